@@ -24,14 +24,9 @@ Recipe = Annotated[str | None, recipe_argument(default="none: all numbers are gi
 MicrobatchSize = Annotated[
     int | None, option("samples of a micro-batch on one rank (default: the recipe's batch, if it fits)")
 ]
-AccumulationSteps = Annotated[int | None, option("micro-batches per update to judge")]
 BatchSize = Annotated[
     int | None, option("samples of the update to judge, on all ranks (default: eight micro-batches)")
 ]
-Ranks = Annotated[int, typer.Option(help="number of ranks")]
-Noise = Annotated[float | None, option("noise scale in samples (default: measured on the recipe)")]
-NoiseLow = Annotated[float | None, option("lower end of the interval of the noise scale")]
-NoiseHigh = Annotated[float | None, option("upper end of the interval of the noise scale")]
 MicroSeconds = Annotated[float | None, option("time of a micro-batch (default: measured)", "--micro-seconds")]
 UpdateSeconds = Annotated[float | None, option("time of the optimizer's update (default: measured)")]
 AllReduceSeconds = Annotated[
@@ -45,33 +40,30 @@ LearningRate = Annotated[
         "--lr",
     ),
 ]
-Beta2 = Annotated[float | None, option("beta2 of Adam, for the same batch as --lr")]
-WeightDecay = Annotated[float | None, option("weight decay, for the same batch as --lr")]
 Updates = Annotated[int | None, option("updates over which the noise is measured (default: the recipe's)")]
-Seconds = Annotated[float, typer.Option(help="approximate time limit for measuring the noise")]
 
 
 def advise(
     recipe: Recipe = None,
     microbatch_size: MicrobatchSize = None,
-    accumulation_steps: AccumulationSteps = None,
+    accumulation_steps: Annotated[int | None, option("micro-batches per update to judge")] = None,
     batch_size: BatchSize = None,
-    ranks: Ranks = 1,
-    noise: Noise = None,
-    noise_low: NoiseLow = None,
-    noise_high: NoiseHigh = None,
+    ranks: Annotated[int, typer.Option(help="number of ranks")] = 1,
+    noise: Annotated[float | None, option("noise scale in samples (default: measured on the recipe)")] = None,
+    noise_low: Annotated[float | None, option("lower end of the interval of the noise scale")] = None,
+    noise_high: Annotated[float | None, option("upper end of the interval of the noise scale")] = None,
     microbatch_seconds: MicroSeconds = None,
     update_seconds: UpdateSeconds = None,
     all_reduce_seconds: AllReduceSeconds = None,
     parameters: Parameters = None,
     optimizer: OptimizerName = None,
     learning_rate: LearningRate = None,
-    beta2: Beta2 = None,
-    weight_decay: WeightDecay = None,
+    beta2: Annotated[float | None, option("beta2 of Adam, for the same batch as --lr")] = None,
+    weight_decay: Annotated[float | None, option("weight decay, for the same batch as --lr")] = None,
     device: Device = "cpu",
     threads: Threads = None,
     updates: Updates = None,
-    seconds: Seconds = 60.0,
+    seconds: Annotated[float, typer.Option(help="approximate time limit for measuring the noise")] = 60.0,
     data: Data = None,
     out: Annotated[Path | None, out_option(OUT)] = None,
     as_json: AsJson = False,

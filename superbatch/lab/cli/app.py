@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import traceback as tracebacks
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -39,21 +39,9 @@ app = typer.Typer(
 )
 
 
-def _add(function: Callable[..., Any]) -> None:
-    app.command(function.__name__, cls=Command, help=paragraphs(function))(function)
-
-
-# One line per command; each lies in a file of its own.
-_add(advise)
-_add(caffe)
-_add(compare)
-_add(fit)
-_add(init)
-_add(noise)
-_add(study)
-_add(survey)
-_add(train)
-_add(verify)
+# One per command; each lies in a file of its own.
+for _function in (advise, caffe, compare, fit, init, noise, study, survey, train, verify):
+    app.command(_function.__name__, cls=Command, help=paragraphs(_function))(_function)
 
 
 def _print_version(wanted: bool) -> None:

@@ -26,8 +26,6 @@ from .publish import exit_code, folder_for, measured, options_from, publish, wor
 
 OUT = Path("superbatch-compare")
 
-Recipe = Annotated[str | None, recipe_argument(default="digits", show_default=False)]
-RecipeName = Annotated[str | None, option("alias of the argument RECIPE", "--recipe")]
 BatchNorm = Annotated[bool, option("add BatchNorm to the recipe digits or digits-conv", "--batchnorm")]
 Splits = Annotated[
     str | None,
@@ -36,8 +34,6 @@ Splits = Annotated[
         "(default: 1x100,5x20,10x10,20x5 for a batch of 100)",
     ),
 ]
-Updates = Annotated[int | None, option("updates of each run (default: the recipe's)")]
-Runs = Annotated[int, typer.Option(help="seeds: each gives one run of every arm")]
 BatchSize = Annotated[int | None, option("samples of one update; with --average-gradients: of a micro-batch")]
 IncludeWrong = Annotated[
     bool, option("add two wrong ways: mean of means, fixed tail divisor", "--include-wrong")
@@ -47,14 +43,13 @@ Check = Annotated[bool, option("exit code 1 unless every exact arm agrees with t
 AverageGradients = Annotated[
     int | None, option("micro-batches per update; --batch-size is then the micro-batch size")
 ]
-Iterations = Annotated[int | None, option("micro-batches of a run, instead of --updates")]
 
 
 def compare(
-    recipe: Recipe = None,
+    recipe: Annotated[str | None, recipe_argument(default="digits", show_default=False)] = None,
     splits: Splits = None,
-    updates: Updates = None,
-    runs: Runs = 10,
+    updates: Annotated[int | None, option("updates of each run (default: the recipe's)")] = None,
+    runs: Annotated[int, typer.Option(help="seeds: each gives one run of every arm")] = 10,
     dtype: Dtype = "float32",
     optimizer: OptimizerName = None,
     learning_rate: LearningRate = None,
@@ -69,8 +64,8 @@ def compare(
     as_json: AsJson = False,
     check: Check = False,
     average_gradients: AverageGradients = None,
-    iterations: Iterations = None,
-    recipe_name: RecipeName = None,
+    iterations: Annotated[int | None, option("micro-batches of a run, instead of --updates")] = None,
+    recipe_name: Annotated[str | None, option("alias of the argument RECIPE", "--recipe")] = None,
     batchnorm: BatchNorm = False,
 ) -> None:
     """Train a recipe with the real batch and with each split of it, from the same weights and samples.
@@ -80,13 +75,8 @@ def compare(
     report is written).
     """
     name = recipe_of(recipe, recipe_name, batchnorm=batchnorm)
-    asked = in_our_words(
-        splits=splits,
-        updates=updates,
-        batch_size=batch_size,
-        average_gradients=average_gradients,
-        iterations=iterations,
-    )
+    lengths = {"average_gradients": average_gradients, "iterations": iterations}
+    asked = in_our_words(splits=splits, updates=updates, batch_size=batch_size, **lengths)
     folder = folder_for(out, OUT, as_json=as_json)
     from ..studies.backends import check_installed
 
@@ -95,8 +85,7 @@ def compare(
     from ..studies.compare import Options
     from ..studies.compare import compare as study
 
-    read = {"splits": asked.splits, "updates": asked.updates, "batch_size": asked.batch_size}
-    options = options_from(Options, locals(), **read, workers=workers_of(workers))
+    options = options_from(Options, locals(), **vars(asked), workers=workers_of(workers))
     where = "" if backend == "torch" else f" on {backend}"
     report = measured(
         f"compare {Path(name).name}{where}", lambda show: study(name, options, progress=receiver(show))

@@ -18,7 +18,6 @@ LimitOption = Annotated[
     str | None,
     option("memory limit, beyond memory in use, such as 2GiB or 500MB (default: the machine's)"),
 ]
-Dtype = Annotated[str, typer.Option(help="float32, float64 or bfloat16")]
 Sizes = Annotated[
     str | None,
     option("micro-batches to measure, such as 8,16,32 (default: the largest that fits and its halves)"),
@@ -31,7 +30,7 @@ def fit(
     batch_size: BatchSize = None,
     limit: LimitOption = None,
     optimizer: OptimizerName = None,
-    dtype: Dtype = "float32",
+    dtype: Annotated[str, typer.Option(help="float32, float64 or bfloat16")] = "float32",
     sizes: Sizes = None,
     device: Device = "cpu",
     threads: Threads = None,

@@ -42,8 +42,6 @@ Name = Annotated[
 Recipe = Annotated[
     str | None, recipe_argument(default=f"digits; coupled: {', '.join(COUPLED)}, one after the other")
 ]
-Quick = Annotated[bool, option("shorter runs and fewer seeds: under a minute", "--quick")]
-Runs = Annotated[int | None, option("seeds (default: the study's own number)")]
 Samples = Annotated[int | None, option("samples that each run sees (default: the study's own number)")]
 BatchSize = Annotated[
     int | None,
@@ -57,21 +55,20 @@ LearningRate = Annotated[
 Tolerance = Annotated[
     float | None, option("a relative difference of the loss that does not matter, such as 0.02")
 ]
-Device = Annotated[str | None, option("coupled: to train on, such as cuda (default: cpu)")]
 
 
 def study(
     name: Name = None,
     recipe: Recipe = None,
-    quick: Quick = False,
-    runs: Runs = None,
+    quick: Annotated[bool, option("shorter runs and fewer seeds: under a minute", "--quick")] = False,
+    runs: Annotated[int | None, option("seeds (default: the study's own number)")] = None,
     samples: Samples = None,
     batch_size: BatchSize = None,
     learning_rate: LearningRate = None,
     optimizer: OptimizerName = None,
     margin: Margin = None,
     tolerance: Tolerance = None,
-    device: Device = None,
+    device: Annotated[str | None, option("coupled: to train on, such as cuda (default: cpu)")] = None,
     threads: ThreadsEach = 1,
     workers: Workers = None,
     data: Data = None,

@@ -20,38 +20,32 @@ Splits = Annotated[
     str | None,
     option("KxM or sizes such as 80/15/5, separated by commas (default: 10x10,20x5 for a batch of 100)"),
 ]
-Repeats = Annotated[int, typer.Option(help="surveys of each arm, with different seeds")]
-Updates = Annotated[int, typer.Option(help="points of the ramp, one update each")]
-WhatOption = Annotated[str, typer.Option(help="quantity to survey: lr, momentum or weight_decay")]
 Low = Annotated[float | None, option("first value (default: 1e-6 for SGD's rate, 1e-7 for others')")]
-High = Annotated[float | None, option("last value (default: 10 for SGD's rate, 1 for others')")]
 LearningRate = Annotated[float | None, option("learning rate, if --what is momentum or weight_decay", "--lr")]
 IncludeWrong = Annotated[
     bool,
     option("add wrong arms: a missing 1/K and other batch sizes", "--include-wrong"),
 ]
-Threads = Annotated[int, typer.Option(help="torch threads")]
-Check = Annotated[bool, option("exit code 1 unless paired curves agree to rounding", "--check")]
 
 
 def survey(
     recipe: Recipe = "digits",
     splits: Splits = None,
-    repeats: Repeats = 20,
-    updates: Updates = 100,
-    what: WhatOption = "lr",
+    repeats: Annotated[int, typer.Option(help="surveys of each arm, with different seeds")] = 20,
+    updates: Annotated[int, typer.Option(help="points of the ramp, one update each")] = 100,
+    what: Annotated[str, typer.Option(help="quantity to survey: lr, momentum or weight_decay")] = "lr",
     low: Low = None,
-    high: High = None,
+    high: Annotated[float | None, option("last value (default: 10 for SGD's rate, 1 for others')")] = None,
     dtype: Dtype = "float32",
     optimizer: OptimizerName = None,
     learning_rate: LearningRate = None,
     batch_size: BatchSize = None,
     include_wrong: IncludeWrong = False,
-    threads: Threads = 1,
+    threads: Annotated[int, typer.Option(help="torch threads")] = 1,
     data: Data = None,
     out: Annotated[Path | None, out_option(OUT)] = None,
     as_json: AsJson = False,
-    check: Check = False,
+    check: Annotated[bool, option("exit code 1 unless paired curves agree to rounding", "--check")] = False,
 ) -> None:
     """Survey learning rates with the real batch and with each split of it, and compare the curves.
 

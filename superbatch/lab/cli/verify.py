@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -45,15 +46,7 @@ def verify(
 
     Exit code: 0 exact, 1 not exact, 2 wrong input.
     """
-    asked = {
-        "microbatch_size": microbatch_size,
-        "batch_size": batch_size,
-        "seed": seed,
-        "dtype": dtype,
-        "against": against,
-        "sample_rng": sample_rng,
-        "data": data,
-    }
+    asked = {name: value for name, value in locals().items() if name not in ("recipe", "out", "as_json")}
     if out is not None:
         check_folder(out)
     report = verify_recipe(recipe, **asked)
@@ -101,9 +94,8 @@ def verify_recipe(
     batch_size = recipe.batch_size if batch_size is None else batch_size
     if not 2 <= batch_size <= recipe.samples:
         raise InputError(
-            f"--batch-size {batch_size}: "
-            f"a batch of the recipe {name!r} that can be split has 2 to {recipe.samples} samples. "
-            "Pass a number in this range."
+            f"--batch-size {batch_size}: a batch of the recipe {name!r} that can be split has 2 to "
+            f"{recipe.samples} samples. Pass a number in this range."
         )
     model = recipe.model(seed)
     order = torch.randperm(recipe.samples, generator=torch.Generator().manual_seed(seed))
@@ -147,8 +139,6 @@ def _finite(value: object) -> object:
         return {key: _finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(entry) for entry in value]
-    if isinstance(value, float) and value != value:
-        return None
-    if isinstance(value, float) and value in (float("inf"), float("-inf")):
-        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
     return value

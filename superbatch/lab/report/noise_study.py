@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-# pyright: strict
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from superbatch.results.noise import ASSUMED
+from superbatch.tuning.advice import SYSTEMATIC
 
 from .fitting_text import seconds_text
-from .table import Column, Table
-
-DASH = "–"
+from .table import DASH, Column, Table, shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,18 +118,18 @@ def points_table(report: NoiseStudy, rows: int = 12) -> Table:
         Column("remark", "why there is no number"),
     )
     every = max(1, math.ceil(len(report.points) / rows))
-    shown = report.points[::-every][::-1]
+    points = report.points[::-every][::-1]
     lines = tuple(
         (
             str(each.update),
             f"{each.loss:.4g}",
-            DASH if each.batch_size is None else number(each.batch_size),
+            shown(each.batch_size, number),
             interval(each.low, each.high),
-            *(DASH if value is None else number(value) for value in each.by_model[1:]),
+            *(shown(value, number) for value in each.by_model[1:]),
             *(DASH,) * (len(report.models[1:]) - len(each.by_model[1:])),
             each.reason or "",
         )
-        for each in shown
+        for each in points
     )
     return Table(title_of(report), columns, lines)
 
@@ -148,7 +146,7 @@ def steps_table(report: NoiseStudy) -> Table:
         (
             str(each.accumulation_steps),
             str(each.batch),
-            DASH if each.time is None else f"{each.time:.2f}",
+            shown(each.time, "{:.2f}".format),
             f"{each.low:.2f} to {each.high:.2f}",
         )
         for each in report.steps
@@ -173,24 +171,24 @@ def findings(report: NoiseStudy) -> list[str]:
         f"({interval(report.low, report.high)}): a batch of {report.batch_size} has {side} "
         f"({ratio:.2g} to 1).",
     ]
-    sentences += _models(report)
+    sentences += adam_said(report.models, SYSTEMATIC)
     if report.best is not None:
         sentences += _times(report, report.best)
     return [*sentences, *report.notes]
 
 
-def _models(report: NoiseStudy) -> list[str]:
-    if not report.models:
+def adam_said(scales: Sequence[float | None], factor: float) -> list[str]:
+    """A sentence on the noise scales under the models of Adam's preconditioner, if there are any."""
+    if not scales:
         return []
-    unknown = [f"q = {power}" for power, each in enumerate(report.models) if each is None]
+    unknown = [f"q = {power}" for power, each in enumerate(scales) if each is None]
     left = f" ({' and '.join(unknown)}: not determined)" if unknown else ""
-    said = "no model of Adam is better than a factor of about 3"
-    if report.band is None:
-        return [f"How much hangs on what is assumed of Adam's preconditioner is not known{left}; {said}."]
-    low, high = map(number, report.band)
+    band = band_of(scales)
+    between = "not known" if band is None else f"{number(band[0])} to {number(band[1])}"
     return [
-        f"By what is assumed of Adam's preconditioner (q = 0, 1, 2) it is {low} to {high}{left}; q = 0, the "
-        f"plain gradient, is used, and {said}."
+        "Under the assumptions on Adam's preconditioner (q = 0, 1, 2) the noise scale is "
+        f"{between}{left}; q = 0, the plain gradient, is used, and no model of Adam is better than a factor "
+        f"of about {factor:g}."
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-# pyright: strict
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

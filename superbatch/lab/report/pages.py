@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-# pyright: strict
 from collections.abc import Mapping, Sequence
 
 from superbatch.results.advice import Advice
@@ -111,6 +110,7 @@ def _advice(report: Advice) -> Page:
         verdict=[first],
         findings=others,
         tables=advice_text.tables(report),
+        details=[advice_text.memory_table(report)],
         plotted="Time to the same loss by number of micro-batches.",
         settings=_run(report),
     )

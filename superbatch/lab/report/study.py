@@ -6,7 +6,6 @@ data.
 
 from __future__ import annotations
 
-# pyright: strict
 import math
 import statistics
 from dataclasses import dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-# pyright: strict
 import math
 
 from .study import Quantity, Study, StudyArm, StudyTest

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-# pyright: strict
 from collections.abc import Sequence
 
 from .comparison import FEWEST_RUNS, Arm, Comparison
-from .table import difference_text, margin_text
+from .table import difference_text, margin_text, p_text
 
 
 def verdict(report: Comparison) -> list[str]:
@@ -76,8 +75,8 @@ def _exact(report: Comparison, arms: Sequence[Arm]) -> str:
     shown = "equivalent" if all(test.equivalent for test in pairs) else "NOT shown to be equivalent"
     paired, welch = (max(test.p_value for test in tests) for tests in (pairs, groups))
     return (
-        f"{said}, {report.metric} {shown} within {margin_text(report)} (TOST on pairs: p {_p(paired)}; "
-        f"as if the arms were independent: p {_p(welch)})."
+        f"{said}, {report.metric} {shown} within {margin_text(report)} (TOST on pairs: {p_text(paired)}; "
+        f"as if the arms were independent: {p_text(welch)})."
     )
 
 
@@ -92,7 +91,3 @@ def _apart(arm: Arm) -> float:
 
 def _said(arm: Arm) -> str:
     return difference_text(arm.weight_difference)
-
-
-def _p(value: float) -> str:
-    return "< 0.001" if value < 0.001 else f"= {value:.3f}"
