@@ -1,7 +1,5 @@
 """The application: which commands there are, and what becomes of errors.
 
-Exit codes: 0 done; 1 a check failed; 2 wrong input, told in one line; 130 interrupted by Ctrl-C;
-143 a training that SIGTERM stopped.
 Commands import torch and matplotlib when they run, so that ``superbatch --help`` answers at once.
 """
 

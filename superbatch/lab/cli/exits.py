@@ -1,4 +1,4 @@
-"""Exit codes of the command line, and the message after an early interrupt."""
+"""Exit codes of the command line beside 0, done, and the message after an early interrupt."""
 
 CHECK_FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 NOT_WRITTEN, PIPE_CLOSED = 74, 141

@@ -50,7 +50,7 @@ def options_from(kind: Callable[..., Filled], given: Mapping[str, Any], **change
 
 
 def workers_of(given: int | None) -> int:
-    """Processes of a command: one more than this, where there is a second core."""
+    """Processes of a command: by default two, where the machine has two cores."""
     return min(2, os.cpu_count() or 1) if given is None else given
 
 

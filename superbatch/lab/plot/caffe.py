@@ -8,7 +8,7 @@ from superbatch.results.caffe import CaffeExplained
 
 from ..report.caffe_text import title_of
 from .style import BLUE, blank, headline, plain_axes
-from .ticks import readable
+from .ticks import logarithmic
 
 
 def caffe_rate(report: CaffeExplained, *, dark: bool = False) -> Figure:
@@ -32,12 +32,10 @@ def caffe_rate(report: CaffeExplained, *, dark: bool = False) -> Figure:
     axes.plot(report.at, report.rates, color=BLUE, linewidth=2, drawstyle=drawstyle)
     positive = [rate for rate in report.rates if rate > 0]
     if positive and max(positive) > 30 * min(positive):
-        axes.set_yscale("log")
-        readable(axes.yaxis)
+        logarithmic(axes.yaxis)
     else:
         axes.set_ylim(bottom=0)
-    axes.set_xlabel("update")
-    axes.set_ylabel("learning rate, for lr_mult 1")
+    axes.set(xlabel="update", ylabel="learning rate, for lr_mult 1")
     if report.effective_batch is not None and report.updates > 1:
         batch = report.effective_batch
         there, back = (lambda updates: updates * batch), (lambda samples: samples / batch)

@@ -13,7 +13,7 @@ from ..report.comparison import Arm, Comparison
 from ..report.table import margin_text
 from .arms import Role, Style, dots, mean_and_range, rows_for, styles_of
 from .style import Theme, blank, empty, headline, legend, plain_axes
-from .ticks import readable
+from .ticks import logarithmic
 
 NOTHING = "no run was finished"
 ZERO = 1e-19
@@ -51,14 +51,8 @@ def comparison(report: Comparison, *, dark: bool = False) -> Figure:
 
 def _roles(arms: Sequence[Arm]) -> list[Role]:
     beside = any(arm.claim == "exact" for arm in arms)
-    return [
-        "real"
-        if arm.claim == "real"
-        else "wrong"
-        if arm.claim == "wrong" or (arm.claim == "inexact" and beside)
-        else "split"
-        for arm in arms
-    ]
+    roles: dict[str, Role] = {"real": "real", "wrong": "wrong", "inexact": "wrong" if beside else "split"}
+    return [roles.get(arm.claim, "split") for arm in arms]
 
 
 def _draw_curves(axes: Axes, report: Comparison, styles: Sequence[Style], theme: Theme) -> None:
@@ -67,15 +61,13 @@ def _draw_curves(axes: Axes, report: Comparison, styles: Sequence[Style], theme:
         label = f"{arm.name} (real batch)" if arm.claim == "real" else arm.name
         curves = [run.losses for run in arm.runs]
         drawn |= bool(mean_and_range(axes, report.curve_updates, curves, style, label))
-    axes.set_xlabel(f"updates (each of {report.batch_size} samples)")
-    axes.set_ylabel("training loss, mean over runs")
+    axes.set(xlabel=f"updates (each of {report.batch_size} samples)", ylabel="training loss, mean over runs")
     said = "Same weights at the start, same samples, same updates: band = range over runs"
     axes.set_title(said, fontsize=10)
     if not drawn:
         empty(axes, NOTHING, theme)
         return
-    axes.set_yscale("log")
-    readable(axes.yaxis)
+    logarithmic(axes.yaxis)
     legend(axes, theme, handlelength=3.4)
 
 

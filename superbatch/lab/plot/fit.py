@@ -13,7 +13,7 @@ from superbatch.results.memory import binary_text
 from ..report.fitting import Fitting
 from ..report.fitting_text import findings, seconds_text, title_of
 from .style import BLUE, DASHED, GREEN, VERMILION, Theme, blank, caption, empty, headline, legend, plain_axes
-from .ticks import readable
+from .ticks import logarithmic, readable
 
 FAR_ABOVE = 8
 """A limit beyond this many times the largest peak is named at the top, not drawn: the curve would be flat."""
@@ -80,8 +80,7 @@ def _limit(axes: Axes, report: Fitting, peaks: Sequence[int]) -> None:
 
 def _speed(axes: Axes, report: Fitting, theme: Theme) -> None:
     timed = [size for size in report.sizes if size.seconds is not None]
-    axes.set_xlabel("samples of a micro-batch")
-    axes.set_ylabel("time per sample")
+    axes.set(xlabel="samples of a micro-batch", ylabel="time per sample")
     caption(axes, "Forward and backward; band: lower to upper quartile of the windows", theme)
     samples = [size.samples for size in report.sizes]
     axes.set_xticks(samples, [str(each) for each in samples])
@@ -94,8 +93,7 @@ def _speed(axes: Axes, report: Fitting, theme: Theme) -> None:
     slow = [size.high or 0.0 for size in timed]
     axes.fill_between(samples, seconds, slow, color=GREEN, alpha=0.2, linewidth=0)
     axes.plot(samples, seconds, "o-", color=GREEN, linewidth=2, markersize=6)
-    axes.set_yscale("log")
-    readable(axes.yaxis, seconds_text)
+    logarithmic(axes.yaxis, seconds_text)
 
 
 def _choice(axes: Axes, report: Fitting, theme: Theme, *, names: bool) -> None:

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from superbatch.tuning.growing import GrowingBatch
 
 from .style import BLUE, DASHED, GREEN, VERMILION, Theme, blank, headline, legend, plain_axes
-from .ticks import readable
+from .ticks import logarithmic
 
 
 def growing(schedule: GrowingBatch, *, samples: int, dark: bool = False) -> Figure:
@@ -42,8 +42,7 @@ def _sizes(axes: Axes, schedule: GrowingBatch, seen: list[int], theme: Theme) ->
     plain_axes(axes, theme)
     batches = [schedule.batch_of(update) for update in range(len(seen))]
     axes.step(seen, batches, where="post", color=BLUE, linewidth=2)
-    axes.set_yscale("log", base=2)
-    readable(axes.yaxis, base=2)
+    logarithmic(axes.yaxis, base=2)
     if schedule.cap.samples < 2 * max(batches):
         top = schedule.cap.samples
         axes.axhline(top, color=VERMILION, linewidth=1.2, linestyle=DASHED)
@@ -60,6 +59,5 @@ def _rates(axes: Axes, schedule: GrowingBatch, seen: list[int], theme: Theme) ->
     said = "rate that is left, with the batch above"
     axes.step(seen, left, where="post", color=GREEN, linewidth=2, label=said)
     axes.set_ylim(bottom=0)
-    axes.set_ylabel("factor of the rate")
-    axes.set_xlabel("samples seen")
+    axes.set(ylabel="factor of the rate", xlabel="samples seen")
     legend(axes, theme, loc="lower left")

@@ -22,7 +22,7 @@ from .style import (
     legend,
     plain_axes,
 )
-from .ticks import readable
+from .ticks import logarithmic
 
 MODELS = "band of Adam's models, q = 0, 1, 2"
 
@@ -52,10 +52,8 @@ def noise(report: NoiseStudy, *, dark: bool = False) -> Figure:
 
 
 def _over_run(axes: Axes, report: NoiseStudy, theme: Theme) -> None:
-    axes.set_xlabel("updates")
-    axes.set_ylabel("samples")
-    axes.set_yscale("log")
-    readable(axes.yaxis)
+    axes.set(xlabel="updates", ylabel="samples")
+    logarithmic(axes.yaxis)
     axes.set_xlim(0, max(1, report.updates) * 1.01)
     caption(axes, "Noise scale of the gradient, 95 % interval", theme)
     known = [each for each in report.points if each.batch_size]
@@ -100,8 +98,7 @@ def _against_k(axes: Axes, report: NoiseStudy, theme: Theme) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(k, [str(each) for each in k])
     axes.tick_params(axis="x", which="minor", bottom=False)
-    axes.set_yscale("log", base=2)
-    readable(axes.yaxis, base=2)
+    logarithmic(axes.yaxis, base=2)
     lows, highs = [each.low for each in report.steps], [each.high for each in report.steps]
     said = "interval of the noise scale"
     axes.fill_between(k, lows, highs, color=GREEN, alpha=0.2, linewidth=0, label=said)

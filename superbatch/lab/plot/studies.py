@@ -15,7 +15,7 @@ from matplotlib.transforms import blended_transform_factory
 from ..report.study import Study, StudyArm
 from .arms import DASHES, Style, dots, mean_and_range, rows_for
 from .style import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, Theme, blank, headline, plain_axes
-from .ticks import readable
+from .ticks import logarithmic, readable
 
 COLOURS = (BLUE, GREEN, VERMILION, PURPLE, ORANGE, SKY, "#999999")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -72,8 +72,7 @@ def _momentum(figure: Figure, report: Study, theme: Theme) -> None:
         if anchor is not None and expected is not None:
             noise.hlines(anchor * expected, index - 0.4, index + 0.4, color=theme.ink, linewidth=1.2)
     if anchor is not None:
-        noise.set_yscale("log")
-        readable(noise.yaxis)
+        logarithmic(noise.yaxis)
         low, high = noise.get_ylim()
         noise.set_ylim(low / 5, high)  # room for what is said below
     noise.set_xticks(range(len(report.arms)), [arm.name for arm in report.arms])
@@ -91,12 +90,10 @@ def _grow_batch(figure: Figure, report: Study, theme: Theme) -> None:
     for index, arm in enumerate(report.arms):
         _curve(samples, arm, report.curve_at, index)
         _curve(updates, arm, arm.curve_updates, index)
-    samples.set_yscale("log")
-    readable(samples.yaxis)
+    logarithmic(samples.yaxis)
     samples.set_xlabel("samples seen")
     updates.set_xlabel("updates made")
-    samples.set_ylabel("training loss, mean over seeds; band: range")
-    samples.set_title("Against samples")
+    samples.set(ylabel="training loss, mean over seeds; band: range", title="Against samples")
     updates.set_title("Against updates")
     _legend(samples)
 
@@ -105,8 +102,7 @@ def _critical_batch(figure: Figure, report: Study, theme: Theme) -> None:
     loss, needed = figure.subplots(1, 2)
     for index, arm in enumerate(report.arms):
         _curve(loss, arm, report.curve_at, index)
-    loss.set_yscale("log")
-    readable(loss.yaxis)
+    logarithmic(loss.yaxis)
     loss.set_xlabel("samples since the checkpoint")
     loss.set_ylabel("smoothed training loss, mean over seeds")
     loss.set_title("Branches of one checkpoint: the same samples in the same order")
@@ -123,8 +119,7 @@ def _critical_batch(figure: Figure, report: Study, theme: Theme) -> None:
     known = [(batch, value) for batch, value in predicted if value is not None]
     label = "predicted by the noise scale at the checkpoint, of all seeds"
     _line(needed, known, color=VERMILION, marker="D", label=label)
-    needed.set_xscale("log", base=2)
-    readable(needed.xaxis, base=2)
+    logarithmic(needed.xaxis, base=2)
     needed.set_xlabel("batch")
     needed.set_ylabel("samples needed, relative to the smallest batch")
     needed.set_title("What the larger batch costs in samples")
@@ -160,11 +155,9 @@ def _precision(figure: Figure, report: Study, theme: Theme) -> None:
         means = [statistics.fmean(at) for at in curves]
         axes.plot(report.curve_at, means, color=COLOURS[index % 7], linewidth=1.8, label=arm.name, **style)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    readable(axes.yaxis)
+    logarithmic(axes.yaxis)
     axes.set_xticks(report.curve_at, [f"{count:g}" for count in report.curve_at])
-    axes.set_xlabel("gradients in the sum, K")
-    axes.set_ylabel("relative error of the sum")
+    axes.set(xlabel="gradients in the sum, K", ylabel="relative error of the sum")
     _legend(axes, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
@@ -233,8 +226,7 @@ def _dots(
     axes.tick_params(axis="y", labelsize=8)
     axes.set_xlabel(quantity)
     if log:
-        axes.set_xscale("log")
-        readable(axes.xaxis)
+        logarithmic(axes.xaxis)
 
 
 def _cut(axes: Axes, report: Study, quantity: str, middle: float, most: float, theme: Theme) -> None:

@@ -30,7 +30,7 @@ from .style import (
     legend,
     plain_axes,
 )
-from .ticks import readable
+from .ticks import logarithmic
 
 ROLES: Mapping[str, Role] = {"real": "real", "again": "again", "wrong": "wrong", "other": "wrong"}
 ABOVE = 1.2
@@ -56,8 +56,7 @@ def surveys(report: Surveys, *, dark: bool = False) -> Figure:
     curves, rates = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": heights})
     for axes in (curves, rates):
         plain_axes(axes, theme)
-        axes.set_xscale("log")
-        readable(axes.xaxis)
+        logarithmic(axes.xaxis)
     styles = styles_of([ROLES.get(arm.claim, "split") for arm in arms], theme)
     _draw_curves(curves, arms, styles, theme)
     _draw_rates(rates, report, arms, styles, theme)
@@ -82,8 +81,7 @@ def one_survey(report: Survey, *, dark: bool = False) -> Figure:
     figure, theme = blank(4.6, dark=dark, width=8)
     axes = figure.subplots()
     plain_axes(axes, theme)
-    axes.set_xscale("log")
-    readable(axes.xaxis)
+    logarithmic(axes.xaxis)
     x = [to_axis(report.what, value) for value in report.values]
     said = "each window, before its update"
     axes.plot(x, report.losses, ".", color=theme.ink, alpha=0.35, markersize=5, label=said)
@@ -101,8 +99,7 @@ def one_survey(report: Survey, *, dark: bool = False) -> Figure:
     if report.stopped is not None and x:
         axes.axvline(x[-1], color=VERMILION, linewidth=1.4)
         axes.plot([], [], color=VERMILION, label=f"stopped at {report.values[-1]:.2g}")
-    axes.set_xlabel(_x_label(report.what))
-    axes.set_ylabel("loss of the window")
+    axes.set(xlabel=_x_label(report.what), ylabel="loss of the window")
     legend(axes, theme)
     return figure
 

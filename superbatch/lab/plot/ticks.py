@@ -77,6 +77,12 @@ def readable(axis: Axis, text: Text | None = None, *, base: int = 10) -> None:
     axis.set_major_formatter(lambda value, _: say(value))
 
 
+def logarithmic(axis: Axis, text: Text | None = None, *, base: int = 10) -> None:
+    """Make an axis logarithmic, with readable labels."""
+    getattr(axis.axes, f"set_{axis.axis_name}scale")("log", base=base)  # pyright: ignore[reportAttributeAccessIssue]
+    readable(axis, text, base=base)
+
+
 def tick_text(value: float) -> str:
     r"""Format a number on an axis, as briefly as possible.
 

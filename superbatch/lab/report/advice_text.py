@@ -101,9 +101,10 @@ def title_of(report: Advice) -> str:
     recipe = "" if report.recipe is None else f"{report.recipe}: "
     reduce = f", all-reduce {seconds_text(report.all_reduce_seconds)}" if report.all_reduce_seconds else ""
     each = f"{seconds_text(report.microbatch_seconds)} each"
+    noise = range_text(report.noise, report.noise_low, report.noise_high)
     return (
         f"{recipe}micro-batches of {report.microbatch_size}{ranks}, {each}; update "
-        f"{seconds_text(report.update_seconds)}{reduce}; noise scale {noise_text(report)}"
+        f"{seconds_text(report.update_seconds)}{reduce}; noise scale {noise}"
     )
 
 
@@ -111,11 +112,6 @@ def range_said(report: Advice) -> str:
     """Return a description of the range."""
     adam = ", and Adam's models" if report.band is not None else ""
     return f"the noise scale's interval, a factor of {report.systematic:g} beyond it{adam}"
-
-
-def noise_text(report: Advice) -> str:
-    """The noise scale with its interval."""
-    return range_text(report.noise, report.noise_low, report.noise_high)
 
 
 def range_text(value: float | None, low: float, high: float) -> str:

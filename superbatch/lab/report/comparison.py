@@ -26,8 +26,7 @@ class Run:
 
     seed: int  # of the initial weights and of the order of the samples
     metric: float  # on held-out data after the last update, in the comparison's unit
-    # Training loss, the mean over each stretch of updates (`Comparison.curve_updates`).
-    losses: tuple[float, ...]
+    losses: tuple[float, ...]  # in training, means over each stretch of `Comparison.curve_updates`
     seconds: float  # time spent in updates, without data and evaluation
     # ``|w - w_real| / |w_real|`` over all weights after the last update, 2-norms in float64, against the
     # real batch with the same seed; None for the real batch itself.
@@ -85,10 +84,8 @@ class Arm:
     weight_difference: float | None  # the largest of its runs'
     median_difference: float | None  # the median of its runs' `Run.weight_difference`
     worst_difference: float | None  # the largest of its runs'
-    # Equivalence with the real batch, test of paired runs; None with fewer than 2 pairs.
-    paired: Equivalence | None
-    # The same as if the arms had had independent seeds, as published tables compare them.
-    welch: Equivalence | None
+    paired: Equivalence | None  # with the real batch, by pairs of runs; None with fewer than 2 pairs
+    welch: Equivalence | None  # as if the arms had had independent seeds, as published tables compare them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +105,7 @@ class Comparison:
     updates: int  # of each run
     seeds: tuple[int, ...]  # asked for; a partial report may have fewer runs
     margin: float  # of the equivalence tests, in `unit`
-    # Samples of the short batch at the end of each epoch; None where epochs run into each other.
-    tail: int | None
+    tail: int | None  # samples of the short batch that ends each epoch; None: epochs run into each other
     arms: tuple[Arm, ...]  # the real batch first
     curve_updates: tuple[int, ...]  # the last update of each stretch that `Run.losses` averages over
     seconds: float  # wall time of the whole comparison

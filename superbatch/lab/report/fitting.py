@@ -26,8 +26,7 @@ class Size:
 
     samples: int  # of the micro-batch
     microbatches: int  # how many of them make the batch
-    # Peak in bytes, from the curve through the predicted sizes; None without a prediction.
-    predicted: int | None
+    predicted: int | None  # peak in bytes, by the curve through the predicted sizes
     probe: Peak | None  # what was predicted for this very size; None where the curve alone speaks
     measured: int | None  # peak in bytes of real micro-batches; None where it was not measured
     fits: bool  # whether the peak is within the limit: the measured one, else the predicted one
@@ -35,8 +34,7 @@ class Size:
     # only ever adds time. None: not timed.
     seconds: float | None
     high: float | None  # upper quartile of the same
-    # Of a whole batch: `microbatches` times forward and backward, and the update.
-    update_seconds: float | None
+    update_seconds: float | None  # of a batch: `microbatches` times forward and backward, and the update
 
     @property
     def peak(self) -> int | None:
@@ -80,15 +78,11 @@ class Fitting:
     curve_error: float  # how far the predicted points are from a straight line, relative
     sizes: tuple[Size, ...]  # ascending; those above the limit are only predicted
     largest: int  # the largest micro-batch that fits, at most the batch; 0 if not even one sample does
-    # The largest that would fit if the batch were larger, by the curve, which is drawn on to `DRAWN_ON`
-    # times the batch; None where it is not known.
-    beyond: int | None
+    beyond: int | None  # the largest batch that would fit, by the curve up to `DRAWN_ON` times the batch
     fastest: int | None  # the fastest of the sizes that were timed; None if none was
-    # Effective batches, with micro-batches of the fastest size; none where batches are not split.
-    reach: tuple[Reach, ...]
+    reach: tuple[Reach, ...]  # by micro-batches of the fastest size; none where batches are not split
     savings: tuple[Saving, ...]  # what would lower the peak at the fastest size, largest first
-    # Why `superbatch.torch.Accumulator` does not split this recipe's batches; None: it does.
-    refused: str | None
+    refused: str | None  # why `Accumulator` does not split this recipe's batches; None: it does
     seconds: float  # wall time of all this
     partial: bool  # it was interrupted before the end
     versions: dict[str, str]  # of what it ran on: name -> version

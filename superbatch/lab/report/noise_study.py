@@ -38,8 +38,7 @@ class AtSteps:
     time: float | None  # ``W(K) / W(1)`` at the noise scale of the run; None where that is not known
     low: float  # the same at the upper end of its interval, where larger batches cost least
     high: float  # the same at the lower end
-    # The time under each of `NoiseStudy.models`; None where that has no noise scale.
-    by_model: tuple[float | None, ...] = ()
+    by_model: tuple[float | None, ...] = ()  # time under each of `NoiseStudy.models`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +56,7 @@ class NoiseStudy:
     threads: int  # of torch
     data_size: int  # samples that batches are drawn from without replacement
     points: tuple[NoiseAt, ...]  # along the run
-    # ``B_noise`` of the whole run, the progress-weighted harmonic mean of the points that are determined;
-    # None if none is.
-    noise: float | None
+    noise: float | None  # of the run: progress-weighted harmonic mean of the points that are determined
     low: float  # the same of the lower ends
     high: float  # the same of the upper ends
     microbatch_seconds: float  # forward and backward of a micro-batch; median
@@ -70,8 +67,7 @@ class NoiseStudy:
     versions: dict[str, str]  # of what it ran on: name -> version
     command: dict[str, str]  # what the user asked for: name of a flag -> value
     notes: tuple[str, ...]  # what a reader should know beside the numbers
-    # ``B_noise`` of the whole run under models of Adam's preconditioner, as `NoiseAt.by_model`.
-    models: tuple[float | None, ...] = ()
+    models: tuple[float | None, ...] = ()  # ``B_noise`` of the run, as `NoiseAt.by_model`
 
     @property
     def band(self) -> tuple[float, float] | None:
@@ -144,8 +140,8 @@ def steps_table(report: NoiseStudy) -> Table:
     )
     rows = tuple(
         (
-            str(each.accumulation_steps),
-            str(each.batch),
+            f"{each.accumulation_steps}",
+            f"{each.batch}",
             shown(each.time, "{:.2f}".format),
             f"{each.low:.2f} to {each.high:.2f}",
         )

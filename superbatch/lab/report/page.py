@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 
 from .table import Table
 
+DOCUMENTATION = "https://superbatch.github.io/superbatch/"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
     """Content of a page, as plain text: the template escapes it."""
 
     title: str
+    guide: str = ""  # page of the documentation that explains it, without .md
     lead: str = ""  # one quiet line below the title, without its full stop
     partial: str = ""  # when the study was interrupted; empty: it was not
     verdict: Sequence[str] = ()  # set apart from the other sentences
@@ -52,6 +55,7 @@ def render(page: Page, *, light: bytes = b"", dark: bytes = b"") -> str:
         meanings.setdefault(column.heading, column.meaning)  # where two tables share a heading: the first's
     return jinja.get_template("page.html.j2").render(
         page=page,
+        documentation=DOCUMENTATION,
         meanings=list(meanings.items()),
         light=base64.b64encode(light).decode("ascii"),
         dark=base64.b64encode(dark).decode("ascii"),

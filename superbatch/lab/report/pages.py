@@ -56,6 +56,7 @@ def verification_page(report: Verification, *, recipe: str, command: Mapping[str
     first, *others = [line.strip() for line in report.lines()]
     return Page(
         title=f"superbatch verify: {recipe}",
+        guide="testing",
         verdict=[first],
         findings=others,
         tables=[differences_table(report)],
@@ -76,6 +77,7 @@ def _comparison(report: Comparison) -> Page:
     details = rows_with_details(report)
     return Page(
         title=f"superbatch compare: {report.recipe}",
+        guide="compare",
         lead=report.description,
         partial=f"interrupted after {done} of {asked} runs." if report.partial else "",
         verdict=verdict(report),
@@ -91,6 +93,7 @@ def _comparison(report: Comparison) -> Page:
 def _study(report: Study) -> Page:
     return Page(
         title=report.question,
+        guide="studies",
         lead=f"superbatch study {report.name}, {report.recipe}: {report.description}",
         partial="interrupted before the last run." if report.partial else "",
         verdict=[report.conclusion],
@@ -106,7 +109,8 @@ def _advice(report: Advice) -> Page:
     first, *others = advice_text.findings(report)
     return Page(
         title=f"superbatch advise: {report.verdict}",
-        partial=_interrupted(partial=report.partial),
+        guide="advice",
+        partial="interrupted before the end." if report.partial else "",
         verdict=[first],
         findings=others,
         tables=advice_text.tables(report),
@@ -119,6 +123,7 @@ def _advice(report: Advice) -> Page:
 def _caffe(report: CaffeExplained) -> Page:
     return Page(
         title=f"superbatch caffe: {report.source}",
+        guide="caffe",
         tables=[caffe_text.settings_table(report)],
         findings=caffe_text.findings(report),
         plotted="The learning rate over the updates.",
@@ -138,8 +143,9 @@ def _measured(
     """Page of a command that trains a recipe; the first sentence is the verdict."""
     return Page(
         title=f"superbatch {command}: {report.recipe}",
+        guide={"fit": "memory"}.get(command, command),
         lead=report.description,
-        partial=_interrupted(partial=report.partial),
+        partial="interrupted before the end." if report.partial else "",
         verdict=said[:1],
         findings=said[1:],
         tables=tables,
@@ -147,10 +153,6 @@ def _measured(
         arms=arms,
         settings=_run(report),
     )
-
-
-def _interrupted(*, partial: bool) -> str:
-    return "interrupted before the end." if partial else ""
 
 
 def _run(report: Report) -> dict[str, Mapping[str, str]]:

@@ -1,8 +1,4 @@
-"""Results of a study: one frozen record per run, per arm, per test, and of the whole.
-
-All studies share these records: what differs between them - the arms, the quantities, the conclusion - is
-data.
-"""
+"""Results of a study: one frozen record per run, per arm, per test, and of the whole, for all studies."""
 
 from __future__ import annotations
 
@@ -33,8 +29,7 @@ class StudyRun:
 
     seed: int  # of everything that is drawn
     values: dict[str, float]  # name of a quantity -> its value
-    # What the plot draws against `Study.curve_at`; none where there is no curve.
-    curve: tuple[float, ...] = ()
+    curve: tuple[float, ...] = ()  # drawn against `Study.curve_at`; none where there is no curve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +38,9 @@ class StudyArm:
 
     name: str  # short
     how: str
-    # Name of a quantity -> what is the same in every run, such as the number of updates.
-    facts: dict[str, float]
+    facts: dict[str, float]  # quantity -> what is the same in every run, such as the number of updates
     runs: tuple[StudyRun, ...]  # those that were finished
-    # Updates made at the points of `Study.curve_at`; none where there is no curve.
-    curve_updates: tuple[float, ...] = ()
+    curve_updates: tuple[float, ...] = ()  # made at the points of `Study.curve_at`
 
     def values(self, quantity: str) -> tuple[float, ...]:
         """A quantity of every run that has it, in the order of the seeds."""

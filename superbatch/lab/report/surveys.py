@@ -51,8 +51,7 @@ class SurveyArm:
     runs: tuple[SeededSurvey, ...]  # surveys from seeds of this arm's own
     rate: float | None  # geometric mean of what they suggest (`Survey.suggestion`); None without any
     decades: float | None  # standard deviation of the suggestions' decimal logarithms; None with fewer than 2
-    # For some seeds, the largest relative difference of the curve from that of the real batch with the same
-    # weights and samples, up to its lowest point.
+    # Of some seeds: largest relative difference of the curve to the lowest point of the real batch's.
     pairs: tuple[float, ...]
     curve: CurveTest | None  # are the curves those of the baseline? None where it cannot be tested
     suggested: Equivalence | None  # are the suggestions those of the baseline, in decades? None likewise
@@ -73,8 +72,7 @@ class Surveys:
     description: str  # what was trained on what
     what: What  # the option that was surveyed
     optimizer: str
-    # Of the optimizer where another option is surveyed; None where the rate itself is.
-    learning_rate: float | None
+    learning_rate: float | None  # where another option is surveyed; None where the rate itself is
     dtype: str  # of weights and data
     batch_size: int  # samples of one update
     low: float  # first value of the ramp

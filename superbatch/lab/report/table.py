@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -188,9 +188,7 @@ def rows_with_details(report: Comparison) -> Table:
         Column("p", "the larger of the two one-sided p-values"),
         Column("runs needed", "per arm, for 80 % power if there is no difference"),
     )
-    tests: Sequence[tuple[Arm, Equivalence]] = [
-        (arm, test) for arm in report.arms for test in (arm.paired, arm.welch) if test is not None
-    ]
+    tests = [(arm, test) for arm in report.arms for test in (arm.paired, arm.welch) if test is not None]
     rows = tuple(
         (
             arm.name,
