@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from .study import Quantity, Study, StudyArm, StudyTest
-from .table import Column, Table, equivalence_text
+from .table import DASH, Column, Table, equivalence_text
 
 
 def study_table(report: Study) -> Table:
@@ -72,7 +72,7 @@ def with_sign(difference: float) -> str:
 def _cell(arm: StudyArm, quantity: Quantity) -> str:
     mean, sd = arm.mean(quantity.name), arm.sd(quantity.name)
     if mean is None:
-        return "–"
+        return DASH
     text = number(mean, quantity.form)
     return text if not sd or not math.isfinite(sd) else f"{text} ± {number(sd, quantity.form)}"
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from superbatch.results.survey import What
 from superbatch.tuning.survey_suggestions import by_chance, still_falling
 
-from .comparison import FEWEST_RUNS
-from .surveys import SurveyArm, Surveys
-from .table import Column, Table, difference_text, p_text
+from .comparison import FEWEST_RUNS, Equivalence
+from .surveys import CurveTest, SurveyArm, Surveys
+from .table import DASH, Column, Table, difference_text, p_text, shown
 
 NAMES: dict[What, str] = {"lr": "learning rate", "momentum": "momentum", "weight_decay": "weight decay"}
 
@@ -25,7 +25,7 @@ def surveys_table(report: Surveys) -> Table:
         Column(f"suggested {name}", "geometric mean over the surveys, and their spread in decades"),
         Column("stopped at", "median of the last values, where surveys stopped early"),
         Column(
-            "pairs differ by", "largest relative difference, same weights and samples, to the lowest point"
+            "pairs differ by", "largest relative difference to the lowest point, same weights and samples"
         ),
         Column(f"curve within {100 * (report.factor - 1):.0f} %", f"at every point of the fall: {seeds}"),
         Column(alike, "equivalence of the suggestions, arms with seeds of their own"),
@@ -129,7 +129,7 @@ def headline(report: Surveys) -> str:
 def rate_text(arm: SurveyArm) -> str:
     """Return the learning rate that an arm suggests, with its spread."""
     if arm.rate is None:
-        return "–"
+        return DASH
     return f"{arm.rate:.3g}" + ("" if arm.decades is None else f" (± {arm.decades:.2f} decades)")
 
 
@@ -149,19 +149,18 @@ def _row(arm: SurveyArm) -> tuple[str, ...]:
     early = [run.survey for run in arm.runs if run.survey.stopped is not None]
     stopped = sorted(survey.values[-1] if survey.values else survey.low for survey in early)
     names = {"real": f"{arm.name} (real batch)", "inexact": f"{arm.name} (not exact)"}
-    curve, rate = arm.curve, arm.suggested
     return (
         names.get(arm.claim, arm.name),
         rate_text(arm),
-        f"{stopped[len(stopped) // 2]:.2g} ({len(stopped)} of {len(arm.runs)})" if stopped else "–",
-        _pairs_text(arm.pairs) if arm.pairs else "–",
-        "–" if curve is None else _yes(p=curve.p_value, equivalent=curve.equivalent),
-        "–" if rate is None else _yes(p=rate.p_value, equivalent=rate.equivalent),
+        f"{stopped[len(stopped) // 2]:.2g} ({len(stopped)} of {len(arm.runs)})" if stopped else DASH,
+        _pairs_text(arm.pairs) if arm.pairs else DASH,
+        shown(arm.curve, _yes),
+        shown(arm.suggested, _yes),
     )
 
 
-def _yes(*, p: float, equivalent: bool) -> str:
-    return f"{'yes' if equivalent else 'not shown'}, {p_text(p)}"
+def _yes(test: CurveTest | Equivalence) -> str:
+    return f"{'yes' if test.equivalent else 'not shown'}, {p_text(test.p_value)}"
 
 
 def _claim(report: Surveys, claim: str) -> list[SurveyArm]:

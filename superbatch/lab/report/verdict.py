@@ -49,10 +49,8 @@ def _failures_of(arm: Arm, report: Comparison) -> list[str]:
         found.append(f"{arm.name}: weights differ by {apart}, rounding explains {report.tolerance:g}")
     # Weights that agree to rounding are the proof: few runs or a coarse metric take nothing from it.
     if arm.paired is not None and not abs(arm.paired.difference) < arm.paired.margin:
-        found.append(
-            f"{arm.name}: {report.metric} differs by {arm.paired.difference:.3g}, which is not within "
-            f"{margin_text(report)}"
-        )
+        apart_by = f"{report.metric} differs by {arm.paired.difference:.3g}"
+        found.append(f"{arm.name}: {apart_by}, which is not within {margin_text(report)}")
     return found
 
 
