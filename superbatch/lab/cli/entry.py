@@ -72,7 +72,7 @@ def terminated_as_interrupted() -> Iterator[None]:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGTERM, interrupt)  # only where nobody else has a handler: see above
     try:
         yield
     finally:

@@ -91,7 +91,7 @@ def _told() -> Iterator[None]:
 def _without_types(parameters: Any) -> Any:
     for parameter in parameters:
         if getattr(parameter, "is_flag", False) and parameter.metavar is None:
-            parameter.metavar = ""
+            parameter.metavar = ""  # typer would show <bool>
     return parameters
 
 

@@ -28,7 +28,7 @@ def print_table(table: Table, console: Console) -> None:
         title_style="bold",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
-        pad_edge=False,
+        pad_edge=False,  # the first column begins at the edge, as plain text does
     )
     for number, column in enumerate(table.columns):
         rich.add_column(Text(column.heading), style="bold" if number == 0 else "", overflow="fold")

@@ -11,11 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-LINE_EVERY = 5.0
-"""Seconds between two plain lines, at least."""
+LINE_EVERY = 5.0  # seconds between two plain lines, at least
 
-Show = Callable[[int, int, str | None], None]
-"""(done, total, what has just been finished or None)."""
+Show = Callable[[int, int, str | None], None]  # (done, total, what has just been finished or None)
 
 
 @contextmanager

@@ -69,7 +69,7 @@ def exit_code(report: Report, failures: Sequence[str] = ()) -> int:
     """The exit code of a command; what a check found wrong is printed, unless the study was interrupted."""
     if report.partial:
         return INTERRUPTED
-    for sentence in failures:
+    for sentence in failures:  # on the standard error: the output may be JSON
         print(f"superbatch: check failed: {sentence}", file=sys.stderr)
     return CHECK_FAILED if failures else 0
 
@@ -97,7 +97,7 @@ def publish(
     if report.partial:
         print(f"superbatch: interrupted, the report is partial; what was measured is {kept}", file=sys.stderr)
     try:
-        page = page_of(report)
+        page = page_of(report)  # within the try: an interrupt may come here too
         if as_json:
             print(text)
         else:
@@ -121,10 +121,10 @@ def print_page(page: Page, console: Console) -> None:
 
 def _write(report: Report, page: Page, folder: Path, files: Mapping[str, str]) -> None:
     """Draw, and write the page and what else there is."""
-    from .. import plot
+    from .. import plot  # matplotlib takes a second to import
     from ..report.page import render
 
-    draw = getattr(plot, PLOTS[type(report).__name__])
+    draw = getattr(plot, PLOTS[type(report).__name__])  # all is drawn before the first file is written
     light, dark = (plot.png(draw(report, dark=dark)) for dark in (False, True))
     contents = {"report.html": render(page, light=light, dark=dark), "plot.png": light, **files}
     for name, content in contents.items():

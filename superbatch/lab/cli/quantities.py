@@ -22,7 +22,7 @@ def parse_bytes(text: str, *, flag: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", text.lower())
     count = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
-    if count < 1:
+    if count < 1:  # no unit of that name, or nothing
         raise InputError(f"{flag} {text} is no number of bytes. Write it as 2GiB, 500MB or 123456.")
     return count
 

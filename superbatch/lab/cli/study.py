@@ -105,7 +105,7 @@ def study(
         )
         own = folder / each if folder is not None and len(recipes) > 1 else folder
         publish(report, own, as_json=as_json)
-        if report.partial:
+        if report.partial:  # Ctrl-C ends the command, not one of its studies
             raise typer.Exit(exit_code(report))
 
 

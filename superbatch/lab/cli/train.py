@@ -69,7 +69,7 @@ def train(
     loaded = load_recipe(recipe, data=data)
     size = int(microbatch_size) if microbatch_size.isdecimal() else microbatch_size
     options = options_from(Options, locals(), microbatch_size=size)
-    first = environ.get("RANK", "0") == "0"
+    first = environ.get("RANK", "0") == "0"  # one bar for all ranks
     with progress(f"train {Path(recipe).name}") if first else nullcontext(lambda *_: None) as show:
         report = study(loaded, options, progress=show)
     if report.rank == 0:

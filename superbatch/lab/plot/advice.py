@@ -39,7 +39,7 @@ def advice(report: Advice, *, dark: bool = False) -> Figure:
     _marks(axes, report, theme)
     steps = [each.accumulation_steps for each in report.steps]
     axes.set_xticks(steps, [str(each) for each in steps])
-    axes.minorticks_off()
+    axes.minorticks_off()  # they would lie between the steps that were asked about
     readable(axes.yaxis, base=2)
     each = report.microbatch_size * report.ranks
     axes.set_xlabel(f"accumulation steps K (batch = K x {each} samples)")
@@ -72,7 +72,7 @@ def _curves(axes: Axes, report: Advice, theme: Theme) -> None:
 
 
 def _marks(axes: Axes, report: Advice, theme: Theme) -> None:
-    axes.axhspan(1 - HARDLY, 1 + HARDLY, color=theme.faint, alpha=0.6, linewidth=0)
+    axes.axhspan(1 - HARDLY, 1 + HARDLY, color=theme.faint, alpha=0.6, linewidth=0)  # hardly a difference
     where = blended_transform_factory(axes.transData, axes.transAxes)
     axes.axvline(report.asked, color=theme.ink, linewidth=1.2, linestyle=(0, (2, 2)))
     text = {"transform": where, "fontsize": 10, "weight": "bold", "rotation": 90, "va": "top"}

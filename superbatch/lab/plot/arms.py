@@ -39,7 +39,7 @@ def styles_of(roles: Iterable[Role], theme: Theme) -> list[Style]:
         if role == "real":
             styles.append(Style(theme.ink, "o", "solid", 7.0, 0.25))
         elif role == "again":
-            styles.append(Style(theme.ink, "o", (0, (1, 1)), 1.4))
+            styles.append(Style(theme.ink, "o", (0, (1, 1)), 1.4))  # the same batch: the same colour
         elif role == "wrong":
             styles.append(Style(WRONG_COLOURS[wrong % 3], "X", (0, (3, 1.5)), 1.6))
             wrong += 1

@@ -31,7 +31,7 @@ def caffe_rate(report: CaffeExplained, *, dark: bool = False) -> Figure:
     drawstyle = "steps-post" if steps else "default"
     axes.plot(report.at, report.rates, color=BLUE, linewidth=2, drawstyle=drawstyle)
     positive = [rate for rate in report.rates if rate > 0]
-    if positive and max(positive) > 30 * min(positive):
+    if positive and max(positive) > 30 * min(positive):  # a linear axis would show zero
         logarithmic(axes.yaxis)
     else:
         axes.set_ylim(bottom=0)

@@ -16,8 +16,7 @@ from .style import Theme, blank, empty, headline, legend, plain_axes
 from .ticks import logarithmic
 
 NOTHING = "no run was finished"
-ZERO = 1e-19
-"""Where a difference of exactly zero is drawn on a logarithmic axis."""
+ZERO = 1e-19  # where a difference of exactly zero is drawn on a logarithmic axis
 
 
 def comparison(report: Comparison, *, dark: bool = False) -> Figure:

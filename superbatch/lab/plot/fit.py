@@ -15,8 +15,8 @@ from ..report.fitting_text import findings, seconds_text, title_of
 from .style import BLUE, DASHED, GREEN, VERMILION, Theme, blank, caption, empty, headline, legend, plain_axes
 from .ticks import logarithmic, readable
 
+# A limit beyond this many times the largest peak is named at the top, not drawn: the curve would be flat.
 FAR_ABOVE = 8
-"""A limit beyond this many times the largest peak is named at the top, not drawn: the curve would be flat."""
 
 
 def fitting(report: Fitting, *, dark: bool = False) -> Figure:
@@ -65,7 +65,7 @@ def _limit(axes: Axes, report: Fitting, peaks: Sequence[int]) -> None:
     if not peaks:
         return
     limit, text = report.usable, f"limit: {binary_text(report.limit.bytes)} ({report.limit.by})"
-    low, high = min(peaks) / 1.5, max(peaks) * 1.8
+    low, high = min(peaks) / 1.5, max(peaks) * 1.8  # room for the words at the edges
     if limit > FAR_ABOVE * max(peaks):
         axes.set_ylim(low, high)
         axes.text(0.01, 0.96, f"↑ {text}", transform=axes.transAxes, va="top", fontsize=9, color=VERMILION)
@@ -84,7 +84,7 @@ def _speed(axes: Axes, report: Fitting, theme: Theme) -> None:
     caption(axes, "Forward and backward; band: lower to upper quartile of the windows", theme)
     samples = [size.samples for size in report.sizes]
     axes.set_xticks(samples, [str(each) for each in samples])
-    axes.tick_params(axis="x", which="minor", bottom=False)
+    axes.tick_params(axis="x", which="minor", bottom=False)  # a tick for each size is enough
     if not timed:
         empty(axes, "nothing was timed", theme)
         return

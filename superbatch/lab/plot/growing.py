@@ -43,7 +43,7 @@ def _sizes(axes: Axes, schedule: GrowingBatch, seen: list[int], theme: Theme) ->
     batches = [schedule.batch_of(update) for update in range(len(seen))]
     axes.step(seen, batches, where="post", color=BLUE, linewidth=2)
     logarithmic(axes.yaxis, base=2)
-    if schedule.cap.samples < 2 * max(batches):
+    if schedule.cap.samples < 2 * max(batches):  # a cap far above would flatten the steps
         top = schedule.cap.samples
         axes.axhline(top, color=VERMILION, linewidth=1.2, linestyle=DASHED)
         axes.text(seen[0], top, f"cap: {schedule.cap.by}", color=VERMILION, va="bottom", fontsize=9)

@@ -54,7 +54,7 @@ def noise(report: NoiseStudy, *, dark: bool = False) -> Figure:
 def _over_run(axes: Axes, report: NoiseStudy, theme: Theme) -> None:
     axes.set(xlabel="updates", ylabel="samples")
     logarithmic(axes.yaxis)
-    axes.set_xlim(0, max(1, report.updates) * 1.01)
+    axes.set_xlim(0, max(1, report.updates) * 1.01)  # an interrupted run may have none
     caption(axes, "Noise scale of the gradient, 95 % interval", theme)
     known = [each for each in report.points if each.batch_size]
     unknown = [each for each in report.points if each.batch_size is None]

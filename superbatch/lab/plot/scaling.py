@@ -39,7 +39,7 @@ def scaling_rules(*, ratios: tuple[float, ...] = (1.0, 16.0, 256.0), dark: bool 
         axes.set_title(title, fontsize=11, color=theme.ink)
         axes.set_xlabel("kappa: new batch / old batch")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.minorticks_off()
+        axes.minorticks_off()  # powers of two alone are labelled
         readable(axes.yaxis, base=2)
     panels[0].set_ylabel("new rate / old rate")
     legend(panels[0], theme)

@@ -19,8 +19,7 @@ from .ticks import logarithmic, readable
 
 COLOURS = (BLUE, GREEN, VERMILION, PURPLE, ORANGE, SKY, "#999999")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-FAR = 8
-"""Margins from the reference beyond which an arm is named at the edge, not drawn."""
+FAR = 8  # margins from the reference beyond which an arm is named at the edge, not drawn
 
 
 def study(report: Study, *, dark: bool = False) -> Figure:

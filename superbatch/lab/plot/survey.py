@@ -33,8 +33,7 @@ from .style import (
 from .ticks import logarithmic
 
 ROLES: Mapping[str, Role] = {"real": "real", "again": "again", "wrong": "wrong", "other": "wrong"}
-ABOVE = 1.2
-"""The axis ends so far above the first points, in units of the fall from there to the lowest."""
+ABOVE = 1.2  # the axis ends so far above the first points, in units of the fall from there to the lowest
 
 
 def surveys(report: Surveys, *, dark: bool = False) -> Figure:
@@ -86,7 +85,7 @@ def one_survey(report: Survey, *, dark: bool = False) -> Figure:
     said = "each window, before its update"
     axes.plot(x, report.losses, ".", color=theme.ink, alpha=0.35, markersize=5, label=said)
     axes.plot(x, report.smooth, color=BLUE, linewidth=2, label="smoothed")
-    _limit(axes, [report.smooth])
+    _limit(axes, [report.smooth])  # an explosion at the end has no top
     if report.losses:
         low, high = axes.get_ylim()
         axes.set_ylim(min(low, min(report.losses) - 0.02 * (high - low)), high)

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from matplotlib.axis import Axis
 from matplotlib.ticker import Locator, MaxNLocator, NullLocator
 
-MOST = 8
-"""Maximum number of powers on an axis."""
+MOST = 8  # maximum number of powers on an axis
 
 Text = Callable[[float], str]
 

@@ -50,7 +50,7 @@ def alternative_table(report: Advice) -> Table:
 def memory_table(report: Advice) -> Table:
     """Memory of the sum of gradients, a micro-batch and the batch in one piece, as far as it is known."""
     columns = (Column("memory of", "beyond the model"), Column("takes", ""), Column("remark", ""))
-    free = "an update fused into the backward needs none; a loop that keeps .grad in float32 has it anyway"
+    free = "a float32 .grad is this sum; an update fused into the backward needs none"
     limit, peak, whole = report.limit, report.peak, report.whole
     rows: list[tuple[str, str, str]] = []
     if report.accumulator_bytes is not None:

@@ -6,18 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+# What an arm says of itself: the real batch; equal to it; not equal, and known to be; wrong on purpose.
 Claim = Literal["real", "exact", "inexact", "wrong"]
-"""What an arm says of itself: the real batch; equal to it; not equal, and known to be; wrong on purpose."""
 
+# Largest relative difference of the weights that rounding can explain at the end of a run. In float32 two
+# runs that differ by rounding can fall on the two sides of a ReLU's kink and drift apart: 4e-5 has been
+# seen after 1000 updates, where 2e-7 is usual. A single update differs by rounding alone.
 TOLERANCES: Mapping[str, float] = {"float64": 1e-12, "float32": 1e-3}
-"""Largest relative difference of the weights that rounding can explain at the end of a run.
 
-In float32 two runs that differ by rounding can fall on the two sides of a ReLU's kink and drift apart: 4e-5
-has been seen after 1000 updates, where 2e-7 is usual. A single update differs by rounding alone.
-"""
-
-FEWEST_RUNS = 3
-"""Runs per arm from which a test of equivalence gives a verdict."""
+FEWEST_RUNS = 3  # runs per arm from which a test of equivalence gives a verdict
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from superbatch.results.memory import Limit, Peak, Saving
 
-DRAWN_ON = 100
-"""How many times the batch a curve is drawn on, to say which larger batch would fit."""
+DRAWN_ON = 100  # how many times the batch a curve is drawn on, to say which larger batch would fit
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,7 @@ from superbatch.errors import InputError
 
 T = TypeVar("T")
 
-KIND = "report"
-"""Name of the first field of the text: the class of the report."""
+KIND = "report"  # name of the first field of the text: the class of the report
 
 _WORDS: Mapping[str, float] = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 

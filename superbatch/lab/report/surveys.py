@@ -10,13 +10,13 @@ from superbatch.results.survey import Survey, What
 
 from .comparison import Equivalence
 
+# What an arm says of itself: the baseline; the same with other seeds; equal to it; not equal, and known to
+# be; wrong on purpose; a batch of another size, which may look alike all the same.
 SurveyClaim = Literal["real", "again", "exact", "inexact", "wrong", "other"]
-"""What an arm says of itself: the baseline; the same with other seeds; equal to it; not equal, and known to
-be; wrong on purpose; a batch of another size, which may look alike all the same."""
 
+# Largest relative difference of two curves from the same weights and samples that rounding explains, up to
+# the lowest point: behind it training diverges, and so do roundings.
 PAIRED_TOLERANCES: Mapping[str, float] = {"float64": 2e-14, "float32": 1e-5}
-"""Largest relative difference of two curves from the same weights and samples that rounding explains, up to
-the lowest point: behind it training diverges, and so do roundings."""
 
 
 @dataclass(frozen=True, kw_only=True)
