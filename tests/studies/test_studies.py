@@ -456,12 +456,13 @@ def test_reports_are_written_and_read_again(momentum: Study, grown: Study, preci
 @pytest.mark.parametrize("name", STUDIES)
 def test_an_interruption_before_the_first_run_has_a_picture(name: str, momentum: Study) -> None:
     from superbatch.lab import plot
-    from superbatch.lab.report.html import study_page
+    from superbatch.lab.report.page import render
+    from superbatch.lab.report.pages import page_of
 
     nothing = tuple(StudyArm(name=f"batch {k}", how="", facts={}, runs=()) for k in (1, 2))
     report = replace(momentum, name=name, arms=nothing, tests=(), curve_at=(1.0, 2.0), partial=True)
     picture = plot.png(plot.study(report), dots_per_inch=30)
-    assert "interrupted before the last run" in study_page(report, light=picture, dark=picture)
+    assert "interrupted before the last run" in render(page_of(report), light=picture, dark=picture)
 
 
 def test_seeds_spread_over_processes_give_the_same_report() -> None:
