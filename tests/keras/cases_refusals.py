@@ -29,7 +29,7 @@ def fit(model: Any, x: Any = X, y: Any = Y, *, options: Any = None, **arguments:
 
 def case_options() -> None:
     model = dense()
-    raises(InputError, "at least 1 is needed", lambda: accumulate(model, microbatch_size=0))
+    raises(InputError, "is below 1", lambda: accumulate(model, microbatch_size=0))
     wrong: Any = "rows"
     raises(
         InputError,
