@@ -268,7 +268,7 @@ def _table(call: Call, draw: Draw, sizes: Sequence[int], rows: np.ndarray) -> st
     """The label of a split leaf which has to be whole for the declaration to hold."""
     number, programs = -1, Programs()
     by_place = {argument.where: argument for argument in call.roles.others}
-    for where, argument in [*enumerate(call.args), *call.kwargs.items()]:
+    for where, argument in [*enumerate(call.args), *sorted(call.kwargs.items())]:  # as `probe.inputs_of` does
         if where not in by_place:
             number += len(jax.tree.leaves(argument))
             continue

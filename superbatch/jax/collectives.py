@@ -35,8 +35,8 @@ def refuse_own_reductions(call: Call) -> None:
             raise LossSpecError(
                 f"The loss reduces over the axis {axis!r} by itself ({primitive}), and axis_name={axis!r} "
                 "reduces loss and gradient once more, after the loop. Return the loss of the device's own "
-                "rows: take jax.lax.pmean, psum or all_gather out of the function. With check=False, statistics "
-                "of a micro-batch over all devices (synchronised BatchNorm) are taken as they are."
+                "rows: take jax.lax.pmean, psum or all_gather out of the function. With check=False, "
+                "statistics of a micro-batch over all devices (synchronised BatchNorm) are taken as they are."
             )
 
 

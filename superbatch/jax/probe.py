@@ -138,7 +138,7 @@ def inputs_of(call: Call, rows: np.ndarray, draw: Draw, *, wide: bool) -> Inputs
     modes: dict[Any, Any] = {argument.where: argument.modes for argument in roles.others}
     values, split, fixed = [], [], []
     seed = 0
-    for where, argument in [*enumerate(call.args), *call.kwargs.items()]:
+    for where, argument in [*enumerate(call.args), *sorted(call.kwargs.items())]:  # as JAX flattens a dict
         leaves = jax.tree.leaves(argument)
         for leaf, mode in zip(leaves, modes.get(where, ["same"] * len(leaves)), strict=True):
             seed += 1

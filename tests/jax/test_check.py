@@ -148,6 +148,22 @@ def test_a_right_declaration_passes(name: str, jitted: bool) -> None:
     called(fun, batch, jitted=jitted, **options)
 
 
+@pytest.mark.parametrize("names", [("x", "y"), ("y", "x")])
+def test_keywords_in_any_order(names: Any) -> None:
+    """JAX sorts them: a column of x was taken for y, of the same shape, and a right loss for a wrong one."""
+
+    def of_columns(p: Any, *, x: Any, y: Any) -> Any:
+        return jnp.sum((p["b"][0] * x - 1) ** 2 * y) / jnp.sum(y)
+
+    given = {"x": ROWS["x"][:, 0], "y": jnp.arange(1.0, 12.0)}
+    weight = lambda x, y: y.sum()  # noqa: E731
+    call = value_and_grad(of_columns, microbatch_size=4, batch_argnames=("x", "y"), weight=weight)
+    call(params(), **{name: given[name] for name in names})
+    wrong = value_and_grad(of_columns, microbatch_size=4, batch_argnames=("x", "y"))
+    with pytest.raises(LossSpecError, match=r"weight=lambda .*: y\.sum"):
+        wrong(params(), **{name: given[name] for name in names})
+
+
 def test_pairs_of_rows_in_contiguous_microbatches() -> None:
     def of_pairs(p: Any, batch: Any) -> Any:
         out = jnp.tanh(batch["x"] @ p["w"] + p["b"]) @ p["v"]
