@@ -21,6 +21,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.extend.random import define_prng_impl
 
 from .loop import Arguments, Call
+from .programs import within
 from .roles import is_array, is_key
 from .splitting import Layout, groups
 
@@ -260,11 +261,8 @@ def _dtypes(jaxpr: Any) -> Iterator[Any]:
             dtype = getattr(variable.aval, "dtype", None)
             if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
                 yield jnp.dtype(dtype)
-        for value in equation.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from _dtypes(inner)
+        for program in within(equation):
+            yield from _dtypes(program)
 
 
 def parts_of(sizes: Sequence[int], layout: Layout) -> list[np.ndarray]:
