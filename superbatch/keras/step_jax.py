@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from .splitting import Group
 from .window import Plan
 
 Values = list[Any]
+without_gradients = nullcontext
 TAKES_STATE = True  # Keras takes the values out of the variables and hands them to its function
 
 

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from .options import Options
 from .window import Plan
 
 Values = list[Any]
+without_gradients = nullcontext
 TAKES_STATE = False
 
 
