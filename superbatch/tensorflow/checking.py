@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
 from ..errors import CoupledSamplesError, InputError, LossSpecError
@@ -30,6 +29,11 @@ class Part(NamedTuple):
     rows: int
     weight: float
     values: list[Any]
+
+    @property
+    def loss(self) -> float:
+        """Return the loss as a number."""
+        return float(tf.math.real(self.values[0]))
 
 
 def check_loss(
@@ -74,8 +78,8 @@ def _judge(whole: Part, parts: list[Part], options: Options) -> None:
     sums = _weighted(parts, [1.0 for _ in parts])
     if _same(whole.values, sums if options.reduction == "sum" else means):
         return
-    found = f"it is {whole.values[0].real:.6g} for {whole.rows} rows at once, and " + " and ".join(
-        f"{part.values[0].real:.6g} for {part.rows} rows" for part in parts
+    found = f"it is {whole.loss:.6g} for {whole.rows} rows at once, and " + " and ".join(
+        f"{part.loss:.6g} for {part.rows} rows" for part in parts
     )
     if _same(whole.values, sums):
         raise LossSpecError(
@@ -84,9 +88,8 @@ def _judge(whole: Part, parts: list[Part], options: Options) -> None:
         )
     if _same(whole.values, by_rows):
         raise LossSpecError(
-            f"The loss is a mean over rows, which neither the reduction {options.reduction!r} nor its weight "
-            f'says: {found}. Make the accumulator with reduction="mean" and pass '
-            "weight=len(rows)."
+            f"The loss is a mean over rows, and the accumulator has reduction={options.reduction!r} and "
+            f'another weight: {found}. Make it with reduction="mean" and pass weight=len(rows).'
         )
     if options.reduction == "mean" and all(part.weight == part.rows for part in parts):
         raise LossSpecError(
@@ -115,9 +118,9 @@ def _evaluated(
     gradients = tape.gradient(
         value, list(options.variables), unconnected_gradients=tf.UnconnectedGradients.ZERO
     )
-    found = [np.asarray(tf.convert_to_tensor(each)).astype("complex128") for each in [value, *gradients]]
+    found = [tf.cast(tf.convert_to_tensor(each), tf.complex128) for each in [value, *gradients]]
     takes_part = counted or options.reduction == "sum"  # 0 / 0 of no token has weight 0
-    return Part(rows, counted, found if takes_part else [np.zeros_like(each) for each in found])
+    return Part(rows, counted, found if takes_part else [tf.zeros_like(each) for each in found])
 
 
 def _weighted(parts: list[Part], weights: list[float]) -> list[Any]:
@@ -127,10 +130,13 @@ def _weighted(parts: list[Part], weights: list[float]) -> list[Any]:
 
 def _same(a: list[Any], b: list[Any]) -> bool:
     """Return True if two losses and their gradients, variable by variable, differ by rounding only."""
-    sizes = [max(np.abs(one).max(), np.abs(other).max()) for one, other in zip(a, b, strict=True)]
+    sizes = [max(_largest(one), _largest(other)) for one, other in zip(a, b, strict=True)]
     # A gradient that is 0 but for rounding is compared with the largest of all.
     least = 1e-5 * max(sizes[1:], default=0.0)
     bounds = [BOUND * sizes[0], *(BOUND * size + least for size in sizes[1:])]
-    return all(
-        np.abs(one - other).max() <= bound + 1e-15 for one, other, bound in zip(a, b, bounds, strict=True)
-    )
+    pairs = zip(a, b, bounds, strict=True)
+    return all(_largest(one - other) <= bound + 1e-15 for one, other, bound in pairs)
+
+
+def _largest(values: Any) -> float:
+    return float(tf.reduce_max(tf.abs(values))) if tf.size(values) else 0.0
