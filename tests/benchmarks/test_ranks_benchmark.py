@@ -48,4 +48,4 @@ def test_the_vote_is_one_exchange_of_numbers(tmp_path: Path) -> None:
     }
     assert found["distance"] < 1e-4, "in float32: the same update"
     assert found["milliseconds of a frame"] > 0
-    assert "flags and vote are" in result.stdout
+    assert "The vote takes" in result.stdout
