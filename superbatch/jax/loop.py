@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from . import arithmetic
+from .convolutions import for_loop
 from .options import Options
 from .outcome import Outcome, read
 from .roles import Roles, fold_in, part_of
@@ -123,7 +124,9 @@ def run(groups: list[Group], body_of: Callable[[Group], Body], state: Any) -> tu
             state, one = body(state, 0)
             found.append(jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], one))
         else:
-            state, many = lax.scan(body, state, jnp.arange(group.count))
+            indices = jnp.arange(group.count)
+            body = for_loop(body, state, jax.ShapeDtypeStruct((), indices.dtype))
+            state, many = lax.scan(body, state, indices)
             found.append(many)
     return state, found
 
