@@ -19,7 +19,7 @@ from .loop import Call, PerMicrobatch
 from .options import Aux, NonFinite, Options, Positions, Reduction, Weight, checked, named
 from .roles import roles_of
 from .sharding import AxisName, names, summed, varying
-from .splitting import Layout, groups, rows_in_order
+from .splitting import Layout, groups, refuse_more_than_there_are, rows_in_order
 from .state_in_aux import refuse_state_in_aux
 from .stats import Stats, noise_sums
 
@@ -30,6 +30,7 @@ def value_and_grad(
     *,
     microbatch_size: int | None = None,
     steps: int | None = None,
+    num_real_microbatches: Any = None,
     weight: Weight = None,
     reduction: Reduction = "mean",
     has_aux: bool = False,
@@ -58,6 +59,8 @@ def value_and_grad(
         argnums: the positions that are differentiated, as in `jax.value_and_grad`.
         microbatch_size: rows of a micro-batch; the rest is a tail of its true size, without padding.
         steps: instead, the number of near-equal micro-batches.
+        num_real_microbatches: how many are computed, from the first on: an int, or an integer of the program.
+            The rows of the others are padding; in aux they are zeros. It needs ``layout="contiguous"``.
         weight: how much a micro-batch counts: None for its rows; a function of it (of the arguments that
             are split, as they are passed) -> scalar; or ``"returned"``, where `fun` returns ``(loss,
             weight)``. Several losses, each with a total weight of its own: a mapping from names to one of
@@ -126,6 +129,7 @@ def value_and_grad(
             carry_argnum=carry_argnum,
             microbatch_size=microbatch_size,
             steps=steps,
+            num_real_microbatches=num_real_microbatches,
             layout=layout,
             weight=weight,
             reduction=reduction,
@@ -156,6 +160,7 @@ def call_of(fun: Callable[..., Any], options: Options, args: tuple[Any, ...], kw
     """Inspect the arguments of one call: the role of each, and the division of the batch."""
     roles, args, kwargs = roles_of(fun, options, args, kwargs)
     division = groups(roles.samples, microbatch_size=options.microbatch_size, steps=options.steps)
+    refuse_more_than_there_are(options.num_real_microbatches, division)
     positions = roles.differentiated
     differentiated = (positions,) if isinstance(positions, int) else positions
     for place in differentiated:
@@ -198,8 +203,10 @@ def work_through_terms(call: Call, plan: terms.Plan) -> Any:
 
 def count_microbatches(call: Call) -> Any:
     """Return the number of micro-batches on all devices."""
-    count = sum(group.count for group in call.groups)
-    for name in names(call.options.axis_name):
+    count, axes = call.real_count, call.options.axis_name
+    if call.options.num_real_microbatches is not None:
+        return summed(varying(count, axes), axes)  # it may differ between devices
+    for name in names(axes):
         count = count * jax.lax.axis_size(name)
     return jnp.asarray(count)
 
@@ -224,7 +231,8 @@ def scalars(by_group: list[PerMicrobatch], call: Call) -> Any:
     loss = over_window(losses, wide if options.reduction == "mean" else ones)
     dropped = jnp.zeros((), dtype)
     if options.nonfinite == "skip_microbatch":
-        dropped = jnp.sum((~keep).astype(dtype))
+        computed = jnp.arange(call.count) < call.real_count  # padding is not left out, it was never there
+        dropped = jnp.sum((~keep & computed).astype(dtype))
     found = [weight, loss, over_window(counts, ones), dropped]
     if options.noise:
         squares = jnp.concatenate([group.square for group in by_group])

@@ -57,6 +57,17 @@ class Call:
     groups: list[Group]
 
     @property
+    def count(self) -> int:
+        """Micro-batches of the batch, padding included."""
+        return sum(group.count for group in self.groups)
+
+    @property
+    def real_count(self) -> Any:
+        """Micro-batches that are computed: all of them, or the first ones, known when the program runs."""
+        real = self.options.num_real_microbatches
+        return self.count if real is None else jnp.clip(real, 0, self.count)
+
+    @property
     def samples_of_largest(self) -> int:
         """Rows of the largest micro-batch."""
         return max(group.size for group in self.groups)
@@ -118,16 +129,19 @@ def key_tree(keys: Any, axis_name: Any) -> Any:
     return jax.tree.map(lambda key: key_of_device(key, axis_name), keys)
 
 
-def run(groups: list[Group], body_of: Callable[[Group], Body], state: Any) -> tuple[Any, list[Any]]:
+def run(call: Call, body_of: Callable[[Group], Body], state: Any) -> tuple[Any, list[Any]]:
     """Go through every group: a loop, or one call where there is one micro-batch.
 
     Returns:
         The last state and, for each group, what its micro-batches gave, stacked.
     """
     found: list[Any] = []
-    for group in groups:
+    for group in call.groups:
         body = body_of(group)
-        if group.count == 1:
+        if call.options.num_real_microbatches is not None:
+            state, many = run_real(call, group, body, state)
+            found.append(many)
+        elif group.count == 1:
             state, one = body(state, 0)
             found.append(jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], one))
         else:
@@ -136,6 +150,27 @@ def run(groups: list[Group], body_of: Callable[[Group], Body], state: Any) -> tu
             state, many = lax.scan(body, state, indices)
             found.append(many)
     return state, found
+
+
+def run_real(call: Call, group: Group, body: Body, state: Any) -> tuple[Any, Any]:
+    """Compute the micro-batches of a group that are no padding; the others give zeros.
+
+    Zeros are a weight of 0 and False for `keep`: nothing else has to know of padding.
+    """
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    body = for_loop(body, state, index)
+    one = jax.eval_shape(body, state, index)[1]
+    stacked = jax.tree.map(lambda leaf: jnp.zeros((group.count, *leaf.shape), leaf.dtype), one)
+
+    def step(number: Any, carried: Any) -> Any:
+        state, stacked = carried
+        state, one = body(state, number)
+        place = lambda every, leaf: lax.dynamic_update_index_in_dim(every, leaf, number, 0)  # noqa: E731
+        return state, jax.tree.map(place, stacked, one)
+
+    # A scan has a fixed length: it would step through the padding, too.
+    real = jnp.clip(call.real_count - group.first, 0, group.count).astype(jnp.int32)
+    return lax.fori_loop(0, real, step, (state, varying(stacked, call.options.axis_name)))
 
 
 def first_carry(call: Call) -> Any:
@@ -175,7 +210,7 @@ def gradients(call: Call, body_of: Callable[[Call, Group], Body]) -> tuple[Any, 
     )
     zeros = varying(zeros, call.options.axis_name)
     state = (zeros, first_carry(call))
-    (sums, carry), found = run(call.groups, lambda group: body_of(call, group), state)
+    (sums, carry), found = run(call, lambda group: body_of(call, group), state)
     return sums, carry, found
 
 

@@ -11,7 +11,7 @@ from ..errors import InputError, explain
 from . import arithmetic
 from .outcome import Form
 from .sharding import AxisName
-from .splitting import Layout, check_split
+from .splitting import Layout, check_real, check_split
 
 WeightOfTerm = Callable[..., Any] | Literal["returned"] | None
 Weight = WeightOfTerm | Mapping[str, WeightOfTerm]
@@ -33,6 +33,7 @@ class Options:
     carry_argnum: int | None
     microbatch_size: int | None
     steps: int | None
+    num_real_microbatches: Any
     layout: Layout
     weight: Weight
     reduction: Reduction
@@ -108,6 +109,7 @@ def checked(options: Options) -> Options:
         InputError: they do not, or one is no such option.
     """
     check_split(options.microbatch_size, options.steps, options.layout)
+    check_real(options.num_real_microbatches, options.layout)
     arithmetic.check_sum_dtype(options.accumulator_dtype)
     _check_terms(options)
     for term in options.terms or ("",):

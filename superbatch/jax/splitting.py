@@ -10,9 +10,9 @@ lie on one device or two, so that XLA gathers the whole batch on all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +102,46 @@ def check_split(microbatch_size: int | None, steps: int | None, layout: str) -> 
                 "rows are dealt out to micro-batches in turn, or cut into blocks",
                 'pass layout="strided" (keeps sharded rows where they are) or layout="contiguous"',
             )
+        )
+
+
+def check_real(real: Any, layout: str) -> None:
+    """Check a number of micro-batches that may be known only when the program runs.
+
+    Raises:
+        InputError: it is no integer, or micro-batches are not blocks of rows.
+
+    Examples:
+        >>> check_real(3, "contiguous")
+    """
+    if real is None:
+        return
+    array = None if isinstance(real, bool) or not isinstance(real, SupportsIndex | jax.Array) else real
+    if array is None or jnp.shape(array) != () or not jnp.issubdtype(jnp.result_type(array), jnp.integer):
+        raise InputError(
+            f"num_real_microbatches={real!r} is no number of micro-batches. Pass an int or a scalar array of "
+            "integers."
+        )
+    if layout != "contiguous":
+        raise InputError(
+            f"num_real_microbatches= counts blocks of rows from the first on, and layout={layout!r} deals "
+            'rows out in turn, padding to every micro-batch. Pass layout="contiguous".'
+        )
+
+
+def refuse_more_than_there_are(real: Any, division: Sequence[Group]) -> None:
+    """Refuse a number of micro-batches that the batch does not have, where it is known.
+
+    Raises:
+        InputError: there are fewer.
+
+    Examples:
+        >>> refuse_more_than_there_are(3, groups(10, microbatch_size=4))
+    """
+    count = sum(group.count for group in division)
+    if real is not None and not isinstance(real, jax.core.Tracer) and not 0 <= int(real) <= count:
+        raise InputError(
+            f"num_real_microbatches={int(real)}, and the batch has {count} micro-batches. Pass 0 to {count}."
         )
 
 
