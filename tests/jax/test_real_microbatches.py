@@ -140,7 +140,8 @@ def test_aux_noise_and_a_state() -> None:
     short = value_and_grad(fun, microbatch_size=4, check=False, **options)
     _, _, expected = jax.jit(short)(p, jax.tree.map(lambda leaf: leaf[:8], batch), jnp.zeros(()))
     fields = ("weight", "samples", "microbatches", "a2", "b2", "q", "effective_samples")
-    assert_same(*([getattr(each, field) for field in fields] for each in (stats, expected)))
+    for field in fields:
+        assert_same(getattr(stats, field), getattr(expected, field))
 
 
 def test_padding_is_not_counted_as_left_out() -> None:
