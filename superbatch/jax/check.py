@@ -229,10 +229,10 @@ def _error(
         ), True
     return CoupledSamplesError(
         f"No weight explains the {name}: {given}. Samples influence each other (BatchNorm in training, "
-        "contrastive losses, balancing of experts), or it draws random numbers that come from no key "
-        "argument, or its terms are means over different counts. Use remat_map for a loss over embeddings, "
-        'return such terms by name, as in {"tokens": (sum, count), "rows": (mean, rows)} with '
-        'weight="returned", or accept the loss per micro-batch with check=False.'
+        "pmean under jax.vmap, contrastive losses, balancing of experts), or it draws random numbers that "
+        "come from no key argument, or its terms are means over different counts. Use remat_map for a loss "
+        'over embeddings, return such terms by name, as in {"tokens": (sum, count), "rows": (mean, rows)} '
+        'with weight="returned", or accept the loss per micro-batch with check=False.'
     ), False
 
 

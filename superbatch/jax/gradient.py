@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from ..errors import LossSpecError, explain
 from . import arithmetic, loop, terms
 from .check import Checked, check_once
+from .collectives import refuse_own_reductions
 from .differentiated import refuse_what_has_no_gradient
 from .loop import Call, PerMicrobatch
 from .options import Aux, NonFinite, Options, Positions, Reduction, Weight, checked, named
@@ -82,9 +83,9 @@ def value_and_grad(
             So it does of every typed key (`jax.random.key`) in other arguments that is not in `unsplit`.
         carry_argnum: the position of a state that goes from one micro-batch to the next (batch statistics).
             `fun` returns ``(loss, state)``, with has_aux ``(loss, (aux, state))``.
-        axis_name: the axes of `jax.shard_map` over which the batch is spread. Loss and gradient are those
-            of the whole batch on all devices, by one reduction after the loop. Random keys differ between
-            devices; aux and state are those of each device.
+        axis_name: the axes of `jax.shard_map` (or `jax.vmap`) over which the batch is spread. Loss and
+            gradient are those of the whole batch on all devices, by one reduction after the loop: `fun`
+            has none of its own. Random keys differ between devices; aux and state are those of each device.
         layout: ``"strided"`` deals rows out in turn and leaves sharded rows where they are; ``"contiguous"``
             cuts blocks.
         accumulator_dtype: gradients are summed in ``"auto"``: float32 or wider; None: their own dtype; or
@@ -150,6 +151,7 @@ def value_and_grad(
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
         call = call_of(fun, options, args, kwargs)
         if options.check:
+            refuse_own_reductions(call)
             check_once(call, seen)
         return work_through(call)
 
