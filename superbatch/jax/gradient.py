@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from ..errors import LossSpecError, explain
 from . import arithmetic, loop, terms
+from .axes import Axes
 from .check import Checked, check_once
 from .collectives import refuse_own_reductions
 from .differentiated import refuse_what_has_no_gradient
@@ -38,6 +39,7 @@ def value_and_grad(
     aux: Aux = "stack",
     batch_argnums: Positions = 1,
     batch_argnames: str | Sequence[str] = (),
+    in_axes: Axes = 0,
     unsplit: int | str | Sequence[int | str] = (),
     rng_argnum: int | None = None,
     carry_argnum: int | None = None,
@@ -76,6 +78,8 @@ def value_and_grad(
         batch_argnums: the positions that are split: trees of arrays with one row for each sample. Scalars in
             them are given to every micro-batch.
         batch_argnames: the keyword arguments that are split, beside them.
+        in_axes: the axis of the rows, as in `jax.vmap`: an int for all, or an entry for each argument of
+            batch_argnums, then of batch_argnames: an int, None (unsplit), or a tree of these.
         unsplit: what every micro-batch gets whole though it has as many rows as the batch, or lies in the
             batch: a position, a name, or a path in the batch, such as ``"table"``. Any other array with as
             many rows as the batch must be split.
@@ -125,6 +129,7 @@ def value_and_grad(
             argnums=argnums,
             batch_argnums=batch_argnums,
             batch_argnames=named("batch_argnames", batch_argnames, (str,)),
+            in_axes=in_axes,
             unsplit=named("unsplit", unsplit, (int, str)),
             rng_argnum=rng_argnum,
             carry_argnum=carry_argnum,

@@ -17,7 +17,8 @@ from . import arithmetic
 from .convolutions import for_loop
 from .options import Options
 from .outcome import Outcome, read
-from .roles import Roles, fold_in, part_of
+from .parts import fold_in, part_of
+from .roles import Roles
 from .sharding import key_of_device, varying
 from .splitting import Group
 

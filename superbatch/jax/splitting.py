@@ -145,37 +145,41 @@ def refuse_more_than_there_are(real: Any, division: Sequence[Group]) -> None:
         )
 
 
-def cutter(batch: Any, group: Group, layout: Layout) -> Callable[[Any], Any]:
+def cutter(
+    arrays: Sequence[Any], group: Group, layout: Layout, axes: Sequence[int]
+) -> Callable[[Any], list[Any]]:
     """Return a function from the index of a micro-batch within its group to that micro-batch.
 
     The batch is indexed, not transposed: no second copy of it is made.
 
+    Args:
+        arrays: of the batch.
+        group: the micro-batches.
+        layout: how rows are dealt out.
+        axes: where the rows of each array are.
+
     Examples:
-        >>> cut = cutter(jnp.arange(6), Group(count=3, size=2, start=0, first=0), "strided")
-        >>> cut(0).tolist(), cut(1).tolist()
+        >>> cut = cutter([jnp.arange(6)], Group(count=3, size=2, start=0, first=0), "strided", [0])
+        >>> cut(0)[0].tolist(), cut(1)[0].tolist()
         ([0, 3], [1, 4])
     """
-    axis = 1 if layout == "strided" else 0
-    shape = (group.size, group.count) if layout == "strided" else (group.count, group.size)
+    strided = layout == "strided"
+    shape = (group.size, group.count) if strided else (group.count, group.size)
 
-    def arranged(leaf: Any) -> Any:
-        if not jnp.ndim(leaf):
-            return leaf
+    def arranged(leaf: Any, axis: int) -> Any:
         leaf = jnp.asarray(leaf)
         rows = group.count * group.size
-        if rows != leaf.shape[0]:
-            leaf = lax.slice_in_dim(leaf, group.start, group.start + rows)
-        return leaf.reshape(shape + leaf.shape[1:])
+        if rows != leaf.shape[axis]:
+            leaf = lax.slice_in_dim(leaf, group.start, group.start + rows, axis=axis)
+        return leaf.reshape(leaf.shape[:axis] + shape + leaf.shape[axis + 1 :])
 
-    ready = jax.tree.map(arranged, batch)
+    ready = [arranged(leaf, axis) for leaf, axis in zip(arrays, axes, strict=True)]
 
-    def cut(index: Any) -> Any:
-        return jax.tree.map(
-            lambda leaf: (
-                lax.dynamic_index_in_dim(leaf, index, axis, keepdims=False) if jnp.ndim(leaf) else leaf
-            ),
-            ready,
-        )
+    def cut(index: Any) -> list[Any]:
+        return [
+            lax.dynamic_index_in_dim(leaf, index, axis + strided, keepdims=False)
+            for leaf, axis in zip(ready, axes, strict=True)
+        ]
 
     return cut
 
