@@ -15,8 +15,9 @@ import jax
 import numpy as np
 
 from ..errors import CoupledSamplesError, LossSpecError
-from .loop import Call
-from .probe import Draw, Evaluated, Evidence, Programs, evidence
+from .loop import Arguments, Call
+from .probe import Draw, Evaluated, Evidence, Programs, evidence, inputs_of
+from .programs import needed
 from .roles import is_array, is_key, leaves_of
 
 MOST_ELEMENTS = 2**26  # made-up values: 0.5 GB in float64
@@ -52,17 +53,73 @@ def check_once(call: Call, checked: Checked) -> None:
     draws: list[Draw] = ["counts"] if traced else ["real", "counts"]
     if any(mode == "rows" and np.issubdtype(leaf.dtype, np.signedinteger) for leaf, mode in _rows_of(call)):
         draws.append("ignored")
+    doubted: set[str] = set()
     for draw in draws:
+        doubted |= _check_on(call, draw, programs, doubted)
+
+
+def _check_on(call: Call, draw: Draw, programs: Programs, doubted: set[str]) -> set[str]:
+    """Raise what the values of one draw contradict; return the terms that may still agree on real ones."""
+    wrong = _contradicted(call, draw, programs)
+    if wrong is None and draw == "counts" and _small(call, draw, programs) is None:
+        draw = "fractions"  # zeros may have had no logarithm
         wrong = _contradicted(call, draw, programs)
-        if wrong is None and draw == "counts" and _small(call, draw, programs) is None:
-            wrong = _contradicted(call, "fractions", programs)  # zeros may have had no logarithm
-        if wrong is None:
-            continue
-        for term in wrong_terms(call, wrong[0]):
-            error, explained = _error(call, term, *wrong)
-            # In a training a mask agrees with a number of tokens; where they are made up it does not.
-            if draw == "real" or not (explained and call.options.weight_of(term) is not None):
-                raise error
+    excused: set[str] = set()
+    for term in [] if wrong is None else wrong_terms(call, wrong[0]):
+        assert wrong is not None
+        error, counts = _error(call, term, *wrong)
+        if draw == "real" or counts is None or not _may_agree(call, term, counts, draw, doubted):
+            raise error
+        if draw == "counts":
+            excused.add(term)
+    return excused
+
+
+def _may_agree(call: Call, term: str, counts: str, draw: Draw, doubted: set[str]) -> bool:
+    """Tell whether real values may agree with a weight that made-up ones contradict.
+
+    In a training a mask agrees with a number of tokens; where they are made up it does not. But a weight that
+    reads no values is a number of rows. And one that reads the array that the loss counts, and no other,
+    counts it otherwise.
+
+    Args:
+        call: with the weight.
+        term: of the loss.
+        counts: label of the array that the loss counts; "" for rows, "?" where it is not known.
+        draw: the values that contradict it.
+        doubted: terms that zeros and ones contradict: to have less than 0 in an array is not for every array.
+    """
+    if call.options.weight_of(term) is None:
+        return False
+    read = leaves_read(call, term)
+    if not read:
+        return False
+    return read != {counts} or not (draw == "counts" or term in doubted)
+
+
+def leaves_read(call: Call, term: str) -> set[str]:
+    """Return the labels of the batch's arrays whose values a weight depends on."""
+    rows = _rows(call.roles.samples, _few(call))
+    inputs = inputs_of(call, rows, "counts", wide=False)
+    labels = [
+        label for argument in call.roles.others for label, _, mode in leaves_of(argument) if mode == "rows"
+    ]
+
+    def program(*split: Any) -> Any:
+        given = iter(split)
+        values = [
+            next(given) if cut else value for value, cut in zip(inputs.values, inputs.split, strict=True)
+        ]
+        args, kwargs = inputs.structure.unflatten(values)
+        weight = call.weight_of(len(rows), args, kwargs)
+        if call.options.weight_of(term) == "returned":
+            weight = call.evaluate(Arguments(args, kwargs, weight)).weight
+        return weight[term] if term else weight
+
+    arrays = [value for value, cut in zip(inputs.values, inputs.split, strict=True) if cut]
+    jaxpr = jax.make_jaxpr(program)(*arrays).jaxpr
+    wanted = needed(jaxpr)[1]
+    return {label for label, variable in zip(labels, jaxpr.invars, strict=True) if variable in wanted}
 
 
 def _contradicted(
@@ -184,8 +241,11 @@ def _typed(term: str, option: str, value: str) -> str:
 
 def _error(
     call: Call, term: str, found: Evidence, draw: Draw, sizes: Sequence[int], rows: np.ndarray
-) -> tuple[LossSpecError | CoupledSamplesError, bool]:
-    """The error for evidence against a term's declaration, and whether it is a matter of weights alone."""
+) -> tuple[LossSpecError | CoupledSamplesError, str | None]:
+    """The error for evidence against a term's declaration, and what the loss counts.
+
+    That is None where it is no matter of weights alone, "" for rows, "?" where it is not known.
+    """
     name = f"term {term!r}" if term else "loss"
     weights = [part.weights[term] for part in found.parts]
     listed = ", ".join(f"{part.losses[term]:.6g} (weight {part.weights[term]:g})" for part in found.parts[:3])
@@ -203,41 +263,46 @@ def _error(
             f"Weights{of_term} do not add up: {found.whole.samples} rows weigh "
             f"{found.whole.weights[term]:g}, their parts {parts}. Let the weight be a count or a sum, not a "
             "mean or a constant."
-        ), False
+        ), None
     if not is_sum and agrees(found, [1.0] * len(weights), term):
         wanted = _typed(term, "reduction", '"sum"')
-        return LossSpecError(f"The {name} is a sum, not a mean: {given}. Pass {wanted}."), False
+        return LossSpecError(f"The {name} is a sum, not a mean: {given}. Pass {wanted}."), None
     if is_sum and agrees(found, shares(weights), term):
         wanted = _typed(term, "reduction", '"mean"')
-        return LossSpecError(f"The {name} is a mean, not a sum: {given}. Pass {wanted}."), False
-    if (text := counted(call, found, term)) is not None:
+        return LossSpecError(f"The {name} is a mean, not a sum: {given}. Pass {wanted}."), None
+    if (count := counted(call, found, term)) is not None:
+        text, label = count
         return LossSpecError(
             f"The {name} is a mean over something else than its weight counts: {given}. "
             f"Pass {mean}{_typed(term, 'weight', text)}."
-        ), True
+        ), label
     if (table := _table(call, draw, sizes, rows)) is not None:
         return LossSpecError(
             f"{table!r} is cut like the rows of the batch, and the {name} needs the whole of it: {given}. "
             f"Pass unsplit=({table!r},)."
-        ), False
+        ), None
     if _some_weights(found, term):
         wanted = _typed(term, "weight", '"returned"')
         return LossSpecError(
             f"The {name} is a mean over a count that the batch does not show: {given}. "
             f"Return (loss, count){f' for {term!r}' if term else ''} from the function and pass "
             f"{mean}{wanted}."
-        ), True
+        ), "?"
     return CoupledSamplesError(
         f"No weight explains the {name}: {given}. Samples influence each other (BatchNorm in training, "
         "pmean under jax.vmap, contrastive losses, balancing of experts), or it draws random numbers that "
         "come from no key argument, or its terms are means over different counts. Use remat_map for a loss "
         'over embeddings, return such terms by name, as in {"tokens": (sum, count), "rows": (mean, rows)} '
         'with weight="returned", or accept the loss per micro-batch with check=False.'
-    ), False
+    ), None
 
 
-def counted(call: Call, found: Evidence, term: str) -> str | None:
-    """Return a weight that explains a term, as it is typed: a count or sum over an array of the batch."""
+def counted(call: Call, found: Evidence, term: str) -> tuple[str, str] | None:
+    """Return a weight that explains a term, as it is typed: a count or sum over an array of the batch.
+
+    Returns:
+        The text, and the label of the array ("" where rows explain it).
+    """
     labels = [
         label
         for argument in call.roles.others
@@ -255,12 +320,12 @@ def counted(call: Call, found: Evidence, term: str) -> str | None:
     plain = shares([part.weights[term] for part in found.parts])
     samples = [part.samples for part in found.parts]
     if agrees(found, shares(samples), term) and plain != shares(samples):
-        return "None"
+        return "None", ""
     for number, label in enumerate(labels):
         for text, count in ways:
             weights = [float(np.real(count(part.rows[number]))) for part in found.parts]
             if min(weights) >= 0 and sum(weights) > 0 and agrees(found, shares(weights), term):
-                return f"lambda {names}: {text.format(label)}"
+                return f"lambda {names}: {text.format(label)}", label
     return None
 
 
@@ -268,7 +333,7 @@ def _table(call: Call, draw: Draw, sizes: Sequence[int], rows: np.ndarray) -> st
     """The label of a split leaf which has to be whole for the declaration to hold."""
     number, programs = -1, Programs()
     by_place = {argument.where: argument for argument in call.roles.others}
-    for where, argument in [*enumerate(call.args), *call.kwargs.items()]:
+    for where, argument in [*enumerate(call.args), *sorted(call.kwargs.items())]:  # as `probe.inputs_of` does
         if where not in by_place:
             number += len(jax.tree.leaves(argument))
             continue

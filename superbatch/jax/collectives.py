@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.extend.core import Literal
 
 from ..errors import LossSpecError
 from .loop import Call, first_carry
+from .programs import needed, within
 from .sharding import names
 
 _NO_REDUCTIONS = ("axis_index", "pvary", "pcast")  # they name an axis, and send nothing over it
@@ -30,27 +30,14 @@ def refuse_own_reductions(call: Call) -> None:
         return
     arguments_of, carry = call.cutter(call.groups[0]), first_carry(call)
     program = jax.make_jaxpr(lambda: call.evaluate(arguments_of(0, carry)).loss)()
-    for primitive, axis in _collectives(_needed(program.jaxpr)):
+    for primitive, axis in _collectives(needed(program.jaxpr)[0]):
         if axis in axes:
             raise LossSpecError(
                 f"The loss reduces over the axis {axis!r} by itself ({primitive}), and axis_name={axis!r} "
                 "reduces loss and gradient once more, after the loop. Return the loss of the device's own "
-                "rows: take jax.lax.pmean, psum or all_gather out of the function. With check=False, statistics "
-                "of a micro-batch over all devices (synchronised BatchNorm) are taken as they are."
+                "rows: take jax.lax.pmean, psum or all_gather out of the function. With check=False, "
+                "statistics of a micro-batch over all devices (synchronised BatchNorm) are taken as they are."
             )
-
-
-# Written anew, as JAX has its own in a private module only.
-def _needed(jaxpr: Any) -> list[Any]:
-    """The equations that the outputs depend on; an equation with a program in it counts as one."""
-    wanted = {variable for variable in jaxpr.outvars if not isinstance(variable, Literal)}
-    found = []
-    for equation in reversed(jaxpr.eqns):
-        if wanted.isdisjoint(equation.outvars):
-            continue
-        found.append(equation)
-        wanted.update(variable for variable in equation.invars if not isinstance(variable, Literal))
-    return found
 
 
 def _collectives(equations: list[Any]) -> Iterator[tuple[str, Any]]:
@@ -61,8 +48,5 @@ def _collectives(equations: list[Any]) -> Iterator[tuple[str, Any]]:
             axes = equation.params.get("axes", equation.params.get("axis_name", ()))
             for axis in axes if isinstance(axes, tuple | list) else (axes,):
                 yield name, axis
-        for value in equation.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from _collectives(inner.eqns)
+        for program in within(equation):
+            yield from _collectives(program.eqns)

@@ -130,19 +130,27 @@ def key_tree(keys: Any, axis_name: Any) -> Any:
     return jax.tree.map(lambda key: key_of_device(key, axis_name), keys)
 
 
-def run(call: Call, body_of: Callable[[Group], Body], state: Any) -> tuple[Any, list[Any]]:
+def run_call(call: Call, body_of: Callable[[Group], Body], state: Any) -> tuple[Any, list[Any]]:
+    """Go through every group of a call, without the micro-batches that are padding; see `run`."""
+    if call.options.num_real_microbatches is None:
+        return run(call.groups, body_of, state)
+    found: list[Any] = []
+    for group in call.groups:
+        state, many = run_real(call, group, body_of(group), state)
+        found.append(many)
+    return state, found
+
+
+def run(groups: list[Group], body_of: Callable[[Group], Body], state: Any) -> tuple[Any, list[Any]]:
     """Go through every group: a loop, or one call where there is one micro-batch.
 
     Returns:
         The last state and, for each group, what its micro-batches gave, stacked.
     """
     found: list[Any] = []
-    for group in call.groups:
+    for group in groups:
         body = body_of(group)
-        if call.options.num_real_microbatches is not None:
-            state, many = run_real(call, group, body, state)
-            found.append(many)
-        elif group.count == 1:
+        if group.count == 1:
             state, one = body(state, 0)
             found.append(jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], one))
         else:
@@ -211,7 +219,7 @@ def gradients(call: Call, body_of: Callable[[Call, Group], Body]) -> tuple[Any, 
     )
     zeros = varying(zeros, call.options.axis_name)
     state = (zeros, first_carry(call))
-    (sums, carry), found = run(call, lambda group: body_of(call, group), state)
+    (sums, carry), found = run_call(call, lambda group: body_of(call, group), state)
     return sums, carry, found
 
 

@@ -22,6 +22,7 @@ from jax.extend.random import define_prng_impl
 
 from .axes import rows_of
 from .loop import Arguments, Call
+from .programs import within
 from .roles import is_array, is_key
 from .splitting import Layout, groups
 
@@ -143,7 +144,7 @@ def inputs_of(call: Call, rows: np.ndarray, draw: Draw, *, wide: bool) -> Inputs
     }
     values, split, axes, fixed = [], [], [], []
     seed = 0
-    for where, argument in [*enumerate(call.args), *call.kwargs.items()]:
+    for where, argument in [*enumerate(call.args), *sorted(call.kwargs.items())]:  # as JAX flattens a dict
         leaves = jax.tree.leaves(argument)
         same = [("same", 0)] * len(leaves)
         for leaf, (mode, axis) in zip(leaves, modes.get(where, same), strict=True):
@@ -269,11 +270,8 @@ def _dtypes(jaxpr: Any) -> Iterator[Any]:
             dtype = getattr(variable.aval, "dtype", None)
             if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
                 yield jnp.dtype(dtype)
-        for value in equation.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from _dtypes(inner)
+        for program in within(equation):
+            yield from _dtypes(program)
 
 
 def parts_of(sizes: Sequence[int], layout: Layout) -> list[np.ndarray]:

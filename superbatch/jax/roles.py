@@ -137,7 +137,7 @@ def roles_of(
         for place, arg in enumerate(args)
         if place not in (*differentiated, *apart)
     ]
-    rest += [(name, name, value) for name, value in kwargs.items()]
+    rest += [(name, name, value) for name, value in sorted(kwargs.items())]  # as JAX flattens a dict
     others = with_modes(rest, entries, [_from_start(entry, given) for entry in options.unsplit])
     samples = count_rows(others)
     _refuse_rows_that_are_not_split(others, samples)
