@@ -117,6 +117,7 @@ def leaves_read(call: Call, term: str) -> set[str]:
         return weight[term] if term else weight
 
     arrays = [value for value, cut in zip(inputs.values, inputs.split, strict=True) if cut]
+    # Traced, not run: what a weight reads does not depend on the values.
     jaxpr = jax.make_jaxpr(program)(*arrays).jaxpr
     wanted = needed(jaxpr)[1]
     return {label for label, variable in zip(labels, jaxpr.invars, strict=True) if variable in wanted}

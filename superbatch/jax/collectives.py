@@ -29,6 +29,7 @@ def refuse_own_reductions(call: Call) -> None:
     if not axes:
         return
     arguments_of, carry = call.cutter(call.groups[0]), first_carry(call)
+    # The loss alone: a metric in aux may be averaged over devices.
     program = jax.make_jaxpr(lambda: call.evaluate(arguments_of(0, carry)).loss)()
     for primitive, axis in _collectives(needed(program.jaxpr)[0]):
         if axis in axes:

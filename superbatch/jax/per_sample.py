@@ -67,7 +67,7 @@ class _Leaves:
         found = []
         for value, mode in zip(self.values, self.modes, strict=True):
             if mode == "rows":
-                found.append(next(given)[None])
+                found.append(next(given)[None])  # a loss over a batch is given a batch
             elif mode == "key":
                 found.append(fold_in(key_of_device(value, self.axes), number))
             else:
@@ -232,7 +232,7 @@ def _over_batch(
     roles: Roles, leaves: _Leaves, microbatch_size: int, sample: Callable[..., Any]
 ) -> tuple[PerSample, Any]:
     """Return the results of all samples, in order, and the sum of the gradients."""
-    numbers = jnp.arange(roles.samples)
+    numbers = jnp.arange(roles.samples)  # cut as the rows are: a sample's key does not depend on the split
     divided = groups(roles.samples, microbatch_size=microbatch_size)
     first = jax.eval_shape(sample, [jax.eval_shape(lambda x: x[0], leaf) for leaf in leaves.rows], 0)[1]
     zeros = varying(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), first), leaves.axes)
@@ -244,6 +244,7 @@ def _over_batch(
         def body(sums: Any, index: Any) -> tuple[Any, PerSample]:
             *rows, of_rows = cut(index)
             each, parts = jax.vmap(sample)(rows, of_rows)
+            # A sum, not a dot product with the factors: accelerators round the inputs of those.
             return jax.tree.map(lambda total, part: total + part.sum(0), sums, parts), each
 
         return body

@@ -65,6 +65,7 @@ def plan_of(call: Call) -> Plan | None:
         return None
     carry = loop.first_carry(call)
     first = call.groups[0]
+    # With weight="returned" only the function knows whether it returns one loss or several.
     shape: Outcome = jax.eval_shape(lambda: call.evaluate(call.cutter(first)(0, carry)).without_aux())
     if not shape.has_terms:
         return None
@@ -107,6 +108,7 @@ def share(weight: Any, total: Any, reduction: str) -> Any:
         >>> print(share(jnp.int32(1), jnp.float32(4), "mean"), share(jnp.int32(1), jnp.float32(0), "sum"))
         0.25 0.0
     """
+    # Not `w / W` with W = 1 in its place: a sum over no token may be no 0, and is no part of the loss.
     one = weight.astype(total.dtype) if reduction == "mean" else jnp.ones((), total.dtype)
     return jnp.where(total == 0, 0, one / jnp.where(total == 0, 1, total))
 
@@ -143,7 +145,7 @@ def body(call: Call, group: Group, plan: Plan) -> Body:
                 found = jax.tree.map(add, found, wide(gradient))
             return found
 
-        if plan.apart:
+        if plan.apart:  # XLA merges the forwards
             outcome = outcome_of(*arguments.positional)
             part = each_apart(outcome)
         else:
@@ -184,6 +186,7 @@ def finished(call: Call, plan: Plan, sums: Any, by_group: list[PerMicrobatch]) -
     gradient zero.
     """
     names = list(plan.totals)
+    # One vector, so that scalars and gradients are one reduction over devices.
     vector = jnp.stack([*(_sum_of(call, name, by_group) for name in names), _samples(call, by_group)])
     sums, vector = summed((sums, vector), call.options.axis_name)
     losses = {
