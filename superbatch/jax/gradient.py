@@ -149,8 +149,12 @@ def value_and_grad(
             check=check,
         )
     )
+    return in_microbatches(fun, options)
 
-    seen: Checked = set()
+
+def in_microbatches(fun: Callable[..., Any], options: Options) -> Callable[..., Any]:
+    """Return the function that `value_and_grad` describes, for options that were checked."""
+    seen: Checked = set()  # of this function alone: another one may have another loss
 
     @functools.wraps(fun)
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
