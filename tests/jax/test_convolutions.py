@@ -14,6 +14,7 @@ jax = pytest.importorskip("jax", reason="jax is not installed (extra: jax)")
 import jax.numpy as jnp  # noqa: E402
 from jax import lax  # noqa: E402
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from superbatch.jax import convolutions, value_and_grad  # noqa: E402
 from tests.jax.helpers import assert_same  # noqa: E402
@@ -111,3 +112,16 @@ def test_a_body_without_convolutions_is_left_alone() -> None:
     assert convolutions.for_loop(body, 1.0, 2.0) is body
     gradient = jax.grad(network)
     assert convolutions.for_loop(gradient, *parts()) is not gradient, "the premise: others are not"
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_in_a_shard_map(checked: bool) -> None:
+    """The types of a program that is spread over devices say over which: the transposes have to keep them."""
+    p, batch = parts()
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    call = value_and_grad(network, microbatch_size=4, axis_name="data", check=False)
+    specs: Any = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": checked}
+    sharded = jax.jit(jax.shard_map(call, mesh=mesh, **specs))
+    assert_same(sharded(p, batch), jax.jit(jax.value_and_grad(network))(p, batch))
+    found = list(convolutions_in_loops(jax.make_jaxpr(sharded)(p, batch).jaxpr))
+    assert found and all(e.params["dimension_numbers"] == convolutions.fast_form(4) for e in found)
