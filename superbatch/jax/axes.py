@@ -70,6 +70,7 @@ def axes_of(entry: Any, value: Any, label: str) -> list[int | None]:
         [None, 1]
     """
 
+    # To JAX None is a tree without leaves; here it is an answer for all leaves below.
     def is_none(node: Any) -> bool:
         return node is None
 
@@ -83,7 +84,8 @@ def axes_of(entry: Any, value: Any, label: str) -> list[int | None]:
         jax.tree.map(below, entry, value, is_leaf=is_none)
     except (ValueError, TypeError) as error:
         if isinstance(error, InputError):
-            raise
+            raise  # of a leaf, below
+        # JAX's own text speaks of "custom node types" and prefixes.
         raise InputError(
             f"in_axes has {entry!r} for {label}, which has another structure. Pass an int, None, or a tree "
             f"that {label} begins with."
@@ -111,4 +113,5 @@ def rows_of(array: Any, rows: Any, axis: int) -> Any:
         >>> rows_of(np.arange(6).reshape(2, 3), [2, 0], 1).tolist()
         [[2, 0], [5, 3]]
     """
+    # Not `np.take`: it does not know random keys.
     return array[(*[slice(None)] * axis, rows)]

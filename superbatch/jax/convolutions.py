@@ -35,6 +35,7 @@ def for_loop(body: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     """
     if jax.default_backend() != "cpu":
         return body  # the pass that leaves loops out is that of XLA:CPU
+    # Before `scan` traces the body: the program of a scan cannot be changed any more.
     closed, shape = jax.make_jaxpr(body, return_shape=True)(*args)
     if not has_slow_convolutions(closed.jaxpr):
         return body
@@ -89,6 +90,7 @@ def rewritten(jaxpr: Jaxpr) -> Jaxpr:
 def _equations(equation: Any) -> list[Any]:
     if _is_slow(equation):
         return _transposed(equation)
+    # In a `jit`, a checkpoint, a branch or a loop of the user's own; types of inputs and outputs stay.
     if any(map(has_slow_convolutions, _inner(equation.params))):
         return [equation.replace(params={name: _param(value) for name, value in equation.params.items()})]
     return [equation]

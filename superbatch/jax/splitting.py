@@ -164,6 +164,7 @@ def cutter(
         ([0, 3], [1, 4])
     """
     strided = layout == "strided"
+    # The axis of the rows becomes two, of which the loop's index picks one.
     shape = (group.size, group.count) if strided else (group.count, group.size)
 
     def arranged(leaf: Any, axis: int) -> Any:
