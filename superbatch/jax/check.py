@@ -98,7 +98,10 @@ def _may_agree(call: Call, term: str, counts: str, draw: Draw, doubted: set[str]
 
 
 def leaves_read(call: Call, term: str) -> set[str]:
-    """Return the labels of the batch's arrays whose values a weight depends on."""
+    """Return the labels of the batch's arrays whose values a weight depends on.
+
+    Parameters, other arguments and arrays that it closes over are "elsewhere".
+    """
     rows = _rows(call.roles.samples, _few(call))
     inputs = inputs_of(call, rows, "counts", wide=False)
     labels = [
@@ -120,7 +123,8 @@ def leaves_read(call: Call, term: str) -> set[str]:
     # Traced, not run: what a weight reads does not depend on the values.
     jaxpr = jax.make_jaxpr(program)(*arrays).jaxpr
     wanted = needed(jaxpr)[1]
-    return {label for label, variable in zip(labels, jaxpr.invars, strict=True) if variable in wanted}
+    read = {label for label, variable in zip(labels, jaxpr.invars, strict=True) if variable in wanted}
+    return read if wanted.isdisjoint(jaxpr.constvars) else read | {"elsewhere"}
 
 
 def _contradicted(

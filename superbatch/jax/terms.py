@@ -108,7 +108,7 @@ def share(weight: Any, total: Any, reduction: str) -> Any:
         >>> print(share(jnp.int32(1), jnp.float32(4), "mean"), share(jnp.int32(1), jnp.float32(0), "sum"))
         0.25 0.0
     """
-    # Not `w / W` with W = 1 in its place: a sum over no token may be no 0, and is no part of the loss.
+    # 0, not infinity: a term that has no weight in the whole window is no part of the loss.
     one = weight.astype(total.dtype) if reduction == "mean" else jnp.ones((), total.dtype)
     return jnp.where(total == 0, 0, one / jnp.where(total == 0, 1, total))
 

@@ -169,6 +169,8 @@ def test_the_arrays_that_a_weight_reads() -> None:
         (options["weight"], token_mean, {"batch['mask']"}),
         (lambda b: len(b["y"]), token_mean, set()),
         ("returned", returned(lambda b: b["tokens"].sum()), {"batch['tokens']"}),
+        (lambda b: TABLE["y"][: len(b["y"])].sum(), token_mean, {"elsewhere"}),
+        ("returned", lambda p, batch: (token_mean(p, batch), jnp.sum(p["w"] > 0)), {"elsewhere"}),
     ):
         seen: list[Any] = []
         call = value_and_grad(fun, **(options | {"weight": weight, "check": False}))

@@ -209,7 +209,7 @@ def test_what_is_said_of_it(digits: Surveys) -> None:
     assert said[0].startswith(
         "10x10 survey like the real batch: from the same weights and samples the curves"
     )
-    assert any(text.startswith("10x10 missing 1/K: wrong, and not found alike (curve: not") for text in said)
+    assert any(text.startswith("10x10 missing 1/K: wrong, and not found alike.") for text in said)
     assert any(text.startswith("1x50: another batch, ") for text in said)
     assert said[-1].startswith("Coinciding curves are weak evidence.")
     assert headline(digits).startswith("same weights and samples: curves agree to")

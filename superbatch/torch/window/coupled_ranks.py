@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from superbatch import normalize
 from superbatch.errors import CoupledSamplesError, InputError
+from superbatch.results.coupling import CouplingPoint
 
 from ..memory.out_of_memory import out_of_memory
 from ..virtual.block import VirtualBatch
@@ -119,25 +120,34 @@ def require_every_rank(virtual: VirtualBatch, weight: float, *, stated: bool) ->
     count = 0.0
     if virtual.ranks.exchanges:
         return Parts(0.0, weight)
+    _warn_of_unknown(virtual.report().unknown)
     for point, number, counts in virtual.meetings():
         if point.operation == "batch_norm":
             continue
         if number is not None and (counts or stated):
             count += number
             continue
-        where = f" in {point.module!r}" if point.module else ""
         if point.kind == "unknown":
-            warn(
-                f"{point.operation}{where} has no rule, so it is not known whether it couples the samples of "
-                "this rank, and of this rank alone. If it does, exchange its input between the ranks."
-            )
+            _warn_of_unknown([point])
             continue
+        where = f" in {point.module!r}" if point.module else ""
         raise CoupledSamplesError(
             f"The samples of this rank meet at {point.operation}{where} without those of the other ranks, so "
             "the loss is not that of the batch. In loss_fn gather embeddings by "
             "torch.distributed.nn.functional.all_gather, or sum statistics by its all_reduce."
         )
     return Parts(count, weight)
+
+
+def _warn_of_unknown(points: Sequence[CouplingPoint]) -> None:
+    """Warn of operators without a rule: what follows them is whole, so that no coupling point shows there."""
+    names = sorted({f"{p.operation} in {p.module!r}" if p.module else p.operation for p in points})
+    if names:
+        warn(
+            f"No rule is known for {', '.join(names)}, so it is not checked whether the loss couples the "
+            "samples of this rank without those of the others. If it does, gather embeddings in loss_fn by "
+            "torch.distributed.nn.functional.all_gather, or sum statistics by its all_reduce."
+        )
 
 
 def is_answered(error: Exception | None, virtual: VirtualBatch | None) -> bool:
