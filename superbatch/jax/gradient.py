@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from ..errors import LossSpecError, explain
 from . import arithmetic, loop, terms
+from .axes import Axes
 from .check import Checked, check_once
 from .collectives import refuse_own_reductions
 from .differentiated import refuse_what_has_no_gradient
@@ -20,7 +21,7 @@ from .loop import Call, PerMicrobatch
 from .options import Aux, NonFinite, Options, Positions, Reduction, Weight, checked, named
 from .roles import roles_of
 from .sharding import AxisName, names, summed, varying
-from .splitting import Layout, groups, rows_in_order
+from .splitting import Layout, groups, refuse_more_than_there_are, rows_in_order
 from .state_in_aux import refuse_state_in_aux
 from .stats import Stats, noise_sums
 
@@ -31,12 +32,14 @@ def value_and_grad(
     *,
     microbatch_size: int | None = None,
     steps: int | None = None,
+    num_real_microbatches: Any = None,
     weight: Weight = None,
     reduction: Reduction = "mean",
     has_aux: bool = False,
     aux: Aux = "stack",
     batch_argnums: Positions = 1,
     batch_argnames: str | Sequence[str] = (),
+    in_axes: Axes = 0,
     unsplit: int | str | Sequence[int | str] = (),
     rng_argnum: int | None = None,
     carry_argnum: int | None = None,
@@ -59,6 +62,8 @@ def value_and_grad(
         argnums: the positions that are differentiated, as in `jax.value_and_grad`.
         microbatch_size: rows of a micro-batch; the rest is a tail of its true size, without padding.
         steps: instead, the number of near-equal micro-batches.
+        num_real_microbatches: how many are computed, from the first on: an int, or an integer of the program.
+            The rows of the others are padding; in aux they are zeros. It needs ``layout="contiguous"``.
         weight: how much a micro-batch counts: None for its rows; a function of it (of the arguments that
             are split, as they are passed) -> scalar; or ``"returned"``, where `fun` returns ``(loss,
             weight)``. Several losses, each with a total weight of its own: a mapping from names to one of
@@ -73,6 +78,8 @@ def value_and_grad(
         batch_argnums: the positions that are split: trees of arrays with one row for each sample. Scalars in
             them are given to every micro-batch.
         batch_argnames: the keyword arguments that are split, beside them.
+        in_axes: the axis of the rows, as in `jax.vmap`: an int for all, or an entry for each argument of
+            batch_argnums, then of batch_argnames: an int, None (unsplit), or a tree of these.
         unsplit: what every micro-batch gets whole though it has as many rows as the batch, or lies in the
             batch: a position, a name, or a path in the batch, such as ``"table"``. Any other array with as
             many rows as the batch must be split.
@@ -122,11 +129,13 @@ def value_and_grad(
             argnums=argnums,
             batch_argnums=batch_argnums,
             batch_argnames=named("batch_argnames", batch_argnames, (str,)),
+            in_axes=in_axes,
             unsplit=named("unsplit", unsplit, (int, str)),
             rng_argnum=rng_argnum,
             carry_argnum=carry_argnum,
             microbatch_size=microbatch_size,
             steps=steps,
+            num_real_microbatches=num_real_microbatches,
             layout=layout,
             weight=weight,
             reduction=reduction,
@@ -140,8 +149,12 @@ def value_and_grad(
             check=check,
         )
     )
+    return in_microbatches(fun, options)
 
-    seen: Checked = set()
+
+def in_microbatches(fun: Callable[..., Any], options: Options) -> Callable[..., Any]:
+    """Return the function that `value_and_grad` describes, for options that were checked."""
+    seen: Checked = set()  # of this function alone: another one may have another loss
 
     @functools.wraps(fun)
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
@@ -158,6 +171,7 @@ def call_of(fun: Callable[..., Any], options: Options, args: tuple[Any, ...], kw
     """Inspect the arguments of one call: the role of each, and the division of the batch."""
     roles, args, kwargs = roles_of(fun, options, args, kwargs)
     division = groups(roles.samples, microbatch_size=options.microbatch_size, steps=options.steps)
+    refuse_more_than_there_are(options.num_real_microbatches, division)
     positions = roles.differentiated
     differentiated = (positions,) if isinstance(positions, int) else positions
     for place in differentiated:
@@ -200,8 +214,10 @@ def work_through_terms(call: Call, plan: terms.Plan) -> Any:
 
 def count_microbatches(call: Call) -> Any:
     """Return the number of micro-batches on all devices."""
-    count = sum(group.count for group in call.groups)
-    for name in names(call.options.axis_name):
+    count, axes = call.real_count, call.options.axis_name
+    if call.options.num_real_microbatches is not None:
+        return summed(varying(count, axes), axes)  # it may differ between devices
+    for name in names(axes):
         count = count * jax.lax.axis_size(name)
     return jnp.asarray(count)
 
@@ -226,7 +242,8 @@ def scalars(by_group: list[PerMicrobatch], call: Call) -> Any:
     loss = over_window(losses, wide if options.reduction == "mean" else ones)
     dropped = jnp.zeros((), dtype)
     if options.nonfinite == "skip_microbatch":
-        dropped = jnp.sum((~keep).astype(dtype))
+        computed = jnp.arange(call.count) < call.real_count  # padding is not left out, it was never there
+        dropped = jnp.sum((~keep & computed).astype(dtype))
     found = [weight, loss, over_window(counts, ones), dropped]
     if options.noise:
         squares = jnp.concatenate([group.square for group in by_group])

@@ -14,9 +14,11 @@ import numpy as np
 from jax import lax
 
 from . import arithmetic
+from .convolutions import for_loop
 from .options import Options
 from .outcome import Outcome, read
-from .roles import Roles, fold_in, part_of
+from .parts import fold_in, part_of
+from .roles import Roles
 from .sharding import key_of_device, varying
 from .splitting import Group
 
@@ -54,6 +56,17 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     groups: list[Group]
+
+    @property
+    def count(self) -> int:
+        """Micro-batches of the batch, padding included."""
+        return sum(group.count for group in self.groups)
+
+    @property
+    def real_count(self) -> Any:
+        """Micro-batches that are computed: all of them, or the first ones, known when the program runs."""
+        real = self.options.num_real_microbatches
+        return self.count if real is None else jnp.clip(real, 0, self.count)
 
     @property
     def samples_of_largest(self) -> int:
@@ -117,6 +130,17 @@ def key_tree(keys: Any, axis_name: Any) -> Any:
     return jax.tree.map(lambda key: key_of_device(key, axis_name), keys)
 
 
+def run_call(call: Call, body_of: Callable[[Group], Body], state: Any) -> tuple[Any, list[Any]]:
+    """Go through every group of a call, without the micro-batches that are padding; see `run`."""
+    if call.options.num_real_microbatches is None:
+        return run(call.groups, body_of, state)
+    found: list[Any] = []
+    for group in call.groups:
+        state, many = run_real(call, group, body_of(group), state)
+        found.append(many)
+    return state, found
+
+
 def run(groups: list[Group], body_of: Callable[[Group], Body], state: Any) -> tuple[Any, list[Any]]:
     """Go through every group: a loop, or one call where there is one micro-batch.
 
@@ -130,9 +154,32 @@ def run(groups: list[Group], body_of: Callable[[Group], Body], state: Any) -> tu
             state, one = body(state, 0)
             found.append(jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], one))
         else:
-            state, many = lax.scan(body, state, jnp.arange(group.count))
+            indices = jnp.arange(group.count)
+            body = for_loop(body, state, jax.ShapeDtypeStruct((), indices.dtype))
+            state, many = lax.scan(body, state, indices)
             found.append(many)
     return state, found
+
+
+def run_real(call: Call, group: Group, body: Body, state: Any) -> tuple[Any, Any]:
+    """Compute the micro-batches of a group that are no padding; the others give zeros.
+
+    Zeros are a weight of 0 and False for `keep`: nothing else has to know of padding.
+    """
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    body = for_loop(body, state, index)
+    one = jax.eval_shape(body, state, index)[1]
+    stacked = jax.tree.map(lambda leaf: jnp.zeros((group.count, *leaf.shape), leaf.dtype), one)
+
+    def step(number: Any, carried: Any) -> Any:
+        state, stacked = carried
+        state, one = body(state, number)
+        place = lambda every, leaf: lax.dynamic_update_index_in_dim(every, leaf, number, 0)  # noqa: E731
+        return state, jax.tree.map(place, stacked, one)
+
+    # A scan has a fixed length: it would step through the padding, too.
+    real = jnp.clip(call.real_count - group.first, 0, group.count).astype(jnp.int32)
+    return lax.fori_loop(0, real, step, (state, varying(stacked, call.options.axis_name)))
 
 
 def first_carry(call: Call) -> Any:
@@ -172,7 +219,7 @@ def gradients(call: Call, body_of: Callable[[Call, Group], Body]) -> tuple[Any, 
     )
     zeros = varying(zeros, call.options.axis_name)
     state = (zeros, first_carry(call))
-    (sums, carry), found = run(call.groups, lambda group: body_of(call, group), state)
+    (sums, carry), found = run_call(call, lambda group: body_of(call, group), state)
     return sums, carry, found
 
 

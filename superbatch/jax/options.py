@@ -9,9 +9,10 @@ from typing import Any, Literal
 from .. import normalize
 from ..errors import InputError, explain
 from . import arithmetic
+from .axes import Axes, check_axes
 from .outcome import Form
 from .sharding import AxisName
-from .splitting import Layout, check_split
+from .splitting import Layout, check_real, check_split
 
 WeightOfTerm = Callable[..., Any] | Literal["returned"] | None
 Weight = WeightOfTerm | Mapping[str, WeightOfTerm]
@@ -28,11 +29,13 @@ class Options:
     argnums: Positions
     batch_argnums: Positions
     batch_argnames: tuple[str, ...]
+    in_axes: Axes
     unsplit: tuple[int | str, ...]
     rng_argnum: int | None
     carry_argnum: int | None
     microbatch_size: int | None
     steps: int | None
+    num_real_microbatches: Any
     layout: Layout
     weight: Weight
     reduction: Reduction
@@ -108,6 +111,8 @@ def checked(options: Options) -> Options:
         InputError: they do not, or one is no such option.
     """
     check_split(options.microbatch_size, options.steps, options.layout)
+    check_axes(options.in_axes)
+    check_real(options.num_real_microbatches, options.layout)
     arithmetic.check_sum_dtype(options.accumulator_dtype)
     _check_terms(options)
     for term in options.terms or ("",):

@@ -18,7 +18,8 @@ from .differentiated import refuse_what_has_no_gradient
 from .loop import Body
 from .options import Options, Positions, as_tuple, checked, named
 from .outcome import Form, read
-from .roles import Mode, Roles, fold_in, is_array, is_key, roles_of
+from .parts import fold_in
+from .roles import Mode, Roles, is_array, is_key, roles_of
 from .sharding import key_of_device, varying
 from .splitting import Group, cutter, groups, rows_in_order
 
@@ -154,11 +155,13 @@ def _options(
             argnums=argnums,
             batch_argnums=batch_argnums,
             batch_argnames=(),
+            in_axes=0,
             unsplit=named("unsplit", unsplit, (int, str)),
             rng_argnum=None,
             carry_argnum=None,
             microbatch_size=microbatch_size,
             steps=None,
+            num_real_microbatches=None,
             layout=LAYOUT,
             weight=None,
             reduction="sum",
@@ -235,10 +238,12 @@ def _over_batch(
     zeros = varying(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), first), leaves.axes)
 
     def body_of(group: Group) -> Body:
-        cut = cutter([leaves.rows, numbers], group, LAYOUT)
+        arrays = [*leaves.rows, numbers]
+        cut = cutter(arrays, group, LAYOUT, [0] * len(arrays))
 
         def body(sums: Any, index: Any) -> tuple[Any, PerSample]:
-            each, parts = jax.vmap(sample)(*cut(index))
+            *rows, of_rows = cut(index)
+            each, parts = jax.vmap(sample)(rows, of_rows)
             # A sum, not a dot product with the factors: accelerators round the inputs of those.
             return jax.tree.map(lambda total, part: total + part.sum(0), sums, parts), each
 

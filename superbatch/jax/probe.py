@@ -20,6 +20,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.extend.random import define_prng_impl
 
+from .axes import rows_of
 from .loop import Arguments, Call
 from .programs import within
 from .roles import is_array, is_key
@@ -122,12 +123,14 @@ class Inputs:
         structure: of arguments and keyword arguments.
         values: of all leaves; those that are split have the rows of the whole.
         split: which leaves are cut.
+        axes: where their rows are.
         fixed: which leaves are no arrays, and part of the program.
     """
 
     structure: Any
     values: list[Any]
     split: list[bool]
+    axes: list[int]
     fixed: list[bool]
 
 
@@ -136,20 +139,24 @@ def inputs_of(call: Call, rows: np.ndarray, draw: Draw, *, wide: bool) -> Inputs
     roles = call.roles
     positions = roles.differentiated
     differentiated = (positions,) if isinstance(positions, int) else positions
-    modes: dict[Any, Any] = {argument.where: argument.modes for argument in roles.others}
-    values, split, fixed = [], [], []
+    modes: dict[Any, Any] = {
+        argument.where: zip(argument.modes, argument.axes, strict=True) for argument in roles.others
+    }
+    values, split, axes, fixed = [], [], [], []
     seed = 0
     for where, argument in [*enumerate(call.args), *sorted(call.kwargs.items())]:  # as JAX flattens a dict
         leaves = jax.tree.leaves(argument)
-        for leaf, mode in zip(leaves, modes.get(where, ["same"] * len(leaves)), strict=True):
+        same = [("same", 0)] * len(leaves)
+        for leaf, (mode, axis) in zip(leaves, modes.get(where, same), strict=True):
             seed += 1
             cut = mode == "rows"
             split.append(cut)
+            axes.append(axis)
             fixed.append(not is_array(leaf))
             if fixed[-1]:
                 values.append(leaf)
                 continue
-            shape = (len(rows), *leaf.shape[1:]) if cut else tuple(leaf.shape)
+            shape = (*leaf.shape[:axis], len(rows), *leaf.shape[axis + 1 :]) if cut else tuple(leaf.shape)
             if is_key(leaf) or where == roles.rng:
                 one = jax.random.key(0, impl=EQUAL_ROWS)
                 values.append(jnp.broadcast_to(one, shape if is_key(leaf) else ()))
@@ -158,12 +165,12 @@ def inputs_of(call: Call, rows: np.ndarray, draw: Draw, *, wide: bool) -> Inputs
             if isinstance(leaf, jax.core.Tracer) or (draw != "real" and cut):
                 value = made_up(shape, leaf.dtype, draw, parameter=parameter, seed=seed)
             else:
-                value = np.asarray(leaf)[rows] if cut else leaf
+                value = rows_of(np.asarray(leaf), rows, axis) if cut else leaf
             if wide and jnp.issubdtype(value.dtype, jnp.inexact):
                 complex_ = jnp.issubdtype(value.dtype, jnp.complexfloating)
                 value = np.asarray(value).astype(np.complex128 if complex_ else np.float64)
             values.append(value)
-    return Inputs(jax.tree.structure((call.args, call.kwargs)), values, split, fixed)
+    return Inputs(jax.tree.structure((call.args, call.kwargs)), values, split, axes, fixed)
 
 
 def evaluated(
@@ -179,8 +186,10 @@ def evaluated(
         whole: leaves that are not cut after all.
     """
     taken = [
-        value[rows] if cut and number not in whole else value
-        for number, (value, cut) in enumerate(zip(inputs.values, inputs.split, strict=True))
+        rows_of(value, rows, axis) if cut and number not in whole else value
+        for number, (value, cut, axis) in enumerate(
+            zip(inputs.values, inputs.split, inputs.axes, strict=True)
+        )
     ]
     arrays = [value for value, fixed in zip(taken, inputs.fixed, strict=True) if not fixed]
     key = (len(rows), *((value.shape, str(value.dtype)) for value in arrays))

@@ -83,7 +83,7 @@ def plan_of(call: Call) -> Plan | None:
 
         return body
 
-    _, stacked = loop.run(call.groups, body_of, carry)
+    _, stacked = loop.run_call(call, body_of, carry)
     totals = {
         name: arithmetic.total_weight(jnp.concatenate([group[name] for group in stacked]))
         for name in shape.loss
