@@ -274,7 +274,7 @@ def token_dimension(shape: tuple[int, ...], path: str, packed: Packed) -> tuple[
         return 0, None
     raise SplitError(
         f"The array of shape {tuple(shape)} at path {path!r}, beside packed sequences at {packed.path!r}, "
-        f"has neither the length of the tokens ({_totals(packed)}) nor of the sequences ({packed.samples}). "
+        f"does not have the length of the tokens ({_totals(packed)}) or of the sequences ({packed.samples}). "
         f"Keep it whole with unsplit=({path!r},), or bring the tokens to its first dimension."
     )
 

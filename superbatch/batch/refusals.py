@@ -178,7 +178,7 @@ def unknown(value: Any, path: str) -> SplitError:
     outer, _, last = path.rpartition(".")
     listed = outer if last.isdigit() else path  # most often an entry of a list of samples
     return SplitError(
-        f"The {kind.__module__}.{kind.__qualname__} at path {path!r} is neither an array, a container nor a "
+        f"The {kind.__module__}.{kind.__qualname__} at path {path!r} is no array, container or "
         f"plain scalar, and cannot be split. Declare unsplit=({path!r},) to give it to every micro-batch, or "
         f"per_sample=({listed!r},) for a list with one entry for each sample."
     )

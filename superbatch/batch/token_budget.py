@@ -58,7 +58,7 @@ class TokenBudget:
             whose result padding at the end adds nothing.
 
     Raises:
-        InputError: when tokens is no positive int, lengths neither a path nor a function, or another argument
+        InputError: when tokens is no positive int, lengths is not a path or a function, or another argument
             has the wrong type.
 
     Examples:
@@ -81,7 +81,7 @@ class TokenBudget:
         object.__setattr__(self, "tokens", positive_int("tokens", self.tokens))
         if not (self.lengths is None or isinstance(cast("Any", self.lengths), str) or callable(self.lengths)):
             raise InputError(
-                f"lengths={self.lengths!r} is neither a path nor a function. "
+                f"lengths={self.lengths!r} is not a path or a function. "
                 'Pass a path such as "lengths", or a function of the batch that returns a list of ints.'
             )
         for name, value in [("padded", self.padded), ("sort", self.sort)]:

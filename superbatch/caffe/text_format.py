@@ -166,7 +166,7 @@ class _Reader:
             try:
                 return Scalar(token, text.decode())
             except UnicodeDecodeError as error:
-                raise wrong_token(token, "the string is no UTF-8", "mend its escapes") from error
+                raise wrong_token(token, "the string is no UTF-8", "correct its escapes") from error
         if token.kind not in ("name", "number"):
             raise wrong_token(
                 token, f"{shortened(name.text)} has no value here", "write a number, a word or a string"

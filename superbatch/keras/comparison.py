@@ -96,7 +96,7 @@ class Comparison:
 
         Raises:
             CoupledSamplesError: a layer or a loss couples the rows.
-            LossSpecError: a loss is not divided by what was declared.
+            LossSpecError: a loss has another divisor than the declared one.
         """
         rows = [len(part) for part in self.parts]
         if self._coupled(self.whole.outputs, self.apart.outputs):

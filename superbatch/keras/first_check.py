@@ -79,7 +79,7 @@ def check(model: Any, options: Options, step: Any, first: First) -> bool:
 
     Raises:
         CoupledSamplesError: a layer or a loss couples the rows.
-        LossSpecError: a loss is not divided by what was declared.
+        LossSpecError: a loss has another divisor than the declared one.
     """
     batch = keras.utils.unpack_x_y_sample_weight(first.data)
     rows = int(splitting.leaves(batch)[0].shape[0])

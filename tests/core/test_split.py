@@ -211,7 +211,7 @@ def test_lengths_are_checked() -> None:
 
 @pytest.mark.parametrize("lengths", [3, ["lengths"], b"lengths"])
 def test_lengths_are_a_path_or_a_function(lengths: Any) -> None:
-    with pytest.raises(InputError, match=r"lengths=.*neither a path nor a function.*\"lengths\""):
+    with pytest.raises(InputError, match=r"lengths=.* is not a path or a function.*\"lengths\""):
         TokenBudget(8, lengths)
 
 

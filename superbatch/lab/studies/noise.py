@@ -143,7 +143,7 @@ def _checked(recipe: Recipe, options: Options) -> tuple[Setting, int]:
     if recipe.coupled == "exact":
         raise InputError(
             f"The recipe {recipe.name!r}, whose samples are coupled: "
-            "noise is told from the gradients of micro-batches, and there a micro-batch has none of its "
+            "noise is estimated from the gradients of micro-batches, and there a micro-batch has none of its "
             "own. "
             "Give a recipe of separate samples: a model without BatchNorm, a loss without pairs."
         )
