@@ -217,6 +217,8 @@ def test_what_is_said_of_it(digits: Surveys) -> None:
     rows = surveys_table(digits).rows
     assert [row[0] for row in rows][:2] == ["1x100 (real batch)", "1x100 again"]
     assert all(len(row) == len(surveys_table(digits).columns) for row in rows)
+    (missing,) = (row for row in rows if row[0] == "10x10 missing 1/K")
+    assert missing[4].startswith("not shown, p") and missing[5].startswith("not shown, p")
 
 
 def test_the_report_goes_through_json_and_is_drawn(digits: Surveys) -> None:
