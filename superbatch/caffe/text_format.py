@@ -201,6 +201,7 @@ def _unescape(token: Token) -> bytes:
             return _LETTERS[letter]
         if letter is not None and letter in b"\\'\"?":
             return letter
+        # As protobuf does in C++, which Caffe uses; in Python it takes them.
         raise wrong_token(
             token, f"the string has the unknown escape {match.group().decode()}", r"write \\ for a backslash"
         )

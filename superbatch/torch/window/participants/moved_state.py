@@ -32,7 +32,7 @@ from .snapshot import generator_moved, generator_restorer
 from .watched import Counters, Watched
 
 MOST_BYTES = 1 << 26  # of copies of tensors that were never seen to move
-MOST_ADDED_UP = 1 << 28  # bytes of tensors that are read to see whether they move
+MOST_ADDED_UP = 1 << 28  # bytes that are read: a write by `.data` or NumPy moves no version counter
 _NONE = Counters()
 
 

@@ -304,6 +304,7 @@ def _attributes(name: str, module: nn.Module) -> Table:
     """Return the attributes of a module; of torch's own modules the tensors alone."""
     if not _is_foreign(type(module)):
         return Table(name, module.__dict__, own=True)
+    # Not its numbers and lists: DistributedDataParallel counts its iterations in such attributes.
     tensors = (key for key, value in module.__dict__.items() if isinstance(value, Tensor))
     return Table(name, module.__dict__, frozenset(tensors), own=True)
 
