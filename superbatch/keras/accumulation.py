@@ -72,11 +72,14 @@ def accumulate(
 
     Raises:
         InputError: an option is none, or the model is not compiled, has a `train_step` of its own, or a layer
-            that is stateful or a SpectralNormalization.
-        CoupledSamplesError: there is a BatchNormalization in training.
+            that is stateful or a SpectralNormalization; when training begins: a forward changes variables
+            of layers, or the first model was compiled again.
+        CoupledSamplesError: there is a BatchNormalization in training; when training begins: a layer or a
+            loss couples rows.
         OptimizerError: the optimizer accumulates by itself.
         LossSpecError: when training begins: a loss returns one number and `loss_weight` is missing (or is
-            given and not needed), or its mean cannot be put together from micro-batches.
+            given and not needed, or not the divisor of the loss), or its mean cannot be put together from
+            micro-batches.
         SplitError: when training begins: arrays of a batch differ in length, are sparse or ragged.
 
     Examples:

@@ -33,12 +33,14 @@ class Measured(NamedTuple):
         losses: of the terms, without their factors.
         total: the loss of the rows: by Keras where they are evaluated at once, else by the train step's rule.
         terms: those of each part.
+        state: the values of other variables that the forwards have changed, by their path.
     """
 
     outputs: list[Any]
     losses: list[Any]
     total: Any
     terms: list[list[Any]]
+    state: dict[str, Any]
 
 
 class Comparison:
@@ -78,7 +80,7 @@ class Comparison:
         # Of several outputs one may have no loss; a single one shows what is small in its loss.
         alone = len(self.whole.outputs) == 1
         coupled = alone and self._coupled(self.whole.outputs, self.apart.outputs)
-        return same and not coupled and not self._differing()
+        return same and not coupled and not self._differing() and not self._moved()
 
     def differs_in_declared(self) -> bool:
         """Return True if a loss differs whose weight is declared, and the predictions do not."""
@@ -105,12 +107,23 @@ class Comparison:
             values = [float(terms[number].value) for terms in self.apart.terms]
             term = self.whole.terms[0][number]
             raise findings.wrong_term(term, float(self.whole.losses[number]), values, rows)
+        if self._moved():
+            raise findings.moved_state(self._moved(), rows)
         raise findings.wrong_total(float(self.whole.total), float(self.apart.total), rows)
 
     def _differing(self) -> list[int]:
         """The numbers of the terms that differ."""
         pairs = zip(self.whole.losses, self.apart.losses, strict=True)
         return [number for number, pair in enumerate(pairs) if not _same(*pair, self.bound)]
+
+    def _moved(self) -> list[str]:
+        """The variables that end elsewhere after one forward than after one of each part."""
+        whole, apart = self.whole.state, self.apart.state
+        return sorted(
+            path
+            for path in {*whole, *apart}
+            if path not in whole or path not in apart or not _same(whole[path], apart[path], self.bound)
+        )
 
     def _coupled(self, whole: list[Any], apart: list[Any]) -> bool:
         """Return True if an array has other rows at once than in parts."""
@@ -142,9 +155,10 @@ class Comparison:
         """Evaluate rows in parts, by the arithmetic of the train step."""
         model, outputs, found = self.model, [], []
         sums = plan = total = None
+        state: dict[int, Any] = {}
         for part in parts:
             batch = self.some if len(parts) == 1 else rows_of(self.some, part)
-            with _scope(mapping):
+            with _scope(_with(mapping, model, state)) as scope:
                 y_pred = forward.predictions(model, batch[0])
                 terms = forward.terms_of(model, batch, y_pred, self.options, None)
                 plan = survey.plan_of(model, terms, self.options) if plan is None else plan
@@ -152,6 +166,7 @@ class Comparison:
                     total = model._compute_loss(batch[0], batch[1], y_pred, batch[2], training=True)
                 elif total is None:
                     total = forward.weight_regularization(model)
+            state |= _changed(model, scope, mapping)
             counted = window.contribution(terms, len(part), plan)
             sums = counted if sums is None else sums + counted
             outputs.append(keras.tree.flatten(y_pred))
@@ -159,7 +174,9 @@ class Comparison:
         losses = window.losses_of(sums, plan)
         if len(parts) > 1:
             total = window.total_loss(losses, plan, total)
-        return Measured(_joined(outputs, parts), losses, ops.cast(total, plan.dtype), found)
+        return Measured(
+            _joined(outputs, parts), losses, ops.cast(total, plan.dtype), found, _by_path(model, state)
+        )
 
 
 def rows_of(batch: Any, numbers: Any) -> Any:
@@ -174,6 +191,35 @@ def rows_of(batch: Any, numbers: Any) -> Any:
 
 def _scope(mapping: Mapping) -> Any:
     return keras.StatelessScope(state_mapping=mapping, collect_losses=True)
+
+
+def _changed(model: Any, scope: Any, mapping: Mapping) -> dict[int, Any]:
+    """Values that a forward has given to variables that no optimizer updates, by the id of the variable."""
+    given = {id(variable): value for variable, value in mapping}
+    found = {}
+    for variable in model.non_trainable_variables:
+        value = scope.get_current_value(variable)
+        if value is not None and value is not given.get(id(variable)):
+            found[id(variable)] = value
+    return found
+
+
+def _with(mapping: Mapping, model: Any, state: dict[int, Any]) -> Mapping:
+    """Return values of variables, and those that the forwards before have left: as in the train step."""
+    kept = [(variable, value) for variable, value in mapping if id(variable) not in state]
+    left = [
+        (variable, state[id(variable)]) for variable in model.non_trainable_variables if id(variable) in state
+    ]
+    return [*kept, *left]
+
+
+def _by_path(model: Any, state: dict[int, Any]) -> dict[str, Any]:
+    """The states of layers; those of random generators move with each forward as a matter of course."""
+    return {
+        variable.path: state[id(variable)]
+        for variable in model.non_trainable_variables
+        if id(variable) in state and "seed" not in variable.path
+    }
 
 
 def _joined(outputs: list[list[Any]], parts: list[list[int]]) -> list[Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import CoupledSamplesError, LossSpecError
+from ..errors import CoupledSamplesError, InputError, LossSpecError
 from .terms import Term
 
 CLOSE = 1e-3
@@ -72,6 +72,16 @@ def wrong_term(
         )
     return LossSpecError(
         f"loss_weight is not the divisor of the loss {term.name!r}: {found}. {remedy}{WAY_OUT}"
+    )
+
+
+def moved_state(paths: list[str], rows: list[int]) -> InputError:
+    """Return the error for variables of layers that each forward changes."""
+    return InputError(
+        f"A forward in training changes {', '.join(repr(path) for path in paths[:3])}: once for each "
+        f"micro-batch, where the whole batch changes it once, and {sum(rows)} rows at once leave another "
+        f"value than micro-batches of {_listed(rows)}. Freeze the layer, update the variable in a callback "
+        f"after each batch, or train with whole batches. {WAY_OUT}"
     )
 
 

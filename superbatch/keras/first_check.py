@@ -79,6 +79,7 @@ def check(model: Any, options: Options, step: Any, first: First) -> bool:
 
     Raises:
         CoupledSamplesError: a layer or a loss couples the rows.
+        InputError: a forward changes variables of layers.
         LossSpecError: a loss has another divisor than the declared one.
     """
     batch = keras.utils.unpack_x_y_sample_weight(first.data)

@@ -256,6 +256,19 @@ def case_batchnorm_per_microbatch_is_accepted() -> None:
     refused(centred, CoupledSamplesError, "The output of Centre ")
 
 
+def case_a_layer_that_each_forward_changes() -> None:
+    words = "/mean': once for each micro-batch, where the whole batch changes it once"
+    program = Program(lambda: mlp(programs.Counts))
+    refused(program, InputError, words, wrong=False)
+    states = []
+    for size in (SIZE, ROWS):
+        model = program.build()
+        accumulate(model, microbatch_size=size, check=False).fit(X, Y, **FIT)
+        states.append(helpers.array(model.non_trainable_variables[0]))
+    assert np.abs(states[0] - states[1]).max() > 1e-3, "the premise: the state is another without the check"
+    exact(Program(lambda: mlp(programs.SetsAConstant)))
+
+
 def case_losses_that_couple_rows() -> None:
     for loss in (programs.contrastive, programs.against_the_mean):
         words = f"The loss {loss.__name__!r} of a row depends on the other rows of the batch: it is "
