@@ -112,7 +112,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Loss, Any, dict[str, Any], Any, 
     "normalised over the batch": (mlp, centred, X, {}, CoupledSamplesError, "influence each other"),
     "depends on the batch size": (mlp, depends_on_batch_size, X, {}, CoupledSamplesError, "batch size"),
     "a weight that is a mean": (
-        mlp, mse, X, {"weight": lambda mb: float(mb[0].abs().mean())}, LossSpecError, "weight= is not additive",
+        mlp, mse, X, {"weight": lambda mb: float(mb[0].abs().mean())}, LossSpecError, "is not additive",
     ),
 }  # fmt: skip
 
