@@ -79,7 +79,7 @@ def test_an_own_recipe_with_a_wrong_statement(own: str) -> None:
     result = run(own)
     assert result.exit_code == 1
     assert "cause: sum in loss_fn" in result.output
-    assert 'For a plain sum state reduction="sum"' in result.output
+    assert 'For a plain sum pass reduction="sum"' in result.output
 
 
 def test_json(own: str) -> None:

@@ -405,7 +405,7 @@ def test_a_weight_that_is_a_mean():
         microbatch_size=3,
         weight=lambda mb: float(mb[1].abs().mean()),
     )
-    with pytest.raises(LossSpecError, match="weights must add up"):
+    with pytest.raises(LossSpecError, match="weight= is not additive"):
         accumulate(BATCH)
 
 

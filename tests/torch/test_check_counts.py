@@ -148,7 +148,7 @@ def test_a_loss_that_does_not_repeat_is_told_once() -> None:
         for seed in range(4):
             accumulate(padded(uneven=True, seed=seed))
     (one,) = (str(each.message) for each in told)
-    assert "could not check the statement about the loss on the first window, reduction='mean'" in one
+    assert "could not check the declared loss on the first window, reduction='mean'" in one
     assert "weight=None: loss_fn gives another loss for the same samples" in one
     assert "check a loss_fn without them with superbatch.torch.verify(model, loss_fn, batch)" in one
 

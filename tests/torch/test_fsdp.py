@@ -231,7 +231,7 @@ def test_the_first_window_finds_a_wrong_reduction(found: Found) -> None:
     for each in found:
         kind, text, unchanged = each["wrong reduction"]["outcome"]
         assert (kind, unchanged) == ("LossSpecError", True)
-        assert 'Instead state reduction="mean"' in text
+        assert 'Instead pass reduction="mean"' in text
 
 
 def test_an_error_in_every_backward_of_one_rank_is_the_one_that_is_told(tmp_path: Path) -> None:

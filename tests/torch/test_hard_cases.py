@@ -37,7 +37,7 @@ def test_the_token_trap_shows_in_an_untrained_language_model(dtype: torch.dtype)
     assert whole == pytest.approx(part, rel=1e-6)  # the losses say nothing
     before = start_of(model)
     accumulate = Accumulator(model, sgd(model.parameters()), loss_fn, microbatch_size=4)
-    with pytest.raises(LossSpecError, match=r'state weight=count_tokens\("labels"\)'):
+    with pytest.raises(LossSpecError, match=r'pass weight=count_tokens\("labels"\)'):
         accumulate(batch)
     assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
 

@@ -112,7 +112,7 @@ def test_the_check_finds_a_wrong_weight_that_one_rank_alone_shows(found: Found) 
     assert "contradicts its statement on another rank" in text
     ((kind, text, unchanged),) = other["errors"]
     assert (kind, unchanged) == ("LossSpecError", True)
-    assert 'Instead state weight=sample_weights("2")' in text
+    assert 'Instead pass weight=sample_weights("2")' in text
 
 
 def test_all_ranks_begin_a_window_again_where_memory_runs_out_on_one(found: Found) -> None:

@@ -165,7 +165,7 @@ def test_the_fixture_in_a_suite_with_warnings_as_errors(tmp_path: Path) -> None:
     )
     assert "1 failed, 2 passed" in done.stdout, done.stdout + done.stderr
     assert f"AssertionError: {DEPENDS}" in done.stdout
-    assert 'state reduction="sum"' in done.stdout
+    assert 'pass reduction="sum"' in done.stdout
     assert "superbatch/testing.py" not in done.stdout, "the traceback shows the line of the test"
 
 

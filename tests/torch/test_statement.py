@@ -84,17 +84,17 @@ KEEP = {"ids": TOKENS["ids"], "keep": TOKENS["labels"] != -100}
 LABELLED = (X[0], torch.tensor([0, 1, 1, 2, 0, 2, 1, 1, 0]))
 
 WRONG: dict[str, tuple[Callable[[], nn.Module], Loss, Any, dict[str, Any], Any, str]] = {
-    "a mean declared a sum": (mlp, mse, X, {"reduction": "sum"}, LossSpecError, 'state reduction="mean"'),
-    "a sum declared a mean": (mlp, squared_sum, X, {}, LossSpecError, 'state reduction="sum"'),
+    "a mean declared a sum": (mlp, mse, X, {"reduction": "sum"}, LossSpecError, 'pass reduction="mean"'),
+    "a sum declared a mean": (mlp, squared_sum, X, {}, LossSpecError, 'pass reduction="sum"'),
     "a token mean weighted by samples": (
-        tiny_lm, token_mean, TOKENS, {}, LossSpecError, r'state weight=count_tokens\("labels"\)',
+        tiny_lm, token_mean, TOKENS, {}, LossSpecError, r'pass weight=count_tokens\("labels"\)',
     ),
     "a constant num_items_in_batch": (
         tiny_lm, hugging_face, TOKENS, {"weight": count_tokens("labels")}, LossSpecError,
         "num_items_in_batch",
     ),
     "sample weights forgotten": (
-        mlp, weighted_by_hand, with_weights(X), {}, LossSpecError, r'state weight=sample_weights\("2"\)',
+        mlp, weighted_by_hand, with_weights(X), {}, LossSpecError, r'pass weight=sample_weights\("2"\)',
     ),
     "class weights forgotten": (mlp, classes, LABELLED, {}, (LossSpecError, CoupledSamplesError), "weight"),
     "a mask that is not counted": (
@@ -112,7 +112,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Loss, Any, dict[str, Any], Any, 
     "normalised over the batch": (mlp, centred, X, {}, CoupledSamplesError, "influence each other"),
     "depends on the batch size": (mlp, depends_on_batch_size, X, {}, CoupledSamplesError, "batch size"),
     "a weight that is a mean": (
-        mlp, mse, X, {"weight": lambda mb: float(mb[0].abs().mean())}, LossSpecError, "weights must add up",
+        mlp, mse, X, {"weight": lambda mb: float(mb[0].abs().mean())}, LossSpecError, "is not additive",
     ),
 }  # fmt: skip
 
@@ -344,7 +344,7 @@ def test_the_owned_loop_is_not_checked_without_a_loss_function() -> None:
 def test_a_batch_of_one_sample_cannot_be_checked_and_says_so() -> None:
     model = mlp()
     accumulate = Accumulator(model, sgd(model.parameters()), lambda mb: mse(model, mb))
-    with pytest.warns(UserWarning, match=r"could not check the statement.*check=False"):
+    with pytest.warns(UserWarning, match=r"could not check the declared loss.*check=False"):
         assert accumulate(rows(1, 1)[0]).made
     accumulate(rows(1, 1)[0])  # once is enough: warnings are errors here
 
@@ -355,5 +355,5 @@ def test_the_weight_is_named_where_a_part_has_no_padding() -> None:
     accumulate = Accumulator(
         model, sgd(model.parameters()), lambda mb: token_mean(model, mb), microbatch_size=3
     )
-    with pytest.raises(LossSpecError, match=r'state weight=count_tokens\("labels"\)'):
+    with pytest.raises(LossSpecError, match=r'pass weight=count_tokens\("labels"\)'):
         accumulate(tokens([7, 1, 2, 6, 3, 4]))

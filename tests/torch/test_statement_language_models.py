@@ -79,8 +79,8 @@ WEIGHTS = {"samples": None, "tokens": count_tokens("labels")}
 def assert_wrong_weight(model: Any, batch: Any, weight: Any, remedy: str = SHIFTED) -> None:
     error, causes, _ = outcome(model, batch, weight=weight)
     assert isinstance(error, LossSpecError)
-    assert str(error).endswith(f"Instead state {remedy}.")
-    assert [(cause.kind, cause.remedy) for cause in causes] == [("weight", f"state {remedy}")]
+    assert str(error).endswith(f"Instead pass {remedy}.")
+    assert [(cause.kind, cause.remedy) for cause in causes] == [("weight", f"pass {remedy}")]
 
 
 def assert_coupled(model: Any, batch: Any, weight: Any) -> None:

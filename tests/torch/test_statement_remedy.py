@@ -208,7 +208,7 @@ def test_a_hidden_count_is_to_be_returned(loss: Loss, dtype: torch.dtype) -> Non
     assert isinstance(error, LossSpecError)
     for text in (str(error), str(report.causes[0])):
         assert re.search(r"counts [\d.]+ times as much as one of", text)
-        assert 'state weight="returned"' in text
+        assert 'pass weight="returned"' in text
     assert kinds(verified(model, loss, batch, weight="returned")) == []
     assert train(model, loss, batch, weight="returned") is None
 
@@ -502,7 +502,7 @@ def test_boxes_in_lists_are_counted() -> None:
     batch = {"x": torch.randn(8, 3).double(), "targets": targets}
     error = train(model, loss, batch, split=Split(per_sample=["targets"]))
     assert isinstance(error, LossSpecError)
-    text = str(error).partition("state weight=")[2].removesuffix(".")
+    text = str(error).partition("pass weight=")[2].removesuffix(".")
     assert text == 'lambda microbatch: sum(len(one["boxes"]) for one in microbatch["targets"])'
     for named, expected in ((None, ["weight"]), (eval(text), [])):
         assert (

@@ -175,7 +175,7 @@ def test_the_likeliest_of_equal_counts_is_named() -> None:
     batch = problem.batch
     batch["ids"] = batch["ids"] * (batch["labels"] != -100)
     report = check(Problem(problem.model, problem.loss_fn, batch))
-    assert report.causes[0].remedy == 'state weight=count_tokens("labels")'
+    assert report.causes[0].remedy == 'pass weight=count_tokens("labels")'
 
 
 def test_compiled_models_are_not_recompiled() -> None:

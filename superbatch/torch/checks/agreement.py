@@ -1,4 +1,4 @@
-"""Agreement of a micro-batch with its parts under a statement, parameter by parameter."""
+"""Comparison of a micro-batch with the prediction from its parts under a declaration, per parameter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Seen:
 
     Args:
         loss: a number.
-        weight: as stated.
+        weight: as declared.
         gradient: sums of each parameter's gradient, shape (parameters, sums); None where it cannot be had.
     """
 
@@ -37,7 +37,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Rounding:
-    """Differences to be expected of a right statement.
+    """Differences to be expected of a right declaration.
 
     Args:
         loss: relative to the loss.
@@ -52,7 +52,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Difference:
-    """Differences between a union and what a statement predicts of it from its parts.
+    """Differences between a union and what a declaration predicts of it from its parts.
 
     Args:
         loss: relative to the largest loss.
@@ -71,10 +71,12 @@ class Difference:
         model, which are all alike; and a loss that is a small difference of large numbers differs by
         rounding alone.
         """
+        # Without a gradient (shards, a loss that is 0 everywhere) the loss alone can be compared.
         if self.gradient is None or self.size is None or not bool(self.size.any()):
             return torch.tensor([-1] if self.loss > rounding.loss else [], dtype=torch.int64)
         # A gradient that cancels, as a softmax's of a bias that all classes share, is rounding of its terms.
         allowed = rounding.gradient * self.size + CANCELLED * self.size.max()
+        # Absolute, as rounding of large terms that cancel is large beside a small sum.
         if rounding.measured is not None:
             allowed = allowed + SURE * rounding.measured
         return (self.gradient > allowed).nonzero().flatten()
@@ -101,12 +103,14 @@ class Cut:
     @property
     def in_order(self) -> bool:
         """Return whether the parts, one after the other, are the union."""
+        # e.g. ((0, 2), (1, 3)) is not: code that draws sample after sample draws others there.
         places = [place for span in self.spans for place in span]
         return places == sorted(places)
 
     @property
     def usable(self) -> bool:
         """Return whether every part that counts has a finite loss and gradient."""
+        # A mean over nothing has weight 0 and a loss of NaN; `against` leaves it out.
         return all(part.finite for part in self.parts if part.weight or part.gradient is not None)
 
     def difference(
@@ -115,8 +119,8 @@ class Cut:
         """Return the difference of the union from the prediction of a declared reduction.
 
         Args:
-            reduction: of the statement.
-            weights: of the parts; None: as stated.
+            reduction: of the declaration.
+            weights: of the parts; None: as declared.
         """
         weights = [part.weight for part in self.parts] if weights is None else weights
         return self.against(_factors(reduction, weights))
@@ -128,7 +132,9 @@ class Cut:
             factors: of the parts; a part of factor 0 is left out.
         """
         counted = [(factor, part) for factor, part in zip(factors, self.parts, strict=True) if factor]
+        # fsum rounds once: many parts that cancel must not add a rounding of their own.
         predicted = math.fsum(factor * part.loss for factor, part in counted)
+        # Relative to the largest term, since a union near 0 would make rounding a large share of it.
         largest = max([abs(self.union.loss), *(abs(part.loss) for _, part in counted)])
         error = abs(self.union.loss - predicted)
         loss = error / largest if largest else error
@@ -138,12 +144,14 @@ class Cut:
         for factor, part in counted:
             assert part.gradient is not None
             sums += factor * part.gradient
+        # [parameters, buckets] -> [parameters]; the larger norm, as the union may be 0 and its parts not.
         size = torch.maximum(self.union.gradient.norm(dim=1), sums.norm(dim=1))
         return Difference(loss, (self.union.gradient - sums).norm(dim=1), size)
 
 
 def _factors(reduction: normalize.Reduction, weights: Sequence[normalize.Number]) -> list[float]:
     """Return the weights of the parts' losses and gradients in the union's."""
+    # Sums add up as they are; only a mean is divided by the weights.
     if reduction != "mean":
         return [1.0] * len(weights)
     total = normalize.total_weight(weights)

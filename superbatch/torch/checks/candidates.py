@@ -1,4 +1,4 @@
-"""Weights that may make a loss a weighted mean over samples: guesses, for a measurement to confirm."""
+"""Candidate weights that may make a loss a weighted mean over samples; a measurement confirms one of them."""
 
 from __future__ import annotations
 
@@ -57,14 +57,17 @@ def weight_candidates(problem: Problem, batch: Any) -> list[Candidate]:
     """
     found: list[tuple[int, Candidate]] = []
     parts = leaves(batch, unsplit=problem.unsplit, per_sample=problem.per_sample)
+    # A leaf without samples (unsplit=) may hold the class weights that the loss uses.
     held = [get(batch, leaf.path) for leaf in parts if leaf.length is None]
     clues = clues_of(problem, held)
     for leaf in parts:
         value = get(batch, leaf.path) if leaf.length is not None else None
+        # Sparse and nested tensors are left out: labels are compared entry by entry.
         if isinstance(value, Tensor) and value.numel() and value.layout is torch.strided:
             found += _from_tensor(batch, leaf.path, value, clues)
         elif isinstance(value, list | tuple):
             found += _from_list(batch, leaf.path, value)
+    # Stable: candidates of one rank keep the order of the leaves.
     return [candidate for _, candidate in sorted(found, key=lambda ranked: ranked[0])]
 
 
@@ -75,17 +78,20 @@ def _from_tensor(batch: Any, path: str, value: Tensor, clues: Clues) -> Iterator
     if value.is_floating_point():
         if bool((value >= 0).all()):
             yield 0, Candidate(f'sample_weights("{path}")', sample_weights(path))
+            # A causal language model counts the tokens behind the first one.
             if value.ndim > 1 and bool(((value == 0) | (value == 1)).all()):
                 yield from _computed(batch, path, "{}[..., 1:]", lambda part: part[..., 1:], 2)
         return
     possible = [
         ignored for ignored in dict.fromkeys((*clues.ignored, *_IGNORED)) if _fits(ignored, value.dtype)
     ]
+    # -100 even where no label has it: class weights alone may be what the loss divides by.
     for ignored in dict.fromkeys((-100, *possible)):
         yield from _by_class(path, value, ignored, clues)
     mask = value.dtype == torch.bool or bool(((value == 0) | (value == 1)).all())
     for ignored in possible:
         if bool((value == ignored).any()):
+            # A label that a loss module is known to ignore comes before a mask, a guess after it.
             known = ignored == -100 or ignored in clues.ignored
             yield from _by_count(path, value, ignored, 0 if known else 1 if mask else 2)
     if value.dtype != torch.bool and bool((value > 0).any()):
@@ -113,8 +119,10 @@ def _by_class(path: str, value: Tensor, ignored: int, clues: Clues) -> Iterator[
     if ignored != -100 and not bool((value == ignored).any()):
         return
     given = f'"{path}"' if ignored == -100 else f'"{path}", ignore_index={ignored}'
+    # A comparison would wrap around: in uint8, 156 equals -100.
     kept = value[value != ignored] if _fits(ignored, value.dtype) else value.flatten()
     for weight in clues.class_tensors:
+        # A label without a weight: this tensor holds weights of something else.
         if kept.numel() and int(kept.min()) >= 0 and int(kept.max()) < weight.numel():
             weigh = class_weights(weight, path, ignore_index=ignored)
             yield 0, Candidate(f"class_weights(weight, {given})", weigh)
@@ -129,7 +137,9 @@ def _from_list(batch: Any, path: str, value: Sequence[Any]) -> Iterator[tuple[in
     if isinstance(first, Mapping):
         names = [name for name, part in first.items() if isinstance(name, str) and _has_rows(part)]
         for name in names:
+            # Double quotes throughout, as the text is shown as code to type.
             text = f"lambda microbatch: sum(len(one[{name!r}]) for one in {where})".replace("'", '"')
+            # name=name, since a closure would see the last name of the loop.
             yield 3, Candidate(text, lambda mb, name=name: sum(len(one[name]) for one in get(mb, path)))
     elif _has_rows(first):
         text = f"lambda microbatch: sum(len(one) for one in {where})"
@@ -154,6 +164,7 @@ def _expression(batch: Any, path: str) -> str | None:
     """Return Python code for a part of a batch; None where its path does not tell."""
     text, value = "microbatch", batch
     for step in path.split(".") if path else ():
+        # As a user would type it: a key, an index or an attribute for each step of the path.
         if isinstance(value, Mapping):
             if step not in value:
                 return None
@@ -186,11 +197,13 @@ def clues_of(problem: Problem, held: Sequence[Any] = ()) -> Clues:
         if isinstance(index, int) and not isinstance(index, bool):
             ignored[index] = None
         for value in _tensors_of(found):
+            # By id: a weight that a module and a closure share is one candidate.
             tensors.setdefault(id(value), value)
     for value in held:
         if isinstance(value, Tensor):
             tensors.setdefault(id(value), value)
     classes = [t for t in tensors.values() if t.ndim == 1 and t.is_floating_point() and not t.requires_grad]
+    # e.g. an attention mask with -inf is no tensor of class weights.
     right = [t for t in classes if bool(((t >= 0) & t.isfinite()).all())]
     return Clues(tuple(ignored), [in_float64(tensor.detach()) for tensor in right])
 
@@ -198,9 +211,11 @@ def clues_of(problem: Problem, held: Sequence[Any] = ()) -> Clues:
 def _tensors_of(found: Any) -> Iterator[Tensor]:
     """Tensors that a loss module, a function or a plain object holds, those of other modules left out."""
     held: list[Any] = []
+    # Private, for correctness: torch's loss modules have no public base class.
     if isinstance(found, nn.modules.loss._Loss):
         held = [getattr(found, "weight", None)]
     elif isinstance(found, nn.Module):
+        # running_mean has one entry for each channel, as class weights have one for each class.
         held = [value for name, value in found.named_buffers(recurse=False) if "running" not in name]
         held += found.__dict__.values()
     elif isinstance(found, dict):

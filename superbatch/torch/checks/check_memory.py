@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from superbatch.errors import InputError
 
+# Without "routine", which states of older versions lack; "microbatches" is kept beside the memory.
 _KEYS = ("compared", "seen", "unverified", "microbatches", "spent", "said")
 
 
@@ -40,6 +41,7 @@ def check_saved_checks(state: object) -> None:
     Examples:
         >>> check_saved_checks(None)
     """
+    # More keys are fine. A missing one would fail only in the middle of load_state_dict.
     if state is None or (
         isinstance(state, Mapping) and state.keys() >= set(_KEYS) and isinstance(state["microbatches"], int)
     ):

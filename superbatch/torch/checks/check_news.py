@@ -1,4 +1,4 @@
-"""News of a window: what it shows that no check of the loss has seen."""
+"""News of a window: something that no check of the loss has compared yet."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ class News(NamedTuple):
     """Feature that a window shows for the first time.
 
     Attributes:
-        name: of what it is.
-        contrast: how unequal the samples are that show it.
-        samples: those; none: micro-batches of the smallest and the largest loss show it.
-        sure: whether it is worth a check whatever that costs.
+        name: of the count, or of the event.
+        contrast: relative difference of the samples that show it.
+        samples: positions of those; empty: the micro-batches of smallest and largest loss show it.
+        sure: whether it is checked whatever that costs.
     """
 
     name: str
     contrast: float = 1.0
+    # Positions in the window, least count first; `MicrobatchList.pick` makes a micro-batch of them.
     samples: Sequence[int] = ()
     sure: bool = True

@@ -22,31 +22,33 @@ ENOUGH = 0.1
 def first_pieces(pieces: MicrobatchList) -> list[Any]:
     """Return a few micro-batches of two samples or more, spread over the window.
 
-    Where their samples count alike, and others of the window do not, those take the place of one. So do four
-    samples where each micro-batch has less.
+    Where their samples count alike and others of the window do not, those take the place of one micro-batch;
+    so do four samples where every micro-batch has fewer.
 
     Args:
-        pieces: of the window.
+        pieces: the micro-batches of the window.
     """
     if not pieces.microbatches:  # of a rank without data
         return []
     given = pieces.to_check()
     able = [piece for piece in given if _samples(piece, pieces) > 1]
+    # Evenly spaced: in a sorted dataset neighbours are alike and show no wrong weight.
     chosen = able[:: max(1, len(able) // MOST_PIECES)][:MOST_PIECES]
     several = _several_samples(pieces, able)
     uneven_ones = _uneven_samples(pieces, [*chosen, several] if several is not None else chosen)
     more = [piece for piece in (uneven_ones, several) if piece is not None]
     if not able and not more:
+        # Micro-batches of one sample have no parts to be compared with, so two of them are joined.
         pair = pieces.pick([0, 1]) if len(pieces) > 1 and sum(pieces.samples or ()) > 1 else None
         return given if pair is None else [pair]
     return [*chosen[: MOST_PIECES - len(more)], *more]
 
 
 def _several_samples(pieces: MicrobatchList, able: list[Any]) -> Any:
-    """Four samples where micro-batches have less; None elsewhere.
+    """Return four samples where micro-batches have fewer, else None.
 
-    A loss may agree for each pair and for no more samples: two classes of a pair are equally frequent. So a
-    label is in it twice where the window has one twice.
+    A loss may agree for every pair and for no more samples, e.g. weights by class frequency: two classes of a
+    pair are equally frequent. So two samples share a label where the window allows it.
     """
     if sum(pieces.samples or ()) < 3 or any(_samples(piece, pieces) >= _SEVERAL for piece in able):
         return None
@@ -68,7 +70,7 @@ def _with_unlike_labels(picked: list[int], pieces: MicrobatchList) -> list[int]:
 
 
 def _labels(pieces: MicrobatchList) -> list[int]:
-    """Return the label of each sample, counted as in `parts`: of the last leaf with alike and unlike ones."""
+    """Return the label of each sample, in the order of `parts`; empty without a leaf that repeats labels."""
     parts = pieces.parts()
     found: list[int] = []
     with contextlib.suppress(SplitError, InputError):
@@ -76,6 +78,7 @@ def _labels(pieces: MicrobatchList) -> list[int]:
             values = [get(part, leaf.path) for part in parts] if leaf.length is not None else []
             if values and all(map(_is_label, values)):
                 labels = [int(label) for value in values for label in value.tolist()]
+                # A later leaf wins: labels mostly stand behind the inputs, e.g. (x, y).
                 found = labels if 1 < len(set(labels)) < len(labels) else found
     return found
 
@@ -86,7 +89,7 @@ def _is_label(value: Any) -> bool:
 
 
 def _uneven_samples(pieces: MicrobatchList, chosen: list[Any]) -> Any:
-    """The samples that count least and most, if the chosen pieces hardly show that there are any."""
+    """Return the samples that count least and most, if the chosen pieces hardly differ in that count."""
     parts, paths = pieces.parts(), pieces.paths
     found = counts_in(parts[0], unsplit=paths.get("unsplit", ()), per_sample=paths.get("per_sample", ()))
     for count, values, _ in uneven(found, parts):

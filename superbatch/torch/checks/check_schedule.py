@@ -1,21 +1,10 @@
 """Schedule of the check of the declared loss: the first window, and later ones that show something new.
 
-The first window may have nothing to show: losses of 0, or samples that all count alike. As long as that is
-so, the boundary of each window looks for what is cheap to see without a forward:
-
-* the first loss that is not 0;
-* the first micro-batches with unequal weights per sample;
-* the first samples with unequal counts of labels, or unequal masks, lengths, or weights of samples or
-  classes (`sample_counts`);
-* the first micro-batches whose samples have unequal lengths (`lengths`);
-* the first ranks whose samples count otherwise than those of other ranks (`rank_counts`).
-
-A count that a loss hardly divides by, or that a check was spent on already, is looked for in few windows.
-
-One number in a sum that every window makes tells all ranks of it. They check together, before the update.
-Training may move what a loss divides by: a threshold on predictions, the number of confident ones. No data
-shows it, so the loss is also checked without news, from window 10 on and each time that the number of windows
-has doubled, where the budget allows it.
+A wrong declaration shows on unequal samples only. So the boundary of each window looks, without a forward,
+for losses other than 0, unequal weights and counts (`sample_counts`), lengths (`lengths`) and ranks
+(`rank_counts`) that no check has compared. One number in a sum that every window makes tells all ranks, and
+they check together before the update. A divisor may also depend on predictions, which no data shows: from
+window 10 on, each doubling of the number of windows brings a check without news, if the budget allows it.
 """
 
 from __future__ import annotations
@@ -109,6 +98,7 @@ class CheckSchedule:
             LossSpecError, CoupledSamplesError: the loss is not what was declared.
         """
         self.updates, self._now = updates, self._before
+        # One micro-batch on one process is plain training: nothing is averaged that could be wrong.
         if self._unsaid and (len(pieces) > 1 or self._config.sync.shared):
             self._unsaid, self.idle = False, True
             warn(_UNCHECKED)
@@ -131,6 +121,7 @@ class CheckSchedule:
 
     def _has_news(self, shown: Shown) -> bool:
         count = len(shown.pieces)
+        # Counted in `left`, once the update was made: a discarded window earns no budget.
         self._pending, self._found = count, None
         if count < 2 and not self._config.sync.shared:  # nothing is averaged
             return False
@@ -139,6 +130,7 @@ class CheckSchedule:
         if found is None:
             return self._is_due(count)
         now, allowed = self._now, max(count, self._microbatches // WINDOWS)
+        # Sure news is checked once whatever it costs; the rest waits until the budget has grown.
         if now.spent + CALLS <= allowed or (found.sure and found.name not in now.said):
             said = [found.name, _NO_LOSS] if 0.0 in shown.losses else [found.name]
             self._now, self._found = replace(now, said=(*now.said, *said)), found
@@ -163,6 +155,7 @@ class CheckSchedule:
         if unchanged and parts and (places := ragged(parts, self._lengths)):
             pairs.append((parts[places[0]], parts[places[1]]))
         try:
+            # Two lengths cannot be joined: then `check_pairs` alone compares them.
             chosen = [*chosen, *_united(pairs[0])]
             checked = check_later_window(self._config, shown.pieces, chosen, frozen=self._frozen)
             check_pairs(self._config, shown.pieces, [pair for pair in pairs if pair], frozen=self._frozen)
@@ -182,6 +175,7 @@ class CheckSchedule:
         if made:
             self._before = self._now
             self._microbatches, self._pending = self._microbatches + self._pending, 0
+        # Memory is frozen, so another object means that this window has changed the record.
         elif self._now is not self._before:
             self._now = self._before
             self._open(self._known)
@@ -202,6 +196,7 @@ class CheckSchedule:
         """Resume from what `state_dict` returned; None, from an older version, changes nothing."""
         if state is None:
             return
+        # A field that an older version did not save keeps its default.
         known = {name: state[name] for name in vars(Memory()) if name in state}
         self._now = self._before = Memory(**known)
         self._microbatches = state["microbatches"]
@@ -229,11 +224,13 @@ class CheckSchedule:
                     seen[str(count)] = max(seen.get(str(count), 0.0), contrast(values))
                 seen[_WEIGHT] = max(seen.get(_WEIGHT, 0.0), self._contrast_of_weights(piece, pieces))
         names = {*map(str, found), *map(_length_of, lengths)}
+        # A collective: every rank calls it, also one whose check found nothing to compare.
         every = self._config.sync.gather((compared, checked.informative, names, seen))
         self._shared = set.intersection(*(each[2] for each in every)) if len(every) > 1 else set()
         declared = self._config.declared
         averaged = self._config.reduction == "mean" and (declared.needs_samples or not declared.returned)
         self._lengths = sorted(lengths) if averaged else []
+        # What one rank has compared is known to all: they declare the same loss.
         seen = dict(self._now.seen)
         for *_, of_rank in every:
             for name, value in of_rank.items():
@@ -285,12 +282,14 @@ class CheckSchedule:
     def _from_ranks(self, shown: Shown, unchanged: bool) -> Pair | None:
         """Samples of the two ranks whose samples count least and most; None if all ranks are alike."""
         ranks = self._config.sync
+        # Equal on all ranks, so that all of them gather below, or none does.
         if not self._shared:
             return None
         names, chosen = apart(ranks.gather(self._levels(shown)), self._now.seen)
         self._now = replace(self._now, said=(*self._now.said, *map(_of_ranks, names)))
         if chosen is None:
             return None
+        # One sample of two ranks is sent, as every rank receives everything that is gathered.
         sends = unchanged and ranks.index in chosen
         samples = ranks.gather(first_sample(shown.pieces.parts()[0], shown.pieces.paths) if sends else None)
         least, most = (samples[rank] for rank in chosen)

@@ -1,4 +1,4 @@
-"""Result of a check of the loss's statement: whether a wrong statement could have shown."""
+"""Result of a check of the declared loss: whether a wrong declaration could have shown."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Checked:
     """Outcome of a check that found no contradiction.
 
     Args:
-        informative: False where a wrong statement could not have shown: a later window may tell more.
-        reason: why it could not, in words; empty where it was informative.
+        informative: False where a wrong declaration could not have shown: a later window may tell more.
+        reason: why it could not, as a text; empty where it was informative.
 
     Examples:
         >>> Checked.of([ALL_ZERO, ALIKE]), Checked.of([ALL_ZERO, ""]).informative
@@ -43,6 +43,7 @@ class Checked:
     @classmethod
     def of(cls, reasons: Iterable[str]) -> Checked:
         """Sum up micro-batches: one that could have contradicted is enough, else the most telling reason."""
+        # From a check that nearly told to one that compared nothing; the first is reported.
         order = (ALIKE, ALL_ZERO, ONE_ALONE, ROUNDED, NOT_REPEATABLE)
         order += (NOT_EVALUATED, NOT_FINITE, WEIGHTLESS, NOT_CUT)
         reasons = set(reasons)
@@ -51,10 +52,10 @@ class Checked:
 
 
 def count_alike(problem: Problem, microbatch: Any) -> bool:
-    """Tell whether labels, masks and weights give every sample of a micro-batch the same weight.
+    """Return whether labels, masks and weights give every sample of a micro-batch the same weight.
 
-    A mean over tokens is then a mean over samples, and the one cannot be told from the other. A batch
-    without labels, masks or weights has nothing that could count otherwise.
+    A mean over tokens is then a mean over samples too, and the check cannot tell them apart. A batch without
+    labels, masks or weights has nothing that could count unequally.
 
     Examples:
         >>> problem = Problem(torch.nn.Linear(1, 1), lambda batch: batch["x"].sum())
@@ -72,15 +73,19 @@ def count_alike(problem: Problem, microbatch: Any) -> bool:
         if leaf.length is not None
     ]
     known = [count for count in counts if count is not None]
+    # Without any count nothing is known, which is not the same as equal counts.
     return bool(known) and all(bool((count == count[0]).all()) for count in known)
 
 
 def _counts(value: Any) -> Tensor | None:
-    """Count what counts in each sample of a leaf: labels other than -100, or the sum of a mask."""
+    """Count the labels other than -100 of each sample, or the ones of a mask."""
+    # Nested and sparse tensors have no rows to sum over.
     if not isinstance(value, Tensor) or not value.numel() or value.layout is not torch.strided:
         return None
     if value.is_floating_point() or value.is_complex():
+        # Only zeros and ones are a mask; other floats may be inputs.
         binary = not value.is_complex() and bool(((value == 0) | (value == 1)).all())
         return value.flatten(1).sum(1) if binary and value.ndim > 1 else None
+    # -100 is PyTorch's default of ignore_index; other ones are known from hints (`sample_counts`).
     kept = value if value.dtype == torch.bool else value != -100
     return kept.reshape(len(value), -1).sum(1)

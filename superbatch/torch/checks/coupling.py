@@ -1,11 +1,8 @@
-"""Coupling between the samples of a batch: which of them influence each other, and where.
+"""Coupling between the samples of a batch: the modules in which they influence each other.
 
-Accumulated gradients are exact only where the batch's loss is a weighted mean over samples that do not see
-each other. Two ways to find what breaks that:
-
-* `coupled_modules` inspects the types of modules. It needs no data and misses hand-written coupling.
-* `find_coupling` runs four probes on a few samples (`probing.separability`). Each misses
-  something, together they found every case that they were tried on.
+Accumulated gradients are exact only where the loss is a weighted mean over independent samples.
+`coupled_modules` reads the types of modules, needs no data and misses hand-written coupling; `find_coupling`
+probes a few samples in four ways (`probing.separability`), each of which alone misses something.
 """
 
 from __future__ import annotations
@@ -30,6 +27,7 @@ from .probing.resample import select
 from .probing.separability import Mixed, Probe, failure_of, find_mixing, innermost, loss_coupling
 from .probing.untouched import changed_state, held_parameter, module_state, untouched
 
+# Primes: a dimension of 7 holds the samples, while one of 8 may well be channels.
 _PRIMES = (7, 5, 3, 2)
 _REMEDIES = {
     "batchnorm": "use WholeBatch (the statistics of the whole batch), freeze it (module.eval() or "
@@ -60,6 +58,7 @@ def uses_batch_statistics(module: nn.Module) -> bool:
     """
     if not isinstance(module, _BatchNorm):
         return False
+    # Without running statistics torch falls back to those of the batch, in evaluation mode too.
     return module.training or (module.running_mean is None and module.running_var is None)
 
 
@@ -77,6 +76,7 @@ def changes_state(module: nn.Module) -> bool:
         >>> changes_state(nn.InstanceNorm1d(3)), changes_state(nn.InstanceNorm1d(3, track_running_stats=True))
         (False, True)
     """
+    # InstanceNorm included: it couples no samples and still moves running statistics.
     if isinstance(module, _NormBase):
         return module.training and module.running_mean is not None
     # Neither form of spectral norm has a public class that could be asked for.
@@ -150,7 +150,7 @@ def probe_coupling(
     """`find_coupling`, with notes on what could not be probed.
 
     Args:
-        problem: model, loss and statements.
+        problem: model, loss and declarations.
         batch: where samples are taken from.
         samples: how many to take at most; the largest prime up to it that the batch has is taken.
 
@@ -166,19 +166,25 @@ def probe_coupling(
     taken = next((prime for prime in _primes(samples) if prime <= available), 1)
     failure: str | None = "only 1 sample"
     if taken > 1:
+        # Spread over the batch, as neighbours may be alike.
         chosen = [index * available // taken for index in range(taken)]
+        # One sample more, which replaces others in the probes.
         spare = next((index for index in range(available) if index not in chosen), chosen[-1])
         small = select(batch, [*chosen, spare], unsplit=problem.unsplit, per_sample=problem.per_sample)
+        # In float64 a tolerance of 1e-10 keeps rounding from looking like coupling.
         choices = ((torch.float64, 1e-10), (None, 1e-3))
         own_alone = held_parameter(problem.model) is not None
         own_alone = own_alone or not all(map(has_float64, accelerators([problem.model])))
+        # choices[True:] leaves float64 out: DDP holds a parameter, or a device has no float64.
         for dtype, tolerance in choices[own_alone:]:
             with untouched(problem.model, dtype=dtype) as reset:
+                # probe=probe below, as a closure would see the last probe of the loop.
                 probe = Probe(_computed_in(dtype, problem), small, taken, tolerance, reset, [])
                 failure = failure_of(lambda probe=probe: probe.forward(probe.base()))
                 if failure is None:
                     return tuple(_probed(probe)), tuple(dict.fromkeys(probe.notes))
         failure = f"on {taken} samples {failure}"
+    # No probe ran: types still tell BatchNorm.
     return tuple(_by_type(problem.model, {})), (f"coupling was looked for by type alone: {failure}",)
 
 
@@ -187,6 +193,7 @@ def _computed_in(dtype: torch.dtype | None, problem: Problem) -> Problem:
     if dtype is None:
         return problem.in_dtype(None)
 
+    # A part of the model that says x.float() would round to 1e-7 and pass for coupling.
     def loss_fn(batch: Any) -> Any:
         with ComputeIn(dtype):
             return problem.loss_fn(batch)
@@ -210,6 +217,7 @@ def _probed(probe: Probe) -> Iterator[Finding]:
     named = {**stateful, **{finding.module: finding for finding in _measured(mixing)}, **by_type, **state}
     order = {event.call.module: position for position, event in enumerate(base) if not event.entry}
     yield from sorted(named.values(), key=lambda finding: order.get(finding.module, len(base)))
+    # `loss_coupling` freezes BatchNorm; any other module that mixes would only be reported again.
     if mixing.keys() <= set(coupled_modules(model)):
         yield from loss_coupling(probe)
 
@@ -237,6 +245,7 @@ def _by_type(model: nn.Module, mixing: Mapping[str, Mixed]) -> Iterator[Finding]
 
 def _stateful(model: nn.Module, before: dict[str, Any], after: dict[str, Any]) -> Iterator[Finding]:
     """Modules whose state the forward between `before` and `after` changed."""
+    # One finding for running_mean and running_var of a layer.
     by_module: dict[str, list[str]] = {}
     for path in changed_state(before, after):
         by_module.setdefault(path.rpartition(".")[0], []).append(path)
@@ -249,11 +258,13 @@ def _stateful(model: nn.Module, before: dict[str, Any], after: dict[str, Any]) -
 def _relative_change(before: Any, after: Any) -> float:
     if not isinstance(before, Tensor) or not isinstance(after, Tensor) or before.shape != after.shape:
         return 1.0
+    # complex128 holds every dtype, integers included.
     size = float(before.to(torch.complex128).norm())
     return float((after.to(torch.complex128) - before).norm()) / (size or 1.0)
 
 
 def _primes(largest: int) -> list[int]:
     """Primes up to a number, the largest first."""
+    # More than 7 samples only on request: `diagnose` takes up to 97.
     more = [n for n in range(largest, 7, -1) if all(n % d for d in range(2, math.isqrt(n) + 1))]
     return [*more, *(prime for prime in _PRIMES if prime <= largest)]

@@ -1,12 +1,12 @@
-"""Check of the loss's statement on the first window, before anything is updated.
+"""Check of the declared loss on the first window, before anything is updated.
 
-A statement (`reduction`, `weight`) fixes how the losses of parts make the loss of their union ``u``::
+A declaration (`reduction`, `weight`) fixes how the losses of parts make the loss of their union ``u``::
 
     mean:  l(u) = (w(a) l(a) + w(b) l(b)) / (w(a) + w(b))          sum:  l(u) = l(a) + l(b)
 
-Both sides are computed for some micro-batches, each cut in several ways, with the random stream of each
-sample the same on both sides. Gradients are compared parameter by parameter. Where they differ by more than
-rounding, which is measured, the error names the statement that does hold.
+Both sides are computed for some micro-batches, each cut in several ways, with the same random stream of each
+sample on both sides. Gradients are compared parameter by parameter. Where they differ by more than the
+measured rounding, the error names the declaration that does hold.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 from superbatch import normalize
 from superbatch.batch.plan import Plan
 from superbatch.batch.tree import count_samples, plan
-from superbatch.errors import InputError, LossSpecError, SplitError, explain
+from superbatch.errors import InputError, LossSpecError, SplitError
 
 from ..devices import accelerators
 from ..memory.out_of_memory import out_of_memory
@@ -55,25 +55,27 @@ MOST_PIECES = 4  # enough to meet unequal token counts, cheap beside one window
 
 
 def check_statement(problem: Problem, pieces: Sequence[Any], *, frozen: Sequence[nn.Module] = ()) -> Checked:
-    """Compare losses of pieces with losses of their parts; everything is left as it was.
+    """Compare the loss of micro-batches with the losses of their parts; model and random state are restored.
 
     Args:
-        problem: the model, its loss, and what was stated about it.
+        problem: the model, its loss, and its declaration.
         pieces: micro-batches of at least two samples each; others are passed over.
-        frozen: modules to run in evaluation mode: BatchNorms that are dealt with in another way.
+        frozen: modules to run in evaluation mode: BatchNorms that participants handle.
 
     Returns:
-        Whether a wrong statement could have shown.
+        Whether a wrong declaration could have shown.
 
     Raises:
-        LossSpecError: the loss contradicts the statement; the text names the likely cause.
-        CoupledSamplesError: no statement about weights explains the losses.
+        LossSpecError: the loss contradicts the declaration; the text names the likely cause.
+        CoupledSamplesError: no declaration about weights explains the losses.
     """
     with prepared(problem, frozen) as (evaluation, keeper):
         chosen = _choose(pieces, problem)
         found, reasons = _examine(evaluation, chosen)
+        # Raised in the body: `prepared` restores the model before a user sees the error.
         if found is not None:
             raise found.error()
+        # One more evaluation, on the state that the last forward left: does the loss depend on it?
         if chosen:
             warn_of_what_moves(keeper, lambda: evaluation.loss_again(chosen[-1]))
             keeper.learn()
@@ -111,6 +113,7 @@ def divisions_of(
     """
     with prepared(problem, frozen) as (evaluation, _):
         try:
+            # With their graphs, from which the divisors are read.
             losses = [evaluation.plain(microbatch) for microbatch in microbatches]
         except Exception as error:
             if out_of_memory(error):
@@ -121,7 +124,7 @@ def divisions_of(
 
 @contextmanager
 def prepared(problem: Problem, frozen: Sequence[nn.Module] = ()) -> Iterator[tuple[Evaluation, MovedState]]:
-    """Yield what evaluates a problem, and what keeps its state; everything is restored at the end.
+    """Yield the evaluation of a problem and the keeper of its state; everything is restored at the end.
 
     Args:
         problem: to be evaluated.
@@ -134,6 +137,7 @@ def prepared(problem: Problem, frozen: Sequence[nn.Module] = ()) -> Iterator[tup
     random = RandomKeeper(accelerators([problem.model]))
     random.begin()
     try:
+        # Eagerly: a compiled model would be compiled again for each odd number of samples.
         with _evaluating(frozen), run_eagerly(), keeper.watching():
             yield Evaluation(problem, keeper), keeper
     finally:
@@ -145,6 +149,7 @@ def _examine(evaluation: Evaluation, pieces: Sequence[Any]) -> tuple[Contradicti
     """Compare pieces with their parts; return what contradicts, and why pieces that agree show nothing."""
     reasons: list[str] = []
     try:
+        # The turn decides which single samples are cut off (`orders`).
         for turn, piece in enumerate(pieces):
             reasons.append(_check(evaluation, piece, turn))
     except ContradictedError as found:
@@ -152,6 +157,7 @@ def _examine(evaluation: Evaluation, pieces: Sequence[Any]) -> tuple[Contradicti
         others = [
             plan(piece, unsplit=problem.unsplit, per_sample=problem.per_sample)
             for number, piece in enumerate(pieces)
+            # len(reasons) is the piece that raised: each piece before it has left one reason.
             if number != len(reasons)
         ]
         return find_remedy(evaluation, found, partial(_holds, evaluation, pieces), others), reasons
@@ -159,7 +165,7 @@ def _examine(evaluation: Evaluation, pieces: Sequence[Any]) -> tuple[Contradicti
 
 
 def _holds(evaluation: Evaluation, pieces: Sequence[Any], problem: Problem) -> bool:
-    """Tell whether another statement passes the check of all pieces, and could have failed it."""
+    """Tell whether another declaration passes the check of all pieces, and could have failed it."""
     own, evaluation.problem = evaluation.problem, problem
     try:
         reasons = {_check(evaluation, piece, turn) for turn, piece in enumerate(pieces)}
@@ -167,13 +173,14 @@ def _holds(evaluation: Evaluation, pieces: Sequence[Any], problem: Problem) -> b
         return False
     finally:
         evaluation.problem = own
+    # A declaration that could not have failed is no remedy, e.g. where every loss is 0.
     return bool(reasons & {"", ALIKE, ROUNDED}) and NOT_REPEATABLE not in reasons
 
 
 def _say_what_was_not_checked(
     checked: Checked, reasons: Sequence[str], evaluation: Evaluation, keeper: MovedState
 ) -> None:
-    """Warn, once for each reason, where a wrong statement might have been passed over."""
+    """Warn, once for each reason, where a wrong declaration could have passed."""
     if ROUNDED in reasons:
         name, share = evaluation.hidden
         why = (
@@ -198,7 +205,7 @@ def _say_what_was_not_checked(
         return
     declared = _declared(evaluation.problem)
     warn(
-        "superbatch could not check the statement about the loss on the first window, "
+        "superbatch could not check the declared loss on the first window, "
         f"{declared}: {why} with "
         "superbatch.torch.verify(model, loss_fn, batch); check=False silences this."
     )
@@ -227,6 +234,7 @@ def _choose(pieces: Sequence[Any], problem: Problem) -> list[Any]:
                 able.append(piece)
         except SplitError:  # noqa: PERF203  (some micro-batches may be cut, others not)
             continue
+    # Evenly spaced, e.g. every second one of 9.
     stride = max(1, len(able) // MOST_PIECES)
     return able[::stride][:MOST_PIECES]
 
@@ -250,13 +258,17 @@ def _check(evaluation: Evaluation, piece: Any, turn: int) -> str:
         if not union.finite:
             return NOT_FINITE
         cuts = _cuts(evaluation, planned, union, turn, calls)
+    # A total is divided by nothing, so that its weights need not add up.
     for cut in cuts if problem.reduction != "total" else ():
         _check_weights(cut)
+    # Suspects by the rounding of the dtypes that the loss has computed in.
     suspects = [c for c in cuts if len(c.difference(problem.reduction).beyond(expected(dtypes.seen)))]
     if not suspects:
         return _hidden(problem, cuts, piece) if cuts else NOT_EVALUATED
+    # Parts that draw other random numbers than the union have another loss, whatever is declared.
     if evaluation.unruled or not _replayed(evaluation, planned, cuts):
         return NOT_REPEATABLE
+    # Parts in another order may draw others too; those that were replayed are judged.
     suspects = [cut for cut in suspects if cut.replayed]
     verdict = settle(evaluation, planned, suspects, dtypes.seen) if suspects else Verdict(repeatable=False)
     if not verdict.repeatable:
@@ -287,7 +299,7 @@ def _cuts(evaluation: Evaluation, planned: Plan, union: Seen, turn: int, calls: 
 
 
 def _hidden(problem: Problem, cuts: Sequence[Cut], piece: Any) -> str:
-    """Why a piece that agrees would agree with a wrong statement too; empty where it would not."""
+    """Why a piece that agrees would agree with a wrong declaration too; empty where it would not."""
     if not any(_shows(seen) for seen in (cuts[0].union, *cuts[0].parts)):
         return ALL_ZERO
     if problem.reduction != "mean" and all(sum(map(_shows, cut.parts)) < 2 for cut in cuts):
@@ -302,14 +314,12 @@ def _shows(seen: Seen) -> bool:
 def _check_weights(cut: Cut) -> None:
     union, parts = cut.union.weight, [part.weight for part in cut.parts]
     total = normalize.total_weight(parts)
+    # Relative: sums of float weights differ in their last digits.
     if abs(union - total) > 1e-6 * union:
         listed = " + ".join(f"{part:g}" for part in parts)
         raise LossSpecError(
-            explain(
-                f"a micro-batch of weight {union:g} whose parts weigh {listed}",
-                "weights must add up: the weight of a batch is the sum over its micro-batches",
-                "let the weight be a count (samples, tokens) or a sum of sample weights, not a mean",
-            )
+            f"weight= is not additive: a micro-batch weighs {union:g}, and its parts weigh {listed}. Return "
+            "a count (samples, tokens) or a sum of sample weights, not a mean."
         )
 
 
@@ -318,6 +328,7 @@ def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Modules in evaluation mode, each restored to its own mode."""
     modes = [(module, module.training) for module in modules]
     for module in modules:
+        # Not train(False), which would set the children too and run what a user has overridden.
         module.training = False
     try:
         yield

@@ -1,4 +1,4 @@
-"""Numbers that a loss was divided by last, read from its graph: entries of means, and divisors."""
+"""Divisors of a loss, read from its graph: entries of means, and explicit divisors."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ def divisions_of(loss: Tensor) -> list[Division]:
     found: list[Division] = []
     nodes, known = [loss.grad_fn], set[Any]()
     while nodes:
+        # A division of a tensor of several elements belongs to the model, not to the loss's average.
         node = nodes.pop()
         if node is None or node in known or not _makes_one_number(node):
             continue
@@ -75,9 +76,11 @@ def entries_per_sample(
         >>> entries_per_sample(means[0], means[0], means[2], [(3, 5)]) is None
         True
     """
+    # Another graph for another length: the divisors do not pair up.
     if not len(one) == len(two) == len(other):
         return None
     for single, pair, far in zip(one, two, other, strict=True):
+        # A divisor that does not grow with a second sample counts no samples, e.g. a temperature.
         if not single.operator == pair.operator == far.operator or not single.number < pair.number:
             continue
         if pair.number != far.number and (pair.sure or any(_follows(pair, far, *both) for both in lengths)):
@@ -104,6 +107,7 @@ def ratios(one: Sequence[Division], two: Sequence[Division], other: Sequence[Div
         pair.divisor / far.divisor
         for single, pair, far in zip(one, two, other, strict=True)
         if single.operator == pair.operator == far.operator
+        # Twice the sample must give twice the divisor; a bound such as clamp(min=1) does not.
         and pair.divisor == 2 * single.divisor > 0
         and far.divisor > 0
     ]
@@ -118,6 +122,7 @@ def _divisions(node: Any) -> Iterator[Division]:
     name = node.name()
     try:
         if name.startswith("MeanBackward"):
+            # mean() saves the number of entries, mean(dim) the sizes.
             entries = getattr(node, "_saved_self_sym_numel", None)
             yield Division(
                 name, float(node._saved_self_sym_sizes.numel() if entries is None else entries), sure=True
@@ -137,6 +142,6 @@ def _divisions(node: Any) -> Iterator[Division]:
 
 
 def _follows(pair: Division, far: Division, length: int, other: int) -> bool:
-    """Tell whether two divisors are to each other as two lengths, or both are less by as much."""
+    """Return whether the divisors have the ratio of the lengths, or are both less by the same number."""
     proportional = pair.number * other == far.number * length
     return proportional or pair.number / 2 - length == far.number / 2 - other

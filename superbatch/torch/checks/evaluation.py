@@ -34,6 +34,7 @@ FEW = 8  # a micro-batch of this many samples is also cut into single ones, of m
 # A loss scaled by these is rounded otherwise, forward apart: none is near a power of two.
 _SCALES = (0.7310585, 1.3247180, 0.5671433)
 _KEY = 0
+# With these `draws_by_sample` repeats a micro-batch: equal numbers of draws by chance are unlikely.
 _SEEDS = range(1, 9)
 _SMALL = 64 << 20  # bytes that are taken without asking what is free
 
@@ -44,8 +45,8 @@ class Evaluation:
     """Losses and gradients of micro-batches, each from the same state.
 
     Args:
-        problem: the model, its loss, and what was stated about it.
-        keeper: of what a forward changes; it is restored before each forward.
+        problem: the model, its loss, and its declaration.
+        keeper: of the state that a forward changes; it is restored before each forward.
 
     Attributes:
         unruled: random operations that could not be drawn per sample.
@@ -97,6 +98,7 @@ class Evaluation:
             loss, weight = evaluate(self.problem, map_arrays(_copy, microbatch))
             check_loss(loss)
             value = float(loss.detach())
+            # Without a weight, or with a loss of NaN, a gradient would not be compared.
             counts = takes_part(weight, reduction=self.problem.reduction) and math.isfinite(value)
             by_backward = self._by_backward
             gradient = self._gradient(loss, scale) if counts else None
@@ -126,6 +128,7 @@ class Evaluation:
                 return None
             parts.append(part)
             ended.append(self._generators.now() == self._end)
+            # A generator at the union's end draws once per call: it starts again for the next part.
             self._generators.rewind(self._start, self._end)
         # Draws that continue from sample to sample are those of the union in its own order only.
         cut = Cut(union, tuple(parts), tuple(spans))
@@ -139,6 +142,7 @@ class Evaluation:
             if out_of_memory(error):
                 raise
             self.failure = f"{type(error).__name__}: {error}"
+        # e.g. a mean over no labels raises: a part of weight 0 counts nothing and may do so.
         stated = self.problem.weight != "returned"
         if stated and not takes_part(weigh(self.problem, microbatch), reduction=self.problem.reduction):
             return Seen(math.nan, 0)
@@ -153,7 +157,7 @@ class Evaluation:
         return seen
 
     def draws_by_sample(self, planned: Plan, orders: Sequence[Sequence[Order]]) -> bool:
-        """Tell whether parts draw as many numbers as the union, whatever the numbers are.
+        """Return whether parts draw as many numbers as the union, whatever the numbers are.
 
         A permutation may take as many by chance: it tries again until a number is in range.
         """
@@ -199,6 +203,7 @@ class Evaluation:
         largest = None if union.gradient is None else torch.zeros(len(union.gradient), dtype=torch.float64)
         for scale in _SCALES[:times]:
             again = self.union(planned, {}, scale=scale)
+            # 1e-2, since kernels of a low precision may add in another order each time.
             if not math.isclose(again.loss, union.loss, rel_tol=1e-6 if exact else 1e-2):
                 return None
             if largest is not None and union.gradient is not None and again.gradient is not None:
@@ -207,6 +212,7 @@ class Evaluation:
 
     def take(self, planned: Plan, span: Order) -> Any:
         """Take samples, next to one another or not, out of a micro-batch."""
+        # Neighbours stay a view of the micro-batch; others are copied.
         if span == tuple(range(span[0], span[-1] + 1)):
             return planned.take(span[0], span[-1] + 1)
         return planned.take(0, len(span), order=span)
@@ -216,6 +222,7 @@ class Evaluation:
         """Compute in float64: on parameters converted where they are used, or on a copy of the model."""
         own = self.problem
         with ExitStack() as stack:
+            # The keeper of the model would restore the model's tensors, not those of the copy.
             if self._copied:
                 self._keeper.restore()
                 stack.enter_context(untouched(own.model, dtype=torch.float64))
@@ -265,6 +272,7 @@ class Evaluation:
                 self._by_backward = True
                 return None
         self._bypassed |= self._wide is not None and self._wide.bypassed
+        # The scale cancels, up to the rounding that it has changed.
         return None if sums is None else sums / scale
 
 
@@ -282,9 +290,11 @@ def _fits_in_float64(model: nn.Module) -> bool:
     parameters = list(model.parameters())
     size = sum(2 * 8 * parameter.numel() for parameter in parameters)
     if not all(has_float64(parameter.device) for parameter in parameters):
+        # Asking for free memory costs more than the copy of a small model.
         return False
     if size <= _SMALL or any(parameter.device.type != "cpu" for parameter in parameters):
         return True
+    # Half of it for gradients is in `size`; a quarter of the memory leaves room for activations.
     return 4 * size <= memory_limit(torch.device("cpu")).bytes
 
 
@@ -327,6 +337,7 @@ def orders(samples: int, turn: int) -> list[tuple[Order, ...]]:
         ([1, 1, 1, 1, 5], [5, 1, 1, 1, 1])
     """
     every = tuple(range(samples))
+    # At a third: with two halves, a mean that ignores the number of samples would pass.
     third = -(-samples // 3)
     cuts: list[tuple[Order, ...]] = [(every[:third], every[third:])]
     single = [(place,) for place in every]
@@ -351,6 +362,7 @@ def other_orders(samples: int) -> list[tuple[Order, ...]]:
     every = tuple(range(samples))
     half = samples // 2
     first = max(1, half // 2)
+    # Both ends against the middle: another grouping than neighbours or every second sample.
     outer = (*every[:first], *every[samples - (half - first) :])
     cuts = [(every[::2], every[1::2]), (outer, tuple(place for place in every if place not in outer))]
     return cuts if samples < 6 else [*cuts, (every[:3], every[3:])]

@@ -76,11 +76,13 @@ class _Access(NamedTuple):
 
 
 def _access(get: Callable[[], Any], put: Callable[[Any], object], seed: Callable[[int], object]) -> _Access:
+    # As bytes, since == on NumPy's states compares arrays entry by entry.
     return _Access(lambda: pickle.dumps(get()), lambda state: put(pickle.loads(state)), seed)
 
 
 def _of_object(value: Any, numpy_random: Any) -> _Access | None:
     if isinstance(value, random.Random):
+        # SystemRandom has no state.
         return (
             None
             if isinstance(value, random.SystemRandom)
@@ -89,6 +91,7 @@ def _of_object(value: Any, numpy_random: Any) -> _Access | None:
     if numpy_random is None:
         return None
     if isinstance(value, numpy_random.RandomState):
+        # The tuple form exists for MT19937 alone.
         return _access(partial(value.get_state, legacy=False), value.set_state, value.seed)
     if isinstance(value, numpy_random.Generator):
         bits = value.bit_generator
@@ -111,6 +114,7 @@ def reachable(holders: Any) -> Iterator[Any]:
         >>> any(found is rng for found in reachable((partial(print, {"rng": [rng]}),)))
         True
     """
+    # Breadth first, so that the limit cuts off what is far from the loss.
     seen: set[int] = set()
     waiting, keep = list(holders), []
     while waiting and len(seen) < _MOST_OBJECTS:

@@ -1,8 +1,8 @@
 """Checks of a loss on ranks whose forwards wait for each other, as those of sharded models do.
 
 How often a rank evaluates the loss depends on its samples: a difference is evaluated again, a remedy is
-looked for. So each evaluation is announced, and a rank that has finished its own runs a forward for each of
-those that other ranks announce.
+searched for. So each evaluation is announced, and a rank that has finished its own runs a forward for each
+evaluation that other ranks announce.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def in_step(problem: Problem, microbatch: Any, sync: Sync) -> Iterator[Problem]:
         return
     guarded = replace(problem, loss_fn=partial(_in_turn, problem, microbatch, sync))
     try:
+        # A vote with raised=True announces a forward; ranks that have finished answer it below.
         yield replace(guarded, announce=partial(sync.vote, raised=True))
     finally:  # after an error too: the other ranks still evaluate
         with prepared(problem) as (evaluation, _):
@@ -64,6 +65,7 @@ def _in_turn(problem: Problem, spare: Any, sync: Sync, microbatch: Any) -> Any:
     except Exception as error:
         if out_of_memory(error):
             traceback.clear_frames(error.__traceback__)
+        # The other ranks wait in this forward: one sample runs it for them, without this rank's error.
         part = spare
         with suppress(SplitError):
             part = plan(spare, unsplit=problem.unsplit, per_sample=problem.per_sample).take(0, 1)

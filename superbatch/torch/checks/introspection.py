@@ -21,28 +21,29 @@ from ..warn import warn
 
 
 class _Stance:
-    """torch's stance on compiling while somebody looks. It is of the whole process, and so is this.
+    """Count of the blocks in which torch must not compile; torch's stance is global, and so is the count.
 
-    Each of two looks that overlap in two threads would restore what it found: the second one to begin finds
-    the first one's, and from its end on nothing would be compiled any more.
+    Of two blocks that overlap in two threads, the second would find the first one's stance and restore it at
+    its end: from then on nothing would be compiled.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # else an error on the way out of its block stops this thread
-        self._looks = 0
+        self._blocks = 0
         self._eager: Any = None
 
     def begin(self) -> None:
+        # An interrupt between these lines would leave the stance set for good.
         with DeferredInterrupts(), self._lock:
-            if not self._looks:
+            if not self._blocks:
                 self._eager = torch.compiler.set_stance("force_eager")
                 self._eager.__enter__()
-            self._looks += 1
+            self._blocks += 1
 
     def end(self) -> None:
         with DeferredInterrupts(), self._lock:
-            self._looks -= 1
-            if not self._looks:
+            self._blocks -= 1
+            if not self._blocks:
                 self._eager.__exit__(None, None, None)
 
 
@@ -50,16 +51,17 @@ _STANCE = _Stance()
 
 
 class _Unsaid:
-    """Keeps torch from its advice on hooks: those here are ours, and what it says of compiling is not so.
+    """Filter of torch's advice on hooks of compiled modules, which does not hold for the hooks set here.
 
-    The filter is put into the list of filters itself. `warnings.catch_warnings` would at its end undo what
-    the program has set meanwhile, and make warnings that are shown once for each line be shown again.
+    `warnings.catch_warnings` would undo at its end what the program has set meanwhile, and would show again
+    the warnings that are shown once for each line.
     """
 
     _FILTER = ("ignore", re.compile(r"Using `torch\.compile\(module\)` when there are"), UserWarning, None, 0)
 
     def __enter__(self) -> None:
         self._filters: Any = warnings.filters
+        # In front, where it comes before the program's own filters.
         self._filters.insert(0, self._FILTER)
 
     def __exit__(self, *error: object) -> None:
@@ -70,7 +72,7 @@ class _Unsaid:
 
 @cache
 def _say_it_runs_eagerly() -> None:
-    """Say it once."""
+    """Warn once for the process."""
     warn(
         "a compiled model runs eagerly in virtual_batch, which records its operations; outside of it, it is "
         "compiled as ever. With compile=True virtual_batch compiles what it has recorded"
@@ -81,11 +83,12 @@ def _say_it_runs_eagerly() -> None:
 def _saying_so() -> Iterator[None]:
     thread = threading.get_ident()  # the hook is called in others too
 
-    def look(module: nn.Module, inputs: object) -> None:
+    def warn_if_compiled(module: nn.Module, inputs: object) -> None:
         if threading.get_ident() == thread and is_compiled(module):
             _say_it_runs_eagerly()
 
-    handle = all_modules.register_module_forward_pre_hook(look)
+    # On all modules, since a compiled one may be called anywhere inside the model.
+    handle = all_modules.register_module_forward_pre_hook(warn_if_compiled)
     try:
         yield
     finally:
@@ -99,12 +102,13 @@ def is_compiled(module: nn.Module) -> bool:
         >>> is_compiled(nn.Linear(1, 1))
         False
     """
+    # torch.compile(module) wraps it; module.compile() sets a private attribute.
     return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
 
 
 @contextmanager
 def run_eagerly(*, say: bool = False) -> Iterator[None]:
-    """Run compiled models eagerly: the odd sizes and the hooks of a look are not to be compiled.
+    """Run compiled models eagerly: odd sizes and the hooks of a probe are not to be compiled.
 
     Args:
         say: warn when one is called, once for the process.
@@ -114,9 +118,8 @@ def run_eagerly(*, say: bool = False) -> Iterator[None]:
         ...     torch.ones(2).sum().item()
         2.0
     """
-    if (
-        "torch._dynamo" not in sys.modules
-    ):  # importing it takes seconds; while nobody has, nothing is compiled
+    # Importing torch._dynamo takes seconds; while nobody has, nothing can be compiled.
+    if "torch._dynamo" not in sys.modules:
         yield
         return
     _STANCE.begin()
@@ -131,7 +134,7 @@ def run_eagerly(*, say: bool = False) -> Iterator[None]:
 
 
 class FloatingDtypes(TorchDispatchMode):
-    """Collects the floating-point dtypes that operations give, inside autocast too.
+    """Collects the floating-point dtypes of the results of operations, inside autocast too.
 
     Examples:
         >>> with FloatingDtypes() as dtypes:

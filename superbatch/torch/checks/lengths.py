@@ -1,4 +1,4 @@
-"""Samples of different lengths in different micro-batches or on different ranks, which no micro-batch mixes.
+"""Samples of different lengths in different micro-batches or on different ranks, never in one micro-batch.
 
 Within a micro-batch all samples have one length, so that a mean over all entries and a mean over samples are
 the same number. Which of the two a loss is shows in the entries that it divides by.
@@ -58,6 +58,7 @@ def ragged(parts: Sequence[Any], known: Sequence[str]) -> tuple[int, int] | None
         shapes = _shapes(parts, path)
         if len(set(shapes)) < 2:  # mostly
             continue
+        # Without the first dimension: micro-batches may differ in their number of samples.
         entries = [shape[1:].numel() for shape in shapes]
         if min(entries) < max(entries):
             return entries.index(min(entries)), entries.index(max(entries))
@@ -78,11 +79,13 @@ def check_lengths(problem: Problem, pair: Pair, *, frozen: Sequence[nn.Module]) 
     """
     paths = {"unsplit": problem.unsplit, "per_sample": problem.per_sample}
     of_pair = [lengths_in(one, paths) for one in pair]
+    # A leaf that one of the two lacks counts as equal.
     apart = {path: (n, of_pair[1][path]) for path, n in of_pair[0].items() if of_pair[1].get(path, n) != n}
     try:
         first, second = (plan(one, **paths) for one in pair)
     except SplitError:  # such as flattened patches: no samples can be taken from it
         return
+    # The same sample twice doubles a divisor that counts entries; another length then changes it.
     tried = [first.take(0, 1), first.take(0, 2, order=(0, 0)), second.take(0, 2, order=(0, 0))]
     seen = divisions_of(problem, tried, frozen=frozen) if apart else None
     if seen is None:
@@ -90,6 +93,7 @@ def check_lengths(problem: Problem, pair: Pair, *, frozen: Sequence[nn.Module]) 
     entries = entries_per_sample(seen[0], seen[1], seen[2], list(apart.values()))
     if entries is None:
         return
+    # The labels, as losses are mostly means over labels; of several leaves the last one.
     labels = [path for path in apart if not get(pair[0], path).is_floating_point()]
     path = (labels or list(apart))[-1]
     if callable(problem.weight):
@@ -97,6 +101,7 @@ def check_lengths(problem: Problem, pair: Pair, *, frozen: Sequence[nn.Module]) 
         _check_weights(declared, ratios(*seen), path, apart[path])
         return
     few, many = sorted(apart[path])
+    # One entry less in each sample: a causal language model shifts its labels.
     shift = ", shift=True" if entries == apart[path][0] - 1 else ""
     remedy = (
         f"count_tokens({path!r}{shift})" if labels else f"a function that returns the entries of {path!r}"
@@ -121,6 +126,7 @@ def _check_weights(
     """Check that samples of two lengths weigh alike, or as much as the loss divides by."""
     if declared is None or not right:
         return
+    # 1.0: samples that count alike are a loss of their own, and a user may want it.
     if any(math.isclose(declared, each, rel_tol=1e-6) for each in (1.0, *right)):
         return
     raise LossSpecError(

@@ -1,4 +1,4 @@
-"""The gradient of a batch, at once and accumulated by superbatch's own Accumulator, and their difference."""
+"""Gradients of a batch, in one pass and accumulated by the Accumulator, and their difference."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ Size = int | TokenBudget | None
 # A parameter's difference is relative to its own gradient, but at least to this part of the whole gradient:
 # some gradients are zero but for rounding, such as that of a bias before a normalisation.
 _FLOOR = 1e-3
+# Added to a seed, gives other random numbers.
 _OTHER = 1 << 20
 
 
@@ -37,7 +38,7 @@ class Setting:
     """Setting common to all passes of a verification; within `untouched`.
 
     Args:
-        problem: model, loss and statements, in the dtype of the passes.
+        problem: model, loss and declarations, in the dtype of the passes.
         batch: the whole batch.
         reset: makes the working copies of the model anew.
         batchnorm: what the Accumulator does with BatchNorm; `"frozen"` freezes it for the whole batch too.
@@ -57,7 +58,7 @@ class Setting:
     host_seed: int = 0
 
     def but(self, **changes: Any) -> Setting:
-        """The same setting with changes."""
+        """Return a copy with some values changed."""
         return replace(self, **changes)
 
     def begin(self) -> None:
@@ -66,6 +67,7 @@ class Setting:
         if self.batchnorm == "frozen":
             for module in self.problem.model.modules():
                 if isinstance(module, _BatchNorm):
+                    # Not eval(), which a user may have overridden.
                     module.training = False
         seed_all(self.seed, self.problem.model, host=self.host_seed)
 
@@ -85,16 +87,18 @@ def whole(setting: Setting) -> Measured:
         setting: what to compute.
 
     Returns:
-        The loss and the gradients, normalised as the statement of reduction and weight asks.
+        The loss and the gradients, normalised as reduction and weight ask.
     """
     if setting.streams:  # the accumulator keeps the streams; one micro-batch is a plain pass over the batch
         return accumulated(setting, None)
     setting.begin()
     loss, weight = evaluate(setting.problem, setting.batch)
     factor = scale(weight, weight, reduction=setting.problem.reduction)
+    # The factor enters as the gradient of the loss, so that the forward stays as it is.
     loss.backward(torch.full_like(loss, factor, requires_grad=False))
     model = setting.problem.model
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    # Parameters without a gradient are left out; `differences` takes them as zero.
     kept = {name: _dense(gradient) for name, gradient in gradients.items() if gradient is not None}
     return Measured(float(loss.detach()) * factor, kept, (_samples(setting.problem, setting.batch),))
 
@@ -128,7 +132,7 @@ def accumulated(setting: Setting, size: Size) -> Measured:
         weight=problem.weight,
         participants=_participants(setting),
         split=Split(tuple(problem.unsplit), tuple(problem.per_sample)),
-        check=False,  # what does not fit the statement is to be measured, not refused
+        check=False,  # a wrong declaration is to be measured, not raised
     )
     with _without_advice(), accumulator.window(setting.batch) as window:
         for microbatch in window:
@@ -185,6 +189,7 @@ def largest(measured: Measured, reference: Measured) -> float:
         0.0
     """
     relatives = [difference.relative for difference in differences(measured, reference)]
+    # Python's max may drop a NaN; amax passes it on.
     return float(torch.tensor(relatives, dtype=torch.float64).amax()) if relatives else 0.0
 
 
@@ -195,6 +200,7 @@ class _Reader(torch.optim.Optimizer):
         self._names = {
             name: parameter for name, parameter in problem.model.named_parameters() if parameter.requires_grad
         }
+        # A group needs a learning rate; `step` changes nothing.
         super().__init__(list(self._names.values()), {"lr": 0.0})
         self.gradients: dict[str, Tensor] = {}
 
@@ -215,6 +221,7 @@ def _participants(setting: Setting) -> list[Any]:
 def _without_advice() -> Iterator[None]:
     """A verification opens many windows; the accumulator's advice on gradient_sum is for training."""
     with warnings.catch_warnings():
+        # By the start of its text, so that warnings of the user's code are shown.
         warnings.filterwarnings("ignore", message="a window of", category=UserWarning)
         yield
 

@@ -43,14 +43,18 @@ class ComputeIn(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        # In place: the tensor written to keeps its dtype, so the operands take it over.
         if func._schema.is_mutable:
             return func(*self._like_first(args), **kwargs)
+        # A view shares memory with its base. torch.tensor() calls lift_fresh, a view by its schema only.
         if func.is_view and "lift_fresh" not in str(func):
             return func(*args, **kwargs)
+        # Autograd hands a gradient to its parameter: it must have the parameter's dtype.
         if "_to_copy" in str(func) and _to_a_parameter():
             return func(*args, **kwargs)
         if isinstance(kwargs.get("dtype"), torch.dtype):
             kwargs["dtype"] = self._raised(kwargs["dtype"])
+        # Results too: torch.zeros(3) has no operand to convert.
         return tree_map(
             self._convert, func(*tree_map(self._convert, args), **tree_map(self._convert, kwargs))
         )
@@ -67,7 +71,7 @@ class ComputeIn(TorchDispatchMode):
         return self.dtype.to_complex() if _COMPLEX_BITS.get(dtype, bits) < bits else dtype
 
     def _like_first(self, args: Any) -> Any:
-        """Arguments of an operation in place: those of other floating dtypes as the tensor written to."""
+        """Return the arguments of an in-place operation, floating ones in the dtype of the first."""
         first = args[0] if args else None
         if not isinstance(first, Tensor) or not (first.is_floating_point() or first.is_complex()):
             return args

@@ -1,4 +1,4 @@
-"""Counts that are the same for all samples of a rank, and other ones on another rank.
+"""Counts that are equal for all samples of a rank, and differ between ranks.
 
 No rank sees anything unequal. A number in the sum that every window makes tells that ranks differ; then two
 of them send one sample each, and all ranks check the loss on both.
@@ -25,7 +25,7 @@ def levels_of(counts: Sequence[Count], part: Any) -> dict[str, float]:
     """Return the counts of a micro-batch's first sample, by the name of the count.
 
     Args:
-        counts: to compare; those of chance, such as the class 0, are left out.
+        counts: to compare; those that differ by chance, such as of the class 0, are left out.
         part: a micro-batch.
 
     Examples:
@@ -33,6 +33,7 @@ def levels_of(counts: Sequence[Count], part: Any) -> dict[str, float]:
         >>> levels_of([Count("y", -100)], {"y": torch.tensor([[1, -100, -100], [2, 2, 2]])})
         {"'y' (without -100)": 1.0}
     """
+    # The share of a row without its padding differs between any two samples.
     found = {str(count): count.of_first(part) for count in counts if not count.unpadded}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -44,6 +45,7 @@ def digest(levels: Levels) -> int:
         >>> digest({}), digest({"y": 1.0}) != digest({"y": 2.0})
         (0, True)
     """
+    # Not hash(), which differs between processes.
     return zlib.crc32(repr(sorted(levels.items())).encode()) % (1 << _BITS) if levels else 0
 
 
@@ -58,6 +60,7 @@ def apart(every: Sequence[Levels], seen: Levels) -> tuple[list[str], tuple[int, 
         >>> apart([{"a": 1.0, "b": 2.0}, {"a": 1.0, "b": 8.0}], {})
         (['b'], (0, 1))
     """
+    # A count that some rank lacks is not compared.
     names = [name for name in sorted(every[0]) if all(name in levels for levels in every)]
     names = [name for name in names if len({levels[name] for levels in every}) > 1]
     best, chosen = 0.0, None
@@ -65,6 +68,7 @@ def apart(every: Sequence[Levels], seen: Levels) -> tuple[list[str], tuple[int, 
         values = [levels[name] for levels in every]
         some = [value for value in values if value > 0]
         contrast = 1 - min(some) / max(some) if some else 0.0
+        # Twice as unequal as what was compared, or every window would bring news.
         if contrast > max(best, 2 * seen.get(name, 0.0)):
             best, chosen = contrast, (values.index(min(some)), values.index(max(some)))
     return names, chosen
@@ -73,6 +77,7 @@ def apart(every: Sequence[Levels], seen: Levels) -> tuple[list[str], tuple[int, 
 def first_sample(part: Any, paths: Mapping[str, Any]) -> Any:
     """Return a copy of a micro-batch's first sample on the host; None where it cannot be taken."""
     try:
+        # On the host, since it is pickled for the other ranks.
         return map_arrays(_on_host, plan(part, **paths).take(0, 1))
     except (SplitError, InputError):
         return None

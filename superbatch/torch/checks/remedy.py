@@ -1,4 +1,4 @@
-"""The remedy for a loss that contradicts its statement: each is tried before it is named."""
+"""Remedy for a loss that contradicts its declaration; each is tried before it is named."""
 
 from __future__ import annotations
 
@@ -28,29 +28,33 @@ Holds = Callable[[Problem], bool]
 def find_remedy(
     evaluation: Evaluation, found: ContradictedError, holds: Holds, others: Sequence[Plan]
 ) -> Contradiction:
-    """Find the statement that holds for a loss.
+    """Find the declaration that holds for a loss.
 
     Args:
-        evaluation: of the problem with the wrong statement.
+        evaluation: of the problem with the wrong declaration.
         found: the evidence against it.
-        holds: tells whether a problem with another statement passes the whole check, and could have failed.
+        holds: tells whether a problem with another declaration passes the whole check, and could have failed.
         others: the other micro-batches; a weight must explain each.
     """
     problem = evaluation.problem
     given, evidence = _given(problem, found.cuts[0], found.rounding)
+    # The cuts at hand are compared first, as that evaluates nothing.
     if problem.reduction == "mean" and _agree(found, "sum") and holds(replace(problem, reduction="sum")):
         return _summed(given, evidence)
     mean = replace(problem, reduction="mean")
     if problem.reduction != "mean" and _agree(found, "mean") and holds(mean):
         detail = f"loss_fn returns a mean, not a sum: {given}"
-        return Contradiction("mean", detail, 'state reduction="mean"', evidence)
+        return Contradiction("mean", detail, 'pass reduction="mean"', evidence)
+    # More cuts, since many weights agree with one.
     cuts = _more_cuts(evaluation, found, found.planned, [cut.spans for cut in found.cuts]) or found.cuts
     if problem.reduction != "mean" and _adds_a_constant(cuts, found.rounding):
         return _constant(given, evidence)
+    # Weights that are counted from the batch come before solved ones: they can be typed.
     for candidate in _that_fit(problem, found.planned, evaluation, cuts, found.rounding):
         if holds(_weighed(mean, candidate)):
             return _counted(problem, candidate, given, evidence)
     weights = find_weights(cuts, found.rounding)
+    # A single micro-batch may have weights by chance: each of the others must have them too.
     for other in others if weights.kind == "weights" else ():
         more = _more_cuts(evaluation, found, other, [])
         there = find_weights(more, found.rounding) if more else weights
@@ -64,13 +68,14 @@ def worst_parameter(
     """Return the parameter whose gradient differs most, and by how much of it; None if none does.
 
     Args:
-        problem: with the model and the statement.
+        problem: with the model and the declaration.
         cut: of a micro-batch.
         rounding: beyond which a difference counts.
         besides: gradients below this are passed over, shape (parameters,).
     """
     difference = cut.difference(problem.reduction)
     beyond = difference.beyond(rounding)
+    # -1 stands for the loss: no parameter is off.
     if difference.gradient is None or difference.size is None or not len(beyond) or int(beyond[0]) < 0:
         return None
     if besides is not None:
@@ -94,6 +99,7 @@ def _given(problem: Problem, cut: Cut, rounding: Rounding) -> tuple[str, float]:
 
 def _agree(found: ContradictedError, reduction: Reduction) -> bool:
     """Tell whether the evidence at hand speaks for another reduction, before more is evaluated."""
+    # A mean over parts that all weigh 0 is not defined.
     if reduction == "mean" and not all(sum(part.weight for part in cut.parts) for cut in found.cuts):
         return False
     return not any(len(cut.difference(reduction).beyond(found.rounding)) for cut in found.cuts)
@@ -101,8 +107,8 @@ def _agree(found: ContradictedError, reduction: Reduction) -> bool:
 
 def _summed(given: str, evidence: float) -> Contradiction:
     remedy = (
-        'for a plain sum state reduction="sum"; for one that is divided by a count of the whole batch '
-        '(Hugging Face models that are given num_items_in_batch) state reduction="total" without a weight'
+        'for a plain sum pass reduction="sum"; for one that is divided by a count of the whole batch '
+        '(Hugging Face models that are given num_items_in_batch) pass reduction="total" without a weight'
     )
     detail = f"loss_fn returns no mean, since the losses add up: {given}"
     return Contradiction("sum", detail, remedy, evidence)
@@ -117,6 +123,7 @@ def _more_cuts(
     spans += [order for order in more if order not in spans]
     try:
         with evaluation.in_float64() if found.in_float64 else nullcontext():
+            # By samples, since a part of declared weight 0 gets no gradient.
             if own.weight != "returned":
                 evaluation.problem = replace(evaluation.problem, weight=None)
             calls: dict[int, Any] = {}
@@ -128,6 +135,7 @@ def _more_cuts(
         return []
     finally:
         evaluation.problem = own
+    # Parts that drew other random numbers would look like other weights.
     return [cut for cut in cuts if cut is not None and cut.replayed]
 
 
@@ -141,6 +149,7 @@ def _that_fit(
     def fits(candidate: Candidate) -> bool:
         for cut, those in zip(cuts, parts, strict=True):
             weights: list[Number] = [candidate.weigh(part) for part in those]
+            # Weights that are all 0 make no mean.
             if not sum(weights) or len(cut.difference("mean", weights).beyond(rounding)):
                 return False
         return True
@@ -151,6 +160,7 @@ def _that_fit(
 def _weighed(problem: Problem, candidate: Candidate) -> Problem:
     if problem.weight != "returned":
         return replace(problem, weight=candidate.weigh)
+    # With "returned" the loss function has to return the candidate's weight.
     return replace(problem, loss_fn=partial(_returning, problem.loss_fn, candidate.weigh))
 
 
@@ -159,11 +169,11 @@ def _returning(loss_fn: Any, weigh: Callable[[Any], Number], microbatch: Any) ->
 
 
 def _counted(problem: Problem, candidate: Candidate, given: str, evidence: float) -> Contradiction:
-    detail = f"loss_fn returns a mean over something else than the stated weight counts: {given}"
-    remedy = f"state weight={candidate.text}"
+    detail = f"loss_fn returns a mean over something else than the declared weight counts: {given}"
+    remedy = f"pass weight={candidate.text}"
     if problem.reduction != "mean":
         detail = f"loss_fn returns a mean, not a sum: {given}"
-        remedy = f'state reduction="mean", weight={candidate.text}'
+        remedy = f'pass reduction="mean", weight={candidate.text}'
     elif problem.weight == "returned":
         remedy = f"return {candidate.text}(microbatch) as the weight"
     return Contradiction("weight", detail, remedy, evidence)
@@ -174,7 +184,7 @@ def _without_candidate(
 ) -> Contradiction:
     if found.kind == "weights":
         what = f"loss_fn returns a mean over a count that no part of the batch shows ({_ratio(found, cut)})"
-        remedy = 'return the loss and what it is divided by from loss_fn, and state weight="returned"'
+        remedy = 'return the loss and what it is divided by from loss_fn, and pass weight="returned"'
         if problem.weight == "returned":
             remedy = "return what the loss is divided by as its weight"
         if problem.reduction != "mean":
@@ -208,6 +218,7 @@ def _listed(found: Weighting) -> str:
 
 
 def _ratio(found: Weighting, cut: Cut) -> str:
+    # Two parts that count give the ratio; a user can search for it in the data.
     counted = [(factor, part) for factor, part in zip(found.factors, cut.parts, strict=True) if factor > 0]
     if len(counted) < 2:
         return "one part alone counts"
@@ -226,11 +237,14 @@ def _adds_a_constant(cuts: Sequence[Cut], rounding: Rounding) -> bool:
             continue
         gradients = [part.gradient for part in cut.parts if part.gradient is not None]
         total = sum(gradients, start=-cut.union.gradient)
+        # K parts contain the constant K times, the union once. Shape [parameters, buckets].
         surplus[len(gradients)] = total / (len(gradients) - 1)
         size = cut.union.gradient.norm(dim=1)
+    # A single number of parts is compared with nothing.
     if len(surplus) < 2 or size is None:
         return False
     first, *others = surplus.values()
+    # A few roundings, since each surplus is a difference of sums.
     allowed = 4 * rounding.gradient * (size + first.norm(dim=1))
     if rounding.measured is not None and rounding.measured.numel():
         allowed = allowed + 30 * rounding.measured

@@ -1,7 +1,7 @@
-"""Numbers that a loss may divide by, counted for each sample: labels, masks, sample weights, list lengths.
+"""Counts of each sample that a loss may divide by: labels, masks, sample weights, list lengths.
 
 A mean over tokens and a mean over samples have the same gradient as long as every sample has equally many
-tokens. A wrong weight shows only on samples that count unequally: here they are counted and picked.
+tokens. A wrong weight shows only on samples that count unequally; they are found and picked here.
 """
 
 from __future__ import annotations
@@ -76,11 +76,13 @@ class Count(NamedTuple):
         known = [count for count in counts if count is not None]
         if not known or len(known) < len(counts):
             return None
+        # [samples of all micro-batches], in float64 on the host.
         return torch.cat(known)
 
     def of_first(self, part: Any) -> float | None:
         """Return the count of a micro-batch's first sample; None where it is none, or one of chance."""
         value = _value(part, self.path)
+        # 0 is a label like the others, unless it fills the ends of rows.
         if self.ignored == 0 and not (_has_ends(value) and _pads([value])):
             return None
         try:
@@ -129,7 +131,7 @@ class Uneven(NamedTuple):
     Attributes:
         kind: of what.
         values: of the samples.
-        likely: whether a loss may well divide by it: 0 is a label like the others, unless it pads.
+        likely: whether a loss may well divide by it: 0 is a label like the others, unless it pads rows.
     """
 
     kind: Count
@@ -140,8 +142,8 @@ class Uneven(NamedTuple):
 def uneven(counts: Sequence[Count], parts: Sequence[Any], *, unlikely: bool = True) -> Iterator[Uneven]:
     """Yield the counts that are not the same for all samples.
 
-    It is asked in each window, so that the cheapest questions come first: labels are looked through once for
-    the smallest, which mostly is larger than any that may be ignored.
+    Every window calls it, so the cheapest tests come first: the smallest label is read once, and mostly is
+    larger than any label that may be ignored.
 
     Args:
         counts: those to read; of one leaf after the other.
@@ -190,6 +192,7 @@ class _Leaf:
             self._low = low
         if count.ignored is not None and count.ignored < low:  # mostly: no second look
             return False
+        # With one label alone, every sample has the same count of it.
         high = max((each.max().item() for each in self.values if _is_plain(each)), default=math.inf)
         return low < high and (count.ignored is None or count.ignored <= high)
 
@@ -207,6 +210,7 @@ def contrast(counts: Tensor) -> float:
         >>> contrast(torch.tensor([2.0, 4.0, 4.0]))
         0.5
     """
+    # A third, rounded up, as `orders` cuts.
     cut = -(-len(counts) // 3)
     if not 0 < cut < len(counts):
         return 0.0
@@ -223,6 +227,7 @@ def spread(counts: Tensor) -> float:
     """
     low, high = (float(end) for end in counts.aminmax())
     if low <= 0 < high:
+        # The smallest that counts at all, which `extremes` picks too.
         least = float(counts[counts > 0].min())
         low = least if least < high else low
     return (high - low) / high if high > 0 else 0.0
@@ -284,6 +289,7 @@ def _ignored_in(value: Any) -> Sequence[int | None]:
         return (None,)
     if value.is_floating_point():
         low, high = (float(end) for end in value.detach().aminmax())
+        # One float for each sample may be its weight; several are counted only where they are a mask.
         alone = value.numel() == len(value)
         return (None,) if low >= 0 and (alone or low == high or _is_binary(value)) else ()
     if value.dtype == torch.uint8 and value.ndim > 3:  # images
@@ -307,8 +313,10 @@ def _pads(values: Sequence[Any]) -> bool:
     if not all(_is_plain(value) and value.ndim > 1 for value in values):
         return False
     kept = [value.flatten(1) != 0 for value in values]
+    # Zeros stay zeros up to the end of the row.
     if not all(bool((row[:, 1:] <= row[:, :-1]).all()) for row in kept):
         return False
+    # Two zeros at the end of a row: a single one may be a label.
     return not all(bool(row[:, -2:].any(1).all()) for row in kept)
 
 
@@ -351,6 +359,7 @@ def _weighed(value: Any, per_class: Sequence[float]) -> Tensor | None:
     labels = value.detach().reshape(len(value), -1).long().cpu()
     known = (labels >= 0) & (labels < len(per_class))
     weights = torch.tensor(per_class, dtype=torch.float64)
+    # The clamp keeps the lookup in range; `known` then clears labels without a weight.
     return (weights[labels.clamp(0, len(per_class) - 1)] * known).sum(1)
 
 

@@ -1,7 +1,7 @@
-"""Verdict on a micro-batch whose parts do not give what was stated: a wrong statement, or rounding.
+"""Verdict on a micro-batch whose parts do not give the declared result: a wrong declaration, or rounding.
 
-A difference in a low precision is suspected only. It is decided in float64, against rounding that is measured
-by further evaluations of the same micro-batch.
+A difference in a low precision is only suspected. It is decided in float64, against the rounding that further
+evaluations of the same micro-batch show.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .remedy import worst_parameter
 
 @dataclass(frozen=True)
 class Verdict:
-    """Outcome of a comparison that found no wrong statement.
+    """Outcome of a comparison that found no wrong declaration.
 
     Args:
         repeatable: False where the loss differs between two evaluations, so that nothing was compared.
@@ -46,7 +46,7 @@ def expected(dtypes: Collection[torch.dtype]) -> Rounding:
 def settle(
     evaluation: Evaluation, planned: Plan, suspects: list[Cut], dtypes: Collection[torch.dtype]
 ) -> Verdict:
-    """Tell a wrong statement from rounding.
+    """Tell a wrong declaration from rounding.
 
     Args:
         evaluation: of the problem.
@@ -55,10 +55,12 @@ def settle(
         dtypes: that the loss computes in.
 
     Raises:
-        ContradictedError: the statement is wrong.
+        ContradictedError: the declaration is wrong.
     """
+    # Two evaluations in a low precision may add in another order.
     exact = not any(dtype in LOW_PRECISION for dtype in dtypes)
     native = _native(dtypes)
+    # One evaluation more where float64 decides, three where this is the verdict.
     measured = evaluation.rounding(planned, suspects[0].union, times=3 if native else 1, exact=exact)
     if measured is None:
         return Verdict(repeatable=False)
@@ -87,6 +89,7 @@ def _worth_a_second_look(evaluation: Evaluation, cut: Cut, rounding: Rounding) -
     if difference.gradient is None or difference.size is None or not bool(difference.size.any()):
         return True
     assert rounding.measured is not None
+    # Small beside the gradient, so that a difference within its bound is rounding.
     small = rounding.measured <= rounding.gradient * difference.size
     explained = small & (difference.gradient <= SURE * rounding.measured)
     nothing_else = difference.size <= 3 * rounding.measured  # as that of a bias before a normalisation
@@ -128,6 +131,7 @@ def _in_float64(
             union = evaluation.union(planned, calls)
             again = [evaluation.cut(planned, union, cut.spans, calls) for cut in suspects]
             cuts = [cut for cut in again if cut is not None and cut.usable]
+            # Without a gradient, less would be compared than before.
             lost = suspects[0].union.gradient is not None and union.gradient is None
             if lost or len(cuts) < len(suspects) or not union.finite:
                 return None

@@ -1,4 +1,4 @@
-"""Search for any weights under which the parts of a micro-batch make the whole.
+"""Search for weights under which the parts of a micro-batch make up the whole.
 
 If the loss is a mean, every set S of samples that was evaluated, cut into parts P, obeys::
 
@@ -61,18 +61,22 @@ def find_weights(cuts: Sequence[Cut], rounding: Rounding) -> Weighting:
         return Weighting("open")
     atoms = _atoms(families)
     shares, smallest = _solve(families, atoms, rounding)
+    # Atoms are sets of samples that all cuts keep together: they alone have weights that can be told.
     weights = [[float(shares[_inside(span, atoms)].sum()) for span in family.spans] for family in families]
     right = [
         _agrees(family, _normal(those), rounding) for family, those in zip(families, weights, strict=True)
     ]
     if all(right):
+        # In some direction the weights move by less than rounding shows.
         if smallest < _SHOWS:
             return Weighting("open")
+        # Shares are known up to 1 / smallest: three times that may be 0.
         least = max(_NONE, 3 / smallest)
         counted = zip(families, weights, strict=True)
         if not any(_counts_nothing(family, those, least) for family, those in counted):
             return Weighting("weights", tuple(_normal(weights[0])))
         return Weighting("none")
+    # Factors without a weight behind them, e.g. a sum divided by max(count, 1).
     factors = [_free_factors(family, rounding) for family in families]
     if all(one is not None for one in factors):
         return Weighting("divisor", factors[0] or ())
@@ -87,6 +91,7 @@ def _families(cuts: Sequence[Cut]) -> list[Cut]:
             for cut in cuts:
                 inner = [(p, s) for p, s in zip(cut.parts, cut.spans, strict=True) if set(s) <= set(span)]
                 spans = tuple(s for _, s in inner)
+                # The inner parts fill the outer one without a gap.
                 if len(inner) > 1 and sum(map(len, spans)) == len(span):
                     key = (frozenset(span), frozenset(spans))
                     found.setdefault(key, Cut(part, tuple(p for p, _ in inner), spans))
@@ -125,11 +130,13 @@ def _solve(
     for family in families:
         union, parts = _rows(family, rounding)
         block = torch.zeros(len(union), len(atoms), dtype=torch.float64)
+        # w(P) (g(P) - g(S)): one column of the block for each atom of the part.
         for column, part, span in zip(parts.unbind(1), family.parts, family.spans, strict=True):
             inside = _inside(span, atoms)
             if not _empty(part):
                 block[:, inside] += (column - union)[:, None]
         blocks.append(block)
+    # A part without a finite loss is a mean over nothing: its samples weigh 0.
     empty = {
         n
         for f in families
@@ -138,12 +145,14 @@ def _solve(
         for n in _inside(s, atoms)
     }
     system = torch.cat(blocks)
+    # Heavier than any other row: least squares then keeps the sum of the weights at 1.
     heavy = 1e3 * max(1.0, float(system.norm(dim=0).max()))
     total = torch.full((1, len(atoms)), heavy, dtype=torch.float64)
     nothing = heavy * torch.eye(len(atoms), dtype=torch.float64)[sorted(empty)]
     system = torch.cat([system, total, nothing])
     given = torch.zeros(len(system), dtype=torch.float64)
     given[len(given) - 1 - len(nothing)] = heavy
+    # The SVD also tells how well the weights are determined: by its smallest value.
     u, values, v = torch.linalg.svd(system, full_matrices=False)
     known = values > max(1e-12 * float(values[0]), 1e-9)
     projected = torch.where(known, (u.T @ given) / values.clamp(min=1e-300), 0.0)
@@ -154,6 +163,7 @@ def _rows(family: Cut, rounding: Rounding) -> tuple[Tensor, Tensor]:
     """Return the union and, in columns, its parts, in units of the rounding of each parameter."""
     if family.union.gradient is None:
         size = max(abs(seen.loss) for seen in (family.union, *family.parts) if not _empty(seen))
+        # Losses that are all 0 have no unit.
         unit = rounding.loss * size or 1.0
         losses = [0.0 if _empty(part) else part.loss / unit for part in family.parts]
         return torch.tensor([family.union.loss / unit]).double(), torch.tensor([losses]).double()
@@ -165,6 +175,7 @@ def _rows(family: Cut, rounding: Rounding) -> tuple[Tensor, Tensor]:
     unit = rounding.gradient * sizes
     if rounding.measured is not None and rounding.measured.numel():
         unit = unit + SURE * rounding.measured
+    # A parameter without any gradient would divide by 0.
     kept = sizes > 0
     scaled = [(g[kept] / unit[kept, None]).flatten() for g in (family.union.gradient, *gradients)]
     return scaled[0], torch.stack(scaled[1:], 1)
@@ -198,6 +209,7 @@ def _free_factors(family: Cut, rounding: Rounding) -> tuple[float, ...] | None:
     filled = [place for place, part in enumerate(family.parts) if not _empty(part)]
     union, parts = _rows(family, rounding)
     parts = parts[:, filled]
+    # With as many unknowns as equations, factors always exist.
     if not filled or len(union) <= len(filled) or float(torch.linalg.svdvals(parts)[-1]) < _SHOWS:
         return None
     solved = torch.linalg.lstsq(parts, union[:, None], driver="gelsd").solution[:, 0]

@@ -107,6 +107,7 @@ def cached_gradients(
 
     Source: GradCache, arXiv:2101.06983.
     """
+    # A ModuleDict is no Mapping.
     encoders_of = encode.values() if isinstance(encode, Mapping | nn.ModuleDict) else [encode]
     _check_callables(*encoders_of, loss_fn)
     involved = all_models(encoders_of, loss_fn, models)
@@ -140,15 +141,18 @@ class _Call:
 
     def run(self) -> Tensor:
         """Make the passes; afterwards everything is as after one forward and backward, or as before."""
+        # Before anything is changed: an error restores all of it.
         before, buffers = Replay(self._devices), OnePass(self._models)
         before.note()
         self._gradients = NewGradients(self._models)
         try:
+            # The gradients are summed over ranks once, in `reduce`.
             with self._sync.no_sync():
                 loss = self._passes(buffers)
+        # After an interrupt too, everything is as before the call.
         except BaseException:
             self._gradients.discard()
-            buffers.put_back()
+            buffers.restore()
             before.back_to(0)
             raise
         self._gradients.add()
@@ -163,6 +167,7 @@ class _Call:
             return loss
         _together(self._sync, partial(self._back_from, value))
         del value  # and its graph
+        # As after the first pass: the second one moves buffers and generators once more.
         afterwards, kept = Replay(self._devices), BufferKeeper(self._models if buffers.touched() else [])
         afterwards.note()
         kept.take()
@@ -177,6 +182,7 @@ class _Call:
 
     def _first_pass(self, buffers: OnePass) -> None:
         """Step 1."""
+        # A single micro-batch keeps its graph, and is not repeated.
         only = sum(map(len, self._encoders)) == 1
         for encoder in self._encoders:
             encoder.first_pass(buffers, self._devices, look=self._look, keep=only)
@@ -188,6 +194,7 @@ class _Call:
     def _loss_pass(self) -> Tensor:
         """Step 2: the loss."""
         parts = [encoder.embeddings for encoder in self._encoders]
+        # Forms are compared first: a collective of tensors of other shapes could hang.
         messages = self._sync.gather([part.message() for part in parts])
         joined = [part.join(self._sync, [m[i] for m in messages]) for i, part in enumerate(parts)]
         loss = self._loss_fn(
@@ -199,10 +206,12 @@ class _Call:
     def _back_from(self, loss: Tensor) -> None:
         """Step 2: its gradient."""
         pieces = [piece for encoder in self._encoders for piece in encoder.embeddings.leaves()]
+        # Leaves outside of the models, e.g. a temperature that loss_fn closes over.
         for leaf in set(leaves_of([loss])).difference(pieces):
             self._gradients.hold(leaf)
         with outside_autocast(self._devices):
             torch.autograd.backward(self._scale(loss))
+        # Autograd may hand one tensor to several leaves; here each needs its own.
         self._gradients.unshare(pieces)
         for encoder in self._encoders:
             encoder.take_gradients()
@@ -226,12 +235,13 @@ class _Call:
     def _look(self, outputs: list[Tensor]) -> None:
         """See what the backward will reach, before it does."""
         for leaf in leaves_of(outputs):
+            # A parameter outside of the models would miss the sum over ranks, and the restore of an error.
             if not self._gradients.knows(leaf) and (isinstance(leaf, nn.Parameter) or self._sync.shared):
                 raise InputError(
                     explain(
                         f"an encoder with a parameter of shape {tuple(leaf.shape)}, and models without it "
                         f"({', '.join(type(model).__name__ for model in self._models)})",
-                        "what belongs to it - buffers, BatchNorm, ranks - would be left out of account",
+                        "its buffers, its BatchNorm and its gradient over ranks would be missed",
                         "pass models=[...] with every module that encode uses",
                     )
                 )
@@ -300,11 +310,12 @@ def _check_loss(loss: Any) -> None:
 
 def _check_agreement(losses: list[float]) -> None:
     """Every rank takes its part of the gradient of one loss, so they must have computed the same."""
+    # A NaN is no disagreement by itself: it is returned as the loss.
     if any(not math.isclose(loss, losses[0], rel_tol=1e-3) for loss in losses if loss == loss):
         raise InputError(
             explain(
                 f"losses {losses} of the same embeddings on the ranks that share a batch",
-                "each rank goes back from its own, so the gradients would not be those of one loss",
+                "each rank runs backward from its own, so the gradients would not be those of one loss",
                 "compute the same loss on every rank: no random numbers, and the same parameters",
             )
         )

@@ -62,6 +62,7 @@ def tensors_of(output: Any, where: str) -> tuple[Found, dict[str, Any]]:
 
 
 def _walk(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+    # Before `children`, which would walk a packed sequence as a named tuple.
     if is_scalar(node) or array_shape(node) is not None or is_torch_packed_sequence(node):
         yield path, node
         return
@@ -140,14 +141,18 @@ class Embeddings:
         Raises:
             InputError: the ranks' embeddings do not go together.
         """
+        # argsort inverts the order: for each sample of the batch, its row in the joined micro-batches.
         inverse = None if self._order is None else torch.tensor(self._order).argsort()
         joined: list[Tensor] = []
         for place, needs in enumerate(self.needs):
+            # The copies are leaves: the loss's backward leaves a gradient at each.
             parts = [piece[place][1].requires_grad_(needs) for piece in self._pieces]
+            # No leaf, so that the loss may change it in place.
             mine = torch.cat(parts)
             if inverse is not None:
                 mine = mine[inverse.to(mine.device)]
             joined.append(mine if not sync.shared else self._of_all(mine, sync, messages))
+        # The template has an empty tensor in the place of each output.
         following = iter(joined)
         return map_leaves(lambda leaf: next(following) if isinstance(leaf, Tensor) else leaf, self._template)
 
@@ -172,6 +177,7 @@ class Embeddings:
         self._pieces = []
 
     def _of_all(self, mine: Tensor, sync: Sync, messages: Sequence[Any]) -> Tensor:
+        # All but the number of samples.
         if any(message[1:] != messages[0][1:] for message in messages):
             raise InputError(
                 explain(
@@ -186,6 +192,7 @@ class Embeddings:
         # Sums of one number and zeros are exact, and every rank gets the same bits.
         carrier = _CARRIERS.get(mine.dtype, mine.dtype)
         everyone = torch.zeros((sum(counts), *mine.shape[1:]), dtype=carrier, device=mine.device)
+        # Without a graph: the samples of other ranks are constants here, this rank's are put in below.
         everyone[start:stop] = mine.detach()
         everyone = sync.sum_tensor(everyone).to(mine.dtype)
         return torch.cat([everyone[:start], mine, everyone[stop:]])
@@ -213,6 +220,7 @@ class Embeddings:
                 )
 
     def _check_like_first(self, tensors: Found, scalars: dict[str, Any]) -> None:
+        # Without the first dimension, as micro-batches differ in their samples.
         first = [(path, tensor.dtype, tensor.shape[1:]) for path, tensor in self._pieces[0]]
         here = [(path, tensor.dtype, tensor.shape[1:]) for path, tensor in tensors]
         if here != first or scalars != self._scalars:

@@ -1,4 +1,4 @@
-"""The encoders of a call: what each runs on, a first run, and a second one that repeats it bit for bit."""
+"""Encoders of a call: their micro-batches, a first pass, and a second one that repeats it bit for bit."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ class Encoder:
         self._transfer = Transfer(device)
         self._replay: Replay | None = None
         self._buffers: OnePass | None = None
+        # Of the last micro-batch, for the comparison with the second pass.
         self._last: list[Tensor] = []
+        # The output of a single micro-batch, with its graph.
         self._kept: Any = None
         self._gradients: list[dict[int, Tensor]] = []
         self.embeddings = Embeddings(where, counts, order)
@@ -97,17 +99,21 @@ class Encoder:
         """
         self._buffers, self._replay = buffers, (replay := Replay(devices))
         for index in range(len(self)):
+            # As in the large batch, where all samples see the buffers as they were.
             buffers.rewind()
             replay.note()
+            # The first one alone has a graph: it shows which outputs need a gradient.
             with torch.set_grad_enabled(torch.is_grad_enabled() and not index):
                 output = self._run(index)
             self.embeddings.add(output)
+            # Before the next `rewind`, which restores the buffers.
             buffers.check(index)
             if not index:
                 look([tensor for _, tensor in tensors_of(output, self._where)[0] if tensor.requires_grad])
             if keep:
                 self._kept = output
             del output  # and its graph, before the next forward
+        # Micro-batches of one size cannot show a buffer that depends on the number of samples.
         if buffers.moved and len(self) > 1 and len(set(self._counts)) == 1:
             self._look_at_fewer(buffers, replay)
 
@@ -118,7 +124,7 @@ class Encoder:
         self.embeddings.clear()
 
     def second_pass(self, backward: Callable[..., None]) -> None:
-        """Encode every micro-batch again, with a graph, and go back from its cached gradient.
+        """Encode every micro-batch again, with a graph, and run backward from its cached gradient.
 
         Args:
             backward: called with the outputs of a micro-batch, their gradients, and whether it is the
@@ -130,13 +136,16 @@ class Encoder:
         if not any(self._gradients):
             return  # the loss does not read these embeddings, or nothing here can be trained
         for index in range(len(self)):
+            # Out of the list, so that it is freed after its backward.
             gradients, self._gradients[index] = self._gradients[index], {}
             backward(*self._again(index, gradients), first=not index)
 
     def _again(self, index: int, gradients: dict[int, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         tensors = [tensor for _, tensor in tensors_of(self._repeat(index), self._where)[0]]
+        # The last one alone, as all embeddings would have to be kept for more.
         if index + 1 == len(self) and not _repeated(self._last, tensors):
             raise self._not_repeated(f"other embeddings of micro-batch {index}")
+        # No gradient was cached for an output that had no graph.
         if any(
             now.requires_grad > before for now, before in zip(tensors, self.embeddings.needs, strict=True)
         ):
@@ -151,6 +160,7 @@ class Encoder:
             kept, self._kept = self._kept, None
             return kept
         assert self._buffers is not None and self._replay is not None
+        # The buffers and the random numbers of the first pass.
         self._buffers.rewind()
         self._replay.back_to(index)
         return self._run(index)
@@ -168,8 +178,10 @@ class Encoder:
         buffers.rewind()
         replay.back_to(0)
         with torch.no_grad():
+            # One sample in place of several: a count of samples differs, a count of calls does not.
             self._encode(take(self._transfer.take(self._pieces, 0), 0, 1, **self._paths))
         buffers.check(-1)
+        # The first pass ended here.
         replay.back_to(-1)
 
     def _not_repeated(self, what: str) -> InputError:
@@ -191,6 +203,7 @@ def _fresh(node: Any) -> Any:
         for name, value in node.items():
             new[name] = _fresh(value)
         return new
+    # A flat list holds no containers.
     if type(node) in (list, tuple) and not is_flat(node):
         return type(node)(map(_fresh, node))
     return list(node) if type(node) is list else node
@@ -205,7 +218,9 @@ def _repeated(first: list[Tensor], second: list[Tensor]) -> bool:
             continue
         if not (now.is_floating_point() or now.is_complex()):
             return False
+        # A NaN in both is no difference.
         before, now = before.nan_to_num(), now.detach().nan_to_num()
+        # Half of the digits: another kernel differs by less, another dropout mask by more.
         rounding = torch.finfo(now.dtype).eps ** 0.5
         if not torch.linalg.vector_norm(now - before) <= rounding * torch.linalg.vector_norm(before):
             return False
@@ -214,11 +229,12 @@ def _repeated(first: list[Tensor], second: list[Tensor]) -> bool:
 
 def _refuse_graph(batch: Any, where: str) -> None:
     def look(leaf: Any) -> Any:
+        # A leaf is fine: its gradient adds up over the micro-batches.
         if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
             raise InputError(
                 explain(
                     f"a tensor of shape {tuple(leaf.shape)} with a graph in the batch of {where}",
-                    "every micro-batch would go back through that graph, which is there only once",
+                    "every micro-batch would run backward through that graph, which exists only once",
                     "detach it, or compute it from its inputs inside encode",
                 )
             )
@@ -271,11 +287,12 @@ def all_models(encoders: Iterable[Encode], loss_fn: Any, models: Any) -> list[nn
             explain(
                 f"encode={unknown[0]!r} without models",
                 "its parameters and buffers cannot be found in a function, and without them a failed call "
-                "cannot be undone, nor BatchNorm refused",
+                "cannot be undone and BatchNorm cannot be found",
                 "pass models=[...], every module that encode uses, and the loss's if it has any",
             )
         )
     found = [*named, *modules_of(*encoders, loss_fn)]
+    # A part belongs to its model; its buffers would be kept twice.
     parts = {id(part) for model in found for part in model.modules() if part is not model}
     return list({id(model): model for model in found if id(model) not in parts}.values())
 
@@ -351,6 +368,7 @@ def _below(name: str, paths: Mapping[str, Collection[str]], names: list[str]) ->
                     'begin with the encoder\'s name: "query.ids"',
                 )
             )
+    # With the dot: "query" is no beginning of "query_ids.x".
     prefix = f"{name}."
     return {
         kind: tuple(path[len(prefix) :] for path in declared if path.startswith(prefix))
@@ -362,5 +380,6 @@ def _device(encode: Any, models: Sequence[nn.Module]) -> torch.device | None:
     """Return the device to which an encoder's micro-batches are moved; None: they are not moved."""
     owners = modules_of(encode) or models
     devices = {parameter.device for model in owners for parameter in model.parameters()}
+    # A model on several devices moves its inputs by itself.
     device = devices.pop() if len(devices) == 1 else None
     return None if device is None or device.type == "cpu" else device

@@ -1,7 +1,7 @@
-"""Gradients of one call, kept apart from those that were in ``.grad`` before, until it is known to be whole.
+"""Gradients of one call, kept apart from those that were in ``.grad`` before, until the call is complete.
 
-``loss.backward()`` adds to ``.grad``. A call that makes several backwards can break between two of them, and
-its gradients may still have to be summed over ranks, which must not sum the old ones again.
+``loss.backward()`` adds to ``.grad``. A call of several backwards may fail between two of them, and its
+gradients may have to be summed over ranks, which must not sum the old ones again.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class NewGradients:
     def __init__(self, models: Iterable[nn.Module]) -> None:
         names = {p: name for model in models for name, p in model.named_parameters() if p.requires_grad}
         for parameter, name in names.items():
+            # Private, for correctness: torch's only mark of an optimizer that steps inside the backward.
             if hasattr(parameter, "_in_backward_optimizers"):
                 raise steps_in_backward(name)
         self._before: dict[Tensor, Tensor | None] = {}
@@ -49,6 +50,7 @@ class NewGradients:
         """Set the gradient of one more tensor aside, before the first backward that reaches it."""
         if leaf not in self._before:
             self._before[leaf] = leaf.grad
+            # None, so that a tensor without a new gradient can be told from one with zeros.
             leaf.grad = None
 
     def knows(self, leaf: Tensor) -> bool:
@@ -64,6 +66,7 @@ class NewGradients:
         summed = sync.reduce(
             [parameter.grad for parameter in self.parameters],
             self.parameters,
+            # Zeros for a parameter without a gradient: collectives must match on all ranks.
             lambda index: torch.zeros_like(self.parameters[index], requires_grad=False),
         )
         for parameter, gradient in zip(self.parameters, summed, strict=True):
@@ -82,7 +85,7 @@ class NewGradients:
         self._before = {}
 
     def discard(self) -> None:
-        """Put the old gradients back and drop the new ones."""
+        """Restore the old gradients and drop the new ones."""
         for leaf, old in self._before.items():
             leaf.grad = old
         self._before = {}
@@ -91,8 +94,10 @@ class NewGradients:
 def _sum(old: Tensor | None, new: Tensor | None) -> Tensor | None:
     if old is None or new is None:
         return new if old is None else old
+    # A sparse tensor cannot take a dense one up.
     if old.is_sparse and not new.is_sparse:
         return new.add_(old)
+    # In place, as others may hold the tensor that is in .grad.
     return old.add_(new)
 
 
@@ -113,12 +118,14 @@ def leaves_of(roots: Iterable[Tensor]) -> list[Tensor]:
     """
     found: dict[Tensor, None] = {root: None for root in roots if root.is_leaf and root.requires_grad}
     stack: list[Any] = [root.grad_fn for root in roots]
+    # None stands for an input without a graph.
     seen: set[Any] = {None}
     while stack:
         node = stack.pop()
         if node in seen:
             continue
         seen.add(node)
+        # AccumulateGrad, the node of a leaf.
         if hasattr(node, "variable"):
             found[node.variable] = None
         stack.extend(following for following, _ in node.next_functions)
@@ -139,6 +146,7 @@ def outside_autocast(devices: Iterable[torch.device]) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for kind in sorted({"cpu", *(device.type for device in devices)}):
+            # Asked first, since is_autocast_enabled raises for other devices.
             if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield

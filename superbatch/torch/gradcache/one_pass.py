@@ -1,10 +1,9 @@
 """Buffers that a forward changes, where the forward runs in micro-batches, and twice.
 
 In the large batch one forward sees the buffers as they were, changes them once, and all samples see the same.
-So each micro-batch begins with the buffers as they were, and they are left as after any one of them - which
-is what the large batch leaves, as long as the change does not depend on the samples: a count of calls, the
-power iteration of spectral normalisation. A change that does depend on them - running statistics - is
-refused.
+So each micro-batch begins with the buffers as they were, and they are left as after any one of them. That is
+the large batch's result if the change does not depend on the samples, e.g. a count of calls or the power
+iteration of spectral normalisation. A change that depends on them, as of running statistics, raises an error.
 """
 
 from __future__ import annotations
@@ -51,13 +50,15 @@ class OnePass:
             if buffers_of(module)  # this is walked for every micro-batch
         ]
         self._keeper = BufferKeeper(models)
+        # Copied once; the marks show which buffers were written since.
         self._keeper.take()
         self._marks = self._mark()
         self._after: dict[str, Tensor] | None = None
         self.moved = False
 
     def rewind(self) -> None:
-        """Put the buffers back as they were, if they are not."""
+        """Restore the buffers as they were, if they have changed."""
+        # Comparing version counters costs less than a copy for each micro-batch.
         if self.touched():
             self._keeper.restore()
             self._marks = self._mark()
@@ -66,8 +67,8 @@ class OnePass:
         """Return whether a buffer has been written since it was as at the start, by whomever."""
         return self._mark() != self._marks
 
-    def put_back(self) -> None:
-        """Put the buffers back as they were, whatever happened."""
+    def restore(self) -> None:
+        """Restore the buffers as they were, whatever happened."""
         self._keeper.restore()
 
     def check(self, index: int) -> None:
@@ -82,6 +83,7 @@ class OnePass:
         changed = self._changed()
         self.moved = self.moved or bool(changed)
         if self._after is None:
+            # Copies, as the next micro-batch writes to the same buffers.
             self._after = {path: buffer.clone() for path, buffer in changed.items()}
             return
         for path, buffer in _differing(changed, self._after):
@@ -96,6 +98,7 @@ class OnePass:
         }
 
     def _mark(self) -> dict[str, tuple[int, int]]:
+        # The id too, as a module may assign a new tensor instead of writing to the old one.
         return {path: (id(buffer), buffer._version) for path, (_, buffer) in self._buffers().items()}
 
     def _buffers(self) -> dict[str, tuple[nn.Module, Tensor]]:
@@ -127,7 +130,7 @@ def _refusal(path: str, buffer: Tensor, where: str) -> CoupledSamplesError:
         explain(
             f"the buffer {name!r} of the module {module!r}, which the forward changes",
             f"its new content depends on the samples ({where} left another one than the first micro-batch), "
-            "so it cannot be that of the whole batch, nor what later samples see of it",
+            "so it cannot be that of the whole batch, and later samples would read it",
             f"{_CHOICES}; a statistic that no sample sees can be updated outside of encode",
         )
     )

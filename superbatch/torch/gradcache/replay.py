@@ -42,10 +42,11 @@ class Replay:
         self._noted.append((state, _numpy()))
 
     def back_to(self, number: int) -> None:
-        """Put the states back as they were at the `note` of this number."""
+        """Restore the states as they were at the `note` of this number."""
         state, memory = self._noted[number]
         # A second normal number that the generator still holds back does not show in its memory.
         if memory is not None and memory == _numpy() and not state["numpy"][3]:
+            # Restoring NumPy's state takes longer than everything else, so only where it has moved.
             state = {name: value for name, value in state.items() if name != "numpy"}
         restore_random_state(state)
 

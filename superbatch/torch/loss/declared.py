@@ -45,6 +45,7 @@ class Declared:
         Raises:
             InputError: it is not what was declared.
         """
+        # Both raise where the result has the other form.
         if self.returned:
             return pair_of(returned)
         return (returned,) if self.terms else (alone(returned),)
@@ -59,6 +60,7 @@ class Declared:
         """Return whether the samples of every micro-batch must be counted."""
         if self.terms:
             return any(term.needs_samples for term in self.terms.values())
+        # A total is divided by nothing, and a function counts by itself.
         return self.weigh == "samples" and self.reduction != "total"
 
 
@@ -83,13 +85,16 @@ def declare(reduction: object, weight: Any, *, nonfinite: str = "raise") -> Decl
     if isinstance(weight, Mapping) or isinstance(reduction, Mapping):
         return _declare_terms(reduction, weight, nonfinite)
     checked, bounded = normalize.check_reduction(reduction), isinstance(weight, AtLeast)
+    # at_least(minimum, weight) is taken apart: the rest of the window sees a plain weight.
     minimum, weight = (weight.minimum, weight.weight) if isinstance(weight, AtLeast) else (None, weight)
     if checked == "total":
+        # `bounded`, since at_least(1) has the weight None.
         if weight is not None or bounded:
             raise InputError(
                 'reduction="total" divides by nothing, so weight= has no meaning. Leave weight out, or pass '
                 'reduction="sum" to divide the sum by the weight.'
             )
+        # Leaving a micro-batch out means to leave its weight out of the divisor.
         if nonfinite == "skip_microbatch":
             raise InputError(
                 'nonfinite="skip_microbatch" needs a weight to leave out, and reduction="total" has none. '
@@ -100,6 +105,7 @@ def declare(reduction: object, weight: Any, *, nonfinite: str = "raise") -> Decl
             f"weight={weight!r} is no way to weigh a micro-batch. Pass None (samples), a function such as "
             'count_tokens("labels"), or "returned".'
         )
+    # Checked with the reduction, as only a division can be bounded.
     bound = normalize.check_min_weight(minimum, checked) if bounded else None
     return Declared(checked, "samples" if weight is None else weight, bound)
 
@@ -111,6 +117,7 @@ def is_weight(weight: object) -> bool:
         >>> is_weight("returned"), is_weight("tokens")
         (True, False)
     """
+    # A str first: == of a tensor or an array gives no bool.
     return weight is None or callable(weight) or (isinstance(weight, str) and weight == "returned")
 
 
@@ -122,6 +129,7 @@ def _declare_terms(reduction: Any, weight: Any, nonfinite: str) -> Declared:
         )
     mappings = {"weight": weight, "reduction": reduction}
     names = {option: list(given) for option, given in mappings.items() if isinstance(given, Mapping)}
+    # At least one of the two is a mapping here.
     first = next(iter(names.values()))
     if not first or not all(isinstance(name, str) and name for name in first):
         raise InputError(f"The terms of a loss are named {first}. Name each by a string that is not empty.")
@@ -136,12 +144,14 @@ def _declare_terms(reduction: Any, weight: Any, nonfinite: str) -> Declared:
         )
     terms: dict[str, Declared] = {}
     for name in first:
+        # None: each term is weighed by samples.
         how = None if weight is None else weight[name]
         if not is_weight(how.weight if isinstance(how, AtLeast) else how):
             raise InputError(
                 f"weight= of the term {name!r} is {how!r}. Pass None (samples), a function of a micro-batch "
                 'such as count_tokens("labels"), or "returned".'
             )
+        # Without `nonfinite`, which was checked above for all terms.
         terms[name] = declare(reduction[name] if isinstance(reduction, Mapping) else reduction, how)
     return Declared(terms=terms)
 
@@ -162,6 +172,7 @@ def read_terms(
         >>> read_terms({"a": 1.0}, declare("sum", {"a": None}).terms)
         ({'a': 1.0}, {})
     """
+    # The other terms are weighed before the forward.
     expected = [name for name, term in terms.items() if term.returned]
     losses, weights = pair_of(returned) if expected else (returned, {})
     check_names("losses", losses, terms)
@@ -183,6 +194,7 @@ def check_names(kind: str, found: Any, expected: Collection[str]) -> None:
             f"loss_fn returned a {type(found).__name__} for the {kind} of the terms {list(expected)}. Return "
             "a mapping from these names."
         )
+    # In any order, as in the mapping that a model returns.
     if found.keys() != set(expected):
         raise InputError(
             f"loss_fn returned {kind} named {list(found)}, but the declared terms are {list(expected)}. "

@@ -1,4 +1,4 @@
-"""The losses of a window: numbers that keep no graph alive, read from a device all at once."""
+"""Losses of a window: numbers that keep no graph alive, read from a device all at once."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ class Losses:
         # A loss on a device is read at the boundary, with the others, so that nothing waits for it here. It
         # is a copy: a replayed graph writes each micro-batch's loss to the same memory.
         value = loss.item() if loss.is_cpu else loss.detach().clone()
+        # Several backward() of one micro-batch add up.
         return self._values[index] + value if index in self._values else value
 
     def add(self, index: int, total: float | Tensor) -> None:
@@ -67,6 +68,7 @@ class Losses:
         found: dict[int, Any] = self._values
         if self._on_device:
             on_device = {index: loss for index, loss in found.items() if isinstance(loss, Tensor)}
+            # One transfer for all, so that the host waits for the device once.
             values = torch.stack([loss.reshape(()) for loss in on_device.values()]).tolist()
             found = {**found, **dict(zip(on_device, values, strict=True))}
         return [found.get(index, 0.0) for index in range(count)]
@@ -77,6 +79,7 @@ class Losses:
 
     def state(self) -> dict[int, float]:
         """Return the losses so far, by micro-batch."""
+        # Numbers, as a checkpoint must not hold tensors of a device.
         return {index: float(loss) for index, loss in self._values.items()}
 
     def load_state(self, state: dict[int, float]) -> None:
@@ -150,13 +153,16 @@ def over_ranks(
     """
     if not sync.shared:
         return sums, bad, news[0], None
+    # One all-reduce of a flat list: total, weight and nonzero of each term, then the flags.
     mine = [number for one in sums for number in (one.total, one.weight, one.nonzero)]
     has_news, count = news
     found = sync.sum_numbers([*mine, bad, has_news, *_squared(mark, count), *ahead()])
     numbers, rest = found[: len(mine)], found[len(mine) :]
     bad_ranks, news_of, *rest = rest
+    # 0 and 1 are of the noise, 2 and 3 of the samples' counts.
     marks_differ, counts_differ = (_differ(rest[at], rest[at + 1], sync.count) for at in (0, 2))
     later = rest[4:]
+    # Raised on every rank: one that continued alone would wait for the others.
     if marks_differ:
         raise InputError(
             explain(
@@ -169,6 +175,7 @@ def over_ranks(
     columns = zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
     return (
         [
+            # Counts arrive as floats; an int keeps the division exact.
             Sum(total, int(weight) if weight.is_integer() else weight, nonzero=bool(nonzero))
             for total, weight, nonzero in columns
         ],
@@ -201,6 +208,7 @@ def check_loss(loss: object) -> None:
     Examples:
         >>> check_loss(torch.ones(1, requires_grad=True).sum())
     """
+    # First, as the checks below read attributes of a tensor.
     if not isinstance(loss, Tensor):
         raise without_tensor(loss)
     if loss.numel() != 1:
@@ -219,6 +227,7 @@ def check_loss(loss: object) -> None:
                 "return its absolute value or real part",
             )
         )
+    # Autograd would raise later, without the cause.
     if not loss.requires_grad:
         raise InputError(
             explain(
@@ -239,12 +248,13 @@ def pair_of(returned: Any) -> tuple[Any, Any]:
         >>> pair_of((0.5, 3))
         (0.5, 3)
     """
+    # Exactly two: an output of several tensors is no pair of loss and weight.
     if isinstance(returned, tuple) and len(returned) == 2:
         return returned
     raise InputError(
         explain(
             f"a loss_fn that returned {type(returned).__name__}",
-            'weight="returned" states that it returns a pair',
+            'weight="returned" declares that it returns a pair',
             "return (loss, weight)",
         )
     )
@@ -263,17 +273,18 @@ def alone(returned: Any) -> Any:
     if isinstance(returned, Tensor) or not isinstance(returned, tuple | Mapping):
         return returned
     if isinstance(returned, Mapping):
+        # Models of Hugging Face return their loss in a mapping.
         if isinstance(returned.get("loss"), Tensor):
             raise without_tensor(returned)
         names = ", ".join(f"{name!r}: ..." for name in returned)
         raise InputError(
-            f"loss_fn returned a mapping with the keys {list(returned)}. State what each of these losses is "
-            f"a mean over, as in weight={{{names}}}, or return one tensor."
+            f"loss_fn returned a mapping with the keys {list(returned)}. Declare what each of these losses "
+            f"is a mean over, as in weight={{{names}}}, or return one tensor."
         )
     raise InputError(
         explain(
             "a loss_fn that returned a tuple",
-            "it is not stated that the loss comes with its weight",
-            'return the loss alone, or state weight="returned" and return (loss, weight)',
+            "weight= does not say that the loss comes with its weight",
+            'return the loss alone, or pass weight="returned" and return (loss, weight)',
         )
     )

@@ -1,4 +1,4 @@
-"""Interface of what a window knows about its losses: one loss (`Weights`, `Losses`) or several (`terms`)."""
+"""Protocols of a window's weights and losses: of one loss (`Weights`, `Losses`) or several (`terms`)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from .losses import Sum, WindowLoss
 class WindowWeights(Protocol):
     """Weights of a window's micro-batches; `losses` are as `WindowLosses` returns them."""
 
+    # By micro-batch; empty where all weights are known ahead.
     returned: dict[int, Number]
 
     @property
@@ -38,10 +39,12 @@ class WindowWeights(Protocol):
         """Return whether a micro-batch that has had its backward contributes."""
         ...
 
+    # A list, as terms of a low precision have a backward each.
     def scaled(self, index: int, loss: Any, weight: Any) -> list[tuple[Tensor, float]]:
         """Return the tensors to run backward on, each with its factor."""
         ...
 
+    # Memory ran out: the samples that are left continue in smaller micro-batches.
     def weigh_again(self, microbatches: list[Any], samples: list[int] | None) -> None:
         """Weigh the micro-batches again after some were cut differently."""
         ...
@@ -58,6 +61,7 @@ class WindowWeights(Protocol):
         """Return the micro-batches in the sum whose losses are NaN or infinite."""
         ...
 
+    # Sums of all ranks are exchanged at once (`over_ranks`), and then given to `result`.
     def sums(self, losses: Any, dropped: list[int]) -> list[Sum]:
         """Return the sums of losses and weights on this rank."""
         ...
@@ -86,6 +90,7 @@ class WindowLosses(Protocol):
 
     def __len__(self) -> int: ...
 
+    # In two steps, as nothing may fail between a backward and its record.
     def read(self, index: int, loss: Any) -> Any:
         """Return the sum of a micro-batch's losses with this one, for `add`."""
         ...
@@ -94,6 +99,7 @@ class WindowLosses(Protocol):
         """Record the result of `read`."""
         ...
 
+    # Reading a loss on a device would wait for it.
     def finite(self, index: int, *, on_host: bool = False) -> bool:
         """Return whether the loss of a micro-batch is finite; `on_host`: True for one on a device."""
         ...

@@ -57,11 +57,14 @@ class TermWeights:
     ) -> None:
         self._declared = terms
         self._forward = forward
+        # For the record: samples can be counted where terms have weights of their own.
         self._samples: list[int] = samples or [1] * len(microbatches)
         self.returned: dict[int, Number] = {}  # none: all are known ahead
+        # One all-reduce for all terms.
         weights, totals = weigh_ahead(lambda: self._weigh(microbatches, samples), len(terms), sync)
         self._terms = {
             name: Weights(
+                # No weight is computed: they are given by `ahead`.
                 "samples",
                 term.reduction,
                 microbatches,
@@ -109,15 +112,19 @@ class TermWeights:
                 raise InputError(
                     f"The loss of the term {name!r} is {_form(one)}. Return a tensor with one real number."
                 )
+            # A term without a graph, e.g. of frozen parameters, counts in the loss alone.
             if one.requires_grad and not term.has_none(index):
                 parts.append((one, term.factor(index, None)))
         if not parts:
+            # Terms without weight are no error; a loss without any graph is.
             if not any(isinstance(one, Tensor) and one.requires_grad for one in loss.values()):
                 check_loss(next(iter(loss.values())))
             return []
+        # In bfloat16 the factors of a common sum would be rounded.
         if len(parts) == 1 or any(one.dtype in LOW_PRECISION for one, _ in parts):
             return parts
         first = parts[0][0]
+        # Losses may have the shape (1,), and be on several devices.
         total = first.reshape(()) * parts[0][1]
         for one, factor in parts[1:]:
             total = total + one.reshape(()).to(first.device) * factor
@@ -127,7 +134,7 @@ class TermWeights:
         """Weigh the micro-batches again after some were cut differently.
 
         Raises:
-            LossSpecError: those of a term weigh something else together than before.
+            LossSpecError: the weights of a term have another total than before.
         """
         weights = self._weigh(microbatches, samples)
         self._samples = samples or [1] * len(microbatches)
@@ -135,7 +142,7 @@ class TermWeights:
             term.replace(each)
 
     def adds(self, index: int) -> bool:
-        """Return whether a micro-batch contributes to a term."""
+        """Return whether a micro-batch contributes to some term."""
         return not self.has_none(index)
 
     def took_part(self, dropped: list[int]) -> list[int]:
@@ -165,6 +172,7 @@ class TermWeights:
         found = {
             name: term.result([one]) for (name, term), one in zip(self._terms.items(), sums, strict=True)
         }
+        # Without a weight a term has no loss; without any there is no update.
         counting = [one.loss for one in found.values() if one.weight]
         return WindowLoss(
             sum(counting) if counting else math.nan,
@@ -177,6 +185,7 @@ class TermWeights:
     def loss_of(self, losses: Mapping[str, list[float]], index: int) -> tuple[float, str]:
         """Return the loss of a micro-batch, and the term that is not finite, if one is not."""
         for name, term in self._terms.items():
+            # A NaN in a term without weight enters no sum.
             if not math.isfinite(losses[name][index]) and not term.has_none(index):
                 return losses[name][index], name
         counting = [name for name, term in self._terms.items() if not term.has_none(index)]
@@ -184,6 +193,7 @@ class TermWeights:
 
     def each(self, losses: Mapping[str, list[float]]) -> list[float]:
         """Return the smallest magnitude of each micro-batch's losses: it is 0 where one of them is."""
+        # The check of the loss looks for losses of 0 (`check_schedule`).
         return [min(map(abs, row)) for row in zip(*losses.values(), strict=True)]
 
     def by_name(self, index: int, loss: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -193,6 +203,7 @@ class TermWeights:
 
     def _weigh(self, microbatches: list[Any], samples: list[int] | None) -> list[list[Number]]:
         returned: list[Mapping[str, Number]] = []
+        # A forward without graph for each micro-batch, only where a weight comes with the loss.
         if any(term.returned for term in self._declared.values()):
             returned = self._forward(microbatches)
         return [
@@ -213,6 +224,7 @@ class TermWeights:
         for name in expected:
             before = self._terms[name].counted([])[index]
             now = normalize.check_weight(weight[name], f"micro-batch {index} ({name!r})")
+            # Without a graph, kernels may round in another way.
             if not math.isclose(before, now, rel_tol=1e-5):
                 raise LossSpecError(
                     f"The weight of the term {name!r} in micro-batch {index} was {before:g} in a forward "
@@ -287,11 +299,13 @@ def returned_weights(config: Config, microbatches: list[Any]) -> list[Mapping[st
         microbatches: on the host.
     """
     assert config.loss_fn is not None
+    # A twin, as the window uses the accumulator's own keeper.
     state, random = config.state.twin(), RandomKeeper(config.random.devices)
     state.begin(check=True)
     random.begin()
     found: list[Mapping[str, Number]] = []
     try:
+        # Without a reduction over ranks: no backward follows.
         with torch.no_grad(), config.sync.no_sync(), state.watching(), config.aside():
             for microbatch in microbatches:
                 # A copy, since a loss may change its micro-batch in place.
@@ -299,6 +313,7 @@ def returned_weights(config: Config, microbatches: list[Any]) -> list[Mapping[st
                 found.append(
                     read_terms(config.loss_fn(to_device(copied, config.device)), config.declared.terms)[1]
                 )
+                # Each micro-batch from the same state, as in the window itself.
                 state.restore()
     finally:
         state.end_check()

@@ -1,4 +1,4 @@
-"""The weights of one window's micro-batches: known before the first backward, or returned with each loss."""
+"""Weights of one window's micro-batches: known before the first backward, or returned with each loss."""
 
 from __future__ import annotations
 
@@ -50,12 +50,14 @@ class Weights:
         self._min_weight = min_weight
         self._term = term
         self._count = len(microbatches)
+        # By micro-batch, filled by `factor`.
         self.returned: dict[int, normalize.Number] = {}
         # Where the total is known only afterwards, losses are summed first and divided by it at the boundary.
         self.planned: normalize.Number = 1
         self.ahead: list[normalize.Number] | None = None
         if weigh != "returned":
             if ahead is None:
+                # Before the first backward, as every factor needs the total over all ranks.
                 each, totals = weigh_ahead(lambda: [weights_of(weigh, microbatches, samples)], 1, sync)
                 ahead = each[0], totals[0]
             self.ahead = ahead[0]
@@ -70,6 +72,7 @@ class Weights:
         weights = self.ahead
         if weights is None or weights[index]:
             return False
+        # A sum may have a loss where its weight is 0; a mean has none.
         return not normalize.takes_part(weights[index], reduction=self.reduction)
 
     def may_be_idle(self, index: int) -> bool:
@@ -81,16 +84,18 @@ class Weights:
 
         Raises:
             InputError: `loss` is no scalar tensor with a graph; or a weight is given or missing, against
-                what is stated.
+                the declaration.
         """
         if (
             isinstance(loss, Tensor)
             and not loss.requires_grad
             and self._is_sum_over_nothing(index, loss, weight)
         ):
+            # All the same, `factor` checks the weight and records a returned one.
             self.factor(index, weight)
             return []  # it may be a constant, without a graph
         check_loss(loss)
+        # The usual case: the factor is known.
         if weight is None and self.ahead is not None:
             return [(loss, normalize.scale(self.ahead[index], self.planned, reduction=self.reduction))]
         return [(loss, self.factor(index, weight))]
@@ -107,9 +112,9 @@ class Weights:
                 raise InputError(
                     explain(
                         f"a loss with a weight ({weight!r})",
-                        "the weight of each micro-batch is already stated, and known before the first "
+                        "the weight of each micro-batch is already declared, and known before the first "
                         "backward",
-                        'return the loss alone, or state weight="returned"',
+                        'return the loss alone, or pass weight="returned"',
                     )
                 )
             return normalize.scale(self.ahead[index], self.planned, reduction=self.reduction)
@@ -117,18 +122,19 @@ class Weights:
             raise InputError(
                 explain(
                     "a loss without a weight" if weight is None else "a second weight for one micro-batch",
-                    'weight="returned" states that each micro-batch\'s loss comes with its weight, once',
+                    'weight="returned" declares that each micro-batch\'s loss comes with its weight, once',
                     "return (loss, weight) from loss_fn, or call backward(loss, weight)",
                 )
             )
         self.returned[index] = normalize.check_weight(weight, f"micro-batch {index}")
+        # The total is not known yet: the boundary divides by it.
         return float(normalize.after_forward_scale(self.returned[index], reduction=self.reduction))
 
     def weigh_again(self, microbatches: list[Any], samples: list[int] | None) -> None:
         """Weigh the micro-batches again after some were cut differently.
 
         Raises:
-            LossSpecError: together they weigh something else than before, when the divisor was computed.
+            LossSpecError: their total is another than before, when the divisor was computed.
         """
         self._count = len(microbatches)
         if self.ahead is None:
@@ -139,7 +145,7 @@ class Weights:
         """Take the weights of micro-batches that were cut differently.
 
         Raises:
-            LossSpecError: together they weigh something else than before.
+            LossSpecError: their total is another than before.
         """
         assert self.ahead is not None
         self._count = len(weights)
@@ -151,11 +157,8 @@ class Weights:
         tolerance = 0.0 if isinstance(before, int) and isinstance(now, int) else 1e-5
         if not math.isclose(before, now, rel_tol=tolerance):
             raise LossSpecError(
-                explain(
-                    f"a window that weighs {before} in {len(self.ahead)} micro-batches",
-                    f"cut otherwise, in {len(weights)}, the same samples weigh {now}",
-                    "let weight= be a sum over samples, such as a count of tokens",
-                )
+                f"weight= is not additive: the total is {before} with {len(self.ahead)} micro-batches and "
+                f"{now} with {len(weights)}. Return a count or a sum over samples, such as a count of tokens."
             )
         self.ahead = weights
 
@@ -166,6 +169,7 @@ class Weights:
 
     def counted(self, dropped: list[int]) -> list[normalize.Number]:
         """Return the weights in order, 0 for micro-batches that were left out."""
+        # Micro-batches that have had no backward count 0.
         weights = self.ahead or [self.returned.get(index, 0) for index in range(self._count)]
         return (
             [0 if index in dropped else weight for index, weight in enumerate(weights)]
@@ -184,6 +188,7 @@ class Weights:
 
     def not_finite(self, losses: list[float], dropped: list[int]) -> list[int]:
         """Return the micro-batches in the sum whose losses are NaN or infinite."""
+        # The usual case, without a list of those that took part.
         if all(map(math.isfinite, losses)):
             return []
         return [index for index in self.took_part(dropped) if not math.isfinite(losses[index])]
@@ -206,6 +211,7 @@ class Weights:
         weight = self._divided_by(found.weight)
         if not normalize.takes_part(found.weight, reduction=self.reduction):
             weight = 0
+        # A loss that is not finite has an error of its own.
         elif not weight and found.nonzero and math.isfinite(found.total):
             raise no_divisor(found, self._term)
         return WindowLoss(
@@ -227,6 +233,7 @@ class Weights:
 
     def _is_sum_over_nothing(self, index: int, loss: Tensor, weight: Any) -> bool:
         weight = weight if self.ahead is None else self.ahead[index]
+        # e.g. over no labels: a constant 0 without a graph.
         return self.reduction == "sum" and loss.numel() == 1 and weight is not None and not weight
 
     def _divided_by(self, counted: normalize.Number) -> normalize.Number:
@@ -254,6 +261,7 @@ def weights_of(weigh: Weigh, microbatches: list[Any], samples: list[int] | None)
         [3, 4]
     """
     if weigh == "samples":
+        # Samples are not counted where the declaration does not need them.
         return list(samples) if samples is not None else [1] * len(microbatches)
     assert callable(weigh)
     return [

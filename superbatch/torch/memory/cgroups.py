@@ -25,6 +25,7 @@ def cgroup_limits(proc: Path) -> Iterator[Limit]:
         >>> list(cgroup_limits(Path("/nowhere")))
         []
     """
+    # Each group may be the tightest one; `memory_limit` takes the least.
     for directory, version in _groups(proc):
         names = _NAMES[version]
         most = _number(directory / names[0])
@@ -36,6 +37,7 @@ def cgroup_limits(proc: Path) -> Iterator[Limit]:
             yield Limit(free, f"control group {directory.name or '/'} of {binary_text(most)}")
 
 
+# Limit, usage, and the file caches in memory.stat.
 _NAMES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),
@@ -67,6 +69,7 @@ def _found(proc: Path) -> Iterator[tuple[Path, int]]:
 def _memberships(proc: Path) -> Iterator[tuple[int, str]]:
     for line in _lines(proc / "self" / "cgroup"):
         number, controllers, path = line.split(":", 2)
+        # Version 2 has a single line, without controllers.
         if number == "0" and not controllers:
             yield 2, path
         elif "memory" in controllers.split(","):
@@ -78,6 +81,7 @@ def _mounts(proc: Path, version: int) -> Iterator[tuple[str, Path]]:
     kind = "cgroup2" if version == 2 else "cgroup"
     for line in _lines(proc / "self" / "mountinfo"):
         fields, _, rest = line.partition(" - ")
+        # Mount id, parent, device, root and mount point, as in proc(5).
         _, _, _, root, where, *_ = fields.split()
         filesystem, _, options = rest.split(maxsplit=2)
         if filesystem == kind and (version == 2 or "memory" in options.split(",")):
@@ -101,6 +105,7 @@ def _droppable(directory: Path, name: str) -> int:
 
 def _number(file: Path) -> int | None:
     for line in _lines(file):
+        # "max" means no limit.
         return int(line) if line.isdigit() else None
     return None
 

@@ -1,17 +1,9 @@
 """Limits of memory, and the peak of one stretch of work.
 
-On the CPU two things are counted, and neither is what torch calls allocated. *Address space* (``RLIMIT_AS``,
-``VmSize``) grows when the C library asks for it; *resident memory* (cgroups, the machine) when a page is
-first written to. Both keep what the C library has freed but not given back, and that is not gone: the next
-tensors go there. So it counts as free in a `Limit` and as used by the work that finds it, in a `PeakMeter`:
-both speak of the same bytes.
-
-What a meter says beyond the tensors' own bytes (`Peak.first`) is, on the CPU: workspaces of oneDNN and of
-matrix products; what is loaded at the first use of an operation, once; and holes in the C library's heap.
-With glibc's own rule (blocks of up to 32 MiB come from a heap that shrinks at its end only) the holes may be
-as large as the tensors themselves: twelve windows of a conv net and of a transformer took 1.4 to 2.9 times
-what was predicted. With ``MALLOC_MMAP_THRESHOLD_=65536`` in the environment there are none: the conv net took
-8 MB (5 %) more than predicted at 769 samples, the transformer 3 MB (1.5 %) at 48; one run each.
+On the CPU, *address space* (``RLIMIT_AS``, ``VmSize``) grows when the C library asks for it, *resident
+memory* (cgroups, the machine) when a page is first written to. Both keep what the C library has freed but not
+returned to the system. The next tensors go there, so it counts as free in a `Limit` and as used in a
+`PeakMeter`.
 """
 
 from __future__ import annotations
@@ -98,6 +90,7 @@ class PeakMeter:
 
     def start(self) -> None:
         """Begin."""
+        # Growth of the reserve, as a reset of the peak would be a reset of the user's statistics.
         if self._device.type == "cuda":
             self._allocated = torch.cuda.memory_allocated(self._device)
             self._reserved = torch.cuda.memory_reserved(self._device)
@@ -121,6 +114,7 @@ class PeakMeter:
             return None
         # The highest address space cannot be reset: if it has not moved, the peak was somewhere below it.
         name, base = ("VmPeak", "VmSize") if after["VmPeak"] > before["VmPeak"] else ("VmHWM", "VmRSS")
+        # The work fills free bytes of the heap first, which moves none of the figures.
         return max(0, after[name] - before[base] + self._free)
 
 
@@ -131,11 +125,14 @@ def free_in_heap() -> int:
         >>> free_in_heap() >= 0
         True
     """
+    # glibc's heap shrinks at its end only, so its holes may be as large as the tensors themselves: 1.4 to
+    # 2.9 times the prediction was measured, and no holes with MALLOC_MMAP_THRESHOLD_=65536.
     if not sys.platform.startswith("linux"):
         return 0
     mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc from 2.33 on
     if mallinfo2 is None:
         return 0
+    # ctypes would read an int.
     mallinfo2.restype = _Mallinfo2
     return int(mallinfo2().fordblks)
 
@@ -163,6 +160,7 @@ def _process_limits() -> Iterator[Limit]:
     import resource  # Unix only, as /proc is
 
     for name, used in (("RLIMIT_AS", status["VmSize"]), ("RLIMIT_DATA", status["VmData"])):
+        # The soft limit is the one that an allocation hits.
         soft, _ = resource.getrlimit(getattr(resource, name))
         if soft != resource.RLIM_INFINITY:
             yield Limit(soft - used, f"{name} of {binary_text(soft)}")
@@ -199,6 +197,7 @@ def _reset_highest_resident() -> bool:
 def _cuda_limit(device: torch.device) -> Limit:
     free, total = torch.cuda.mem_get_info(device)
     stats = torch.cuda.memory_stats(device)  # one reading of all; empty before the first use
+    # Inactive parts of split blocks are holes: no large tensor fits in.
     used = stats.get("allocated_bytes.all.current", 0) + stats.get("inactive_split_bytes.all.current", 0)
     unused = stats.get("reserved_bytes.all.current", 0) - used
     limits = [Limit(free + unused, f"free memory of {device}")]
@@ -214,6 +213,6 @@ def _unknown(device: torch.device) -> InputError:
         explain(
             f"device={str(device)!r}",
             "its memory is not known here, only that of CPU and CUDA",
-            "state the size of micro-batches",
+            "pass the size of micro-batches",
         )
     )

@@ -53,15 +53,19 @@ def peak_bytes(fn: Callable[[], object], *, device: torch.device | str = "cpu") 
 
 
 def _cpu_peak(fn: Callable[[], object]) -> int:
+    # Not rounded: the bytes of the tensors are the same on every machine.
     ledger = Ledger(torch.device("cpu"))
+    # The result is dropped inside: it counts while it is alive.
     with ledger:
         fn()
     return ledger.peak
 
 
 def _cuda_peak(fn: Callable[[], object], device: torch.device) -> int:
+    # Blocks that another stream uses are freed when it is done, which must not be meanwhile.
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
+    # The allocator has a single peak.
     torch.cuda.reset_peak_memory_stats(device)
     fn()
     torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""A counter-based random generator in tensor arithmetic: a value depends on its position alone.
+"""A counter-based random generator in tensor arithmetic: a value depends only on its position.
 
 * A position is an int64; `finalise` (two xor-shift-multiply rounds of splitmix64, Steele, Lea & Flood, OOPSLA
   2014, doi:10.1145/2660193.2660195) turns it into 64 random bits.
@@ -15,8 +15,11 @@ import math
 import torch
 from torch import Tensor
 
+# Python's ints have no width, and torch's int64 no unsigned form.
 _WORD = (1 << 64) - 1
+# The multipliers of splitmix64.
 _M1, _M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+# Digits of the mantissa: with more of them, some numbers would round to 1.
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
@@ -56,6 +59,7 @@ def mix(word: int) -> int:
     return signed(word ^ (word >> 31))
 
 
+# Odd, so that no two steps along a dimension meet modulo 2**64.
 STRIDES = tuple(mix(0x9E3779B97F4A7C15 * (d + 1)) | 1 for d in range(16))
 """The odd factors by which a step along each dimension (counted from the last) moves the position."""
 
@@ -79,11 +83,13 @@ def positions(start: Tensor, shape: tuple[int, ...], axis: int) -> Tensor:
     """
     result = start.view([-1 if d == axis else 1 for d in range(len(shape))])
     counted = 0
+    # From the last one, so that further leading dimensions change no stride.
     for d in reversed(range(len(shape))):
         if d != axis and shape[d] > 1:
             index = torch.arange(shape[d], device=start.device).mul_(STRIDES[counted])
             result = result + index.view([-1] + [1] * (len(shape) - d - 1))
             counted += 1
+    # `finalise` writes in place, which an expanded tensor does not allow.
     return result.expand(shape).contiguous()
 
 
@@ -100,6 +106,7 @@ def finalise(position: Tensor) -> Tensor:
         >>> finalise(torch.tensor([1, 2])).tolist() == finalise(torch.tensor([1, 2])).tolist()
         True
     """
+    # In place, as a dropout of large activations must not need another copy.
     position.bitwise_xor_(position >> 30).mul_(signed(_M1))
     return position.bitwise_xor_(position >> 27).mul_(signed(_M2))
 
@@ -118,6 +125,7 @@ def below(bits: Tensor, p: float) -> Tensor:
         >>> below(torch.tensor([-(2**63), 0, 2**63 - 1]), 0.5).tolist()
         [True, False, False]
     """
+    # Compared as integers: exact, and equal on every device.
     return bits < min(round((p - 0.5) * 2.0**64), 2**63 - 1)
 
 
@@ -139,6 +147,7 @@ def uniform(bits: Tensor, dtype: torch.dtype, *, open: bool = False) -> Tensor:
     digits = _DIGITS[dtype]
     top = bits >> (64 - digits)
     if open:
+        # A signed number of `digits` bits: scaled it is in [-0.5, 0.5).
         top.bitwise_or_(1)
     return top.to(dtype).mul_(2.0**-digits).add_(0.5)
 
@@ -158,6 +167,7 @@ def normal(bits: Tensor, dtype: torch.dtype) -> Tensor:
         torch.Size([4])
     """
     work = torch.float64 if dtype is torch.float64 else torch.float32
+    # float64 takes 53 bits of the 64, so the angle has bits of its own; float32 takes the lower ones.
     angle = uniform(finalise(bits + STRIDES[-1]) if dtype is torch.float64 else bits << 24, work)
     radius = uniform(bits, work, open=True).log_().mul_(-2).sqrt_()
     return radius.mul_(angle.mul_(2 * math.pi).cos_()).to(dtype)
@@ -178,5 +188,6 @@ def integers(bits: Tensor, low: int, high: int) -> Tensor:
         >>> set(integers(finalise(torch.arange(100)), 3, 5).tolist())
         {3, 4}
     """
+    # remainder reads the lower bits; the upper ones are better, and are mixed in.
     mixed = (bits ^ (bits >> 31)) & (2**63 - 1)
     return mixed.remainder_(high - low).add_(low) if high - low < 2**63 else mixed.add_(low)

@@ -7,8 +7,7 @@ A random operation names a shape, not a meaning. The answer is, in this order:
 3. convention: the first dimension, if it is the number of samples; else the only dimension that is; else the
    first, if it is a multiple (``(B*T, C)``, batch outermost); else none: one draw for the whole batch.
 
-What the convention could read in two ways is refused, and so is a reading that a later micro-batch
-contradicts.
+Two possible readings raise an error, and so does a reading that a later micro-batch contradicts.
 """
 
 from __future__ import annotations
@@ -56,9 +55,11 @@ class Reading:
             >>> first, reading.axis(7, "rand", (8, 4), 4, None)
             (1, 1)
         """
+        # A checkpoint runs its forward again, in a thread where nothing is declared.
         again = self.calls.get(key)
         if again is not None and (again.op, again.shape) == (op, shape):
             return again.axis
+        # This thread's declaration, else that of the thread that entered the stream.
         here = _stated.get()
         axis = sample_axis(op, shape, samples, before, self.stated if here == _NOT_STATED else here)
         self.calls[key] = Call(op, samples, shape, axis)
@@ -110,6 +111,7 @@ def samples_along(dim: int | None) -> Iterator[None]:
         >>> with samples_along(1):
         ...     y = torch.nn.functional.dropout(torch.ones(16, 4, 8))  # (time, batch, channels)
     """
+    # In the context and in the reading, which autograd's threads can see.
     token, reading = _stated.set(dim), _reading.get()
     before = _NOT_STATED if reading is None else reading.stated
     if reading is not None:
@@ -174,18 +176,22 @@ def _check_stated(op: str, shape: tuple[int, ...], samples: int, dim: int | None
 
 
 def _seen(op: str, shape: tuple[int, ...], samples: int, before: Call) -> int | None:
+    # A shape that does not grow with the samples: one draw for the whole batch.
     if shape == before.shape:
         return None
+    # In proportion, e.g. (8, 10) and (4, 10) with 8 and 4 samples.
     grows = [d for d, size in enumerate(shape) if size * before.samples == before.shape[d] * samples and size]
     return grows[0] if grows else _convention(op, shape, samples)
 
 
 def _convention(op: str, shape: tuple[int, ...], samples: int) -> int | None:
+    # A single number is drawn for the whole batch.
     if not shape:
         return None
     if samples == 1 or shape[0] == samples:
         return 0
     others = [d for d, size in enumerate(shape) if size == samples]
+    # (B*T, C) with the batch outermost, unless one other dimension fits exactly.
     if shape[0] % samples == 0 and len(others) != 1:
         return 0
     if len(others) > 1 or (others and shape[0] % samples == 0):
@@ -201,6 +207,7 @@ def _convention(op: str, shape: tuple[int, ...], samples: int) -> int | None:
 
 def _agree(shape: tuple[int, ...], samples: int, axis: int | None, before: Call) -> bool:
     if axis is None or before.axis is None:
+        # One draw for the whole batch has the same shape in every micro-batch.
         return axis is before.axis and shape == before.shape
     # With one sample every dimension gives the same positions, so the reading cannot be wrong.
     return samples == 1 or before.samples == 1 or axis == before.axis

@@ -99,10 +99,12 @@ def _entered(
     key: int, places: Sequence[int], calls: dict[int, Call], unruled: set[str] | None
 ) -> Iterator[None]:
     with ExitStack() as stack:
+        # Registered first, so that it runs last, after all modes have been left.
         stack.callback(torch.default_generator.set_state, torch.default_generator.get_state())
         torch.default_generator.manual_seed(signed(key))
         if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and importing it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+        # A function mode, as a fused kernel reaches the dispatcher in one piece.
         stack.enter_context(_Kernels(refuse=unruled is None))
         reading = stack.enter_context(Reading().in_use())
         stream = _Stream(key, places, calls, reading)
@@ -149,6 +151,7 @@ class _Stream(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # Most operations end here.
         if not _is_random(func):
             return func(*args, **kwargs)
         named = _bind(func, args, kwargs)
@@ -159,6 +162,7 @@ class _Stream(TorchDispatchMode):
         op = str(func)
         if named.get("generator") is not None:
             raise _own_generator(op)
+        # Rules write to plain tensors; a wrapper subclass is decomposed first.
         if op in RULES and not any(map(is_traceable_wrapper_subclass, tree_leaves((args, kwargs)))):
             return RULES[op](self, op, named)
         with self:  # in inference mode dropout arrives whole; its parts are drawn by their rules
@@ -170,6 +174,7 @@ class _Stream(TorchDispatchMode):
     def bits(self, op: str, shape: tuple[int, ...], device: torch.device, *, rows: bool = False) -> Tensor:
         """Return 64 random bits per element; ``rows``: the samples can only be the first dimension."""
         shape = tuple(shape)
+        # The call key. A checkpoint restores this generator before it runs its forward again.
         call = int(
             torch.empty((), dtype=torch.int64, device="cpu").random_(generator=torch.default_generator)
         )
@@ -178,13 +183,16 @@ class _Stream(TorchDispatchMode):
             raise _other_call(op, before)
         read = shape[:1] if rows else shape
         axis = self.reading.axis(call, op, read, self.samples, before)
+        # One sample shows no dimension, so that a larger micro-batch replaces this reading.
         if before is None or before.samples == 1:
             self.calls[call] = Call(op, self.samples, read, axis)
         if 0 in shape:
             return torch.empty(shape, dtype=torch.int64, device=device)
+        # From the window's key and the call alone, so the same in every micro-batch.
         if axis is None:
             start = torch.full((1,), signed(self.window + call), dtype=torch.int64, device=device)
             return finalise(positions(start, (1, *shape), 0)).view(shape)
+        # The dimension of the samples becomes (samples, rest of it).
         split = (*shape[:axis], self.samples, shape[axis] // self.samples, *shape[axis + 1 :])
         return finalise(positions(self._start(device) + call, split, axis)).view(shape)
 
@@ -203,6 +211,7 @@ class _Stream(TorchDispatchMode):
         if isinstance(self.places, range):
             first, end, by = self.places.start + 1, self.places.stop + 1, self.places.step
             return torch.arange(first, end, by, device=device)
+        # From 1, since `finalise` leaves 0 as it is.
         return torch.tensor(self.places, dtype=torch.int64, device=device).add_(1)
 
 
@@ -214,6 +223,7 @@ class _Lenient(_Stream):
         self.window, self.unruled = stream.window, unruled
 
     def draw(self, func: Any, named: Arguments, args: Any, kwargs: Any) -> Any:
+        # The identity is the same in every split.
         if "randperm" in str(func) and named.get("out") is None:
             dtype = named["dtype"] if isinstance(named["dtype"], torch.dtype) else torch.int64
             return torch.arange(named["n"], dtype=dtype, device=named["device"])
@@ -253,10 +263,12 @@ def _recurrent(func: Any, args: Any, kwargs: Any, *, refuse: bool) -> Any:
     _, _, layers, dropout, train = args[3:8] if packed else args[2:7]
     if not (dropout and train and layers > 1):
         return func(*args, **kwargs)
+    # Without dropout: it has no rule here, and a lenient stream raises nothing.
     if packed and not refuse:
         return func(*args[:6], 0.0, *args[7:], **kwargs)
     if packed:
         raise refusal("dropout between the layers of a recurrent network on a PackedSequence")
+    # cuDNN draws within its kernel.
     with torch.backends.cudnn.flags(enabled=False), samples_along(1):
         return func(*args, **kwargs)
 

@@ -55,15 +55,18 @@ def _normal(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
 
 
 def _log_normal(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
+    # exp turns a rounding of 16 bits into a large one.
     return _normal(bits, _wide(dtype), a).exp_()
 
 
 def _exponential(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
+    # open, as log(0) is infinite.
     return uniform(bits, _wide(_real(dtype)), open=True).log_().div_(-a["lambd"])
 
 
 def _cauchy(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
     return (
+        # open: the tangent is infinite at the end.
         uniform(bits, _wide(dtype), open=True)
         .sub_(0.5)
         .mul_(math.pi)
@@ -75,6 +78,7 @@ def _cauchy(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
 
 def _geometric(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
     return (
+        # In float64, since ceil makes a whole step of a rounding.
         uniform(where_float64_is(bits), torch.float64, open=True)
         .log_()
         .div_(math.log1p(-a["p"]) if a["p"] < 1 else -math.inf)
@@ -89,6 +93,7 @@ def _bernoulli(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
     p = a["p"]
     if not isinstance(p, Tensor):
         return below(bits, p)
+    # In float64, as a probability of 32 bits is compared with all its digits.
     return (uniform(where_float64_is(bits), torch.float64) < where_float64_is(p)).to(bits.device)
 
 
@@ -101,6 +106,7 @@ def _random(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
     low = a.get("from", 0)
     high = a.get("to")
     if high is None:
+        # As torch: up to 2 ** digits, which a floating type holds exactly.
         high = (
             2 ** round(1 - math.log2(torch.finfo(dtype).eps))
             if dtype.is_floating_point
@@ -137,6 +143,7 @@ def _real(dtype: torch.dtype) -> torch.dtype:
 def _into(values: Values) -> Rule:
     def rule(stream: Draws, op: str, a: Arguments) -> Tensor:
         target: Tensor = a["self"]
+        # copy_ converts the dtype, and writes to any strides.
         return target.copy_(values(stream.bits(op, target.shape, target.device), target.dtype, a))
 
     return rule
@@ -175,6 +182,7 @@ def _bernoulli_of_self(stream: Draws, op: str, a: Arguments) -> Tensor:
 def _native_dropout(stream: Draws, op: str, a: Arguments) -> tuple[Tensor, Tensor]:
     x: Tensor = a["input"]
     mask = below(stream.bits(op, x.shape, x.device), 1 - a["p"])
+    # p = 1 drops everything, where the factor would be infinite.
     return x * mask * (1 / (1 - a["p"]) if a["p"] < 1 else 0.0), mask
 
 
@@ -189,14 +197,17 @@ def _multinomial(stream: Draws, op: str, a: Arguments) -> Tensor:
     """Sample categories of each row; without replacement by a race of exponentials, as torch does."""
     p, draws, again = in_float64(a["self"]), a["num_samples"], a["replacement"]
     device = a["self"].device
+    # One weight for each sample: a draw among the samples.
     if p.dim() == 1 and len(p) == stream.samples > 1:
         raise refusal(op)
     if again and draws > 1:
         bits = stream.bits(op, (*p.shape[:-1], draws), p.device, rows=p.dim() == 2)
         share = p.cumsum(-1)
+        # Weights need not add up to 1.
         point = uniform(bits, torch.float64).mul_(share[..., -1:])
         return torch.searchsorted(share, point, right=True).clamp_(max=p.shape[-1] - 1).to(device)
     bits = stream.bits(op, p.shape, p.device, rows=p.dim() == 2)
+    # The largest p / exponential are a draw without replacement.
     return (p / _exponential(bits, torch.float64, {"lambd": 1})).topk(draws, dim=-1).indices.to(device)
 
 

@@ -1,9 +1,8 @@
 """Run a model on fake tensors: shapes, dtypes and lifetimes as in a real run, no data and no computation.
 
-torch's `FakeTensorMode` computes what each operation would return. What is added here lets it work on models
-as they are: a function mode puts a fake in the place of each real tensor that user code mentions - in a
-closure, in a list, in an optimizer's groups - always the same one, `.grad` included. So the real tensors are
-not part of what happens: their data, gradients, hooks and version counters stay as they are.
+A function mode lets torch's `FakeTensorMode` work on models as they are: it replaces each real tensor that
+user code mentions - in a closure, in a list, in an optimizer's groups - by a fake, always the same one,
+`.grad` included. The real tensors take no part: their data, gradients, hooks and version counters stay.
 """
 
 from __future__ import annotations
@@ -68,6 +67,7 @@ def faked(models: Sequence[nn.Module], ledger: Ledger) -> Iterator[Callable[[Any
     kept = [(module, _slots(module), [(m, m.training) for m in module.modules()]) for module in models]
     devices = {parameter.device for model in models for parameter in model.parameters()}
     randomness = random_state(devices)
+    # Real tensors that no function mode sees may meet fakes.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     function_mode = _Faking(mode, FakeTensor, ledger)
     try:
@@ -120,8 +120,10 @@ class _Faking(TorchFunctionMode):
         if id(tensor) not in self._fakes:
             fake = self._mode.from_tensor(tensor, static_shapes=True)
             self._fakes[id(tensor)] = (tensor, fake)
+            # `.grad` of a tensor that autograd made is not stored, and reading it warns.
             if tensor.is_leaf:
                 fake.grad = None if tensor.grad is None else self.fake(tensor.grad)
+            # Its memory is there already; only the body's allocations count.
             self._ledger.leave_out(fake)
         return self._fakes[id(tensor)][1]
 
@@ -182,10 +184,9 @@ def _backward(
 
 
 def _refuse_hidden_workspace(func: Any, args: tuple[Any, ...]) -> None:
-    """Refuse what saves for its backward as much as its outputs take, and has a shape rule that says nothing.
+    """Refuse recurrent layers whose kernel keeps a workspace for the backward that its shape rule hides.
 
-    oneDNN's LSTM and cuDNN's recurrent layers do; recurrent layers of other kinds are made of plain
-    operations.
+    oneDNN's LSTM and cuDNN's recurrent layers do; others are made of plain operations.
     """
     name = getattr(func, "__name__", "")
     if name not in _RECURRENT:

@@ -71,6 +71,7 @@ def instruments_for(device: torch.device, predict: Callable[[Any, int], Peak]) -
         >>> instruments.seconds(start, instruments.now()) >= 0, instruments.limit().bytes > 0
         (True, True)
     """
+    # Functions, as both are read again for each measurement.
     limit, meter = (lambda: memory_limit(device)), PeakMeter(device)
     if device.type != "cuda":
         return Instruments(
@@ -79,20 +80,24 @@ def instruments_for(device: torch.device, predict: Callable[[Any, int], Peak]) -
             meter=meter,
             now=_now,
             seconds=_seconds,
+            # Only caching allocators retry.
             retries=lambda: 0,
             holes=free_in_heap,
         )
 
     def now() -> torch.cuda.Event:
+        # On the stream, so that taking the time does not wait for the device.
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(device))
         return event
 
     def seconds(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        # elapsed_time is in milliseconds, and needs the second event to be over.
         end.synchronize()
         return start.elapsed_time(end) / 1000
 
     def retries() -> int:
+        # Each retry has emptied the cache: micro-batches are near the limit.
         return torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
 
     return Instruments(
@@ -101,6 +106,7 @@ def instruments_for(device: torch.device, predict: Callable[[Any, int], Peak]) -
 
 
 def _now() -> tuple[float, float]:
+    # The time of the process's clock and of this thread alone; `_seconds` chooses one.
     return time.perf_counter(), time.thread_time()
 
 

@@ -112,16 +112,17 @@ def predict_peak(
             only_owned = bool(copies) and has_others(models, owned)
             with faked(models, ledger) as fake:
                 for module in checkpointed:
+                    # An instance attribute, which nn.Module.__call__ prefers; `faked` removes it again.
                     vars(module)["forward"] = partial(checkpoint, module.forward, use_reentrant=False)
                 place = _place(owned, copies, gradient_sum)
                 if only_owned:
+                    # As the Accumulator: parameters that no optimizer has get no gradient.
                     place.inputs = [fake(entry.parameter) for entry in owned]
                 inputs = partial(_on_device, fake(microbatch), device)
                 phases = _microbatches(inputs, loss_fn, place, ledger)
                 update = _update(place, owned, copies, ledger)
-                if isinstance(
-                    place, MomentumGradientSum
-                ):  # which keeps copies of the buffers of the first window
+                # It keeps copies of the momentum buffers, which exist from the second window on.
+                if isinstance(place, MomentumGradientSum):
                     phases = _microbatches(inputs, loss_fn, place, ledger).without(update.state)
     except SuperbatchError:
         raise
@@ -158,9 +159,11 @@ def _microbatches(
         microbatch, following = inputs()
         returned = loss_fn(microbatch)
         loss = returned[0] if isinstance(returned, tuple) else returned
+        # As in training: during the backward only the graph keeps tensors of the forward alive.
         del returned
         activations = ledger.live - before
         forward = ledger.restart()
+        # Any factor does: memory does not depend on it.
         place.backward(loss, 0.5)
         del loss, microbatch, following
         backward = ledger.restart()
@@ -172,12 +175,14 @@ def _microbatches(
 def _on_device(microbatch: Any, device: torch.device | None) -> tuple[Any, Any]:
     """A micro-batch where it is worked on, and the next one, which is already on its way to a device."""
     current = to_device(microbatch, device)
+    # The next micro-batch is on its way to the device, and alive as well.
     return current, to_device(microbatch, device) if device is not None and device.type != "cpu" else None
 
 
 def _update(
     place: GradientSum, owned: list[ManagedParameter], optimizers: list[Optimizer], ledger: Ledger
 ) -> _Update:
+    # Adam reads its step counter, a fake.
     with GuessValues():
         gradients = place.close()
         held = ledger.live
@@ -200,6 +205,7 @@ def _update(
 
 def _peak(samples: int, phases: _Phases, update: _Update) -> Peak:
     ends: dict[Literal["forward", "backward", "optimizer"], int] = {
+        # The state that the first update makes is alive in all later windows.
         "backward": phases.backward + update.state,
         "forward": phases.forward + update.state,
         "optimizer": update.peak,
@@ -251,6 +257,6 @@ def _unpredictable(error: Exception) -> PredictionError:
         explain(
             "a model and a loss to be run on fake tensors",
             f"they could not: {type(error).__name__}: {text[:300]}",
-            "measure small micro-batches instead; if this error comes in a real run too, mend it first",
+            "measure small micro-batches instead; if this error comes in a real run too, fix it first",
         )
     )

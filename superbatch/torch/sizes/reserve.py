@@ -1,7 +1,7 @@
-"""Memory for an update, made sure of before the optimizer changes anything.
+"""Check that an update has enough memory, before the optimizer changes anything.
 
 An optimizer that runs out of memory in the middle has moved some parameters and not others, and nothing can
-be retried. So what its step will allocate - found out on fake tensors - is allocated and freed before it.
+be retried. So the bytes of its step, counted on fake tensors, are allocated and freed before it.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class Reserve:
         owned: list[ManagedParameter],
     ) -> None:
         self._models, self._owned = models, owned
+        # Those inside of wrappers, which hold the state.
         self._leaves = [leaf for optimizer in optimizers for leaf in leaves_of(optimizer)]
         self._share = len(
             {id(p) for leaf in self._leaves for group in leaf.param_groups for p in group["params"]}
@@ -61,12 +62,14 @@ class Reserve:
         Raises:
             OutOfMemoryError: there is not.
         """
+        # Once all state exists and memory is not tight, an update needs what the last one needed.
         states = sum([len(leaf.state) for leaf in self._leaves])
         if states == min(len(self._owned), self._share) and not self.tight:
             return
         if sum([entry.target.nbytes for entry in self._owned]) < LEAST_BYTES:
             return
         if self._known is None or self._known[0] != states:
+            # A dry run takes milliseconds: only where states were added since the last one.
             self._known = (states, self.bytes_of_update())
         needed = self._known[1]
         try:
@@ -77,6 +80,7 @@ class Reserve:
             text = str(error)
         else:
             return
+        # The cache holds what was allocated for the check.
         release_caches(*(entry.target.device for entry in self._owned))
         raise OutOfMemoryError(_text(f"{needed / 2**20:.1f} MiB", text))
 
@@ -88,9 +92,11 @@ class Reserve:
         ledger = Ledger(self._device, rounded=64)
         try:
             with stand_ins(self._leaves) as lent, faked(self._models, ledger), GuessValues():
+                # Copies of the optimizers are counted until here; only the step is wanted.
                 ledger.restart()
                 before = ledger.live
                 for (optimizer,) in lent:
+                    # Schedulers wrap the method of the instance, around the real optimizer.
                     type(optimizer).step(optimizer)
                 return ledger.restart() - before
         except Exception:  # noqa: BLE001  (of an unknown optimizer, which is stepped for real right after)

@@ -1,4 +1,4 @@
-"""Means to lower the peak memory of a micro-batch, and by how much: each is tried on fake tensors."""
+"""Options that lower the peak memory of a micro-batch, and by how much: each is tried on fake tensors."""
 
 from __future__ import annotations
 
@@ -72,6 +72,7 @@ def savings(
 
     now = predict()
     found = [
+        # Each alone against the present peak, as they may overlap.
         *_checkpoints(predict, models, now),
         *_narrow_sums(predict, models, options, now),
         *_in_momentum(predict, optimizers, options, now),
@@ -103,6 +104,7 @@ def repeated_blocks(models: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _stacks(parent: nn.Module) -> Iterator[list[nn.Module]]:
+    # A block without parts is one operation, whose checkpoint would save nothing.
     children = [child for child in parent.children() if next(child.children(), None) is not None]
     for kind in {type(child) for child in children}:
         alike = [child for child in children if type(child) is kind]
@@ -132,6 +134,7 @@ def _checkpoints(predict: Callable[..., Peak], models: Sequence[nn.Module], now:
 def _narrow_sums(
     predict: Callable[..., Peak], models: Sequence[nn.Module], options: dict[str, Any], now: Peak
 ) -> Iterator[Saving]:
+    # Only parameters of a low precision are summed in a wider dtype.
     low = any(parameter.dtype in LOW_PRECISION for model in models for parameter in model.parameters())
     if low and options.get("gradient_sum") is not None and not options.get("masters"):
         peak = predict(gradient_sum=None)
@@ -157,8 +160,10 @@ def _in_momentum(
 def _one_at_a_time(
     predict: Callable[..., Peak], optimizers: Sequence[Optimizer], now: Peak
 ) -> Iterator[Saving]:
+    # Elsewhere the peak stays, as another phase has it.
     if now.phase != "optimizer":
         return
+    # fused first, as it is faster too; foreach=False works on every device.
     for option, value in (("fused", True), ("foreach", False)):
         changed = [_with(optimizer, option, value) for optimizer in optimizers]
         if any(group.get(option, value) is not value for o in optimizers for group in o.param_groups):
@@ -173,6 +178,7 @@ def _one_at_a_time(
 
 
 def _with(optimizer: Optimizer, option: str, value: bool) -> Optimizer:
+    # Not by __init__: the copy shares parameters and state, and differs in one option.
     copy: Any = object.__new__(type(optimizer))
     copy.__dict__.update(optimizer.__dict__)
     copy.param_groups = [
@@ -182,6 +188,7 @@ def _with(optimizer: Optimizer, option: str, value: bool) -> Optimizer:
 
 
 def _state(optimizers: Sequence[Optimizer], now: Peak) -> Iterator[Saving]:
+    # The state that exists, besides the one that the first update will make.
     there = sum(
         value.nbytes
         for optimizer in optimizers

@@ -39,11 +39,13 @@ def signature(batch: Any, samples: int) -> Signature:
         if shape and shape[0] == samples:
             shape = shape[1:]
         elif shape:
+            # Rounded up: a sample of a packed sequence has a number of tokens that varies.
             shape = (-(-shape[0] // samples), *shape[1:])
         found.append((str(getattr(array, "dtype", "")), shape))
         return array
 
     kind = type(batch)
+    # Exact types, as a subclass may hold arrays beside its items.
     if kind in (tuple, list, dict) and all(
         type(leaf) is Tensor for leaf in (batch.values() if kind is dict else batch)
     ):
@@ -72,6 +74,7 @@ def covers(known: Signature, asked: Signature) -> bool:
     """
     return len(known) == len(asked) and all(
         dtype == other
+        # Another number of dimensions is another kind of input.
         and len(shape) == len(wanted)
         and all(a >= b for a, b in zip(shape, wanted, strict=True))
         for (dtype, shape), (other, wanted) in zip(known, asked, strict=True)

@@ -81,6 +81,7 @@ class Smaller:
 
     def failed(self, samples: int) -> int:
         """Return half the samples, rounded up; 0 if there was only one."""
+        # One sample cannot be halved.
         if samples == 1:
             return 0
         half = (samples + 1) // 2
@@ -92,6 +93,7 @@ class Smaller:
     def closed(self, *, made: bool) -> None:
         """Count the updates until larger sizes are tried again."""
         self._failed = False
+        # A window that made no update may be the same one again.
         if self.most is not None and made:
             self._until -= 1
             if self._until <= 0:
@@ -104,13 +106,14 @@ class Smaller:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from what `state_dict` returned."""
         most, wait, until = state["most"], state["wait"], state["until"]
+        # Before anything is set: the state may come from a damaged file.
         if not all(isinstance(number, int) for number in (1 if most is None else most, wait, until)):
             raise TypeError("no numbers of samples and updates")
         self.most, self._wait, self._until = most, wait, until
 
 
 class Fixed:
-    """The size that the user stated; a smaller one for a while after memory ran out.
+    """The size that the user set; a smaller one for a while after memory ran out.
 
     Args:
         size: most samples of a micro-batch, a `TokenBudget`, or None for a batch in one piece.
@@ -148,7 +151,7 @@ class Fixed:
         return most
 
     def closed(self, *, made: bool) -> None:
-        """Count the updates until the stated size is tried again."""
+        """Count the updates until the size that the user set is tried again."""
         self._smaller.closed(made=made)
         self.learns = self.most is not None
 
@@ -177,6 +180,7 @@ def sizing_state(sizing: Sizing, of_windows: Sizing) -> dict[str, Any]:
         sizing: of batches.
         of_windows: of windows, whose micro-batches are taken as they are while memory lasts.
     """
+    # By class, so that a run may resume with another way to choose sizes.
     return {type(sizing).__name__: sizing.state_dict(), "of windows": of_windows.state_dict()}
 
 
@@ -199,6 +203,7 @@ def load_sizing(state: Mapping[str, Any], sizing: Sizing) -> Fixed:
         if type(sizing).__name__ in saved:  # a run may resume with another way to choose sizes
             sizing.load_state_dict(saved[type(sizing).__name__])
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        # After an error both are as before.
         sizing.load_state_dict(before)
         raise InputError(
             explain(
@@ -226,9 +231,11 @@ def agreed(planned: Sequence[int], samples: int, agree: Callable[[int], int]) ->
         ((2, 3), (1, 1))
     """
     first, *others = planned
+    # A near-equal split has two sizes, which differ by 1; the larger one is agreed on.
     mine = (first, max(others or [first]))
     one, other = (min(agree(size if size < samples else _ANY), samples) for size in mine)
     return one, other
 
 
+# Larger than any batch, so that the least of all ranks is another rank's.
 _ANY = 1 << 40

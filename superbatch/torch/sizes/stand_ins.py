@@ -65,6 +65,7 @@ def copy_of(optimizer: Optimizer) -> Optimizer:
         >>> copy_of(sgd).param_groups[0]["params"][0] is sgd.param_groups[0]["params"][0]
         True
     """
+    # A wrapper answers with the state of the optimizer inside, which a copy would then change.
     own = vars(optimizer)
     missing = [name for name in ("state", "param_groups") if name not in own]
     if missing:
@@ -73,8 +74,10 @@ def copy_of(optimizer: Optimizer) -> Optimizer:
             "copied to predict its memory. Pass the optimizer that it wraps, or state a microbatch_size."
         )
     copied: dict[int, Any] = {}
+    # Not by __init__, whose arguments are not known.
     copy: Any = object.__new__(type(optimizer))
     copy.__dict__.update({name: _apart(value, copied) for name, value in own.items()})
+    # Hooks are user code, which must not run for a prediction.
     copy.__dict__["_optimizer_step_pre_hooks"] = {}
     copy.__dict__["_optimizer_step_post_hooks"] = {}
     return copy
@@ -91,6 +94,7 @@ def _apart(value: Any, copied: dict[int, Any]) -> Any:
         found = copied[id(value)] = kind(_apart(each, copied) for each in value)
         return found
     made: Any = defaultdict(value.default_factory) if kind is defaultdict else kind()
+    # Before its contents, which may refer to it.
     copied[id(value)] = made
     if isinstance(value, dict):
         for key, each in value.items():
@@ -108,6 +112,7 @@ def _contents(roots: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
     left: list[Any] = list(roots)
     while left:
         value = left.pop()
+        # `faked` restores modules; a tensor is exchanged for its fake, and never written to.
         if id(value) in seen or isinstance(value, Tensor | nn.Module | type | str) or callable(value):
             continue
         seen.add(id(value))
@@ -127,6 +132,7 @@ def _contents(roots: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
 
 def _restore(holder: Any, contents: Any) -> None:
     if isinstance(holder, dict):
+        # By identity: == on tensors compares their entries.
         same = holder.keys() == contents.keys() and all(holder[key] is each for key, each in contents.items())
     elif isinstance(holder, set):
         same = holder == contents

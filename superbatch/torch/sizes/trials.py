@@ -82,6 +82,7 @@ class Known:
 
     def missing(self, samples: int) -> int:
         """Return the memory that the first micro-batch of a window does not need yet: that of gradients."""
+        # Not more than the gradients, however far the two predicted curves are apart.
         return min(self.gradients, max(0, self.curve.at(samples) - self.first.at(samples)))
 
     def note_kept(self, samples: int, kept: int) -> None:
@@ -112,10 +113,12 @@ class Known:
         """
         runs = self.runs[samples] = self.runs.get(samples, 0) + 1
         if peak is None:
+            # Without a measurement the estimate takes its place.
             self.needed.setdefault(samples, self.demand().at(samples))
             return
         self.measured[samples] = peak
         exact = self.needed.keys() - self.rough
+        # A measurement that includes all gradients is known up to this size: it is the better one.
         if first and samples <= max(exact, default=0):
             return
         needed = peak - kept + (self.missing(samples) if first else self.gradients)
@@ -215,9 +218,11 @@ def reach(known: Known, *, total: int, top: int, at_first: int, each: int = 0, r
         (86, 60)
     """
     if not known.needed:
+        # Another shape was measured here: that has shown how far predictions are off.
         share = 0.8 / max(ratio, 1.0) if ratio else _UNMEASURED
         return max(1, known.curve.largest(int(min(top, share * total)) - at_first, most_of(known)))
     demand, highest = known.demand(), max(known.needed.values())
+    # One small micro-batch has shown what is needed once, such as kernels.
     if highest < 0.3 * total:
         budget = _MEASURED * total
     elif top - highest <= _NEAR * total or (highest > _FAR * total and _rises_as_predicted(known, each)):
@@ -229,6 +234,7 @@ def reach(known: Known, *, total: int, top: int, at_first: int, each: int = 0, r
 
 def _rises_as_predicted(known: Known, each: int) -> bool:
     low, high = min(known.needed), known.tried
+    # Sizes that are near each other show no slope.
     if low > APART * high:
         return False
     rise = known.curve.at(high) - known.curve.at(low)
@@ -245,6 +251,7 @@ def state_of(known: Known) -> dict[str, Any]:
 
     Peaks are left out: they are for people.
     """
+    # Without `runs`: a resumed run measures each size anew, maybe on another machine.
     return {
         "how": known.how,
         "curve": [list(point) for point in known.curve.points],

@@ -1,8 +1,8 @@
-"""Why an accumulated gradient is not the batch's: each suspect is removed in turn, the rest measured again.
+"""Diagnosis of an accumulated gradient that is not the batch's: suspects are removed one after the other.
 
-The order matters. What is not repeatable cannot be judged; then random numbers, then state that a forward
-changes; what is left is either a wrong statement about the loss or samples that influence each other, and the
-check of the first window tells one from the other.
+The order matters. A pass that does not repeat cannot be judged; then come random numbers, then state that a
+forward changes. The rest is a wrong declaration of the loss or coupled samples, which the check of the first
+window tells apart.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Diagnosis(NamedTuple):
 
 
 def judge(setting: Setting, size: Size) -> tuple[Finding, ...]:
-    """Judge the statement about the loss where the gradients agree, which they may by chance.
+    """Judge the declaration about the loss where the gradients agree, which they may by chance.
 
     Args:
         setting: a batch whose accumulated gradient is the batch's; it must fit in memory.
@@ -65,6 +65,7 @@ def diagnose(setting: Setting, size: Size, *, tolerance: float) -> Diagnosis:
     Returns:
         At least one cause, of kind `"unknown"` where no test tells.
     """
+    # Twice the same pass: their difference cannot come from the split.
     first = accumulated(setting, size)
     evidence = largest(accumulated(setting, size), first)
     if evidence > tolerance:
@@ -72,6 +73,7 @@ def diagnose(setting: Setting, size: Size, *, tolerance: float) -> Diagnosis:
             return Diagnosis((_nondeterminism(evidence),), (), ())
         tolerance = _NOISE * evidence  # threads add up in any order: that alone explains no more than this
     causes: list[Finding] = []
+    # Random numbers first, as they would hide the effect of a moved buffer.
     for remove in (_remove_randomness, _remove_state):
         setting, cause = remove(setting, size, tolerance)
         causes += cause
@@ -79,6 +81,7 @@ def diagnose(setting: Setting, size: Size, *, tolerance: float) -> Diagnosis:
             break
     else:
         return _statement_or_coupling(setting, size, causes, tolerance)
+    # dtype None: the probes choose the dtype by themselves.
     findings, notes = probe_coupling(setting.problem.in_dtype(None), setting.batch)
     return Diagnosis(tuple(causes), findings, notes)
 
@@ -106,6 +109,7 @@ def _remove_randomness(setting: Setting, size: Size, tolerance: float) -> tuple[
         "participants=[PerSampleRandom()]"
     )
     detail = "random numbers are drawn, and other ones in micro-batches than in the batch"
+    # With streams torch's numbers are the same in every split; only Python's and NumPy's can differ.
     seed = {"host_seed": 1} if setting.streams else {"seed": 1, "host_seed": 1}
     evidence = largest(accumulated(setting.but(**seed), size), accumulated(setting, size))
     if evidence <= tolerance:
@@ -122,6 +126,7 @@ def _remove_randomness(setting: Setting, size: Size, tolerance: float) -> tuple[
 def _first_random(setting: Setting) -> str:
     """The first module whose output depends on the seed."""
     problem = setting.problem
+    # Two samples are enough to see a module draw.
     few = take(setting.batch, 0, 2, unsplit=problem.unsplit, per_sample=problem.per_sample)
 
     def watched(seed: int) -> list[Watched]:
@@ -140,6 +145,7 @@ def _remove_state(setting: Setting, size: Size, tolerance: float) -> tuple[Setti
     evaluate(setting.problem, setting.batch)
     batchnorms = {path for path, module in model.named_modules() if isinstance(module, _BatchNorm)}
     changed = changed_state(before, module_state(model))
+    # Running statistics move by design; participants handle them.
     changed = [path for path in changed if path.rpartition(".")[0] not in batchnorms]
     restored = setting.but(restore_state=True)
     evidence = largest(accumulated(restored, size), accumulated(setting, size)) if changed else 0.0
@@ -147,12 +153,13 @@ def _remove_state(setting: Setting, size: Size, tolerance: float) -> tuple[Setti
         return setting, []
     detail = f"every forward changes {', '.join(changed)}, on which the gradient depends"
     remedy = "change this state once for each update, outside the forward"
+    # Buffers of spectral norm's power iteration: weight_u and weight_v.
     if any(name.endswith(("_u", "_v")) for name in changed):
         remedy += (
             ": keep spectral norm in evaluation mode, and advance it once in training mode before each update"
         )
     where = changed[0].rpartition(".")[0]
-    return restored, [Finding("state", where, evidence, "state put back", detail, remedy)]
+    return restored, [Finding("state", where, evidence, "state restored", detail, remedy)]
 
 
 def _statement_or_coupling(
@@ -161,26 +168,28 @@ def _statement_or_coupling(
     findings, notes = probe_coupling(setting.problem.in_dtype(None), setting.batch)
     places = [finding for finding in findings if finding.kind in ("batchnorm", "coupled")]
     statement = _statement(setting, size)
+    # A reduction or weight that holds explains all; otherwise the probed place is nearer to the cause.
     if statement is not None and (statement.kind in _STATED or not places):
         found = [finding for finding in findings if finding.kind == statement.kind == "coupled_loss"]
-        found = found or [statement]  # a probe may know more of how samples meet
+        found = found or [statement]  # a probe may know more of the coupling
         return Diagnosis((*causes, *found), (*_elsewhere(findings), *found), notes)
     coupled = [finding for finding in findings if finding.kind in _COUPLINGS]
     if not coupled:  # it may need more samples to act: a capacity, a quantile
         findings, notes = probe_coupling(setting.problem.in_dtype(None), setting.batch, samples=_MOST_PROBED)
         coupled = [finding for finding in findings if finding.kind in _COUPLINGS]
     if not coupled and not causes:
+        # Micro-batches of one sample are as far from the batch as a split can be.
         coupled = [_unknown(largest(accumulated(setting, 1), whole(setting)))]
     return Diagnosis((*causes, *coupled), findings, notes)
 
 
 def _elsewhere(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Leave out what the mixed difference said of the loss as a whole: the statement was judged since."""
+    """Leave out what the mixed difference said of the loss as a whole: the declaration was judged since."""
     return tuple(finding for finding in findings if finding.module != "loss_fn" or finding.kind == "coupled")
 
 
 def _statement(setting: Setting, size: Size) -> Finding | None:
-    """Judge the statement as the check of the first window does, on the batch and on micro-batches of it."""
+    """Judge the declaration as the first window's check does, on the batch and on micro-batches of it."""
     frozen: list[nn.Module] = []
     if setting.batchnorm == "frozen":
         frozen = [module for module in setting.problem.model.modules() if isinstance(module, _BatchNorm)]
@@ -199,6 +208,7 @@ def _pieces(setting: Setting, size: Size) -> list[Any]:
     planned = plan(setting.batch, unsplit=problem.unsplit, per_sample=problem.per_sample)
     pieces = [setting.batch]
     if isinstance(size, int) and 1 < size < planned.samples:
+        # A last micro-batch of one sample has no parts and is left out.
         starts = range(0, planned.samples - 1, size)
         pieces += [planned.take(start, min(start + size, planned.samples)) for start in starts[:3]]
     return pieces

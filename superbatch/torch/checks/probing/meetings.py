@@ -1,4 +1,4 @@
-"""Places that couple the samples of a batch, as seen by the engine that computes with the real batch."""
+"""Points that couple the samples of a batch, as `virtual_batch` records them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _SAMPLES, _SIZE = 7, 3  # unequal micro-batches, and a number that is hardly tha
 
 
 def find_meetings(problem: Problem, batch: Any) -> tuple[CouplingPoint, ...]:
-    """Return every point of the forward at which samples meet: operator and module.
+    """Return every point of the forward that couples samples: operator and module.
 
-    One forward and backward of a few samples in a `virtual_batch`. Unlike a probe that compares numbers it
-    needs no tolerance, and unlike the types of modules it shows what is written by hand. The mean
-    over samples at the end of a loss is no meeting: its result flows into no sample.
+    Runs one forward and backward of a few samples in a `virtual_batch`. Unlike a probe that compares numbers
+    it needs no tolerance, and unlike the types of modules it shows hand-written code. The mean over samples
+    at the end of a loss is no such point: its result flows into no sample.
 
     Args:
-        problem: model, loss function and statement; all leaves of its batches have samples.
+        problem: model, loss function and declaration; all leaves of its batches have samples.
         batch: real samples.
 
     Returns:
@@ -37,6 +37,7 @@ def find_meetings(problem: Problem, batch: Any) -> tuple[CouplingPoint, ...]:
         [('1', 'batch_norm')]
     """
     few = take(batch, 0, min(_SAMPLES, count_samples(batch)))
+    # On working copies, as the forward moves buffers and the backward leaves gradients.
     with untouched(problem.model), virtual_batch(problem.model, _SIZE) as virtual:
         evaluate(problem, virtual(few))[0].backward()
     return virtual.report().points

@@ -1,4 +1,4 @@
-"""Checks of what `verify` is given."""
+"""Checks of the arguments of `verify`."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def check_model(model: nn.Module) -> None:
                 "pass the model that is trained, and do not freeze all of it",
             )
         )
+    # A part that is wrapped reduces its gradients as well.
     for path, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise InputError(
@@ -44,6 +45,7 @@ def check_options(problem: Problem, tolerance: Any) -> None:
     Raises:
         InputError: one of them is.
     """
+    # The usual slip: the loss itself instead of a function.
     if not callable(problem.loss_fn):
         raise InputError(
             explain(
@@ -51,14 +53,16 @@ def check_options(problem: Problem, tolerance: Any) -> None:
             )
         )
     check_loss_fn(problem.loss_fn)
+    # Before anything is copied or evaluated: the Accumulator's three forms of weight=.
     if not (problem.weight is None or problem.weight == "returned" or callable(problem.weight)):
         raise InputError(
             explain(
                 f"weight={problem.weight!r}",
-                "a weight is told for each micro-batch",
+                "it cannot weigh a micro-batch",
                 'pass None (samples), a function micro-batch -> number, or "returned"',
             )
         )
+    # check_positive lets None pass, which stands for an option without a value.
     if tolerance is None or check_positive(tolerance, "tolerance") is None:
         raise InputError(
             explain(f"tolerance={tolerance!r}", "it is a relative difference", "pass a float, such as 1e-12")

@@ -1,9 +1,8 @@
-"""Probes that look inside a forward pass: does what belongs to one sample depend on the others?
+"""Probes that read a forward pass: does the part that belongs to one sample depend on other samples?
 
 A probe runs `loss_fn` on a batch of N samples, N a prime, so that a dimension of size N (or k N) is most
-likely that of the samples. Two samples are watched, the first and the last but one: each module's inputs
-and outputs are cut down to what belongs to them, under every reading of the shape; mixing is reported
-where all readings agree.
+likely that of the samples. Two samples are watched, the first and the last but one. The inputs and outputs of
+each module are cut down to their rows, under every reading of the shape; mixing counts if all readings agree.
 """
 
 from __future__ import annotations
@@ -72,6 +71,7 @@ class _Recorder:
     def before(self, path: str, inputs: Any) -> None:
         call = _Call(path, self.counts[path])
         self.counts[path] += 1
+        # Before the call is on the stack, whose top is its caller.
         self.note(call, inputs, entry=True)
         self.stack.append(call)
 
@@ -80,6 +80,7 @@ class _Recorder:
 
     def note(self, call: _Call, value: Any, *, entry: bool) -> None:
         caller = self.stack[-1] if self.stack else None
+        # Detached, so that the record keeps no graph alive.
         tensors = [
             _Cutting(tensor.shape, _readings(tensor.detach(), self.samples)) for tensor in tensors_in(value)
         ]
@@ -158,6 +159,7 @@ def first_difference(a: list[Watched], b: list[Watched], *, tolerance: float) ->
         >>> first_difference(one, other, tolerance=1e-4).module, first_difference(one, one, tolerance=0.0)
         ('1', None)
     """
+    # By call and not by position: a router may call its experts in another order.
     others = {(event.call, event.entry): event for event in b}
     changes = {
         key: _change(event, others[key]) for event in a if (key := (event.call, event.entry)) in others
@@ -166,6 +168,7 @@ def first_difference(a: list[Watched], b: list[Watched], *, tolerance: float) ->
         evidence = changes.get((event.call, event.entry)) or 0.0
         if evidence <= tolerance:
             continue
+        # A result of the caller that did not change proves that the difference had no effect.
         given = changes.get((event.caller, False)) if event.caller else None
         if given is None or given > tolerance:
             caller = event.caller.module if event.caller else "loss_fn"
@@ -204,11 +207,13 @@ def gradient_mixing(
 
     def hooks(path: str) -> tuple[Callable[..., Any], Callable[..., None]]:
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            # Data asks for no gradient; without one the first module could not be probed.
             return _differentiable(args), _differentiable(kwargs)
 
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             nonlocal order
             order += 1
+            # A module around one that mixes has its gradient too.
             if any(_contains(path, mixing.module) for mixing in found):
                 return
             try:
@@ -221,6 +226,7 @@ def gradient_mixing(
 
         return before, after
 
+    # `verify` may be called under no_grad, where there are no graphs.
     with _hooked(model, hooks), torch.enable_grad():
         run()
     return found, failed
@@ -255,6 +261,7 @@ def _hooked(model: nn.Module, hooks: Callable[[str], tuple[Any, Any]]) -> Iterat
     with contextlib.ExitStack() as handles:
         for path, module in model.named_modules():
             before, after = hooks(path)
+            # One by one: an error on the way removes the hooks that are set already.
             for handle in (
                 module.register_forward_pre_hook(before, with_kwargs=True),
                 module.register_forward_hook(after, with_kwargs=True),
@@ -276,6 +283,7 @@ def _cuts(tensor: Tensor, samples: int) -> list[tuple[_Cut, _Cut]]:
     """(dimension, slice) of each watched sample, for each dimension that may hold the samples."""
     cuts: list[tuple[_Cut, _Cut]] = []
     for dimension, size in enumerate(tensor.shape):
+        # Not a multiple of N: no dimension of samples.
         if size == 0 or size % samples:
             continue
         block = size // samples
@@ -294,6 +302,7 @@ def _rows(tensor: Tensor, dimension: int, own: slice) -> Tensor:
 
 def _change(one: Watched, other: Watched) -> float | None:
     """The largest relative difference of comparable tensors; None where there are none."""
+    # A pass may return fewer tensors than the other; only pairs are compared.
     pairs = zip(one.tensors, other.tensors, strict=False)
     comparable = [(a.readings, b.readings) for a, b in pairs if a.shape == b.shape and a.readings]
     # Under the reading that shows the least: a wrong reading shows mixing where there is none.
@@ -308,6 +317,7 @@ def _relative(a: Tensor, b: Tensor) -> float:
         return 0.0
     if bool(a.isnan().logical_xor(b.isnan()).any()):
         return 1.0  # a NaN came through, or was lost: all of the value changed
+    # inf - inf is NaN; neither NaN nor inf has a size.
     difference = difference.nan_to_num(0.0, 0.0, 0.0).amax()
     return float(difference / size) if size.isfinite() and size > 0 else float(difference)
 
@@ -337,9 +347,11 @@ def _cross_gradient(inputs: list[Tensor], outputs: list[Tensor], samples: int) -
         for first, _ in _cuts(output, samples):
             own = _rows(output, *first)
             noise = _fixed_noise(own)
+            # The graph is kept for other readings, and for the modules around this one.
             gradients = torch.autograd.grad(own, wanted, noise, retain_graph=True, allow_unused=True)
             found = [_towards_others(gradient, samples) for gradient in gradients]
             pairs = zip(smallest or found, found, strict=True)
+            # The smallest, as a wrong reading shows gradients where there are none.
             smallest = [min(before, now) for before, now in pairs]
         worst += smallest or []
     return max(worst)
@@ -354,6 +366,7 @@ def _towards_others(gradient: Tensor | None, samples: int) -> float:
     readings = []
     for (dimension, own), _ in _cuts(gradient, samples):
         others = gradient.detach().clone()
+        # Without the sample's own rows, the rest is the gradient towards others.
         others.movedim(dimension, 0)[own] = 0
         readings.append(float(others.abs().amax() / largest))
     return min(readings, default=0.0)

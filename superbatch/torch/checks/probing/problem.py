@@ -1,4 +1,4 @@
-"""Problem to verify - a model, a loss, how its micro-batches are weighted - and one evaluation of it."""
+"""Problem to verify - a model, its loss and the weights of micro-batches - and one evaluation of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WeightOption = Callable[[Any], Any] | Literal["returned"] | None
 
 @dataclass(frozen=True)
 class Problem:
-    """A model and a loss, with the statements that the accumulation under test relies on.
+    """A model and a loss, with the declaration that the accumulation under test relies on.
 
     Args:
         model: what has the parameters and modules.
@@ -68,6 +68,7 @@ class Problem:
     @property
     def device(self) -> torch.device | None:
         """Device of the model's first parameter; None for a model without parameters."""
+        # The first one: a model on several devices moves its inputs by itself.
         return next((parameter.device for parameter in self.model.parameters()), None)
 
 
@@ -89,6 +90,7 @@ def by_term(problem: Problem) -> dict[str, Problem]:
             problem,
             loss_fn=partial(_term_of, problem.loss_fn, name, problem.terms),
             reduction=term.reduction,
+            # None is the name that a single loss has for samples.
             weight=None if term.weigh == "samples" else term.weigh,
             terms={},
         )
@@ -97,6 +99,7 @@ def by_term(problem: Problem) -> dict[str, Problem]:
 
 
 def _term_of(loss_fn: LossFn, name: str, terms: Mapping[str, Declared], microbatch: Any) -> Any:
+    # Only terms that return their weight have one here.
     losses, weights = read_terms(loss_fn(microbatch), terms)
     return (losses[name], weights[name]) if name in weights else losses[name]
 
@@ -115,8 +118,10 @@ def forward(problem: Problem, batch: Any) -> Any:
         >>> forward(Problem(nn.Linear(1, 1), lambda x: x.sum()), torch.ones(2))
         tensor(2.)
     """
+    # Before anything can raise, as the other ranks run a forward with this one.
     if problem.announce is not None:
         problem.announce()
+    # Where training moves its micro-batches too.
     return problem.loss_fn(converted(batch, problem.dtype, problem.device))
 
 
@@ -138,6 +143,7 @@ def evaluate(problem: Problem, batch: Any) -> tuple[Tensor, Number]:
         (tensor(2.), 2)
     """
     loss, weight = _parted(problem, forward(problem, batch))
+    # Known slips, such as a number from .item(), have a text of their own.
     if not isinstance(loss, Tensor):
         raise without_tensor(loss)
     if loss.numel() != 1:
@@ -149,6 +155,7 @@ def evaluate(problem: Problem, batch: Any) -> tuple[Tensor, Number]:
             )
         )
     stated = problem.weight == "returned"
+    # A returned weight is known after the forward only.
     weight = check_weight(weight, "a micro-batch") if stated else weigh(problem, batch)
     if not weight and not loss.requires_grad and loss.is_floating_point():
         loss = loss.detach().clone().requires_grad_()  # a sum over nothing may be a constant, without a graph
@@ -156,10 +163,10 @@ def evaluate(problem: Problem, batch: Any) -> tuple[Tensor, Number]:
 
 
 def weigh(problem: Problem, batch: Any) -> Number:
-    """The weight of a micro-batch, as stated; by samples where it is only known after the forward.
+    """The weight of a micro-batch, as declared; by samples where it is only known after the forward.
 
     Args:
-        problem: with the statement.
+        problem: with the declaration.
         batch: a micro-batch on the host.
 
     Returns:
@@ -171,6 +178,7 @@ def weigh(problem: Problem, batch: Any) -> Number:
     """
     if callable(problem.weight):
         return check_weight(problem.weight(batch), "a micro-batch")
+    # Also with "returned", where the part was not evaluated.
     return count_samples(batch, unsplit=problem.unsplit, per_sample=problem.per_sample)
 
 

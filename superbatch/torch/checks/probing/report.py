@@ -1,4 +1,4 @@
-"""Report of `verify`: the two gradients in each dtype, their comparison, and what breaks exactness."""
+"""Report of `verify`: both gradients in each dtype, their comparison, and the causes of a difference."""
 
 from __future__ import annotations
 
@@ -76,6 +76,7 @@ class Request:
 @contextmanager
 def _state_as_before(problem: Problem) -> Iterator[None]:
     """Run the body, then restore the state that it has moved, large tensors that are no parameters aside."""
+    # `untouched` restores the model; the loss function may move state of its own.
     keeper = MovedState([problem.model], [problem.loss_fn])
     keeper.begin()
     try:
@@ -90,6 +91,7 @@ def verified(request: Request) -> Verification:
     Args:
         request: checked.
     """
+    # Each term has its own declaration, and so its own report.
     terms = by_term(request.problem)
     with _state_as_before(request.problem):
         reports = {name: _report(replace(request, problem=one)) for name, one in terms.items()}
@@ -101,13 +103,16 @@ def _report(request: Request) -> Verification:
     outcomes = _measure(request, notes)
     float64 = next((outcome for outcome in outcomes if outcome.dtype == torch.float64), None)
     comparisons = [_compare(request, outcome, float64, notes) for outcome in outcomes]
+    # float64 judges where there is one: rounding cannot pass for a wrong loss there.
     structural = _index_of_judge(outcomes)
     diagnosis = Diagnosis((), (), ())
     if not comparisons[structural].exact:
         diagnosis = _diagnose(request, outcomes[structural], comparisons[structural].tolerance)
+    # Gradients of this split may agree by chance; another cut of the batch may not.
     elif request.probes:
         diagnosis = Diagnosis(_by_chance(request, outcomes[structural]), *_coupling(request))
     causes, exact = diagnosis.causes, all(comparison.exact for comparison in comparisons)
+    # Exact in float64 and not in the model's dtype: the sum over micro-batches rounds too much.
     if not causes and not exact:
         causes = (_precision(comparisons[0]),)
     return Verification(
@@ -122,8 +127,9 @@ def _report(request: Request) -> Verification:
 
 
 def _meetings(request: Request, causes: tuple[Finding, ...]) -> tuple[CouplingPoint, ...]:
-    """Of coupled samples, where they meet: a second opinion, which fails silently."""
+    """Return the points that couple samples: a second opinion, which fails silently."""
     problem = request.problem
+    # `find_meetings` needs samples in every leaf.
     if not any(cause.kind in MIXING for cause in causes) or problem.unsplit or problem.per_sample:
         return ()
     found: list[CouplingPoint] = []
@@ -140,6 +146,7 @@ def _measure(request: Request, notes: list[str]) -> list[_Outcome]:
     if request.dtype != "own" and own != torch.float64:
         try:
             outcomes.append(_pair(request, torch.float64, torch.float64, notes))
+        # An error of this library is about the problem, not about float64.
         except SuperbatchError:
             raise
         except Exception as error:  # a model that is not made for float64 may raise anything
@@ -151,9 +158,10 @@ def _measure(request: Request, notes: list[str]) -> list[_Outcome]:
 
 def _pair(request: Request, dtype: torch.dtype | None, name: torch.dtype, notes: list[str]) -> _Outcome:
     if dtype is not None:
+        # DDP's hooks are lost where the dtype of a parameter changes.
         held = held_parameter(request.problem.model)
         if held is not None:
-            raise RuntimeError(f"DistributedDataParallel, or an earlier loss, holds on to {held!r}")
+            raise RuntimeError(f"DistributedDataParallel, or an earlier loss, still uses {held!r}")
     with untouched(request.problem.model, dtype=dtype) as reset:
         setting = request.setting(dtype, reset)
         if request.against != "splits":
@@ -195,11 +203,13 @@ def _compare(
     if outcome.dtype != torch.float64:
         tolerance, most = rounding_of(outcome.dtype, request.problem.model)
         if float64 is not None:
+            # The rounding of one pass; 8 times that for a sum over many micro-batches.
             tolerance = min(max(tolerance, 8 * largest(outcome.reference, float64.reference)), most)
         elif outcome.against == "batch" and largest(outcome.measured, outcome.reference) > tolerance:
             with untouched(request.problem.model) as reset:
                 floor = measured_floor(request.setting(None, reset), outcome.reference)
             tolerance = min(max(tolerance, floor), most)
+    # Between the tolerance and 1 %, a part of the model may compute in a lower precision.
     elif tolerance < largest(outcome.measured, outcome.reference) < 1e-2:
         tolerance = max(tolerance, _inner_rounding(request, notes))
     return GradientComparison(
@@ -226,7 +236,8 @@ def _coupling(request: Request) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
 
 
 def _by_chance(request: Request, outcome: _Outcome) -> tuple[Finding, ...]:
-    """A wrong statement that this batch does not show, cut as it is: the check cuts it otherwise too."""
+    """A wrong declaration that this batch does not show, cut as it is: the check cuts it otherwise too."""
+    # Cut in other ways too, on as many samples as are known to fit.
     batch, size = _in_memory(request, outcome)
     with untouched(request.problem.model) as reset:
         return judge(request.setting(None, reset).but(batch=batch), size)
@@ -245,6 +256,7 @@ def _in_memory(request: Request, outcome: _Outcome) -> tuple[Any, int | TokenBud
     size, problem = request.microbatch_size, request.problem
     if outcome.against == "batch" or not isinstance(size, int):
         return request.batch, size
+    # One micro-batch is known to fit: it takes the place of the batch, and its halves are micro-batches.
     batch = take(request.batch, 0, max(size, 2), unsplit=problem.unsplit, per_sample=problem.per_sample)
     return batch, max(1, size // 2)
 
@@ -263,6 +275,7 @@ def _precision(comparison: GradientComparison) -> Finding:
 def _inner_rounding(request: Request, notes: list[str]) -> float:
     """The rounding of operations that the model does in a lower precision than it was given."""
     problem = request.problem
+    # Two samples show the dtypes that operations compute in.
     pair = take(request.batch, 0, 2, unsplit=problem.unsplit, per_sample=problem.per_sample)
     with untouched(problem.model, dtype=torch.float64) as reset:
         setting = request.setting(torch.float64, reset)
@@ -274,6 +287,7 @@ def _inner_rounding(request: Request, notes: list[str]) -> float:
         return 0.0
     coarsest = max(lower, key=lower.__getitem__)
     notes.append(f"parts of the model compute in {_text(coarsest)} whatever they are given")
+    # Every part of the model rounds at least this much, whatever the dtype of its parameters.
     return lower[coarsest]
 
 
@@ -290,6 +304,7 @@ def _text(dtype: torch.dtype) -> str:
 def _other_size(size: int | TokenBudget) -> int:
     """A split that is not the one under test."""
     if isinstance(size, TokenBudget):
+        # A budget of tokens has no half; single samples are always another split.
         return 1
     return size // 2 if size > 1 else 2
 

@@ -40,8 +40,10 @@ def select(
 
     def rows(node: Any) -> Any:
         if isinstance(node, Tensor):
+            # Indexing copies, so that the samples of a probe can be written to.
             return node[torch.tensor(indices, device=node.device)]
         if isinstance(node, list | tuple):
+            # In the type of the list, e.g. a named tuple.
             return rebuilder(node, "")([node[index] for index in indices])
         return node[list(indices)]  # NumPy
 
@@ -81,6 +83,7 @@ def change_floats(
         if not isinstance(node, Tensor) or not node.is_floating_point():
             return node
         where = torch.tensor(changed, device=node.device)
+        # Only changed rows are written; the others stay bit for bit.
         return node.index_copy(0, where, fn(node[where]).to(node.dtype))
 
     return _map_samples(rows, batch, lengths)
@@ -104,6 +107,7 @@ def converted(batch: Any, dtype: torch.dtype | None, device: torch.device | None
 
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
+            # One call for both conversions copies once.
             return leaf.to(device=device or leaf.device, dtype=as_dtype(leaf.dtype, dtype))
         kind = getattr(getattr(leaf, "dtype", None), "kind", None)
         return leaf.astype("float64") if dtype is torch.float64 and kind == "f" else leaf  # NumPy
@@ -129,6 +133,7 @@ def same_values(a: Any, b: Any) -> bool:
         return torch.equal(a, b)
     entries = children(a)
     if entries is None:
+        # NumPy compares entry by entry, other objects as a whole.
         return bool((a == b) if not hasattr(a, "all") else (a == b).all())
     pairs = zip(entries, children(b) or [], strict=True)
     return all(same_values(mine, theirs) for (_, mine), (_, theirs) in pairs)
@@ -145,12 +150,14 @@ def _map_samples(fn: Callable[[Any], Any], batch: Any, lengths: dict[str, Leaf],
     entries = children(batch) or []
     join = f"{path}.{{}}" if path else "{}"
     new = [_map_samples(fn, value, lengths, join.format(name)) for name, value in entries]
+    # An unchanged part stays the same object, as `change_floats` promises.
     if all(after is before for after, (_, before) in zip(new, entries, strict=True)):
         return batch
     return rebuilder(batch, path)(new)
 
 
 def _checked(node: Any, leaf: Leaf) -> Any:
+    # A packed sequence has more rows than samples.
     if len(node) == leaf.length:
         return node
     raise SplitError(

@@ -49,7 +49,7 @@ class Probe(NamedTuple):
     """Samples to probe with, one more to replace them by, and how to run a pass; within `untouched`.
 
     Args:
-        problem: model, loss and statements.
+        problem: model, loss and declarations.
         batch: `samples + 1` samples.
         samples: how many are probed, a prime.
         tolerance: the largest relative difference that counts as rounding.
@@ -74,6 +74,7 @@ class Probe(NamedTuple):
 
     def begin(self) -> None:
         """Start a pass: from the same state, and with the same random numbers to come."""
+        # The pass before may have moved buffers.
         self.reset()
         seed_all(_SEED, self.problem.model)
 
@@ -101,10 +102,12 @@ def find_mixing(probe: Probe, base: list[Watched]) -> dict[str, Mixed]:
     found: dict[str, Mixed] = {}
 
     def note(mixing: Mixing, test: str) -> None:
+        # Several tests may name one module; the largest evidence is kept.
         before = found.get(mixing.module, Mixed(0.0, ()))
         tests = dict.fromkeys([*before.tests, test])
         found[mixing.module] = Mixed(max(before.evidence, mixing.evidence), tuple(tests))
 
+    # Values can be compared only between passes that repeat.
     if first_difference(base, probe.watch(probe.base()), tolerance=probe.tolerance) is None:
         _compare_values(probe, base, note)
     else:
@@ -141,7 +144,9 @@ def loss_coupling(probe: Probe) -> Iterator[Finding]:
         One finding where the weighted loss is no sum over samples: of kind `"weight"` where it is one with
         another weight, else `"coupled_loss"`.
     """
+    # Other samples take the places of a and a' in each, as one pair may be alike by chance.
     quadruples = [_quadruple(probe, shift) for shift in range(0, probe.samples, 2)]
+    # Equal samples make the difference 0 for every loss.
     if all(same_values(q[0], q[1]) or same_values(q[0], q[2]) for q in quadruples):
         probe.notes.append("samples are equal: the mixed difference shows nothing")
         return
@@ -151,6 +156,7 @@ def loss_coupling(probe: Probe) -> Iterator[Finding]:
         probe.notes.append(f"mixed difference: {failure}")
         return
     reduction = probe.problem.reduction
+    # Under a right declaration the loss times this is a sum over samples.
     stated = [[after_forward_scale(weight, reduction=reduction) for _, weight, _ in four] for four in results]
     evidence = _mixed(results, stated)
     if evidence > probe.tolerance:
@@ -187,6 +193,7 @@ def failure_of(run: Callable[[], Any]) -> str | None:
 def _compare_values(probe: Probe, base: list[Watched], note: Callable[[Mixing, str], None]) -> None:
     for test, batch in _perturbed(probe):
         passes: list[list[Watched]] = []
+        # Default arguments, as a closure would see the last values of the loop.
         failure = failure_of(lambda batch=batch, passes=passes: passes.append(probe.watch(batch)))
         if failure is not None:
             probe.notes.append(f"{test}: {failure}")
@@ -231,14 +238,17 @@ def _perturbed(probe: Probe) -> Iterator[tuple[str, Any]]:
         problem = probe.problem
         return change_floats(fn, base, others, unsplit=problem.unsplit, per_sample=problem.per_sample)
 
+    # The same samples in other places.
     reordered = dict(zip(others, reversed(others), strict=True))
     batches = [
         ("perturbed samples", probe.take([spare if index in others else index for index in everyone])),
         ("perturbed samples", probe.take([reordered.get(index, index) for index in everyone])),
+        # A maximum notices 8 x, a division zeros; NaN spreads through every sum.
         ("perturbed samples", changed(lambda x: 8 * x)),
         ("perturbed samples", changed(torch.zeros_like)),
         ("NaN probe", changed(lambda x: torch.full_like(x, math.nan))),
     ]
+    # `changed` leaves a batch without floats as it is.
     different = [(test, batch) for test, batch in batches if not same_values(base, batch)]
     if not different:
         probe.notes.append("samples are equal and nothing floats: replacing samples shows nothing")
@@ -255,6 +265,7 @@ def _order_dependence(probe: Probe) -> float:
 
     order = list(range(probe.samples))
     first = loss_of(order, 0)
+    # A loss that draws random numbers changes in any order.
     if any(loss_of(order, seed) != first for seed in (1, 2, 3)):
         return 0.0
     change = abs(loss_of(order[::-1], 0) - first)
@@ -283,6 +294,7 @@ def _frozen_losses(probe: Probe, batches: list[Any]) -> list[_Sum]:
     sums: list[_Sum] = []
     for batch in batches:
         probe.begin()
+        # BatchNorm is known by its type and would hide other coupling.
         for module in probe.problem.model.modules():
             if isinstance(module, _BatchNorm):
                 module.training = False
@@ -293,6 +305,7 @@ def _frozen_losses(probe: Probe, batches: list[Any]) -> list[_Sum]:
 
 def _explained(probe: Probe, results: list[list[_Sum]], evidence: float) -> Finding:
     for text, weigh in weight_candidates(probe.problem, probe.batch):
+        # The likeliest candidate under which the loss is a sum over samples.
         if _mixed(results, [[weigh(batch) for _, _, batch in four] for four in results]) <= probe.tolerance:
             detail = f"the loss is a mean over something else than what it is weighted by; it fits {text}"
             return Finding("weight", "loss_fn", evidence, "mixed difference", detail, f"pass weight={text}")
@@ -304,6 +317,7 @@ def _mixed(results: list[list[_Sum]], weights: list[list[Number]]) -> float:
     """The largest mixed difference of four weighted losses, relative to the largest of them."""
     found: list[float] = []
     for four, scales in zip(results, weights, strict=True):
+        # In the order of `_quadruple`: the loss of (a, R), (a', R), (a, R'), (a', R').
         sums = [result.loss * scale for result, scale in zip(four, scales, strict=True)]
         size = max(map(abs, sums))
         found.append(abs((sums[1] - sums[0]) - (sums[3] - sums[2])) / size if size else 0.0)

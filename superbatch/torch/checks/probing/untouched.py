@@ -1,9 +1,9 @@
 """Trial run of a model, which leaves it bit for bit as it was.
 
 Every parameter and buffer gets a working copy of its data (tensors that share memory keep sharing it),
-optionally in another dtype; afterwards each tensor object has its own storage back, which nothing has written
-to. The tensor objects stay the same throughout, so a `loss_fn` that closes over the model, or a parameter,
-sees the copies.
+optionally in another dtype. Afterwards each tensor object has its own storage again, which nothing has
+written to. The tensor objects stay the same, so that a `loss_fn` that closes over the model, or over a
+parameter, sees the copies.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Kept(NamedTuple):
 
 @contextmanager
 def untouched(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[Callable[[], None]]:
-    """Let the body run and convert a model, and put everything back afterwards, also after an exception.
+    """Let the body run and convert a model, and restore everything afterwards, also after an exception.
 
     Restored are: parameters, buffers and other tensors of the modules (object, storage and bits), `.grad`,
     `requires_grad`, training flags, Python attributes, containers and generators of the modules, and the
@@ -82,6 +82,7 @@ def untouched(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator
         _copy(tensors, dtype)
 
     try:
+        # Eagerly: compiled code would be compiled again for the copies' dtype.
         with run_eagerly():
             reset()
             yield reset
@@ -98,7 +99,7 @@ def state_restorer(model: nn.Module) -> Callable[[], None]:
         model: any module.
 
     Returns:
-        A function that puts them back, and leaves parameters and gradients alone.
+        A function that restores them, and leaves parameters and gradients alone.
 
     Examples:
         >>> norm = nn.BatchNorm1d(2)
@@ -119,6 +120,7 @@ def state_restorer(model: nn.Module) -> Callable[[], None]:
         _restore_python(slots, modes)
         with torch.no_grad():
             for tensor, content in copies:
+                # A forward may have made it longer, e.g. a cache.
                 if tensor.shape != content.shape:
                     tensor.resize_(content.shape)
                 tensor.copy_(content)
@@ -136,7 +138,7 @@ def held_parameter(model: nn.Module) -> str | None:
         model: any module.
 
     Returns:
-        The name of a parameter that somebody holds on to; None if there is none, or without a process group.
+        The name of a parameter that autograd keeps for another user; None without one or a process group.
 
     Examples:
         >>> held_parameter(nn.Linear(1, 1)) is None
@@ -150,6 +152,7 @@ def held_parameter(model: nn.Module) -> str | None:
             # found. (The stub says that `metadata` is a method; it is a dict.)
             node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
             node.metadata["superbatch"] = True
+            # Without another reference the node is freed, and its metadata with it.
             del node
             node = torch.autograd.graph.get_gradient_edge(parameter).node
             if node.metadata.pop("superbatch", False):
@@ -173,8 +176,10 @@ def seed_all(seed: int, model: nn.Module, *, host: int = 0) -> None:
         >>> bool(first == torch.rand(()))
         True
     """
+    # Not torch.manual_seed, which seeds every device.
     torch.default_generator.manual_seed(seed)
     random.seed(seed + host)
+    # Not imported for this: without it nobody draws from NumPy.
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed + host)
     for kind in {device.type for device in accelerators([model])}:
@@ -202,6 +207,7 @@ def module_state(model: nn.Module) -> dict[str, Any]:
         for name, value in (*buffers_of(module).items(), *_attributes(module).items()):
             where = f"{path}.{name}" if path else name
             if isinstance(value, Tensor):
+                # A copy, since a forward writes to its buffers in place.
                 state[where] = value.detach().clone()
             elif value is None or isinstance(value, bool | int | float | str):
                 state[where] = value
@@ -245,6 +251,7 @@ def _kept(model: nn.Module) -> list[_Kept]:
     for module in model.modules():
         tables = (parameters_of(module), buffers_of(module), _attributes(module))
         values = (value for table in tables for value in table.values())
+        # By id: tied parameters are one tensor in several modules.
         tensors.update({id(value): value for value in values if isinstance(value, Tensor)})
     # `.grad` of a tensor that autograd made is not stored, and reading it warns.
     return [_Kept(t, t.data, t.grad if t.is_leaf else None, t.requires_grad) for t in tensors.values()]
@@ -253,6 +260,7 @@ def _kept(model: nn.Module) -> list[_Kept]:
 def _slots(model: nn.Module) -> list[_Slot]:
     slots: list[_Slot] = []
     for module in model.modules():
+        # Shallow: the tensors stay the same objects, and `_restore_tensors` restores their data.
         slots += [_Slot(table, dict(table)) for table in (parameters_of(module), buffers_of(module))]
         attributes = _attributes(module)
         for value in _held(attributes.values()):
@@ -270,6 +278,7 @@ def _held(values: Iterable[Any]) -> Iterator[Any]:
     waiting = list(values)
     while waiting:
         value = waiting.pop()
+        # A container may contain itself.
         if id(value) in seen:
             continue
         seen.add(id(value))
@@ -284,6 +293,7 @@ def _restore_python(slots: list[_Slot], modes: list[tuple[nn.Module, bool]]) -> 
             content()
             continue
         if isinstance(owner, nn.Module):
+            # Attributes that the body has added.
             for name in _attributes(owner).keys() - content.keys():
                 del owner.__dict__[name]
             owner.__dict__.update(content)
@@ -297,6 +307,7 @@ def _restore_python(slots: list[_Slot], modes: list[tuple[nn.Module, bool]]) -> 
 def _copy(tensors: list[_Kept], dtype: torch.dtype | None) -> None:
     storages: dict[tuple[Any, ...], Tensor] = {}
     for tensor, data, _, requires_grad in tensors:
+        # A gradient of another dtype does not allow the new data.
         if tensor.is_leaf:
             tensor.grad = None
         tensor.data = _copied(data, dtype, storages)
@@ -313,6 +324,7 @@ def _copied(data: Tensor, dtype: torch.dtype | None, storages: dict[tuple[Any, .
     if data.numel() == 0:
         return data.clone().to(wanted)
     if key not in storages:
+        # The whole storage; the copies are views of it, as the tensors were.
         flat = torch.empty(0, dtype=data.dtype, device=data.device).set_(data.untyped_storage())
         storages[key] = flat.to(wanted, copy=True)
     return storages[key].as_strided(data.size(), data.stride(), data.storage_offset())
