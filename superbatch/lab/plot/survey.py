@@ -108,11 +108,17 @@ def one_survey(report: Survey, *, dark: bool = False) -> Figure:
         low, high = axes.get_ylim()
         axes.set_ylim(min(low, min(report.losses) - 0.02 * (high - low)), high)
     found = report.suggestions
-    marks = (("valley", found.valley, GREEN), ("minimum / 10", found.minimum, PURPLE))
-    for name, value, colour in marks:
+    marks = (
+        ("onset", found.onset, found.onset_range, GREEN),
+        ("minimum / 10", found.minimum, found.minimum_range, PURPLE),
+    )
+    for name, value, ends, colour in marks:
         if value is not None:
             axes.axvline(to_axis(report.what, value), color=colour, linewidth=1.4, linestyle=(0, (4, 2)))
             axes.plot([], [], color=colour, linestyle=(0, (4, 2)), label=f"{name}: {value:.3g}")
+        if value is not None and ends is not None:
+            at = [to_axis(report.what, end) for end in ends]
+            axes.axvspan(*at, color=colour, alpha=0.12, linewidth=0)
     if report.stopped is not None and x:
         axes.axvline(x[-1], color=VERMILION, linewidth=1.4)
         axes.plot([], [], color=VERMILION, label=f"stopped at {report.values[-1]:.2g}")
@@ -211,7 +217,7 @@ def _draw_rates(
     axes.grid(axis="y", visible=False)
     axes.set_xlabel(_x_label(report.what))
     axes.set_title(
-        f"Suggested (valley): dots each survey, diamond their mean; band ± {report.margin:g} decades",
+        f"Suggested (onset of the fall): dots surveys, diamond their mean; band ± {report.margin:g} decades",
         fontsize=10,
         loc="left",
         color=theme.ink,

@@ -6,8 +6,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from superbatch.results.survey import What
-from superbatch.tuning.survey_suggestions import by_chance, still_falling
+from superbatch.results.survey import Range, What
+from superbatch.tuning.survey import averaged
+from superbatch.tuning.survey_suggestions import still_falling
 
 from .comparison import FEWEST_RUNS
 from .surveys import SurveyArm, Surveys
@@ -28,7 +29,10 @@ def surveys_table(report: Surveys) -> Table:
     name = NAMES[report.what]
     columns = (
         Column("split", "micro-batches x samples; the first row is the baseline"),
-        Column(f"suggested {name}", "geometric mean over the surveys, and their spread in decades"),
+        Column(
+            f"suggested {name}",
+            "geometric mean over the surveys that suggest one, and their spread in decades",
+        ),
         Column("stopped at", "median of the last values, where surveys stopped early"),
         Column(
             "pairs differ by",
@@ -99,29 +103,37 @@ def suggestion(report: Surveys) -> str:
     name, rate = NAMES[report.what], report.arms[0].rate
     if not runs:
         return f"No {name} is suggested: nothing has been surveyed."
-    if rate is None:
-        return f"No {name} is suggested: {runs[0].survey.suggestions.reason}."
-    chance = sum(by_chance(run.survey.losses, run.survey.smooth, run.survey.beta) for run in runs)
-    noisy = (
-        " In most surveys the loss fell no further than noise may make it fall: look at the picture."
-        if 2 * chance > len(runs)
-        else ""
-    )
+    mean = averaged([run.survey for run in runs])
     fell = sum(run.survey.stopped is None and still_falling(run.survey.smooth) for run in runs)
     further = (
         " The loss still fell at the end of the ramp: survey up to a higher value."
         if 2 * fell > len(runs)
         else ""
     )
+    nothing = "" if mean.reason is None else f"No {name} is suggested: {mean.reason}."
     if report.what != "lr":
-        return f"{_too_much(report)}{noisy}{further}"
-    found = (run.survey.suggestions.minimum for run in runs)
-    tenths = sorted(value for value in found if value is not None)
-    return (
-        f"Begin with a {name} of about {rate:.2g} for batches of {report.batch_size} samples: the middle of "
-        f"the longest descent. A tenth of where the loss is lowest: {tenths[len(tenths) // 2]:.2g}."
-        f"{noisy}{further}"
+        return " ".join(filter(None, (_too_much(report), nothing))) + further
+    # The mean curve has the least noise; single surveys are asked only where it leaves the onset open.
+    value = mean.onset or rate or mean.minimum
+    if value is None:
+        nothing = nothing or f"No {name} is suggested: noise leaves open where the loss begins to fall."
+        return f"{nothing}{further}"
+    said = (
+        f"the loss has begun to fall at {_with_range(mean.onset, mean.onset_range)}, "
+        f"a tenth of where it is lowest is {_with_range(mean.minimum, mean.minimum_range)}"
     )
+    of_curve = f"By the mean curve of {len(runs)} surveys" if len(runs) > 1 else "By the curve"
+    return (
+        f"Begin with a {name} of about {value:.2g} for batches of {report.batch_size} samples. "
+        f"{of_curve} {said}.{further}"
+    )
+
+
+def _with_range(value: float | None, ends: Range | None) -> str:
+    if ends is None:
+        return "not known"
+    said = "not known" if value is None else f"{value:.2g}"
+    return f"{said} ({ends[0]:.2g} to {ends[1]:.2g})"
 
 
 def _too_much(report: Surveys) -> str:
@@ -274,12 +286,10 @@ def _of_other(arm: SurveyArm) -> str:
 
 
 def _tests(arm: SurveyArm) -> str:
-    curve, rate = arm.curve, arm.suggested
-    assert curve is not None
-    assert rate is not None
     words = [
         f"{name} {_yes(p=test.p_value, equivalent=test.equivalent)}"
-        for name, test in (("curve:", curve), ("suggestion:", rate))
+        for name, test in (("curve:", arm.curve), ("suggestion:", arm.suggested))
+        if test is not None
     ]
     return "; ".join(words)
 
