@@ -13,8 +13,9 @@ d_1, so that F_0 has none of it; one that swings from update to update has d_2 <
 of all three intervals are above 1.1. *Even*: the upper ends of F_1 and F_2 are below 0.9. Else nothing is
 said.
 
-Losses see less than gradients would, but gradients do so only at parameters that rest. Error rates and power
-by simulation are in tests/core/test_noise_independence.py.
+Gradients take the place of losses where parameters rest (`superbatch.torch.tuning.independence`).
+They see more, but while parameters move, their noise moves them, and F_1 rises by about rate x curvature.
+Error rates and power by simulation are in tests/core/test_noise_independence.py.
 """
 
 from __future__ import annotations
@@ -103,8 +104,19 @@ class IndependenceTest:
             return
         (a, va), (b, vb) = self._waiting
         self._waiting = []  # the next triple has none of the noise of this one
-        d_1 = ((a - b) ** 2 + (b - mean) ** 2) / 4
-        self._take(d_1, (a - mean) ** 2 / 2, (va + 2 * vb + explained) / 4, (va + explained) / 2)
+        squares = ((a - b) ** 2, (b - mean) ** 2, (a - mean) ** 2)
+        self.add_triple(squares, (va, vb, explained))
+
+    def add_triple(self, squares: tuple[float, float, float], explained: tuple[float, float, float]) -> None:
+        """Take in three windows by their distances, as of gradients.
+
+        Args:
+            squares: squared distances of the first and the second, the second and the third, and the first
+                and the third.
+            explained: variance of each that its micro-batches explain.
+        """
+        (ab, bc, ac), (va, vb, vc) = squares, explained
+        self._take((ab + bc) / 4, ac / 2, (va + 2 * vb + vc) / 4, (va + vc) / 2)
 
     def judged(self, drawn: float = 0.0) -> Independence:
         """Return the verdict so far.

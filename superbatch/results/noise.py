@@ -13,7 +13,7 @@ ASSUMPTION = "if the micro-batches of a window are independent draws"
 
 @dataclass(frozen=True, kw_only=True)
 class Independence:
-    """Result of the test whether the micro-batches of a window are independent draws, by their losses.
+    """Result of the test whether the micro-batches of a window are independent draws.
 
     Attributes:
         verdict: ``"shared"``: they share noise, which is counted as signal, so that the noise scale comes out
@@ -24,6 +24,9 @@ class Independence:
         low: smallest lower end of the intervals that decide (see `superbatch.noise.independence`).
         high: largest upper end.
         triples: of windows that were compared; a verdict takes 20.
+        by: what was compared.
+        updates_see: the noise scale that updates see as windows are now, in samples, whether noise is shared
+            or not; None: not known, as by losses.
     """
 
     verdict: Literal["shared", "even"] | None
@@ -31,17 +34,23 @@ class Independence:
     low: float
     high: float
     triples: int
+    by: Literal["losses", "gradients"] = "losses"
+    updates_see: float | None = None
 
     @property
     def text(self) -> str | None:
         """The verdict in a sentence, and what to do; None where nothing is said."""
         if self.verdict is None or self.ratio is None:
             return None
-        seen = f"losses of whole windows differ {self.ratio:.2g} times as much as their micro-batches explain"
+        seen = (
+            f"{self.by} of whole windows differ {self.ratio:.2g} times as much as their micro-batches explain"
+        )
+        see = self.updates_see
+        as_they_are = "" if see is None else f"; as they are, updates see a noise scale of about {see:.2g}"
         if self.verdict == "shared":
             return (
                 f"{seen}: micro-batches of a window share noise (similar samples, copies, one document), and "
-                "a noise scale from them would be too small. Shuffle samples over windows"
+                f"a noise scale from them would be too small. Shuffle samples over windows{as_they_are}"
             )
         return (
             f"{seen}: windows are more even than chance, and the noise scale comes out too large. Draw "
