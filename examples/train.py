@@ -84,7 +84,7 @@ def main() -> int:
             if end:
                 break
     if log and (noise := accumulate.noise):
-        print(f"noise scale: {noise.reason or noise.batch_size}")
+        print(noise.summary())
     if ranks > 1:
         dist.barrier()  # a rank that leaves first may abort the others in gloo
         dist.destroy_process_group()

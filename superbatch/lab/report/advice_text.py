@@ -5,7 +5,7 @@ from __future__ import annotations
 # pyright: strict
 from superbatch.results.advice import Advice, Steps, number_text
 from superbatch.results.memory import binary_text
-from superbatch.results.noise import ASSUMED
+from superbatch.results.noise import ASSUMED, ASSUMPTION
 from superbatch.results.scaling import setting_text
 
 from .fitting_text import seconds_text
@@ -104,8 +104,13 @@ def title_of(report: Advice) -> str:
     each = f"{seconds_text(report.microbatch_seconds)} each"
     return (
         f"{recipe}micro-batches of {report.microbatch_size}{ranks}, {each}; update "
-        f"{seconds_text(report.update_seconds)}{reduce}; noise scale {noise_text(report)}"
+        f"{seconds_text(report.update_seconds)}{reduce}; noise scale {noise_text(report)}{_assumed(report)}"
     )
+
+
+def _assumed(report: Advice) -> str:
+    """The condition of a noise scale that was measured."""
+    return f", {ASSUMPTION}" if report.noise_from.startswith("measured") else ""
 
 
 def range_said(report: Advice) -> str:
@@ -151,6 +156,7 @@ def findings(report: Advice) -> list[str]:
     sentences = [
         verdict_text(report),
         _best(report),
+        *report.uncertainty[:1],
         *_models(report),
         _alternative(report),
         *_sum_of_gradients(report),
@@ -159,11 +165,11 @@ def findings(report: Advice) -> list[str]:
         *_exceptions(report),
         COUPLED,
     ]
-    return [*sentences, *report.uncertainty, *report.notes]
+    return [*sentences, *report.uncertainty[1:], *report.notes]
 
 
 def answer(report: Advice) -> list[str]:
-    """The verdict with its reason, the best number of micro-batches, and the alternative if no table has it.
+    """The verdict with its reason, the best number of micro-batches, how sure that is, and what no table has.
 
     Args:
         report: of an advice, whole or partial.
@@ -172,7 +178,7 @@ def answer(report: Advice) -> list[str]:
         Sentences.
     """
     todo = [] if report.alternative is not None else [_alternative(report)]
-    return [verdict_text(report), _best(report), *todo]
+    return [verdict_text(report), _best(report), *report.uncertainty[:1], *todo]
 
 
 def caveats(report: Advice, most: int = 3) -> list[str]:
@@ -193,7 +199,7 @@ def caveats(report: Advice, most: int = 3) -> list[str]:
         *_models(report),
         *_exceptions(report),
         COUPLED,
-        *report.uncertainty,
+        *report.uncertainty[1:],  # how sure it is stands with the verdict
     ]
     return said[:most]
 
