@@ -247,10 +247,10 @@ class NoiseOfWindows:
             self._found = _Found(missing, no_proxy=missing)
         elif q_per_sample > 0:
             beside, no_proxy = self._judged_beside(a2, gradients, q, q_per_sample)
-            self._found = _Found(self._found.groups, self._found.samples, beside, no_proxy)
+            losses = None
             if 1 - q >= LEAST_SPREAD:
-                spread = estimate(squared_off, off * off, q).variance
-                self._found = self._found._replace(losses=(centre + off, spread))
+                losses = (centre + off, estimate(squared_off, off * off, q).variance)
+            self._found = _Found(self._found.groups, self._found.samples, beside, no_proxy, losses)
 
     def left(self, *, made: bool) -> None:
         """End a window: what was measured counts if its update was made. A second call changes nothing."""
