@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before the group: it would keep the one that is there for ever
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -42,6 +43,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of checkpoints and logs")
     options = parser.parse_args()
     rank, ranks, device = set_up()
+    code = train(options, rank, ranks, device)  # its end frees what holds the process group
+    if ranks > 1:
+        dist.barrier()  # a rank that leaves first may abort the others in gloo
+        dist.destroy_process_group()
+    return code
+
+
+def train(options: argparse.Namespace, rank: int, ranks: int, device: torch.device) -> int:
     texts = read_texts()
     held_out, texts = texts[:64], texts[64:]
     torch.manual_seed(0)
@@ -85,9 +94,6 @@ def main() -> int:
                 break
     if log and (noise := accumulate.noise):
         print(noise.summary())
-    if ranks > 1:
-        dist.barrier()  # a rank that leaves first may abort the others in gloo
-        dist.destroy_process_group()
     return stop.exit_code
 
 

@@ -24,10 +24,10 @@ class Window(Sequence[T]):
     """The micro-batches of one update: an immutable sequence that an accumulator does not split.
 
     Args:
-        microbatches: at least one micro-batch, in order.
+        microbatches: in order. A window without any is refused by the accumulator, which tells other ranks.
 
     Raises:
-        InputError: there is none.
+        InputError: `microbatches` cannot be iterated over.
 
     Examples:
         >>> window = Window([[1, 2], [3]])
@@ -38,12 +38,9 @@ class Window(Sequence[T]):
     __slots__ = ("_microbatches",)
 
     def __init__(self, microbatches: Iterable[T]) -> None:
+        # An empty one is refused where it is used: refused here, no accumulator would know of it, and this
+        # rank's next batch would be summed with the one that other ranks have now.
         self._microbatches: tuple[T, ...] = tuple(_iterable(microbatches, "micro-batches"))
-        if not self._microbatches:
-            raise InputError(
-                "A Window without micro-batches makes no update. Pass one or more; "
-                "where only this rank has no data, call accumulate(None)."
-            )
 
     @overload
     def __getitem__(self, index: int) -> T: ...

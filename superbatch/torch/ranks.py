@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from superbatch.errors import RankError
+
+from .memory.out_of_memory import out_of_memory
+from .window.sync.faults import Position
 
 Batch = TypeVar("Batch")
 
@@ -26,7 +30,8 @@ def until_all_end(batches: Iterable[Batch]) -> Iterator[Batch | None]:
         As many items on every rank: the batches in order, then None.
 
     Raises:
-        RankError: `batches` raised an error on another rank. The rank with the error raises its own.
+        RankError: `batches` raised an error on another rank, or one has ended or hangs. The rank with the
+            error raises its own.
 
     Examples:
         >>> list(until_all_end([1, 2]))  # one process: the batches
@@ -45,7 +50,8 @@ def until_all_end(batches: Iterable[Batch]) -> Iterator[Batch | None]:
             except StopIteration:
                 ended = True
             except BaseException:
-                _sum(active=False, failed=True)  # the others wait in this exchange
+                with suppress(RankError):  # where they cannot be reached, the error here says more
+                    _sum(active=False, failed=True)  # the others wait in this exchange
                 raise
         active, failed = _sum(active=not ended, failed=False)
         if failed:
@@ -59,8 +65,17 @@ def until_all_end(batches: Iterable[Batch]) -> Iterator[Batch | None]:
 
 
 def _sum(*, active: bool, failed: bool) -> list[int]:
-    """Return the number of ranks that have a batch, and of those that have failed."""
+    """Return the number of ranks that have a batch, and of those that have failed.
+
+    Raises:
+        RankError: a rank cannot be reached.
+    """
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     numbers = torch.tensor([active, failed], dtype=torch.int32, device=device)
-    dist.all_reduce(numbers)
+    try:
+        dist.all_reduce(numbers)
+    except RuntimeError as error:
+        if out_of_memory(error):
+            raise
+        raise Position().lose(error) from error
     return numbers.tolist()

@@ -115,13 +115,14 @@ def test_the_page_stands_alone(written: Path) -> None:
 
 
 def test_names_of_a_recipe_cannot_break_the_page(written: Path) -> None:
-    from superbatch.lab.report.html import comparison_page
+    from superbatch.lab.report.page import render
+    from superbatch.lab.report.pages import page_of
 
     text = (written / "report.json").read_text(encoding="utf-8")
     report = from_json(
         Comparison, text.replace("a plane through noisy points", "<script>alert(1)</script> & co")
     )
-    page = comparison_page(report, light=PNG, dark=PNG)
+    page = render(page_of(report), light=PNG, dark=PNG)
     assert "<script" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; co" in page
 

@@ -1,6 +1,6 @@
 """Ctrl-C says what was kept, whenever it comes; progress cannot be misread; every command writes a page.
 
-The pages of `compare` and `study` are looked at in their own tests.
+The pages of `compare` and `study` are checked in their own tests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from superbatch.lab import plot
 from superbatch.lab.cli import entry
 from superbatch.lab.cli.exits import NOTHING_KEPT
 from superbatch.lab.recipes import load_recipe
-from tests.cli.commands import PLANE, run
+from superbatch.lab.report.page import DOCUMENTATION
+from tests.cli.commands import PLANE, ROOT, run
 
 SHORT = ("--threads", "1")
 NUMBERS = ("--microbatch-size", "4", "--accumulation-steps", "12", "--noise", "100")
@@ -66,6 +67,8 @@ def test_every_command_writes_a_page(
     assert page.seen.count("img") == (command != "verify")
     assert not re.search(r"(src|href)=\"(?!data:)", text), "nothing is loaded from elsewhere"
     assert Path("here/report.json").is_file()
+    (guide,) = re.findall(rf"Explained at {DOCUMENTATION}(\w+)/\.", text)
+    assert (ROOT / "docs" / f"{guide}.md").is_file()
 
 
 def interrupt(*_: object, **__: object) -> None:

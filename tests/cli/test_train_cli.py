@@ -21,7 +21,9 @@ from superbatch.lab.studies.train import batches_from
 from tests.cli.commands import PLANE, ROOT, process, run
 from tests.studies.own_recipe import plane
 
-pytest.importorskip("safetensors", reason="safetensors is not installed (extra: checkpoint)")
+load_file = pytest.importorskip(
+    "safetensors.torch", reason="safetensors is not installed (extra: checkpoint)"
+).load_file
 
 HOW = (
     *("--optimizer", "adam", "--learning-rate", "0.02", "--precision", "float64", "--clip", "2"),
@@ -170,7 +172,9 @@ def test_coupled_samples_and_bf16() -> None:
     assert run("train", "digits-bn", "--noise") == 2
 
 
-def torchrun(recipe: str, ranks: int, folder: Path, updates: int, restarts: int = 0) -> str:
+def torchrun(
+    recipe: str, ranks: int, folder: Path, updates: int, restarts: int = 0, how: tuple[str, ...] = HOW
+) -> str:
     """Train on some ranks; return what was said."""
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     files = ("--checkpoints", str(folder / "run"), "--every", "5", "--updates", str(UPDATES))
@@ -178,7 +182,7 @@ def torchrun(recipe: str, ranks: int, folder: Path, updates: int, restarts: int 
     done = subprocess.run(
         [
             *(sys.executable, *launch, "--max-restarts", str(restarts), "-m", "superbatch"),
-            *("train", recipe, *HOW, *files, *stop),
+            *("train", recipe, *how, *files, *stop),
         ],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
@@ -212,3 +216,90 @@ def test_a_rank_is_killed_and_torchrun_restarts_from_the_last_checkpoint(tmp_pat
         torchrun(PLANE, ranks, other, UPDATES)
         assert distance(parameters_of(other / "run"), expected) < 1e-12
         saved = saved[1:]
+
+
+DROPS = """
+import torch
+from torch import nn
+from tests.studies import own_recipe
+
+def recipe():
+    def model(seed):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 1))
+    return own_recipe.plane(model=model)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "extra"), [("drops", "--sample-rng"), ("digits-bn", "")])
+def test_random_numbers_and_coupled_samples_do_not_depend_on_ranks(
+    recipe: str, extra: str, tmp_path: Path
+) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(DROPS, encoding="utf-8")
+    named = f"{own}:recipe" if recipe == "drops" else recipe
+    how = ("--precision", "float64", "--batch-size", "26", "--microbatch-size", "5")
+    final: dict[str, dict[str, Tensor]] = {}
+    cells = (("1", 1, extra), ("2", 2, extra), ("3", 3, extra), ("mutant", 2, "--seed=1"))
+    for name, ranks, option in cells:
+        folder = tmp_path / name
+        folder.mkdir()
+        torchrun(named, ranks, folder, UPDATES, how=(*how, *([option] if option else [])))
+        files = sorted((sorted((folder / "run").iterdir())[-1]).rglob("*.safetensors"))
+        tensors = {k: v for file in files for k, v in load_file(file).items()}
+        final[name] = {k: v for k, v in tensors.items() if ".models." in k and v.is_floating_point()}
+    assert final["1"], "premise"
+    for name in ("2", "3"):
+        assert distance(final[name], final["1"]) < 1e-12
+    assert distance(final["mutant"], final["1"]) > 1e-3
+
+
+ENDS = """
+import torch, torch.distributed as dist
+from pathlib import Path
+from superbatch.lab.recipes import load_recipe
+from superbatch.lab.studies import train
+
+def threads():
+    names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+    return sum("gloo" in name for name in names)
+
+counts = []
+end = dist.destroy_process_group
+def ending():
+    counts.append(threads())
+    end()
+dist.destroy_process_group = ending  # a spy
+train.train(load_recipe("digits"), train.Options(updates=2, batch_size=20, microbatch_size=5))
+print(counts[0], threads())
+"""
+
+
+HELD = """
+begin, held = dist.init_process_group, []
+def beginning(name):
+    begin(name)
+    held.append(dist.group.WORLD)
+dist.init_process_group = beginning
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are read from /proc")
+@pytest.mark.parametrize("mutant", [False, True])
+def test_threads_of_gloo_end_with_the_training(mutant: bool) -> None:
+    """One that is left when the process ends may abort it: a training that was done would be restarted."""
+    program = ENDS.replace("counts = []", "counts = []\n" + HELD) if mutant else ENDS
+    one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **one, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    before, after = map(int, done.stdout.split())
+    assert before > 0, "premise"
+    assert (after > 0) == mutant

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from superbatch.errors import InputError
 from superbatch.lab.report.advice_text import (
-    alternative_table,
+    caveats,
     findings,
+    memory_table,
     models_table,
-    steps_table,
+    tables,
     verdict_text,
 )
 from superbatch.lab.report.json import from_json, to_json
@@ -152,15 +153,17 @@ def full() -> Advice:
 
 def test_everything_that_was_promised_is_said() -> None:
     report = full()
-    text = "\n".join([plain(steps_table(report)), plain(alternative_table(report)), *findings(report)])
+    text = " ".join(
+        "\n".join([*map(plain, [*tables(report), memory_table(report)]), *findings(report)]).split()
+    )
     for said in (
         "16 <",
-        "beta2         0.95       0.996799",
-        "weight_decay  0.1        0.025",
+        "beta2 0.95 0.996799",
+        "weight_decay 0.1 0.025",
         "K* = 0.35 (between 0.177 and 0.75)",
         "3.81 MiB (4 bytes a parameter)",
-        "95.4 MiB and fits in the 954 MiB",
-        "would fit in one piece (858 MiB)",
+        "a micro-batch of 32 95.4 MiB fits in 954 MiB (asked for)",
+        "16 x 32 in one piece 858 MiB fits: the same update without accumulation",
         "does not apply where hyper-parameters that were published",
         "DP-SGD",
         "unless WholeBatch makes the updates",
@@ -171,8 +174,10 @@ def test_everything_that_was_promised_is_said() -> None:
     ):
         assert said in text, said
     small = replace(report, limit=Limit(10**7, "asked for"))
-    assert "does not fit in" in "\n".join(findings(small))
-    assert "one piece" not in "\n".join(findings(small))
+    assert "does not fit in" in plain(memory_table(small))
+    assert caveats(small)[1] == "a micro-batch of 32: 95.4 MiB, does not fit in 9.54 MiB (asked for)."
+    assert caveats(report)[1].startswith("16 x 32 in one piece: 858 MiB, fits: the same update without")
+    assert "one piece" not in plain(memory_table(small))
 
 
 def test_the_report_is_written_and_read() -> None:
@@ -258,7 +263,7 @@ def test_models_of_adam_are_shown_and_widen_the_range_where_they_lie_beyond() ->
     assert [row[0] for row in rows] == ["0", "1", "2"]
     assert rows[2][2].startswith("2600 (1300 to 5200)")
     text = " ".join(findings(far))
-    assert "preconditioner the noise scale is 100 to 2600" in text
+    assert "preconditioner (q = 0, 1, 2) the noise scale is 100 to 2600" in text
     assert "no model of Adam is better than a factor of about 3" in text
     assert from_json(Advice, to_json(far)) == far
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hatch_build import absolute
+from superbatch.lab.report.page import DOCUMENTATION
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -73,6 +74,7 @@ def test_the_address_stands_in_one_place_and_its_copies_agree() -> None:
     for name in ("CITATION.cff", "SECURITY.md", ".github/ISSUE_TEMPLATE/config.yml"):
         assert ADDRESS in text_of(name), name
     assert PROJECT["urls"]["Changelog"].startswith(ADDRESS)
+    assert PROJECT["urls"]["Documentation"] == DOCUMENTATION
     assert PROJECT["authors"] == [{"name": "The superbatch developers"}]
 
 

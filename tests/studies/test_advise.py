@@ -136,7 +136,7 @@ def test_with_adam_the_models_of_its_preconditioner_are_measured_shown_and_drawn
     assert (plain.noise, plain.low, plain.high) == (report.noise, report.noise_low, report.noise_high)
     assert len({each.noise for each in report.models}) == 3
     assert [row[0] for row in models_table(report).rows] == ["0", "1", "2"]
-    assert any("what is assumed of Adam's preconditioner" in each for each in findings(report))
+    assert any("assumptions on Adam's preconditioner" in each for each in findings(report))
     for time in report.of_asked.by_model:
         assert time is None or report.of_asked.low <= time <= report.of_asked.high
     assert any(each.noise is not None for each in others), "premise: it is determined here"

@@ -87,7 +87,9 @@ def test_with_adam_the_models_of_its_preconditioner_are_a_band(report: NoiseStud
     table = points_table(adam)
     assert [column.heading for column in table.columns][4:6] == ["q = 1", "q = 2"]
     assert {len(row) for row in table.rows} == {len(table.columns)}
-    assert any("By what is assumed of Adam's preconditioner (q = 0, 1, 2) it is" in s for s in findings(adam))
+    assert any(
+        "assumptions on Adam's preconditioner (q = 0, 1, 2) the noise scale is" in s for s in findings(adam)
+    )
     figure = plot.noise(adam)
     for axes in figure.axes:
         legend = axes.get_legend()

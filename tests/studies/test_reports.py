@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,10 @@ from superbatch.errors import InputError
 from superbatch.lab import plot
 from superbatch.lab.report.comparison import Comparison
 from superbatch.lab.report.json import from_json, to_json
+from superbatch.lab.report.page import Page, render
 from superbatch.lab.report.table import (
+    Column,
+    Table,
     bytes_text,
     comparison_table,
     difference_text,
@@ -175,3 +179,32 @@ def test_the_plot_leaves_matplotlib_as_it_was(report: Comparison) -> None:
     before = dict(mpl.rcParams)
     plot.png(plot.comparison(report), dots_per_inch=40)
     assert dict(mpl.rcParams) == before
+
+
+def test_a_page_escapes_texts_and_leaves_out_what_is_empty() -> None:
+    bad = '<b title="x">&</b>'
+    column = Column(bad, bad)
+    page = Page(
+        title=bad,
+        lead=bad,
+        partial=bad,
+        verdict=[bad],
+        findings=[bad],
+        tables=[Table(bad, (column, column), ((bad, bad),)), Table("without rows", (column,), ())],
+        details=[Table("beside the plot", (column,), (("1",),))],
+        plotted=bad,
+        code=bad,
+        notes=[bad],
+        arms=[(bad, bad)],
+        settings={"Options": {bad: bad}, "Versions": {}},
+    )
+    text = render(page, light=b"light", dark=b"dark")
+    assert text.count("&lt;b title=&#34;x&#34;&gt;&amp;&lt;/b&gt;") > 15, "the premise: it stands everywhere"
+    assert "<b" not in text.replace("<body>", "")
+    assert "without rows" not in text
+    assert "Versions" not in text
+    assert text.index("data:image/png") < text.index("beside the plot"), "the plot comes first"
+    empty = render(Page(title="a"))
+    body = set(re.findall(r"<(\w+)", empty.split("<body>")[1]))
+    assert body == {"h1"}
+    assert empty.endswith("</html>\n")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from superbatch.lab.report.json import from_json, to_json
 from superbatch.lab.report.study import Quantity, Study, StudyArm, StudyRun
 from superbatch.lab.report.study_text import equivalence_table, study_table
 from superbatch.lab.studies import study_critical_batch, study_grow_batch, study_momentum, study_precision
-from superbatch.lab.studies.catalogue import STUDIES
+from superbatch.lab.studies.catalogue import DOCUMENTATION, STUDIES
 from superbatch.lab.studies.study import Options, Progress, StudyInterrupted, study
 from superbatch.lab.studies.study_common import compared, stream
 from superbatch.tuning.growing import GrowingBatch
@@ -319,9 +321,7 @@ def test_the_noise_scale_predicts_one_number_in_words_table_and_picture(momentum
     assert f"batch 64 needs x {expected:.2f} the samples, measured x 1.20 (median)" in found.conclusion
     assert found.facts["batch 64"] == pytest.approx({study_critical_batch.PREDICTED: expected})
     merged = tuple(replace(arm, facts=dict(found.facts[arm.name])) for arm in arms)
-    report = replace(
-        momentum, name="critical-batch", arms=merged, quantities=study_critical_batch._quantities()
-    )
+    report = replace(momentum, name="critical-batch", arms=merged, quantities=study_critical_batch.QUANTITIES)
     row = study_table(report).rows[3]
     assert row[0] == "batch 64" and row[-1] == f"{expected:.2f}"
     lines = {line.get_label(): line for line in plot.study(report).axes[1].get_lines()}
@@ -397,7 +397,7 @@ def test_a_sum_in_bfloat16_loses_and_one_in_float32_does_not(precision: Study) -
 
 
 def test_precision_concludes_from_the_numbers() -> None:
-    names = [way.name for way in (*(way for way, _ in study_precision.DRAWN), *study_precision.OWN)]
+    names = [way.name for way in (*study_precision.DRAWN, *study_precision.OWN)]
 
     def conclusion(wide: float) -> str:
         arms = tuple(planted(name, {"K = 256": [wide if "float32" in name else 0.02]}) for name in names)
@@ -456,12 +456,13 @@ def test_reports_are_written_and_read_again(momentum: Study, grown: Study, preci
 @pytest.mark.parametrize("name", STUDIES)
 def test_an_interruption_before_the_first_run_has_a_picture(name: str, momentum: Study) -> None:
     from superbatch.lab import plot
-    from superbatch.lab.report.html import study_page
+    from superbatch.lab.report.page import render
+    from superbatch.lab.report.pages import page_of
 
     nothing = tuple(StudyArm(name=f"batch {k}", how="", facts={}, runs=()) for k in (1, 2))
     report = replace(momentum, name=name, arms=nothing, tests=(), curve_at=(1.0, 2.0), partial=True)
     picture = plot.png(plot.study(report), dots_per_inch=30)
-    assert "interrupted before the last run" in study_page(report, light=picture, dark=picture)
+    assert "interrupted before the last run" in render(page_of(report), light=picture, dark=picture)
 
 
 def test_seeds_spread_over_processes_give_the_same_report() -> None:
@@ -534,11 +535,29 @@ def test_samples_that_see_each_other_are_refused(name: str) -> None:
         study(name, "digits-bn", Options(quick=True))
 
 
-def test_every_study_has_a_question_and_a_picture() -> None:
+def test_every_study_has_a_question_a_picture_and_a_section_of_the_documentation() -> None:
     from superbatch.lab.plot.studies import _DRAWINGS
 
     assert set(STUDIES) == set(_DRAWINGS)
     assert all(entry.question.endswith("?") for entry in STUDIES.values())
+    root = Path(__file__).resolve().parents[2]
+    (address,) = re.findall('^Documentation = "(.*)"', (root / "pyproject.toml").read_text("utf8"), re.M)
+    assert f"{address}studies/" == DOCUMENTATION
+    headings = re.findall("^## (.*)", (root / "docs/studies.md").read_text("utf8"), re.M)
+    slugs = [re.sub(r"[^\w\- ]", "", each).strip().lower().replace(" ", "-") for each in headings]
+    assert [entry.section for entry in STUDIES.values()] == slugs[: len(STUDIES)], "in the order of the page"
+
+
+def test_a_report_leads_to_its_explanation(momentum: Study, grown: Study, precision: Study) -> None:
+    for report in (
+        momentum,
+        grown,
+        precision,
+        study("splits", own_recipe.plane(), Options(runs=2, samples=40)),
+    ):
+        assert report.notes[-1].endswith(f"{DOCUMENTATION}#{STUDIES[report.name].section}")
+    for report in (momentum, grown, precision):
+        assert report.notes[0].startswith("It does not show "), "the limit stands in the report itself"
 
 
 def test_a_margin_far_below_the_scatter_cuts_no_run_of_the_reference_off() -> None:

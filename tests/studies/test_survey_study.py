@@ -214,7 +214,7 @@ def test_what_is_said_of_it(digits: Surveys) -> None:
     assert said[0].startswith(
         "10x10 survey like the real batch: from the same weights and samples the curves"
     )
-    assert any(text.startswith("10x10 missing 1/K: wrong, and not found alike (curve: not") for text in said)
+    assert any(text.startswith("10x10 missing 1/K: wrong, and not found alike.") for text in said)
     assert any(text.startswith("1x50: ") for text in said)
     assert said[-1].startswith("Coinciding curves are weak evidence.")
     assert headline(digits).startswith("same weights and samples: curves agree to")
@@ -222,6 +222,8 @@ def test_what_is_said_of_it(digits: Surveys) -> None:
     rows = surveys_table(digits).rows
     assert [row[0] for row in rows][:2] == ["1x100 (real batch)", "1x100 again"]
     assert all(len(row) == len(surveys_table(digits).columns) for row in rows)
+    (missing,) = (row for row in rows if row[0] == "10x10 missing 1/K")
+    assert missing[4].startswith("not shown, p") and missing[5].startswith("not shown, p")
 
 
 def test_the_report_goes_through_json_and_is_drawn(digits: Surveys) -> None:

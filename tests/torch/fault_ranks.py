@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from superbatch.errors import SuperbatchError
 from superbatch.torch import Accumulator
@@ -22,6 +24,7 @@ from tests.torch.sharded_training import full, fully, join, leave, run
 
 FAILS_AT = 1  # the second of four batches
 BATCHES = 4
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate"  # as torch's allocator says
 
 
 class FaultError(Exception):
@@ -42,7 +45,7 @@ class Fault:
         if phase == "memory":
             raise torch.OutOfMemoryError("no memory")
         self.armed = False
-        if phase == "interrupt":
+        if phase in ("interrupt", "interrupted clip"):
             raise KeyboardInterrupt
         raise FaultError(f"no {phase}")
 
@@ -72,6 +75,22 @@ class FragileSGD(torch.optim.SGD):
         """Step, or fail."""
         self.fault.at("step")
         return super().step(closure)
+
+
+class FailingReduction(TorchDispatchMode):
+    """Has no memory for the buffer of a reduction, into which gradients are put together."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__()
+        self._fault = fault
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.cat.default:
+            try:
+                self._fault.at("reduction")
+            except FaultError:
+                raise RuntimeError(NO_MEMORY) from None
+        return func(*args, **(kwargs or {}))
 
 
 def net() -> nn.Module:
@@ -124,19 +143,30 @@ def owned(accumulate: Accumulator, loss_fn: Callable[[Tensor], Tensor], fault: F
     return "made" if window.update.made else f"skipped: {window.update.skipped}"
 
 
+def wrapped(how: str) -> Any:
+    """Return the model as the ranks share it."""
+    if how == "DDP":
+        return DistributedDataParallel(net())
+    return fully(net(), init_device_mesh("cpu", (2,))) if how == "FSDP2" else net()
+
+
+def optimizer_of(model: nn.Module, fault: Fault) -> torch.optim.Optimizer:
+    """Return an optimizer whose step or hook may fail."""
+    # What a failure leaves in torch's own SGD can be restored; in another class it cannot be known.
+    kind = FragileSGD if fault.phase == "step" else torch.optim.SGD
+    optimizer = kind(model.parameters(), lr=0.1, momentum=0.9)
+    if isinstance(optimizer, FragileSGD):
+        optimizer.fault = fault
+    if fault.phase == "hook" or (fault.phase == "own hook" and fault.armed):
+        optimizer.register_step_pre_hook(lambda *_: fault.at(fault.phase))
+    return optimizer
+
+
 def faulty(rank: int, bad: int, how: str, phase: str) -> dict[str, Any]:
     """Train on four batches; return what each came to, and the parameters after each."""
     fault = Fault(phase, here=rank == bad)
-    model: Any = net()
-    if how == "DDP":
-        model = DistributedDataParallel(model)
-    elif how == "FSDP2":
-        model = fully(model, init_device_mesh("cpu", (2,)))
-    # What a failure leaves in torch's own SGD can be restored; in another class it cannot be known.
-    optimizer = (FragileSGD if phase == "step" else torch.optim.SGD)(model.parameters(), lr=0.1, momentum=0.9)
-    if isinstance(optimizer, FragileSGD):
-        optimizer.fault = fault
-    optimizer.register_step_pre_hook(lambda *_: fault.at("hook"))
+    model = wrapped(how)
+    optimizer = optimizer_of(model, fault)
 
     def loss_fn(x: Tensor) -> Tensor:
         for one in ("forward", "interrupt"):
@@ -146,7 +176,12 @@ def faulty(rank: int, bad: int, how: str, phase: str) -> dict[str, Any]:
         return Fragile.apply(loss, fault)
 
     def clip(gradients: Any) -> None:
-        fault.at("clip")
+        for one in ("clip", "interrupted clip"):
+            fault.at(one)
+
+    def factor(updates: int) -> float:
+        fault.at("scheduler")
+        return 1.0
 
     accumulate = Accumulator(
         model,
@@ -154,7 +189,8 @@ def faulty(rank: int, bad: int, how: str, phase: str) -> dict[str, Any]:
         loss_fn,
         microbatch_size=2,
         weight=partial(weight_of, fault),
-        clip=clip,
+        clip=clip if "clip" in phase else None,
+        scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, factor) if phase == "scheduler" else None,
         check=False,
         sync="all_reduce" if how == "all_reduce" else "auto",
     )
@@ -166,7 +202,8 @@ def faulty(rank: int, bad: int, how: str, phase: str) -> dict[str, Any]:
             if phase in ("block", "break"):
                 outcomes.append(owned(accumulate, loss_fn, fault, batch_of(fault, rank)))
             else:
-                accumulate(batch_of(fault, rank))
+                with FailingReduction(fault) if phase == "reduction" else nullcontext():
+                    accumulate(batch_of(fault, rank))
                 outcomes.append("made")
         except (FaultError, SuperbatchError, KeyboardInterrupt) as error:
             outcomes.append(f"{type(error).__name__}: {error}")
@@ -176,15 +213,17 @@ def faulty(rank: int, bad: int, how: str, phase: str) -> dict[str, Any]:
 
 
 HOW = ("DDP", "all_reduce", "FSDP2")
+REPLICATED = ("DDP", "all_reduce")
 PHASES = (
     *("split", "rows", "weight", "forward", "interrupt", "memory", "backward", "block", "break"),
-    *("clip", "hook", "step"),
+    *("clip", "interrupted clip", "hook", "own hook", "step", "scheduler"),
 )
 
 
 def cells(rank: int, bad: int) -> dict[str, Callable[[], dict[str, Any]]]:
     """Return all cells by name."""
-    return {f"{how}, {phase}": partial(faulty, rank, bad, how, phase) for how in HOW for phase in PHASES}
+    cells = [(how, phase) for how in HOW for phase in PHASES] + [(how, "reduction") for how in REPLICATED]
+    return {f"{how}, {phase}": partial(faulty, rank, bad, how, phase) for how, phase in cells}
 
 
 def main(rank: int, folder: Path, bad: int, chosen: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Two gloo ranks of which one ends or hangs in a window: `python -m ... RANK FOLDER HOW FAULT`."""
+"""Two gloo ranks of which one ends or hangs in or before a window: `python -m ... RANK FOLDER HOW FAULT`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,43 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from superbatch.torch import Accumulator
+from superbatch.torch.ranks import until_all_end
 from tests.torch.fault_ranks import error_of, net, rows
 from tests.torch.sharded_training import fully
 from tests.torch.two_ranks import end_rank
 
 TIMEOUT = 5.0  # seconds
+
+
+class Fault:
+    """What rank 1 does in its second window, once.
+
+    Args:
+        kind: ``"killed"``, or where it hangs.
+        here: it does on this rank.
+    """
+
+    def __init__(self, kind: str, *, here: bool) -> None:
+        self.kind, self.here, self.updates = kind, here, 0
+
+    def at(self, *places: str) -> None:
+        """End or hang if this is the place."""
+        if not self.here or not self.updates or self.kind not in places:
+            return
+        self.here = False
+        if self.kind == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.kind == "handler":
+            signal.signal(signal.SIGUSR1, lambda *_: time.sleep(3 * TIMEOUT))
+            signal.raise_signal(signal.SIGUSR1)
+        else:
+            time.sleep(3 * TIMEOUT)
+
+    def batches(self, rank: int) -> Iterator[Tensor]:
+        """Yield batches."""
+        while True:
+            self.at("iterator", "until all end")
+            yield rows(rank, 1)
 
 
 def main(rank: int, folder: Path, how: str, fault: str) -> None:
@@ -37,22 +70,24 @@ def main(rank: int, folder: Path, how: str, fault: str) -> None:
     model: Any = net()
     model = DistributedDataParallel(model) if how == "DDP" else fully(model, init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    updates: list[bool] = []
+    place = Fault(fault, here=rank == 1)
+    next(model.modules()).register_forward_pre_hook(lambda *_: place.at("forward hook"))
+    optimizer.register_step_pre_hook(lambda *_: place.at("step hook"))
 
     def loss_fn(x: Tensor) -> Tensor:
-        if rank == 1 and updates:
-            if fault == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(3 * TIMEOUT)
+        place.at("killed", "hangs", "handler")
         return error_of(model, x)
 
     accumulate = Accumulator(model, optimizer, loss_fn, microbatch_size=2, check=False)
-    updates.append(accumulate(rows(rank, 0)).made)
+    accumulate(rows(rank, 0))
+    place.updates = 1
     began, found = time.monotonic(), []
     for _ in range(2):
+        batches = place.batches(rank)
         try:
-            accumulate(rows(rank, 1))
-        except Exception as error:  # noqa: BLE001, PERF203 - the test looks at each
+            for batch in until_all_end(batches) if fault == "until all end" else batches:
+                accumulate(batch)
+        except Exception as error:  # noqa: BLE001 - the test looks at each
             found.append([type(error).__name__, str(error)])
     seconds = time.monotonic() - began
     (folder / f"{rank}.json").write_text(json.dumps({"errors": found, "seconds": seconds}))

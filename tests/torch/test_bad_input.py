@@ -260,6 +260,7 @@ BATCHES: list[tuple[str, Any]] = [
     ("generator", (part for part in BATCH)),
     ("set", {1, 2}),
     ("object", object()),
+    ("window of nothing", Window([])),
     ("empty window member", Window([(X[:0], Y[:0])])),
     ("window of None", Window([None])),
     ("window with lengths", Window([(X[:3], Y[:3]), (X[3:6], Y[3:5])])),
@@ -614,7 +615,6 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "windows tail": lambda: windows([1], 2, tail="keep"),  # type: ignore[arg-type]
     "windows first_update": lambda: windows([1], 2, first_update=-1),
     "windows first_update bool": lambda: windows([1], 2, first_update=True),
-    "Window of nothing": lambda: Window([]),
     "Window of None": lambda: Window(None),  # type: ignore[arg-type]
     "Window of a number": lambda: Window(5),  # type: ignore[arg-type]
     "piecewise of nothing": lambda: piecewise({}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,22 +12,34 @@ from torch import Tensor
 from tests.torch import dataless_ranks as ranks
 from tests.torch.two_ranks import found_by_both
 
+Found = list[dict[str, Any]]
+OTHER = "RankError: Rank {} failed {} (FaultError: behind the model), so no rank makes this update"
+
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found."""
-    return found_by_both("tests.torch.dataless_ranks", tmp_path_factory.mktemp("ranks"))
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What each of two ranks found."""
+    return found_by_both("tests.torch.dataless_ranks", tmp_path_factory.mktemp("ranks"), "2")
 
 
-def reference(none: set[tuple[int, int]]) -> dict[str, Tensor]:
+@pytest.fixture(scope="module")
+def found_by_three(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What each of three ranks found."""
+    return found_by_both("tests.torch.dataless_ranks", tmp_path_factory.mktemp("ranks"), "3", count=3)
+
+
+def reference(case: str, count: int, none: set[tuple[int, int]]) -> dict[str, Tensor]:
     """Return the parameters after the large batches of the ranks that have data."""
     model = ranks.net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for window in range(ranks.WINDOWS):
-        batch = [ranks.rows(rank, window) for rank in (0, 1) if (rank, window) not in none]
+        batch = [ranks.rows(rank, window) for rank in range(count) if (rank, window) not in none]
         if batch:
             optimizer.zero_grad()
-            ranks.error_of(model, torch.cat(batch)).backward()
+            large: Any = torch.cat(batch)
+            if "tokens" in case:
+                large = {"x": large, "mask": torch.cat([torch.arange(len(x)) % 3 != 1 for x in batch])}
+            ranks.loss_of(model, large).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
     return {name: each.detach() for name, each in model.named_parameters()}
@@ -37,14 +50,45 @@ def is_apart(state: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return any((state[name] - value).norm() > 1e-12 * value.norm() for name, value in expected.items())
 
 
-@pytest.mark.parametrize("how", ["DDP", "all_reduce"])
-@pytest.mark.parametrize("check", [False, True])
-def test_ranks_without_data(how: str, check: bool, found: list[dict[str, Any]]) -> None:
+def check(each: dict[str, Any], case: str, rank: int, count: int) -> None:
+    """Check the training of a rank, in some windows of which it had no data."""
+    none = ranks.NONE[count]
+    expected = partial(reference, case, count)
+    assert not is_apart(each["state"], expected(none))
+    assert is_apart(each["state"], expected(set())), "a mutant: all of the data"
+    without_sample = {(r, w) for r, w in none if w != 0}
+    assert is_apart(each["state"], expected(without_sample)), "a mutant: the first window had data everywhere"
+    assert each["made"] == [any((r, w) not in none for r in range(count)) for w in range(ranks.WINDOWS)]
+    assert [samples == 0 for samples in each["samples"]] == [(rank, w) in none for w in range(ranks.WINDOWS)]
+
+
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("case", ranks.CASES)
+def test_ranks_without_data(case: str, checked: bool, found: Found) -> None:
     for rank, each in enumerate(found):
-        one = each[f"{how}, {check}"]
-        assert not is_apart(one["state"], reference(ranks.NONE))
-        assert is_apart(one["state"], reference(set())), "a mutant: all of the data"
-        assert one["made"] == [True, True, True, True, False, True]
-        assert [samples == 0 for samples in one["samples"]] == [
-            (rank, window) in ranks.NONE for window in range(ranks.WINDOWS)
-        ]
+        check(each[f"{case}, {checked}"], case, rank, 2)
+
+
+@pytest.mark.parametrize("case", ["FSDP2", "FSDP2, auto"])
+def test_one_rank_of_three_has_data(case: str, found_by_three: Found) -> None:
+    for rank, each in enumerate(found_by_three):
+        check(each[f"{case}, True"], case, rank, 3)
+
+
+def test_an_error_of_the_rank_with_data_reaches_the_one_without(found: Found) -> None:
+    one, other = (each["with data"]["outcomes"] for each in found)
+    assert other == ["made", "FaultError: behind the model", "made"]
+    assert one[0] == one[2] == "made" and one[1].startswith(OTHER.format(1, "in micro-batch 0"))
+
+
+def test_an_error_on_the_sample_that_stands_in_for_data_reaches_the_others(found: Found) -> None:
+    one, other = (each["without data"]["outcomes"] for each in found)
+    assert one == ["made", "FaultError: behind the model", "made"]
+    assert other[0] == other[2] == "made" and other[1].startswith(OTHER.format(0, "in micro-batch 0"))
+
+
+def test_a_batch_that_cannot_be_sent_names_the_way_without(found: Found) -> None:
+    one, other = (each["no pickle"]["outcomes"] for each in found)
+    text = "InputError: This rank has no batch, a forward of sharded models waits for all ranks, and the "
+    assert one[0] == one[2] == "made" and one[1].startswith(text) and "weight= is 0" in one[1]
+    assert other[1].startswith(f"RankError: Rank 0 failed before its first micro-batch ({text}")

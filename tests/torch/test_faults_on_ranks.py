@@ -13,7 +13,6 @@ from tests.torch.two_ranks import found_by_both
 
 Found = list[dict[str, Any]]
 FAILED = "RankError: Rank {} {}, so no rank makes this update; all is as before it. Correct the error there; "
-APART = "RankError: Rank 0 has made {} updates and rank 1 has made {}: an update failed on one rank after"
 TORN = "OptimizerError: The last update broke inside the optimizer's step"
 SPLIT = "SplitError: parts of different lengths"
 ROWS = "SplitError: "
@@ -29,6 +28,9 @@ OUTCOMES = {
     "block": ("FaultError: no block", "failed in micro-batch 1 (FaultError: no block)"),
     "break": ("skipped: left after 1 of ", "left its window after 1 of "),
     "clip": ("FaultError: no clip", "failed at the end of its window (FaultError: no clip)"),
+    "interrupted clip": ("KeyboardInterrupt: ", "failed at the end of its window (KeyboardInterrupt)"),
+    "hook": ("FaultError: no hook", "failed at the end of its window (FaultError: no hook)"),
+    "own hook": ("FaultError: no own hook", "failed at the end of its window (FaultError: no own hook)"),
 }
 
 
@@ -83,20 +85,31 @@ def test_before_the_step_no_rank_makes_the_update(phase: str, how: str, bad: int
         assert each["gradients"] == 0
 
 
-@pytest.mark.parametrize("how", ["DDP", "all_reduce"])
-def test_a_rank_that_did_not_step_is_noticed_before_the_next_update(how: str, bad: int, found: Found) -> None:
-    """An error in a hook of torch's optimizer is undone on that rank, and others have stepped."""
-    healthy, failed = found[1 - bad][f"{how}, hook"], found[bad][f"{how}, hook"]
-    apart = APART.format(*((1, 2) if bad == 0 else (2, 1)))
-    for each, second in ((healthy, "made"), (failed, "FaultError: no hook")):
-        assert [text[: len(apart)] for text in each["outcomes"]] == ["made", second, apart, apart]
-        assert all(torch.equal(value, each["states"][3][name]) for name, value in each["states"][1].items())
+@pytest.mark.parametrize("how", ranks.REPLICATED)
+def test_no_memory_in_the_reduction_of_one_rank_reaches_the_others(how: str, bad: int, found: Found) -> None:
+    """Its own gradients are freed, and it takes part with zeros until the vote."""
+    healthy, failed = found[1 - bad][f"{how}, reduction"], found[bad][f"{how}, reduction"]
+    assert failed["fired"], "premise"
+    told = f"RankError: Rank {bad} failed at the end of its window (OutOfMemoryError: "
+    for each, text in ((failed, "OutOfMemoryError: "), (healthy, told)):
+        assert [outcome[: len(text)] for outcome in each["outcomes"]] == ["made", text, "made", "made"]
+        assert not differs(each["states"], ranks.FAILS_AT)
+        assert each["gradients"] == 0
 
 
-@pytest.mark.parametrize("cell", [*(f"{how}, step" for how in ranks.HOW), "FSDP2, hook"])
-def test_a_torn_rank_stops_the_others(cell: str, bad: int, found: Found) -> None:
-    """Shards are not compared bit by bit, so an error in a hook counts as one in the step."""
-    healthy, failed = found[1 - bad][cell], found[bad][cell]
+@pytest.mark.parametrize("how", ranks.HOW)
+def test_a_torn_rank_stops_the_others(how: str, bad: int, found: Found) -> None:
+    healthy, failed = found[1 - bad][f"{how}, step"], found[bad][f"{how}, step"]
     told = f"RankError: Rank {bad} failed before its first micro-batch ({TORN}"
     assert [text[: len(told)] for text in healthy["outcomes"]] == ["made", "made", told, told]
     assert [text[: len(TORN)] for text in failed["outcomes"]] == ["made", TORN, TORN, TORN]
+
+
+@pytest.mark.parametrize("how", ranks.HOW)
+def test_behind_the_step_every_rank_has_made_the_update(how: str, bad: int, found: Found) -> None:
+    healthy, failed = found[1 - bad][f"{how}, scheduler"], found[bad][f"{how}, scheduler"]
+    assert healthy["outcomes"] == ["made"] * ranks.BATCHES
+    assert failed["outcomes"] == ["made", "FaultError: no scheduler", "made", "made"]
+    for each in (healthy, failed):
+        assert not differs(each["states"], None)
+        assert differs(each["states"], ranks.FAILS_AT), "a mutant: the update is taken back"

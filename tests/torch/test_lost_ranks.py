@@ -12,9 +12,15 @@ import pytest
 from tests.forked import ROOT, Forked
 from tests.torch.lost_ranks import TIMEOUT
 
+# Where the rank hangs, or that it is killed in its loss.
+CASES = [
+    *(("DDP", fault) for fault in ("killed", "hangs", "handler", "forward hook", "step hook", "iterator")),
+    ("DDP", "until all end"),
+    *(("FSDP2", fault) for fault in ("killed", "hangs", "forward hook")),
+]
 
-@pytest.mark.parametrize("fault", ["killed", "hangs"])
-@pytest.mark.parametrize("how", ["DDP", "FSDP2"])
+
+@pytest.mark.parametrize(("how", "fault"), CASES)
 def test_a_rank_that_is_lost_is_told_within_the_timeout(how: str, fault: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     with ExitStack() as stack:

@@ -134,7 +134,7 @@ def test_data_of_another_shape_is_refused() -> None:
     model = make()
     with (
         virtual_batch(model, 3) as batch,
-        pytest.raises(WindowError, match=r"\.data = a tensor of shape \(2, 2\).* of shape \(11, 6\)"),
+        pytest.raises(WindowError, match=r"virtual tensor of shape \(11, 6\).* tensor of shape \(2, 2\)"),
     ):
         batch(X).data = torch.ones(2, 2, dtype=torch.float64)
 
@@ -155,7 +155,7 @@ def test_a_real_tensor_set_to_a_virtual_one_is_refused_and_put_back(
 ) -> None:
     """It would end the process: its memory is null."""
     model, real = make(), make()
-    text = r"its \.data set to one of the virtual batch.*real\.copy_\(numbers\)"
+    text = r"\.data of a real tensor of shape .* set to a virtual tensor.*real\.copy_\(numbers\)"
 
     def block() -> None:
         with virtual_batch(model, 3) as batch:
@@ -192,9 +192,9 @@ def test_numbers_are_handed_over_by_dlpack() -> None:
 @pytest.mark.parametrize(
     ("ask", "error", "text"),
     [
-        (lambda t: t.data_ptr(), WindowError, r"data_ptr\(\) of a tensor of the virtual batch.*no memory"),
-        (lambda t: t.share_memory_(), WindowError, r"share_memory_\(\) of a tensor.*Take its numbers"),
-        (lambda t: t.apply_(abs), WindowError, r"apply_\(\) of a tensor.*Take its numbers"),
+        (lambda t: t.data_ptr(), WindowError, r"^data_ptr\(\) was called on a virtual tensor.*no memory"),
+        (lambda t: t.share_memory_(), WindowError, r"^share_memory_\(\) was called.*Read its numbers"),
+        (lambda t: t.apply_(abs), WindowError, r"^apply_\(\) was called.*Read its numbers"),
         (to_dlpack, RuntimeError, "Cannot access data pointer"),
     ],
 )

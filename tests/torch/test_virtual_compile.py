@@ -293,7 +293,7 @@ def test_the_compiler_makes_no_replayed_graphs(monkeypatch: pytest.MonkeyPatch) 
 
 def test_paranoid_mode_is_refused() -> None:
     model, _ = made("towers")
-    refused = pytest.raises(InputError, match=r"paranoid=True with compile=True.*each operation alone")
+    refused = pytest.raises(InputError, match=r"paranoid=True checks single operations.* compile=True\.")
     with refused, virtual_batch(model, 2, paranoid=True, compile=True):
         pass
 

@@ -222,7 +222,7 @@ def _next_slice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _write_of_a_view_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aliases, "_put_back", lambda given, step, base, new: base)
+    monkeypatch.setattr(aliases, "_base_after_write", lambda given, step, base, new: base)
 
 
 FAMILIES: dict[str, Patch] = {
@@ -333,7 +333,7 @@ def test_what_the_error_says() -> None:
     case = OPERATORS["sum of all"]
     with pytest.MonkeyPatch.context() as patch:
         Mutated(patch).wrong = "aten.sum.default"
-        said = r"Output 0 of aten\.sum\.default on shapes .* with samples in .*largest difference .*report"
+        said = r"Output 0 of aten\.sum\.default on shapes .* with samples in .*largest difference .*Report"
         with pytest.raises(WrongRuleError, match=said):
             on_virtual_tensors(case, 7, 3, paranoid=True)
     assert recording.paranoia.WrongRuleError is WrongRuleError

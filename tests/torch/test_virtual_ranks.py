@@ -299,7 +299,7 @@ def test_gradients_that_one_rank_has_and_sparse_ones(results: Any):
 @pytest.mark.parametrize("where", ["start", "forward", "looked"])
 def test_where_one_rank_fails_both_do_and_are_as_before(results: Any, where: str):
     first, second = both(results, f"fails_{where}")
-    assert first["error"].startswith("WindowError: ranks that share a batch")
+    assert first["error"].startswith("WindowError: Another rank that shares the virtual batch has failed.")
     assert second["error"].startswith("KeyError: 'user code'")
     for result in (first, second):
         assert_unchanged(result["before"], result["after"])
@@ -309,7 +309,7 @@ def test_where_one_rank_fails_both_do_and_are_as_before(results: Any, where: str
 @pytest.mark.parametrize("where", ["sweep", "backward"])
 def test_where_a_rank_has_no_memory_in_the_middle_the_others_do_not_wait(results: Any, where: str):
     first, second = both(results, f"fails_{where}")
-    assert first["error"].startswith("WindowError: ranks that share a batch")
+    assert first["error"].startswith("WindowError: Another rank that shares the virtual batch has failed.")
     assert second["error"].startswith("OutOfMemoryError: no memory")
     for result in (first, second):
         assert_unchanged(result["before"], result["after"])

@@ -86,7 +86,8 @@ class Copied(Center):
 
 
 TEXT = (
-    r"^A real tensor of shape \(1, 3\) has its \.data set to one of the virtual batch.*"
+    r"^The \.data of a real tensor of shape \(1, 3\) was set to a virtual tensor, which has no memory\. "
+    r"Write the numbers into it: .*"
     r"real\.copy_\(numbers\)\.$"
 )
 

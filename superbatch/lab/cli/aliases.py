@@ -28,20 +28,7 @@ def in_our_words(
     average_gradients: int | None,
     iterations: int | None,
 ) -> Asked:
-    """Translate the sources' flags; ours pass through.
-
-    Args:
-        splits: ours.
-        updates: ours.
-        batch_size: ours; with `average_gradients` the sources': samples of a micro-batch.
-        average_gradients: the sources': micro-batches per update.
-        iterations: the sources': micro-batches of the whole run.
-
-    Returns:
-        What was asked for.
-
-    Raises:
-        InputError: flags contradict each other, or the iterations make no whole number of updates.
+    """Translate the sources' flags; beside `average_gradients`, `batch_size` counts a micro-batch.
 
     Examples:
         >>> in_our_words(splits=None, updates=None, batch_size=5, average_gradients=20, iterations=20000)
@@ -52,23 +39,20 @@ def in_our_words(
             raise InputError(f"--{name} {value}: it counts micro-batches. Give a number of at least 1.")
     if iterations is not None and updates is not None:
         raise InputError(
-            f"--iterations {iterations} and --updates {updates}: "
-            "both say how long a run is: iterations count micro-batches, updates count updates. "
-            "Leave one of the two out."
+            f"--iterations {iterations} and --updates {updates}: both say how long a run is: iterations "
+            "count micro-batches, updates count updates. Leave one of the two out."
         )
     if average_gradients is None:
         # Without accumulation an iteration is an update.
         return Asked(splits, iterations if updates is None else updates, batch_size)
     if splits is not None:
         raise InputError(
-            f"--average-gradients {average_gradients} and --splits {splits}: "
-            "both say how a batch is split. "
+            f"--average-gradients {average_gradients} and --splits {splits}: both say how a batch is split. "
             "Leave one of the two out."
         )
     if batch_size is None:
         raise InputError(
-            f"--average-gradients {average_gradients}: "
-            "the size of its micro-batches is missing. "
+            f"--average-gradients {average_gradients}: the size of its micro-batches is missing. "
             "Add --batch-size M, or use --splits KxM."
         )
     if iterations is not None and iterations % average_gradients:
@@ -77,11 +61,8 @@ def in_our_words(
             f"{iterations % average_gradients} micro-batches are left over, which make no whole update. "
             f"Give a multiple of {average_gradients}."
         )
-    return Asked(
-        f"{average_gradients}x{batch_size}",
-        updates if iterations is None else iterations // average_gradients,
-        None,
-    )
+    updates = updates if iterations is None else iterations // average_gradients
+    return Asked(f"{average_gradients}x{batch_size}", updates, None)
 
 
 WITH_BATCHNORM = {"digits": "digits-bn", "digits-conv": "digits-conv-bn"}
@@ -89,17 +70,6 @@ WITH_BATCHNORM = {"digits": "digits-bn", "digits-conv": "digits-conv-bn"}
 
 def recipe_of(named: str | None, option: str | None, *, batchnorm: bool) -> str:
     """The recipe that was asked for.
-
-    Args:
-        named: as an argument.
-        option: by ``--recipe``.
-        batchnorm: ``--batchnorm``.
-
-    Returns:
-        Its name; digits where nothing was said.
-
-    Raises:
-        InputError: two recipes, or one that has no variant with BatchNorm.
 
     Examples:
         >>> recipe_of(None, None, batchnorm=False), recipe_of("digits-conv", None, batchnorm=True)
@@ -114,8 +84,7 @@ def recipe_of(named: str | None, option: str | None, *, batchnorm: bool) -> str:
         return name
     if name not in WITH_BATCHNORM:
         raise InputError(
-            f"--batchnorm with the recipe {name}: "
-            "there is no variant of it with BatchNorm. "
+            f"--batchnorm with the recipe {name}: there is no variant of it with BatchNorm. "
             f"Use it with {' or '.join(WITH_BATCHNORM)}, or leave it out."
         )
     return WITH_BATCHNORM[name]

@@ -1,7 +1,5 @@
 """The application: which commands there are, and what becomes of errors.
 
-Exit codes: 0 done; 1 a check failed; 2 wrong input, told in one line; 130 interrupted by Ctrl-C;
-143 a training that SIGTERM stopped.
 Commands import torch and matplotlib when they run, so that ``superbatch --help`` answers at once.
 """
 
@@ -9,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import traceback as tracebacks
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -39,21 +37,9 @@ app = typer.Typer(
 )
 
 
-def _add(function: Callable[..., Any]) -> None:
-    app.command(function.__name__, cls=Command, help=paragraphs(function))(function)
-
-
-# One line per command; each lies in a file of its own.
-_add(advise)
-_add(caffe)
-_add(compare)
-_add(fit)
-_add(init)
-_add(noise)
-_add(study)
-_add(survey)
-_add(train)
-_add(verify)
+# One per command; each lies in a file of its own.
+for _function in (advise, caffe, compare, fit, init, noise, study, survey, train, verify):
+    app.command(_function.__name__, cls=Command, help=paragraphs(_function))(_function)
 
 
 def _print_version(wanted: bool) -> None:
@@ -85,15 +71,6 @@ _UsageError: Any = typer.BadParameter.__mro__[1]
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command, and turn errors of ours and of the user's own code into one line and an exit code.
-
-    Args:
-        arguments: without the program's name; ``--traceback`` anywhere shows the traceback above that line.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C before anything was measured.
 
     Examples:
         >>> main(["--version"])

@@ -13,18 +13,11 @@ from typing import Any
 
 from .exits import INTERRUPTED, NOT_WRITTEN, NOTHING_KEPT, PIPE_CLOSED, WRONG_INPUT
 
-OPTIONAL = ("torch", "typer", "rich", "scipy", "matplotlib", "numpy", "sklearn")
+OPTIONAL = ("torch", "typer", "rich", "jinja2", "scipy", "matplotlib", "numpy", "sklearn")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
-
-    Args:
-        arguments: without the program's name; by default the process's.
-
-    Returns:
-        The exit code: 0 done; 1 a check failed; 2 wrong input, told in one line; 74 output could not be
-        written; 130 interrupted by Ctrl-C or SIGTERM; 141 the reader of the output closed the pipe.
 
     Examples:
         >>> main(["--version"])
@@ -79,7 +72,7 @@ def terminated_as_interrupted() -> Iterator[None]:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGTERM, interrupt)  # only where nobody else has a handler: see above
     try:
         yield
     finally:

@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from .options import AsJson, Data, OptimizerName, Threads, option, recipe_argument
-from .printing import check_folder, print_sentences, print_table
-from .progress import progress
-from .publish import publish
+from .options import AsJson, BatchSize, Data, Device, OptimizerName, Recipe, Threads, option, out_option
+from .progress import receiver
+from .publish import exit_code, folder_for, measured, options_from, publish
 from .quantities import parse_bytes, parse_sizes
 
-if TYPE_CHECKING:  # torch takes seconds to import: not for --help
-    from ..report.fitting import Fitting
-    from ..studies.fit import Options
-
-INTERRUPTED = 130
 OUT = Path("superbatch-fit")
 
-
-Recipe = Annotated[str, recipe_argument()]
-BatchSize = Annotated[int | None, option("samples of one update (default: the recipe's)")]
 LimitOption = Annotated[
     str | None,
     option("memory limit, beyond memory in use, such as 2GiB or 500MB (default: the machine's)"),
 ]
-Dtype = Annotated[str, typer.Option(help="float32, float64 or bfloat16")]
 Sizes = Annotated[
     str | None,
     option("micro-batches to measure, such as 8,16,32 (default: the largest that fits and its halves)"),
 ]
-Device = Annotated[str, typer.Option(help="cpu or cuda")]
 Seconds = Annotated[float, typer.Option(help="approximate time limit; sizes beyond it are predicted only")]
-Out = Annotated[Path | None, option(f"folder for report.json, plot.png and report.html (default: {OUT})")]
 
 
 def fit(
@@ -43,13 +30,13 @@ def fit(
     batch_size: BatchSize = None,
     limit: LimitOption = None,
     optimizer: OptimizerName = None,
-    dtype: Dtype = "float32",
+    dtype: Annotated[str, typer.Option(help="float32, float64 or bfloat16")] = "float32",
     sizes: Sizes = None,
     device: Device = "cpu",
     threads: Threads = None,
     seconds: Seconds = 30.0,
     data: Data = None,
-    out: Out = None,
+    out: Annotated[Path | None, out_option(OUT)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the micro-batch size: predict and measure memory, and measure time, for several sizes.
@@ -58,80 +45,17 @@ def fit(
     peak; writes a JSON report, a plot and a page. Nothing is trained: the weights do not change. Exit
     code: 0 done, 2 wrong input, 130 interrupted (a partial report is written).
     """
-    bytes_ = None if limit is None else parse_bytes(limit, flag="--limit")
-    asked = None if sizes is None else parse_sizes(sizes, flag="--sizes")
-    folder = out if out is not None or as_json else OUT
-    if folder is not None:
-        check_folder(folder)
+    read = {
+        "limit": None if limit is None else parse_bytes(limit, flag="--limit"),
+        "sizes": None if sizes is None else parse_sizes(sizes, flag="--sizes"),
+    }
+    folder = folder_for(out, OUT, as_json=as_json)
     from ..studies.fit import Options
-
-    options = Options(
-        batch_size=batch_size,
-        limit=bytes_,
-        optimizer=optimizer,
-        dtype=dtype,
-        sizes=asked,
-        device=device,
-        threads=threads,
-        seconds=seconds,
-        data=data,
-    )
-    report = measure(recipe, options)
-    publish(
-        report,
-        folder,
-        as_json=as_json,
-        show=lambda console: show_report(report, console),
-        draw=lambda: _draw(report),
-    )
-    raise typer.Exit(INTERRUPTED if report.partial else 0)
-
-
-def measure(recipe: str, options: Options) -> Fitting:
-    """Run the fit and show its progress.
-
-    Args:
-        recipe: its name.
-        options: what was asked.
-
-    Returns:
-        The report; after Ctrl-C a partial one.
-    """
-    from ..studies.fit import FitInterrupted, Progress
     from ..studies.fit import fit as study
 
-    with progress(f"fit {Path(recipe).name}") as show:
-
-        def receive(event: Progress) -> None:
-            show(event.done, event.total, event.finished)
-
-        try:
-            return study(recipe, options, progress=receive)
-        except FitInterrupted as stopped:
-            return stopped.report
-
-
-def show_report(report: Fitting, console: Console) -> None:
-    """Print the tables of a fit, and below them what they show: there a terminal is read first.
-
-    Args:
-        report: whole or partial.
-        console: where to.
-    """
-    from ..report.fitting_text import findings, reach_table, savings_table, sizes_table
-
-    tables = [
-        table for table in (sizes_table(report), reach_table(report), savings_table(report)) if table.rows
-    ]
-    for table in tables:
-        print_table(table, console)
-        print(file=console.file)
-    print_sentences(findings(report), console)
-
-
-def _draw(report: Fitting) -> dict[str, str | bytes]:
-    from .. import plot
-    from ..report.pages import fitting_page
-
-    light, dark = (plot.png(plot.fitting(report, dark=dark)) for dark in (False, True))
-    return {"report.html": fitting_page(report, light=light, dark=dark), "plot.png": light}
+    options = options_from(Options, locals(), **read)
+    report = measured(
+        f"fit {Path(recipe).name}", lambda show: study(recipe, options, progress=receiver(show))
+    )
+    publish(report, folder, as_json=as_json)
+    raise typer.Exit(exit_code(report))

@@ -39,12 +39,6 @@ superbatch COMMAND --help lists the options; superbatch --install-completion set
 def paragraphs(function: Callable[..., Any]) -> str:
     r"""The docstring of a command with one line per paragraph, so that a terminal folds it at its own width.
 
-    Args:
-        function: the function of a command.
-
-    Returns:
-        Paragraphs, separated by empty lines.
-
     Examples:
         >>> def command():
         ...     '''Do one thing.
@@ -97,19 +91,12 @@ def _told() -> Iterator[None]:
 def _without_types(parameters: Any) -> Any:
     for parameter in parameters:
         if getattr(parameter, "is_flag", False) and parameter.metavar is None:
-            parameter.metavar = ""
+            parameter.metavar = ""  # typer would show <bool>
     return parameters
 
 
 def usage_text(error: Any) -> str:
-    """Describe a usage error: the mistake, the closest names, and the command that prints help.
-
-    Args:
-        error: typer's usage error.
-
-    Returns:
-        One line.
-    """
+    """Describe a usage error: the mistake, the closest names, and the command that prints help."""
     meant = [*(getattr(error, "possibilities", None) or ())][:2]  # the closest first
     wrong = " ".join((error.message if meant else error.format_message()).split()).rstrip(".")
     if meant:

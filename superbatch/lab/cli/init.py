@@ -22,7 +22,7 @@ def init(file: File = Path("recipe.py")) -> None:
     """
     if file.suffix != ".py":
         raise InputError(f"{str(file)!r} is no name of a Python file. Write recipe.py, for example.")
-    if file.exists():
+    if file.exists():  # it may be the user's work
         raise InputError(f"{str(file)!r} is there already. Name another file, or move it away.")
     text = files("superbatch.lab.recipes").joinpath("template.py").read_text(encoding="utf-8")
     try:

@@ -17,12 +17,7 @@ from ..report.table import Table, plain
 
 
 def print_table(table: Table, console: Console) -> None:
-    """Print a table: lines and colours on a terminal, aligned text of any width elsewhere.
-
-    Args:
-        table: what to print.
-        console: where to.
-    """
+    """Print a table: lines and colours on a terminal, aligned text of any width elsewhere."""
     if not console.is_terminal:
         print(plain(table), file=console.file)
         return
@@ -33,7 +28,7 @@ def print_table(table: Table, console: Console) -> None:
         title_style="bold",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
-        pad_edge=False,
+        pad_edge=False,  # the first column begins at the edge, as plain text does
     )
     for number, column in enumerate(table.columns):
         rich.add_column(Text(column.heading), style="bold" if number == 0 else "", overflow="fold")
@@ -43,25 +38,13 @@ def print_table(table: Table, console: Console) -> None:
 
 
 def print_sentences(sentences: Iterable[str], console: Console) -> None:
-    """Print sentences, one below the other: folded on a terminal, a line each elsewhere.
-
-    Args:
-        sentences: taken as text, not as markup.
-        console: where to.
-    """
+    """Print sentences, one below the other: folded on a terminal, a line each elsewhere."""
     for sentence in sentences:
         console.print(sentence, markup=False, highlight=False, soft_wrap=not console.is_terminal)
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that cannot be written to before any work is done; make none yet.
-
-    Args:
-        folder: where files will be written.
-
-    Raises:
-        InputError: it is a file, or lies where nothing can be written.
-    """
+    """Refuse a folder that cannot be written to before any work is done; make none yet."""
     there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         wrong = "nothing can be written there" if there.is_dir() else f"{str(there)!r} is a file"
@@ -69,15 +52,7 @@ def check_folder(folder: Path) -> None:
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write a file in one piece: after an interruption the old one or the new one is there, never a half.
-
-    Args:
-        path: of the file; its folder is made.
-        content: text is written as UTF-8.
-
-    Raises:
-        OSError: it could not be written; the old file is as it was, and no other is left.
-    """
+    """Write a file in one piece: after an interruption the old one or the new one is there, never a half."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.unfinished")
     unfinished.unlink(missing_ok=True)  # of a run that was killed; or a link, which must not be followed

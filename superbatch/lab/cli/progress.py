@@ -6,27 +6,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-LINE_EVERY = 5.0
-"""Seconds between two plain lines, at least."""
+LINE_EVERY = 5.0  # seconds between two plain lines, at least
 
-Show = Callable[[int, int, str | None], None]
-"""(done, total, what has just been finished or None)."""
+Show = Callable[[int, int, str | None], None]  # (done, total, what has just been finished or None)
 
 
 @contextmanager
 def progress(title: str) -> Iterator[Show]:
-    """Show how far a command is until the block is left.
-
-    Args:
-        title: what is being done.
-
-    Yields:
-        A function to be told (done, total, what has just been finished).
-    """
+    """Show how far a command is until the block is left."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _lines(title)
@@ -52,14 +44,21 @@ def progress(title: str) -> Iterator[Show]:
         yield show
 
 
+def receiver(show: Show) -> Callable[[Any], None]:
+    """Receive the events of a study: done, total, and the run or (seed, arm, value) just finished."""
+
+    def receive(event: Any) -> None:
+        text = event.finished
+        if isinstance(text, tuple):
+            seed, arm, value = text
+            text = f"seed {seed}, {arm}: {'no suggestion' if value is None else f'{value:.4g}'}"
+        show(event.done, event.total, text)
+
+    return receive
+
+
 def duration(seconds: float) -> str:
     """Seconds as a person says them.
-
-    Args:
-        seconds: at least 0.
-
-    Returns:
-        Text.
 
     Examples:
         >>> duration(42.3), duration(150)

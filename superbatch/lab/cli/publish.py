@@ -1,51 +1,93 @@
-"""Output of a report: text or JSON on the standard output, and files in a folder."""
+"""From a study to its output: progress, then text or JSON on the standard output, and files in a folder."""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import typer
 from rich.console import Console
 
-from .exits import INTERRUPTED
-from .printing import write_file
-from .progress import duration
+from .exits import CHECK_FAILED, INTERRUPTED
+from .printing import check_folder, print_sentences, print_table, write_file
+from .progress import Show, duration, progress
 
 if TYPE_CHECKING:
-    from superbatch.results.advice import Advice
-    from superbatch.results.caffe import CaffeExplained
+    from ..report.pages import Page, Report
 
-    from ..report.comparison import Comparison
-    from ..report.fitting import Fitting
-    from ..report.noise_study import NoiseStudy
-    from ..report.study import Study
-    from ..report.surveys import Surveys
+Result = TypeVar("Result")
+Filled = TypeVar("Filled")
+
+# Report -> the function of `superbatch.lab.plot` that draws it.
+PLOTS = {
+    "Comparison": "comparison",
+    "Study": "study",
+    "Fitting": "fitting",
+    "NoiseStudy": "noise",
+    "Surveys": "surveys",
+    "Advice": "advice",
+    "CaffeExplained": "caffe_rate",
+}
+
+
+def folder_for(out: Path | None, default: Path, *, as_json: bool) -> Path | None:
+    """The folder for the files, None for none; refuse one that cannot be written before any work is done."""
+    folder = out if out is not None or as_json else default
+    if folder is not None:
+        check_folder(folder)
+    return folder
+
+
+def options_from(kind: Callable[..., Filled], given: Mapping[str, Any], **changed: Any) -> Filled:
+    """Fill the options of a study with the parameters of a command, which have the names of its fields."""
+    return kind(
+        **{each.name: given[each.name] for each in fields(cast(Any, kind)) if each.name in given} | changed
+    )
+
+
+def workers_of(given: int | None) -> int:
+    """Processes of a command: by default two, where the machine has two cores."""
+    return min(2, os.cpu_count() or 1) if given is None else given
+
+
+def measured(title: str, study: Callable[[Show], Result]) -> Result:
+    """Run a study and show its progress; after Ctrl-C return its partial report, if it has one."""
+    with progress(title) as show:
+        try:
+            return study(show)
+        except KeyboardInterrupt as stopped:
+            if not hasattr(stopped, "report"):  # nothing had been measured
+                raise
+            return stopped.report  # pyright: ignore[reportAttributeAccessIssue] - just looked for
+
+
+def exit_code(report: Report, failures: Sequence[str] = ()) -> int:
+    """The exit code of a command; what a check found wrong is printed, unless the study was interrupted."""
+    if report.partial:
+        return INTERRUPTED
+    for sentence in failures:  # on the standard error: the output may be JSON
+        print(f"superbatch: check failed: {sentence}", file=sys.stderr)
+    return CHECK_FAILED if failures else 0
 
 
 def publish(
-    report: Comparison | Fitting | Advice | NoiseStudy | Study | Surveys | CaffeExplained,
+    report: Report,
     folder: Path | None,
     *,
     as_json: bool,
-    show: Callable[[Console], None],
-    draw: Callable[[], Mapping[str, str | bytes]],
+    show: Callable[[Page, Console], None] | None = None,
+    files: Mapping[str, str] | None = None,
 ) -> None:
-    """Print a report and write its files.
+    """Print a report, as JSON alone or by `show`, and write its files and `files`.
 
-    Args:
-        report: whole or partial.
-        folder: for the files; None writes none.
-        as_json: print JSON and nothing else on the standard output.
-        show: prints the report for people.
-        draw: makes the files beside report.json, content by name; the most important first.
-
-    Raises:
-        typer.Exit: interrupted by Ctrl-C while printing or drawing; report.json is complete.
+    Raises typer.Exit where Ctrl-C interrupts printing or drawing: report.json is complete by then.
     """
     from ..report.json import to_json
+    from ..report.pages import page_of
 
     text = to_json(report)
     if folder is not None:
@@ -55,21 +97,38 @@ def publish(
     if report.partial:
         print(f"superbatch: interrupted, the report is partial; what was measured is {kept}", file=sys.stderr)
     try:
+        page = page_of(report)  # within the try: an interrupt may come here too
         if as_json:
             print(text)
         else:
-            show(Console())
+            (show or print_page)(page, Console())
         if folder is not None:
-            names = _write(draw(), folder)
-            print(f"{duration(report.seconds)}; wrote {names} and report.json", file=sys.stderr)
+            _write(report, page, folder, files or {})
     except KeyboardInterrupt:
         print(f"superbatch: interrupted after the last measurement; the report is {kept}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
 
 
-def _write(files: Mapping[str, str | bytes], folder: Path) -> str:
-    """Write files and return their names."""
-    for name, content in files.items():
+def print_page(page: Page, console: Console) -> None:
+    """Print the tables of a page, and below them its sentences: there a terminal is read first."""
+    tables = [table for table in page.tables if table.rows]
+    for table in tables:
+        print_table(table, console)
+        if len(page.tables) > 1 or page.code:
+            print(file=console.file)
+    print_sentences([*page.verdict, *page.findings], console)
+
+
+def _write(report: Report, page: Page, folder: Path, files: Mapping[str, str]) -> None:
+    """Draw, and write the page and what else there is."""
+    from .. import plot  # matplotlib takes a second to import
+    from ..report.page import render
+
+    draw = getattr(plot, PLOTS[type(report).__name__])  # all is drawn before the first file is written
+    light, dark = (plot.png(draw(report, dark=dark)) for dark in (False, True))
+    contents = {"report.html": render(page, light=light, dark=dark), "plot.png": light, **files}
+    for name, content in contents.items():
         write_file(folder / name, content)
-    first, *others = files
-    return ", ".join([str(folder / first), *others])
+    first, *others = contents
+    names = ", ".join([str(folder / first), *others])
+    print(f"{duration(report.seconds)}; wrote {names} and report.json", file=sys.stderr)

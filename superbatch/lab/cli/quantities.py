@@ -14,18 +14,7 @@ _UNITS = {"": 1, "b": 1} | {
 
 
 def parse_bytes(text: str, *, flag: str) -> int:
-    """Read a number of bytes.
-
-    Args:
-        text: a positive number and a unit: KiB, MiB, GiB, TiB (of 1024), kB, MB, GB, TB (of 1000),
-            or K, M, G, T (of 1024); without a unit bytes. Upper and lower case are the same.
-        flag: for the error.
-
-    Returns:
-        Bytes.
-
-    Raises:
-        InputError: it is no such text.
+    """Read a number of bytes: K and KiB are 1024, kB is 1000, likewise M, G and T; no unit: bytes.
 
     Examples:
         >>> [parse_bytes(text, flag="--limit") for text in ("2GiB", "1.5 MB", "16k", "123")]
@@ -33,23 +22,13 @@ def parse_bytes(text: str, *, flag: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", text.lower())
     count = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
-    if count < 1:
+    if count < 1:  # no unit of that name, or nothing
         raise InputError(f"{flag} {text} is no number of bytes. Write it as 2GiB, 500MB or 123456.")
     return count
 
 
 def parse_sizes(text: str, *, flag: str) -> tuple[int, ...]:
     """Read sizes of micro-batches.
-
-    Args:
-        text: positive integers, separated by commas.
-        flag: for the error.
-
-    Returns:
-        The sizes.
-
-    Raises:
-        InputError: it is no such text.
 
     Examples:
         >>> parse_sizes("8, 16,32", flag="--sizes")

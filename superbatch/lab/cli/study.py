@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -16,18 +14,22 @@ from ..recipes import COUPLED
 from ..recipes.loading import TAKES_DATA
 from ..report.table import Column, Table
 from ..studies.catalogue import STUDIES, entry_of
-from .options import AsJson, Data, OptimizerName, option, recipe_argument
-from .printing import check_folder, print_sentences, print_table
-from .progress import progress
-from .publish import publish
+from .options import (
+    AsJson,
+    Data,
+    Margin,
+    OptimizerName,
+    ThreadsEach,
+    Workers,
+    option,
+    out_option,
+    recipe_argument,
+)
+from .printing import print_table
+from .progress import receiver
+from .publish import exit_code, folder_for, measured, options_from, publish, workers_of
 
-if TYPE_CHECKING:  # torch takes seconds to import: not for --help
-    from ..report.study import Study
-    from ..studies.study import Options
-
-INTERRUPTED = 130
 OUT = Path("superbatch-study")
-
 
 Name = Annotated[
     str | None,
@@ -40,8 +42,6 @@ Name = Annotated[
 Recipe = Annotated[
     str | None, recipe_argument(default=f"digits; coupled: {', '.join(COUPLED)}, one after the other")
 ]
-Quick = Annotated[bool, option("shorter runs and fewer seeds: under a minute", "--quick")]
-Runs = Annotated[int | None, option("seeds (default: the study's own number)")]
 Samples = Annotated[int | None, option("samples that each run sees (default: the study's own number)")]
 BatchSize = Annotated[
     int | None,
@@ -52,34 +52,27 @@ BatchSize = Annotated[
 LearningRate = Annotated[
     float | None, option("learning rate at --batch-size; momentum: at batch 1 (default: the study's)", "--lr")
 ]
-Margin = Annotated[float | None, option("a difference of the metric that does not matter, in its unit")]
 Tolerance = Annotated[
     float | None, option("a relative difference of the loss that does not matter, such as 0.02")
-]
-Device = Annotated[str | None, option("coupled: to train on, such as cuda (default: cpu)")]
-Threads = Annotated[int, typer.Option(help="torch threads of each process")]
-Workers = Annotated[int | None, option("processes (default: 2, where the machine has two cores)")]
-Out = Annotated[
-    Path | None, option(f"folder for report.json, plot.png and report.html (default: {OUT}/NAME)")
 ]
 
 
 def study(
     name: Name = None,
     recipe: Recipe = None,
-    quick: Quick = False,
-    runs: Runs = None,
+    quick: Annotated[bool, option("shorter runs and fewer seeds: under a minute", "--quick")] = False,
+    runs: Annotated[int | None, option("seeds (default: the study's own number)")] = None,
     samples: Samples = None,
     batch_size: BatchSize = None,
-    lr: LearningRate = None,
+    learning_rate: LearningRate = None,
     optimizer: OptimizerName = None,
     margin: Margin = None,
     tolerance: Tolerance = None,
-    device: Device = None,
-    threads: Threads = 1,
+    device: Annotated[str | None, option("coupled: to train on, such as cuda (default: cpu)")] = None,
+    threads: ThreadsEach = 1,
     workers: Workers = None,
     data: Data = None,
-    out: Out = None,
+    out: Annotated[Path | None, out_option(OUT / "NAME")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Answer an open question about batch sizes with an experiment on a recipe.
@@ -101,88 +94,23 @@ def study(
             f"--data is for one recipe: {', '.join(readers)}. Name it: superbatch study {name} {readers[0]} "
             f"--data {data}."
         )
-    folder = out if out is not None else None if as_json else OUT / name
-    if folder is not None:
-        check_folder(folder)
+    folder = folder_for(out, OUT / name, as_json=as_json)
     from ..studies.study import Options
-
-    options = Options(
-        runs=runs,
-        samples=samples,
-        batch_size=batch_size,
-        learning_rate=lr,
-        optimizer=optimizer,
-        margin=margin,
-        tolerance=tolerance,
-        quick=quick,
-        device=device,
-        threads=threads,
-        workers=min(2, os.cpu_count() or 1) if workers is None else workers,
-        data=data,
-    )
-    for each in recipes:
-        report = measure(name, each, options)
-        own = folder / each if folder is not None and len(recipes) > 1 else folder
-        publish(report, own, as_json=as_json, show=partial(show_report, report), draw=partial(_draw, report))
-        if report.partial:
-            raise typer.Exit(INTERRUPTED)
-
-
-def measure(name: str, recipe: str, options: Options) -> Study:
-    """Run a study and show its progress.
-
-    Args:
-        name: of the study.
-        recipe: its name.
-        options: what was asked.
-
-    Returns:
-        The report; after Ctrl-C a partial one.
-    """
-    from ..studies.study import Progress, StudyInterrupted
     from ..studies.study import study as run
 
-    with progress(f"study {name}") as show:
-
-        def receive(event: Progress) -> None:
-            show(event.done, event.total, event.finished)
-
-        try:
-            return run(name, recipe, options, progress=receive)
-        except StudyInterrupted as stopped:
-            return stopped.report
+    options = options_from(Options, locals(), workers=workers_of(workers))
+    for each in recipes:
+        report = measured(
+            f"study {name}", lambda show, each=each: run(name, each, options, progress=receiver(show))
+        )
+        own = folder / each if folder is not None and len(recipes) > 1 else folder
+        publish(report, own, as_json=as_json)
+        if report.partial:  # Ctrl-C ends the command, not one of its studies
+            raise typer.Exit(exit_code(report))
 
 
 def show_studies(console: Console) -> None:
-    """Print which studies there are.
-
-    Args:
-        console: where to.
-    """
+    """Print which studies there are."""
     columns = (Column("study", "its name"), Column("question", "that it answers"))
     rows = tuple((name, entry.question) for name, entry in STUDIES.items())
     print_table(Table("superbatch study NAME [RECIPE]", columns, rows), console)
-
-
-def show_report(report: Study, console: Console) -> None:
-    """Print the tables of a study, and below them what it shows.
-
-    Args:
-        report: whole or partial.
-        console: where to.
-    """
-    from ..report.study_text import equivalence_table, study_table
-
-    for table in (study_table(report), equivalence_table(report)):
-        if table.rows:
-            print_table(table, console)
-            print(file=console.file)
-    print_sentences([report.conclusion], console)
-
-
-def _draw(report: Study) -> dict[str, str | bytes]:
-    from .. import plot
-    from ..report.html import study_page
-
-    light, dark = (plot.png(plot.study(report, dark=dark)) for dark in (False, True))
-    return {"report.html": study_page(report, light=light, dark=dark), "plot.png": light}

@@ -12,53 +12,42 @@ import typer
 
 from superbatch.errors import InputError
 
-from .options import Data, OptimizerName, option, recipe_argument
+from .options import Data, Device, OptimizerName, Recipe, SampleRng, Seed, option
 from .progress import progress
+from .publish import options_from
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help
     from ..studies.train import Trained
 
-Recipe = Annotated[str, recipe_argument()]
 BatchSize = Annotated[int | None, option("samples of one update, on all ranks (default: the recipe's)")]
-MicrobatchSize = Annotated[str, typer.Option(help="samples of a micro-batch, auto or largest")]
-Updates = Annotated[int | None, option("length of the training (default: the recipe's)")]
 Rate = Annotated[float | None, option("learning rate (default: the recipe's for the optimizer)")]
-Precision = Annotated[str, typer.Option(help="float32, float64 or bf16 (autocast)")]
-Clip = Annotated[float | None, option("largest norm of the gradient (default: none)")]
 Schedule = Annotated[str, typer.Option(help="constant; linear or cosine: down to 0 at --updates")]
-Noise = Annotated[bool, typer.Option("--noise", help="measure the noise scale of the gradient")]
-SampleRng = Annotated[bool, typer.Option("--sample-rng", help="give every sample its own random numbers")]
 Checkpoints = Annotated[
     Path | None, option("folder; the same command resumes from its newest checkpoint (default: none)")
 ]
-Every = Annotated[int, typer.Option(help="updates between checkpoints")]
-Keep = Annotated[int, typer.Option(help="checkpoints that stay")]
 EvaluateEvery = Annotated[int | None, option("updates between evaluations (default: at the end alone)")]
 # Not --log, which torchrun takes for one of its own options, cut short.
 Log = Annotated[Path | None, option("file with a row of JSON for each update (default: none)", "--log-file")]
-Tensorboard = Annotated[Path | None, option("folder for TensorBoard (default: none)")]
-Seed = Annotated[int, typer.Option(help="seed of the initial weights and the order of samples")]
-Device = Annotated[str, typer.Option(help="cpu or cuda")]
 
 
 def train(
     recipe: Recipe,
     batch_size: BatchSize = None,
-    microbatch_size: MicrobatchSize = "auto",
-    updates: Updates = None,
+    microbatch_size: Annotated[str, typer.Option(help="samples of a micro-batch, auto or largest")] = "auto",
+    updates: Annotated[int | None, option("length of the training (default: the recipe's)")] = None,
     optimizer: OptimizerName = None,
     learning_rate: Rate = None,
-    precision: Precision = "float32",
-    clip: Clip = None,
+    precision: Annotated[str, typer.Option(help="float32, float64 or bf16 (autocast)")] = "float32",
+    clip: Annotated[float | None, option("largest norm of the gradient (default: none)")] = None,
     schedule: Schedule = "constant",
-    noise: Noise = False,
+    noise: Annotated[bool, typer.Option("--noise", help="measure the noise scale of the gradient")] = False,
     sample_rng: SampleRng = False,
     checkpoints: Checkpoints = None,
-    every: Every = 100,
-    keep: Keep = 3,
+    every: Annotated[int, typer.Option(help="updates between checkpoints")] = 100,
+    keep: Annotated[int, typer.Option(help="checkpoints that stay")] = 3,
     evaluate_every: EvaluateEvery = None,
     log: Log = None,
-    tensorboard: Tensorboard = None,
+    tensorboard: Annotated[Path | None, option("folder for TensorBoard (default: none)")] = None,
     seed: Seed = 0,
     device: Device = "cpu",
     data: Data = None,
@@ -79,27 +68,8 @@ def train(
 
     loaded = load_recipe(recipe, data=data)
     size = int(microbatch_size) if microbatch_size.isdecimal() else microbatch_size
-    options = Options(
-        batch_size=batch_size,
-        microbatch_size=size,  # pyright: ignore[reportArgumentType] - checked above
-        updates=updates,
-        optimizer=optimizer,
-        learning_rate=learning_rate,
-        precision=precision,
-        clip=clip,
-        schedule=schedule,
-        noise=noise,
-        sample_rng=sample_rng,
-        checkpoints=checkpoints,
-        every=every,
-        keep=keep,
-        evaluate_every=evaluate_every,
-        log=log,
-        tensorboard=tensorboard,
-        seed=seed,
-        device=device,
-    )
-    first = environ.get("RANK", "0") == "0"
+    options = options_from(Options, locals(), microbatch_size=size)
+    first = environ.get("RANK", "0") == "0"  # one bar for all ranks
     with progress(f"train {Path(recipe).name}") if first else nullcontext(lambda *_: None) as show:
         report = study(loaded, options, progress=show)
     if report.rank == 0:

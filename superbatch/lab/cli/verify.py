@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,34 +14,29 @@ from rich.text import Text
 
 from superbatch.errors import InputError
 
+from ..report.page import render
 from ..report.pages import differences_table, verification_page
-from .options import option, recipe_argument
+from .exits import CHECK_FAILED
+from .options import BatchSize, Data, Recipe, SampleRng, Seed, option
 from .printing import check_folder, print_table, write_file
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help
     from superbatch.results.verification import Verification
 
-EXACT, NOT_EXACT = 0, 1  # 2, wrong input, is reported by the application
-
 
 def verify(
-    recipe: Annotated[str, recipe_argument()],
+    recipe: Recipe,
     microbatch_size: Annotated[
-        int | None,
-        typer.Option(help="samples of a micro-batch (default: a third of the batch, rounded up)"),
+        int | None, option("samples of a micro-batch (default: a third of the batch, rounded up)")
     ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="samples of the batch (default: the recipe's)")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="seed of the initial weights and the choice of samples")] = 0,
+    batch_size: BatchSize = None,
+    seed: Seed = 0,
     dtype: Annotated[str, typer.Option(help="own (the model's), float64, or both")] = "both",
     against: Annotated[
         str, typer.Option(help="batch, splits (two splits), or auto (splits if the batch does not fit)")
     ] = "auto",
-    sample_rng: Annotated[
-        bool, typer.Option("--sample-rng", help="give every sample its own random numbers")
-    ] = False,
-    data: Annotated[Path | None, typer.Option(help="data folder, for recipes that read one")] = None,
+    sample_rng: SampleRng = False,
+    data: Data = None,
     out: Annotated[
         Path | None, option("folder for report.json and report.html (default: none are written)")
     ] = None,
@@ -50,31 +46,23 @@ def verify(
 
     Exit code: 0 exact, 1 not exact, 2 wrong input.
     """
+    asked = {name: value for name, value in locals().items() if name not in ("recipe", "out", "as_json")}
     if out is not None:
         check_folder(out)
-    report = verify_recipe(
-        recipe,
-        microbatch_size=microbatch_size,
-        batch_size=batch_size,
-        seed=seed,
-        dtype=dtype,
-        against=against,
-        sample_rng=sample_rng,
-        data=data,
-    )
+    report = verify_recipe(recipe, **asked)
     text = json.dumps(_finite(report.to_dict()), indent=2, allow_nan=False)
     if as_json:
         print(text)
     else:
         show(report, Console())
     if out is not None:
-        asked = {"microbatch_size": microbatch_size, "batch_size": batch_size, "seed": seed, "dtype": dtype}
-        asked |= {"against": against, "sample_rng": sample_rng or None, "data": data}
-        command = {name: str(value) for name, value in asked.items() if value is not None}
+        given = {name: value for name, value in asked.items() if value is not None and value is not False}
+        command = {name: str(value) for name, value in given.items()}
+        page = verification_page(report, recipe=recipe, command=command)
         write_file(out / "report.json", text + "\n")
-        write_file(out / "report.html", verification_page(report, recipe=recipe, command=command))
+        write_file(out / "report.html", render(page))
         print(f"wrote {out / 'report.html'} and report.json", file=sys.stderr)
-    raise typer.Exit(EXACT if report.exact else NOT_EXACT)
+    raise typer.Exit(0 if report.exact else CHECK_FAILED)
 
 
 def verify_recipe(
@@ -89,22 +77,6 @@ def verify_recipe(
     data: Path | None = None,
 ) -> Verification:
     """Verify a recipe's model, loss and statements on one batch of its samples.
-
-    Args:
-        name: of the recipe.
-        microbatch_size: samples of a micro-batch; None: a third of the batch, rounded up.
-        batch_size: samples of the batch; None: the recipe's.
-        seed: of the initial weights and of which samples are taken.
-        dtype: as in `superbatch.torch.verify`.
-        against: as in `superbatch.torch.verify`.
-        sample_rng: give each sample a random stream of its own (`PerSampleRandom`).
-        data: a folder of data, for the recipes that read one.
-
-    Returns:
-        The report.
-
-    Raises:
-        InputError: there is no such recipe, or an option cannot be used.
 
     Examples:
         >>> report = verify_recipe("digits", batch_size=12)
@@ -122,9 +94,8 @@ def verify_recipe(
     batch_size = recipe.batch_size if batch_size is None else batch_size
     if not 2 <= batch_size <= recipe.samples:
         raise InputError(
-            f"--batch-size {batch_size}: "
-            f"a batch of the recipe {name!r} that can be split has 2 to {recipe.samples} samples. "
-            "Pass a number in this range."
+            f"--batch-size {batch_size}: a batch of the recipe {name!r} that can be split has 2 to "
+            f"{recipe.samples} samples. Pass a number in this range."
         )
     model = recipe.model(seed)
     order = torch.randperm(recipe.samples, generator=torch.Generator().manual_seed(seed))
@@ -147,10 +118,6 @@ def verify_recipe(
 def show(report: Verification, console: Console) -> None:
     """Print a report: in colour on a terminal, else as plain text.
 
-    Args:
-        report: what to print.
-        console: where to.
-
     Examples:
         >>> from superbatch.results.verification import Verification
         >>> show(Verification(True, 4, (), (), (), ()), Console(force_terminal=False))
@@ -172,8 +139,6 @@ def _finite(value: object) -> object:
         return {key: _finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(entry) for entry in value]
-    if isinstance(value, float) and value != value:
-        return None
-    if isinstance(value, float) and value in (float("inf"), float("-inf")):
-        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
     return value

@@ -1,8 +1,5 @@
 """The picture of an advice: time to the same loss against the accumulation steps."""
 
-# matplotlib leaves the types of its keyword arguments open:
-# pyright: standard
-
 from __future__ import annotations
 
 from matplotlib.axes import Axes
@@ -12,7 +9,7 @@ from matplotlib.transforms import blended_transform_factory
 from superbatch.results.advice import Advice
 
 from ..report.advice_text import range_said, title_of, verdict_text
-from .style import BLUE, DARK, GREEN, LIGHT, VERMILION, Theme, plain_axes
+from .style import BLUE, DASHED, GREEN, VERMILION, Theme, blank, caption, hatched, headline, plain_axes
 from .ticks import readable
 
 COLOURS = {"helps": GREEN, "wasteful": VERMILION, "undetermined": BLUE}
@@ -26,9 +23,6 @@ def advice(report: Advice, *, dark: bool = False) -> Figure:
         report: of an advice, whole or partial.
         dark: light on dark instead of dark on light.
 
-    Returns:
-        A figure, 10 inches wide; save it with `png` or ``figure.savefig``.
-
     Examples:
         >>> from superbatch.tuning.advice import Times, advise
         >>> figure = advice(advise(microbatch_size=8, accumulation_steps=4, noise=100.0,
@@ -36,8 +30,7 @@ def advice(report: Advice, *, dark: bool = False) -> Figure:
         >>> figure.axes[0].get_xlabel()
         'accumulation steps K (batch = K x 8 samples)'
     """
-    theme = DARK if dark else LIGHT
-    figure = Figure(figsize=(10, 6), facecolor=theme.paper, layout="constrained")
+    figure, theme = blank(6, dark=dark)
     axes = figure.add_subplot()
     plain_axes(axes, theme)
     axes.set_xscale("log", base=2)
@@ -46,16 +39,15 @@ def advice(report: Advice, *, dark: bool = False) -> Figure:
     _marks(axes, report, theme)
     steps = [each.accumulation_steps for each in report.steps]
     axes.set_xticks(steps, [str(each) for each in steps])
-    axes.minorticks_off()
+    axes.minorticks_off()  # they would lie between the steps that were asked about
     readable(axes.yaxis, base=2)
     each = report.microbatch_size * report.ranks
     axes.set_xlabel(f"accumulation steps K (batch = K x {each} samples)")
     axes.set_ylabel("relative to K = 1, to the same loss")
     # Below the axes: inside, it would lie on curves that fall, or on the words at a small K.
     figure.legend(frameon=False, labelcolor=theme.ink, fontsize=9, loc="outside lower center", ncols=3)
-    partial = " (interrupted: partial)" if report.partial else ""
-    axes.set_title(f"{title_of(report)}{partial}", fontsize=10, loc="left", color=theme.ink, wrap=True)
-    figure.suptitle(verdict_text(report).split(". ")[0] + ".", color=theme.ink, fontsize=13)
+    caption(axes, title_of(report), theme, wrap=True)
+    headline(figure, verdict_text(report).split(". ")[0] + ".", theme, partial=report.partial, size=13)
     return figure
 
 
@@ -69,28 +61,18 @@ def _curves(axes: Axes, report: Advice, theme: Theme) -> None:
     bands = [each.band for each in report.steps]
     if report.models and all(bands):
         powers = ", ".join(str(each.power) for each in report.models if each.noise is not None)
-        axes.fill_between(
-            steps,
-            [band[0] for band in bands if band],
-            [band[1] for band in bands if band],
-            facecolor="none",
-            edgecolor=colour,
-            hatch="///",
-            alpha=0.5,
-            linewidth=0,
-            label=f"band of Adam's models, q = {powers}",
-        )
+        hatched(axes, list(zip(steps, bands, strict=True)), colour, f"band of Adam's models, q = {powers}")
     times = [(each.accumulation_steps, each.time) for each in report.steps if each.time is not None]
     samples = [(each.accumulation_steps, each.samples) for each in report.steps if each.samples is not None]
     if times:
         axes.plot(*zip(*times, strict=True), "o-", color=colour, linewidth=2.2, markersize=6, label="time")
     if samples:
-        style = {"color": theme.ink, "linewidth": 1.4, "linestyle": (0, (4, 2)), "alpha": 0.7}
+        style = {"color": theme.ink, "linewidth": 1.4, "linestyle": DASHED, "alpha": 0.7}
         axes.plot(*zip(*samples, strict=True), label="samples needed", **style)
 
 
 def _marks(axes: Axes, report: Advice, theme: Theme) -> None:
-    axes.axhspan(1 - HARDLY, 1 + HARDLY, color=theme.faint, alpha=0.6, linewidth=0)
+    axes.axhspan(1 - HARDLY, 1 + HARDLY, color=theme.faint, alpha=0.6, linewidth=0)  # hardly a difference
     where = blended_transform_factory(axes.transData, axes.transAxes)
     axes.axvline(report.asked, color=theme.ink, linewidth=1.2, linestyle=(0, (2, 2)))
     text = {"transform": where, "fontsize": 10, "weight": "bold", "rotation": 90, "va": "top"}
@@ -98,11 +80,5 @@ def _marks(axes: Axes, report: Advice, theme: Theme) -> None:
     most = report.steps[-1].accumulation_steps
     if report.best is not None and 1 < report.best <= most:
         axes.axvline(report.best, color=COLOURS[report.verdict], linewidth=1.2)
-        axes.text(
-            report.best,
-            0.99,
-            f"best: K* = {report.best:.3g} ",
-            color=COLOURS[report.verdict],
-            ha="right",
-            **text,
-        )
+        colour = COLOURS[report.verdict]
+        axes.text(report.best, 0.99, f"best: K* = {report.best:.3g} ", color=colour, ha="right", **text)

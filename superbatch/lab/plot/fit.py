@@ -1,8 +1,5 @@
 """The picture of a fit: peak memory and time per sample against the micro-batch."""
 
-# matplotlib leaves the types of its keyword arguments open:
-# pyright: standard
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -15,11 +12,11 @@ from superbatch.results.memory import binary_text
 
 from ..report.fitting import Fitting
 from ..report.fitting_text import findings, seconds_text, title_of
-from .style import BLUE, DARK, GREEN, LIGHT, VERMILION, Theme, plain_axes
-from .ticks import readable
+from .style import BLUE, DASHED, GREEN, VERMILION, Theme, blank, caption, empty, headline, legend, plain_axes
+from .ticks import logarithmic, readable
 
+# A limit beyond this many times the largest peak is named at the top, not drawn: the curve would be flat.
 FAR_ABOVE = 8
-"""A limit beyond this many times the largest peak is named at the top, not drawn: the curve would be flat."""
 
 
 def fitting(report: Fitting, *, dark: bool = False) -> Figure:
@@ -29,17 +26,13 @@ def fitting(report: Fitting, *, dark: bool = False) -> Figure:
         report: of a fit, whole or partial.
         dark: light on dark instead of dark on light.
 
-    Returns:
-        A figure, 10 inches wide; save it with `png` or ``figure.savefig``.
-
     Examples:
         >>> from superbatch.lab.studies.fit import Options, fit
         >>> figure = fitting(fit("digits", Options(seconds=1)))
         >>> figure.axes[1].get_xlabel()
         'samples of a micro-batch'
     """
-    theme = DARK if dark else LIGHT
-    figure = Figure(figsize=(10, 8), facecolor=theme.paper, layout="constrained")
+    figure, theme = blank(8, dark=dark)
     memory, speed = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": (5, 4)})
     for axes in (memory, speed):
         plain_axes(axes, theme)
@@ -47,10 +40,7 @@ def fitting(report: Fitting, *, dark: bool = False) -> Figure:
         _choice(axes, report, theme, names=axes is memory)
     _memory(memory, report, theme)
     _speed(speed, report, theme)
-    partial = " (interrupted: partial)" if report.partial else ""
-    figure.suptitle(
-        f"{title_of(report)}{partial}\n{findings(report)[0]}", color=theme.ink, fontsize=12, wrap=True
-    )
+    headline(figure, title_of(report), theme, findings(report)[0], partial=report.partial)
     return figure
 
 
@@ -66,15 +56,8 @@ def _memory(axes: Axes, report: Fitting, theme: Theme) -> None:
     _limit(axes, report, [value for _, value in (*predicted, *measured)])
     readable(axes.yaxis, lambda value: binary_text(round(value)), base=2)
     axes.set_ylabel("peak memory")
-    axes.set_title(
-        "Memory beyond the model: gradients, optimizer state, activations",
-        fontsize=10,
-        loc="left",
-        color=theme.ink,
-    )
-    axes.legend(
-        frameon=False, labelcolor=theme.ink, fontsize=9, ncols=2, loc="lower right", bbox_to_anchor=(1, 1)
-    )
+    caption(axes, "Memory beyond the model: gradients, optimizer state, activations", theme)
+    legend(axes, theme, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
 
 
 def _limit(axes: Axes, report: Fitting, peaks: Sequence[int]) -> None:
@@ -82,7 +65,7 @@ def _limit(axes: Axes, report: Fitting, peaks: Sequence[int]) -> None:
     if not peaks:
         return
     limit, text = report.usable, f"limit: {binary_text(report.limit.bytes)} ({report.limit.by})"
-    low, high = min(peaks) / 1.5, max(peaks) * 1.8
+    low, high = min(peaks) / 1.5, max(peaks) * 1.8  # room for the words at the edges
     if limit > FAR_ABOVE * max(peaks):
         axes.set_ylim(low, high)
         axes.text(0.01, 0.96, f"↑ {text}", transform=axes.transAxes, va="top", fontsize=9, color=VERMILION)
@@ -97,27 +80,20 @@ def _limit(axes: Axes, report: Fitting, peaks: Sequence[int]) -> None:
 
 def _speed(axes: Axes, report: Fitting, theme: Theme) -> None:
     timed = [size for size in report.sizes if size.seconds is not None]
-    axes.set_xlabel("samples of a micro-batch")
-    axes.set_ylabel("time per sample")
-    axes.set_title(
-        "Forward and backward; band: lower to upper quartile of the windows",
-        fontsize=10,
-        loc="left",
-        color=theme.ink,
-    )
+    axes.set(xlabel="samples of a micro-batch", ylabel="time per sample")
+    caption(axes, "Forward and backward; band: lower to upper quartile of the windows", theme)
     samples = [size.samples for size in report.sizes]
     axes.set_xticks(samples, [str(each) for each in samples])
-    axes.tick_params(axis="x", which="minor", bottom=False)
+    axes.tick_params(axis="x", which="minor", bottom=False)  # a tick for each size is enough
     if not timed:
-        axes.text(0.5, 0.5, "nothing was timed", transform=axes.transAxes, ha="center", color=theme.ink)
+        empty(axes, "nothing was timed", theme)
         return
     samples = [size.samples for size in timed]
     seconds = [size.seconds or 0.0 for size in timed]
     slow = [size.high or 0.0 for size in timed]
     axes.fill_between(samples, seconds, slow, color=GREEN, alpha=0.2, linewidth=0)
     axes.plot(samples, seconds, "o-", color=GREEN, linewidth=2, markersize=6)
-    axes.set_yscale("log")
-    readable(axes.yaxis, seconds_text)
+    logarithmic(axes.yaxis, seconds_text)
 
 
 def _choice(axes: Axes, report: Fitting, theme: Theme, *, names: bool) -> None:
@@ -132,16 +108,9 @@ def _choice(axes: Axes, report: Fitting, theme: Theme, *, names: bool) -> None:
     where = blended_transform_factory(axes.transData, axes.transAxes)
     for row, (samples, words) in enumerate(marks.items()):
         colour = GREEN if "fastest" in words else theme.ink
-        axes.axvline(samples, color=colour, linewidth=1.2, linestyle=(0, (4, 2)))
+        axes.axvline(samples, color=colour, linewidth=1.2, linestyle=DASHED)
         if names:
-            axes.text(
-                samples,
-                # One above the other: the two lines may be close.
-                0.1 - 0.06 * row,
-                f" {' and '.join(words)}: {samples} ",
-                transform=where,
-                fontsize=10,
-                weight="bold",
-                color=colour,
-                ha="left" if samples**2 < sizes[0] * sizes[-1] else "right",
-            )
+            height = 0.1 - 0.06 * row  # one above the other: the two lines may be close
+            side = "left" if samples**2 < sizes[0] * sizes[-1] else "right"
+            style = {"transform": where, "fontsize": 10, "weight": "bold", "color": colour, "ha": side}
+            axes.text(samples, height, f" {' and '.join(words)}: {samples} ", **style)

@@ -1,8 +1,5 @@
 """The picture of a growing batch: its size, the rate that is left over, and the updates that it saves."""
 
-# matplotlib leaves the types of its keyword arguments open:
-# pyright: standard
-
 from __future__ import annotations
 
 from matplotlib.axes import Axes
@@ -10,8 +7,8 @@ from matplotlib.figure import Figure
 
 from superbatch.tuning.growing import GrowingBatch
 
-from .style import BLUE, DARK, GREEN, LIGHT, VERMILION, Theme, plain_axes
-from .ticks import readable
+from .style import BLUE, DASHED, GREEN, VERMILION, Theme, blank, headline, legend, plain_axes
+from .ticks import logarithmic
 
 
 def growing(schedule: GrowingBatch, *, samples: int, dark: bool = False) -> Figure:
@@ -22,9 +19,6 @@ def growing(schedule: GrowingBatch, *, samples: int, dark: bool = False) -> Figu
         samples: of the run.
         dark: light on dark instead of dark on light.
 
-    Returns:
-        A figure, 10 inches wide.
-
     Examples:
         >>> from superbatch.tuning.growing import grow_batch
         >>> schedule = grow_batch(lambda seen: 0.5 ** (seen // 640), batch=64, microbatch=32)
@@ -32,8 +26,7 @@ def growing(schedule: GrowingBatch, *, samples: int, dark: bool = False) -> Figu
         >>> figure.axes[1].get_xlabel()
         'samples seen'
     """
-    theme = DARK if dark else LIGHT
-    figure = Figure(figsize=(10, 6.4), facecolor=theme.paper, layout="constrained")
+    figure, theme = blank(6.4, dark=dark)
     sizes, rates = figure.subplots(2, 1, sharex=True)
     updates = range(schedule.updates(samples))
     seen = [schedule.samples(update) for update in updates]
@@ -41,11 +34,7 @@ def growing(schedule: GrowingBatch, *, samples: int, dark: bool = False) -> Figu
     _rates(rates, schedule, seen, theme)
     before = samples / schedule.batch
     share = 100 * len(updates) / before
-    figure.suptitle(
-        f"{len(updates)} updates instead of {before:.0f} ({share:.0f} %), the same noise",
-        color=theme.ink,
-        fontsize=12,
-    )
+    headline(figure, f"{len(updates)} updates instead of {before:.0f} ({share:.0f} %), the same noise", theme)
     return figure
 
 
@@ -53,13 +42,11 @@ def _sizes(axes: Axes, schedule: GrowingBatch, seen: list[int], theme: Theme) ->
     plain_axes(axes, theme)
     batches = [schedule.batch_of(update) for update in range(len(seen))]
     axes.step(seen, batches, where="post", color=BLUE, linewidth=2)
-    axes.set_yscale("log", base=2)
-    readable(axes.yaxis, base=2)
-    if schedule.cap.samples < 2 * max(batches):
-        axes.axhline(schedule.cap.samples, color=VERMILION, linewidth=1.2, linestyle=(0, (4, 2)))
-        axes.text(
-            seen[0], schedule.cap.samples, f"cap: {schedule.cap.by}", color=VERMILION, va="bottom", fontsize=9
-        )
+    logarithmic(axes.yaxis, base=2)
+    if schedule.cap.samples < 2 * max(batches):  # a cap far above would flatten the steps
+        top = schedule.cap.samples
+        axes.axhline(top, color=VERMILION, linewidth=1.2, linestyle=DASHED)
+        axes.text(seen[0], top, f"cap: {schedule.cap.by}", color=VERMILION, va="bottom", fontsize=9)
     axes.set_ylabel("samples of an update")
 
 
@@ -68,13 +55,9 @@ def _rates(axes: Axes, schedule: GrowingBatch, seen: list[int], theme: Theme) ->
     updates = range(len(seen))
     asked = [schedule.temperature(update) for update in updates]
     left = [schedule.rate(update) for update in updates]
-    axes.plot(
-        seen, asked, color=theme.ink, linewidth=1.6, linestyle=(0, (4, 2)), label="rate that was asked for"
-    )
-    axes.step(
-        seen, left, where="post", color=GREEN, linewidth=2, label="rate that is left, with the batch above"
-    )
+    axes.plot(seen, asked, color=theme.ink, linewidth=1.6, linestyle=DASHED, label="rate that was asked for")
+    said = "rate that is left, with the batch above"
+    axes.step(seen, left, where="post", color=GREEN, linewidth=2, label=said)
     axes.set_ylim(bottom=0)
-    axes.set_ylabel("factor of the rate")
-    axes.set_xlabel("samples seen")
-    axes.legend(frameon=False, labelcolor=theme.ink, fontsize=9, loc="lower left")
+    axes.set(ylabel="factor of the rate", xlabel="samples seen")
+    legend(axes, theme, loc="lower left")

@@ -1,19 +1,30 @@
 """The picture of a noise study: the noise scale over the training, and time to target against K."""
 
-# matplotlib leaves the types of its keyword arguments open:
-# pyright: standard
-
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..report.noise_study import NoiseStudy, band_of, findings, title_of
-from .style import BLUE, DARK, GREEN, LIGHT, VERMILION, Theme, plain_axes
-from .ticks import readable
+from .style import (
+    BLUE,
+    DASHED,
+    GREEN,
+    VERMILION,
+    Theme,
+    blank,
+    caption,
+    empty,
+    hatched,
+    headline,
+    legend,
+    plain_axes,
+)
+from .ticks import logarithmic
+
+MODELS = "band of Adam's models, q = 0, 1, 2"
 
 
 def noise(report: NoiseStudy, *, dark: bool = False) -> Figure:
@@ -23,9 +34,6 @@ def noise(report: NoiseStudy, *, dark: bool = False) -> Figure:
         report: whole or partial.
         dark: light on dark instead of dark on light.
 
-    Returns:
-        A figure, 10 inches wide; save it with `png` or ``figure.savefig``.
-
     Examples:
         >>> from superbatch.lab.studies.noise import Options
         >>> from superbatch.lab.studies.noise import noise as study
@@ -33,27 +41,21 @@ def noise(report: NoiseStudy, *, dark: bool = False) -> Figure:
         >>> figure.axes[0].get_xlabel()
         'updates'
     """
-    theme = DARK if dark else LIGHT
-    figure = Figure(figsize=(10, 8), facecolor=theme.paper, layout="constrained")
+    figure, theme = blank(8, dark=dark)
     over_run, against_k = figure.subplots(2, 1, gridspec_kw={"height_ratios": (5, 4)})
     for axes in (over_run, against_k):
         plain_axes(axes, theme)
     _over_run(over_run, report, theme)
     _against_k(against_k, report, theme)
-    partial = " (interrupted: partial)" if report.partial else ""
-    figure.suptitle(
-        f"{title_of(report)}{partial}\n{findings(report)[0]}", color=theme.ink, fontsize=11, wrap=True
-    )
+    headline(figure, title_of(report), theme, findings(report)[0], partial=report.partial, size=11)
     return figure
 
 
 def _over_run(axes: Axes, report: NoiseStudy, theme: Theme) -> None:
-    axes.set_xlabel("updates")
-    axes.set_ylabel("samples")
-    axes.set_yscale("log")
-    readable(axes.yaxis)
-    axes.set_xlim(0, max(1, report.updates) * 1.01)
-    axes.set_title("Noise scale of the gradient, 95 % interval", fontsize=10, loc="left", color=theme.ink)
+    axes.set(xlabel="updates", ylabel="samples")
+    logarithmic(axes.yaxis)
+    axes.set_xlim(0, max(1, report.updates) * 1.01)  # an interrupted run may have none
+    caption(axes, "Noise scale of the gradient, 95 % interval", theme)
     known = [each for each in report.points if each.batch_size]
     unknown = [each for each in report.points if each.batch_size is None]
     named = [each.batch_size or 1.0 for each in known]
@@ -65,82 +67,43 @@ def _over_run(axes: Axes, report: NoiseStudy, theme: Theme) -> None:
     if unknown:
         half = report.updates / max(1, len(report.points)) / 2
         for number, each in enumerate(unknown):
-            axes.axvspan(
-                each.update - 2 * half,
-                each.update,
-                color=theme.faint,
-                alpha=0.35,
-                linewidth=0,
-                label=None if number else "not determined",
-            )
-        bounded = [each for each in unknown if each.low > 0]
-        axes.plot(
-            [each.update - half for each in bounded],
-            [each.low for each in bounded],
-            linestyle="none",
-            marker="^",
-            color=VERMILION,
-            markersize=6,
-            label="at least (no upper end)" if bounded else None,
-        )
+            label = None if number else "not determined"
+            span = (each.update - 2 * half, each.update)
+            axes.axvspan(*span, color=theme.faint, alpha=0.35, linewidth=0, label=label)
+        bounded = [(each.update - half, each.low) for each in unknown if each.low > 0]
+        if bounded:
+            style = {"color": VERMILION, "markersize": 6, "label": "at least (no upper end)"}
+            axes.plot(*zip(*bounded, strict=True), "^", **style)
     if known:
         updates = [each.update for each in known]
         below = [max(bottom, each.low) for each in known]
-        axes.vlines(
-            updates, below, [min(top, each.high) for each in known], color=BLUE, alpha=0.35, linewidth=5
-        )
+        above = [min(top, each.high) for each in known]
+        axes.vlines(updates, below, above, color=BLUE, alpha=0.35, linewidth=5)
         axes.plot(updates, named, "o", color=BLUE, markersize=5, label="noise scale")
-    _band(axes, [(each.update, band_of(each.by_model)) for each in report.points], BLUE)
-    axes.axhline(report.batch_size, color=theme.ink, linewidth=1.2, linestyle=(0, (4, 2)))
-    axes.text(
-        0.995,
-        report.batch_size,
-        f"the batch: {report.batch_size} ",
-        transform=axes.get_yaxis_transform(),
-        ha="right",
-        va="bottom",
-        fontsize=9,
-        color=theme.ink,
-    )
-    axes.legend(frameon=False, labelcolor=theme.ink, fontsize=9, ncols=3, loc="lower right")
-
-
-def _band(axes: Axes, points: Sequence[tuple[int, tuple[float, float] | None]], colour: str) -> None:
-    """Draw the band of Adam's models, if there are several."""
-    gap = (math.nan, math.nan)
-    if any(band for _, band in points):
-        axes.fill_between(
-            [x for x, _ in points],
-            [(band or gap)[0] for _, band in points],
-            [(band or gap)[1] for _, band in points],
-            facecolor="none",
-            edgecolor=colour,
-            hatch="///",
-            alpha=0.5,
-            linewidth=0,
-            label="band of Adam's models, q = 0, 1, 2",
-        )
+    hatched(axes, [(each.update, band_of(each.by_model)) for each in report.points], BLUE, MODELS)
+    axes.axhline(report.batch_size, color=theme.ink, linewidth=1.2, linestyle=DASHED)
+    style = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "bottom", "fontsize": 9}
+    axes.text(0.995, report.batch_size, f"the batch: {report.batch_size} ", color=theme.ink, **style)
+    legend(axes, theme, ncols=3, loc="lower right")
 
 
 def _against_k(axes: Axes, report: NoiseStudy, theme: Theme) -> None:
     axes.set_xlabel(f"micro-batches of {report.microbatch_size} samples per update, K")
     axes.set_ylabel("time to target, W(K) / W(1)")
-    title = "Time to the same loss, by measured times and the noise scale of the run"
-    axes.set_title(title, fontsize=10, loc="left", color=theme.ink)
+    caption(axes, "Time to the same loss, by measured times and the noise scale of the run", theme)
     if not report.steps:
-        axes.text(0.5, 0.5, "nothing was timed", transform=axes.transAxes, ha="center", color=theme.ink)
+        empty(axes, "nothing was timed", theme)
         return
     k = [each.accumulation_steps for each in report.steps]
     axes.set_xscale("log", base=2)
     axes.set_xticks(k, [str(each) for each in k])
     axes.tick_params(axis="x", which="minor", bottom=False)
-    axes.set_yscale("log", base=2)
-    readable(axes.yaxis, base=2)
+    logarithmic(axes.yaxis, base=2)
     lows, highs = [each.low for each in report.steps], [each.high for each in report.steps]
-    axes.fill_between(
-        k, lows, highs, color=GREEN, alpha=0.2, linewidth=0, label="interval of the noise scale"
-    )
-    _band(axes, [(each.accumulation_steps, band_of(each.by_model)) for each in report.steps], GREEN)
+    said = "interval of the noise scale"
+    axes.fill_between(k, lows, highs, color=GREEN, alpha=0.2, linewidth=0, label=said)
+    bands = [(each.accumulation_steps, band_of(each.by_model)) for each in report.steps]
+    hatched(axes, bands, GREEN, MODELS)
     axes.set_ylim(min(0.5, *(low / 1.2 for low in lows)), max(2.0, *(high * 1.2 for high in highs)))
     axes.axhline(1, color=theme.ink, linewidth=1)
     best = report.best
@@ -151,13 +114,7 @@ def _against_k(axes: Axes, report: NoiseStudy, theme: Theme) -> None:
         times = [each.time or 0.0 for each in report.steps]
         axes.plot(k, times, "o-", color=GREEN, linewidth=2, markersize=6, label="time to target")
         axes.plot([best.accumulation_steps], [best.time or 0.0], "o", color=VERMILION, markersize=10)
-        axes.annotate(
-            f"K = {best.accumulation_steps}",
-            (best.accumulation_steps, best.time or 0.0),
-            textcoords="offset points",
-            xytext=(0, -18),
-            ha="center",
-            color=VERMILION,
-            weight="bold",
-        )
-    axes.legend(frameon=False, labelcolor=theme.ink, fontsize=9, loc="upper left", bbox_to_anchor=(0.0, 0.86))
+        style = {"textcoords": "offset points", "xytext": (0, -18), "ha": "center", "weight": "bold"}
+        where = (best.accumulation_steps, best.time or 0.0)
+        axes.annotate(f"K = {best.accumulation_steps}", where, color=VERMILION, **style)
+    legend(axes, theme, loc="upper left", bbox_to_anchor=(0.0, 0.86))

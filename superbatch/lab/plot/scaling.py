@@ -1,15 +1,12 @@
 """The picture of the scaling rules: the factor of the rate against that of the batch."""
 
-# matplotlib leaves the types of its keyword arguments open:
-# pyright: standard
-
 from __future__ import annotations
 
 from matplotlib.figure import Figure
 
 from superbatch.tuning.scaling import Family, Rule, rate_factor
 
-from .style import BLUE, DARK, GREEN, LIGHT, ORANGE, plain_axes
+from .style import BLUE, DASHED, GREEN, ORANGE, blank, legend, plain_axes
 from .ticks import readable
 
 KAPPAS = [2 ** (i / 4) for i in range(41)]
@@ -22,15 +19,11 @@ def scaling_rules(*, ratios: tuple[float, ...] = (1.0, 16.0, 256.0), dark: bool 
         ratios: noise over signal at the old batch, ``B_noise / B``, three at most.
         dark: light on dark instead of dark on light.
 
-    Returns:
-        A figure, 10 inches wide.
-
     Examples:
         >>> [axes.get_title() for axes in scaling_rules().axes]
         ['SGD', 'Adam, AdamW']
     """
-    theme = DARK if dark else LIGHT
-    figure = Figure(figsize=(10, 4.6), facecolor=theme.paper, layout="constrained")
+    figure, theme = blank(4.6, dark=dark)
     panels = figure.subplots(1, 2, sharey=True)
     families: tuple[tuple[Family, Rule], ...] = (("sgd", "linear"), ("adam", "sqrt"))
     for axes, (family, rule), title in zip(panels, families, ("SGD", "Adam, AdamW"), strict=True):
@@ -38,7 +31,7 @@ def scaling_rules(*, ratios: tuple[float, ...] = (1.0, 16.0, 256.0), dark: bool 
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
         plain = [rate_factor(family, rule, kappa, None) for kappa in KAPPAS]
-        axes.plot(KAPPAS, plain, color=theme.ink, linewidth=1.6, linestyle=(0, (4, 2)), label=f'"{rule}"')
+        axes.plot(KAPPAS, plain, color=theme.ink, linewidth=1.6, linestyle=DASHED, label=f'"{rule}"')
         for ratio, colour in zip(ratios, (BLUE, GREEN, ORANGE), strict=False):
             factors = [rate_factor(family, "gain", kappa, ratio) for kappa in KAPPAS]
             said = f'"gain", noise scale {ratio:g} x the old batch'
@@ -46,8 +39,8 @@ def scaling_rules(*, ratios: tuple[float, ...] = (1.0, 16.0, 256.0), dark: bool 
         axes.set_title(title, fontsize=11, color=theme.ink)
         axes.set_xlabel("kappa: new batch / old batch")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.minorticks_off()
+        axes.minorticks_off()  # powers of two alone are labelled
         readable(axes.yaxis, base=2)
     panels[0].set_ylabel("new rate / old rate")
-    panels[0].legend(frameon=False, labelcolor=theme.ink, fontsize=9)
+    legend(panels[0], theme)
     return figure

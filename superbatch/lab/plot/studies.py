@@ -1,8 +1,5 @@
 """The pictures of the studies: one function each, from the same panels."""
 
-# matplotlib leaves the types of its keyword arguments open:
-# pyright: standard
-
 from __future__ import annotations
 
 import math
@@ -16,15 +13,13 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import blended_transform_factory
 
 from ..report.study import Study, StudyArm
-from .style import BLUE, DARK, GREEN, LIGHT, ORANGE, PURPLE, SKY, VERMILION, Theme, plain_axes
-from .ticks import readable
+from .arms import DASHES, Style, dots, mean_and_range, rows_for
+from .style import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, Theme, blank, headline, plain_axes
+from .ticks import logarithmic, readable
 
 COLOURS = (BLUE, GREEN, VERMILION, PURPLE, ORANGE, SKY, "#999999")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-FAR = 8
-"""Margins from the reference beyond which an arm is named at the edge, not drawn."""
-
-DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2)), (0, (1, 1)))
+FAR = 8  # margins from the reference beyond which an arm is named at the edge, not drawn
 
 
 def study(report: Study, *, dark: bool = False) -> Figure:
@@ -34,29 +29,21 @@ def study(report: Study, *, dark: bool = False) -> Figure:
         report: whole or partial.
         dark: light on dark instead of dark on light.
 
-    Returns:
-        A figure, 10 inches wide.
-
     Examples:
         >>> from superbatch.lab.studies.study import Options, study as run
         >>> figure = study(run("precision", options=Options(runs=1, quick=True)))
         >>> figure.axes[0].get_xlabel()
         'gradients in the sum, K'
     """
-    theme = DARK if dark else LIGHT
-    draw = _DRAWINGS[report.name]
-    figure = Figure(figsize=(10, 5.5), facecolor=theme.paper, layout="constrained")
-    draw(figure, report, theme)
+    figure, theme = blank(5.5, dark=dark)
+    _DRAWINGS[report.name](figure, report, theme)
     for axes in figure.axes:
         plain_axes(axes, theme)
         axes.title.set_fontsize(10)
         if (legend := axes.get_legend()) is not None:
             for text in legend.get_texts():
                 text.set_color(theme.ink)
-    partial = " (interrupted: partial)" if report.partial else ""
-    figure.suptitle(
-        f"{report.question}{partial}\n{report.conclusion}", color=theme.ink, fontsize=11, wrap=True
-    )
+    headline(figure, report.question, theme, report.conclusion, partial=report.partial, size=11)
     return figure
 
 
@@ -69,11 +56,10 @@ def _momentum(figure: Figure, report: Study, theme: Theme) -> None:
     for index, arm in enumerate(report.arms):
         found = [value for value in arm.values(excess) if math.isfinite(value)]
         values = [value for value in found if value > 0]
-        colour, marker = COLOURS[index % 7], MARKERS[index % 7]
-        spread = [index + 0.5 * (i / max(1, len(values) - 1) - 0.5) for i in range(len(values))]
-        noise.scatter(spread, values, s=12, color=colour, alpha=0.4, linewidths=0)
+        style = _style(index)
+        dots(noise, values, index, style.colour, upright=True)
         if found and (mean := statistics.fmean(found)) > 0:
-            noise.plot(index, mean, marker, color=colour, markersize=8)
+            noise.plot(index, mean, style.marker, color=style.colour, markersize=8)
         said: list[str] = []
         if len(values) < len(found):  # a logarithmic axis has no place for them
             said.append(f"{len(found) - len(values)} of {len(found)}\n≤ 0")
@@ -85,8 +71,7 @@ def _momentum(figure: Figure, report: Study, theme: Theme) -> None:
         if anchor is not None and expected is not None:
             noise.hlines(anchor * expected, index - 0.4, index + 0.4, color=theme.ink, linewidth=1.2)
     if anchor is not None:
-        noise.set_yscale("log")
-        readable(noise.yaxis)
+        logarithmic(noise.yaxis)
         low, high = noise.get_ylim()
         noise.set_ylim(low / 5, high)  # room for what is said below
     noise.set_xticks(range(len(report.arms)), [arm.name for arm in report.arms])
@@ -104,12 +89,10 @@ def _grow_batch(figure: Figure, report: Study, theme: Theme) -> None:
     for index, arm in enumerate(report.arms):
         _curve(samples, arm, report.curve_at, index)
         _curve(updates, arm, arm.curve_updates, index)
-    samples.set_yscale("log")
-    readable(samples.yaxis)
+    logarithmic(samples.yaxis)
     samples.set_xlabel("samples seen")
     updates.set_xlabel("updates made")
-    samples.set_ylabel("training loss, mean over seeds; band: range")
-    samples.set_title("Against samples")
+    samples.set(ylabel="training loss, mean over seeds; band: range", title="Against samples")
     updates.set_title("Against updates")
     _legend(samples)
 
@@ -118,8 +101,7 @@ def _critical_batch(figure: Figure, report: Study, theme: Theme) -> None:
     loss, needed = figure.subplots(1, 2)
     for index, arm in enumerate(report.arms):
         _curve(loss, arm, report.curve_at, index)
-    loss.set_yscale("log")
-    readable(loss.yaxis)
+    logarithmic(loss.yaxis)
     loss.set_xlabel("samples since the checkpoint")
     loss.set_ylabel("smoothed training loss, mean over seeds")
     loss.set_title("Branches of one checkpoint: the same samples in the same order")
@@ -136,8 +118,7 @@ def _critical_batch(figure: Figure, report: Study, theme: Theme) -> None:
     known = [(batch, value) for batch, value in predicted if value is not None]
     label = "predicted by the noise scale at the checkpoint, of all seeds"
     _line(needed, known, color=VERMILION, marker="D", label=label)
-    needed.set_xscale("log", base=2)
-    readable(needed.xaxis, base=2)
+    logarithmic(needed.xaxis, base=2)
     needed.set_xlabel("batch")
     needed.set_ylabel("samples needed, relative to the smallest batch")
     needed.set_title("What the larger batch costs in samples")
@@ -155,17 +136,11 @@ def _number(name: str) -> float:
 
 
 def _curve(axes: Axes, arm: StudyArm, at: Sequence[float], index: int) -> None:
-    curves = [run.curve for run in arm.runs]
-    columns = [[value for value in each if math.isfinite(value)] for each in zip(*curves, strict=True)]
-    points = [(x, values) for x, values in zip(at, columns, strict=False) if values]
-    if not points:
-        return
-    xs, colour = [x for x, _ in points], COLOURS[index % 7]
-    means = [statistics.fmean(values) for _, values in points]
-    style = {"color": colour, "linestyle": DASHES[index % 5], "linewidth": 2.2, "label": arm.name}
-    axes.plot(xs, means, **style)
-    low, high = [min(values) for _, values in points], [max(values) for _, values in points]
-    axes.fill_between(xs, low, high, color=colour, alpha=0.08, linewidth=0)
+    mean_and_range(axes, at, [run.curve for run in arm.runs], _style(index), arm.name)
+
+
+def _style(index: int) -> Style:
+    return Style(COLOURS[index % 7], MARKERS[index % 7], DASHES[index % 5], 2.2)
 
 
 def _precision(figure: Figure, report: Study, theme: Theme) -> None:
@@ -174,22 +149,14 @@ def _precision(figure: Figure, report: Study, theme: Theme) -> None:
         curves = list(zip(*(run.curve for run in arm.runs), strict=True))
         if not curves:
             continue
-        axes.plot(
-            report.curve_at,
-            [statistics.fmean(at) for at in curves],
-            color=COLOURS[index % 7],
-            marker=MARKERS[index % 7],
-            linestyle=DASHES[index // 7 * 2],
-            linewidth=1.8,
-            markersize=6,
-            label=arm.name,
-        )
+        # Eleven arms and seven colours: beyond these the dashes tell them apart.
+        style = {"marker": MARKERS[index % 7], "linestyle": DASHES[index // 7 * 2], "markersize": 6}
+        means = [statistics.fmean(at) for at in curves]
+        axes.plot(report.curve_at, means, color=COLOURS[index % 7], linewidth=1.8, label=arm.name, **style)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    readable(axes.yaxis)
+    logarithmic(axes.yaxis)
     axes.set_xticks(report.curve_at, [f"{count:g}" for count in report.curve_at])
-    axes.set_xlabel("gradients in the sum, K")
-    axes.set_ylabel("relative error of the sum")
+    axes.set(xlabel="gradients in the sum, K", ylabel="relative error of the sum")
     _legend(axes, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
@@ -231,8 +198,8 @@ def _outlines(axes: Axes, report: Study) -> None:
     for index, arm in enumerate(report.arms):
         radii = [statistics.fmean(each) for each in zip(*(run.curve for run in arm.runs), strict=True)]
         points = [(r * math.cos(at), r * math.sin(at)) for at, r in zip(report.curve_at, radii, strict=False)]
-        style = {"linestyle": DASHES[index % 5], "linewidth": 2.0}
-        _line(axes, [*points, *points[:1]], color=COLOURS[index % 7], **style)
+        style = _style(index)
+        _line(axes, [*points, *points[:1]], color=style.colour, linestyle=style.dashes, linewidth=2.0)
     axes.set_aspect("equal")
     axes.set_title("Outline of the generated points, in the rows' colours")
 
@@ -241,9 +208,9 @@ def _dots(
     axes: Axes, report: Study, quantity: str, theme: Theme, *, log: bool = False, cut: bool = True
 ) -> None:
     """One row per arm: each run a dot, mean and sd; the margin of the tests as a band."""
-    rows = [float(-index) for index in range(len(report.arms))]
-    for index, (arm, y) in enumerate(zip(report.arms, rows, strict=True)):
-        _row(axes, arm, quantity, y, COLOURS[index % 7], MARKERS[index % 7], log=log)
+    names = [f"{arm.name}: {fill(arm.how, 34)}" if len(arm.name) == 1 else arm.name for arm in report.arms]
+    for index, y in enumerate(rows_for(axes, names)):
+        _row(axes, report.arms[index], quantity, y, _style(index), log=log)
     tests = [test for test in report.tests if test.quantity == quantity and not test.ratio]
     middle = report.arm(tests[0].second).mean(quantity) if tests and not log else None
     if middle is not None and math.isfinite(middle):
@@ -255,14 +222,10 @@ def _dots(
             scatter = [abs(each - middle) for each in report.arm(tests[0].second).values(quantity)]
             most = max([FAR * margin, *(2 * each for each in scatter if math.isfinite(each))])
             _cut(axes, report, quantity, middle, most, theme)
-    names = [f"{arm.name}: {fill(arm.how, 34)}" if len(arm.name) == 1 else arm.name for arm in report.arms]
-    axes.set_yticks(rows, names)
     axes.tick_params(axis="y", labelsize=8)
-    axes.set_ylim(rows[-1] - 0.6, 0.6)
     axes.set_xlabel(quantity)
     if log:
-        axes.set_xscale("log")
-        readable(axes.xaxis)
+        logarithmic(axes.xaxis)
 
 
 def _cut(axes: Axes, report: Study, quantity: str, middle: float, most: float, theme: Theme) -> None:
@@ -276,17 +239,10 @@ def _cut(axes: Axes, report: Study, quantity: str, middle: float, most: float, t
         if mean is None or abs(mean - middle) <= most:
             continue
         left = mean < middle
-        said = f"← {mean:.3g}" if left else f"{mean:.3g} →"
-        axes.text(
-            0.02 if left else 0.98,
-            -index,
-            said if math.isfinite(mean) else _diverged(arm.values(quantity)),
-            transform=axes.get_yaxis_transform(),
-            ha="left" if left else "right",
-            va="center",
-            color=theme.ink,
-            fontsize=9,
-        )
+        arrow = f"← {mean:.3g}" if left else f"{mean:.3g} →"
+        said = arrow if math.isfinite(mean) else _diverged(arm.values(quantity))
+        style = {"ha": "left" if left else "right", "va": "center", "color": theme.ink, "fontsize": 9}
+        axes.text(0.02 if left else 0.98, -index, said, transform=axes.get_yaxis_transform(), **style)
 
 
 def _diverged(values: Sequence[float]) -> str:
@@ -295,25 +251,21 @@ def _diverged(values: Sequence[float]) -> str:
     return "diverged" if lost == len(values) else f"{lost} of {len(values)} diverged"
 
 
-def _row(axes: Axes, arm: StudyArm, quantity: str, y: float, colour: str, marker: str, *, log: bool) -> None:
+def _row(axes: Axes, arm: StudyArm, quantity: str, y: float, style: Style, *, log: bool) -> None:
     values = [value for value in arm.values(quantity) if math.isfinite(value) and (value > 0 or not log)]
     if not values:
         return
-    spread = [y + 0.5 * (i / max(1, len(values) - 1) - 0.5) for i in range(len(values))]
-    axes.scatter(values, spread, s=12, color=colour, alpha=0.4, linewidths=0)
+    dots(axes, values, y, style.colour)
     sd = statistics.stdev(values) if len(values) > 1 and not log else None
-    mean = _geometric(values) if log else statistics.fmean(values)
-    axes.errorbar(mean, y, xerr=sd, fmt=marker, color=colour, markersize=7, capsize=4, linewidth=1.6)
+    mean = statistics.geometric_mean(values) if log else statistics.fmean(values)
+    shape = {"fmt": style.marker, "markersize": 7, "capsize": 4, "linewidth": 1.6}
+    axes.errorbar(mean, y, xerr=sd, color=style.colour, **shape)
 
 
 def _legend(axes: Axes, **where: Any) -> None:
     """A legend, where anything was drawn that has a name: an interrupted study may have nothing."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=9, **where)
-
-
-def _geometric(values: Sequence[float]) -> Any:
-    return math.exp(statistics.fmean(map(math.log, values))) if values else None
 
 
 _DRAWINGS: Mapping[str, Callable[[Figure, Study, Theme], None]] = {

@@ -1,12 +1,12 @@
 """Elements common to all plots: colours, plain axes, and saving a figure to a file."""
 
-# matplotlib leaves the types of its keyword arguments open:
-# pyright: standard
-
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -35,16 +35,52 @@ class Theme:
 LIGHT = Theme(paper="#ffffff", ink="#1a1a1a", faint="#c9ccd1")
 DARK = Theme(paper="#16181d", ink="#e8e8e8", faint="#4a4f59")
 
+DASHED: Any = (0, (4, 2))
+
+
+def blank(height: float, *, dark: bool, width: float = 10) -> tuple[Figure, Theme]:
+    """An empty figure on the ground of its theme; sizes in inches."""
+    theme = DARK if dark else LIGHT
+    return Figure(figsize=(width, height), facecolor=theme.paper, layout="constrained"), theme
+
+
+def headline(
+    figure: Figure, text: str, theme: Theme, *below: str, partial: bool = False, size: int = 12
+) -> None:
+    """The title of a figure, which says if the study was interrupted, and sentences below it."""
+    marked = f"{text} (interrupted: partial)" if partial else text
+    figure.suptitle("\n".join([marked, *below]), color=theme.ink, fontsize=size, wrap=True)
+
+
+def caption(axes: Axes, text: str, theme: Theme, *, wrap: bool = False) -> None:
+    """The title of one panel, at its left end."""
+    axes.set_title(text, fontsize=10, loc="left", color=theme.ink, wrap=wrap)
+
+
+def empty(axes: Axes, text: str, theme: Theme) -> None:
+    """Say in an empty panel why it is empty."""
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", color=theme.ink)
+
+
+def legend(axes: Axes, theme: Theme, **where: Any) -> None:
+    """A legend without a frame."""
+    axes.legend(frameon=False, labelcolor=theme.ink, fontsize=9, **where)
+
+
+def hatched(
+    axes: Axes, bands: Sequence[tuple[float, tuple[float, float] | None]], colour: str, label: str
+) -> None:
+    """A hatched band from place to place, with gaps where it is None; nothing without any."""
+    if not any(band for _, band in bands):
+        return
+    gap = (math.nan, math.nan)
+    low, high = ([(band or gap)[end] for _, band in bands] for end in (0, 1))
+    style = {"facecolor": "none", "hatch": "///", "alpha": 0.5, "linewidth": 0, "label": label}
+    axes.fill_between([x for x, _ in bands], low, high, edgecolor=colour, **style)
+
 
 def png(figure: Figure, *, dots_per_inch: int = 150) -> bytes:
-    """Render a figure.
-
-    Args:
-        figure: any.
-        dots_per_inch: resolution.
-
-    Returns:
-        A PNG file's content.
+    """Render a figure as the content of a PNG file.
 
     Examples:
         >>> png(Figure(figsize=(1, 1)))[1:4]
@@ -58,19 +94,15 @@ def png(figure: Figure, *, dots_per_inch: int = 150) -> bytes:
 def plain_axes(axes: Axes, theme: Theme) -> None:
     """A faint grid behind the data, two spines, and text in the theme's ink.
 
-    Args:
-        axes: to be drawn into.
-        theme: the colours.
-
     Examples:
         >>> plain_axes(Figure().add_subplot(), LIGHT)
     """
     axes.set_facecolor(theme.paper)
     axes.grid(color=theme.faint, linewidth=0.6, alpha=0.6)
-    axes.set_axisbelow(True)
+    axes.set_axisbelow(True)  # the grid is behind the data
     axes.tick_params(colors=theme.ink, labelcolor=theme.ink, which="both")
     for name, spine in axes.spines.items():
-        spine.set_visible(name in ("left", "bottom"))
+        spine.set_visible(name in ("left", "bottom"))  # a frame on four sides says nothing more
         spine.set_color(theme.faint)
     axes.xaxis.label.set_color(theme.ink)
     axes.yaxis.label.set_color(theme.ink)

@@ -1,8 +1,5 @@
 """Tick labels of logarithmic axes, also for ranges of less than a decade."""
 
-# matplotlib leaves the types of its ticks open:
-# pyright: standard
-
 from __future__ import annotations
 
 import math
@@ -11,8 +8,7 @@ from collections.abc import Callable, Sequence
 from matplotlib.axis import Axis, XAxis
 from matplotlib.ticker import Locator, MaxNLocator, NullLocator
 
-MOST = 8
-"""Maximum number of powers on an axis."""
+MOST = 8  # maximum number of powers on an axis
 
 Text = Callable[[float], str]
 
@@ -21,15 +17,9 @@ _STEPS = ((1.0, 3.0), (1.0, 2.0, 5.0), (1.0, 2.0, 3.0, 5.0), (1.0, 1.5, 2.0, 3.0
 
 
 def ticks_between(low: float, high: float, *, base: int = 10) -> list[float]:
-    """Round numbers in a range: powers of the base, simple multiples of them, or equal steps.
+    """Round numbers in a range: powers of the base (2 or 10), simple multiples of them, or equal steps.
 
-    Args:
-        low: lower end, above zero.
-        high: upper end.
-        base: 2 or 10.
-
-    Returns:
-        Three numbers or more, about eight at most; none if the range is empty or not positive.
+    Three to about eight; none if the range is empty or not positive.
 
     Examples:
         >>> ticks_between(1.1, 1.8)
@@ -71,11 +61,6 @@ def _equal_steps(low: float, high: float, base: int) -> list[float]:
 def readable(axis: Axis, text: Text | None = None, *, base: int = 10) -> None:
     """Label a logarithmic axis with round numbers over any range.
 
-    Args:
-        axis: an axis with a logarithmic scale.
-        text: formats a tick; by default the number itself, or a power of ten if that is shorter.
-        base: 2 or 10.
-
     Examples:
         >>> from matplotlib.figure import Figure
         >>> axes = Figure().add_subplot()
@@ -89,6 +74,12 @@ def readable(axis: Axis, text: Text | None = None, *, base: int = 10) -> None:
     axis.set_major_locator(_RoundNumbers(base, say))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(lambda value, _: say(value))
+
+
+def logarithmic(axis: Axis, text: Text | None = None, *, base: int = 10) -> None:
+    """Make an axis logarithmic, with readable labels."""
+    getattr(axis.axes, f"set_{axis.axis_name}scale")("log", base=base)  # pyright: ignore[reportAttributeAccessIssue]
+    readable(axis, text, base=base)
 
 
 def tick_text(value: float) -> str:

@@ -6,13 +6,14 @@ Set-up: pixels / 16, 500 test samples (stratified, random_state=0), 1297 trainin
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from .digits_data import BATCH_SIZE, DESCRIPTION, LEARNING_RATE, MARGIN, NAME, learning_rates, load_images
+from .digits_data import DESCRIPTION, LEARNING_RATE, NAME, facts, load_images
 from .models import accuracy, seeded
 from .recipe import Recipe
 
@@ -27,30 +28,15 @@ class Classification(NamedTuple):
 
 
 def digits() -> Recipe:
-    """The multi-layer perceptron 64-32-10 with ReLU.
-
-    Examples:
-        >>> recipe = digits()
-        >>> recipe.samples, recipe.batch_size, recipe.learning_rates["sgd"]
-        (1297, 100, 0.06)
-    """
+    """The multi-layer perceptron 64-32-10 with ReLU."""
     return classification(NAME, DESCRIPTION, _perceptron, load_digits())
 
 
 def digits_bn() -> Recipe:
-    """The perceptron with BatchNorm: a *coupled* model, each sample is normalised by all others of the batch.
-
-    Examples:
-        >>> digits_bn().coupled
-        'exact'
-    """
-    return classification(
-        "digits-bn",
-        "a 64-32-10 perceptron with BatchNorm (samples see each other) on scikit-learn's digits",
-        lambda: _perceptron(batchnorm=True),
-        load_digits(),
-        batchnorm=True,
-    )
+    """The perceptron with BatchNorm: a *coupled* model, normalised by the whole batch."""
+    what = "a 64-32-10 perceptron with BatchNorm (samples see each other) on scikit-learn's digits"
+    build = partial(_perceptron, batchnorm=True)
+    return classification("digits-bn", what, build, load_digits(), batchnorm=True)
 
 
 def digits_conv() -> Recipe:
@@ -58,35 +44,16 @@ def digits_conv() -> Recipe:
 
     It is smooth (GELU, average pooling), so that in float32 a difference of rounding stays one: at the kinks
     of ReLU and maximum pooling it can grow to 1e-3 in a run.
-
-    Examples:
-        >>> sum(p.numel() for p in digits_conv().model(0).parameters())
-        1898
     """
-    return classification(
-        "digits-conv",
-        "a small convolutional net on scikit-learn's digits",
-        _convolutional,
-        load_digits(),
-        learning_rate=0.5,
-    )
+    what = "a small convolutional net on scikit-learn's digits"
+    return classification("digits-conv", what, _convolutional, load_digits(), learning_rate=0.5)
 
 
 def digits_conv_bn() -> Recipe:
-    """The convolutional network with BatchNorm: a *coupled* model.
-
-    Examples:
-        >>> digits_conv_bn().coupled
-        'exact'
-    """
-    return classification(
-        "digits-conv-bn",
-        "a small convolutional net with BatchNorm (samples see each other) on scikit-learn's digits",
-        lambda: _convolutional(batchnorm=True),
-        load_digits(),
-        learning_rate=0.5,
-        batchnorm=True,
-    )
+    """The convolutional network with BatchNorm: a *coupled* model."""
+    what = "a small convolutional net with BatchNorm (samples see each other) on scikit-learn's digits"
+    build, data = partial(_convolutional, batchnorm=True), load_digits()
+    return classification("digits-conv-bn", what, build, data, learning_rate=0.5, batchnorm=True)
 
 
 def classification(
@@ -98,19 +65,7 @@ def classification(
     learning_rate: float = LEARNING_RATE,
     batchnorm: bool = False,
 ) -> Recipe:
-    """A recipe that classifies images with the mean cross entropy, measured by test accuracy.
-
-    Args:
-        name: of the recipe.
-        description: one sentence.
-        build: makes the model; draws from torch's generator.
-        data: training and test samples.
-        learning_rate: of plain SGD.
-        batchnorm: the model has BatchNorm.
-
-    Returns:
-        The recipe.
-    """
+    """A recipe that classifies images with the mean cross entropy, measured by test accuracy."""
 
     def loss_fn(model: nn.Module) -> Callable[[tuple[Tensor, Tensor]], Tensor]:
         return lambda batch: cross_entropy(model(batch[0]), batch[1])
@@ -119,34 +74,17 @@ def classification(
         name=name,
         description=description,
         model=seeded(build),
-        samples=len(data.labels),
         batch=lambda indices: (data.images[indices], data.labels[indices]),
         loss_fn=loss_fn,
         evaluate=lambda model: accuracy(model, data.test_images, data.test_labels),
-        metric="test accuracy",
-        unit="%",
-        margin=MARGIN,
-        metric_step=100 / len(data.test_labels),
-        batch_size=min(BATCH_SIZE, len(data.labels)),
-        learning_rates=learning_rates(learning_rate),
         batchnorm="per_microbatch" if batchnorm else "error",
         coupled="exact" if batchnorm else "error",
+        **facts(len(data.labels), len(data.test_labels), learning_rate),
     )
 
 
 def load_digits() -> Classification:
-    """Read scikit-learn's digits and split off 500 stratified test samples.
-
-    Returns:
-        Images of shape (n, 64) with values in [0, 1].
-
-    Raises:
-        InputError: scikit-learn is not installed.
-
-    Examples:
-        >>> [tuple(part.shape) for part in load_digits()]
-        [(1297, 64), (1297,), (500, 64), (500,)]
-    """
+    """Read scikit-learn's digits and split off 500 stratified test samples."""
     return Classification(*map(torch.from_numpy, load_images()))
 
 

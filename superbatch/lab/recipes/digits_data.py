@@ -19,8 +19,6 @@ from .recipe import Recipe
 NAME = "digits"
 DESCRIPTION = "a 64-32-10 perceptron with ReLU on scikit-learn's digits"
 LEARNING_RATE = 0.06
-MARGIN = 0.5
-BATCH_SIZE = 100
 
 
 class Images(NamedTuple):
@@ -33,25 +31,13 @@ class Images(NamedTuple):
 
 
 def load_images() -> Images:
-    """Read scikit-learn's digits and split off 500 stratified test samples.
-
-    Returns:
-        Images with values in [0, 1].
-
-    Raises:
-        InputError: scikit-learn is not installed.
-
-    Examples:
-        >>> [part.shape for part in load_images()]
-        [(1297, 64), (1297,), (500, 64), (500,)]
-    """
+    """Read scikit-learn's digits and split off 500 stratified test samples."""
     try:
         from sklearn import datasets, model_selection
     except ImportError as error:
         raise InputError(
-            "A recipe on digits: "
-            "scikit-learn, which carries the data, is not installed. "
-            "Install superbatch[cli]."
+            "A recipe on digits: scikit-learn, which carries the data, is not installed. Install "
+            "superbatch[cli]."
         ) from error
     images, labels = datasets.load_digits(return_X_y=True)
     train, test, train_labels, test_labels = model_selection.train_test_split(
@@ -65,70 +51,35 @@ def load_images() -> Images:
     )
 
 
-def learning_rates(sgd: float = LEARNING_RATE) -> dict[str, float]:
-    """The optimizers that the task allows and the learning rate of each, the default first.
-
-    Args:
-        sgd: of plain SGD.
-
-    Returns:
-        Learning rates by optimizer.
-
-    Examples:
-        >>> list(learning_rates())
-        ['sgd', 'momentum', 'adam', 'adamw']
-    """
-    return {"sgd": sgd, "momentum": sgd / 10, "adam": 2e-3, "adamw": 2e-3}
+def facts(samples: int, tests: int, sgd: float = LEARNING_RATE) -> dict[str, Any]:
+    """Fields of a recipe that classifies images, whatever trains it; `sgd` is the rate of plain SGD."""
+    return {
+        "samples": samples,
+        "metric": "test accuracy",
+        "unit": "%",
+        "margin": 0.5,
+        "metric_step": 100 / tests,
+        "batch_size": min(100, samples),
+        "learning_rates": {"sgd": sgd, "momentum": sgd / 10, "adam": 2e-3, "adamw": 2e-3},
+    }
 
 
 def initial_weights(seed: int) -> dict[str, np.ndarray]:
-    """The perceptron's weights as torch draws them from a seed, by torch's names.
-
-    Args:
-        seed: at least 0.
-
-    Returns:
-        Name -> float32 values; a weight has the shape (outputs, inputs).
-
-    Examples:
-        >>> {name: values.shape for name, values in initial_weights(0).items()}
-        {'0.weight': (32, 64), '0.bias': (32,), '2.weight': (10, 32), '2.bias': (10,)}
-    """
+    """The perceptron's weights as torch draws them from a seed, by torch's names."""
     draws = Draws(seed)
     (first, first_bias), (second, second_bias) = draws.linear(64, 32), draws.linear(32, 10)
     return {"0.weight": first, "0.bias": first_bias, "2.weight": second, "2.bias": second_bias}
 
 
 def accuracy(weights: Mapping[str, np.ndarray], images: np.ndarray, labels: np.ndarray) -> float:
-    """Share of correct predictions of the perceptron in percent.
-
-    Args:
-        weights: as `initial_weights` has them, in any floating-point dtype.
-        images: shape (n, 64).
-        labels: shape (n,).
-
-    Returns:
-        Percent.
-    """
+    """Share of correct predictions of the perceptron in percent."""
     hidden = np.maximum(images @ weights["0.weight"].T + weights["0.bias"], 0)
     scores = hidden @ weights["2.weight"].T + weights["2.bias"]
     return 100.0 * int((scores.argmax(1) == labels).sum()) / len(labels)
 
 
 def digits_on(loss_fn: Callable[[Any], Callable[[Any], Any]]) -> Recipe:
-    """The digits task for a backend that is not torch: models are the named arrays of `initial_weights`.
-
-    Args:
-        loss_fn: of the backend: weights -> the loss function of a batch or micro-batch.
-
-    Returns:
-        The recipe. `batch` takes and gives numpy arrays.
-
-    Examples:
-        >>> recipe = digits_on(lambda weights: lambda batch: 0.0)
-        >>> recipe.samples, recipe.evaluate(recipe.model(0)) < 30
-        (1297, True)
-    """
+    """The digits task for a backend that is not torch: models are the named arrays of `initial_weights`."""
     data = load_images()
     # What torch takes as its model, batch and tensors are names and numpy arrays here.
     functions: dict[str, Any] = {
@@ -139,13 +90,7 @@ def digits_on(loss_fn: Callable[[Any], Callable[[Any], Any]]) -> Recipe:
     return Recipe(
         name=NAME,
         description=DESCRIPTION,
-        samples=len(data.labels),
         loss_fn=loss_fn,
-        metric="test accuracy",
-        unit="%",
-        margin=MARGIN,
-        metric_step=100 / len(data.test_labels),
-        batch_size=BATCH_SIZE,
-        learning_rates=learning_rates(),
         **functions,
+        **facts(len(data.labels), len(data.test_labels)),
     )

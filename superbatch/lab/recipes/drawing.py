@@ -12,28 +12,13 @@ import numpy as np
 
 
 class Draws:
-    """A generator that draws what torch's draws on the CPU after ``manual_seed(seed)``.
-
-    Args:
-        seed: at least 0.
-
-    Examples:
-        >>> Draws(0).permutation(5).tolist()  # torch.randperm(5, generator=torch.manual_seed(0))
-        [4, 0, 1, 3, 2]
-    """
+    """A generator that draws what torch's draws on the CPU after ``manual_seed(seed)``."""
 
     def __init__(self, seed: int) -> None:
         self._twister = np.random.RandomState(seed)
 
     def permutation(self, count: int) -> np.ndarray:
-        """Draw what ``torch.randperm(count)`` draws.
-
-        Args:
-            count: at least 1.
-
-        Returns:
-            The numbers below `count` in random order, int64.
-        """
+        """Draw what ``torch.randperm(count)`` draws."""
         order = list(range(count))
         for place, word in enumerate(self._words(count - 1).tolist()):
             other = place + word % (count - place)
@@ -41,17 +26,8 @@ class Draws:
         return np.array(order, np.int64)
 
     def linear(self, inputs: int, outputs: int) -> tuple[np.ndarray, np.ndarray]:
-        """Draw the initial weights of ``torch.nn.Linear(inputs, outputs)``.
-
-        Args:
-            inputs: of the layer.
-            outputs: of the layer.
-
-        Returns:
-            Weight of shape (outputs, inputs) and bias of shape (outputs,), float32, uniform within
-            ``1 / sqrt(inputs)``.
-        """
-        bound = 1 / math.sqrt(inputs)
+        """Draw the initial weights of ``torch.nn.Linear(inputs, outputs)``."""
+        bound = 1 / math.sqrt(inputs)  # what kaiming_uniform_(a=sqrt(5)) comes to
         return self._uniform((outputs, inputs), bound), self._uniform((outputs,), bound)
 
     def _uniform(self, shape: tuple[int, ...], bound: float) -> np.ndarray:

@@ -13,22 +13,7 @@ _INSTALLED = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
 
 
 def recipe_failure(error: BaseException) -> SuperbatchError | None:
-    """Describe an error that the user's own code raised.
-
-    Args:
-        error: as it was caught, with its traceback.
-
-    Returns:
-        An error whose text is one line: the error, the last line of the user's own code that it passed, and
-        how to see the whole traceback. None where it passed no code but that of installed packages.
-
-    Examples:
-        >>> try:
-        ...     [].pop()
-        ... except IndexError as error:
-        ...     recipe_failure(error) is None
-        True
-    """
+    """Describe an error of the user's own code in one line; None if it passed installed packages alone."""
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]
     if not own:
         return None

@@ -21,24 +21,7 @@ UNSIGNED_BYTE = 0x08
 
 
 def read_idx(path: str | Path) -> Tensor:
-    """Read one IDX file of unsigned bytes.
-
-    Args:
-        path: of the file; gzip is recognised by its content.
-
-    Returns:
-        A uint8 tensor of the shape that the file states.
-
-    Raises:
-        InputError: it is no such file, or it is cut short.
-
-    Examples:
-        >>> import tempfile
-        >>> file = Path(tempfile.mkdtemp()) / "labels-idx1-ubyte"
-        >>> _ = file.write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 8, 9]))
-        >>> read_idx(file).tolist()
-        [7, 8, 9]
-    """
+    """Read one IDX file of unsigned bytes."""
     path = Path(path)
     content = _content(path)
     if len(content) < 4 or content[:3] != bytes([0, 0, UNSIGNED_BYTE]):
@@ -54,18 +37,7 @@ def read_idx(path: str | Path) -> Tensor:
 
 
 def find_idx(folder: Path, stem: str) -> Path:
-    """Find an IDX file under the names in use: `-idx3-ubyte`, `.idx3-ubyte`, each with or without `.gz`.
-
-    Args:
-        folder: where to look.
-        stem: such as ``"train-images"``.
-
-    Returns:
-        Its path.
-
-    Raises:
-        InputError: there is none.
-    """
+    """Find an IDX file under the names in use: `-idx3-ubyte`, `.idx3-ubyte`, each with or without `.gz`."""
     named = folder.glob(f"{stem}[-.]idx?-ubyte*")
     found = sorted(file for file in named if file.name.endswith(("ubyte", ".gz")))
     if not found:

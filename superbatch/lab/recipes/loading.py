@@ -16,6 +16,7 @@ from superbatch.errors import InputError, SuperbatchError
 from .nearest import did_you_mean
 from .recipe import Recipe
 
+# Built-in recipes: name -> where it is made, and what it is in a few words.
 RECIPES: Mapping[str, tuple[str, str]] = {
     "digits": ("superbatch.lab.recipes.digits:digits", "perceptron on scikit-learn's digits"),
     "digits-bn": ("superbatch.lab.recipes.digits:digits_bn", "the same with BatchNorm (coupled)"),
@@ -25,8 +26,8 @@ RECIPES: Mapping[str, tuple[str, str]] = {
     "pairs": ("superbatch.lab.recipes.pairs:pairs", "contrastive pairs of digits (coupled)"),
     "mnist": ("superbatch.lab.recipes.mnist:mnist", "perceptron on a folder of IDX files (--data)"),
 }
-"""Built-in recipes: name -> where it is made, and what it is in a few words."""
 
+# Built-in recipes of the study `coupled`, which have several ways to make the update.
 COUPLED: Mapping[str, tuple[str, str]] = {
     "code-search": ("superbatch.lab.recipes.coupled.code_search:code_search", "docstrings and code, InfoNCE"),
     "counting": ("superbatch.lab.recipes.coupled.counting:counting", "spots in images, BatchNorm"),
@@ -34,11 +35,10 @@ COUPLED: Mapping[str, tuple[str, str]] = {
     "ring": ("superbatch.lab.recipes.coupled.ring:ring", "a generator, sliced Wasserstein distance"),
     "token-means": ("superbatch.lab.recipes.coupled.token_means:token_means", "means over tokens"),
 }
-"""Built-in recipes of the study `coupled`, which have several ways to make the update."""
 
 NEEDS_DATA = ("mnist",)
+# The others have data of their own by default.
 TAKES_DATA = (*NEEDS_DATA, "code-search", "counting", "token-means")
-"""The others have data of their own by default."""
 
 
 def load_recipe(name: str, *, data: str | Path | None = None) -> Recipe:

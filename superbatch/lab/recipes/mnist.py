@@ -14,18 +14,7 @@ from .recipe import Recipe
 
 
 def mnist(data: str | Path | None = None) -> Recipe:
-    """A perceptron with one hidden layer of 32 on a folder of MNIST files in IDX format.
-
-    Args:
-        data: the folder with ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte`` and the two ``t10k-``
-            files, plain or ``.gz``.
-
-    Returns:
-        The recipe.
-
-    Raises:
-        InputError: no folder is given, or a file is missing or damaged.
-    """
+    """A perceptron with one hidden layer of 32 on a folder with the four files of MNIST, plain or ``.gz``."""
     if data is None:
         raise InputError("The recipe mnist needs a folder of data and downloads none. Add --data FOLDER.")
     folder = Path(data)
@@ -34,9 +23,8 @@ def mnist(data: str | Path | None = None) -> Recipe:
     for part, inputs, targets in (("train", images, labels), ("t10k", test_images, test_labels)):
         if len(inputs) != len(targets):
             raise InputError(
-                f"The data folder {str(folder)!r}: "
-                f"{part}-images has {len(inputs)} images and {part}-labels has {len(targets)} labels. "
-                "Give files that belong together."
+                f"The data folder {str(folder)!r}: {part}-images has {len(inputs)} images and {part}-labels "
+                f"has {len(targets)} labels. Give files that belong together."
             )
     pixels, classes = images.shape[1], int(labels.max()) + 1
     return classification(

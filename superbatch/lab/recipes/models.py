@@ -9,19 +9,7 @@ from torch import Tensor, nn
 
 
 def seeded(build: Callable[[], nn.Module]) -> Callable[[int], nn.Module]:
-    """Make a function seed -> model of one that draws from torch's generator; that stays as it was.
-
-    Args:
-        build: makes the model.
-
-    Returns:
-        A function of the seed.
-
-    Examples:
-        >>> model = seeded(lambda: nn.Linear(2, 1))
-        >>> bool((model(3).weight == model(3).weight).all()), bool((model(3).weight == model(4).weight).all())
-        (True, False)
-    """
+    """Make a function seed -> model of one that draws from torch's generator; that stays as it was."""
 
     def model(seed: int) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
@@ -32,37 +20,21 @@ def seeded(build: Callable[[], nn.Module]) -> Callable[[int], nn.Module]:
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """The dtype of a model's first parameter.
-
-    Examples:
-        >>> dtype_of(nn.Linear(1, 1).double())
-        torch.float64
-    """
+    """The dtype of a model's first parameter."""
     return next(model.parameters()).dtype
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
-    """Share of correct predictions in percent, in evaluation mode; the model's mode is restored.
-
-    Args:
-        model: inputs -> scores of shape (n, classes).
-        inputs: shape (n, ...); cast to the model's dtype.
-        labels: int64, shape (n,).
-
-    Returns:
-        Percent.
-
-    Examples:
-        >>> model = nn.Linear(2, 2, bias=False)
-        >>> _ = model.weight.data.copy_(torch.eye(2))
-        >>> accuracy(model, torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0]))
-        50.0
-    """
+def evaluated(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Outputs in evaluation mode, of inputs in the model's dtype; the model's mode is restored."""
     training = model.training
     model.eval()
     try:
-        correct = model(inputs.to(dtype_of(model))).argmax(1) == labels
+        return model(inputs.to(dtype_of(model)))
     finally:
         model.train(training)
-    return 100.0 * int(correct.sum()) / len(labels)
+
+
+def accuracy(model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
+    """Share of correct predictions in percent, in evaluation mode."""
+    return 100.0 * int((evaluated(model, inputs).argmax(1) == labels).sum()) / len(labels)

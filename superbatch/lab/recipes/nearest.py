@@ -9,13 +9,6 @@ from difflib import get_close_matches
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """End an error message with the closest name.
 
-    Args:
-        name: the unknown name.
-        names: the known names.
-
-    Returns:
-        A question with the closest name, or a full stop if none is close.
-
     Examples:
         >>> did_you_mean("digit", ["digits", "text"]), did_you_mean("image", ["digits", "text"])
         ("; did you mean 'digits'?", '.')

@@ -6,37 +6,23 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import Tensor, optim
+    from torch import Tensor
 
 OptimizerFactory = Callable[[Iterable["Tensor"], float], Any]
 
 
-def sgd(parameters: Iterable[Tensor], learning_rate: float) -> optim.Optimizer:
-    """Plain stochastic gradient descent, without momentum."""
-    import torch
+def _of(kind: str, **settings: float) -> OptimizerFactory:
+    def make(parameters: Iterable[Tensor], learning_rate: float) -> Any:
+        import torch  # here: recipes are listed without it
 
-    return torch.optim.SGD(parameters, lr=learning_rate)
+        return getattr(torch.optim, kind)(parameters, lr=learning_rate, **settings)
 
-
-def momentum(parameters: Iterable[Tensor], learning_rate: float) -> optim.Optimizer:
-    """Stochastic gradient descent with momentum 0.9."""
-    import torch
-
-    return torch.optim.SGD(parameters, lr=learning_rate, momentum=0.9)
+    return make
 
 
-def adam(parameters: Iterable[Tensor], learning_rate: float) -> optim.Optimizer:
-    """Adam with torch's defaults."""
-    import torch
-
-    return torch.optim.Adam(parameters, lr=learning_rate)
-
-
-def adamw(parameters: Iterable[Tensor], learning_rate: float) -> optim.Optimizer:
-    """AdamW with torch's defaults (weight decay 0.01)."""
-    import torch
-
-    return torch.optim.AdamW(parameters, lr=learning_rate)
-
-
-OPTIMIZERS: Mapping[str, OptimizerFactory] = {"sgd": sgd, "momentum": momentum, "adam": adam, "adamw": adamw}
+OPTIMIZERS: Mapping[str, OptimizerFactory] = {
+    "sgd": _of("SGD"),
+    "momentum": _of("SGD", momentum=0.9),
+    "adam": _of("Adam"),
+    "adamw": _of("AdamW"),  # with torch's weight decay of 0.01
+}

@@ -25,14 +25,6 @@ def pairs() -> Recipe:
 
     The model is smooth (GELU): at the kinks of ReLU a difference of float32 rounding can grow to percents of
     the weights, since Adam makes steps of full size from the smallest gradient.
-
-    Returns:
-        The recipe.
-
-    Examples:
-        >>> batch = pairs().batch(torch.arange(4))
-        >>> batch["first"].shape, bool((batch["first"] == batch["second"]).all())
-        (torch.Size([4, 64]), False)
     """
     data = load_digits()
     generator = torch.Generator().manual_seed(0)
@@ -60,19 +52,7 @@ def pairs() -> Recipe:
 
 
 def view(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Shift each 8 x 8 image by up to one pixel each way and add noise of standard deviation 0.1.
-
-    Args:
-        images: shape (n, 64).
-        generator: where the shifts and the noise are drawn from.
-
-    Returns:
-        Shape (n, 64).
-
-    Examples:
-        >>> view(torch.zeros(2, 64), torch.Generator().manual_seed(0)).shape
-        torch.Size([2, 64])
-    """
+    """Shift each 8 x 8 image by up to one pixel each way and add noise of standard deviation 0.1."""
     padded = pad(images.unflatten(1, (8, 8)), (1, 1, 1, 1))
     shifts = torch.randint(3, (len(images), 2), generator=generator).tolist()
     moved = torch.stack([image[y : y + 8, x : x + 8] for image, (y, x) in zip(padded, shifts, strict=True)])
@@ -83,17 +63,6 @@ def info_nce(first: Tensor, second: Tensor) -> Tensor:
     """Symmetric InfoNCE: each representation must pick its partner among all of the batch.
 
     ``mean of -log softmax(cos(z_i, z'_j) / 0.2)[i, i]`` over rows and columns.
-
-    Args:
-        first: shape (n, d).
-        second: shape (n, d).
-
-    Returns:
-        A scalar.
-
-    Examples:
-        >>> round(info_nce(torch.eye(2), torch.eye(2)).item(), 4)
-        0.0067
     """
     scores = normalize(first, dim=1) @ normalize(second, dim=1).T / TEMPERATURE
     partner = torch.arange(len(scores), device=scores.device)
@@ -102,15 +71,7 @@ def info_nce(first: Tensor, second: Tensor) -> Tensor:
 
 @torch.no_grad()
 def nearest_neighbour_accuracy(model: nn.Module, data: Classification) -> float:
-    """Percent of test images whose nearest training image, in the model's representation, has the same label.
-
-    Args:
-        model: images -> representations.
-        data: training and test images with labels.
-
-    Returns:
-        Percent.
-    """
+    """Percent of test images whose nearest training image, as the model represents it, has their label."""
     dtype = dtype_of(model)
     train, test = (normalize(model(x.to(dtype)), dim=1) for x in (data.images, data.test_images))
     nearest = (test @ train.T).argmax(1)

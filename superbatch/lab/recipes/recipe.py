@@ -106,9 +106,8 @@ class Recipe:
                 )
         if self.batch_size > self.samples:
             raise InputError(
-                f"The recipe {self.name!r} with batch_size={self.batch_size}: "
-                f"there are {self.samples} training samples only. "
-                "Give a smaller batch_size."
+                f"The recipe {self.name!r} with batch_size={self.batch_size}: there are {self.samples} "
+                "training samples only. Give a smaller batch_size."
             )
         unknown = sorted(set(self.learning_rates) - set(self.optimizers))
         if unknown:
@@ -129,15 +128,7 @@ class Recipe:
         return tuple(self.learning_rates or self.optimizers)
 
     def require(self, *names: str, by: str) -> None:
-        """Raise if fields that a command needs are missing.
-
-        Args:
-            names: any of ``"evaluate"``, ``"metric"``, ``"margin"`` and ``"learning_rates"``.
-            by: name of the command.
-
-        Raises:
-            InputError: lists the missing fields.
-        """
+        """Raise an `InputError` if fields that the command `by` needs are missing."""
         left_out = {
             "evaluate": self.evaluate is _not_measured,
             "metric": not self.metric,

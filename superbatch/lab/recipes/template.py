@@ -4,6 +4,7 @@
     superbatch fit recipe.py:recipe        which micro-batch fits, and which is fastest?
     superbatch compare recipe.py:recipe    does accumulation train like the real batch?
     superbatch advise recipe.py:recipe     does accumulation pay?
+    superbatch train recipe.py:recipe      train it; --checkpoints FOLDER resumes
 
 Replace the parts marked REPLACE. The commands import and execute this file.
 """

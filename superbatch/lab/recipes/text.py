@@ -21,36 +21,14 @@ from superbatch.torch import count_tokens
 from .models import seeded
 from .recipe import Recipe
 
-IGNORE = -100
-"""Label of padding: positions that the loss leaves out."""
-
-NEWLINE = 10
-"""The byte that ends the line before: what the first byte of a line is predicted from."""
-
-LONGEST = 48
-"""Bytes of a line that are used; the rest of a longer line is left out."""
-
+IGNORE = -100  # label of padding: positions that the loss leaves out
+NEWLINE = 10  # the byte that ends the line before: what the first byte of a line is predicted from
+LONGEST = 48  # bytes of a line that are used; the rest of a longer line is left out
 TEST_LINES = 256
 
 
 def text(*, lines: int = 8192) -> Recipe:
-    """A small byte-level transformer on lines of the standard library's own source.
-
-    Args:
-        lines: how many lines are used, spread evenly over the files.
-
-    Returns:
-        The recipe; its metric is the test loss in bits per byte (smaller is better).
-
-    Raises:
-        InputError: this Python has no standard library in source form.
-
-    Examples:
-        >>> recipe = text(lines=400)
-        >>> batch = recipe.batch(torch.arange(8))
-        >>> batch["ids"].shape == batch["labels"].shape, recipe.weight(batch) < batch["labels"].numel()
-        (True, True)
-    """
+    """A small byte-level transformer on lines of the standard library, measured in bits per byte."""
     corpus = read_lines(lines)
     # A fixed permutation: neighbouring lines of a file are alike, the test lines must not be one file's.
     order = torch.randperm(len(corpus), generator=torch.Generator().manual_seed(0)).tolist()
@@ -83,14 +61,6 @@ class ByteModel(nn.Module):
     """Bytes -> scores of the next byte: a transformer of one block, without dropout.
 
     A position sees itself and those before it, so the padding after a line's end changes nothing before it.
-
-    Args:
-        width: of the embedding.
-        heads: of the attention.
-
-    Examples:
-        >>> ByteModel()(torch.zeros(2, 5, dtype=torch.long)).shape
-        torch.Size([2, 5, 256])
     """
 
     def __init__(self, width: int = 32, heads: int = 4) -> None:
@@ -124,22 +94,7 @@ class ByteModel(nn.Module):
 
 
 def read_lines(count: int) -> list[bytes]:
-    """Lines of the modules directly in the standard library's folder, spread evenly, in a fixed order.
-
-    Args:
-        count: how many.
-
-    Returns:
-        Lines of 2 to `LONGEST` bytes, without white space at their end.
-
-    Raises:
-        InputError: there are fewer.
-
-    Examples:
-        >>> lines = read_lines(1000)
-        >>> len(lines), max(map(len, lines)) <= LONGEST
-        (1000, True)
-    """
+    """Lines of the modules directly in the standard library's folder, spread evenly: 2 to 48 bytes each."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     lines = [
         line.rstrip()[:LONGEST]
@@ -158,12 +113,6 @@ def read_lines(count: int) -> list[bytes]:
 
 def collate(lines: list[bytes]) -> dict[str, Tensor]:
     """Pad lines to the longest: what the model reads, and what it predicts.
-
-    Args:
-        lines: at least one, none empty.
-
-    Returns:
-        ``ids`` (padded with 0) and ``labels`` (padded with `IGNORE`), int64 of shape (lines, longest).
 
     Examples:
         >>> {name: leaf.tolist() for name, leaf in collate([b"ab", b"c"]).items()}

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-# pyright: strict
 from superbatch.results.advice import Advice, Steps, number_text
 from superbatch.results.memory import binary_text
 from superbatch.results.noise import ASSUMED, ASSUMPTION
 from superbatch.results.scaling import setting_text
 
 from .fitting_text import seconds_text
-from .table import Column, Table
+from .noise_study import adam_said
+from .table import Column, Table, shown
 
-NOT_KNOWN = "–"
 NOT_MEASURED = (
     "For Adam the noise scale hangs on what is assumed of its preconditioner (q = 0, 1, 2), which is "
     "measured on a recipe only; the factor of {:g} stands for it here."
@@ -23,14 +22,7 @@ COUPLED = (
 
 
 def steps_table(report: Advice) -> Table:
-    """The table of an advice: one row per number of accumulation steps.
-
-    Args:
-        report: of an advice.
-
-    Returns:
-        Text; a dash stands for what is not known.
-    """
+    """The table of an advice: one row per number of accumulation steps."""
     columns = (
         Column("K", "micro-batches of an update; the mark is at the one in question"),
         Column("batch", "samples of an update, on all ranks"),
@@ -42,14 +34,7 @@ def steps_table(report: Advice) -> Table:
 
 
 def alternative_table(report: Advice) -> Table:
-    """The settings with accumulation, and those without.
-
-    Args:
-        report: of an advice.
-
-    Returns:
-        One row per setting; none where no settings were given.
-    """
+    """The settings with accumulation, and those without."""
     found = report.alternative
     batch = report.microbatch_size * report.ranks
     columns = (
@@ -57,25 +42,34 @@ def alternative_table(report: Advice) -> Table:
         Column(f"batch {report.of_asked.batch}", "with accumulation"),
         Column(f"batch {batch}", "without"),
     )
-    rows = (
-        ()
-        if found is None
-        else tuple(
-            (name, setting_text(old), setting_text(found.after[name])) for name, old in found.before.items()
-        )
-    )
+    settings = [] if found is None else [(name, old, found.after[name]) for name, old in found.before.items()]
+    rows = tuple((name, setting_text(old), setting_text(new)) for name, old, new in settings)
     return Table("The alternative: no accumulation", columns, rows)
 
 
+def memory_table(report: Advice) -> Table:
+    """Memory of the sum of gradients, a micro-batch and the batch in one piece, as far as it is known."""
+    columns = (Column("memory of", "beyond the model"), Column("takes", ""), Column("remark", ""))
+    free = "a float32 .grad is this sum; an update fused into the backward needs none"
+    limit, peak, whole = report.limit, report.peak, report.whole
+    rows: list[tuple[str, str, str]] = []
+    if report.accumulator_bytes is not None:
+        rows.append(
+            ("sum of gradients", f"{binary_text(report.accumulator_bytes)} (4 bytes a parameter)", free)
+        )
+    if limit is not None and peak is not None:
+        fits = "fits in" if peak <= limit.bytes else "does not fit in"
+        remark = f"{fits} {binary_text(limit.bytes)} ({limit.by})"
+        rows.append((f"a micro-batch of {report.microbatch_size}", binary_text(peak), remark))
+    if limit is not None and whole is not None and whole <= limit.bytes:
+        samples = f"{report.asked} x {report.microbatch_size} in one piece"
+        remark = "fits: the same update without accumulation, mostly faster (superbatch fit)"
+        rows.append((samples, binary_text(whole), remark))
+    return Table("Memory", columns, tuple(rows))
+
+
 def models_table(report: Advice) -> Table:
-    """The noise scale under each assumption about Adam's preconditioner.
-
-    Args:
-        report: of an advice.
-
-    Returns:
-        One row per model; none where they were not measured.
-    """
+    """The noise scale under each assumption about Adam's preconditioner."""
     columns = (
         Column("q", "power of Adam's preconditioner; the first is the plain gradient, which is used"),
         Column("assumes that", "what the power takes for granted of the curvature"),
@@ -88,12 +82,17 @@ def models_table(report: Advice) -> Table:
             str(each.power),
             ASSUMED[each.power],
             range_text(each.noise, each.low, each.high),
-            NOT_KNOWN if each.best is None else f"{each.best:.3g}",
-            NOT_KNOWN if time is None else f"{time:.3g}",
+            shown(each.best, "{:.3g}".format),
+            shown(time, "{:.3g}".format),
         )
         for each, time in zip(report.models, report.of_asked.by_model, strict=True)
     )
-    return Table("By what is assumed of Adam's preconditioner", columns, rows)
+    return Table("By the assumption on Adam's preconditioner", columns, rows)
+
+
+def tables(report: Advice) -> list[Table]:
+    """All tables of an advice; one without rows has nothing to say."""
+    return [steps_table(report), models_table(report), alternative_table(report)]
 
 
 def title_of(report: Advice) -> str:
@@ -102,9 +101,10 @@ def title_of(report: Advice) -> str:
     recipe = "" if report.recipe is None else f"{report.recipe}: "
     reduce = f", all-reduce {seconds_text(report.all_reduce_seconds)}" if report.all_reduce_seconds else ""
     each = f"{seconds_text(report.microbatch_seconds)} each"
+    noise = range_text(report.noise, report.noise_low, report.noise_high)
     return (
         f"{recipe}micro-batches of {report.microbatch_size}{ranks}, {each}; update "
-        f"{seconds_text(report.update_seconds)}{reduce}; noise scale {noise_text(report)}{_assumed(report)}"
+        f"{seconds_text(report.update_seconds)}{reduce}; noise scale {noise}{_assumed(report)}"
     )
 
 
@@ -117,18 +117,6 @@ def range_said(report: Advice) -> str:
     """Return a description of the range."""
     adam = ", and Adam's models" if report.band is not None else ""
     return f"the noise scale's interval, a factor of {report.systematic:g} beyond it{adam}"
-
-
-def noise_text(report: Advice) -> str:
-    """The noise scale with its interval.
-
-    Args:
-        report: of an advice.
-
-    Returns:
-        Text, in samples.
-    """
-    return range_text(report.noise, report.noise_low, report.noise_high)
 
 
 def range_text(value: float | None, low: float, high: float) -> str:
@@ -145,80 +133,41 @@ def range_text(value: float | None, low: float, high: float) -> str:
 
 
 def findings(report: Advice) -> list[str]:
-    """Return the findings of an advice in words: the verdict first.
-
-    Args:
-        report: of an advice, whole or partial.
-
-    Returns:
-        Sentences.
-    """
-    sentences = [
+    """Return the findings of an advice in words: the verdict first."""
+    return [
         verdict_text(report),
         _best(report),
         *report.uncertainty[:1],
         *_models(report),
         _alternative(report),
-        *_sum_of_gradients(report),
-        *_peak(report),
-        *_one_piece(report),
-        *_exceptions(report),
-        COUPLED,
+        *_limits(report),
+        *report.uncertainty[1:],
+        *report.notes,
     ]
-    return [*sentences, *report.uncertainty[1:], *report.notes]
 
 
 def answer(report: Advice) -> list[str]:
-    """The verdict with its reason, the best number of micro-batches, how sure that is, and what no table has.
-
-    Args:
-        report: of an advice, whole or partial.
-
-    Returns:
-        Sentences.
-    """
+    """The verdict, the best number of micro-batches, how sure that is, and what no table has."""
     todo = [] if report.alternative is not None else [_alternative(report)]
     return [verdict_text(report), _best(report), *report.uncertainty[:1], *todo]
 
 
 def caveats(report: Advice, most: int = 3) -> list[str]:
-    """Limits of the verdict: problems of this run first, general caveats last.
-
-    Args:
-        report: of an advice, whole or partial.
-        most: maximum number; `findings` returns all.
-
-    Returns:
-        Sentences.
-    """
-    fits = report.peak is None or report.limit is None or report.peak <= report.limit.bytes
-    said = [
-        *report.notes,
-        *([] if fits else _peak(report)),
-        *_one_piece(report),
-        *_models(report),
-        *_exceptions(report),
-        COUPLED,
-        *report.uncertainty[1:],  # how sure it is stands with the verdict
-    ]
-    return said[:most]
+    """Limits of the verdict: problems of this run first, general caveats last."""
+    # Of the memory only what changes the answer: too much, or no need to accumulate.
+    memory = [row for row in memory_table(report).rows if row[2].startswith(("does not fit", "fits:"))]
+    said = [f"{what}: {takes}, {remark}." for what, takes, remark in memory]
+    # How sure the verdict is stands beside it, in the answer.
+    return [*report.notes, *said, *_models(report), *_limits(report), *report.uncertainty[1:]][:most]
 
 
-def _exceptions(report: Advice) -> list[str]:
-    if report.verdict == "helps":
-        return []
-    return [f"This does not apply where {'; or '.join(report.exceptions)}."]
+def _limits(report: Advice) -> list[str]:
+    helps = report.verdict == "helps"
+    return [*([] if helps else [f"This does not apply where {'; or '.join(report.exceptions)}."]), COUPLED]
 
 
 def verdict_text(report: Advice) -> str:
-    """The verdict with its reason.
-
-    Args:
-        report: of an advice.
-
-    Returns:
-        A few sentences.
-    """
+    """The verdict with its reason."""
     said = {
         "helps": f"Accumulating {report.asked} micro-batches helps.",
         "wasteful": f"Accumulating {report.asked} micro-batches is wasteful.",
@@ -228,20 +177,10 @@ def verdict_text(report: Advice) -> str:
 
 
 def _models(report: Advice) -> list[str]:
-    if not report.models:
-        adam = report.alternative is not None and report.alternative.optimizer != "sgd"
-        return [NOT_MEASURED.format(report.systematic)] if adam else []
-    unknown = [f"q = {each.power}" for each in report.models if each.noise is None]
-    left = f" ({' and '.join(unknown)}: not determined)" if unknown else ""
-    said = f"no model of Adam is better than a factor of about {report.systematic:g}"
-    band, times = report.band, report.of_asked.band
-    if band is None or times is None:
-        return [f"How much hangs on what is assumed of Adam's preconditioner is not known{left}; {said}."]
-    return [
-        f"By what is assumed of Adam's preconditioner the noise scale is {number_text(band[0])} to "
-        f"{number_text(band[1])}, and the time {times[0]:.2f} to {times[1]:.2f}{left}; q = 0 is used, and "
-        f"{said}."
-    ]
+    if report.models:
+        return adam_said([each.noise for each in report.models], report.systematic)
+    adam = report.alternative is not None and report.alternative.optimizer != "sgd"
+    return [NOT_MEASURED.format(report.systematic)] if adam else []
 
 
 def _best(report: Advice) -> str:
@@ -262,43 +201,13 @@ def _alternative(report: Advice) -> str:
     return f'Settings without accumulation, by the rule "{report.alternative.rule}": {report.alternative.why}'
 
 
-def _sum_of_gradients(report: Advice) -> list[str]:
-    count = report.accumulator_bytes
-    if count is None:
-        return []
-    return [
-        f"Accumulation keeps a sum of gradients, {binary_text(count)} (4 bytes a parameter), that an "
-        "update fused into the backward would not need; a loop that keeps .grad in float32 has it anyway."
-    ]
-
-
-def _peak(report: Advice) -> list[str]:
-    if report.peak is None or report.limit is None:
-        return []
-    fits = "fits in" if report.peak <= report.limit.bytes else "does not fit in"
-    return [
-        f"A micro-batch of {report.microbatch_size} takes {binary_text(report.peak)} and {fits} the "
-        f"{binary_text(report.limit.bytes)} that there are ({report.limit.by})."
-    ]
-
-
-def _one_piece(report: Advice) -> list[str]:
-    if report.whole is None or report.limit is None or report.whole > report.limit.bytes:
-        return []
-    return [
-        f"{report.asked} x {report.microbatch_size} samples would fit in one piece "
-        f"({binary_text(report.whole)}): the same update without accumulation, and mostly faster "
-        "(`superbatch fit` measures it)."
-    ]
-
-
 def _row(each: Steps, report: Advice) -> tuple[str, ...]:
     alone = each.accumulation_steps == 1
     mark = " <" if each.accumulation_steps == report.asked else ""
     return (
         f"{each.accumulation_steps}{mark}",
         str(each.batch),
-        NOT_KNOWN if each.time is None else f"{each.time:.3g}",
+        shown(each.time, "{:.3g}".format),
         "" if alone else f"{each.low:.3g} to {each.high:.3g}",
-        NOT_KNOWN if each.samples is None else f"{each.samples:.3g}",
+        shown(each.samples, "{:.3g}".format),
     )

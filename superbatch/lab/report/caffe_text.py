@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-# pyright: strict
 from superbatch.results.caffe import CaffeExplained
 
 from .table import Column, Table
 
 
 def settings_table(report: CaffeExplained) -> Table:
-    """The table of a solver: one row per field that matters.
-
-    Args:
-        report: of `superbatch caffe`.
-
-    Returns:
-        Text.
-    """
+    """The table of a solver: one row per field that matters."""
     columns = (
         Column("Caffe", "the field of the solver file"),
         Column("value", "what the file says, or Caffe's default"),
@@ -27,14 +19,7 @@ def settings_table(report: CaffeExplained) -> Table:
 
 
 def title_of(report: CaffeExplained) -> str:
-    """A solver in one line.
-
-    Args:
-        report: of `superbatch caffe`.
-
-    Returns:
-        Its name, the optimizer, the policy, the updates and the batch.
-    """
+    """A solver in one line."""
     steps = report.accumulation_steps
     batch = "one micro-batch" if steps == 1 else f"{steps} micro-batches"
     if report.effective_batch is not None:
@@ -43,14 +28,7 @@ def title_of(report: CaffeExplained) -> str:
 
 
 def findings(report: CaffeExplained) -> list[str]:
-    """Return the implications of the file beyond its fields.
-
-    Args:
-        report: of `superbatch caffe`.
-
-    Returns:
-        Sentences: the traps, and then what torch's own optimizer would do.
-    """
+    """Return the implications of the file beyond its fields."""
     said = [f"{trap.field}: {trap.text}. {trap.do}." for trap in report.traps]
     parts = [report.stock.optimizer, *([report.stock.scheduler] if report.stock.scheduler else [])]
     named = " with ".join(parts)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-# pyright: strict
 from dataclasses import dataclass
 
 from superbatch.results.memory import Limit, Peak, Saving
 
-DRAWN_ON = 100
-"""How many times the batch a curve is drawn on, to say which larger batch would fit."""
+DRAWN_ON = 100  # how many times the batch a curve is drawn on, to say which larger batch would fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,18 +16,6 @@ class Size:
     All bytes are those of a training that begins: gradients, optimizer state, activations and temporary
     tensors at the moment when most of them are alive, beyond the model and the batch on the host.
 
-    Attributes:
-        samples: of the micro-batch.
-        microbatches: how many of them make the batch.
-        predicted: peak in bytes, from the curve through the predicted sizes; None without a prediction.
-        probe: what was predicted for this very size; None where the curve alone speaks.
-        measured: peak in bytes of real micro-batches; None where it was not measured.
-        fits: whether the peak is within the limit: the measured one, else the predicted one.
-        seconds: per sample, forward and backward; the lower quartile over windows, since what else runs on
-            a machine only ever adds time. None: not timed.
-        high: upper quartile of the same.
-        update_seconds: of a whole batch: `microbatches` times forward and backward, and the update.
-
     Examples:
         >>> size = Size(samples=25, microbatches=4, predicted=1000, probe=None, measured=1010, fits=True,
         ...     seconds=2e-4, high=2.2e-4, update_seconds=0.021)
@@ -37,15 +23,17 @@ class Size:
         -0.01
     """
 
-    samples: int
-    microbatches: int
-    predicted: int | None
-    probe: Peak | None
-    measured: int | None
-    fits: bool
+    samples: int  # of the micro-batch
+    microbatches: int  # how many of them make the batch
+    predicted: int | None  # peak in bytes, by the curve through the predicted sizes
+    probe: Peak | None  # what was predicted for this very size; None where the curve alone speaks
+    measured: int | None  # peak in bytes of real micro-batches; None where it was not measured
+    fits: bool  # whether the peak is within the limit: the measured one, else the predicted one
+    # Per sample, forward and backward; the lower quartile over windows, since what else runs on a machine
+    # only ever adds time. None: not timed.
     seconds: float | None
-    high: float | None
-    update_seconds: float | None
+    high: float | None  # upper quartile of the same
+    update_seconds: float | None  # of a batch: `microbatches` times forward and backward, and the update
 
     @property
     def peak(self) -> int | None:
@@ -62,79 +50,43 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class Reach:
-    """An effective batch, and what it takes.
+    """An effective batch, and what it takes."""
 
-    Attributes:
-        batch: samples of one update.
-        microbatches: how many micro-batches it is split into.
-        samples: of the largest of them.
-        whole: peak in bytes of this batch in one piece, by the curve; None without one.
-        seconds: of one update; None where nothing was timed.
-    """
-
-    batch: int
-    microbatches: int
-    samples: int
-    whole: int | None
-    seconds: float | None
+    batch: int  # samples of one update
+    microbatches: int  # how many micro-batches it is split into
+    samples: int  # of the largest of them
+    whole: int | None  # peak in bytes of this batch in one piece, by the curve; None without one
+    seconds: float | None  # of one update; None where nothing was timed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fitting:
-    """Results of `superbatch fit` for a recipe.
-
-    Attributes:
-        recipe: its name.
-        description: what is trained on what.
-        dtype: of the weights and the data.
-        optimizer: its name.
-        device: where it ran.
-        threads: of torch.
-        batch_size: samples of one update; no micro-batch is larger.
-        parameters: bytes of the model, which every size has beside its peak.
-        limit: bytes that may be used beyond what is in use, and who sets them.
-        margin: share of the limit that is kept free.
-        how: how peaks were predicted: ``"fake tensors"``, ``"small real runs"``, or why not at all.
-        curve_error: how far the predicted points are from a straight line, relative.
-        sizes: ascending; those above the limit are only predicted.
-        largest: the largest micro-batch that fits, at most the batch; 0 if not even one sample does.
-        beyond: the largest that would fit if the batch were larger, by the curve, which is drawn on to
-            `DRAWN_ON` times the batch; None where it is not known.
-        fastest: the fastest of the sizes that were timed; None if none was.
-        reach: effective batches, with micro-batches of the fastest size; none where batches are not split.
-        savings: what would lower the peak at the fastest size, largest first.
-        refused: why `superbatch.torch.Accumulator` does not split this recipe's batches; None: it does.
-        seconds: wall time of all this.
-        partial: it was interrupted before the end.
-        versions: of what it ran on: name -> version.
-        command: what the user asked for: name of a flag -> value.
-        notes: what a reader should know beside the numbers.
-    """
+    """Results of `superbatch fit` for a recipe."""
 
     recipe: str
-    description: str
-    dtype: str
+    description: str  # what is trained on what
+    dtype: str  # of the weights and the data
     optimizer: str
-    device: str
-    threads: int
-    batch_size: int
-    parameters: int
-    limit: Limit
-    margin: float
-    how: str
-    curve_error: float
-    sizes: tuple[Size, ...]
-    largest: int
-    beyond: int | None
-    fastest: int | None
-    reach: tuple[Reach, ...]
-    savings: tuple[Saving, ...]
-    refused: str | None
-    seconds: float
-    partial: bool
-    versions: dict[str, str]
-    command: dict[str, str]
-    notes: tuple[str, ...]
+    device: str  # where it ran
+    threads: int  # of torch
+    batch_size: int  # samples of one update; no micro-batch is larger
+    parameters: int  # bytes of the model, which every size has beside its peak
+    limit: Limit  # bytes that may be used beyond what is in use, and who sets them
+    margin: float  # share of the limit that is kept free
+    how: str  # how peaks were predicted: ``"fake tensors"``, ``"small real runs"``, or why not at all
+    curve_error: float  # how far the predicted points are from a straight line, relative
+    sizes: tuple[Size, ...]  # ascending; those above the limit are only predicted
+    largest: int  # the largest micro-batch that fits, at most the batch; 0 if not even one sample does
+    beyond: int | None  # the largest batch that would fit, by the curve up to `DRAWN_ON` times the batch
+    fastest: int | None  # the fastest of the sizes that were timed; None if none was
+    reach: tuple[Reach, ...]  # by micro-batches of the fastest size; none where batches are not split
+    savings: tuple[Saving, ...]  # what would lower the peak at the fastest size, largest first
+    refused: str | None  # why `Accumulator` does not split this recipe's batches; None: it does
+    seconds: float  # wall time of all this
+    partial: bool  # it was interrupted before the end
+    versions: dict[str, str]  # of what it ran on: name -> version
+    command: dict[str, str]  # what the user asked for: name of a flag -> value
+    notes: tuple[str, ...]  # what a reader should know beside the numbers
 
     @property
     def usable(self) -> int:
@@ -142,15 +94,5 @@ class Fitting:
         return int(self.limit.bytes * (1 - self.margin))
 
     def of(self, samples: int) -> Size:
-        """The entry of a size.
-
-        Args:
-            samples: of the micro-batch.
-
-        Returns:
-            The entry.
-
-        Raises:
-            StopIteration: it is not in the report.
-        """
+        """The entry of a size."""
         return next(size for size in self.sizes if size.samples == samples)

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from superbatch.results.memory import binary_text
 
-# pyright: strict
 from .fitting import DRAWN_ON, Fitting, Reach, Size
-from .table import Column, Table
+from .table import DASH, Column, Table, shown
 
-NOT_KNOWN = "–"
-
+_KEPT_WHOLE = (
+    "Keep the batch whole: its samples influence each other, so superbatch does not split it "
+    "(`superbatch verify` names what does it)."
+)
 _PHASES = {"forward": "forward", "backward": "backward", "optimizer": "update"}
 
 
 def sizes_table(report: Fitting) -> Table:
-    """The table of a fit: one row per size of micro-batch.
-
-    Args:
-        report: of a fit, whole or partial.
-
-    Returns:
-        Text; a dash stands for what was not measured.
-    """
+    """The table of a fit: one row per size of micro-batch."""
     columns = (
         Column("micro-batch", "samples; the marks name the choice"),
         Column(f"batch of {report.batch_size}", f"micro-batches that make the batch of {report.batch_size}"),
@@ -35,9 +31,8 @@ def sizes_table(report: Fitting) -> Table:
 
 def title_of(report: Fitting) -> str:
     """A fit in one line: the recipe, the batch, the optimizer, the dtype and the device."""
-    threads = (
-        f", {report.threads} thread{'s' if report.threads > 1 else ''}" if report.device == "cpu" else ""
-    )
+    many = "s" if report.threads > 1 else ""
+    threads = f", {report.threads} thread{many}" if report.device == "cpu" else ""
     return (
         f"{report.recipe}: a batch of {report.batch_size} samples, {report.optimizer}, {report.dtype}, "
         f"{report.device}{threads}"
@@ -45,14 +40,7 @@ def title_of(report: Fitting) -> str:
 
 
 def reach_table(report: Fitting) -> Table:
-    """Effective batches within reach: what they take in micro-batches and in one piece.
-
-    Args:
-        report: of a fit.
-
-    Returns:
-        One row per batch; none where nothing fits.
-    """
+    """Effective batches within reach: what they take in micro-batches and in one piece."""
     columns = (
         Column("effective batch", "samples of one update"),
         Column("micro-batches", "of so many samples"),
@@ -65,9 +53,9 @@ def reach_table(report: Fitting) -> Table:
         (
             str(each.batch),
             f"{each.microbatches} x {each.samples}",
-            NOT_KNOWN if peak is None else binary_text(peak),
+            shown(peak, binary_text),
             _whole(each, report),
-            _seconds(each.seconds),
+            shown(each.seconds, seconds_text),
         )
         for each in report.reach
     )
@@ -75,36 +63,17 @@ def reach_table(report: Fitting) -> Table:
 
 
 def savings_table(report: Fitting) -> Table:
-    """Return the means that lower the peak, largest first.
-
-    Args:
-        report: of a fit.
-
-    Returns:
-        One row per means; none where nothing is known.
-    """
-    columns = (
-        Column("saves about", "bytes, each by itself"),
-        Column("what", "the means"),
-        Column("how", "in code"),
-    )
+    """Return the means that lower the peak, largest first."""
+    columns = (Column("saves about", "each by itself"), Column("what", "the means"), Column("how", "in code"))
     rows = tuple((binary_text(each.bytes), each.name, each.how) for each in report.savings)
     samples = report.fastest or max((size.samples for size in report.sizes if size.fits), default=0)
     return Table(f"What would lower the peak of micro-batches of {samples}", columns, rows)
 
 
 def findings(report: Fitting) -> list[str]:
-    """Return the findings of a fit in words: the choice first.
-
-    Args:
-        report: of a fit, whole or partial.
-
-    Returns:
-        Sentences.
-    """
-    limit = f"{binary_text(report.limit.bytes)} ({report.limit.by})"
-    choice = _choice(report) if report.refused is None else _kept_whole(report)
-    sentences = [choice, _largest(report, limit), *_phases(report)]
+    """Return the findings of a fit in words: the choice first."""
+    choice = _choice(report) if report.refused is None else _KEPT_WHOLE
+    sentences = [choice, _largest(report), *_phases(report)]
     if errors := [abs(size.error) for size in report.sizes if size.error is not None]:
         sentences.append(
             f"Predicted from {report.how}, without computing: within {100 * max(errors):.1f} % of what was "
@@ -133,14 +102,8 @@ def _choice(report: Fitting) -> str:
     return f"{said}, {top.seconds / fastest.seconds:.2f}x as fast as {top.samples}, the {top_is}."
 
 
-def _kept_whole(report: Fitting) -> str:
-    return (
-        "Keep the batch whole: its samples influence each other, so superbatch does not split it "
-        "(`superbatch verify` names what does it)."
-    )
-
-
-def _largest(report: Fitting, limit: str) -> str:
+def _largest(report: Fitting) -> str:
+    limit = f"{binary_text(report.limit.bytes)} ({report.limit.by})"
     if not report.largest:
         return f"Not even one sample fits in {limit}."
     if report.largest < report.batch_size:
@@ -155,23 +118,12 @@ def _largest(report: Fitting, limit: str) -> str:
 
 def _phases(report: Fitting) -> list[str]:
     """Return the phases of the predicted peak: one for all sizes, or one for each range of sizes."""
-    ranges: list[tuple[int, int, str]] = []
-    for size in report.sizes:
-        if size.probe is None:
-            continue
-        if ranges and ranges[-1][2] == size.probe.phase:
-            ranges[-1] = (ranges[-1][0], size.samples, size.probe.phase)
-        else:
-            ranges.append((size.samples, size.samples, size.probe.phase))
-    if not ranges:
-        return []
-    if len(ranges) == 1:
-        return [f"Most memory is in use in the {_PHASES[ranges[0][2]]}."]
-    said = [
-        f"in the {_PHASES[phase]} with {first if first == last else f'{first} to {last}'} samples"
-        for first, last, phase in ranges
-    ]
-    return [f"Most memory is in use {', '.join(said)}."]
+    probed = [(_PHASES[size.probe.phase], size.samples) for size in report.sizes if size.probe is not None]
+    ranges = [(phase, [n for _, n in sizes]) for phase, sizes in groupby(probed, key=lambda each: each[0])]
+    if len(ranges) < 2:
+        return [f"Most memory is in use in the {phase}." for phase, _ in ranges]
+    ends = [(phase, f"{n[0]} to {n[-1]}" if n[1:] else f"{n[0]}") for phase, n in ranges]
+    return [f"Most memory is in use {', '.join(f'in the {phase} with {n} samples' for phase, n in ends)}."]
 
 
 def _round(count: int) -> str:
@@ -184,10 +136,10 @@ def _row(size: Size, report: Fitting) -> tuple[str, ...]:
     return (
         f"{size.samples}{_mark(size, report)}",
         f"{size.microbatches} x {size.samples}",
-        NOT_KNOWN if size.predicted is None else binary_text(size.predicted),
-        NOT_KNOWN if size.measured is None else binary_text(size.measured),
-        _seconds(size.seconds),
-        _seconds(size.update_seconds),
+        shown(size.predicted, binary_text),
+        shown(size.measured, binary_text),
+        shown(size.seconds, seconds_text),
+        shown(size.update_seconds, seconds_text),
     )
 
 
@@ -202,23 +154,12 @@ def _mark(size: Size, report: Fitting) -> str:
 
 def _whole(each: Reach, report: Fitting) -> str:
     if each.whole is None:
-        return NOT_KNOWN
+        return DASH
     return binary_text(each.whole) + ("" if each.whole <= report.usable else " > limit")
-
-
-def _seconds(value: float | None) -> str:
-    """Seconds to three digits, with a unit that a person reads at once."""
-    return NOT_KNOWN if value is None else seconds_text(value)
 
 
 def seconds_text(seconds: float) -> str:
     """A time, to three digits.
-
-    Args:
-        seconds: not negative.
-
-    Returns:
-        Text with a unit.
 
     Examples:
         >>> seconds_text(1.234e-5), seconds_text(0.0456), seconds_text(7.8), seconds_text(4000)
@@ -226,8 +167,7 @@ def seconds_text(seconds: float) -> str:
     """
     if seconds >= 600:
         return f"{seconds / 60:.0f} min"
-    value, unit = (
-        (seconds * 1e6, "µs") if seconds < 1e-3 else (seconds * 1e3, "ms") if seconds < 1 else (seconds, "s")
-    )
+    scale, unit = (1e6, "µs") if seconds < 1e-3 else (1e3, "ms") if seconds < 1 else (1, "s")
+    value = seconds * scale
     digits = 2 if value < 10 else 1 if value < 100 else 0
     return f"{value:.{digits}f} {unit}"

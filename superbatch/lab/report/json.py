@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-# pyright: strict
+import contextlib
 import dataclasses
 import json
 import math
@@ -19,24 +19,13 @@ from superbatch.errors import InputError
 
 T = TypeVar("T")
 
-KIND = "report"
-"""Name of the first field of the text: the class of the report."""
+KIND = "report"  # name of the first field of the text: the class of the report
 
 _WORDS: Mapping[str, float] = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def to_json(report: object) -> str:
     """Write a report as JSON.
-
-    Args:
-        report: an instance of a dataclass whose fields are numbers, texts, None, tuples, dicts and such
-            dataclasses.
-
-    Returns:
-        Text, one field per line, UTF-8 characters kept.
-
-    Raises:
-        InputError: it is something else.
 
     Examples:
         >>> from superbatch.results.update import Update
@@ -54,16 +43,6 @@ def to_json(report: object) -> str:
 
 def from_json(kind: type[T], text: str) -> T:
     """Read a report that `to_json` wrote.
-
-    Args:
-        kind: the class of the report.
-        text: JSON.
-
-    Returns:
-        A report equal to the one that was written.
-
-    Raises:
-        InputError: the text is no JSON, or not of such a report.
 
     Examples:
         >>> from superbatch.results.update import Update
@@ -108,7 +87,12 @@ def _dataclass(kind: type[Any], content: Mapping[str, Any]) -> Any:
 def _read(hint: Any, value: Any, where: str) -> Any:
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
-        return _read_union(get_args(hint), value, where)
+        # An int stays an int where both are allowed (`weight: int | float`); the last kind names the fault.
+        *others, last = sorted(get_args(hint), key=lambda hint: hint is float)
+        for each in others:
+            with contextlib.suppress(InputError):
+                return _read(each, value, where)
+        return _read(last, value, where)
     if origin is Literal and value in get_args(hint):
         return value
     if origin is tuple and isinstance(value, list):
@@ -133,17 +117,6 @@ def _read_scalar(hint: Any, value: Any, where: str) -> Any:
     if hint in (int, str, bool) and type(value) is hint:
         return value
     raise _unreadable(f"{where} is {value!r:.80}")
-
-
-def _read_union(hints: tuple[Any, ...], value: Any, where: str) -> Any:
-    # An int stays an int where both are allowed (`weight: int | float`).
-    ordered = sorted(hints, key=lambda hint: hint is float)
-    if len(ordered) == 1:
-        return _read(ordered[0], value, where)
-    try:
-        return _read(ordered[0], value, where)
-    except InputError:
-        return _read_union(tuple(ordered[1:]), value, where)
 
 
 def _unreadable(wrong: str) -> InputError:

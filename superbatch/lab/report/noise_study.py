@@ -2,121 +2,72 @@
 
 from __future__ import annotations
 
-# pyright: strict
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from superbatch.results.noise import ASSUMED, ASSUMPTION
+from superbatch.tuning.advice import SYSTEMATIC
 
 from .fitting_text import seconds_text
-from .table import Column, Table
-
-DASH = "–"
+from .table import DASH, Column, Table, shown
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseAt:
-    """The noise scale as it was known after a number of updates.
-
-    Attributes:
-        update: number of updates made.
-        samples: seen until then.
-        loss: mean over the updates since the last point.
-        batch_size: ``B_noise`` in samples; None: not determined.
-        low: lower end of the 95 % interval.
-        high: upper end; infinite when there is none.
-        reason: why it is not determined; None: it is.
-        by_model: the noise scale under models of Adam's preconditioner, the powers 0 (`batch_size`), 1 and 2
-            (see `superbatch.results.noise.NoiseOfModel`), None where one is not determined; empty without
-            Adam.
-    """
+    """The noise scale as it was known after a number of updates."""
 
     update: int
-    samples: int
-    loss: float
-    batch_size: float | None
-    low: float
-    high: float
-    reason: str | None
+    samples: int  # seen until then
+    loss: float  # mean over the updates since the last point
+    batch_size: float | None  # ``B_noise`` in samples; None: not determined
+    low: float  # lower end of the 95 % interval
+    high: float  # upper end; infinite when there is none
+    reason: str | None  # why it is not determined; None: it is
+    # The noise scale under models of Adam's preconditioner, the powers 0 (`batch_size`), 1 and 2 (see
+    # `superbatch.results.noise.NoiseOfModel`), None where one is not determined; empty without Adam.
     by_model: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class AtSteps:
-    """Effect of K micro-batches per update on the time to a target loss.
+    """Effect of K micro-batches per update on the time to a target loss."""
 
-    Attributes:
-        accumulation_steps: K.
-        batch: samples of one update.
-        time: ``W(K) / W(1)`` at the noise scale of the run; None where that is not known.
-        low: the same at the upper end of its interval, where larger batches cost least.
-        high: the same at the lower end.
-        by_model: the time under each of `NoiseStudy.models`; None where that has no noise scale.
-    """
-
-    accumulation_steps: int
-    batch: int
-    time: float | None
-    low: float
-    high: float
-    by_model: tuple[float | None, ...] = ()
+    accumulation_steps: int  # K
+    batch: int  # samples of one update
+    time: float | None  # ``W(K) / W(1)`` at the noise scale of the run; None where that is not known
+    low: float  # the same at the upper end of its interval, where larger batches cost least
+    high: float  # the same at the lower end
+    by_model: tuple[float | None, ...] = ()  # time under each of `NoiseStudy.models`
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseStudy:
-    """Noise of a recipe's gradient in the course of its training.
-
-    Attributes:
-        recipe: its name.
-        description: what is trained on what.
-        optimizer: its name.
-        learning_rate: constant over the run.
-        batch_size: samples of one update.
-        microbatch_size: samples of a micro-batch at most.
-        updates: made.
-        seed: of the weights and of the order of samples.
-        threads: of torch.
-        data_size: samples that batches are drawn from without replacement.
-        points: along the run.
-        noise: ``B_noise`` of the whole run, the progress-weighted harmonic mean of the points that are
-            determined; None if none is.
-        low: the same of the lower ends.
-        high: the same of the upper ends.
-        microbatch_seconds: forward and backward of a micro-batch; median.
-        update_seconds: of what follows the last of them; median.
-        steps: ascending.
-        seconds: wall time of all this.
-        partial: it was interrupted before the end.
-        versions: of what it ran on: name -> version.
-        command: what the user asked for: name of a flag -> value.
-        notes: what a reader should know beside the numbers.
-        models: ``B_noise`` of the whole run under models of Adam's preconditioner, as `NoiseAt.by_model`.
-    """
+    """Noise of a recipe's gradient in the course of its training."""
 
     recipe: str
-    description: str
+    description: str  # what is trained on what
     optimizer: str
-    learning_rate: float
-    batch_size: int
-    microbatch_size: int
-    updates: int
-    seed: int
-    threads: int
-    data_size: int
-    points: tuple[NoiseAt, ...]
-    noise: float | None
-    low: float
-    high: float
-    microbatch_seconds: float
-    update_seconds: float
-    steps: tuple[AtSteps, ...]
-    seconds: float
-    partial: bool
-    versions: dict[str, str]
-    command: dict[str, str]
-    notes: tuple[str, ...]
-    models: tuple[float | None, ...] = ()
+    learning_rate: float  # constant over the run
+    batch_size: int  # samples of one update
+    microbatch_size: int  # samples of a micro-batch at most
+    updates: int  # made
+    seed: int  # of the weights and of the order of samples
+    threads: int  # of torch
+    data_size: int  # samples that batches are drawn from without replacement
+    points: tuple[NoiseAt, ...]  # along the run
+    noise: float | None  # of the run: progress-weighted harmonic mean of the points that are determined
+    low: float  # the same of the lower ends
+    high: float  # the same of the upper ends
+    microbatch_seconds: float  # forward and backward of a micro-batch; median
+    update_seconds: float  # of what follows the last of them; median
+    steps: tuple[AtSteps, ...]  # ascending
+    seconds: float  # wall time of all this
+    partial: bool  # it was interrupted before the end
+    versions: dict[str, str]  # of what it ran on: name -> version
+    command: dict[str, str]  # what the user asked for: name of a flag -> value
+    notes: tuple[str, ...]  # what a reader should know beside the numbers
+    models: tuple[float | None, ...] = ()  # ``B_noise`` of the run, as `NoiseAt.by_model`
 
     @property
     def band(self) -> tuple[float, float] | None:
@@ -150,15 +101,7 @@ def title_of(report: NoiseStudy) -> str:
 
 
 def points_table(report: NoiseStudy, rows: int = 12) -> Table:
-    """The noise scale along the run.
-
-    Args:
-        report: whole or partial.
-        rows: at most, the last point among them.
-
-    Returns:
-        Text; where there is no number, the reason.
-    """
+    """The noise scale along the run."""
     columns = (
         Column("updates", "made so far"),
         Column("loss", "mean since the row before"),
@@ -171,18 +114,18 @@ def points_table(report: NoiseStudy, rows: int = 12) -> Table:
         Column("remark", "why there is no number"),
     )
     every = max(1, math.ceil(len(report.points) / rows))
-    shown = report.points[::-every][::-1]
+    points = report.points[::-every][::-1]
     lines = tuple(
         (
             str(each.update),
             f"{each.loss:.4g}",
-            DASH if each.batch_size is None else number(each.batch_size),
+            shown(each.batch_size, number),
             interval(each.low, each.high),
-            *(DASH if value is None else number(value) for value in each.by_model[1:]),
+            *(shown(value, number) for value in each.by_model[1:]),
             *(DASH,) * (len(report.models[1:]) - len(each.by_model[1:])),
             each.reason or "",
         )
-        for each in shown
+        for each in points
     )
     return Table(title_of(report), columns, lines)
 
@@ -197,9 +140,9 @@ def steps_table(report: NoiseStudy) -> Table:
     )
     rows = tuple(
         (
-            str(each.accumulation_steps),
-            str(each.batch),
-            DASH if each.time is None else f"{each.time:.2f}",
+            f"{each.accumulation_steps}",
+            f"{each.batch}",
+            shown(each.time, "{:.2f}".format),
             f"{each.low:.2f} to {each.high:.2f}",
         )
         for each in report.steps
@@ -208,14 +151,7 @@ def steps_table(report: NoiseStudy) -> Table:
 
 
 def findings(report: NoiseStudy) -> list[str]:
-    """Return the findings of a study in words, the answer first.
-
-    Args:
-        report: whole or partial.
-
-    Returns:
-        Sentences.
-    """
+    """Return the findings of a study in words, the answer first."""
     if report.noise is None:
         known = max((each.low for each in report.points if each.reason), default=0.0)
         least = f"; it is above about {number(known)} samples" if known >= 1 else ""
@@ -231,24 +167,24 @@ def findings(report: NoiseStudy) -> list[str]:
         f"({interval(report.low, report.high)}), {ASSUMPTION}: a batch of {report.batch_size} has {side} "
         f"({ratio:.2g} to 1).",
     ]
-    sentences += _models(report)
+    sentences += adam_said(report.models, SYSTEMATIC)
     if report.best is not None:
         sentences += _times(report, report.best)
     return [*sentences, *report.notes]
 
 
-def _models(report: NoiseStudy) -> list[str]:
-    if not report.models:
+def adam_said(scales: Sequence[float | None], factor: float) -> list[str]:
+    """A sentence on the noise scales under the models of Adam's preconditioner, if there are any."""
+    if not scales:
         return []
-    unknown = [f"q = {power}" for power, each in enumerate(report.models) if each is None]
+    unknown = [f"q = {power}" for power, each in enumerate(scales) if each is None]
     left = f" ({' and '.join(unknown)}: not determined)" if unknown else ""
-    said = "no model of Adam is better than a factor of about 3"
-    if report.band is None:
-        return [f"How much hangs on what is assumed of Adam's preconditioner is not known{left}; {said}."]
-    low, high = map(number, report.band)
+    band = band_of(scales)
+    between = "not known" if band is None else f"{number(band[0])} to {number(band[1])}"
     return [
-        f"By what is assumed of Adam's preconditioner (q = 0, 1, 2) it is {low} to {high}{left}; q = 0, the "
-        f"plain gradient, is used, and {said}."
+        "Under the assumptions on Adam's preconditioner (q = 0, 1, 2) the noise scale is "
+        f"{between}{left}; q = 0, the plain gradient, is used, and no model of Adam is better than a factor "
+        f"of about {factor:g}."
     ]
 
 

@@ -1,149 +1,135 @@
-"""HTML pages of the reports; those of `compare` and `study` are in `html`."""
+"""Pages of the reports: the tables and sentences of each."""
 
 from __future__ import annotations
 
-# pyright: strict
 from collections.abc import Mapping, Sequence
-from html import escape
 
 from superbatch.results.advice import Advice
 from superbatch.results.caffe import CaffeExplained
 from superbatch.results.verification import Verification
 
-from . import advice_text, caffe_text, fitting_text, noise_study, survey_text
+from . import advice_text, caffe_text, fitting_text, noise_study, study_text, survey_text
+from .comparison import Comparison
 from .fitting import Fitting
 from .noise_study import NoiseStudy
-from .page import document, pairs, partial_mark, picture, table, terms
+from .page import Page
+from .study import Study
 from .surveys import Surveys
-from .table import Column, Table
+from .table import Column, Table, comparison_table, margin_text, rows_with_details
+from .verdict import verdict
+
+Report = Comparison | Fitting | NoiseStudy | Surveys | Study | Advice | CaffeExplained
 
 
-def fitting_page(report: Fitting, *, light: bytes, dark: bytes) -> str:
-    """Write a fit as an HTML page.
+def page_of(report: Report) -> Page:
+    """The page of a report, whole or partial."""
+    match report:
+        case Comparison():
+            return _comparison(report)
+        case Study():
+            return _study(report)
+        case Advice():
+            return _advice(report)
+        case CaffeExplained():
+            return _caffe(report)
+        case Fitting():
+            tables = [
+                fitting_text.sizes_table(report),
+                fitting_text.reach_table(report),
+                fitting_text.savings_table(report),
+            ]
+            plotted = "Peak memory and time per sample by size of the micro-batch."
+            return _measured("fit", report, fitting_text.findings(report), tables, plotted)
+        case NoiseStudy():
+            tables = [noise_study.points_table(report), noise_study.steps_table(report)]
+            plotted = "The noise scale over the training; the time by number of micro-batches."
+            return _measured("noise", report, noise_study.findings(report), tables, plotted)
+        case Surveys():
+            said = [survey_text.suggestion(report), *survey_text.conclusions(report)]
+            plotted = "Loss over the surveyed value; what each survey suggests."
+            arms = [(arm.name, arm.how) for arm in report.arms]
+            return _measured("survey", report, said, [survey_text.surveys_table(report)], plotted, arms)
 
-    Args:
-        report: of a fit, whole or partial.
-        light: PNG of the plot on a light background.
-        dark: PNG of the plot on a dark background.
 
-    Returns:
-        HTML with everything inside it.
-    """
-    tables = (
-        fitting_text.sizes_table(report),
-        fitting_text.reach_table(report),
-        fitting_text.savings_table(report),
+def verification_page(report: Verification, *, recipe: str, command: Mapping[str, str]) -> Page:
+    """The page of a verification."""
+    first, *others = [line.strip() for line in report.lines()]
+    return Page(
+        title=f"superbatch verify: {recipe}",
+        guide="testing",
+        verdict=[first],
+        findings=others,
+        tables=[differences_table(report)],
+        settings={"Options": command},
     )
-    plot = picture(light, dark, what="Peak memory and time per sample by size of the micro-batch.")
-    return _measured("fit", report, fitting_text.findings(report), tables, plot)
-
-
-def noise_page(report: NoiseStudy, *, light: bytes, dark: bytes) -> str:
-    """Write a noise study as an HTML page.
-
-    Args:
-        report: whole or partial.
-        light: PNG of the plot on a light background.
-        dark: PNG of the plot on a dark background.
-
-    Returns:
-        HTML with everything inside it.
-    """
-    tables = (noise_study.points_table(report), noise_study.steps_table(report))
-    plot = picture(
-        light, dark, what="The noise scale over the training; the time by number of micro-batches."
-    )
-    return _measured("noise", report, noise_study.findings(report), tables, plot)
-
-
-def surveys_page(report: Surveys, *, light: bytes, dark: bytes) -> str:
-    """Write a study of surveys as an HTML page.
-
-    Args:
-        report: whole or partial.
-        light: PNG of the plot on a light background.
-        dark: PNG of the plot on a dark background.
-
-    Returns:
-        HTML with everything inside it.
-    """
-    tables = (survey_text.surveys_table(report),)
-    plot = picture(light, dark, what="Loss over the surveyed value; what each survey suggests.")
-    said = [survey_text.suggestion(report), *survey_text.conclusions(report)]
-    arms = ["<h2>The arms</h2>", terms((arm.name, arm.how) for arm in report.arms)]
-    return _measured("survey", report, said, tables, plot, arms)
-
-
-def advice_page(report: Advice, *, light: bytes, dark: bytes) -> str:
-    """Write an advice as an HTML page with every finding.
-
-    Args:
-        report: of an advice, whole or partial.
-        light: PNG of the plot on a light background.
-        dark: PNG of the plot on a dark background.
-
-    Returns:
-        HTML with everything inside it.
-    """
-    tables = (
-        advice_text.steps_table(report),
-        advice_text.models_table(report),
-        advice_text.alternative_table(report),
-    )
-    plot = picture(light, dark, what="Time to the same loss by number of micro-batches.")
-    body = [_mark(partial=report.partial), *_said(advice_text.findings(report)), *_tables(tables)]
-    body += ["<h2>Plot</h2>", plot, *_columns(tables), _run(report.command, report.versions)]
-    return _page(f"superbatch advise: {report.verdict}", body)
-
-
-def caffe_page(report: CaffeExplained, *, light: bytes, dark: bytes) -> str:
-    """Write an explained solver file as an HTML page.
-
-    Args:
-        report: of `superbatch.caffe.explain_solver`.
-        light: PNG of the plot on a light background.
-        dark: PNG of the plot on a dark background.
-
-    Returns:
-        HTML with everything inside it.
-    """
-    tables = (caffe_text.settings_table(report),)
-    plot = picture(light, dark, what="The learning rate over the updates.")
-    body = [*_tables(tables), "<h2>Pitfalls</h2>"]
-    body += [f"<p>{escape(each)}</p>" for each in caffe_text.findings(report)]
-    body += ["<h2>Plot</h2>", plot, "<h2>train.py</h2>", f"<pre>{escape(report.code)}</pre>"]
-    body += [_run(report.command, report.versions)]
-    return _page(f"superbatch caffe: {report.source}", body)
-
-
-def verification_page(report: Verification, *, recipe: str, command: Mapping[str, str]) -> str:
-    """Write a verification as an HTML page.
-
-    Args:
-        report: of `superbatch.torch.verify`.
-        recipe: its name.
-        command: values of the flags, by name.
-
-    Returns:
-        HTML with everything inside it.
-    """
-    body = [*_said([line.strip() for line in report.lines()]), *_tables((differences_table(report),))]
-    body += [_run(command, {})]
-    return _page(f"superbatch verify: {recipe}", body)
 
 
 def differences_table(report: Verification) -> Table:
-    """The relative difference of each gradient, one column for each dtype.
-
-    Args:
-        report: of `superbatch.torch.verify`.
-
-    Returns:
-        Text.
-    """
+    """The relative difference of each gradient, one column for each dtype."""
     header, rows = report.rows()
     columns = tuple(Column(heading, "relative difference of the gradient") for heading in header)
     return Table("relative difference of each gradient", columns, tuple(rows))
+
+
+def _comparison(report: Comparison) -> Page:
+    done, asked = sum(len(arm.runs) for arm in report.arms), len(report.arms) * len(report.seeds)
+    few = "There are fewer than two runs per arm: no test can be made."
+    details = rows_with_details(report)
+    return Page(
+        title=f"superbatch compare: {report.recipe}",
+        guide="compare",
+        lead=report.description,
+        partial=f"interrupted after {done} of {asked} runs." if report.partial else "",
+        verdict=verdict(report),
+        tables=[comparison_table(report)],
+        details=[details],
+        plotted="Training loss over updates; metric of each arm with its margin; differences of the weights.",
+        notes=[*report.notes, *([] if details.rows else [few])],
+        arms=[(arm.name, f"{arm.how}; micro-batches of {_sizes(arm.sizes)} samples") for arm in report.arms],
+        settings={"Setting": _setting(report), **_run(report)},
+    )
+
+
+def _study(report: Study) -> Page:
+    return Page(
+        title=report.question,
+        guide="studies",
+        lead=f"superbatch study {report.name}, {report.recipe}: {report.description}",
+        partial="interrupted before the last run." if report.partial else "",
+        verdict=[report.conclusion],
+        tables=[study_text.study_table(report), study_text.equivalence_table(report)],
+        plotted="The quantities of the table.",
+        notes=report.notes,
+        arms=[(arm.name, arm.how) for arm in report.arms],
+        settings={"Setting": report.setting, **_run(report)},
+    )
+
+
+def _advice(report: Advice) -> Page:
+    first, *others = advice_text.findings(report)
+    return Page(
+        title=f"superbatch advise: {report.verdict}",
+        guide="advice",
+        partial="interrupted before the end." if report.partial else "",
+        verdict=[first],
+        findings=others,
+        tables=advice_text.tables(report),
+        details=[advice_text.memory_table(report)],
+        plotted="Time to the same loss by number of micro-batches.",
+        settings=_run(report),
+    )
+
+
+def _caffe(report: CaffeExplained) -> Page:
+    return Page(
+        title=f"superbatch caffe: {report.source}",
+        guide="caffe",
+        tables=[caffe_text.settings_table(report)],
+        findings=caffe_text.findings(report),
+        plotted="The learning rate over the updates.",
+        code=report.code,
+        settings=_run(report),
+    )
 
 
 def _measured(
@@ -151,44 +137,41 @@ def _measured(
     report: Fitting | NoiseStudy | Surveys,
     said: Sequence[str],
     tables: Sequence[Table],
-    plot: str,
-    more: Sequence[str] = (),
-) -> str:
-    """Page of a command that trains a recipe."""
-    body = [f'<p class="quiet">{escape(report.description)}.</p>', _mark(partial=report.partial)]
-    body += [*_said(said), *_tables(tables), "<h2>Plot</h2>", plot, *_columns(tables), *more]
-    return _page(f"superbatch {command}: {report.recipe}", [*body, _run(report.command, report.versions)])
+    plotted: str,
+    arms: Sequence[tuple[str, str]] = (),
+) -> Page:
+    """Page of a command that trains a recipe; the first sentence is the verdict."""
+    return Page(
+        title=f"superbatch {command}: {report.recipe}",
+        guide={"fit": "memory"}.get(command, command),
+        lead=report.description,
+        partial="interrupted before the end." if report.partial else "",
+        verdict=said[:1],
+        findings=said[1:],
+        tables=tables,
+        plotted=plotted,
+        arms=arms,
+        settings=_run(report),
+    )
 
 
-def _page(title: str, body: Sequence[str]) -> str:
-    return document(title, [f"<h1>{escape(title)}</h1>", *body])
+def _run(report: Report) -> dict[str, Mapping[str, str]]:
+    return {"Options": report.command, "Versions": report.versions}
 
 
-def _mark(*, partial: bool) -> str:
-    return partial_mark() if partial else ""
-
-
-def _said(sentences: Sequence[str]) -> list[str]:
-    """Sentences, of which the first is the verdict."""
-    first, *others = sentences
-    return [f'<p class="verdict">{escape(first)}</p>', *(f"<p>{escape(each)}</p>" for each in others)]
-
-
-def _tables(tables: Sequence[Table]) -> list[str]:
-    return [f"<h2>{escape(each.title)}</h2>{table(each)}" for each in tables if each.rows]
-
-
-def _columns(tables: Sequence[Table]) -> list[str]:
-    meanings = {
-        column.heading: column.meaning
-        for each in tables
-        if each.rows
-        for column in each.columns
-        if column.meaning
+def _setting(report: Comparison) -> dict[str, str]:
+    return {
+        "backend": report.backend,
+        "loss": report.statement,
+        "optimizer": f"{report.optimizer}, lr {report.learning_rate:g}",
+        "dtype": report.dtype,
+        "batch": f"{report.batch_size} samples" + ("" if report.tail is None else f", tail {report.tail}"),
+        "updates": str(report.updates),
+        "seeds": ", ".join(map(str, report.seeds)),
+        "margin": margin_text(report),
+        "wall time": f"{report.seconds:.1f} s",
     }
-    return ["<h2>How to read this</h2>", terms(meanings.items())]
 
 
-def _run(command: Mapping[str, str], versions: Mapping[str, str]) -> str:
-    asked = pairs("Options", command) + pairs("Versions", versions)
-    return f'<h2>Command and versions</h2><div class="columns">{asked}</div>' if asked else ""
+def _sizes(sizes: tuple[int, ...]) -> str:
+    return str(sizes[0]) if len(set(sizes)) == 1 else ", ".join(map(str, sizes))

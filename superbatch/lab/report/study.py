@@ -1,12 +1,7 @@
-"""Results of a study: one frozen record per run, per arm, per test, and of the whole.
-
-All studies share these records: what differs between them - the arms, the quantities, the conclusion - is
-data.
-"""
+"""Results of a study: one frozen record per run, per arm, per test, and of the whole, for all studies."""
 
 from __future__ import annotations
 
-# pyright: strict
 import math
 import statistics
 from dataclasses import dataclass
@@ -18,53 +13,34 @@ from .comparison import Equivalence
 class Quantity:
     """One measured quantity: a column of the table.
 
-    Attributes:
-        name: heading of the column, with the unit.
-        meaning: one sentence.
-        form: how a number is written, a format specification such as ``".2f"``.
-
     Examples:
         >>> Quantity(name="test accuracy, %", meaning="of held-out data", form=".2f").form
         '.2f'
     """
 
-    name: str
-    meaning: str
-    form: str = ".4g"
+    name: str  # heading of the column, with the unit
+    meaning: str  # one sentence
+    form: str = ".4g"  # how a number is written, a format specification such as ``".2f"``
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRun:
-    """One arm from one seed.
+    """One arm from one seed."""
 
-    Attributes:
-        seed: of everything that is drawn.
-        values: name of a quantity -> its value.
-        curve: what the plot draws against `Study.curve_at`; none where there is no curve.
-    """
-
-    seed: int
-    values: dict[str, float]
-    curve: tuple[float, ...] = ()
+    seed: int  # of everything that is drawn
+    values: dict[str, float]  # name of a quantity -> its value
+    curve: tuple[float, ...] = ()  # drawn against `Study.curve_at`; none where there is no curve
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyArm:
-    """One way to train, or to compute, from every seed.
+    """One way to train, or to compute, from every seed."""
 
-    Attributes:
-        name: short.
-        how: in words.
-        facts: name of a quantity -> what is the same in every run, such as the number of updates.
-        runs: those that were finished.
-        curve_updates: updates made at the points of `Study.curve_at`; none where there is no curve.
-    """
-
-    name: str
+    name: str  # short
     how: str
-    facts: dict[str, float]
-    runs: tuple[StudyRun, ...]
-    curve_updates: tuple[float, ...] = ()
+    facts: dict[str, float]  # quantity -> what is the same in every run, such as the number of updates
+    runs: tuple[StudyRun, ...]  # those that were finished
+    curve_updates: tuple[float, ...] = ()  # made at the points of `Study.curve_at`
 
     def values(self, quantity: str) -> tuple[float, ...]:
         """A quantity of every run that has it, in the order of the seeds."""
@@ -92,21 +68,13 @@ class StudyArm:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyTest:
-    """A test of equivalence between two arms.
+    """A test of equivalence between two arms."""
 
-    Attributes:
-        first: name of the arm in question.
-        second: name of the arm it is compared with.
-        quantity: what is compared.
-        ratio: the test is of the logarithm: differences and margins are factors.
-        result: of the test, of logarithms where `ratio` is true.
-    """
-
-    first: str
-    second: str
-    quantity: str
-    ratio: bool
-    result: Equivalence
+    first: str  # name of the arm in question
+    second: str  # name of the arm it is compared with
+    quantity: str  # what is compared
+    ratio: bool  # the test is of the logarithm: differences and margins are factors
+    result: Equivalence  # of the test, of logarithms where `ratio` is true
 
     @property
     def difference(self) -> float:
@@ -134,54 +102,25 @@ class StudyTest:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """Results of `superbatch study NAME`.
+    """Results of `superbatch study NAME`."""
 
-    Attributes:
-        name: of the study.
-        question: that it answers.
-        recipe: what was trained.
-        description: what was trained on what.
-        setting: what was held fixed, name -> text.
-        quantities: the columns of the table.
-        arms: what was compared.
-        tests: of equivalence.
-        conclusion: one sentence, made from the numbers.
-        curve_at: where the points of `StudyRun.curve` lie.
-        seeds: asked for; a partial report may have fewer runs.
-        seconds: wall time.
-        partial: it was interrupted before the end.
-        versions: of what it ran on: name -> version.
-        command: what the user asked for: name of an option -> value.
-        notes: what a reader should know beside the numbers, and what the study does not show.
-    """
-
-    name: str
-    question: str
-    recipe: str
-    description: str
-    setting: dict[str, str]
-    quantities: tuple[Quantity, ...]
-    arms: tuple[StudyArm, ...]
-    tests: tuple[StudyTest, ...]
-    conclusion: str
-    curve_at: tuple[float, ...]
-    seeds: tuple[int, ...]
-    seconds: float
-    partial: bool
-    versions: dict[str, str]
-    command: dict[str, str]
-    notes: tuple[str, ...]
+    name: str  # of the study
+    question: str  # that it answers
+    recipe: str  # what was trained
+    description: str  # what was trained on what
+    setting: dict[str, str]  # what was held fixed, name -> text
+    quantities: tuple[Quantity, ...]  # the columns of the table
+    arms: tuple[StudyArm, ...]  # what was compared
+    tests: tuple[StudyTest, ...]  # of equivalence
+    conclusion: str  # one sentence, made from the numbers
+    curve_at: tuple[float, ...]  # where the points of `StudyRun.curve` lie
+    seeds: tuple[int, ...]  # asked for; a partial report may have fewer runs
+    seconds: float  # wall time
+    partial: bool  # it was interrupted before the end
+    versions: dict[str, str]  # of what it ran on: name -> version
+    command: dict[str, str]  # what the user asked for: name of an option -> value
+    notes: tuple[str, ...]  # what a reader should know beside the numbers, and what the study does not show
 
     def arm(self, name: str) -> StudyArm:
-        """The arm of that name.
-
-        Args:
-            name: of an arm.
-
-        Returns:
-            The arm.
-
-        Raises:
-            StopIteration: there is none.
-        """
+        """The arm of that name."""
         return next(arm for arm in self.arms if arm.name == name)

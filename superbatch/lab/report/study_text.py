@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-# pyright: strict
 import math
 
 from .study import Quantity, Study, StudyArm, StudyTest
-from .table import ROUNDING, Column, Table, equivalence_text
+from .table import DASH, ROUNDING, Column, Table, equivalence_text
 
 
 def study_table(report: Study) -> Table:
-    """The table of a study: one row per arm, one column per quantity.
-
-    Args:
-        report: whole or partial.
-
-    Returns:
-        Text; a dash stands for what was not measured.
-    """
+    """The table of a study: one row per arm, one column per quantity."""
     columns = (Column("arm", "what was compared"), *(Column(q.name, q.meaning) for q in report.quantities))
     rows = tuple((arm.name, *(_cell(arm, each) for each in report.quantities)) for arm in report.arms)
     return Table(title_of(report), columns, rows)
 
 
 def equivalence_table(report: Study) -> Table:
-    """The tests of a study: differences or ratios, their intervals, margins and verdicts.
-
-    Args:
-        report: whole or partial.
-
-    Returns:
-        One row per test; none where there are too few runs.
-    """
+    """The tests of a study: differences or ratios, their intervals, margins and verdicts."""
     columns = (
         Column("equivalence (TOST)", "the two arms; paired where their runs share seeds"),
         Column("of", "the quantity that is compared"),
@@ -44,14 +29,7 @@ def equivalence_table(report: Study) -> Table:
 
 
 def title_of(report: Study) -> str:
-    """A study in one line.
-
-    Args:
-        report: whole or partial.
-
-    Returns:
-        Its name, the recipe, and how many runs were finished.
-    """
+    """A study in one line."""
     runs = max((len(arm.runs) for arm in report.arms), default=0)
     count = f"{runs} of {len(report.seeds)} seeds" if report.partial else f"{runs} seeds"
     return f"{report.name}: {report.recipe}, {count}" + "".join(
@@ -61,13 +39,6 @@ def title_of(report: Study) -> str:
 
 def number(value: float, form: str = ".4g") -> str:
     """A number as people read it.
-
-    Args:
-        value: any float.
-        form: a format specification.
-
-    Returns:
-        Text; words where it is not finite.
 
     Examples:
         >>> number(2500.0, ",.0f"), number(float("nan")), number(float("inf")), number(-0.001, ".2f")
@@ -103,7 +74,7 @@ def with_sign(difference: float) -> str:
 def _cell(arm: StudyArm, quantity: Quantity) -> str:
     mean, sd = arm.mean(quantity.name), arm.sd(quantity.name)
     if mean is None:
-        return "–"
+        return DASH
     text = number(mean, quantity.form)
     return text if not sd or not math.isfinite(sd) else f"{text} ± {number(sd, quantity.form)}"
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-# pyright: strict
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from .comparison import Arm, Comparison, Equivalence
 
 ROUNDING = 1e-12
 """Differences of means below this are those of ties: sums in another order."""
+
+T = TypeVar("T")
+
+DASH = "–"  # what is not known, or was not measured
 
 _PREFIXES = ("B", "kB", "MB", "GB", "TB")
 
@@ -39,55 +43,25 @@ class Table:
 
 
 def comparison_table(report: Comparison) -> Table:
-    """The table of a comparison: one row per arm.
-
-    Args:
-        report: of a comparison, whole or partial.
-
-    Returns:
-        Text; a dash stands for what was not measured.
-    """
+    """The table of a comparison: one row per arm."""
     per = f", {report.unit}" if report.unit else ""
+    within = f"inside {margin_text(report)}: two one-sided tests (TOST) on pairs of runs; p below 0.05: yes"
     columns = (
+        Column("split", "micro-batches x samples, or samples of each micro-batch; first the real batch"),
         Column(
-            "split",
-            "micro-batches x samples, or the samples of each micro-batch; the first is the real batch",
-        ),
-        Column(
-            f"{report.metric}{per}",
-            "mean ± standard deviation over the runs, on held-out data after the last update",
+            f"{report.metric}{per}", "mean ± standard deviation over the runs, on held-out data at the end"
         ),
         Column("updates", "optimizer updates of each run, the same in all arms"),
         Column("time, s", "mean time of a run's updates, without loading data and evaluation"),
-        Column(
-            "peak memory",
-            "what one update allocates at its peak: activations, gradients, temporary tensors "
-            "(not: weights, optimizer state, the batch itself)",
-        ),
-        Column(
-            "weights differ by",
-            "|w - w_real| / |w_real| over all weights after the last update, against the real batch with the "
-            "same seed: median and largest over the runs",
-        ),
-        Column(
-            f"equivalent within ±{report.margin:g}",
-            f"two one-sided tests (TOST) on pairs of runs: is the mean difference of the {report.metric} "
-            f"inside {margin_text(report)}? p below 0.05 says yes",
-        ),
+        Column("peak memory", "allocated in an update at most, beside weights, optimizer state and batch"),
+        Column("weights differ by", "|w - w_real| / |w_real| at the end, same seed: median (max) of runs"),
+        Column(f"equivalent within ±{report.margin:g}", within),
     )
     return Table(title_of(report), columns, tuple(_row(arm, report) for arm in report.arms))
 
 
 def title_of(report: Comparison) -> str:
-    """A comparison in one line.
-
-    Args:
-        report: of a comparison.
-
-    Returns:
-        The recipe, the backend where it is not torch, the optimizer, the dtype, and how many runs were
-        finished.
-    """
+    """A comparison in one line."""
     runs = max((len(arm.runs) for arm in report.arms), default=0)
     count = f"{runs} of {len(report.seeds)} runs" if report.partial else f"{runs} runs"
     return (
@@ -98,12 +72,6 @@ def title_of(report: Comparison) -> str:
 
 def plain(table: Table) -> str:
     """A table as aligned plain text, whatever its width: for files, pipes and logs.
-
-    Args:
-        table: any.
-
-    Returns:
-        Lines without trailing spaces, the last without a line break.
 
     Examples:
         >>> print(plain(Table("Primes", (Column("n", ""), Column("prime", "")), (("1", "2"), ("10", "29")))))
@@ -120,15 +88,13 @@ def plain(table: Table) -> str:
     return "\n".join([table.title, *(text.rstrip() for text in texts)])
 
 
+def shown(value: T | None, text: Callable[[T], str]) -> str:
+    """A value as text; a dash for None."""
+    return DASH if value is None else text(value)
+
+
 def margin_text(report: Comparison) -> str:
-    """The margin of the equivalence tests with its unit: differences of percentages are percentage points.
-
-    Args:
-        report: of a comparison.
-
-    Returns:
-        Text that begins with ±.
-    """
+    """The margin of the equivalence tests with its unit: differences of percentages are percentage points."""
     unit = "percentage points" if report.unit == "%" else report.unit
     return f"±{report.margin:g} {unit}".rstrip()
 
@@ -136,18 +102,12 @@ def margin_text(report: Comparison) -> str:
 def bytes_text(count: int | None) -> str:
     """A number of bytes, to three digits.
 
-    Args:
-        count: bytes, or None.
-
-    Returns:
-        Text with a decimal unit; a dash for None.
-
     Examples:
         >>> bytes_text(20544), bytes_text(999), bytes_text(None)
         ('20.5 kB', '999 B', '–')
     """
     if count is None:
-        return "–"
+        return DASH
     if count < 1000:
         return f"{count} B"
     power = min(int(math.log10(count) // 3), len(_PREFIXES) - 1)
@@ -157,14 +117,6 @@ def bytes_text(count: int | None) -> str:
 def metric_text(mean: float | None, sd: float | None, unit: str) -> str:
     """A mean and its standard deviation.
 
-    Args:
-        mean: or None.
-        sd: or None.
-        unit: percent get two decimals, anything else four.
-
-    Returns:
-        Text; a dash for None.
-
     Examples:
         >>> metric_text(95.38, 0.358, "%"), metric_text(2.5, None, "bits/byte"), metric_text(None, None, "%")
         ('95.38 ± 0.36', '2.5000', '–')
@@ -172,7 +124,7 @@ def metric_text(mean: float | None, sd: float | None, unit: str) -> str:
         '0.00'
     """
     if mean is None:
-        return "–"
+        return DASH
     digits = 2 if unit == "%" else 4
     mean = round(mean, digits) or 0.0  # no -0.00
     return f"{mean:.{digits}f}" + ("" if sd is None else f" ± {sd:.{digits}f}")
@@ -181,38 +133,29 @@ def metric_text(mean: float | None, sd: float | None, unit: str) -> str:
 def difference_text(difference: float | None) -> str:
     """A relative difference, to two digits.
 
-    Args:
-        difference: or None.
-
-    Returns:
-        Text; a dash for None.
-
     Examples:
         >>> difference_text(2.08e-07), difference_text(0.0), difference_text(0.055), difference_text(None)
         ('2.1e-07', '0', '5.5 %', '–')
     """
     if difference is None:
-        return "–"
+        return DASH
     if difference == 0:
         return "0"
     return f"{100 * difference:.2g} %" if 0.001 <= difference < 10 else f"{difference:.1e}"
 
 
 def equivalence_text(test: Equivalence | None) -> str:
-    """The verdict of an equivalence test and its p-value.
-
-    Args:
-        test: or None.
-
-    Returns:
-        Text; a dash for None.
-    """
+    """The verdict of an equivalence test and its p-value."""
     if test is None:
-        return "–"
+        return DASH
     if test.identical:
         return f"{test.verdict}, identical"
-    p = "p < 0.001" if test.p_value < 0.001 else f"p = {test.p_value:.3f}"
-    return f"{test.verdict}, {p}"
+    return f"{test.verdict}, {p_text(test.p_value)}"
+
+
+def p_text(value: float) -> str:
+    """A p-value, to three decimals."""
+    return "p < 0.001" if value < 0.001 else f"p = {value:.3f}"
 
 
 def _row(arm: Arm, report: Comparison) -> tuple[str, ...]:
@@ -221,10 +164,10 @@ def _row(arm: Arm, report: Comparison) -> tuple[str, ...]:
         names.get(arm.claim, arm.name),
         metric_text(arm.mean, arm.sd, report.unit),
         str(arm.updates),
-        "–" if arm.seconds is None else f"{arm.seconds:.2f}",
+        shown(arm.seconds, "{:.2f}".format),
         bytes_text(arm.peak_bytes),
-        "–" if arm.claim == "real" else _apart(arm),
-        "–" if arm.claim == "real" else equivalence_text(arm.paired),
+        DASH if arm.claim == "real" else _apart(arm),
+        DASH if arm.claim == "real" else equivalence_text(arm.paired),
     )
 
 
@@ -239,28 +182,16 @@ def _apart(arm: Arm) -> str:
 
 
 def rows_with_details(report: Comparison) -> Table:
-    """The equivalence tests of a comparison in full: differences, intervals and both versions of the test.
-
-    Args:
-        report: of a comparison.
-
-    Returns:
-        One row per arm and test; none where there are fewer than two runs.
-    """
+    """The equivalence tests of a comparison in full: differences, intervals and both versions of the test."""
     columns = (
         Column("split", "the arm that is compared with the real batch"),
-        Column(
-            "test",
-            "paired: differences between runs of the same seed; welch: as if the seeds were independent",
-        ),
+        Column("test", "paired: runs of the same seed; welch: as if the seeds were independent"),
         Column("difference", f"of the mean {report.metric}, in the margin's unit"),
         Column("90 % interval", "equivalent means: the interval lies inside the margin"),
         Column("p", "the larger of the two one-sided p-values"),
         Column("runs needed", "per arm, for 80 % power if there is no difference"),
     )
-    tests: Sequence[tuple[Arm, Equivalence]] = [
-        (arm, test) for arm in report.arms for test in (arm.paired, arm.welch) if test is not None
-    ]
+    tests = [(arm, test) for arm in report.arms for test in (arm.paired, arm.welch) if test is not None]
     rows = tuple(
         (
             arm.name,
@@ -268,7 +199,7 @@ def rows_with_details(report: Comparison) -> Table:
             _signed(test.difference),
             f"{_signed(test.low)} … {_signed(test.high)}",
             f"{test.p_value:.2g}",
-            "–" if test.runs_needed is None else str(test.runs_needed),
+            shown(test.runs_needed, str),
         )
         for arm, test in tests
     )

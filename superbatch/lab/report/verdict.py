@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-# pyright: strict
 from collections.abc import Sequence
 
 from .comparison import FEWEST_RUNS, Arm, Comparison
-from .table import difference_text, margin_text
+from .table import difference_text, margin_text, p_text
 
 
 def verdict(report: Comparison) -> list[str]:
-    """Return the verdict of a comparison in words.
-
-    Args:
-        report: of a comparison, whole or partial.
-
-    Returns:
-        One sentence for the exact arms together, one for arms that are not exact, one for each wrong arm.
-    """
+    """Return the verdict of a comparison in words."""
     exact = _arms(report, "exact")
     sentences: list[str] = []
     if exact:
@@ -39,16 +31,7 @@ def verdict(report: Comparison) -> list[str]:
 
 
 def failures(report: Comparison) -> list[str]:
-    """List the arms that claim to be exact and are not: the criterion of ``superbatch compare --check``.
-
-    Args:
-        report: of a comparison.
-
-    Returns:
-        One sentence per failure; none if the weights of every exact arm agree with the real batch's within
-        rounding, and the means of the metric within the margin. A report without an exact arm, or without
-        its runs, fails: it has shown nothing.
-    """
+    """List the arms that claim to be exact and are not: the criterion of ``superbatch compare --check``."""
     exact = [arm for arm in report.arms if arm.claim == "exact"]
     found = [sentence for arm in exact for sentence in _failures_of(arm, report)]
     if not exact:
@@ -66,10 +49,8 @@ def _failures_of(arm: Arm, report: Comparison) -> list[str]:
         found.append(f"{arm.name}: weights differ by {apart}, rounding explains {report.tolerance:g}")
     # Weights that agree to rounding are the proof: few runs or a coarse metric take nothing from it.
     if arm.paired is not None and not abs(arm.paired.difference) < arm.paired.margin:
-        found.append(
-            f"{arm.name}: {report.metric} differs by {arm.paired.difference:.3g}, which is not within "
-            f"{margin_text(report)}"
-        )
+        apart_by = f"{report.metric} differs by {arm.paired.difference:.3g}"
+        found.append(f"{arm.name}: {apart_by}, which is not within {margin_text(report)}")
     return found
 
 
@@ -92,8 +73,8 @@ def _exact(report: Comparison, arms: Sequence[Arm]) -> str:
     shown = "equivalent" if all(test.equivalent for test in pairs) else "NOT shown to be equivalent"
     paired, welch = (max(test.p_value for test in tests) for tests in (pairs, groups))
     return (
-        f"{said}, {report.metric} {shown} within {margin_text(report)} (TOST on pairs: p {_p(paired)}; "
-        f"as if the arms were independent: p {_p(welch)})."
+        f"{said}, {report.metric} {shown} within {margin_text(report)} (TOST on pairs: {p_text(paired)}; "
+        f"as if the arms were independent: {p_text(welch)})."
     )
 
 
@@ -108,7 +89,3 @@ def _apart(arm: Arm) -> float:
 
 def _said(arm: Arm) -> str:
     return difference_text(arm.weight_difference)
-
-
-def _p(value: float) -> str:
-    return "< 0.001" if value < 0.001 else f"= {value:.3f}"

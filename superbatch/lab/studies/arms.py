@@ -23,13 +23,12 @@ from superbatch.torch.options import FrozenBatchNorm
 from superbatch.window import Window
 
 from ..recipes import Recipe
-from .participants import participants_of
+from .participants import accumulator
 from .setting import WRONG, ArmPlan, Way
 from .splits import Split
 
+# Makes one update with a batch and returns the batch's mean loss before it.
 UpdateFunction = Callable[[Any], float]
-"""Makes one update with a batch and returns the batch's mean loss before it."""
-
 HOW: Mapping[Way, str] = {
     "real batch": "the whole batch at once, plain PyTorch",
     "accumulator": "superbatch.torch.Accumulator",
@@ -41,19 +40,9 @@ HOW: Mapping[Way, str] = {
 def update_function(
     arm: ArmPlan, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> UpdateFunction:
-    """Make the function that makes an arm's updates.
-
-    Args:
-        arm: which.
-        recipe: its loss, reduction and weight.
-        model: to be trained.
-        optimizer: of the model's parameters.
-
-    Returns:
-        A function: batch -> mean loss of the batch before the update.
-    """
+    """Make the function that makes an arm's updates."""
     if arm.way == "real batch":
-        return _real(recipe, model, optimizer)
+        return plain_update(recipe, model, optimizer)
     if arm.way == "accumulator":
         return _accumulator(arm.split, recipe, model, optimizer)
     if arm.way == "plain accumulation":
@@ -62,27 +51,13 @@ def update_function(
 
 
 def without_coupling(recipe: Recipe) -> Recipe:
-    """A recipe as loops train it that know nothing of coupled samples.
-
-    Args:
-        recipe: of coupled samples.
-
-    Returns:
-        The same with micro-batches taken one by one: BatchNorm with the statistics of each.
-    """
+    """A recipe of coupled samples with its micro-batches taken one by one, as a plain loop does."""
     frozen = recipe.batchnorm == "frozen"
     return replace(recipe, coupled="error", batchnorm="frozen" if frozen else "per_microbatch")
 
 
 def cut(batch: Any, sizes: tuple[int, ...]) -> list[Any]:
-    """Cut a batch into consecutive micro-batches.
-
-    Args:
-        batch: any structure that the accumulator splits.
-        sizes: samples of each micro-batch; they sum to the batch's.
-
-    Returns:
-        The micro-batches, views where the framework slices to views.
+    """Cut a batch into consecutive micro-batches, views where the framework slices to views.
 
     Examples:
         >>> [part.tolist() for part in cut(torch.arange(4), (3, 1))]
@@ -92,11 +67,12 @@ def cut(batch: Any, sizes: tuple[int, ...]) -> list[Any]:
     return [take(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
-def _real(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -> UpdateFunction:
+def plain_update(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -> UpdateFunction:
+    """Make the function that makes an update from a batch in one piece, in plain PyTorch."""
     loss_fn = recipe.loss_fn(model)
 
     def update(batch: Any) -> float:
-        loss, _ = mean_and_weight(recipe, loss_fn, batch)
+        loss = mean_loss(recipe, loss_fn, batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -122,37 +98,18 @@ def _accumulator(
 def accumulator_of(
     split: Split, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, *, check: bool = True
 ) -> Accumulator | WholeBatch:
-    """Make the accumulator of an arm, by the recipe's own statement.
-
-    Args:
-        split: near-equal micro-batches of its first size; unequal ones are given to it as a `Window`.
-        recipe: its loss, reduction, weight and coupling.
-        model: to be trained.
-        optimizer: of the model's parameters.
-        check: the statement, on the first window.
-
-    Returns:
-        The accumulator.
-    """
+    """Make the accumulator of an arm, by the recipe's own statement."""
+    size = split.sizes[0] if split.equal else None  # unequal micro-batches are given to it as a `Window`
     if recipe.coupled == "exact":
         return WholeBatch(
             model,
             optimizer,
             recipe.loss_fn(model),
-            microbatch_size=split.sizes[0] if split.equal else None,
+            microbatch_size=size,
             rng="batch",
             participants=[FrozenBatchNorm()] if recipe.batchnorm == "frozen" else (),
         )
-    return Accumulator(
-        model,
-        optimizer,
-        recipe.loss_fn(model),
-        microbatch_size=split.sizes[0] if split.equal else None,
-        reduction=recipe.reduction,
-        weight=recipe.weight,
-        participants=participants_of(recipe.batchnorm),
-        check=check,
-    )
+    return accumulator(recipe, model, optimizer, microbatch_size=size, check=check)
 
 
 def _wrong(
@@ -183,16 +140,7 @@ def _wrong(
 
 
 def mean_and_weight(recipe: Recipe, loss_fn: Callable[[Any], Any], batch: Any) -> tuple[Tensor, float]:
-    """The mean loss of a batch or micro-batch, and its weight, by the recipe's own statement.
-
-    Args:
-        recipe: says what `loss_fn` returns and what a micro-batch counts.
-        loss_fn: of a model.
-        batch: what the loss is of.
-
-    Returns:
-        The mean loss, a scalar with its graph, and the weight.
-    """
+    """The mean loss of a batch or micro-batch, and its weight, by the recipe's own statement."""
     result = loss_fn(batch)
     if recipe.weight == "returned":
         loss, weight = result
@@ -200,6 +148,13 @@ def mean_and_weight(recipe: Recipe, loss_fn: Callable[[Any], Any], batch: Any) -
     else:
         loss, weight = result, count_samples(batch) if recipe.weight is None else recipe.weight(batch)
     return (loss / weight if recipe.reduction == "sum" else loss), weight
+
+
+def mean_loss(recipe: Recipe, loss_fn: Callable[[Any], Any], batch: Any) -> Tensor:
+    """The mean loss of a batch; its weight is counted only where it is needed."""
+    if recipe.reduction == "mean" and recipe.weight != "returned":
+        return loss_fn(batch)
+    return mean_and_weight(recipe, loss_fn, batch)[0]
 
 
 @torch.no_grad()

@@ -12,26 +12,22 @@ from .setting import ArmPlan, Setting
 from .statistics import limits_of, smallest_gap, summarise, tost_paired, tost_welch
 
 PAIRED = (
-    "Equivalence is tested on pairs: all arms of a seed share initial weights and sample order, so their "
-    "difference is free of the variation between seeds. The Welch test beside it treats the arms as "
-    "independent groups, as published tables must."
+    "Equivalence is tested on pairs: all arms of a seed share initial weights and sample order. The Welch "
+    "test treats the arms as independent groups."
 )
 COUPLED = (
-    "This model has BatchNorm, which makes the samples of a micro-batch influence each other: a micro-batch "
-    "of 20 is normalised by 20 samples, the real batch by all. No accumulation of micro-batches taken one by "
-    "one can give the real batch's weights, and these arms do not claim to."
+    "This model has BatchNorm, which normalises by the samples of a micro-batch, not of the batch: these "
+    "arms do not claim to give the real batch's weights."
 )
 BESIDE = (
-    "Samples of a batch see each other here. The splits that stand alone compute the loss of the whole "
-    "batch, in micro-batches of their size (WholeBatch). Plain accumulation takes them one by one: "
-    "BatchNorm normalises by the samples of a micro-batch, and a contrastive loss has the negatives of one. "
-    "That is another objective, and these arms do not claim to give the real batch's weights."
+    "Samples of a batch are coupled here. The splits that stand alone compute the loss of the whole batch "
+    "(WholeBatch); plain accumulation, with the BatchNorm of each micro-batch, is another objective and does "
+    "not claim to give the real batch's weights."
 )
 BATCHNORM = {"frozen": "FrozenBatchNorm()", "per_microbatch": "GhostBatchNorm()"}
 ROUNDING = (
-    "In float32 the arms add the same numbers in another order. Differences of about 1e-7 are rounding; a "
-    "unit that falls on the other side of a ReLU's kink can make it 1e-5 later in a run. --dtype float64 "
-    "tells rounding from error."
+    "Differences of about 1e-7 are rounding in float32, and 1e-5 where a unit falls on the other side of a "
+    "ReLU's kink; --dtype float64 tells rounding from error."
 )
 
 
@@ -45,21 +41,7 @@ def arm_report(
     peak_bytes: int | None,
     margin: float,
 ) -> Arm:
-    """Summarise the finished runs of an arm.
-
-    Args:
-        arm: which.
-        recipe: what was trained.
-        setting: how.
-        backend: what trained it.
-        runs: of this arm.
-        real: of the real batch.
-        peak_bytes: of one update.
-        margin: of the equivalence tests.
-
-    Returns:
-        The arm's record; what needs more runs than there are is None.
-    """
+    """Summarise the finished runs of an arm; None stands for what needs more runs."""
     runs = sorted(runs, key=lambda run: run.seed)
     metrics = [run.metric for run in runs]
     of_seed = {run.seed: run.metric for run in real}
@@ -98,17 +80,7 @@ def arm_report(
 
 
 def notes_on(arms: Sequence[Arm], setting: Setting, backend: Backend, workers: int) -> tuple[str, ...]:
-    """Return the facts that a reader needs to read the numbers right.
-
-    Args:
-        arms: of the report.
-        setting: of all runs.
-        backend: what trained them.
-        workers: processes that trained side by side.
-
-    Returns:
-        One text per thing.
-    """
+    """Return the facts that a reader needs to read the numbers right."""
     notes = [PAIRED, *limits_of(arm.paired for arm in arms if arm.paired is not None)]
     if setting.dtype == "float32":
         notes.append(ROUNDING)

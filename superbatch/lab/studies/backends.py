@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,78 +20,65 @@ from superbatch.errors import InputError
 from ..recipes import Recipe
 from .setting import ArmPlan, Setting, Way
 
+# Names of the backends, and the packages that each needs; the extra to install has the backend's name.
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     "torch": ("torch",),
     "jax": ("jax", "optax"),
     "tensorflow": ("tensorflow",),
     "keras": ("keras",),
 }
-"""Names of the backends, and the packages that each needs; the extra to install has the backend's name."""
 FRAMEWORKS_OF_KERAS = ("tensorflow", "jax", "torch")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """One arm, trained from one seed.
+    """One arm, trained from one seed."""
 
-    Attributes:
-        losses: mean loss of each update's batch, before the update.
-        seconds: time spent in updates, without data, compilation and evaluation.
-        metric: on held-out data, after the last update.
-        weights: after the last update, float64, by name.
-    """
-
-    losses: list[float]
-    seconds: float
-    metric: float
-    weights: Mapping[str, Any]
+    losses: list[float]  # mean loss of each update's batch, before the update
+    seconds: float  # time spent in updates, without data, compilation and evaluation
+    metric: float  # on held-out data, after the last update
+    weights: Mapping[str, Any]  # after the last update, float64, by name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """Training of the arms of a comparison by one framework.
+    """Training of the arms of a comparison by one framework."""
 
-    Attributes:
-        title: its name for a reader.
-        load: the recipe of a name, and a folder of data or None.
-        check: refuses, with an InputError, a setting that it cannot train.
-        train: (recipe, setting, seed, tick) -> every arm, trained, in order; `tick` is called after each
-            update how many micro-batches it had.
-        peak_of_update: bytes that one update of an arm allocates at its peak; None where it is not known.
-        how: what it does in each way, in words.
-        versions: of what it runs on.
-        threads: a context with this many threads.
-        notes: what a reader must know of its numbers.
-    """
-
-    title: str
-    load: Callable[[str, str | Path | None], Recipe]
+    title: str  # its name for a reader
+    load: Callable[[str, str | Path | None], Recipe]  # the recipe of a name, and a folder of data or None
+    # refuses, with an InputError, a setting that it cannot train
     check: Callable[[Setting], None] = lambda setting: None
+    # (recipe, setting, seed, tick) -> every arm, trained, in order; `tick` is called after each update how
+    # many micro-batches it had
     train: Callable[[Recipe, Setting, int, Callable[[int], None]], Iterator[Trained]]
+    # bytes that one update of an arm allocates at its peak; None where it is not known
     peak_of_update: Callable[[Recipe, Setting, ArmPlan], int | None]
-    how: Mapping[Way, str]
-    versions: Callable[[], dict[str, str]]
-    threads: Callable[[int], AbstractContextManager[None]]
-    notes: tuple[str, ...] = ()
+    how: Mapping[Way, str]  # what it does in each way, in words
+    versions: Callable[[], dict[str, str]]  # of what it runs on
+    threads: Callable[[int], AbstractContextManager[None]]  # a context with this many threads
+    notes: tuple[str, ...] = ()  # what a reader must know of its numbers
+
+
+def timed(
+    batches: Iterable[Any],
+    prepare: Callable[[Any], Any],
+    update: Callable[[Any], float],
+    tick: Callable[[], None],
+) -> tuple[list[float], float]:
+    """Make the updates of a run; return their losses and seconds, without those of the data."""
+    losses: list[float] = []
+    seconds = 0.0
+    for indices in batches:
+        batch = prepare(indices)
+        start = time.perf_counter()
+        losses.append(update(batch))
+        seconds += time.perf_counter() - start
+        tick()
+    return losses, seconds
 
 
 def load_backend(name: str) -> Backend:
-    """Import a backend.
-
-    Args:
-        name: of `PACKAGES`.
-
-    Returns:
-        The backend.
-
-    Raises:
-        InputError: there is none of that name, or a package that it needs is not installed.
-        ModuleNotFoundError: a package that these need in turn is not installed.
-
-    Examples:
-        >>> load_backend("torch").title
-        'torch'
-    """
+    """Import a backend."""
     check_installed(name)
     try:
         return importlib.import_module(f"superbatch.lab.studies.on_{name}").BACKEND
@@ -99,26 +87,13 @@ def load_backend(name: str) -> Backend:
         if name != "keras" or wanted not in FRAMEWORKS_OF_KERAS:
             raise
         raise InputError(
-            "backend='keras': "
-            f"Keras is set to {wanted}, which is not installed. "
-            f"Install it, or set KERAS_BACKEND to one of {', '.join(FRAMEWORKS_OF_KERAS)} that is."
+            f"backend='keras': Keras is set to {wanted}, which is not installed. Install it, or set "
+            f"KERAS_BACKEND to one of {', '.join(FRAMEWORKS_OF_KERAS)} that is."
         ) from error
 
 
 def check_installed(name: str) -> None:
-    """Refuse a backend that cannot be loaded, without importing anything.
-
-    Args:
-        name: of the backend.
-
-    Raises:
-        InputError: there is none of that name, or a package that it needs is not installed.
-
-    Examples:
-        >>> check_installed("numpy")
-        Traceback (most recent call last):
-        superbatch.errors.InputError: There is no backend 'numpy'. Use one of torch, jax, ...
-    """
+    """Refuse a backend that cannot be loaded, without importing anything."""
     if name not in PACKAGES:
         raise InputError(f"There is no backend {name!r}. Use one of {', '.join(PACKAGES)}.")
     missing = [package for package in PACKAGES[name] if importlib.util.find_spec(package) is None]
@@ -128,31 +103,19 @@ def check_installed(name: str) -> None:
 
 
 def check_backend(name: str, recipe: str | Recipe, *, data: object, threads: int) -> None:
-    """Refuse what only torch can do: another recipe than digits, a folder of data, a number of threads.
-
-    Args:
-        name: of the backend.
-        recipe: what was asked for.
-        data: the same; None: nothing.
-        threads: the same.
-
-    Raises:
-        InputError: with what was given, what is wrong with it and what to do.
-    """
+    """Refuse what only torch can do: another recipe than digits, a folder of data, a number of threads."""
     if name == "torch" or name not in PACKAGES:
         return
     if recipe != "digits":
         given = recipe if isinstance(recipe, str) else recipe.name
         raise InputError(
-            f"backend={name!r} with the recipe {given!r}: "
-            f"on {name} the digits task is compared, and no other. "
-            "Use the recipe digits, or the backend torch."
+            f"backend={name!r} with the recipe {given!r}: on {name} the digits task is compared, and no "
+            "other. Use the recipe digits, or the backend torch."
         )
     if data is not None:
         raise InputError(f"data={str(data)!r} with backend={name!r}: digits reads no folder. Leave it out.")
     if threads != 1:
         raise InputError(
-            f"backend={name!r} with threads={threads}: "
-            f"it is torch whose threads are set; {name} reads its own when it starts. "
-            f"Leave it out, and set the threads of {name} in its environment."
+            f"backend={name!r} with threads={threads}: it is torch whose threads are set; {name} reads its "
+            f"own when it starts. Leave it out, and set the threads of {name} in its environment."
         )

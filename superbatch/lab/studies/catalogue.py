@@ -1,4 +1,4 @@
-"""The studies that there are: name, question, and where each one is. It imports none of them."""
+"""The studies that there are: name, question, and options. It imports none of them."""
 
 from __future__ import annotations
 
@@ -10,68 +10,62 @@ from superbatch.errors import InputError
 from ..recipes import COUPLED
 from ..recipes.nearest import did_you_mean
 
+DOCUMENTATION = "https://superbatch.github.io/superbatch/studies/"
+
 
 @dataclass(frozen=True)
 class Entry:
-    """One study.
+    """One study."""
 
-    Attributes:
-        question: that it answers, in one line.
-        where: ``module:function``; (recipe, its name or itself, options, progress) -> report.
-        takes: the options that mean something to it, beside the recipe, runs, workers and threads.
-        runs: seeds by default.
-        quick_runs: seeds with ``--quick``.
-        recipes: that are run if none is named, each with a report of its own.
-        first_seed: the seeds follow it; settings were tried with smaller ones.
-    """
-
-    question: str
-    where: str
+    question: str  # that it answers, in one line
+    section: str  # of `DOCUMENTATION`
+    # the options that mean something to it, beside the recipe, runs, workers and threads
     takes: tuple[str, ...]
-    runs: int = 10
-    quick_runs: int = 3
-    recipes: tuple[str, ...] = ("digits",)
-    first_seed: int = 0
+    runs: int = 10  # seeds by default
+    quick_runs: int = 3  # seeds with ``--quick``
+    recipes: tuple[str, ...] = ("digits",)  # that are run if none is named, each with a report of its own
+    first_seed: int = 0  # the seeds follow it; settings were tried with smaller ones
 
 
+# Name -> study.
 STUDIES: Mapping[str, Entry] = {
     "momentum": Entry(
         "Does a high momentum with batch 1 replace a large batch?",
-        "superbatch.lab.studies.study_momentum:run",
+        "does-a-high-momentum-replace-a-large-batch",
         ("samples", "batch_size", "learning_rate", "margin"),
     ),
     "grow-batch": Entry(
         "Decay the learning rate, or grow the batch: the same loss with fewer updates?",
-        "superbatch.lab.studies.study_grow_batch:run",
+        "decay-the-rate-or-grow-the-batch",
         ("samples", "batch_size", "learning_rate", "margin"),
     ),
     "survey": Entry(
         "Do virtual batches survey learning rates like real ones?",
-        "superbatch.lab.studies.study_survey:run",
+        "do-virtual-batches-survey-learning-rates-like-real-ones",
         ("batch_size", "optimizer"),
         runs=20,
         quick_runs=4,
     ),
     "critical-batch": Entry(
         "How large may the batch be before samples are wasted, and does the noise scale tell?",
-        "superbatch.lab.studies.study_critical_batch:run",
+        "how-large-may-the-batch-be",
         ("samples", "batch_size", "learning_rate", "optimizer", "tolerance"),
     ),
     "precision": Entry(
         "How much does a sum of K gradients in bfloat16 lose?",
-        "superbatch.lab.studies.study_precision:run",
+        "what-does-a-sum-of-gradients-in-bfloat16-lose",
         (),
         runs=5,
         quick_runs=3,
     ),
     "splits": Entry(
         "Does a batch in K micro-batches train like the batch in one piece?",
-        "superbatch.lab.studies.study_splits:run",
+        "does-a-batch-in-micro-batches-train-like-the-batch",
         ("samples", "batch_size", "learning_rate", "optimizer", "margin"),
     ),
     "coupled": Entry(
         "Where the update depends on the whole batch, what does plain accumulation lose?",
-        "superbatch.lab.studies.study_coupled:run",
+        "what-does-plain-accumulation-lose",
         ("samples", "margin", "device"),
         runs=8,
         quick_runs=3,
@@ -79,25 +73,10 @@ STUDIES: Mapping[str, Entry] = {
         first_seed=100,
     ),
 }
-"""Name -> study."""
 
 
 def entry_of(name: str) -> Entry:
-    """The study of that name.
-
-    Args:
-        name: of a study.
-
-    Returns:
-        Its entry.
-
-    Raises:
-        InputError: there is none.
-
-    Examples:
-        >>> entry_of("precision").question
-        'How much does a sum of K gradients in bfloat16 lose?'
-    """
+    """The study of that name."""
     if name not in STUDIES:
         raise InputError(
             f"There is no study {name!r}{did_you_mean(name, STUDIES)} Use one of {', '.join(STUDIES)}."

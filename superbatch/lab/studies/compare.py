@@ -6,12 +6,10 @@ of updates. So the weights themselves can be compared, which is a far sharper qu
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from superbatch._version import __version__
 from superbatch.errors import InputError
 
 from ..recipes import Recipe
@@ -22,34 +20,25 @@ from .compare_options import Options as Options
 from .compare_options import asked, check_options
 from .setting import ArmPlan, Setting, curve_updates
 from .splits import Split, default_splits, parse_split, parse_splits
-from .workers import Advanced, Event, train_here, train_spread
+from .versions import versions
+from .workers import Finished, receiver, train_seeds
 
 DEFAULTS = Options()
-TAIL = 0.4
-"""Share of the batch that an epoch's short last batch has, where there is one."""
+TAIL = 0.4  # share of the batch that an epoch's short last batch has, where there is one
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a comparison.
+    """Progress of a comparison."""
 
-    Attributes:
-        done: micro-batches processed.
-        total: micro-batches of the whole comparison.
-        finished: the run that has just been completed, as (seed, name of the arm, metric); None between runs.
-    """
-
-    done: int
-    total: int
+    done: int  # micro-batches processed
+    total: int  # micro-batches of the whole comparison
+    # the run that has just been completed, as (seed, name of the arm, metric); None between runs
     finished: tuple[int, str, float] | None = None
 
 
 class ComparisonInterrupted(KeyboardInterrupt):
-    """A comparison was interrupted by Ctrl-C; what it had measured by then is in `report`.
-
-    Args:
-        report: with the runs that were finished, marked as partial.
-    """
+    """A comparison was interrupted by Ctrl-C; what it had measured by then is in `report`."""
 
     def __init__(self, report: Comparison) -> None:
         self.report = report
@@ -61,28 +50,7 @@ def compare(
     *,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Comparison:
-    """Train a recipe with the real batch and with each split, and compare what comes out.
-
-    Args:
-        recipe: a name that `superbatch.lab.recipes.load_recipe` takes, or a recipe.
-        options: what differs from the recipe's own values.
-        progress: called now and then, in this thread.
-
-    Returns:
-        The report.
-
-    Raises:
-        InputError: an option cannot be used.
-        SuperbatchError: the accumulator refuses the recipe (before any training), or a loss is not finite.
-        ComparisonInterrupted: on Ctrl-C; it carries the partial report.
-
-    Examples:
-        >>> report = compare("digits", Options(splits="5x20", updates=3, runs=2, dtype="float64"))
-        >>> [arm.name for arm in report.arms]
-        ['1x100', '5x20']
-        >>> report.arms[1].weight_difference < 1e-12
-        True
-    """
+    """Train a recipe with the real batch and with each split, and compare what comes out."""
     start = time.monotonic()
     check_options(recipe, options)
     backend = load_backend(options.backend)
@@ -92,7 +60,13 @@ def compare(
     seeds = tuple(range(options.runs))
     finished: list[list[Run]] = [[] for _ in setting.arms]
     peaks: list[int | None] = [None] * len(setting.arms)
-    receive = _receiver(setting, seeds, finished, progress)
+
+    def show(done: int, total: int, found: Finished | None) -> None:
+        named = None if found is None else (found.seed, setting.arms[found.arm].name, found.run.metric)
+        progress(Progress(done, total, named))
+
+    total = len(seeds) * setting.updates * sum(len(arm.split.sizes) for arm in setting.arms)
+    receive = receiver(total, finished, show)
 
     def report(*, partial: bool) -> Comparison:
         seconds = time.monotonic() - start
@@ -102,58 +76,32 @@ def compare(
         with backend.threads(options.threads):
             for index, arm in enumerate(setting.arms):
                 peaks[index] = backend.peak_of_update(loaded, setting, arm)
-            if options.workers == 1 or options.runs == 1 or not isinstance(recipe, str):
-                train_here(loaded, setting, seeds, receive)
-            else:
-                train_spread(
-                    recipe,
-                    setting,
-                    seeds,
-                    receive,
-                    workers=min(options.workers, options.runs),
-                    threads=options.threads,
-                    data=options.data,
-                    backend=options.backend,
-                )
+            train_seeds(recipe, loaded, setting, seeds, receive, options=options, backend=options.backend)
     except KeyboardInterrupt:
         raise ComparisonInterrupted(report(partial=True)) from None
     return report(partial=False)
 
 
 def settle(recipe: Recipe, options: Options) -> Setting:
-    """Fill in what the options leave to the recipe, and refuse what cannot be.
-
-    Args:
-        recipe: what is trained.
-        options: what was asked.
-
-    Returns:
-        The setting of all runs.
-
-    Raises:
-        InputError: with what was given, what is wrong with it and what to do.
-    """
+    """Fill in what the options leave to the recipe, and refuse what cannot be."""
     splits = parse_splits(options.splits) if options.splits is not None else None
     size = options.batch_size or (sum(splits[0].sizes) if splits else recipe.batch_size)
     splits = splits or default_splits(size)
     if sum(splits[0].sizes) != size:
         raise InputError(
-            f"batch_size={size} with the split {splits[0].name}: "
-            f"that split makes batches of {sum(splits[0].sizes)} samples. "
-            "Leave one of the two out."
+            f"batch_size={size} with the split {splits[0].name}: that split makes batches of "
+            f"{sum(splits[0].sizes)} samples. Leave one of the two out."
         )
     if size > recipe.samples:
         raise InputError(
-            f"A batch of {size} samples: "
-            f"the recipe {recipe.name!r} has {recipe.samples} training samples. "
+            f"A batch of {size} samples: the recipe {recipe.name!r} has {recipe.samples} training samples. "
             "Use a smaller batch."
         )
     tail = max(1, round(TAIL * size)) if options.include_wrong else None
     if tail is not None and size + tail > recipe.samples:
         raise InputError(
-            f"include_wrong with a batch of {size} samples: "
-            f"an epoch with a tail needs {size + tail} samples, the recipe has {recipe.samples}. "
-            "Use a smaller batch."
+            f"include_wrong with a batch of {size} samples: an epoch with a tail needs {size + tail} "
+            f"samples, the recipe has {recipe.samples}. Use a smaller batch."
         )
     optimizer, learning_rate = _optimizer(recipe, options)
     return Setting(
@@ -177,9 +125,8 @@ def _optimizer(recipe: Recipe, options: Options) -> tuple[str, float]:
     name = options.optimizer or recipe.default_optimizer
     if name not in recipe.offered:
         raise InputError(
-            f"optimizer={name!r}: "
-            f"the recipe {recipe.name!r} does not offer it. "
-            f"Use one of {', '.join(recipe.offered)}."
+            f"optimizer={name!r}: the recipe {recipe.name!r} does not offer it. Use one of "
+            f"{', '.join(recipe.offered)}."
         )
     return name, options.learning_rate or recipe.learning_rates[name]
 
@@ -189,8 +136,7 @@ def _arms(recipe: Recipe, splits: Sequence[Split], *, include_wrong: bool) -> li
     parts = [split for split in splits if len(split.sizes) > 1]
     if not parts:
         raise InputError(
-            f"A batch of {size} samples in one piece only: "
-            "there is nothing to compare the real batch with. "
+            f"A batch of {size} samples in one piece only: there is nothing to compare the real batch with. "
             "Add a split, such as 5x20 of a batch of 100."
         )
     wrong: list[ArmPlan] = []
@@ -214,28 +160,6 @@ def _uneven(size: int) -> Split:
     if size < 4:  # 2/1 and 1/1: the last is equal, so that a mean of means is right there
         return parse_split(f"{size - 1}/1")
     return parse_split(f"{size - second - third}/{second}/{third}")
-
-
-def _receiver(
-    setting: Setting,
-    seeds: Sequence[int],
-    finished: list[list[Run]],
-    progress: Callable[[Progress], None],
-) -> Callable[[Event], None]:
-    total = len(seeds) * setting.updates * sum(len(arm.split.sizes) for arm in setting.arms)
-    done = 0
-
-    def receive(event: Event) -> None:
-        nonlocal done
-        if isinstance(event, Advanced):
-            done += event.microbatches
-            progress(Progress(done, total))
-        else:
-            finished[event.arm].append(event.run)
-            name = setting.arms[event.arm].name
-            progress(Progress(done, total, (event.seed, name, event.run.metric)))
-
-    return receive
 
 
 def _report(
@@ -274,12 +198,7 @@ def _report(
         curve_updates=curve_updates(setting.updates),
         seconds=seconds,
         partial=partial,
-        versions={
-            "superbatch": __version__,
-            **backend.versions(),
-            "python": platform.python_version(),
-            "platform": f"{platform.system()} {platform.machine()}",
-        },
+        versions=versions(**backend.versions()),
         command=asked(options),
         notes=notes_on(arms, setting, backend, options.workers),
     )

@@ -24,46 +24,24 @@ from superbatch.tuning.search import time_per_sample
 from ..recipes import Recipe, load_recipe
 from .advise_options import Options, question
 
-ROUNDS = 20
-"""Exchanges that are timed."""
+ROUNDS = 20  # exchanges that are timed
 
 
 def started_on() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks, as torchrun states them; ``(0, 1)`` alone.
-
-    Raises:
-        InputError: they are no numbers.
-
-    Examples:
-        >>> started_on()
-        (0, 1)
-    """
+    """Return this process's rank and the number of ranks, as torchrun states them; ``(0, 1)`` alone."""
     if "MASTER_ADDR" not in os.environ:  # a batch system may set the other two for a single process, too
         return 0, 1
     rank, count = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if not (rank.isdigit() and count.isdigit() and int(rank) < int(count)):
         raise InputError(
-            f"RANK={rank!r} and WORLD_SIZE={count!r} beside MASTER_ADDR: "
-            "they do not say which of how many processes this one is. "
-            "Start the command with torchrun, or unset MASTER_ADDR to run it alone."
+            f"RANK={rank!r} and WORLD_SIZE={count!r} beside MASTER_ADDR: they do not say which of how many "
+            "processes this one is. Start the command with torchrun, or unset MASTER_ADDR to run it alone."
         )
     return int(rank), int(count)
 
 
 def check_ranks(stated: int, count: int) -> int:
-    """Return the number of ranks of an advice.
-
-    Args:
-        stated: by the user; 1 is the default.
-        count: that the command was started on.
-
-    Raises:
-        InputError: they differ, and both are more than one.
-
-    Examples:
-        >>> check_ranks(8, 1), check_ranks(1, 2), check_ranks(2, 2)
-        (8, 2, 2)
-    """
+    """Return the number of ranks of an advice."""
     if 1 not in (stated, count) and stated != count:
         raise InputError(
             f"ranks={stated} in a command that was started on {count}: "
@@ -74,36 +52,14 @@ def check_ranks(stated: int, count: int) -> int:
 
 
 def this_rank(device: str) -> torch.device:
-    """Return the device of this rank: of several GPUs the one that torchrun has given it.
-
-    Args:
-        device: ``"cpu"``, ``"cuda"``, or one that is numbered, which is left as it is.
-
-    Examples:
-        >>> this_rank("cpu")
-        device(type='cpu')
-    """
+    """Return the device of this rank: of several GPUs the one that torchrun has given it."""
     if device != "cuda":
         return torch.device(device)
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def exchanged(recipe: Recipe, options: Options) -> tuple[Options, tuple[str, ...]]:
-    """Measure the exchange, unless its time was given or there is only one rank.
-
-    Args:
-        recipe: whose model's gradients are exchanged.
-        options: of an advice, with the ranks that it is about.
-
-    Returns:
-        The options with the time, and what is to be said of it.
-
-    Examples:
-        >>> from superbatch.lab.recipes import load_recipe
-        >>> options, notes = exchanged(load_recipe("digits"), Options(ranks=8))
-        >>> print(*notes)
-        The exchange of gradients over 8 ranks was not measured and counts as nothing: ...
-    """
+    """Measure the exchange, unless its time was given or there is only one rank."""
     count = started_on()[1]
     if options.all_reduce_seconds is not None or options.ranks == 1:
         return options, ()
@@ -122,15 +78,7 @@ def exchanged(recipe: Recipe, options: Options) -> tuple[Options, tuple[str, ...
 
 
 def take_part(recipe: str, options: Options) -> None:
-    """Take a further rank's part in an advice: exchange gradients as often as the first rank does.
-
-    Args:
-        recipe: as for the first rank.
-        options: likewise.
-
-    Raises:
-        InputError: as on the first rank.
-    """
+    """Take a further rank's part in an advice: exchange gradients as often as the first rank does."""
     loaded = load_recipe(recipe, data=options.data)
     options = replace(options, ranks=check_ranks(options.ranks, started_on()[1]))
     question(loaded, options)
@@ -138,20 +86,7 @@ def take_part(recipe: str, options: Options) -> None:
 
 
 def exchange_seconds(model: nn.Module, sync: Sync) -> float:
-    """Time the exchange of a model's gradients over ranks, every one of which must call this.
-
-    Args:
-        model: on the ranks' device; its gradients are taken to be dense.
-        sync: the ranks.
-
-    Returns:
-        Seconds: the lower quartile of `ROUNDS` exchanges, on the slowest rank.
-
-    Examples:
-        >>> from superbatch.torch.window.sync.local import Local
-        >>> 0 <= exchange_seconds(nn.Linear(3, 1), Local()) < 1  # this process alone: nothing to exchange
-        True
-    """
+    """Time the exchange of dense gradients: seconds on the slowest rank. Every rank must call this."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = [torch.zeros_like(parameter, requires_grad=False) for parameter in parameters]
     seconds: list[float] = []
@@ -162,16 +97,12 @@ def exchange_seconds(model: nn.Module, sync: Sync) -> float:
         if gradients[0].is_cuda:
             torch.cuda.synchronize(gradients[0].device)
         seconds.append(time.perf_counter() - start)
-    return max(sync.gather(time_per_sample(seconds)))
+    return max(sync.gather(time_per_sample(seconds)))  # of each rank the lower quartile
 
 
 @contextmanager
 def all_ranks(device: torch.device) -> Iterator[Manual]:
-    """Return a context in which all processes of the command are one group: gloo on the CPU, NCCL on GPUs.
-
-    Args:
-        device: of this rank.
-    """
+    """Return a context in which all processes of the command are one group: gloo on the CPU, NCCL on GPUs."""
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         yield Manual(dist.group.WORLD, device)

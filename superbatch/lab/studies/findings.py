@@ -14,50 +14,28 @@ from superbatch.tuning.search import MemoryCurve, corrected, fastest, fit_curve,
 
 from ..report.fitting import DRAWN_ON, Reach, Size
 
-BATCHES = (1, 4, 16, 64, 256)
-"""Effective batches that are shown, as multiples of the batch."""
+BATCHES = (1, 4, 16, 64, 256)  # effective batches that are shown, as multiples of the batch
 
 
 @dataclass
 class Findings:
-    """Measurements made so far.
+    """Measurements made so far."""
 
-    Attributes:
-        limit: bytes, and who sets them.
-        batch_size: samples of one update; no micro-batch is larger.
-        margin: share of the limit that is kept free.
-        planned: sizes to measure.
-        how: how peaks were predicted.
-        probes: predicted, by samples.
-        measured: peaks in bytes, by samples.
-        timings: seconds per sample of windows, by samples; the first of each is a rehearsal.
-        updates: seconds of what follows the last micro-batch of a window.
-        savings: what would lower the peak.
-        refused: why the accumulator splits no batch of this recipe.
-        impossible: sizes with which the loss function raises an error.
-        notes: for the reader.
-
-    Examples:
-        >>> found = Findings(limit=Limit(1000, "a test"), batch_size=100)
-        >>> found.measured = {1: 110, 10: 200}
-        >>> found.plan()
-        >>> found.largest, found.top, found.planned
-        (90, 50, (1, 2, 4, 7, 13, 25, 50, 100))
-    """
-
-    limit: Limit
-    batch_size: int
-    margin: float = 0.0
-    planned: tuple[int, ...] = ()
-    how: str = ""
-    probes: dict[int, Peak] = field(default_factory=dict)
-    measured: dict[int, int] = field(default_factory=dict)
+    limit: Limit  # bytes, and who sets them
+    batch_size: int  # samples of one update; no micro-batch is larger
+    margin: float = 0.0  # share of the limit that is kept free
+    planned: tuple[int, ...] = ()  # sizes to measure
+    how: str = ""  # how peaks were predicted
+    probes: dict[int, Peak] = field(default_factory=dict)  # predicted, by samples
+    measured: dict[int, int] = field(default_factory=dict)  # peaks in bytes, by samples
+    # seconds per sample of windows, by samples; the first of each is a rehearsal
     timings: dict[int, list[float]] = field(default_factory=dict)
+    # seconds of what follows the last micro-batch of a window
     updates: list[float] = field(default_factory=list)
-    savings: tuple[Saving, ...] = ()
-    refused: str | None = None
-    impossible: set[int] = field(default_factory=set)
-    notes: list[str] = field(default_factory=list)
+    savings: tuple[Saving, ...] = ()  # what would lower the peak
+    refused: str | None = None  # why the accumulator splits no batch of this recipe
+    impossible: set[int] = field(default_factory=set)  # sizes with which the loss function raises an error
+    notes: list[str] = field(default_factory=list)  # for the reader
 
     @property
     def usable(self) -> int:
@@ -124,9 +102,6 @@ class Findings:
 
         Each occurs in training: it is the largest micro-batch of a near-equal split of the batch. Sizes above
         the limit come with them, to be seen.
-
-        Args:
-            asked: sizes that the user wants to see.
         """
         whole = halvings(self.batch_size)
         if asked:
@@ -145,20 +120,7 @@ class Findings:
         )
 
     def seconds_per_sample(self, samples: int) -> float | None:
-        """Seconds per sample of micro-batches of any size: between two timed sizes a straight line.
-
-        Args:
-            samples: of a micro-batch.
-
-        Returns:
-            Seconds; those of the nearest size outside of the timed ones; None if none was timed.
-
-        Examples:
-            >>> found = Findings(limit=Limit(1, ""), batch_size=8)
-            >>> found.timings = {2: [9.0, 4.0], 4: [9.0, 2.0]}
-            >>> found.seconds_per_sample(1), found.seconds_per_sample(3), found.seconds_per_sample(8)
-            (4.0, 3.0, 2.0)
-        """
+        """Seconds per sample of micro-batches of any size: between two timed sizes a straight line."""
         known = sorted((size, time_per_sample(seconds)) for size, seconds in self.timed.items())
         if not known:
             return None

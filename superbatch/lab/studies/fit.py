@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 
-from superbatch._version import __version__
 from superbatch.results.memory import Limit
 from superbatch.torch.memory.limits import memory_limit
 from superbatch.torch.memory.out_of_memory import out_of_memory
@@ -32,24 +30,17 @@ from .fit_options import Options as Options
 from .fit_options import asked, check_options
 from .on_torch import torch_threads
 from .rehearsal import Rehearsal, Trainer, microbatches_to_time, prepare, refusal
+from .versions import versions
 
 DEFAULTS = Options()
 
-PROBES = 6
-"""Sizes whose peak is predicted whatever it takes, before the curve is drawn."""
-
-ROUNDS = 20
-"""Windows of each size that are timed, where there is time for them."""
-
+PROBES = 6  # sizes whose peak is predicted whatever it takes, before the curve is drawn
+ROUNDS = 20  # windows of each size that are timed, where there is time for them
+# Shares of a limit that are kept free: of one that an allocation hits, and of one where the system ends the
+# process instead. `superbatch.torch.sizes.auto` keeps the same.
 MARGIN, CARE = 0.01, 0.10
-"""Shares of a limit that are kept free: of one that an allocation hits, and of one where the system ends the
-process instead. `superbatch.torch.sizes.auto` keeps the same."""
-
-BUSY = 0.75
-"""Load average per core from which others are in the way."""
-
-HOPELESS = 2.0
-"""A size this many times slower than the fastest is not timed further."""
+BUSY = 0.75  # load average per core from which others are in the way
+HOPELESS = 2.0  # a size this many times slower than the fastest is not timed further
 
 
 @dataclass(frozen=True)
@@ -62,11 +53,7 @@ class Progress:
 
 
 class FitInterrupted(KeyboardInterrupt):
-    """A fit was interrupted by Ctrl-C; what it had found out by then is in `report`.
-
-    Args:
-        report: marked as partial.
-    """
+    """A fit was interrupted by Ctrl-C; what it had found out by then is in `report`."""
 
     def __init__(self, report: Fitting) -> None:
         self.report = report
@@ -78,29 +65,7 @@ def fit(
     *,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Fitting:
-    """Find out what micro-batches of a recipe need, in memory and in time, and which to use.
-
-    Args:
-        recipe: a name that `superbatch.lab.recipes.load_recipe` takes, or a recipe.
-        options: what differs from the recipe's own values.
-        progress: called now and then, in this thread.
-
-    Returns:
-        The report.
-
-    Raises:
-        InputError: an option cannot be used.
-        SuperbatchError: the accumulator refuses the recipe, for another reason than coupled samples.
-        FitInterrupted: on Ctrl-C; it carries the partial report. (A plain KeyboardInterrupt before anything
-            is known.)
-
-    Examples:
-        >>> report = fit("digits", Options(seconds=1))
-        >>> [size.samples for size in report.sizes]
-        [1, 2, 4, 7, 13, 25, 50, 100]
-        >>> report.largest, report.of(50).predicted == report.of(50).measured
-        (100, True)
-    """
+    """Find out what micro-batches of a recipe need, in memory and in time, and which to use."""
     start = time.monotonic()
     loaded = load_recipe(recipe, data=options.data) if isinstance(recipe, str) else recipe
     check_options(loaded, options)
@@ -137,12 +102,10 @@ class _Work:
     found: Findings
     options: Options
     progress: Callable[[Progress], None]
-    room: int
-    """Bytes that this machine has, whatever limit was asked for."""
+    room: int  # bytes that this machine has, whatever limit was asked for
     end: float = 0.0
     done: int = 0
-    last: tuple[int, float] = (0, 0.0)
-    """The size that was measured last, and how long that took."""
+    last: tuple[int, float] = (0, 0.0)  # the size that was measured last, and how long that took
     unpredicted: set[int] = field(default_factory=set)
 
     def do(self) -> None:
@@ -286,15 +249,7 @@ class _Work:
 
 
 def busy() -> list[str]:
-    """Say it if others keep this machine busy: then times say little, those of several threads least.
-
-    Returns:
-        A sentence, or none.
-
-    Examples:
-        >>> all("load average" in sentence for sentence in busy())
-        True
-    """
+    """Say it if others keep this machine busy: then times say little, those of several threads least."""
     load, cores = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, os.cpu_count() or 1
     if load < BUSY * cores:
         return []
@@ -337,12 +292,7 @@ def _report(
         refused=found.refused,
         seconds=seconds,
         partial=partial,
-        versions={
-            "superbatch": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "platform": f"{platform.system()} {platform.machine()}",
-        },
+        versions=versions(torch=torch.__version__),
         command=asked(options),
         notes=tuple(found.notes),
     )

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -18,9 +18,9 @@ from superbatch.jax import value_and_grad
 
 from ..recipes import Recipe
 from ..recipes.digits_data import digits_on
-from .backends import Backend, Trained
+from .backends import Backend
 from .setting import WRONG, ArmPlan, Setting, Way
-from .without_torch import run_updates
+from .without_torch import Steps, trainer
 
 OPTIMIZERS: Mapping[str, Callable[[float], Any]] = {
     "sgd": optax.sgd,
@@ -41,16 +41,7 @@ MEMORY = (
 
 
 def losses_of(weights: Any, images: Any, labels: Any) -> Any:
-    """The cross entropy of each image under the perceptron.
-
-    Args:
-        weights: as `superbatch.lab.recipes.digits_data.initial_weights` names them.
-        images: shape (..., 64).
-        labels: integers, shape (...).
-
-    Returns:
-        The shape of the labels.
-    """
+    """The cross entropy of each image under the perceptron."""
     hidden = jax.nn.relu(images @ weights["0.weight"].T + weights["0.bias"])
     scores = hidden @ weights["2.weight"].T + weights["2.bias"]
     return optax.softmax_cross_entropy_with_integer_labels(scores, labels)
@@ -62,15 +53,7 @@ def mean_loss(weights: Any, batch: Any) -> Any:
 
 
 def gradient_function(arm: ArmPlan, samples: int) -> Callable[[Any, Any], Any]:
-    """Make the function that works through one batch as an arm does.
-
-    Args:
-        arm: which.
-        samples: of the batch: a tail has fewer than the others.
-
-    Returns:
-        (weights, batch) -> (mean loss, gradient), of a batch that `prepared` made.
-    """
+    """Make the function that works through one batch as an arm does."""
     if arm.way == "real batch":
         return jax.value_and_grad(mean_loss)
     if arm.split.equal:
@@ -88,17 +71,7 @@ def gradient_function(arm: ArmPlan, samples: int) -> Callable[[Any, Any], Any]:
 
 
 def prepared(arm: ArmPlan, images: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Lay out a batch as an arm works through it.
-
-    Args:
-        arm: which.
-        images: shape (n, 64).
-        labels: shape (n,).
-
-    Returns:
-        The two; where micro-batches differ in size the two and a mask, shapes (K, longest, ...): one row is
-        one micro-batch, padded to the longest.
-    """
+    """Lay out a batch as an arm works through it."""
     if arm.way == "real batch" or arm.split.equal:
         return images, labels
     sizes = arm.split.sizes_of(len(labels))
@@ -113,54 +86,15 @@ def prepared(arm: ArmPlan, images: np.ndarray, labels: np.ndarray) -> tuple[np.n
 def update(
     weights: Any, state: Any, batch: Any, *, arm: ArmPlan, optimizer: str, learning_rate: float
 ) -> Any:
-    """Make one update; compiled once for each arm, size of the batch and dtype, whatever the seed.
-
-    Args:
-        weights: to be changed.
-        state: of the optimizer.
-        batch: as `prepared` made it.
-        arm: how the batch is processed.
-        optimizer: of `OPTIMIZERS`.
-        learning_rate: of the update.
-
-    Returns:
-        New weights, new state, the batch's mean loss before the update.
-    """
+    """Make one update; compiled once for each arm, size of the batch and dtype, whatever the seed."""
     loss, gradient = gradient_function(arm, len(batch[1]))(weights, batch)
     changes, state = OPTIMIZERS[optimizer](learning_rate).update(gradient, state, weights)
     return optax.apply_updates(weights, changes), state, loss
 
 
-def train(recipe: Recipe, setting: Setting, seed: int, tick: Callable[[int], None]) -> Iterator[Trained]:
-    """Train every arm from one seed, with the initial weights and the order of samples of the run on torch.
-
-    Args:
-        recipe: the digits task.
-        setting: how.
-        seed: of the initial weights and the order of the samples.
-        tick: called after each update with its number of micro-batches.
-
-    Yields:
-        The arms, the real batch first.
-    """
-    for arm in setting.arms:
-        with jax.enable_x64(setting.dtype == "float64"):
-            trained = _train(recipe, setting, arm, seed, tick)
-        yield trained
-
-
 def peak_of_update(recipe: Recipe, setting: Setting, arm: ArmPlan) -> int:
-    """Ask the compiler how much memory one update of an arm needs.
-
-    Args:
-        recipe: the digits task.
-        setting: how.
-        arm: whose update.
-
-    Returns:
-        Bytes of temporary buffers: activations, gradients and what lies between.
-    """
-    with jax.enable_x64(setting.dtype == "float64"):
+    """Ask the compiler how much memory one update of an arm needs."""
+    with _wide(setting.dtype):
         weights, state = _initial(recipe, setting, 0)
         batch = _batch(recipe, np.arange(setting.batch_size), setting, arm)
         program: Any = update
@@ -168,7 +102,7 @@ def peak_of_update(recipe: Recipe, setting: Setting, arm: ArmPlan) -> int:
         return compiled.memory_analysis().temp_size_in_bytes
 
 
-def _train(recipe: Recipe, setting: Setting, arm: ArmPlan, seed: int, tick: Callable[[int], None]) -> Trained:
+def _begin(recipe: Recipe, setting: Setting, arm: ArmPlan, seed: int) -> Steps:
     static = _static(setting, arm)
     weights, state = _initial(recipe, setting, seed)
     for size in {setting.batch_size, setting.tail or setting.batch_size}:  # compiled before the clock runs
@@ -179,16 +113,11 @@ def _train(recipe: Recipe, setting: Setting, arm: ArmPlan, seed: int, tick: Call
         weights, state, loss = update(weights, state, batch, **static)
         return float(loss)
 
-    return run_updates(
-        recipe,
-        setting,
-        arm,
-        seed,
-        tick,
-        prepare=lambda indices: _batch(recipe, indices, setting, arm),
-        update=one_update,
-        weights=lambda: {name: np.asarray(values) for name, values in weights.items()},
-    )
+    return Steps(lambda indices: _batch(recipe, indices, setting, arm), one_update, lambda: weights)
+
+
+def _wide(dtype: str) -> Any:
+    return jax.enable_x64(dtype == "float64")
 
 
 def _initial(recipe: Recipe, setting: Setting, seed: int) -> tuple[Any, Any]:
@@ -224,7 +153,7 @@ def _scaled(found: Any, share: float) -> Any:
 BACKEND = Backend(
     title="jax",
     load=lambda name, data: digits_on(lambda weights: partial(mean_loss, weights)),
-    train=train,
+    train=trainer(_begin, _wide),
     peak_of_update=peak_of_update,
     how=HOW,
     versions=lambda: {"jax": jax.__version__, "optax": optax.__version__},

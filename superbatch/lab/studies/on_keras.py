@@ -8,7 +8,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import keras
@@ -19,16 +19,11 @@ from superbatch.keras import accumulate
 
 from ..recipes import Recipe
 from ..recipes.digits_data import digits_on, initial_weights
-from .backends import Backend, Trained
+from .backends import Backend
 from .setting import ArmPlan, Setting, Way
-from .without_torch import run_updates
+from .without_torch import Steps, optimizers_of, restore, trainer
 
-OPTIMIZERS: Mapping[str, Callable[..., Any]] = {
-    "sgd": keras.optimizers.SGD,
-    "momentum": partial(keras.optimizers.SGD, momentum=0.9),
-    "adam": keras.optimizers.Adam,
-    "adamw": partial(keras.optimizers.AdamW, weight_decay=0.01),  # torch's default
-}
+OPTIMIZERS = optimizers_of(keras)
 HOW: Mapping[Way, str] = {
     "real batch": "the whole batch at once, Keras' own train step",
     "accumulator": "superbatch.keras.accumulate",
@@ -38,22 +33,16 @@ MEMORY = "Peak memory is left out: Keras does not say what an update allocates."
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled model; used for one run after the other, so that nothing is compiled again.
+    """A compiled model; used for one run after the other, so that nothing is compiled again."""
 
-    Attributes:
-        model: 64-32-10, with its optimizer.
-        start: values of the optimizer's variables before the first update.
-    """
-
-    model: Any
-    start: list[Any]
+    model: Any  # 64-32-10, with its optimizer
+    start: list[Any]  # values of the optimizer's variables before the first update
 
     def begin(self, seed: int) -> None:
         """Go back to before the first update, with the initial weights of a seed."""
         drawn = initial_weights(seed)
         self.model.set_weights([values.T for values in drawn.values()])
-        for variable, value in zip(self.model.optimizer.variables, self.start, strict=True):
-            variable.assign(value)
+        restore(self.model.optimizer, self.start)
 
     def weights(self) -> dict[str, np.ndarray]:
         """The weights by torch's names, in torch's shapes: a kernel is the transpose of a weight."""
@@ -65,17 +54,7 @@ class Program:
 
 @cache
 def program(microbatch_size: int | None, optimizer: str, learning_rate: float, dtype: str) -> Program:
-    """Make and compile the model of an arm.
-
-    Args:
-        microbatch_size: of `superbatch.keras.accumulate`; None: Keras' own train step.
-        optimizer: of `OPTIMIZERS`.
-        learning_rate: of the updates.
-        dtype: of weights, data and loss.
-
-    Returns:
-        The program; a second call with the same arguments returns the same.
-    """
+    """Make and compile the model of an arm."""
     layers = keras.layers
     model: Any = keras.Sequential(
         [
@@ -96,55 +75,27 @@ def program(microbatch_size: int | None, optimizer: str, learning_rate: float, d
 
 
 def check(setting: Setting) -> None:
-    """Refuse what cannot be: micro-batches of any size, wrong ways, and float64 where Keras has none.
-
-    Args:
-        setting: of the comparison.
-
-    Raises:
-        InputError: with what was given, what is wrong with it and what to do.
-    """
+    """Refuse what cannot be: micro-batches of any size, wrong ways, and float64 where Keras has none."""
     if setting.tail is not None:
         raise InputError(
-            "backend='keras' with include_wrong: "
-            "the wrong ways are loops, and Keras has no loop to write them in. "
-            "Leave it out, or use the backend torch, jax or tensorflow."
+            "backend='keras' with include_wrong: the wrong ways are loops, and Keras has no loop to write "
+            "them in. Leave it out, or use the backend torch, jax or tensorflow."
         )
     if keras.backend.backend() == "torch" and setting.dtype != "float32":
         raise InputError(
-            f"backend='keras' on torch with dtype={setting.dtype!r}: "
-            "Keras multiplies matrices in float32 there, whatever the dtype of the model. "
-            "Use float32, or set KERAS_BACKEND to tensorflow or jax."
+            f"backend='keras' on torch with dtype={setting.dtype!r}: Keras multiplies matrices in float32 "
+            "there, whatever the dtype of the model. Use float32, or set KERAS_BACKEND to tensorflow or jax."
         )
     for arm in setting.arms:
         *most, last = arm.split.sizes
         if len(set(most)) > 1 or (most and last > most[0]):
             raise InputError(
-                f"backend='keras' with the split {arm.split.name}: "
-                "it splits a batch by one size, of which only the last micro-batch can be smaller. "
-                "Give splits such as 5x20 or 40/40/20."
+                f"backend='keras' with the split {arm.split.name}: it splits a batch by one size, of which "
+                "only the last micro-batch can be smaller. Give splits such as 5x20 or 40/40/20."
             )
 
 
-def train(recipe: Recipe, setting: Setting, seed: int, tick: Callable[[int], None]) -> Iterator[Trained]:
-    """Train every arm from one seed, with the initial weights and the order of samples of the run on torch.
-
-    Args:
-        recipe: the digits task.
-        setting: how.
-        seed: of the initial weights and the order of the samples.
-        tick: called after each update with its number of micro-batches.
-
-    Yields:
-        The arms, the real batch first.
-    """
-    for arm in setting.arms:
-        with _dtype(setting.dtype):
-            trained = _train(recipe, setting, arm, seed, tick)
-        yield trained
-
-
-def _train(recipe: Recipe, setting: Setting, arm: ArmPlan, seed: int, tick: Callable[[int], None]) -> Trained:
+def _begin(recipe: Recipe, setting: Setting, arm: ArmPlan, seed: int) -> Steps:
     size = None if arm.way == "real batch" else arm.split.sizes[0]
     of_arm = program(size, setting.optimizer, setting.learning_rate, setting.dtype)
 
@@ -158,9 +109,7 @@ def _train(recipe: Recipe, setting: Setting, arm: ArmPlan, seed: int, tick: Call
     of_arm.begin(seed)
     update(prepare(np.arange(setting.batch_size)))  # compiled before the clock runs
     of_arm.begin(seed)
-    return run_updates(
-        recipe, setting, arm, seed, tick, prepare=prepare, update=update, weights=of_arm.weights
-    )
+    return Steps(prepare, update, of_arm.weights)
 
 
 @contextmanager
@@ -193,7 +142,7 @@ BACKEND = Backend(
     title=f"keras ({keras.backend.backend()})",
     load=lambda name, data: digits_on(_loss_of),
     check=check,
-    train=train,
+    train=trainer(_begin, _dtype),
     peak_of_update=lambda recipe, setting, arm: None,
     how=HOW,
     versions=lambda: {

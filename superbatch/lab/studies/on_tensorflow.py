@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -20,16 +20,11 @@ from superbatch.tensorflow import Accumulator
 
 from ..recipes import Recipe
 from ..recipes.digits_data import digits_on, initial_weights
-from .backends import Backend, Trained
+from .backends import Backend
 from .setting import WRONG, ArmPlan, Setting, Way
-from .without_torch import run_updates
+from .without_torch import Steps, optimizers_of, restore, trainer
 
-OPTIMIZERS: Mapping[str, Callable[..., Any]] = {
-    "sgd": tf.keras.optimizers.SGD,
-    "momentum": partial(tf.keras.optimizers.SGD, momentum=0.9),
-    "adam": tf.keras.optimizers.Adam,
-    "adamw": partial(tf.keras.optimizers.AdamW, weight_decay=0.01),  # torch's default
-}
+OPTIMIZERS = optimizers_of(tf.keras)
 HOW: Mapping[Way, str] = {
     "real batch": "the whole batch at once, tf.GradientTape",
     "accumulator": "superbatch.tensorflow.Accumulator",
@@ -40,39 +35,22 @@ MEMORY = "Peak memory is left out: TensorFlow does not say what an update alloca
 
 @dataclass(frozen=True)
 class Program:
-    """Program that makes the updates of one way; used for one run after the other, so that it is traced once.
+    """Program that makes the updates of one way, for one run after the other: it is traced once."""
 
-    Attributes:
-        weights: the variables by name.
-        optimizer: of these variables.
-        update: (images, labels, ends of the micro-batches, share of the window) -> the batch's mean loss.
-        start: values of the optimizer's variables before the first update.
-    """
-
-    weights: dict[str, Any]
-    optimizer: Any
-    update: Any
-    start: list[Any]
+    weights: dict[str, Any]  # the variables by name
+    optimizer: Any  # of these variables
+    update: Any  # (images, labels, ends of the micro-batches, share of the window) -> the batch's mean loss
+    start: list[Any]  # values of the optimizer's variables before the first update
 
     def begin(self, seed: int) -> None:
         """Go back to before the first update, with the initial weights of a seed."""
         for name, values in initial_weights(seed).items():
             self.weights[name].assign(tf.cast(values, self.weights[name].dtype))
-        for variable, value in zip(self.optimizer.variables, self.start, strict=True):
-            variable.assign(value)
+        restore(self.optimizer, self.start)
 
 
 def mean_loss(weights: Mapping[str, Any], images: Any, labels: Any) -> Any:
-    """The mean cross entropy of a batch or micro-batch under the perceptron.
-
-    Args:
-        weights: as `superbatch.lab.recipes.digits_data.initial_weights` names them.
-        images: shape (n, 64).
-        labels: integers, shape (n,).
-
-    Returns:
-        A scalar.
-    """
+    """The mean cross entropy of a batch or micro-batch under the perceptron."""
     hidden = tf.nn.relu(tf.matmul(images, weights["0.weight"], transpose_b=True) + weights["0.bias"])
     scores = tf.matmul(hidden, weights["2.weight"], transpose_b=True) + weights["2.bias"]
     return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, scores))
@@ -80,17 +58,7 @@ def mean_loss(weights: Mapping[str, Any], images: Any, labels: Any) -> Any:
 
 @cache
 def program(way: Way, optimizer: str, learning_rate: float, dtype: str) -> Program:
-    """Make the variables, the optimizer and the function that makes the updates of a way.
-
-    Args:
-        way: how.
-        optimizer: of `OPTIMIZERS`.
-        learning_rate: of the updates.
-        dtype: of the weights.
-
-    Returns:
-        The program; a second call with the same arguments returns the same.
-    """
+    """Make the variables, the optimizer and the function that makes the updates of a way."""
     weights = {name: tf.Variable(tf.cast(values, dtype)) for name, values in initial_weights(0).items()}
     # Keras keeps a number in float32; what a function returns it takes as it is.
     rule = OPTIMIZERS[optimizer](learning_rate=lambda: tf.constant(learning_rate, dtype))
@@ -139,36 +107,15 @@ def _in_parts(weights: dict[str, Any], optimizer: Any, *, way: Way) -> Callable[
     return update
 
 
-def train(recipe: Recipe, setting: Setting, seed: int, tick: Callable[[int], None]) -> Iterator[Trained]:
-    """Train every arm from one seed, with the initial weights and the order of samples of the run on torch.
-
-    Args:
-        recipe: the digits task.
-        setting: how.
-        seed: of the initial weights and the order of the samples.
-        tick: called after each update with its number of micro-batches.
-
-    Yields:
-        The arms, the real batch first.
-    """
-    for arm in setting.arms:
-        yield _train(recipe, setting, arm, seed, tick)
-
-
-def _train(recipe: Recipe, setting: Setting, arm: ArmPlan, seed: int, tick: Callable[[int], None]) -> Trained:
+def _begin(recipe: Recipe, setting: Setting, arm: ArmPlan, seed: int) -> Steps:
     of_arm = program(arm.way, setting.optimizer, setting.learning_rate, setting.dtype)
     of_arm.begin(seed)
     of_arm.update(*_arguments(recipe, setting, arm, np.arange(setting.batch_size)))  # traced off the clock
     of_arm.begin(seed)
-    return run_updates(
-        recipe,
-        setting,
-        arm,
-        seed,
-        tick,
-        prepare=lambda indices: _arguments(recipe, setting, arm, indices),
-        update=lambda arguments: float(of_arm.update(*arguments)),
-        weights=lambda: {name: variable.numpy() for name, variable in of_arm.weights.items()},
+    return Steps(
+        lambda indices: _arguments(recipe, setting, arm, indices),
+        lambda arguments: float(of_arm.update(*arguments)),
+        lambda: of_arm.weights,
     )
 
 
@@ -184,24 +131,12 @@ def _arguments(recipe: Recipe, setting: Setting, arm: ArmPlan, indices: Any) -> 
 
 
 def load(name: str, data: str | Path | None) -> Recipe:
-    """Make the digits task.
-
-    Args:
-        name: of the recipe; there is one.
-        data: nothing.
-
-    Returns:
-        The recipe.
-
-    Raises:
-        InputError: Keras, which has the optimizers, is set to another backend.
-    """
+    """Make the digits task."""
     keras = tf.keras.backend.backend()
     if keras != "tensorflow":
         raise InputError(
-            f"backend='tensorflow' with KERAS_BACKEND={keras}: "
-            "TensorFlow's optimizers are those of Keras, which is set to another framework. "
-            "Unset KERAS_BACKEND, or use the backend keras."
+            f"backend='tensorflow' with KERAS_BACKEND={keras}: TensorFlow's optimizers are those of Keras, "
+            "which is set to another framework. Unset KERAS_BACKEND, or use the backend keras."
         )
     return digits_on(lambda weights: lambda batch: mean_loss(weights, *batch))
 
@@ -209,7 +144,7 @@ def load(name: str, data: str | Path | None) -> Recipe:
 BACKEND = Backend(
     title="tensorflow",
     load=load,
-    train=train,
+    train=trainer(_begin),
     peak_of_update=lambda recipe, setting, arm: None,
     how=HOW,
     versions=lambda: {"tensorflow": tf.__version__, "keras": tf.keras.__version__},

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,52 +16,34 @@ from superbatch.torch.memory.meter import peak_bytes
 
 from ..recipes import Recipe, load_recipe
 from .arms import HOW, update_function
-from .backends import Backend, Trained
+from .backends import Backend, Trained, timed
 from .setting import ArmPlan, Setting, batches
 
 Tick = Callable[[int], None]
 
 
 def orders(samples: int, setting: Setting, seed: int) -> Iterator[Tensor]:
-    """Draw the samples of each batch: permutation after permutation, as `setting.batches`.
-
-    Args:
-        samples: of the training set.
-        setting: says how many batches, how large, and whether epochs end with a tail.
-        seed: of the permutations.
-
-    Yields:
-        Indices, int64 of shape (batch,).
-
-    Examples:
-        >>> setting = Setting(
-        ...     arms=(), updates=4, batch_size=4, tail=2, dtype="float32", optimizer="sgd", learning_rate=0.1
-        ... )
-        >>> [len(batch) for batch in orders(11, setting, seed=0)]
-        [4, 2, 4, 2]
-    """
+    """Draw the samples of each batch: permutation after permutation, as `setting.batches`."""
     generator = torch.Generator().manual_seed(seed)
     draws = batches(lambda: torch.randperm(samples, generator=generator).numpy(), samples, setting)
     yield from map(torch.from_numpy, draws)
 
 
 def train(recipe: Recipe, setting: Setting, seed: int, tick: Tick) -> Iterator[Trained]:
-    """Train every arm from one seed.
-
-    Args:
-        recipe: what is trained.
-        setting: how.
-        seed: of the initial weights and the order of the samples.
-        tick: called after each update with its number of micro-batches.
-
-    Yields:
-        The arms, the real batch first.
-    """
+    """Train every arm from one seed."""
     initial = recipe.model(seed).to(getattr(torch, setting.dtype))
     for arm in setting.arms:
         # A copy, not a second call: the initial weights are the same whatever the recipe's function does.
         model = copy.deepcopy(initial)
-        losses, seconds = _train(recipe, setting, arm, model, seed, tick)
+        update = update_function(arm, recipe, model, _optimizer(recipe, setting, model))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)  # a model that draws (dropout) starts every arm from the same state
+            losses, seconds = timed(
+                orders(recipe.samples, setting, seed),
+                lambda indices: cast_batch(recipe.batch(indices), setting.dtype),
+                update,
+                partial(tick, len(arm.split.sizes)),
+            )
         yield Trained(
             losses=losses, seconds=seconds, metric=float(recipe.evaluate(model)), weights=weights_of(model)
         )
@@ -72,14 +54,6 @@ def peak_of_update(recipe: Recipe, setting: Setting, arm: ArmPlan) -> int:
 
     The first update is made but not measured: it creates the optimizer's state, and the accumulator's checks
     run in it - a recipe that it refuses is refused here, before any training.
-
-    Args:
-        recipe: what is trained.
-        setting: how.
-        arm: whose update.
-
-    Returns:
-        Bytes at the peak: gradients, activations and temporary tensors.
     """
     model = recipe.model(0).to(getattr(torch, setting.dtype))
     update = update_function(arm, recipe, model, _optimizer(recipe, setting, model))
@@ -90,32 +64,8 @@ def peak_of_update(recipe: Recipe, setting: Setting, arm: ArmPlan) -> int:
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of a model's parameters in float64 on the CPU.
-
-    Args:
-        model: any.
-
-    Returns:
-        Name -> values.
-    """
+    """Copies of a model's parameters in float64 on the CPU."""
     return {name: parameter.detach().cpu().double().clone() for name, parameter in model.named_parameters()}
-
-
-def _train(
-    recipe: Recipe, setting: Setting, arm: ArmPlan, model: nn.Module, seed: int, tick: Tick
-) -> tuple[list[float], float]:
-    update = update_function(arm, recipe, model, _optimizer(recipe, setting, model))
-    losses: list[float] = []
-    seconds = 0.0
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # a model that draws (dropout) starts every arm from the same state
-        for indices in orders(recipe.samples, setting, seed):
-            batch = cast_batch(recipe.batch(indices), setting.dtype)
-            start = time.perf_counter()
-            losses.append(update(batch))
-            seconds += time.perf_counter() - start
-            tick(len(arm.split.sizes))
-    return losses, seconds
 
 
 def _optimizer(recipe: Recipe, setting: Setting, model: nn.Module) -> torch.optim.Optimizer:
@@ -123,15 +73,7 @@ def _optimizer(recipe: Recipe, setting: Setting, model: nn.Module) -> torch.opti
 
 
 def cast_batch(batch: Any, dtype: str) -> Any:
-    """A batch with its floating-point leaves in another dtype.
-
-    Args:
-        batch: any structure that the accumulator splits, floating-point leaves in float32.
-        dtype: name of a torch dtype.
-
-    Returns:
-        The batch itself for float32, else a copy.
-    """
+    """A batch with its floating-point leaves in another dtype."""
     wanted = getattr(torch, dtype)
 
     def cast(leaf: Any) -> Any:
@@ -142,11 +84,7 @@ def cast_batch(batch: Any, dtype: str) -> Any:
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Set the number of threads that torch uses, and set it back.
-
-    Args:
-        count: at least 1.
-    """
+    """Set the number of threads that torch uses, and set it back."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from superbatch.batch.tree import map_arrays, plan
+from superbatch.batch.tree import plan
 from superbatch.errors import CoupledSamplesError
-from superbatch.torch import Accumulator
 from superbatch.torch.memory.ledger import Ledger
 from superbatch.torch.memory.meter import peak_bytes
 from superbatch.torch.window.participants.gradient_sum import LOW_PRECISION
@@ -25,49 +24,29 @@ from superbatch.window import Window
 
 from ..recipes import Recipe
 from ..recipes.models import dtype_of
-from .participants import participants_of
+from .on_torch import cast_batch
+from .participants import accumulator
 
-RATE = 1e-12
-"""Learning rate: an optimizer works as hard as with any other, and the weights do not wander off."""
-
+RATE = 1e-12  # learning rate: an optimizer works as hard as with any other, and the weights do not wander off
+# A window that is timed lasts about so long at least: a clock's ticks and a call's start vanish in it.
 WINDOW_SECONDS = 0.01
-"""A window that is timed lasts about so long at least: a clock's ticks and a call's start vanish in it."""
-
 MOST_MICROBATCHES = 64
 
+# Bytes that the allocator of the CPU rounds to, as predictions do; that of CUDA counts for itself.
 CPU_BLOCK = 64
-"""Bytes that the allocator of the CPU rounds to, as predictions do; that of CUDA counts for itself."""
-
-LONG = 0.25
-"""Seconds of a micro-batch from which one is enough for a window that is timed."""
+LONG = 0.25  # seconds of a micro-batch from which one is enough for a window that is timed
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A recipe, ready to make windows of any size.
-
-    Args:
-        recipe: what is trained.
-        optimizer: one of the recipe's.
-        model: in its dtype, on its device. There is one only: a copy might be what does not fit.
-        batch: what micro-batches are taken from, on the host.
-        samples: of the batch.
-        coupled: whether the accumulator must be kept from refusing the recipe.
-
-    Examples:
-        >>> from superbatch.lab.recipes import load_recipe
-        >>> digits = load_recipe("digits")
-        >>> rehearsal = prepare(digits, optimizer="sgd", dtype="float32", device="cpu", samples=8)
-        >>> len(rehearsal.window_of(4, count=3)), rehearsal.peak(4) > 4 * 2410  # gradients, and more
-        (3, True)
-    """
+    """A recipe, ready to make windows of any size."""
 
     recipe: Recipe
-    optimizer: str
-    model: nn.Module
-    batch: Any
+    optimizer: str  # one of the recipe's
+    model: nn.Module  # the only one: a copy might be what does not fit
+    batch: Any  # on the host; micro-batches are taken from it
     samples: int
-    coupled: bool = False
+    coupled: bool = False  # allow what the accumulator refuses for the sake of exactness
 
     @property
     def device(self) -> torch.device:
@@ -79,28 +58,12 @@ class Rehearsal:
         return replace(self, coupled=True)
 
     def take(self, samples: int, *, start: int = 0) -> Any:
-        """Take a micro-batch of the batch.
-
-        Args:
-            samples: of the micro-batch, at most those of the batch.
-            start: where it begins; it is moved back where the batch ends too early.
-
-        Returns:
-            The micro-batch, on the host.
-        """
-        start = min(start, self.samples - samples)
+        """Take a micro-batch of the batch."""
+        start = min(start, self.samples - samples)  # the batch may end too early
         return plan(self.batch).take(start, start + samples)
 
     def window_of(self, samples: int, *, count: int) -> Window:
-        """Make a window.
-
-        Args:
-            samples: of each micro-batch.
-            count: of micro-batches; they repeat where the batch has fewer.
-
-        Returns:
-            The window.
-        """
+        """Make a window of `count` micro-batches, which repeat where the batch has fewer."""
         available = max(1, self.samples // samples)
         return Window([self.take(samples, start=i % available * samples) for i in range(count)])
 
@@ -115,12 +78,6 @@ class Rehearsal:
 
         The first window makes the optimizer's state. In the second one it lies beside the activations and,
         for its second micro-batch, beside the gradients, as in all that follow.
-
-        Args:
-            samples: of each micro-batch.
-
-        Returns:
-            Bytes beyond the model and the batch on the host.
         """
         trainer = self.trainer()
 
@@ -142,28 +99,18 @@ class Trainer:
         self.model, self.optimizer = model, optimizer
         self.loss_fn: Callable[[Any], Any] = recipe.loss_fn(model)
         self._returned = recipe.weight == "returned"
-        self._accumulator = Accumulator(
+        self._accumulator = accumulator(
+            replace(recipe, batchnorm="per_microbatch") if coupled else recipe,
             model,
             optimizer,
-            self.loss_fn,
-            reduction=recipe.reduction,
-            weight=recipe.weight,
-            participants=participants_of("per_microbatch" if coupled else recipe.batchnorm),
+            loss_fn=self.loss_fn,
             # Two micro-batches stand for many: low precision is then summed in float32.
             gradient_sum=torch.float32 if dtype_of(model) in LOW_PRECISION else None,
             check=False,  # it runs the loss more often on the first window; `refusal` has asked already
         )
 
     def time(self, window: Window) -> tuple[float, float]:
-        """Make an update.
-
-        Args:
-            window: its micro-batches.
-
-        Returns:
-            Seconds of one micro-batch (the mean over the window: first gradients are assigned, later ones
-            added) and seconds of what follows the last one: the update.
-        """
+        """Make an update; return the mean seconds of a micro-batch, and those after the last one."""
         with self._accumulator.window(window) as open_window:
             start = time.perf_counter()
             for microbatch in open_window:
@@ -187,56 +134,17 @@ class Trainer:
 def prepare(
     recipe: Recipe, *, optimizer: str, dtype: str, device: str | torch.device, samples: int
 ) -> Rehearsal:
-    """Make a recipe ready.
-
-    Args:
-        recipe: what is trained.
-        optimizer: one of the recipe's.
-        dtype: name of a torch dtype, for weights and floating-point data.
-        device: for the model; micro-batches are moved there one by one.
-        samples: of the batch; samples of the recipe repeat where it has fewer.
-
-    Returns:
-        The rehearsal.
-    """
-    wanted = getattr(torch, dtype)
-    batch = recipe.batch(torch.arange(samples) % recipe.samples)
-    if wanted is not torch.float32:
-        batch = map_arrays(
-            lambda leaf: leaf.to(wanted) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf,
-            batch,
-        )
-    return Rehearsal(recipe, optimizer, recipe.model(0).to(device=device, dtype=wanted), batch, samples)
+    """Make a recipe ready; its samples repeat where it has fewer than the batch."""
+    batch = cast_batch(recipe.batch(torch.arange(samples) % recipe.samples), dtype)
+    model = recipe.model(0).to(device=device, dtype=getattr(torch, dtype))
+    return Rehearsal(recipe, optimizer, model, batch, samples)
 
 
 def refusal(rehearsal: Rehearsal) -> str | None:
-    """Ask the accumulator whether it takes a recipe: one update of a few samples.
-
-    Args:
-        rehearsal: of the recipe.
-
-    Returns:
-        Why it does not, where samples are coupled; None if it does.
-
-    Raises:
-        SuperbatchError: it does not, for any other reason: the recipe must be fixed.
-
-    Examples:
-        >>> from superbatch.lab.recipes import load_recipe
-        >>> pairs = prepare(load_recipe("pairs"), optimizer="adam", dtype="float32", device="cpu", samples=8)
-        >>> print(refusal(pairs))
-        No weight explains the loss, so samples influence each other... Instead use WholeBatch ...
-    """
+    """Ask the accumulator whether it takes a recipe: one update of a few samples."""
     recipe, few, model = rehearsal.recipe, min(4, rehearsal.samples), rehearsal.model
-    accumulate = Accumulator(
-        model,
-        recipe.optimizers[rehearsal.optimizer](model.parameters(), RATE),
-        recipe.loss_fn(model),
-        microbatch_size=-(-few // 2),
-        reduction=recipe.reduction,
-        weight=recipe.weight,
-        participants=participants_of(recipe.batchnorm),
-    )
+    optimizer = recipe.optimizers[rehearsal.optimizer](model.parameters(), RATE)
+    accumulate = accumulator(recipe, model, optimizer, microbatch_size=-(-few // 2))
     try:
         accumulate(rehearsal.take(few))
     except CoupledSamplesError as error:
@@ -245,18 +153,7 @@ def refusal(rehearsal: Rehearsal) -> str | None:
 
 
 def microbatches_to_time(seconds: float) -> int:
-    """Return the number of micro-batches of a timed window.
-
-    Args:
-        seconds: of one micro-batch, roughly.
-
-    Returns:
-        1 to 64; 2 at least, unless they take long.
-
-    Examples:
-        >>> [microbatches_to_time(seconds) for seconds in (1.0, 0.1, 0.001, 0.0)]
-        [1, 2, 10, 64]
-    """
+    """Return the number of micro-batches of a timed window."""
     if seconds * MOST_MICROBATCHES <= WINDOW_SECONDS:
         return MOST_MICROBATCHES
     return max(1 if seconds > LONG else 2, round(WINDOW_SECONDS / seconds))

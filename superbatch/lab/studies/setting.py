@@ -12,26 +12,18 @@ from ..report.comparison import Claim
 from .splits import Split
 
 CURVE_POINTS = 50
-TAILS_IN_A_RUN = 10
-"""At least this many tails, so that even a short run shows what they do."""
-
+TAILS_IN_A_RUN = 10  # at least this many tails, so that even a short run shows what they do
 Way = Literal["real batch", "accumulator", "plain accumulation", "mean of means", "fixed tail divisor"]
+# What the wrong ways do, in words.
 WRONG: Mapping[Way, str] = {
     "mean of means": "wrong: the mean of each micro-batch counts 1/K, whatever the micro-batch weighs",
     "fixed tail divisor": "wrong: divides by the K of a full window where a window is shorter",
 }
-"""What the wrong ways do, in words."""
 
 
 @dataclass(frozen=True)
 class ArmPlan:
-    """A split and the way its updates are made.
-
-    Examples:
-        >>> from superbatch.lab.studies.splits import parse_split
-        >>> ArmPlan(parse_split("80/15/5"), "mean of means", "wrong").name
-        '80/15/5 mean of means'
-    """
+    """A split and the way its updates are made."""
 
     split: Split
     way: Way
@@ -46,27 +38,16 @@ class ArmPlan:
 
 @dataclass(frozen=True)
 class Setting:
-    """Setting common to all runs of a comparison. It can be sent to another process.
+    """Setting common to all runs of a comparison. It can be sent to another process."""
 
-    Attributes:
-        arms: the real batch first.
-        updates: of each run.
-        batch_size: samples of one update.
-        tail: samples of the short batch at the end of each epoch; None: epochs run into each other.
-        dtype: ``"float32"`` or ``"float64"``; on torch any name of a dtype.
-        optimizer: one of the recipe's.
-        learning_rate: constant over the run.
-        backend: what trains.
-    """
-
-    arms: tuple[ArmPlan, ...]
-    updates: int
-    batch_size: int
-    tail: int | None
-    dtype: str
-    optimizer: str
-    learning_rate: float
-    backend: str = "torch"
+    arms: tuple[ArmPlan, ...]  # the real batch first
+    updates: int  # of each run
+    batch_size: int  # samples of one update
+    tail: int | None  # samples of the short batch at the end of each epoch; None: epochs run into each other
+    dtype: str  # ``"float32"`` or ``"float64"``; on torch any name of a dtype
+    optimizer: str  # one of the recipe's
+    learning_rate: float  # constant over the run
+    backend: str = "torch"  # what trains
 
 
 def batches(draw: Callable[[], np.ndarray], samples: int, setting: Setting) -> Iterator[np.ndarray]:
@@ -74,21 +55,6 @@ def batches(draw: Callable[[], np.ndarray], samples: int, setting: Setting) -> I
 
     Without a tail the permutations are concatenated and cut into batches. With one, each permutation is used
     up to a short last batch, and the samples beyond it are left out; at least ten such ends fall into a run.
-
-    Args:
-        draw: the next permutation of the samples.
-        samples: of the training set.
-        setting: says how many batches, how large, and whether epochs end with a tail.
-
-    Yields:
-        Indices, int64 of shape (batch,).
-
-    Examples:
-        >>> setting = Setting(
-        ...     arms=(), updates=4, batch_size=4, tail=2, dtype="float32", optimizer="sgd", learning_rate=0.1
-        ... )
-        >>> [batch.tolist() for batch in batches(lambda: np.arange(11), 11, setting)]
-        [[0, 1, 2, 3], [4, 5], [0, 1, 2, 3], [4, 5]]
     """
     size, tail, left = setting.batch_size, setting.tail, setting.updates
     pending = np.empty(0, np.int64)
@@ -105,17 +71,6 @@ def batches(draw: Callable[[], np.ndarray], samples: int, setting: Setting) -> I
 
 
 def curve_updates(updates: int) -> tuple[int, ...]:
-    """The last update of each of up to 50 near-equal stretches of a run.
-
-    Args:
-        updates: of the run.
-
-    Returns:
-        Increasing numbers of updates, the last is `updates`.
-
-    Examples:
-        >>> curve_updates(3), curve_updates(1000)[:3]
-        ((1, 2, 3), (20, 40, 60))
-    """
+    """The last update of each of up to 50 near-equal stretches of a run."""
     points = min(CURVE_POINTS, updates)
     return tuple((point + 1) * updates // points for point in range(points))

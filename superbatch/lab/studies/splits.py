@@ -14,19 +14,10 @@ FORMS = "Write KxM for K micro-batches of M samples (5x20), or each size (80/15/
 
 @dataclass(frozen=True)
 class Split:
-    """Numbers of samples of the micro-batches of a full batch.
+    """Numbers of samples of the micro-batches of a full batch."""
 
-    Attributes:
-        name: as the user wrote it.
-        sizes: samples of each micro-batch, in order.
-
-    Examples:
-        >>> parse_split("2x50").sizes
-        (50, 50)
-    """
-
-    name: str
-    sizes: tuple[int, ...]
+    name: str  # as the user wrote it
+    sizes: tuple[int, ...]  # samples of each micro-batch, in order
 
     @property
     def equal(self) -> bool:
@@ -34,20 +25,7 @@ class Split:
         return len(set(self.sizes)) == 1
 
     def sizes_of(self, samples: int) -> tuple[int, ...]:
-        """The sizes for a batch that may be shorter: near-equal, or in the split's proportions.
-
-        Args:
-            samples: of the batch.
-
-        Returns:
-            Positive sizes that sum to `samples`.
-
-        Examples:
-            >>> parse_split("5x20").sizes_of(40)
-            (20, 20)
-            >>> parse_split("80/15/5").sizes_of(40)
-            (32, 6, 2)
-        """
+        """The sizes for a batch that may be shorter: near-equal, or in the split's proportions."""
         if samples == sum(self.sizes):
             return self.sizes
         if self.equal:
@@ -61,21 +39,7 @@ class Split:
 
 
 def parse_split(text: str) -> Split:
-    """Read one split.
-
-    Args:
-        text: ``KxM`` or sizes separated by ``/``.
-
-    Returns:
-        The split, named as it was written.
-
-    Raises:
-        InputError: it is neither, or a size is zero.
-
-    Examples:
-        >>> parse_split("3/1").sizes
-        (3, 1)
-    """
+    """Read one split."""
     text = text.strip()
     if match := re.fullmatch(r"(\d+)x(\d+)", text):
         count, size = map(int, match.groups())
@@ -90,21 +54,7 @@ def parse_split(text: str) -> Split:
 
 
 def parse_splits(texts: str | Sequence[str]) -> list[Split]:
-    """Read splits that must be of the same batch.
-
-    Args:
-        texts: separated by commas, or a sequence.
-
-    Returns:
-        The splits, without repetition.
-
-    Raises:
-        InputError: one cannot be read, there is none, or they sum to different batches.
-
-    Examples:
-        >>> [split.name for split in parse_splits("1x100,5x20")]
-        ['1x100', '5x20']
-    """
+    """Read splits that must be of the same batch."""
     pieces = texts.split(",") if isinstance(texts, str) else list(texts)
     splits = list(dict.fromkeys(parse_split(piece) for piece in pieces))
     if not splits:
@@ -113,30 +63,14 @@ def parse_splits(texts: str | Sequence[str]) -> list[Split]:
     for split in splits:
         if sum(split.sizes) != sum(first.sizes):
             raise InputError(
-                f"The splits {first.name} and {split.name}: "
-                f"they make batches of {sum(first.sizes)} and {sum(split.sizes)} samples. "
-                "Give splits of one batch: all arms must make the same update."
+                f"The splits {first.name} and {split.name}: they make batches of {sum(first.sizes)} and "
+                f"{sum(split.sizes)} samples. Give splits of one batch: all arms must make the same update."
             )
     return splits
 
 
 def default_splits(batch_size: int) -> list[Split]:
-    """The first source's splits 5x20, 10x10, 20x5 of a batch of 100, or the nearest thing for another batch.
-
-    Args:
-        batch_size: samples of one update.
-
-    Returns:
-        The real batch and up to three splits into equal micro-batches; near-equal ones for a prime number.
-
-    Examples:
-        >>> [split.name for split in default_splits(100)]
-        ['1x100', '5x20', '10x10', '20x5']
-        >>> [split.name for split in default_splits(32)]
-        ['1x32', '4x8', '8x4', '16x2']
-        >>> [split.name for split in default_splits(7)]
-        ['1x7', '4/3', '7x1']
-    """
+    """The first source's splits 5x20, 10x10, 20x5 of a batch of 100, or the nearest for another batch."""
     counts = {
         min(
             (k for k in range(2, batch_size + 1) if batch_size % k == 0),

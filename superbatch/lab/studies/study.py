@@ -1,6 +1,7 @@
 """Run a study: a recipe in several arms, from several seeds, and what the arms say together.
 
-A study's own file says what the arms are, how one seed is trained, and what is concluded. Everything else -
+The file `study_NAME` has the study's own part: `design`, which says what the arms are, how one seed is
+trained and what is concluded, or `run`, where another command is put into the form of a study. All else -
 seeds, processes, progress, interruption, the report - is here, once.
 """
 
@@ -8,28 +9,30 @@ from __future__ import annotations
 
 import importlib
 import math
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from superbatch._version import __version__
 from superbatch.errors import InputError
 
 from ..recipes import Recipe, load_recipe
+from ..report.comparison import Comparison
 from ..report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
+from ..report.surveys import Surveys
 from . import quick
-from .catalogue import entry_of
+from .catalogue import DOCUMENTATION, entry_of
 from .on_torch import torch_threads
 from .statistics import limits_of
-from .workers import Advanced, Event, Train, train_here, train_spread
+from .versions import versions
+from .workers import Finished, Train, receiver, train_seeds
 
+# Options that not every study takes.
 SELDOM = ("samples", "batch_size", "learning_rate", "optimizer", "margin", "tolerance", "device")
-"""Options that not every study takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,91 +75,50 @@ class Options:
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a study.
+    """Progress of a study."""
 
-    Attributes:
-        done: work that is done, in units of the study's own.
-        total: of the whole study.
-        finished: what has just been completed; None between runs.
-    """
-
-    done: int
-    total: int
-    finished: str | None = None
+    done: int  # work that is done, in units of the study's own
+    total: int  # of the whole study
+    finished: str | None = None  # what has just been completed; None between runs
 
 
 class StudyInterrupted(KeyboardInterrupt):
-    """A study was interrupted by Ctrl-C; what it had measured by then is in `report`.
-
-    Args:
-        report: with the runs that were finished, marked as partial.
-    """
+    """A study was interrupted by Ctrl-C; what it had measured by then is in `report`."""
 
     def __init__(self, report: Study) -> None:
         self.report = report
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArmSetting:
-    """An arm before it is trained: its name, how in words, and what is known without training."""
-
-    name: str
-    how: str
-    facts: dict[str, float]
-    curve_updates: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
 class Findings:
-    """Findings from the runs: the tests, one sentence, and what to know beside it.
+    """Findings from the runs: the tests, one sentence, and what to know beside it."""
 
-    Attributes:
-        tests: between arms.
-        conclusion: in one sentence.
-        notes: what to know beside it.
-        facts: name of an arm -> quantities of it that only all runs together tell.
-    """
-
-    tests: tuple[StudyTest, ...]
-    conclusion: str
-    notes: tuple[str, ...]
+    tests: tuple[StudyTest, ...]  # between arms
+    conclusion: str  # in one sentence
+    notes: tuple[str, ...]  # what to know beside it
+    # name of an arm -> quantities of it that only all runs together tell
     facts: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Design:
-    """Parts of a study that are its own.
+    """Parts of a study that are its own."""
 
-    Attributes:
-        arms: in the order of `setting.arms`.
-        setting: what a worker process needs, with the attribute ``arms``.
-        train: trains every arm from one seed.
-        ticks: units of work of one seed.
-        quantities: columns of the table.
-        headline: the quantity that is shown while it runs.
-        fixed: what was held fixed, in words.
-        find: arms with their runs -> tests, conclusion, notes. There may be no run at all.
-        curve_at: where the points of the runs' curves lie.
-        samples: that a run sees, by which it is made shorter; 0 where that cannot be.
-        shortest: run that says anything, in samples.
-    """
-
-    arms: tuple[ArmSetting, ...]
-    setting: Any
-    train: Train
-    ticks: int
-    quantities: tuple[Quantity, ...]
-    headline: str
-    fixed: dict[str, str]
+    arms: tuple[StudyArm, ...]  # without runs, in the order of `setting.arms`
+    setting: Any  # what a worker process needs, with the attribute ``arms``
+    train: Train  # trains every arm from one seed
+    ticks: int  # units of work of one seed
+    quantities: tuple[Quantity, ...]  # columns of the table
+    headline: str  # the quantity that is shown while it runs
+    fixed: dict[str, str]  # what was held fixed, in words
+    # arms with their runs -> tests, conclusion, notes. There may be no run at all
     find: Callable[[tuple[StudyArm, ...]], Findings]
-    curve_at: tuple[float, ...] = ()
-    samples: int = 0
-    shortest: int = 0
+    curve_at: tuple[float, ...] = ()  # where the points of the runs' curves lie
+    samples: int = 0  # that a run sees, by which it is made shorter; 0 where that cannot be
+    shortest: int = 0  # run that says anything, in samples
 
 
-MakeDesign = Callable[..., Design]
-"""(recipe, options=) -> the study's own part."""
-
+MakeDesign = Callable[..., Design]  # (recipe, options=) -> the study's own part
 Show = Callable[[Progress], None]
 
 
@@ -187,76 +149,51 @@ def study(
         >>> report.arm("naive sum, bfloat16").mean("K = 256") > 1e-2
         True
     """
-    entry = entry_of(name)
     _check(name, recipe, options)
-    module, function = entry.where.split(":")
-    run = getattr(importlib.import_module(module), function)
+    # Imported when it is run: a study that trains loads torch, scipy and more.
+    module: Any = importlib.import_module(f".study_{name.replace('-', '_')}", __package__)
+    run = getattr(module, "run", None) or partial(run_design, name, module.design)
     with torch_threads(options.threads):
         return run(recipe, options, progress)
 
 
 def seeds_of(name: str, options: Options) -> tuple[int, ...]:
-    """Return the seeds of a study: 0, 1, ..., or from the study's own first seed.
-
-    Args:
-        name: of the study.
-        options: what was asked.
-    """
+    """Return the seeds of a study: 0, 1, ..., or from the study's own first seed."""
     entry = entry_of(name)
     runs = options.runs or (entry.quick_runs if options.quick else entry.runs)
     return tuple(range(entry.first_seed, entry.first_seed + runs))
 
 
 def loaded(recipe: str | Recipe, options: Options) -> Recipe:
-    """The recipe itself.
-
-    Args:
-        recipe: a name or a recipe.
-        options: with the folder of its data.
-
-    Returns:
-        The recipe.
-    """
+    """The recipe itself."""
     found = load_recipe(recipe, data=options.data) if isinstance(recipe, str) else recipe
     found.require("evaluate", "metric", "margin", "learning_rates", by="superbatch study")
     return found
 
 
 def run_design(
-    name: str, recipe: str | Recipe, options: Options, design: MakeDesign, progress: Show
+    name: str, design: MakeDesign, recipe: str | Recipe, options: Options, progress: Show
 ) -> Study:
-    """Train all arms from all seeds, here or in several processes, and make the report.
-
-    Args:
-        name: of the study.
-        recipe: a name or a recipe.
-        options: what was asked.
-        design: makes the study's own part, of the loaded recipe and the options.
-        progress: told what happens.
-
-    Returns:
-        The report.
-
-    Raises:
-        StudyInterrupted: on Ctrl-C; it carries the partial report.
-    """
+    """Train all arms from all seeds, here or in several processes, and make the report."""
     start = time.monotonic()
     what = loaded(recipe, options)
     seeds = seeds_of(name, options)
     plan, notes = _designed(what, options, design, turns=turns_of(recipe, options, seeds))
     finished: list[list[StudyRun]] = [[] for _ in plan.arms]
-    receive = _receiver(plan, len(seeds) * plan.ticks, finished, progress)
+
+    def show(done: int, total: int, found: Finished | None) -> None:
+        text = None
+        if found is not None:
+            value = found.run.values.get(plan.headline, math.nan)
+            text = f"seed {found.seed}, {plan.arms[found.arm].name}: {value:.4g}"
+        progress(Progress(min(done, total), total, text))
+
+    receive = receiver(len(seeds) * plan.ticks, finished, show)
 
     def report(*, partial: bool) -> Study:
         arms = tuple(
-            StudyArm(
-                name=a.name,
-                how=a.how,
-                facts={key: float(value) for key, value in a.facts.items()},
-                runs=tuple(sorted(runs, key=lambda run: run.seed)),
-                curve_updates=a.curve_updates,
-            )
-            for a, runs in zip(plan.arms, finished, strict=True)
+            replace(arm, runs=tuple(sorted(runs, key=lambda run: run.seed)))
+            for arm, runs in zip(plan.arms, finished, strict=True)
         )
         found = plan.find(arms)
         return Study(
@@ -273,42 +210,20 @@ def run_design(
             seeds=seeds,
             seconds=time.monotonic() - start,
             partial=partial,
-            versions=versions(),
+            versions=versions(torch=torch.__version__),
             command=asked(options),
-            notes=(*found.notes, *limits_of(t.result for t in found.tests), *notes),
+            notes=(*found.notes, *limits_of(t.result for t in found.tests), *notes, reading(name)),
         )
 
     try:
-        if turns_of(recipe, options, seeds) == len(seeds) or not isinstance(recipe, str):
-            train_here(what, plan.setting, seeds, receive, train=plan.train)
-        else:
-            train_spread(
-                recipe,
-                plan.setting,
-                seeds,
-                receive,
-                workers=min(options.workers, len(seeds)),
-                threads=options.threads,
-                data=options.data,
-                train=plan.train,
-            )
+        train_seeds(recipe, what, plan.setting, seeds, receive, options=options, train=plan.train)
     except KeyboardInterrupt:
         raise StudyInterrupted(report(partial=True)) from None
     return report(partial=False)
 
 
 def turns_of(recipe: str | Recipe, options: Options, seeds: Sequence[int]) -> int:
-    """Return the number of seeds that run one after the other; the others run beside them.
-
-    Args:
-        recipe: a name, or a recipe, which other processes cannot load.
-        options: with the number of processes.
-        seeds: of the study.
-
-    Examples:
-        >>> turns_of("digits", Options(workers=2), (0, 1, 2))
-        2
-    """
+    """Return the number of seeds that run one after the other; the others run beside them."""
     return math.ceil(len(seeds) / options.workers) if isinstance(recipe, str) else len(seeds)
 
 
@@ -331,39 +246,34 @@ def _designed(
     return shorter, (quick.note(f"{samples:,} samples", fits=fits),)
 
 
-def versions() -> dict[str, str]:
-    """Return the versions that a study ran on: name -> version."""
-    return {
-        "superbatch": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": f"{platform.system()} {platform.machine()}",
-    }
+def as_study(name: str, report: Comparison | Surveys, options: Options, **own: Any) -> Study:
+    """Put the report of another command into the form of a study, with fields of the study's own."""
+    notes = (*report.notes, *own.pop("notes", ()), reading(name))
+    return Study(
+        name=name,
+        question=entry_of(name).question,
+        recipe=report.recipe,
+        description=report.description,
+        seconds=report.seconds,
+        partial=report.partial,
+        versions=report.versions,
+        command=asked(options),
+        notes=notes,
+        **own,
+    )
+
+
+def reading(name: str) -> str:
+    """Return the note of where a study's numbers are explained."""
+    return (
+        f"How the numbers are measured, and what they do not show: {DOCUMENTATION}#{entry_of(name).section}"
+    )
 
 
 def asked(options: Options) -> dict[str, str]:
     """The options that were given, as text."""
     values = {each.name: getattr(options, each.name) for each in fields(options)}
     return {name: str(value) for name, value in values.items() if value is not None}
-
-
-def _receiver(
-    plan: Design, total: int, finished: Sequence[list[StudyRun]], progress: Show
-) -> Callable[[Event], None]:
-    done = 0
-
-    def receive(event: Event) -> None:
-        nonlocal done
-        if isinstance(event, Advanced):
-            done += event.microbatches
-            progress(Progress(min(done, total), total))
-        else:
-            finished[event.arm].append(event.run)
-            value = event.run.values.get(plan.headline, math.nan)
-            text = f"seed {event.seed}, {plan.arms[event.arm].name}: {value:.4g}"
-            progress(Progress(min(done, total), total, text))
-
-    return receive
 
 
 def _check(name: str, recipe: str | Recipe, options: Options) -> None:

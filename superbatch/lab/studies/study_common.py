@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,17 +13,23 @@ from torch import Tensor, nn
 from superbatch.errors import InputError
 
 from ..recipes import Recipe
-from ..report.study import StudyArm, StudyTest
+from ..report.study import Quantity, StudyArm, StudyRun, StudyTest
 from .arms import mean_and_weight
 from .statistics import tost_paired
 
+# Training samples, at most, that a training loss is the mean over.
 LOSS_SAMPLES, QUICK_LOSS_SAMPLES = 2048, 256
-"""Training samples, at most, that a training loss is the mean over."""
-
 CHUNK = 512
+POINTS = 40  # of the curve of a run
+TOO_FEW = "Too few runs were finished to conclude anything."
+LOSS, UPDATES, SEEN = "training loss", "updates", "samples"
+COLUMNS = (
+    Quantity(name=LOSS, meaning="mean over the training set after the last update", form=".4f"),
+    Quantity(name=UPDATES, meaning="of each run", form=",.0f"),
+    Quantity(name=SEEN, meaning="that each run has seen", form=",.0f"),
+)
 
-RATES = {"digits": 0.02}
-"""Recipe -> a good rate of plain SGD with batch 1, where its own rate is no guide."""
+RATES = {"digits": 0.02}  # recipe -> a good rate of plain SGD with batch 1, where its own rate is no guide
 
 
 def rate_of(recipe: Recipe, batch: int) -> float:
@@ -30,18 +37,6 @@ def rate_of(recipe: Recipe, batch: int) -> float:
 
     The recipe's own rate times the square root of the batch over its own, which is on the safe side. The
     digits' own rate is the first source's and far below what the data allow: there it is 0.02 per sample.
-
-    Args:
-        recipe: its rate of ``"sgd"``, or of its first optimizer.
-        batch: in samples.
-
-    Returns:
-        A learning rate.
-
-    Examples:
-        >>> from superbatch.lab.recipes import load_recipe
-        >>> rate_of(load_recipe("digits"), 16), rate_of(load_recipe("text"), 8)
-        (0.32, 0.25)
     """
     if recipe.name in RATES:
         return RATES[recipe.name] * batch
@@ -50,49 +45,15 @@ def rate_of(recipe: Recipe, batch: int) -> float:
 
 
 def diverged(learning_rate: float) -> InputError:
-    """Return the error for a training whose loss is no longer finite.
-
-    Examples:
-        >>> print(diverged(3.0))
-        Training with lr 3 diverges: its loss is not finite. Give a smaller learning rate ...
-    """
+    """Return the error for a training whose loss is no longer finite."""
     return InputError(
         f"Training with lr {learning_rate:.3g} diverges: its loss is not finite. "
         "Give a smaller learning rate (--lr)."
     )
 
 
-def mean_loss(recipe: Recipe, loss_fn: Callable[[Any], Any], batch: Any) -> Tensor:
-    """The mean loss of a batch; its weight is looked for only where it is needed.
-
-    Args:
-        recipe: says what `loss_fn` returns.
-        loss_fn: of a model.
-        batch: what the loss is of.
-
-    Returns:
-        A scalar with its graph.
-    """
-    if recipe.reduction == "mean" and recipe.weight != "returned":
-        return loss_fn(batch)
-    return mean_and_weight(recipe, loss_fn, batch)[0]
-
-
 def stream(samples: int, count: int, seed: int) -> Tensor:
-    """Draw indices of samples: permutation after permutation.
-
-    Args:
-        samples: of the training set.
-        count: how many indices.
-        seed: of the permutations; a longer stream begins like a shorter one.
-
-    Returns:
-        int64 of shape (count,).
-
-    Examples:
-        >>> sorted(stream(4, 6, seed=0)[:4].tolist())
-        [0, 1, 2, 3]
-    """
+    """Draw indices of samples: permutation after permutation."""
     generator = torch.Generator().manual_seed(seed)
     rounds = [torch.randperm(samples, generator=generator) for _ in range(-(-count // samples))]
     return torch.cat(rounds)[:count]
@@ -100,16 +61,7 @@ def stream(samples: int, count: int, seed: int) -> Tensor:
 
 @torch.no_grad()
 def training_loss(recipe: Recipe, model: nn.Module, samples: int = LOSS_SAMPLES) -> float:
-    """The mean loss over the training set, or over some samples of it, always the same ones.
-
-    Args:
-        recipe: its data, loss and weights.
-        model: as it is; its mode is not changed.
-        samples: at most.
-
-    Returns:
-        The loss; NaN or infinite where the model has diverged.
-    """
+    """The mean loss over the training set, or over some samples of it, always the same ones."""
     used = stream(recipe.samples, min(recipe.samples, samples), seed=0)
     loss_fn, total, weights = recipe.loss_fn(model), 0.0, 0.0
     for indices in used.split(CHUNK):
@@ -124,20 +76,7 @@ def parameters_apart(model: nn.Module) -> Iterator[Tensor]:
 
 
 def smooth(losses: list[float], batch: int, half_life: float) -> list[float]:
-    """A debiased moving average of losses, with a half-life in samples.
-
-    Args:
-        losses: one per update.
-        batch: samples of an update.
-        half_life: in samples.
-
-    Returns:
-        One value per update.
-
-    Examples:
-        >>> smooth([4.0, 4.0, 4.0], batch=8, half_life=16)[-1]
-        4.0
-    """
+    """A debiased moving average of losses, with a half-life in samples."""
     keep = 2 ** (-batch / half_life)
     total = weight = 0.0
     found: list[float] = []
@@ -156,30 +95,7 @@ def compared(
     ratio: bool = False,
     step: float | None = None,
 ) -> StudyTest | None:
-    """Test that two arms are equivalent, on pairs of runs of the same seed.
-
-    Args:
-        first: the arm in question.
-        second: the arm it is compared with.
-        quantity: that both have.
-        margin: of the difference; of a ratio, the factor above 1 that does not matter.
-        ratio: test the ratio: logarithms of a positive quantity.
-        step: the smallest change of the quantity (`Recipe.metric_step`), which a ratio does not have.
-
-    Returns:
-        The test; None with fewer than two pairs.
-
-    Examples:
-        >>> from superbatch.lab.report.study import StudyRun
-        >>> arms = [
-        ...     StudyArm(name=name, how="", facts={}, runs=tuple(
-        ...         StudyRun(seed=seed, values={"loss": factor * (1 + seed)}) for seed in range(3)))
-        ...     for name, factor in (("A", 1.0), ("B", 1.05))
-        ... ]
-        >>> test = compared(arms[1], arms[0], "loss", margin=1.1, ratio=True)
-        >>> round(test.difference, 3), test.result.equivalent
-        (1.05, True)
-    """
+    """Test that two arms are equivalent, on pairs of runs of the same seed."""
     of_seed = {run.seed: run.values.get(quantity, math.nan) for run in second.runs}
     pairs = [
         (run.values.get(quantity, math.nan), of_seed[run.seed]) for run in first.runs if run.seed in of_seed
@@ -195,36 +111,47 @@ def compared(
     return StudyTest(first=first.name, second=second.name, quantity=quantity, ratio=ratio, result=result)
 
 
-def present(tests: Sequence[StudyTest | None]) -> tuple[StudyTest, ...]:
+def present(tests: Iterable[StudyTest | None]) -> tuple[StudyTest, ...]:
     """The tests that could be made."""
     return tuple(test for test in tests if test is not None)
 
 
-def separable(recipe: Recipe, study: str) -> Recipe:
-    """Refuse a recipe whose samples are coupled: with another batch it would be another objective.
-
-    Args:
-        recipe: in question.
-        study: name of the study.
-
-    Returns:
-        The recipe.
-
-    Raises:
-        InputError: its samples are coupled.
-    """
+def separable(recipe: Recipe, study: str) -> None:
+    """Refuse a recipe whose samples are coupled: with another batch it would be another objective."""
     if recipe.coupled == "exact" or recipe.batchnorm == "per_microbatch":
         raise InputError(
             f"The study {study!r} with the recipe {recipe.name!r}: "
             "its samples are coupled, so that another batch size is another objective. "
             "Use a recipe without BatchNorm or contrastive loss, such as digits or text."
         )
-    return recipe
 
 
 def quantity_of_metric(recipe: Recipe) -> str:
     """The heading of the recipe's own measure."""
     return f"{recipe.metric}, {recipe.unit}" if recipe.unit else recipe.metric
+
+
+def column_of_metric(metric: str) -> Quantity:
+    """The column of the recipe's own measure, by its heading."""
+    form = ".2f" if metric.endswith("%") else ".4g"
+    return Quantity(name=metric, meaning="of held-out data, after the last update", form=form)
+
+
+def curve_points(samples: int) -> tuple[float, ...]:
+    """The samples seen at the points of a curve."""
+    return tuple(samples * (point + 1) / POINTS for point in range(POINTS))
+
+
+def from_one_start(
+    recipe: Recipe, arms: Sequence[Any], seed: int, train_one: Callable[[Any, nn.Module], StudyRun]
+) -> Iterator[tuple[int, StudyRun]]:
+    """Train arms one by one from the same weights and the same state of torch's generator."""
+    initial = recipe.model(seed)
+    for index, arm in enumerate(arms):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            run = train_one(arm, copy.deepcopy(initial))
+        yield index, run
 
 
 def _log(value: float) -> float:

@@ -20,14 +20,12 @@ from superbatch.errors import InputError, NonFiniteError
 
 from ..recipes import COUPLED, Recipe
 from ..recipes.coupled import CoupledRecipe, Point, Way
-from ..report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
-from .study import ArmSetting, Design, Findings, Options, Show, run_design
-from .study_common import compared, present, stream
+from ..report.study import Quantity, StudyArm, StudyRun, StudyTest
+from .study import Design, Findings, Options
+from .study_common import TOO_FEW, compared, present, stream
 
-NAME = "coupled"
 RATE, STRENGTH = "learning rate", "strength"
-SHORTEST = 10
-"""Updates of the shortest run that a quick study makes."""
+SHORTEST = 10  # updates of the shortest run that a quick study makes
 
 
 @dataclass(frozen=True)
@@ -39,33 +37,8 @@ class Setting:
     device: str = "cpu"
 
 
-def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
-    """Run the study.
-
-    Args:
-        recipe: a name or a recipe.
-        options: what was asked.
-        progress: told what happens.
-
-    Returns:
-        The report.
-    """
-    return run_design(NAME, recipe, options, design, progress)
-
-
 def design(recipe: Recipe, *, options: Options) -> Design:
-    """Make the study's own part.
-
-    Args:
-        recipe: with its ways and its grid.
-        options: what was asked.
-
-    Returns:
-        The study's own part.
-
-    Raises:
-        InputError: the recipe has no ways to compare, or `samples` makes no update.
-    """
+    """Plan the ways of a recipe."""
     if not isinstance(recipe, CoupledRecipe):
         raise InputError(
             f"The recipe {recipe.name!r} has no ways to compare. Use one of {', '.join(COUPLED)}, or your "
@@ -80,7 +53,7 @@ def design(recipe: Recipe, *, options: Options) -> Design:
     device = checked_device(options.device or "cpu")
     setting = Setting(tuple(way.name for way in recipe.ways), updates, device)
     return Design(
-        arms=tuple(ArmSetting(name=way.name, how=way.how, facts={}) for way in recipe.ways),
+        arms=tuple(StudyArm(name=way.name, how=way.how, facts={}, runs=()) for way in recipe.ways),
         setting=setting,
         train=train,
         ticks=len(recipe.ways) * len(recipe.points) * updates,
@@ -100,18 +73,7 @@ def design(recipe: Recipe, *, options: Options) -> Design:
 
 
 def checked_device(name: str) -> str:
-    """Return the name of a device that models can be trained on.
-
-    Args:
-        name: such as ``"cuda"`` or ``"cuda:1"``.
-
-    Raises:
-        InputError: torch knows no such device, or does not find it here.
-
-    Examples:
-        >>> checked_device("cpu")
-        'cpu'
-    """
+    """Return the name of a device that models can be trained on."""
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # a build without CUDA asserts
@@ -133,17 +95,7 @@ def _quantities(recipe: CoupledRecipe) -> tuple[Quantity, ...]:
 def train(
     recipe: Recipe, setting: Setting, seed: int, *, tick: Callable[[int], None]
 ) -> Iterator[tuple[int, StudyRun]]:
-    """Train every way from one seed at every point, and keep the best by validation.
-
-    Args:
-        recipe: with its ways and its grid.
-        setting: the names of the ways and the updates.
-        seed: of weights and of the order of samples.
-        tick: told the updates made.
-
-    Yields:
-        (index of the way, its run).
-    """
+    """Train every way from one seed at every point, and keep the best by validation."""
     assert isinstance(recipe, CoupledRecipe)
     order = stream(recipe.samples, setting.updates * recipe.batch_size, seed).split(recipe.batch_size)
     for index, name in enumerate(setting.arms):
@@ -171,20 +123,7 @@ def trained_model(
     *,
     device: str = "cpu",
 ) -> nn.Module:
-    """Train one way at one point.
-
-    Args:
-        recipe: its batches.
-        way: its model and its updates.
-        point: of the grid.
-        order: indices of the samples of each update.
-        seed: of the weights.
-        tick: told the updates made.
-        device: where the updates are made.
-
-    Returns:
-        The model, on the CPU; as it was at the first update that was not finite.
-    """
+    """Train one way at one point."""
     model = way.model(seed).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=point.learning_rate)
     update: Callable[[Any], object] = way.update(model, optimizer, point.strength)
@@ -206,51 +145,31 @@ def _score(recipe: CoupledRecipe, model: nn.Module) -> float:
 
 
 def find(arms: tuple[StudyArm, ...], *, recipe: CoupledRecipe, margin: float) -> Findings:
-    """Test each way against the exact one, and conclude.
-
-    Args:
-        arms: with their runs.
-        recipe: what was trained.
-        margin: of the first measure.
-
-    Returns:
-        Tests, conclusion and notes.
-    """
+    """Test each way against the exact one, and conclude."""
     first, *others = arms
-    quantity = recipe.measures[0].name
-    tests = present([compared(arm, first, quantity, margin=margin) for arm in others])
+    measure = recipe.measures[0]
+    tests = present(compared(arm, first, measure.name, margin=margin) for arm in others)
     notes = (
         f"Mechanism: {recipe.mechanism}.",
         *recipe.limits,
         "Seeds vary weights and order of samples, not the data; intervals are not corrected for many arms.",
     )
-    value = first.mean(quantity)
-    if not tests or value is None:
-        return Findings(
-            tests=tests, conclusion="Too few runs were finished to conclude anything.", notes=notes
+    means = {arm.name: arm.mean(measure.name) for arm in arms}
+    conclusion = TOO_FEW
+    if tests and (value := means[first.name]) is not None:
+        sense = "lower" if recipe.lower_is_better else "higher"
+        said = "; ".join(
+            f"{test.first}: {mean:{measure.form}} ({verdict(test, recipe.lower_is_better)})"
+            for test in tests
+            if (mean := means[test.first]) is not None
         )
-    form = recipe.measures[0].form
-    sense = "lower" if recipe.lower_is_better else "higher"
-    said = "; ".join(
-        f"{test.first}: {format(recipe_value, form)} ({verdict(test, recipe.lower_is_better)})"
-        for test in tests
-        if (recipe_value := next(arm for arm in arms if arm.name == test.first).mean(quantity)) is not None
-    )
-    conclusion = f"{quantity} ({sense} is better) of {first.name}: {format(value, form)}; {said}."
-    return Findings(tests=tests, conclusion=conclusion[0].upper() + conclusion[1:], notes=notes)
+        title = measure.name[0].upper() + measure.name[1:]
+        conclusion = f"{title} ({sense} is better) of {first.name}: {value:{measure.form}}; {said}."
+    return Findings(tests=tests, conclusion=conclusion, notes=notes)
 
 
 def verdict(test: StudyTest, lower_is_better: bool) -> str:
-    """Describe the outcome of a test in a few words.
-
-    Args:
-        test: of a way against the exact one.
-        lower_is_better: for the quantity.
-
-    Returns:
-        ``"worse by 0.72, 0.6 to 0.84"``, ``"the same within ±0.1"``, ``"no difference shown"`` or
-        ``"diverged"``.
-    """
+    """Describe the outcome of a test in a few words."""
     if not math.isfinite(test.difference):
         return "diverged"
     low, high = sorted((abs(test.low), abs(test.high)))

@@ -26,47 +26,26 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.errors import InputError, NonFiniteError
-from superbatch.torch import Accumulator
 
 from ..recipes import Recipe
-from ..report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
+from ..report.study import Quantity, StudyArm, StudyRun
 from ..report.study_text import number, signed
-from .participants import participants_of
-from .study import ArmSetting, Design, Findings, Options, Show, run_design
-from .study_common import (
-    LOSS_SAMPLES,
-    QUICK_LOSS_SAMPLES,
-    compared,
-    mean_loss,
-    parameters_apart,
-    present,
-    quantity_of_metric,
-    rate_of,
-    separable,
-    stream,
-    training_loss,
-)
+from . import study_common as common
+from .arms import plain_update
+from .participants import accumulator
+from .study import Design, Findings, Options
 
-NAME = "momentum"
 SAMPLES, QUICK_SAMPLES = 40_000, 5_000
 BATCH = 16
-TAIL = 0.25
-"""Share of a run, its last, whose weights are averaged."""
-
-LOOKS = 16
-"""Losses taken in the tail: one alone would be as noisy as the weights are."""
-
-NOISE_MARGIN = 1.5
-"""A factor of the noise excess that does not matter: a batch of 16 changes it by 16."""
-
-EXCESS, LOSS, UPDATES, SEEN, THEORY = (
-    "noise excess",
-    "training loss",
-    "updates",
-    "samples",
-    "lr/(B(1-m)), relative",
-)
+TAIL = 0.25  # share of a run, its last, whose weights are averaged
+LOOKS = 16  # losses taken in the tail: one alone would be as noisy as the weights are
+NOISE_MARGIN = 1.5  # a factor of the noise excess that does not matter: a batch of 16 changes it by 16
+EXCESS, THEORY = "noise excess", "lr/(B(1-m)), relative"
 A, B, C, D, E, F, G = "ABCDEFG"
+LIMIT = (
+    "It does not show that momentum is useless: where lr/(1-m) times the curvature nears 1, momentum keeps "
+    "training stable. It shows one network on one task, with rates that were not tuned per arm."
+)
 
 
 @dataclass(frozen=True)
@@ -92,16 +71,8 @@ class Setting:
 def heavy_ball_variance(learning_rate: float, momentum: float, curvature: float, noise: float) -> float:
     """Stationary variance of SGD with momentum on a quadratic with noisy gradients.
 
-    ``lr s² (1 + m) / (h (1 - m) (2 (1 + m) - lr h))``, stable below ``lr h = 2 (1 + m)``.
-
-    Args:
-        learning_rate: lr.
-        momentum: m, in [0, 1).
-        curvature: h > 0.
-        noise: variance s² of the gradient.
-
-    Returns:
-        Variance of the parameter around the minimum; infinite where it is unstable.
+    ``lr s² (1 + m) / (h (1 - m) (2 (1 + m) - lr h))`` with the momentum m, the curvature h and the gradient's
+    variance s², `noise`; infinite where it is unstable, from ``lr h = 2 (1 + m)`` on.
 
     Examples:
         >>> round(heavy_ball_variance(0.01, 0.0, 1.0, 1.0) / heavy_ball_variance(0.0001, 0.99, 1.0, 1.0), 3)
@@ -112,43 +83,17 @@ def heavy_ball_variance(learning_rate: float, momentum: float, curvature: float,
     return lr * noise * (1 + m) / (h * (1 - m) * room) if room > 0 else math.inf
 
 
-def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
-    """Run the study.
-
-    Args:
-        recipe: a name or a recipe.
-        options: what was asked.
-        progress: told what happens.
-
-    Returns:
-        The report.
-    """
-    return run_design(NAME, recipe, options, design, progress)
-
-
 def design(recipe: Recipe, *, options: Options) -> Design:
-    """The seven arms of the study.
-
-    Args:
-        recipe: what is trained; it must have a rate for plain SGD.
-        options: what was asked.
-
-    Returns:
-        The study's own part.
-
-    Raises:
-        InputError: samples of the recipe are coupled, or there are too few for the large batch.
-    """
-    separable(recipe, NAME)
+    """Plan the seven arms."""
+    common.separable(recipe, "momentum")
     samples = options.samples or (QUICK_SAMPLES if options.quick else SAMPLES)
     large = options.batch_size or BATCH
     if large < 2 or samples < LOOKS * large:
         raise InputError(
-            f"samples={samples} with batch_size={large}: "
-            "a large batch is more than one sample, and its noise is looked at over many updates. "
-            f"Give at least {LOOKS} batches of at least 2 samples."
+            f"samples={samples} with batch_size={large}: a large batch is more than one sample, and its "
+            f"noise is measured over many updates. Give at least {LOOKS} batches of at least 2 samples."
         )
-    rate = options.learning_rate or rate_of(recipe, large) / large
+    rate = options.learning_rate or common.rate_of(recipe, large) / large
     arms = (
         Arm(A, 1, 0.0, rate, samples),
         Arm(B, 1, 0.9, rate / 10, samples),
@@ -158,13 +103,19 @@ def design(recipe: Recipe, *, options: Options) -> Design:
         Arm(F, large, 0.0, rate, samples),
         Arm(G, 1, 0.99, rate, samples),
     )
-    metric = quantity_of_metric(recipe)
+    metric = common.quantity_of_metric(recipe)
     return Design(
-        arms=tuple(ArmSetting(name=arm.name, how=_how(arm), facts=_facts(arm, rate)) for arm in arms),
-        setting=Setting(arms, QUICK_LOSS_SAMPLES if options.quick else LOSS_SAMPLES),
+        arms=tuple(_planned(arm, rate) for arm in arms),
+        setting=Setting(arms, common.QUICK_LOSS_SAMPLES if options.quick else common.LOSS_SAMPLES),
         train=train,
         ticks=sum(arm.updates for arm in arms),
-        quantities=_quantities(metric),
+        quantities=(
+            common.column_of_metric(metric),
+            common.COLUMNS[0],
+            Quantity(name=EXCESS, meaning="what the noise of the updates costs in training loss", form=".2g"),
+            *common.COLUMNS[1:],
+            Quantity(name=THEORY, meaning="what the noise should be proportional to; arm A is 1", form=".3g"),
+        ),
         headline=metric,
         fixed={"lr of batch 1": f"{rate:.3g}"},
         find=partial(find, metric=metric, margin=options.margin or recipe.margin, recipe=recipe),
@@ -173,28 +124,30 @@ def design(recipe: Recipe, *, options: Options) -> Design:
     )
 
 
+def _planned(arm: Arm, rate: float) -> StudyArm:
+    virtual = ", accumulated one by one" if arm.virtual else ""
+    return StudyArm(
+        name=arm.name,
+        how=f"batch {arm.batch}{virtual}, momentum {arm.momentum:g}, lr {arm.learning_rate:.3g}",
+        facts={
+            common.UPDATES: float(arm.updates),
+            common.SEEN: float(arm.updates * arm.batch),
+            THEORY: arm.learning_rate / (arm.batch * (1 - arm.momentum)) / rate,
+        },
+        runs=(),
+    )
+
+
 def train(
     recipe: Recipe, setting: Setting, seed: int, *, tick: Callable[[int], None]
 ) -> Iterator[tuple[int, StudyRun]]:
-    """Train every arm from one seed: the same initial weights, the same samples first.
+    """Train every arm from one seed: the same initial weights, the same samples first."""
+    order = common.stream(recipe.samples, max(arm.batch * arm.updates for arm in setting.arms), seed)
 
-    Args:
-        recipe: what is trained.
-        setting: the arms.
-        seed: of weights and samples.
-        tick: told the updates made.
+    def one(arm: Arm, model: nn.Module) -> StudyRun:
+        return StudyRun(seed=seed, values=_train(recipe, setting, arm, model, order, tick))
 
-    Yields:
-        (index of the arm, its run).
-    """
-    initial = recipe.model(seed)
-    order = stream(recipe.samples, max(arm.batch * arm.updates for arm in setting.arms), seed)
-    for index, arm in enumerate(setting.arms):
-        model = copy.deepcopy(initial)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            values = _train(recipe, setting, arm, model, order, tick)
-        yield index, StudyRun(seed=seed, values=values)
+    yield from common.from_one_start(recipe, setting.arms, seed, one)
 
 
 def _train(
@@ -209,7 +162,8 @@ def _train(
     begin = round((1 - TAIL) * arm.updates)
     every = max(1, (arm.updates - begin) // 400)
     looks = {begin + (i + 1) * (arm.updates - begin) // LOOKS for i in range(LOOKS)}
-    mean, averaged, losses = [torch.zeros_like(each) for each in parameters_apart(model)], 0, list[float]()
+    mean = [torch.zeros_like(each) for each in common.parameters_apart(model)]
+    averaged, losses = 0, list[float]()
     for made in range(1, arm.updates + 1):
         loss = update(recipe.batch(order[(made - 1) * arm.batch : made * arm.batch]))
         if not math.isfinite(loss):
@@ -217,155 +171,69 @@ def _train(
             break
         if made > begin and made % every == 0:
             averaged += 1
-            for total, parameter in zip(mean, parameters_apart(model), strict=True):
+            for total, parameter in zip(mean, common.parameters_apart(model), strict=True):
                 total += (parameter - total) / averaged
         if made in looks:
-            losses.append(training_loss(recipe, model, setting.looked_at))
+            losses.append(common.training_loss(recipe, model, setting.looked_at))
         tick(1)
     values = {
-        quantity_of_metric(recipe): float(recipe.evaluate(model)),
-        LOSS: training_loss(recipe, model, setting.looked_at),
+        common.quantity_of_metric(recipe): float(recipe.evaluate(model)),
+        common.LOSS: common.training_loss(recipe, model, setting.looked_at),
     }
     if len(losses) < len(looks):  # it has diverged, or was too short to measure
         return values
     calm = copy.deepcopy(model)
-    for parameter, value in zip(parameters_apart(calm), mean, strict=True):
+    for parameter, value in zip(common.parameters_apart(calm), mean, strict=True):
         parameter.copy_(value)
-    return {**values, EXCESS: statistics.fmean(losses) - training_loss(recipe, calm, setting.looked_at)}
+    noise = statistics.fmean(losses) - common.training_loss(recipe, calm, setting.looked_at)
+    return {**values, EXCESS: noise}
 
 
 def _update_function(recipe: Recipe, arm: Arm, model: nn.Module) -> Callable[[Any], float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=arm.learning_rate, momentum=arm.momentum)
-    loss_fn = recipe.loss_fn(model)
-    if arm.virtual:
-        make_update = Accumulator(
-            model,
-            optimizer,
-            loss_fn,
-            microbatch_size=1,
-            reduction=recipe.reduction,
-            weight=recipe.weight,
-            participants=participants_of(recipe.batchnorm),
-        )
+    if not arm.virtual:
+        return plain_update(recipe, model, optimizer)
+    accumulate = accumulator(recipe, model, optimizer, microbatch_size=1)
 
-        def virtual(batch: Any) -> float:
-            try:
-                return make_update(batch).loss
-            except NonFiniteError:  # what the other arms tell by their loss
-                return math.nan
+    def virtual(batch: Any) -> float:
+        try:
+            return accumulate(batch).loss
+        except NonFiniteError:  # the other arms show it by their loss
+            return math.nan
 
-        return virtual
-
-    def update(batch: Any) -> float:
-        loss = mean_loss(recipe, loss_fn, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
-
-    return update
+    return virtual
 
 
 def find(arms: tuple[StudyArm, ...], *, metric: str, margin: float, recipe: Recipe) -> Findings:
-    """Test and conclude.
-
-    Args:
-        arms: A to G, with their runs.
-        metric: name of the quantity.
-        margin: of the metric.
-        recipe: what was trained.
-
-    Returns:
-        Tests, conclusion, notes.
-    """
+    """Test and conclude; the arms are A to G."""
     of = {arm.name: arm for arm in arms}
-    tests = present(
-        [
-            *(
-                compared(of[x], of[y], metric, margin=margin, step=recipe.metric_step)
-                for x, y in ((C, A), (D, A), (C, D))
-            ),
-            *(compared(of[x], of[A], EXCESS, margin=NOISE_MARGIN, ratio=True) for x in (B, C, D)),
-        ]
-    )
-    notes = [
-        f"{EXCESS}: the mean training loss of the weights over the last quarter of a run, less the training "
-        "loss of the average of those weights: what the noise of the updates costs. Runs of a seed share "
-        "initial weights and the order of samples, so tests are made on pairs.",
-        "The conclusion asks on which side of the middle (by logarithms) between batch 1 and the large batch "
-        "at the same rate the interval of the noise of momentum 0.99 lies; whether it is equal to that of "
-        "batch 1 is another question, which the table of tests answers.",
-        "It does not show that momentum is useless: where lr/(1-m) times the curvature nears 1, momentum "
-        "keeps training stable. It shows one network on one task, with rates that were not tuned per arm.",
+    scores = [
+        common.compared(of[x], of[y], metric, margin=margin, step=recipe.metric_step)
+        for x, y in ((C, A), (D, A), (C, D))
     ]
+    noises = [common.compared(of[x], of[A], EXCESS, margin=NOISE_MARGIN, ratio=True) for x in (B, C, D)]
+    notes = [LIMIT]
     if recipe.weight is not None:
         notes.append(
             f"In a batch of one every sample counts the same; in a larger batch by its {recipe.counts}."
         )
-    return Findings(tests=tests, conclusion=conclude(of, tests, metric), notes=tuple(notes))
-
-
-def conclude(of: dict[str, StudyArm], tests: tuple[StudyTest, ...], metric: str) -> str:
-    """One sentence, from the tests.
-
-    Args:
-        of: the arms by name.
-        tests: what was tested.
-        metric: name of the quantity.
-
-    Returns:
-        The sentence.
-    """
-    found = {(test.first, test.second, test.quantity): test for test in tests}
-    noise, same, scaled = found.get((C, A, EXCESS)), found.get((C, A, metric)), found.get((D, A, metric))
-    if noise is None or same is None or scaled is None:
-        return "Too few runs were finished to conclude anything."
-    metric, _, _ = metric.partition(",")
-    times = of[C].facts[UPDATES] / of[D].facts[UPDATES]
-    large = (of[F].mean(EXCESS) or math.nan) / (of[A].mean(EXCESS) or math.nan)
-    measured = (
-        f"its noise excess is x {noise.difference:.2g} that of batch 1 ({noise.low:.2g} to "
-        f"{noise.high:.2g}; a batch of {times:.0f} at the rate of batch 1: x {number(large, '.1g')}), its "
-        f"{metric} differs by {signed(same.difference)}"
-    )
-    # Half way, by logarithms, between the noise of batch 1 and that of the large batch.
-    between = 1 / math.sqrt(times)
-    if not large < between:
-        return (
-            f"Undecided whether momentum 0.99 is a large batch: here a batch of {times:.0f} at the rate of "
-            f"batch 1 has no clearly lower noise, so that noise does not tell them apart: {measured}."
+    same, noise = scores[0], noises[1]
+    conclusion = common.TOO_FEW
+    if same is not None and noise is not None:
+        times = of[C].facts[common.UPDATES] / of[D].facts[common.UPDATES]
+        large = (of[F].mean(EXCESS) or math.nan) / (of[A].mean(EXCESS) or math.nan)
+        verdict = "Undecided whether momentum 0.99 is a large batch"
+        # On which side of the middle, by logarithms, between the noise of batch 1 and of the large batch?
+        between = 1 / math.sqrt(times)
+        if not large < between:
+            verdict += f", for a batch of {times:.0f} has no clearly lower noise"
+        elif noise.low > between and same.result.equivalent:
+            verdict = "Momentum 0.99 with lr/(1-m) kept is the small batch, not a large one"
+        elif noise.high < between:
+            verdict = "Momentum 0.99 with lr/(1-m) kept acts like a large batch here"
+        conclusion = (
+            f"{verdict}: noise excess x {noise.difference:.2g} ({noise.low:.2g} to {noise.high:.2g}) and "
+            f"{metric.partition(',')[0]} {signed(same.difference)} against batch 1 without momentum; noise "
+            f"excess of batch {times:.0f} at that rate x {number(large, '.1g')}."
         )
-    if noise.low > between and same.result.equivalent:
-        reached = "reaches" if scaled.result.equivalent else "is not shown to reach"
-        return (
-            f"Momentum 0.99 with lr/(1-m) kept is the small batch, not a large one: {measured}, and the "
-            f"batch of {times:.0f} with {times:.0f} times the rate {reached} the same {metric} in "
-            f"{times:.0f} times fewer updates."
-        )
-    if noise.high < between:
-        return f"Momentum 0.99 with lr/(1-m) kept acts like a large batch here: {measured}."
-    verdict = "equivalent" if same.result.equivalent else "not shown to be equivalent"
-    return f"Undecided whether momentum 0.99 is a large batch: {measured} ({verdict})."
-
-
-def _how(arm: Arm) -> str:
-    batch = "batch 1" if arm.batch == 1 else f"batch {arm.batch}"
-    virtual = ", accumulated one by one" if arm.virtual else ""
-    return f"{batch}{virtual}, momentum {arm.momentum:g}, lr {arm.learning_rate:.3g}"
-
-
-def _facts(arm: Arm, rate: float) -> dict[str, float]:
-    theory = arm.learning_rate / (arm.batch * (1 - arm.momentum)) / rate
-    return {UPDATES: arm.updates, SEEN: arm.updates * arm.batch, THEORY: theory}
-
-
-def _quantities(metric: str) -> tuple[Quantity, ...]:
-    form = ".2f" if metric.endswith("%") else ".4g"
-    return (
-        Quantity(name=metric, meaning="of held-out data, after the last update", form=form),
-        Quantity(name=LOSS, meaning="mean over the training set after the last update", form=".4f"),
-        Quantity(name=EXCESS, meaning="what the noise of the updates costs in training loss", form=".2g"),
-        Quantity(name=UPDATES, meaning="of each run", form=",.0f"),
-        Quantity(name=SEEN, meaning="that each run has seen", form=",.0f"),
-        Quantity(name=THEORY, meaning="what the noise should be proportional to; arm A is 1", form=".3g"),
-    )
+    return Findings(tests=common.present([*scores, *noises]), conclusion=conclusion, notes=tuple(notes))

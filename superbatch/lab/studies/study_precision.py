@@ -1,49 +1,49 @@
 """Study of sums of K gradients in bfloat16: the precision they lose, and what keeps it.
 
-Two kinds of rows. Drawn: 20 000 coordinates, a signal as large as the noise, or all of one sign, summed in
-several ways (`superbatch.lab.studies.sums`). Trained: the recipe's model in bfloat16 with real windows of K
-micro-batches through `superbatch.torch.Accumulator`, with the sums in ``.grad`` and in float32 buffers. All
-errors are relative, ``|sum - exact| / |exact|``, against the float64 sum of the very same low-precision
-gradients.
+Drawn: 20 000 coordinates, a signal as large as the noise, or all of one sign, summed in several ways.
+Trained: the recipe's model in bfloat16 with real windows of K micro-batches. Errors are relative,
+``|sum - exact| / |exact|``, against the float64 sum of the very same low-precision gradients.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from superbatch.torch import Accumulator
 from superbatch.torch.masters import MasterWeights, fp32_masters
 from superbatch.window import Window
 
 from ..recipes import Recipe
-from ..report.study import Quantity, Study, StudyArm, StudyRun
+from ..report.study import Quantity, StudyArm, StudyRun
 from . import sums
 from .arms import cut, mean_and_weight, without_coupling
 from .on_torch import cast_batch
-from .participants import participants_of
-from .study import ArmSetting, Design, Findings, Options, Show, run_design
-from .study_common import stream
+from .participants import accumulator
+from .study import Design, Findings, Options
+from .study_common import TOO_FEW, stream
 
-NAME = "precision"
 COUNTS, QUICK_COUNTS = (16, 64, 256, 1024), (16, 64, 256)
 COORDINATES = 20_000
-MICROBATCH = 2
-"""Samples: the fewest with which BatchNorm can do."""
+MICROBATCH = 2  # samples: the fewest with which BatchNorm can do
+LIMIT = (
+    "It does not show what such an error does to a training: a noisy gradient forgives much, a sum that "
+    "stops growing does not."
+)
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to sum: in words, the dtype of the gradients, and which gradients."""
+    """A way to sum; None: real windows of the recipe's model."""
 
     name: str
     how: str
-    dtype: torch.dtype | None = None
+    add: Callable[[Tensor], Tensor] | None = None
+    dtype: torch.dtype = torch.bfloat16
     same_sign: bool = False
 
 
@@ -53,15 +53,15 @@ OWN_NATIVE, OWN_FLOAT32, INHERENT = (
     "model: sum in float32",
     "model: the gradients themselves",
 )
-DRAWN: tuple[tuple[Way, Callable[[Tensor], Tensor]], ...] = (
-    (Way(NAIVE, "drawn, signal = noise; 2 bytes per parameter", torch.bfloat16), sums.naive),
-    (Way(SAME_SIGN, "drawn, all of one sign; 2 bytes", torch.bfloat16, same_sign=True), sums.naive),
-    (Way("stochastic rounding, bfloat16", "drawn; 2 bytes", torch.bfloat16), sums.stochastic),
-    (Way("pairwise, bfloat16", "drawn; 2 log2 K bytes", torch.bfloat16), sums.pairwise),
-    (Way("Kahan, bfloat16", "drawn; 4 bytes", torch.bfloat16), sums.kahan),
-    (Way(FLOAT32, "drawn; 4 bytes", torch.bfloat16), sums.in_float32),
-    (Way("naive sum, float16", "drawn; 2 bytes", torch.float16), sums.naive),
-    (Way("naive sum, float32", "drawn; 4 bytes", torch.float32), sums.naive),
+DRAWN = (
+    Way(NAIVE, "drawn, signal = noise; 2 bytes per parameter", sums.naive),
+    Way(SAME_SIGN, "drawn, all of one sign; 2 bytes", sums.naive, same_sign=True),
+    Way("stochastic rounding, bfloat16", "drawn; 2 bytes", sums.stochastic),
+    Way("pairwise, bfloat16", "drawn; 2 log2 K bytes", sums.pairwise),
+    Way("Kahan, bfloat16", "drawn; 4 bytes", sums.kahan),
+    Way(FLOAT32, "drawn; 4 bytes", sums.in_float32),
+    Way("naive sum, float16", "drawn; 2 bytes", sums.naive, torch.float16),
+    Way("naive sum, float32", "drawn; 4 bytes", sums.naive, torch.float32),
 )
 OWN = (
     Way(OWN_NATIVE, "the recipe's model in bfloat16, Accumulator(gradient_sum=None)"),
@@ -78,34 +78,12 @@ class Setting:
     counts: tuple[int, ...]
 
 
-def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
-    """Run the study.
-
-    Args:
-        recipe: a name or a recipe.
-        options: what was asked.
-        progress: told what happens.
-
-    Returns:
-        The report.
-    """
-    return run_design(NAME, recipe, options, design, progress)
-
-
 def design(recipe: Recipe, *, options: Options) -> Design:
-    """The ways to sum.
-
-    Args:
-        recipe: whose model is trained in bfloat16.
-        options: what was asked.
-
-    Returns:
-        The study's own part.
-    """
+    """Plan the ways to sum."""
     counts = QUICK_COUNTS if options.quick else COUNTS
-    ways = (*(way for way, _ in DRAWN), *OWN)
+    ways = (*DRAWN, *OWN)
     return Design(
-        arms=tuple(ArmSetting(name=way.name, how=way.how, facts={}) for way in ways),
+        arms=tuple(StudyArm(name=way.name, how=way.how, facts={}, runs=()) for way in ways),
         setting=Setting(ways, counts),
         train=train,
         ticks=len(ways),
@@ -123,48 +101,24 @@ def design(recipe: Recipe, *, options: Options) -> Design:
 def train(
     recipe: Recipe, setting: Setting, seed: int, *, tick: Callable[[int], None]
 ) -> Iterator[tuple[int, StudyRun]]:
-    """Sum in every way, from one seed.
-
-    Args:
-        recipe: whose model is trained in bfloat16.
-        setting: the ways and the counts.
-        seed: of gradients, weights and samples.
-        tick: told that a way is done.
-
-    Yields:
-        (index of the way, its run).
-    """
+    """Sum in every way, from one seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         drawn = {same: _draw(max(setting.counts), same_sign=same) for same in (False, True)}
-        for index, (way, add) in enumerate(DRAWN):
-            assert way.dtype is not None
-            gradients = drawn[way.same_sign].to(way.dtype)
-            errors = [
-                _apart(add(gradients[:count]), gradients[:count].double().sum(0)) for count in setting.counts
-            ]
+        for index, way in enumerate(DRAWN):
+            gradients, add = drawn[way.same_sign].to(way.dtype), way.add
+            assert add is not None
+            errors = [_apart(add(gradients[:k]), gradients[:k].double().sum(0)) for k in setting.counts]
             tick(1)
             yield index, _run(seed, setting, errors)
-    errors = {way.name: list[float]() for way in OWN}
-    for count in setting.counts:
-        for name, error in errors_of_model(recipe, count, seed).items():
-            errors[name].append(error)
+    windows = [errors_of_model(recipe, count, seed) for count in setting.counts]
     for index, way in enumerate(OWN, start=len(DRAWN)):
         tick(1)
-        yield index, _run(seed, setting, errors[way.name])
+        yield index, _run(seed, setting, [errors[way.name] for errors in windows])
 
 
 def errors_of_model(recipe: Recipe, count: int, seed: int) -> dict[str, float]:
-    """Relative errors of real windows of a model in bfloat16.
-
-    Args:
-        recipe: its model, data and loss.
-        count: micro-batches of the window, of 2 samples each.
-        seed: of weights and samples.
-
-    Returns:
-        Name of a way -> error.
-    """
+    """Relative errors of real windows of a model in bfloat16."""
     recipe = without_coupling(recipe) if recipe.coupled == "exact" else recipe
     model = recipe.model(seed).bfloat16()
     batch = recipe.batch(stream(recipe.samples, count * MICROBATCH, seed))
@@ -186,42 +140,31 @@ def _accumulated(recipe: Recipe, model: nn.Module, window: list[object], dtype: 
     seen: list[Tensor] = []
 
     def look(*_: object) -> None:
-        seen.extend(flat for master in masters.values() if (flat := _flat(master)) is not None)
+        seen.append(_gradient(masters.values()))
 
     optimizer.register_step_pre_hook(look)
-    accumulate = Accumulator(
-        model,
-        MasterWeights(optimizer, masters),
-        recipe.loss_fn(model),
-        reduction=recipe.reduction,
-        weight=recipe.weight,
-        participants=participants_of(recipe.batchnorm),
-        gradient_sum=dtype,
-        check=False,
+    accumulate = accumulator(
+        recipe, model, MasterWeights(optimizer, masters), gradient_sum=dtype, check=False
     )
     accumulate(Window(window))
-    return torch.cat(seen)
+    return seen[0]
 
 
 def _exact(recipe: Recipe, model: nn.Module, parts: list[object], dtype: str) -> Tensor:
     """The weighted mean of the micro-batches' gradients, each of the model's dtype, summed in float64."""
     loss_fn = recipe.loss_fn(model)
-    total: Tensor | None = None
-    weights = 0.0
+    total, weights = torch.zeros((), dtype=torch.float64), 0.0
     for part in parts:
         loss, weight = mean_and_weight(recipe, loss_fn, cast_batch(part, dtype))
         model.zero_grad()
         loss.backward()
-        flat = [each for parameter in model.parameters() if (each := _flat(parameter)) is not None]
-        gradient = weight * torch.cat(flat).double()
-        total = gradient if total is None else total + gradient
-        weights += weight
-    assert total is not None
+        total, weights = total + weight * _gradient(model.parameters()).double(), weights + weight
     return total / weights
 
 
-def _flat(parameter: Tensor) -> Tensor | None:
-    return None if parameter.grad is None else parameter.grad.detach().flatten().clone()
+def _gradient(parameters: Iterable[Tensor]) -> Tensor:
+    """A copy of all gradients in one vector."""
+    return torch.cat([each.grad.flatten() for each in parameters if each.grad is not None])
 
 
 def _draw(count: int, *, same_sign: bool) -> Tensor:
@@ -245,47 +188,17 @@ def _column(count: int) -> str:
 
 
 def find(arms: tuple[StudyArm, ...], *, count: int) -> Findings:
-    """Conclude; there is nothing to test: what is measured is many times apart, or it is not.
-
-    Args:
-        arms: with their runs.
-        count: the largest K.
-
-    Returns:
-        Conclusion and notes.
-    """
-    notes = (
-        "An error is |sum - exact| / |exact| over all coordinates, against the float64 sum of the same "
-        "low-precision gradients; ± is the standard deviation over seeds.",
-        f'"{INHERENT}" is how far the bfloat16 gradients are from those of the same weights in float64, '
-        "before anything is summed: an error of the sum matters where it is not far below that, or not far "
-        "below the noise of the gradient.",
-        "It does not show what such an error does to a training: a noisy gradient forgives much, a sum that "
-        "stops growing does not.",
-    )
-    return Findings(tests=(), conclusion=conclude({arm.name: arm for arm in arms}, count), notes=notes)
-
-
-def conclude(of: dict[str, StudyArm], count: int) -> str:
-    """One sentence, from the errors at the largest K.
-
-    Args:
-        of: the arms by name.
-        count: the largest K.
-
-    Returns:
-        The sentence.
-    """
-    column = _column(count)
+    """Conclude from the errors at the largest K: they are many times apart, or they are not."""
+    column, of = _column(count), {arm.name: arm for arm in arms}
     same, naive, native = (of[name].mean(column) for name in (SAME_SIGN, NAIVE, OWN_NATIVE))
-    wide = [of[name].mean(column) for name in (FLOAT32, OWN_FLOAT32)]
-    if same is None or naive is None or native is None or None in wide:
-        return "Too few runs were finished to conclude anything."
-    buffers = max(each for each in wide if each is not None)
+    wide = [error for name in (FLOAT32, OWN_FLOAT32) if (error := of[name].mean(column)) is not None]
+    if same is None or naive is None or native is None or len(wide) < 2:
+        return Findings(tests=(), conclusion=TOO_FEW, notes=(LIMIT,))
     said = (
         f"a bfloat16 sum of {count} gradients is off by {same:.2g} where they agree in sign, by {naive:.2g} "
         f"where signal equals noise and by {native:.2g} in this model"
     )
-    if buffers < 0.01 * min(same, naive, native):
-        return f"Sum in float32: {said}, the float32 sum of the same gradients by {buffers:.1g}."
-    return f"A float32 sum gains little here: {said}, and the float32 sum is off by {buffers:.2g}."
+    gains = max(wide) < 0.01 * min(same, naive, native)
+    verdict = "Sum in float32" if gains else "A float32 sum gains little here"
+    conclusion = f"{verdict}: {said}, the float32 sum of the same gradients by {max(wide):.1g}."
+    return Findings(tests=(), conclusion=conclusion, notes=(LIMIT,))

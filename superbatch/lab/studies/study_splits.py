@@ -1,7 +1,4 @@
-"""Study of a batch in K micro-batches against the batch in one piece: the first source's table.
-
-This is `superbatch.lab.studies.compare` and nothing else, put into the form of a study.
-"""
+"""Study of a batch in K micro-batches against the batch in one piece: `superbatch compare` as a study."""
 
 from __future__ import annotations
 
@@ -13,31 +10,19 @@ from ..report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
 from ..report.verdict import verdict
 from . import compare as comparing
 from . import quick
-from .catalogue import entry_of
-from .study import Options, Progress, Show, StudyInterrupted, asked, loaded, seeds_of, turns_of
+from .study import Options, Progress, Show, StudyInterrupted, as_study, loaded, seeds_of, turns_of
+from .study_common import COLUMNS, UPDATES, column_of_metric
 
-NAME = "splits"
 QUICK_UPDATES, SHORTEST = 200, 20
-UPDATES, APART = "updates", "weights differ by"
+APART = "weights differ by"
+BESIDE = "superbatch compare shows time and memory too, other splits, and wrong ways beside it."
 
 
 def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
-    """Compare the real batch with its splits.
-
-    Args:
-        recipe: a name or a recipe.
-        options: what was asked.
-        progress: told what happens.
-
-    Returns:
-        The report.
-
-    Raises:
-        StudyInterrupted: on Ctrl-C; it carries the partial report.
-    """
+    """Compare the real batch with its splits."""
     what = loaded(recipe, options)
     size = options.batch_size or what.batch_size
-    seeds = seeds_of(NAME, options)
+    seeds = seeds_of("splits", options)
     wanted = comparing.Options(
         updates=max(1, options.samples // size) if options.samples else None,
         runs=len(seeds),
@@ -66,9 +51,9 @@ def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
         progress(Progress(event.done, event.total, text))
 
     try:
-        return as_study(comparing.compare(recipe, wanted, progress=receive), options, notes)
+        return _study(comparing.compare(recipe, wanted, progress=receive), options, notes)
     except comparing.ComparisonInterrupted as stopped:
-        raise StudyInterrupted(as_study(stopped.report, options, notes)) from None
+        raise StudyInterrupted(_study(stopped.report, options, notes)) from None
 
 
 def _updates(recipe: str | Recipe, wanted: comparing.Options, most: int, *, turns: int) -> tuple[int, bool]:
@@ -81,42 +66,20 @@ def _updates(recipe: str | Recipe, wanted: comparing.Options, most: int, *, turn
     return quick.affordable(cost, least=SHORTEST, most=most, turns=turns)
 
 
-def as_study(report: Comparison, options: Options, notes: tuple[str, ...] = ()) -> Study:
-    """A comparison in the form of a study.
-
-    Args:
-        report: whole or partial.
-        options: what was asked.
-        notes: further ones.
-
-    Returns:
-        The same numbers.
-    """
+def _study(report: Comparison, options: Options, notes: tuple[str, ...]) -> Study:
     metric = f"{report.metric}, {report.unit}" if report.unit else report.metric
-    return Study(
-        name=NAME,
-        question=entry_of(NAME).question,
-        recipe=report.recipe,
-        description=report.description,
+    apart = "|w - w_real| / |w_real| after the last update, pairs of the same seed"
+    return as_study(
+        "splits",
+        report,
+        options,
         setting={
             "batch": str(report.batch_size),
             "updates": str(report.updates),
             report.optimizer: f"lr {report.learning_rate:g}",
             "dtype": report.dtype,
         },
-        quantities=(
-            Quantity(
-                name=metric,
-                meaning="of held-out data, after the last update",
-                form=".2f" if report.unit == "%" else ".4g",
-            ),
-            Quantity(name=UPDATES, meaning="of each run", form=",.0f"),
-            Quantity(
-                name=APART,
-                meaning="|w - w_real| / |w_real| after the last update, pairs of the same seed",
-                form=".1e",
-            ),
-        ),
+        quantities=(column_of_metric(metric), COLUMNS[1], Quantity(name=APART, meaning=apart, form=".1e")),
         arms=tuple(_arm(arm, metric) for arm in report.arms),
         tests=tuple(
             StudyTest(first=arm.name, second=report.arms[0].name, quantity=metric, ratio=False, result=test)
@@ -126,30 +89,13 @@ def as_study(report: Comparison, options: Options, notes: tuple[str, ...] = ()) 
         conclusion=verdict(report)[0],
         curve_at=tuple(map(float, report.curve_updates)),
         seeds=report.seeds,
-        seconds=report.seconds,
-        partial=report.partial,
-        versions=report.versions,
-        command=asked(options),
-        notes=(
-            *report.notes,
-            *notes,
-            "superbatch compare shows time and memory too, other splits, and wrong ways beside it.",
-        ),
+        notes=(*notes, BESIDE),
     )
 
 
 def _arm(arm: Arm, metric: str) -> StudyArm:
-    return StudyArm(
-        name=arm.name,
-        how=arm.how,
-        facts={UPDATES: float(arm.updates)},
-        runs=tuple(
-            StudyRun(
-                seed=run.seed,
-                values={metric: run.metric}
-                | ({} if run.weight_difference is None else {APART: run.weight_difference}),
-                curve=run.losses,
-            )
-            for run in arm.runs
-        ),
-    )
+    runs: list[StudyRun] = []
+    for run in arm.runs:
+        apart = {} if run.weight_difference is None else {APART: run.weight_difference}
+        runs.append(StudyRun(seed=run.seed, values={metric: run.metric, **apart}, curve=run.losses))
+    return StudyArm(name=arm.name, how=arm.how, facts={UPDATES: float(arm.updates)}, runs=tuple(runs))

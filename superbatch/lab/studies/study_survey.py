@@ -1,9 +1,4 @@
-"""Study of learning-rate surveys with virtual batches against real ones: the other source's figure.
-
-This is `superbatch.lab.studies.survey` and nothing else, put into the form of a study. ``superbatch survey``
-shows more: other ranges, momentum and weight decay, and wrong ways beside the right one. It works in one
-process.
-"""
+"""Study of learning-rate surveys with virtual batches against real ones: `superbatch survey` as a study."""
 
 from __future__ import annotations
 
@@ -15,29 +10,15 @@ from ..report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
 from ..report.survey_text import conclusions
 from ..report.surveys import SeededSurvey, SurveyArm, Surveys
 from . import survey as surveying
-from .catalogue import entry_of
-from .study import Options, Progress, Show, StudyInterrupted, asked, seeds_of
+from .study import Options, Progress, Show, StudyInterrupted, as_study, seeds_of
 
-NAME = "survey"
 RATE, PAIRS, CURVES = "suggested lr", "pairs differ by", "curves alike, p"
 
 
 def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
-    """Survey with the real batch and with its splits.
-
-    Args:
-        recipe: a name or a recipe.
-        options: what was asked.
-        progress: told what happens.
-
-    Returns:
-        The report.
-
-    Raises:
-        StudyInterrupted: on Ctrl-C; it carries the partial report.
-    """
+    """Survey with the real batch and with its splits."""
     wanted = surveying.Options(
-        repeats=len(seeds_of(NAME, options)),
+        repeats=len(seeds_of("survey", options)),
         optimizer=options.optimizer,
         batch_size=options.batch_size,
         threads=options.threads,
@@ -52,27 +33,17 @@ def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
         progress(Progress(event.done, event.total, text))
 
     try:
-        return as_study(surveying.survey(recipe, wanted, progress=receive), options)
+        return _study(surveying.survey(recipe, wanted, progress=receive), options)
     except surveying.SurveyInterrupted as stopped:
-        raise StudyInterrupted(as_study(stopped.report, options)) from None
+        raise StudyInterrupted(_study(stopped.report, options)) from None
 
 
-def as_study(report: Surveys, options: Options) -> Study:
-    """Surveys in the form of a study.
-
-    Args:
-        report: whole or partial.
-        options: what was asked.
-
-    Returns:
-        The same numbers.
-    """
+def _study(report: Surveys, options: Options) -> Study:
     share = report.factor - 1
-    return Study(
-        name=NAME,
-        question=entry_of(NAME).question,
-        recipe=report.recipe,
-        description=report.description,
+    return as_study(
+        "survey",
+        report,
+        options,
         setting={
             "lr": f"{report.low:g} to {report.high:g} in {report.updates} updates",
             "batch": str(report.batch_size),
@@ -99,22 +70,15 @@ def as_study(report: Surveys, options: Options) -> Study:
         conclusion=conclusions(report)[0],
         curve_at=max((run.survey.values for arm in report.arms for run in arm.runs), key=len, default=()),
         seeds=tuple(range(report.repeats)),
-        seconds=report.seconds,
-        partial=report.partial,
-        versions=report.versions,
-        command=asked(options),
         notes=(
-            *report.notes,
-            "Each arm has seeds of its own, so its tests are not paired; superbatch survey shows more of "
-            "the same.",
+            "Each arm has seeds of its own, so its tests are not paired; superbatch survey shows other "
+            "ranges, momentum and weight decay, and wrong ways beside it.",
         ),
     )
 
 
 def _arm(arm: SurveyArm) -> StudyArm:
-    facts: dict[str, float] = {}
-    if arm.pairs:
-        facts[PAIRS] = max(arm.pairs)
+    facts = {PAIRS: max(arm.pairs)} if arm.pairs else dict[str, float]()
     if arm.curve is not None:
         facts[CURVES] = arm.curve.p_value
     return StudyArm(name=arm.name, how=arm.how, facts=facts, runs=tuple(map(_run, arm.runs)))

@@ -1,12 +1,9 @@
 """Ways to sum K gradients one after the other, in few bits: what each is, and what it keeps.
 
-Each is a function: gradients of shape (K, coordinates) -> one sum of shape (coordinates,), having seen them
-in order. u = 2^-p is the unit roundoff: p = 8 for bfloat16, 11 for float16, 24 for float32. A sum of like
-signs stops growing where a gradient is less than half a unit in the last place of the sum: after 2^p to
-2^(p+1) gradients.
-
-Reference: Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., chapter 4; the table of section
-"Precision" of docs/studies.md is made with these.
+Each is a function of gradients of shape (K, coordinates), seen in order. u = 2^-p is the unit roundoff: p = 8
+for bfloat16, 11 for float16, 24 for float32. A sum of like signs stops growing where a gradient is less than
+half a unit in the last place of the sum: after 2^p to 2^(p+1) gradients. Reference: Higham, Accuracy and
+Stability of Numerical Algorithms, 2nd ed., chapter 4.
 """
 
 from __future__ import annotations
@@ -16,38 +13,24 @@ from torch import Tensor
 
 
 def naive(gradients: Tensor) -> Tensor:
-    """``s = round(s + g)`` in the gradients' own dtype: what ``.grad`` does.
-
-    Examples:
-        >>> naive(torch.full((512, 1), 1.0, dtype=torch.bfloat16)).item()
-        256.0
-    """
-    total = torch.zeros_like(gradients[0])
-    for gradient in gradients:
-        total += gradient
-    return total
+    """``s = round(s + g)`` in the gradients' own dtype: what ``.grad`` does."""
+    return _in_turn(gradients, gradients.dtype)
 
 
 def in_float32(gradients: Tensor) -> Tensor:
-    """The sum of low-precision gradients in a float32 buffer: what `superbatch.torch.Accumulator` does.
+    """The sum of low-precision gradients in a float32 buffer: what `superbatch.torch.Accumulator` does."""
+    return _in_turn(gradients, torch.float32)
 
-    Examples:
-        >>> in_float32(torch.full((512, 1), 1.0, dtype=torch.bfloat16)).item()
-        512.0
-    """
-    total = torch.zeros_like(gradients[0], dtype=torch.float32)
+
+def _in_turn(gradients: Tensor, dtype: torch.dtype) -> Tensor:
+    total = torch.zeros_like(gradients[0], dtype=dtype)
     for gradient in gradients:
         total += gradient
     return total
 
 
 def kahan(gradients: Tensor) -> Tensor:
-    """Compensated: a second buffer of the same dtype keeps what rounding took, error 2u.
-
-    Examples:
-        >>> kahan(torch.full((512, 1), 1.0, dtype=torch.bfloat16)).item()
-        512.0
-    """
+    """Compensated: a second buffer of the same dtype keeps what rounding took, error 2u."""
     total, lost = torch.zeros_like(gradients[0]), torch.zeros_like(gradients[0])
     for gradient in gradients:
         mended = gradient - lost
@@ -58,12 +41,7 @@ def kahan(gradients: Tensor) -> Tensor:
 
 
 def pairwise(gradients: Tensor) -> Tensor:
-    """Sums of equally many gradients are added up, like digits that carry; log2 K buffers, error u log2 K.
-
-    Examples:
-        >>> pairwise(torch.full((512, 1), 1.0, dtype=torch.bfloat16)).item()
-        512.0
-    """
+    """Sums of equally many gradients are added up, like digits that carry; log2 K buffers, error u log2 K."""
     carried: list[tuple[int, Tensor]] = []
     for gradient in gradients:
         level, total = 0, gradient
@@ -81,10 +59,6 @@ def stochastic(gradients: Tensor) -> Tensor:
     """Round up or down at random, up with the probability of what would be lost: no bias; for bfloat16.
 
     Draws from torch's generator.
-
-    Examples:
-        >>> bool(400 < stochastic(torch.full((512, 100), 1.0, dtype=torch.bfloat16)).float().mean() < 600)
-        True
     """
     total = torch.zeros_like(gradients[0])
     for gradient in gradients:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -13,6 +14,10 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+
+# torch imports this with its first optimizer. Its defaults are the default group of that moment, which would
+# then outlive destroy_process_group with gloo's threads.
+import torch.distributed.nn.functional
 from torch import Tensor, nn
 
 from superbatch.errors import InputError
@@ -24,7 +29,7 @@ from superbatch.torch.options import PerSampleRandom
 
 from ..recipes import Recipe
 from .on_torch import cast_batch
-from .participants import participants_of
+from .participants import accumulator
 from .train_log import TrainLog
 
 PRECISIONS = ("float32", "float64", "bf16")
@@ -33,155 +38,100 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of a training; None stands for the recipe's own value, or for leaving it out.
+    """Options of a training; None stands for the recipe's own value, or for leaving it out."""
 
-    Attributes:
-        batch_size: samples of one update, on all ranks.
-        microbatch_size: samples, ``"auto"`` or ``"largest"``.
-        updates: length of the training.
-        optimizer: one that the recipe allows.
-        learning_rate: at the start.
-        precision: ``"float32"``, ``"float64"`` or ``"bf16"`` (autocast).
-        clip: largest norm of the gradient.
-        schedule: of the learning rate: ``"constant"``, or ``"linear"`` or ``"cosine"`` down to 0.
-        noise: measure the noise scale.
-        sample_rng: give each sample its own random numbers.
-        checkpoints: folder; a training resumes from its newest one.
-        every: updates between checkpoints.
-        keep: checkpoints that stay.
-        evaluate_every: updates between evaluations; None: at the end alone.
-        log: file with a row of JSON for each update.
-        tensorboard: folder.
-        seed: of the weights and the order of the samples.
-        device: cpu or cuda.
-
-    Examples:
-        >>> Options(updates=100).precision
-        'float32'
-    """
-
-    batch_size: int | None = None
-    microbatch_size: int | Literal["auto", "largest"] = "auto"
-    updates: int | None = None
-    optimizer: str | None = None
-    learning_rate: float | None = None
-    precision: str = "float32"
-    clip: float | None = None
+    batch_size: int | None = None  # samples of one update, on all ranks
+    microbatch_size: int | Literal["auto", "largest"] = "auto"  # samples, ``"auto"`` or ``"largest"``
+    updates: int | None = None  # length of the training
+    optimizer: str | None = None  # one that the recipe allows
+    learning_rate: float | None = None  # at the start
+    precision: str = "float32"  # ``"float32"``, ``"float64"`` or ``"bf16"`` (autocast)
+    clip: float | None = None  # largest norm of the gradient
+    # of the learning rate: ``"constant"``, or ``"linear"`` or ``"cosine"`` down to 0
     schedule: str = "constant"
-    noise: bool = False
-    sample_rng: bool = False
-    checkpoints: Path | None = None
-    every: int = 100
-    keep: int = 3
-    evaluate_every: int | None = None
-    log: Path | None = None
-    tensorboard: Path | None = None
-    seed: int = 0
-    device: str = "cpu"
+    noise: bool = False  # measure the noise scale
+    sample_rng: bool = False  # give each sample its own random numbers
+    checkpoints: Path | None = None  # folder; a training resumes from its newest one
+    every: int = 100  # updates between checkpoints
+    keep: int = 3  # checkpoints that stay
+    evaluate_every: int | None = None  # updates between evaluations; None: at the end alone
+    log: Path | None = None  # file with a row of JSON for each update
+    tensorboard: Path | None = None  # folder
+    seed: int = 0  # of the weights and the order of the samples
+    device: str = "cpu"  # cpu or cuda
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A training that ended, or was stopped by a signal.
+    """A training that ended, or was stopped by a signal."""
 
-    Attributes:
-        updates: that were made, with those before it was resumed.
-        loss: of the last update; None: none was made.
-        metric: of the recipe; None: it was stopped, or this is not the first rank.
-        noise: of the gradient; None: not measured.
-        resumed: the checkpoint from which it was resumed.
-        exit_code: 0, or 130 or 143 after a signal.
-        rank: of this process.
-    """
-
-    updates: int
-    loss: float | None
-    metric: float | None
-    noise: Noise | None
-    resumed: Path | None
-    exit_code: int
-    rank: int
+    updates: int  # that were made, with those before it was resumed
+    loss: float | None  # of the last update; None: none was made
+    metric: float | None  # of the recipe; None: it was stopped, or this is not the first rank
+    noise: Noise | None  # of the gradient; None: not measured
+    resumed: Path | None  # the checkpoint from which it was resumed
+    exit_code: int  # 0, or 130 or 143 after a signal
+    rank: int  # of this process
 
 
 def train(
     recipe: Recipe, options: Options, *, progress: Callable[[int, int, str | None], None] = lambda *_: None
 ) -> Trained:
-    """Train a recipe, on one device or, started by torchrun, on as many as there are ranks.
-
-    Args:
-        recipe: what is trained.
-        options: how.
-        progress: called by the first rank after each update with (done, total, what was found).
-
-    Returns:
-        What came out.
-
-    Raises:
-        InputError: an option cannot be used.
-        CheckpointError: the checkpoint cannot be loaded.
-
-    Examples:
-        >>> from superbatch.lab.recipes import load_recipe
-        >>> train(load_recipe("digits"), Options(updates=2, microbatch_size=50)).updates
-        2
-    """
+    """Train a recipe, on one device or, started by torchrun, on as many as there are ranks."""
     batch_size = recipe.batch_size if options.batch_size is None else options.batch_size
     updates = recipe.updates if options.updates is None else options.updates
     _check(recipe, options, batch_size)
-    with _ranks(options.device) as (rank, ranks, device), torch.random.fork_rng():
-        model = recipe.model(options.seed).to(device)
-        model = model.double() if options.precision == "float64" else model
-        accumulate = _accumulator(recipe, options, model, updates, ranks)
-        torch.manual_seed(options.seed + rank)  # resumed ranks load the states that they had
-        checkpoint = _resume(recipe, options, accumulate)
-        samples, first = checkpoint.samples if checkpoint else 0, accumulate.updates
-        log = TrainLog(options.log, options.tensorboard, first) if rank == 0 else None
-        batches, loss, end = batches_from(recipe.samples, options.seed, samples, batch_size), None, False
-        dtype = "float64" if options.precision == "float64" else "float32"
-        with StopSignals() as stop:
-            while accumulate.updates < updates and not end:
-                own = next(batches).tensor_split(ranks)[rank]
-                update = accumulate(cast_batch(recipe.batch(own), dtype))
-                samples, loss, done = samples + batch_size, update.loss, accumulate.updates
-                end = stop.requested(accumulate)
-                if log is not None:
-                    due = options.evaluate_every and done % options.evaluate_every == 0
-                    log.write(done, update, samples, _metric(recipe, model) if due else None)
-                    progress(done - first, updates - first, f"update {done} of {updates}, loss {loss:.4g}")
-                if options.checkpoints and (end or done == updates or done % options.every == 0):
-                    facts = {"recipe": recipe.name, "seed": options.seed}
-                    save_checkpoint(
-                        options.checkpoints, accumulate, samples=samples, extra=facts, keep=options.keep
-                    )
-        return Trained(
-            updates=accumulate.updates,
-            loss=loss,
-            metric=None if end or rank else _metric(recipe, model),
-            noise=accumulate.noise if isinstance(accumulate, Accumulator) else None,
-            resumed=checkpoint.path if checkpoint else None,
-            exit_code=stop.exit_code,
-            rank=rank,
-        )
+    with _ranks(options.device) as place, torch.random.fork_rng():
+        return _trained(recipe, options, batch_size, updates, place, progress)
+
+
+def _trained(
+    recipe: Recipe,
+    options: Options,
+    batch_size: int,
+    updates: int,
+    place: tuple[int, int, torch.device],
+    progress: Callable[[int, int, str | None], None],
+) -> Trained:
+    """Train in a function of its own: when it returns, nothing uses the process group any more."""
+    rank, ranks, device = place
+    model = recipe.model(options.seed).to(device)
+    model = model.double() if options.precision == "float64" else model
+    accumulate = _accumulator(recipe, options, model, updates, ranks)
+    torch.manual_seed(options.seed + rank)  # resumed ranks load the states that they had
+    checkpoint = _resume(recipe, options, accumulate)
+    samples, first = checkpoint.samples if checkpoint else 0, accumulate.updates
+    log = TrainLog(options.log, options.tensorboard, first) if rank == 0 else None
+    batches, loss, end = batches_from(recipe.samples, options.seed, samples, batch_size), None, False
+    dtype = "float64" if options.precision == "float64" else "float32"
+    with StopSignals() as stop:
+        while accumulate.updates < updates and not end:
+            own = next(batches).tensor_split(ranks)[rank]
+            update = accumulate(cast_batch(recipe.batch(own), dtype))
+            samples, loss, done = samples + batch_size, update.loss, accumulate.updates
+            end = stop.requested(accumulate)
+            if log is not None:
+                due = options.evaluate_every and done % options.evaluate_every == 0
+                log.write(done, update, samples, _metric(recipe, model) if due else None)
+                progress(done - first, updates - first, f"update {done} of {updates}, loss {loss:.4g}")
+            if options.checkpoints and (end or done == updates or done % options.every == 0):
+                facts = {"recipe": recipe.name, "seed": options.seed}
+                save_checkpoint(
+                    options.checkpoints, accumulate, samples=samples, extra=facts, keep=options.keep
+                )
+    return Trained(
+        updates=accumulate.updates,
+        loss=loss,
+        metric=None if end or rank else _metric(recipe, model),
+        noise=accumulate.noise if isinstance(accumulate, Accumulator) else None,
+        resumed=checkpoint.path if checkpoint else None,
+        exit_code=stop.exit_code,
+        rank=rank,
+    )
 
 
 def batches_from(samples: int, seed: int, start: int, size: int) -> Iterator[Tensor]:
-    """Draw the batches that come after some samples: permutation after permutation, one for each epoch.
-
-    Args:
-        samples: of the training set.
-        seed: of the permutations, each of which is a function of the seed and its number.
-        start: samples that were used.
-        size: of a batch.
-
-    Yields:
-        Indices, int64 of shape (size,).
-
-    Examples:
-        >>> batches = batches_from(5, 0, 0, 3)
-        >>> first, second = next(batches), next(batches)
-        >>> torch.equal(next(batches_from(5, 0, 3, 3)), second)
-        True
-    """
+    """Draw the batches that come after some samples: permutation after permutation, one for each epoch."""
 
     def permutation(epoch: int) -> Tensor:
         return torch.randperm(samples, generator=torch.Generator().manual_seed((seed << 24) + epoch))
@@ -233,6 +183,7 @@ def _ranks(device: str) -> Iterator[tuple[int, int, torch.device]]:
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     yield dist.get_rank(), dist.get_world_size(), torch.device(device)
     dist.barrier()  # a rank that leaves first may abort the others in gloo; after an error none waits
+    gc.collect()  # a group that is still held keeps gloo's threads, which may abort the process at its end
     dist.destroy_process_group()
 
 
@@ -263,17 +214,13 @@ def _accumulator(
     if recipe.coupled == "exact":
         size = "auto" if options.microbatch_size == "largest" else options.microbatch_size
         return WholeBatch(model, optimizer, loss_fn, microbatch_size=size, **common)
-    return Accumulator(
+    return accumulator(
+        recipe,
         model,
         optimizer,
-        loss_fn,
+        loss_fn=loss_fn,
         microbatch_size=options.microbatch_size,
-        reduction=recipe.reduction,
-        weight=recipe.weight,
-        participants=[
-            *participants_of(recipe.batchnorm),
-            *([PerSampleRandom()] if options.sample_rng else []),
-        ],
+        participants=[PerSampleRandom()] if options.sample_rng else [],
         observers=[NoiseMeter(data_size=recipe.samples)] if options.noise else [],
         **common,
     )

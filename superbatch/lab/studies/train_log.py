@@ -11,16 +11,7 @@ from superbatch.results.update import Update
 
 
 class TrainLog:
-    """Log that a resumed training continues: rows of updates after its checkpoint are removed.
-
-    Args:
-        file: of the rows; None: none are written. A training that is not resumed replaces it.
-        tensorboard: folder; None: none.
-        done: updates that were made before.
-
-    Raises:
-        InputError: tensorboard is not installed, or the file cannot be written.
-    """
+    """Log that a resumed training continues: rows of updates after its checkpoint are removed."""
 
     def __init__(self, file: Path | None, tensorboard: Path | None, done: int) -> None:
         self.file, self.board = file, None if tensorboard is None else _board(tensorboard, done)
@@ -38,14 +29,7 @@ class TrainLog:
             ) from error
 
     def write(self, done: int, update: Update, samples: int, metric: float | None) -> None:
-        """Write the row of an update.
-
-        Args:
-            done: updates that were made.
-            update: the last one.
-            samples: that were used, on all ranks.
-            metric: of an evaluation after it.
-        """
+        """Write the row of an update; samples are those of all ranks."""
         row: dict[str, Any] = {
             "loss": update.loss,
             "grad_norm": update.grad_norm,

@@ -21,17 +21,7 @@ FLOOR = 1e-3
 def train_seed(
     recipe: Recipe, setting: Setting, seed: int, *, tick: Callable[[int], None] = lambda microbatches: None
 ) -> Iterator[tuple[int, Run]]:
-    """Train every arm from one seed.
-
-    Args:
-        recipe: what is trained.
-        setting: how, and on which backend.
-        seed: of the initial weights and the order of the samples.
-        tick: called after each update with its number of micro-batches.
-
-    Yields:
-        (index of the arm, its run), the real batch first.
-    """
+    """Train every arm from one seed, the real batch first."""
     reference: Mapping[str, Any] | None = None
     for index, trained in enumerate(load_backend(setting.backend).train(recipe, setting, seed, tick)):
         run = Run(
@@ -54,13 +44,6 @@ def difference(weights: Mapping[str, Any], reference: Mapping[str, Any]) -> dict
     All weights: ``|w - r| / |r|``. One parameter p: ``|w_p - r_p| / max(|r_p|, 1e-3 |r|)``; the floor keeps a
     parameter that is zero but for rounding from looking different. 2-norms; infinite where they are not
     numbers.
-
-    Args:
-        weights: name -> values, arrays or anything that numpy takes.
-        reference: the same names.
-
-    Returns:
-        ``weight_difference``, ``worst_difference`` and ``worst_parameter``.
 
     Examples:
         >>> r = {"a": [3.0, 4.0], "b": [12.0]}

@@ -1,58 +1,73 @@
-"""One run of the digits task on a backend that is not torch: what does not depend on which one it is."""
+"""The digits task on a backend that is not torch: what does not depend on which one it is."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..recipes import Recipe
 from ..recipes.drawing import Draws
-from .backends import Trained
+from .backends import Trained, timed
 from .setting import ArmPlan, Setting, batches
 
 
-def run_updates(
-    recipe: Recipe,
-    setting: Setting,
-    arm: ArmPlan,
-    seed: int,
-    tick: Callable[[int], None],
-    *,
-    prepare: Callable[[Any], Any],
-    update: Callable[[Any], float],
-    weights: Callable[[], dict[str, np.ndarray]],
-) -> Trained:
-    """Make the updates of one run, with the samples in the order in which torch draws them from the seed.
+class Steps(NamedTuple):
+    """One run that is ready to start: compiled, with the initial weights of its seed."""
 
-    Args:
-        recipe: the digits task.
-        setting: how many updates, of what.
-        arm: which.
-        seed: of the order.
-        tick: called after each update with its number of micro-batches.
-        prepare: indices of the samples -> their batch, off the clock.
-        update: makes one update with a batch; returns the batch's mean loss before it.
-        weights: after the last update, by torch's names and in torch's shapes.
+    prepare: Callable[[Any], Any]  # indices of the samples -> their batch, off the clock
+    update: Callable[[Any], float]  # makes one update; returns the mean loss before it
+    weights: Callable[[], Mapping[str, Any]]  # by torch's names, in torch's shapes
 
-    Returns:
-        The run.
+
+def trainer(
+    begin: Callable[[Recipe, Setting, ArmPlan, int], Steps],
+    within: Callable[[str], AbstractContextManager[Any]] = lambda dtype: nullcontext(),
+) -> Callable[[Recipe, Setting, int, Callable[[int], None]], Iterator[Trained]]:
+    """Make the function that trains every arm from one seed, from the weights and in the order of torch.
+
+    Each arm is trained within a context of its dtype, which a framework may keep for the whole process.
     """
+
+    def train(recipe: Recipe, setting: Setting, seed: int, tick: Callable[[int], None]) -> Iterator[Trained]:
+        for arm in setting.arms:
+            with within(setting.dtype):
+                trained = _train(recipe, setting, arm, seed, tick, begin(recipe, setting, arm, seed))
+            yield trained
+
+    return train
+
+
+def _train(
+    recipe: Recipe, setting: Setting, arm: ArmPlan, seed: int, tick: Callable[[int], None], steps: Steps
+) -> Trained:
     draws = Draws(seed)
-    losses: list[float] = []
-    seconds = 0.0
-    for indices in batches(lambda: draws.permutation(recipe.samples), recipe.samples, setting):
-        batch = prepare(indices)
-        start = time.perf_counter()
-        losses.append(update(batch))
-        seconds += time.perf_counter() - start
-        tick(len(arm.split.sizes))
-    found: Any = weights()
+    order = batches(lambda: draws.permutation(recipe.samples), recipe.samples, setting)
+    losses, seconds = timed(order, steps.prepare, steps.update, lambda: tick(len(arm.split.sizes)))
+    found: Any = {name: np.asarray(values) for name, values in steps.weights().items()}
     return Trained(
         losses=losses,
         seconds=seconds,
         metric=recipe.evaluate(found),
         weights={name: values.astype(np.float64) for name, values in found.items()},
     )
+
+
+def optimizers_of(keras: Any) -> Mapping[str, Callable[..., Any]]:
+    """The optimizers of Keras, which TensorFlow takes too, by the names of the recipes."""
+    kinds = keras.optimizers
+    return {
+        "sgd": kinds.SGD,
+        "momentum": partial(kinds.SGD, momentum=0.9),
+        "adam": kinds.Adam,
+        "adamw": partial(kinds.AdamW, weight_decay=0.01),  # torch's default
+    }
+
+
+def restore(optimizer: Any, start: list[Any]) -> None:
+    """Take an optimizer of Keras to before the first update."""
+    for variable, value in zip(optimizer.variables, start, strict=True):
+        variable.assign(value)

@@ -27,8 +27,7 @@ from ..recipes.failing import recipe_failure
 from .backends import load_backend
 from .training import train_seed
 
-REPORT_EVERY = 0.2
-"""Seconds between two messages about progress."""
+REPORT_EVERY = 0.2  # seconds between two messages about progress
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,7 @@ class Failed:
 
 Event = Advanced | Finished
 Receive = Callable[[Event], None]
-Load = tuple[str, str, str | Path | None]
-"""Backend, recipe and data, for a worker to load them."""
+Load = tuple[str, str, str | Path | None]  # backend, recipe and data, for a worker to load them
 
 
 class Arms(Protocol):
@@ -69,28 +67,53 @@ class Arms(Protocol):
         ...
 
 
-class Train(Protocol):
-    """Trains every arm from one seed: a function of a module, so that other processes find it."""
+# (recipe, setting, seed, tick=) -> every arm, as (its index, its run); `tick` takes the work done since its
+# last call. It is a function of a module, so that other processes find it.
+Train = Callable[..., Iterator[tuple[int, Any]]]
 
-    def __call__(
-        self, recipe: Recipe, setting: Any, seed: int, *, tick: Callable[[int], None]
-    ) -> Iterator[tuple[int, Any]]:
-        """Yield (index of the arm, its run); tell `tick` of the work done."""
-        ...
+
+def receiver(
+    total: int, finished: Sequence[list[Any]], show: Callable[[int, int, Finished | None], None]
+) -> Receive:
+    """Make the function that keeps the runs of each arm and shows (work done, total, finished run)."""
+    done = 0
+
+    def receive(event: Event) -> None:
+        nonlocal done
+        if isinstance(event, Advanced):
+            done += event.microbatches
+            show(done, total, None)
+        else:
+            finished[event.arm].append(event.run)
+            show(done, total, event)
+
+    return receive
+
+
+def train_seeds(
+    recipe: str | Recipe,
+    loaded: Recipe,
+    setting: Arms,
+    seeds: Sequence[int],
+    receive: Receive,
+    *,
+    options: Any,  # of the command, with workers, threads and data
+    train: Train = train_seed,
+    backend: str = "torch",
+) -> None:
+    """Train the seeds in this process, or in several where that is asked for and a name loads the recipe."""
+    workers = min(options.workers, len(seeds))
+    if workers == 1 or not isinstance(recipe, str):
+        train_here(loaded, setting, seeds, receive, train=train)
+    else:
+        load = (backend, recipe, options.data)
+        train_spread(load, setting, seeds, receive, workers=workers, threads=options.threads, train=train)
 
 
 def train_here(
     recipe: Recipe, setting: Arms, seeds: Sequence[int], receive: Receive, *, train: Train = train_seed
 ) -> None:
-    """Train the seeds one after the other in this process.
-
-    Args:
-        recipe: what is trained.
-        setting: how.
-        seeds: one set of runs each.
-        receive: told what happens.
-        train: trains every arm from one seed.
-    """
+    """Train the seeds one after the other in this process."""
     tick, flush = _gathered(receive)
     for seed in seeds:
         for arm, run in train(recipe, setting, seed, tick=tick):
@@ -99,35 +122,17 @@ def train_here(
 
 
 def train_spread(
-    recipe: str,
+    load: Load,
     setting: Arms,
     seeds: Sequence[int],
     receive: Receive,
     *,
     workers: int,
     threads: int,
-    data: str | Path | None = None,
-    backend: str = "torch",
-    train: Train = train_seed,
+    train: Train,
 ) -> None:
-    """Train the seeds in processes of their own; each takes the next seed when it has finished one.
-
-    Args:
-        recipe: its name, which each process loads.
-        setting: how.
-        seeds: one set of runs each.
-        receive: told what happens, in this process.
-        workers: how many processes.
-        threads: of the backend in each.
-        data: folder, for a recipe that reads one.
-        backend: which loads the recipe.
-        train: trains every arm from one seed.
-
-    Raises:
-        SuperbatchError: what a worker met, or that one died.
-    """
+    """Train the seeds in processes of their own; each takes the next seed when it has finished one."""
     context = multiprocessing.get_context("spawn")
-    load = (backend, recipe, data)
     todo, events = context.Queue(), context.Queue()
     for seed in (*seeds, *[None] * workers):
         todo.put(seed)
@@ -159,9 +164,8 @@ def _listen(processes: Sequence[Any], events: Any, receive: Receive, *, runs: in
             if any(process.exitcode not in (None, 0) for process in processes):
                 codes = [process.exitcode for process in processes]
                 raise SuperbatchError(
-                    f"{len(processes)} worker processes: "
-                    f"one ended before it could say why (exit codes {codes}); memory may have run out. "
-                    "Use fewer workers, or 1 to train in this process."
+                    f"{len(processes)} worker processes: one ended before it could say why (exit codes "
+                    f"{codes}); memory may have run out. Use fewer workers, or 1 to train in this process."
                 ) from None
             continue
         if isinstance(event, Failed):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
@@ -64,9 +65,8 @@ def check_later_window(
     """
     if not chosen:
         for problem in by_term(_problem(config, pieces)).values():
-            with config.sync.no_sync(), in_step(problem, _spare(pieces), config.sync):
+            with _told(config.sync), config.sync.no_sync(), in_step(problem, _spare(pieces), config.sync):
                 pass
-            require_all_right(config.sync, wrong=False)
         return Checked.of(())
     return _check_terms(config, pieces, chosen, frozen)
 
@@ -86,22 +86,16 @@ def check_pairs(
         LossSpecError: the loss is a mean over all entries, and samples are declared to count alike, or by
             something else than those entries.
     """
-    wrong, sync = True, config.sync
-    try:
-        with sync.no_sync(), in_step(_problem(config, pieces), _spare(pieces), sync) as whole:
-            for pair, problem in product(pairs, by_term(whole).values()):
-                if problem.reduction == "mean" and problem.weight != "returned":
-                    check_lengths(problem, pair, frozen=frozen)
-        wrong = False
-    finally:
-        wrong_somewhere = sync.vote(wrong)
-    if wrong_somewhere:
-        raise _wrong_elsewhere()
+    sync = config.sync
+    with _told(sync), sync.no_sync(), in_step(_problem(config, pieces), _spare(pieces), sync) as whole:
+        for pair, problem in product(pairs, by_term(whole).values()):
+            if problem.reduction == "mean" and problem.weight != "returned":
+                check_lengths(problem, pair, frozen=frozen)
 
 
 def _spare(pieces: MicrobatchList) -> Any:
     """Return a micro-batch for forwards that other ranks announce; None on a rank without data."""
-    return pieces.microbatches[0] if pieces.microbatches else None
+    return pieces.runs[0] if pieces.runs else None
 
 
 def _problem(config: Config, pieces: MicrobatchList) -> Problem:
@@ -125,8 +119,7 @@ def _check_terms(
     found: list[Checked] = []
     for name, problem in by_term(_problem(config, pieces)).items():
         try:
-            idle = pieces.microbatches[0]
-            found.append(check_on_all_ranks(problem, chosen, idle, config.sync, frozen=frozen))
+            found.append(check_on_all_ranks(problem, chosen, _spare(pieces), config.sync, frozen=frozen))
         except (LossSpecError, CoupledSamplesError) as error:  # noqa: PERF203  (there are few terms)
             if not name:
                 raise
@@ -151,37 +144,34 @@ def check_on_all_ranks(
 
     Raises:
         LossSpecError, CoupledSamplesError: as there, or because another rank's check failed.
+        RankError: another rank failed otherwise, as by an error of `loss_fn`.
     """
-    wrong = True
-    try:
-        with sync.no_sync(), in_step(problem, idle, sync) as announced:
-            checked = _check_in_memory(announced, pieces, frozen)
-        wrong = False
-    finally:  # on the way out with an error too: the other ranks wait to hear whether to continue
-        wrong_somewhere = sync.vote(wrong)
-    if wrong_somewhere:
-        raise _wrong_elsewhere()
-    return checked
+    with _told(sync), sync.no_sync(), in_step(problem, idle, sync) as announced:
+        return _check_in_memory(announced, pieces, frozen)
 
 
-def require_all_right(sync: Sync, *, wrong: bool) -> None:
-    """Tell the other ranks how the check went here.
+@contextmanager
+def _told(sync: Sync) -> Iterator[None]:
+    """Tell the other ranks how the check in the body goes here, and hear how it goes there.
 
     Raises:
-        LossSpecError: it failed on another rank.
+        LossSpecError: the loss contradicts its declaration on another rank.
     """
-    if sync.vote(wrong) and not wrong:
-        raise _wrong_elsewhere()
-
-
-def _wrong_elsewhere() -> LossSpecError:
-    return LossSpecError(
-        explain(
-            "a loss that contradicts its statement on another rank",
-            "no rank can go on without it",
-            "look at that rank's error",
+    try:
+        yield
+    except (LossSpecError, CoupledSamplesError):
+        sync.vote(raised=True)
+        raise
+    # Any other error is told by the window that it ends, as in a window without a check: the others raise
+    # RankError with its text in the vote here.
+    if sync.vote(raised=False):
+        raise LossSpecError(
+            explain(
+                "a loss that contradicts its statement on another rank",
+                "no rank can go on without it",
+                "look at that rank's error",
+            )
         )
-    )
 
 
 def _check_in_memory(problem: Problem, pieces: Sequence[Any], frozen: Sequence[nn.Module]) -> Checked:

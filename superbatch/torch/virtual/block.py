@@ -1,4 +1,4 @@
-"""`virtual_batch`: write the code for the batch you want, run it in the memory you have."""
+"""`virtual_batch`: code for the batch you want, run in the memory you have."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from .trace.watching import Watching
 
 
 class VirtualBatch:
-    """Batch of a block: `virtual_batch` yields it, and it is called with the batch.
+    """Handle of a block, which `virtual_batch` yields: call it with the batch.
 
     Args:
-        session: of the block.
+        session: session of the block.
 
     Examples:
         >>> model = nn.Linear(3, 1)
@@ -48,20 +48,20 @@ class VirtualBatch:
         """Return the batch with virtual tensors in place of its tensors.
 
         Args:
-            batch: a tensor, or tensors nested in containers, the samples in dimension 0 of each; on any
-                device. Called again (for the labels, for a second view), it takes as many samples.
+            batch: a tensor, or nested containers of tensors, with the samples in dimension 0; on any device.
+                Further calls (labels, a second view) take the same number of samples.
 
         Returns:
-            The same structure. Tensors without dimensions, and what is no tensor, are left as they are.
+            The same structure. Tensors without dimensions and other leaves are unchanged.
 
         Raises:
-            InputError, SplitError: the samples cannot be counted, or are not as many as in the first call.
+            InputError, SplitError: the samples cannot be counted, or the first call had another number.
             WindowError: the block has ended.
         """
         return self._session.enter(batch)
 
     def report(self) -> CouplingReport:
-        """Return the coupling points so far, the bytes kept and the operations repeated.
+        """Return a report: coupling points so far, bytes stored, operations repeated.
 
         Examples:
             >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
@@ -73,12 +73,12 @@ class VirtualBatch:
         return self._session.report()
 
     def meetings(self) -> list[Meeting]:
-        """Return the coupling points so far, with those of their results that are numbers."""
+        """Return the coupling points so far, with the result of each that is a single number."""
         return self._session.log.meetings()
 
     @property
     def ranks(self) -> RankReducer:
-        """Ranks that share the batch, and what this one has told them."""
+        """Reductions over the ranks that share the batch."""
         return self._session.across
 
 
@@ -97,62 +97,60 @@ def virtual_batch(
 ) -> Iterator[VirtualBatch]:
     r"""Compute with a whole batch in the memory of a micro-batch: the exact gradient of any loss.
 
-    In the block the batch is of its full size N for model, loss and backward, which run once, unchanged.
-    Operations on it are recorded, and run micro-batch by micro-batch once numbers are needed; where samples
-    meet (BatchNorm, a contrastive loss, a mean), what meets is summed over all of them first. What an
-    operator without a rule needs is gathered: that costs memory, never exactness. When the block ends, every
-    ``.grad`` is the real gradient of the real batch, added to what was there before.
+    In the block, tensors of the batch have the full size N. Model, loss and backward run once, unchanged.
+    Their operations are recorded, and run micro-batch by micro-batch when numbers are read. Coupling points
+    (BatchNorm, a contrastive loss, a mean) are reduced over all samples first. An operator without a rule
+    gathers its inputs: this costs memory, not exactness. When the block ends, the gradient of the whole batch
+    has been added to every ``.grad``, in real tensors.
 
     Args:
-        model: or several: whose parameters get gradients.
-        microbatch_size: most samples that are worked on at a time, at least 1; ``"auto"``: as many as there
-            is memory for, by the sizes of what is recorded when the first numbers are needed.
-        rng: what random operators (dropout) draw. ``"microbatch"``: each operator and micro-batch from a seed
-            of its own, so that nothing is kept: equal to the large batch in law. ``"batch"``: the numbers
-            that the large batch would draw, kept for all samples: equal to it number for number.
-        device: where to compute; None: where the parameters are.
-        device_budget: most bytes of what has to be kept for all samples that stay on the device; the rest
-            goes to the host's memory. None: all stays. Whole values (`CouplingReport.whole`) count, but
-            stay there.
-        on_gather: what to do at an operation that puts the whole batch into one tensor, for want of a rule
-            or because its result has no row for each sample: ``"ok"``, ``"warn"`` or ``"error"``. What all
-            samples are compared with (``z @ z.T``) is whole in every exact way, and runs.
-        paranoid: compare every operation with the same on whole tensors: slow, takes all memory, and finds a
-            wrong rule. A BatchNorm over ranks is compared over all of them: pass it on every rank.
-        compile: operations that follow each other in a sweep are compiled by Inductor into one that reads and
-            writes once, for each size of micro-batch, when they are met first. That takes seconds for each,
-            once for the process; how it rounds is in the guide. What cannot be compiled runs as without it.
-        group: the process group whose ranks share the batch, where models are not wrapped in
-            DistributedDataParallel and not sharded by ``fully_shard``: gradients are averaged over it. With
-            a group every BatchNorm in training mode is over the samples of all its ranks; without one only
-            `torch.nn.SyncBatchNorm` is, over its own group.
+        model: a module or a list of modules, whose parameters get gradients.
+        microbatch_size: largest number of samples in a micro-batch, at least 1; ``"auto"``: as many as fit in
+            the free memory, chosen from the recorded sizes when numbers are first read.
+        rng: random numbers of operators such as dropout. ``"microbatch"``: each operator and micro-batch has
+            its own seed, and nothing is stored: the large batch's distribution. ``"batch"``: the numbers that
+            the large batch would draw, stored for all samples: the large batch's numbers.
+        device: device of the computation; None: that of the parameters.
+        device_budget: largest number of bytes stored for all samples on the device; the rest is moved to the
+            host's memory. None: no limit. Full values (`CouplingReport.whole`) count, but stay on the device.
+        on_gather: reaction to an operation that gathers the batch into one tensor, because it has no rule or
+            its result has no row per sample: ``"ok"``, ``"warn"`` or ``"error"``. Products of all samples
+            with all (``z @ z.T``) need a full tensor in any exact method, and are not reported.
+        paranoid: compare every operation with the same operation on full tensors. Slow, needs the memory of
+            the whole batch, and finds wrong rules. With a BatchNorm over ranks, set it on every rank.
+        compile: compile consecutive operations of a sweep with Inductor, for each micro-batch size. This
+            takes seconds per group of operations, once per process; the guide describes the rounding.
+            Operations that cannot be compiled run as without it.
+        group: process group whose ranks share the batch, for models without DistributedDataParallel and
+            ``fully_shard``: gradients are averaged over it. With a group every BatchNorm in training mode
+            normalises over the samples of all its ranks; without one only `torch.nn.SyncBatchNorm` does,
+            over its own group.
 
     Yields:
-        A function that takes the batch and returns its virtual tensors; its `report` says what happened.
+        A `VirtualBatch`: call it with the batch to get virtual tensors; its `report` describes the block.
 
     Raises:
-        InputError: a wrong argument.
-        CoupledSamplesError: with ``on_gather="error"``; a BatchNorm over ranks is differentiated twice.
-        WindowError: the memory of a virtual tensor was asked for; one was used after the block whose numbers
-            are not there; another rank has failed.
+        InputError: an argument is wrong.
+        CoupledSamplesError: an operation gathers with ``on_gather="error"``, or a BatchNorm over ranks runs
+            backward with ``create_graph=True``.
+        WindowError: the program reads the memory of a virtual tensor, or reads a tensor after the block that
+            was not materialized in it; or another rank has failed.
 
-    Ranks: each calls the block with its own samples; numbers of samples and of micro-batches may differ. What
-    `torch.nn.SyncBatchNorm` and ``group`` normalise with is that of all samples of all ranks, on any device:
-    one all-gather for each layer and one all-reduce in its backward, in the order of the program whenever a
-    rank asks for numbers. Models sharded by FSDP2 have their parameters gathered for the block. They and
-    those in DistributedDataParallel do not communicate in it; where it ends,
-    ``.grad`` of all parameters given is averaged over the ranks once, as DDP defines it (each rank's loss
-    counts the same; not inside ``no_sync``; hooks for DDP's communication are not called). Collectives that
-    the program calls on virtual tensors (``torch.distributed.nn.functional.all_gather``) work on their
-    numbers, so that these are whole. A rank that fails before it has sent anything, while it computes what
-    such a collective sends, or when the block has ended (out of memory), makes the others raise; one that
-    fails between these, in a block in which it has asked for numbers, leaves them to wait for the group's
-    time-out, as DDP does.
+    Ranks: each rank opens the block with its own samples; numbers of samples and micro-batches may differ.
+    `torch.nn.SyncBatchNorm`, and every BatchNorm with ``group``, uses the statistics of all ranks, on any
+    device: one all-gather per layer and one all-reduce in its backward, issued in program order when a rank
+    reads numbers. FSDP2 parameters are gathered for the block; FSDP2 and DistributedDataParallel do not
+    communicate in it. At its end ``.grad`` of all parameters is averaged over the ranks once, as DDP defines
+    it (equal weight per rank; not inside ``no_sync``; without DDP's communication hooks). Collectives that
+    the program calls on virtual tensors (``torch.distributed.nn.functional.all_gather``) materialize them.
+    If a rank fails before its first collective, while it computes the input of a program's collective, or at
+    the end of the block, the other ranks raise. If it fails elsewhere after reading numbers, they wait for
+    the group's time-out, as with DDP.
 
-    After an exception gradients (of the models, and of whatever the block has used), buffers and random state
-    (of torch, Python and NumPy) are as before the block. What the block has written into parameters (the
-    teacher of a moving average) or bound to plain attributes stays: move it after the block, or use
-    ``Accumulator(coupled="exact")``, which restores it. Compiled models run eagerly in the block.
+    After an exception, gradients (of the models and of all leaves that the block used), buffers and random
+    state (of torch, Python and NumPy) are as before the block. Writes into parameters (an averaged teacher)
+    and plain attributes stay: make them after the block, or use `superbatch.torch.WholeBatch`, which
+    restores them. Compiled models run eagerly in the block.
 
     Examples:
         >>> _ = torch.manual_seed(0)
@@ -167,6 +165,7 @@ def virtual_batch(
     """
     models = options.checked_models(model)
     options.check(rng, on_gather, device_budget, paranoid=paranoid, compile=compile, group=group)
+    # Checked before the block opens: a wrong option leaves gradients, buffers and random state untouched.
     size = "auto" if microbatch_size == "auto" else positive_int("microbatch_size", microbatch_size)
     where = options.checked_device(device, (parameter for one in models for parameter in one.parameters()))
     chosen = options.Options(size, where, rng, device_budget, on_gather, paranoid, compile, group)
@@ -176,35 +175,41 @@ def virtual_batch(
 
 @contextmanager
 def open_block(models: Sequence[nn.Module], chosen: options.Options) -> Iterator[VirtualBatch]:
-    """Open the block of a `virtual_batch` whose options were checked.
+    """Open a block with checked options.
 
     Args:
-        models: whose parameters get gradients.
+        models: models whose parameters get gradients.
         chosen: options of the block.
     """
     session = Session(models, chosen)
     buffers = BufferKeeper(models)
     buffers.take()
-    if chosen.size != "auto":  # which goes to the limit: all is handed back
+    if chosen.size != "auto":  # "auto" uses all memory, so freed blocks go back to the system
         fastpaths.keep_freed_memory([chosen.device])
+    # Of every device that the models use: dropout of an earlier layer may run elsewhere.
     randomness = random_state(accelerators(models, chosen.device))
     try:
+        # Outermost: shards stay gathered, and DDP stays silent, until `settle` has reduced the gradients.
         with session.across.held_together(), rarely_collecting():
             with ExitStack() as stack:
+                # Dynamo would trace into this recording: compiled models run eagerly, with a warning.
                 stack.enter_context(run_eagerly(say=True))
-                # A view that is written is then differentiated as the view it is, and not by its strides.
+                # After an in-place write autograd replays the view's own function, instead of as_strided, for
+                # which a layout of the samples is unknown.
                 stack.enter_context(_force_original_view_tracking(mode=True))
                 stack.enter_context(session.log.following())
                 stack.enter_context(Watching(lambda: session.recording, session.before_the_batch))
-                if sets_data(models):
+                if sets_data(models):  # a function mode disables fused kernels: only where it is needed
                     stack.enter_context(RefuseVirtualData())
                 yield VirtualBatch(session)
+            # Outside of the dispatch modes: what runs here is no operation of the program.
             session.settle()
     except BaseException as error:
+        # Gradients and memory first: `buffers.restore` writes into the memory that `end` puts in its place.
         session.end(failed=True)
         buffers.restore()
         restore_random_state(randomness)
-        if isinstance(error, Exception):  # and not an interrupt: to tell the others is to wait for them
+        if isinstance(error, Exception):  # not a KeyboardInterrupt: telling the other ranks may block
             session.across.fail()
         raise
     finally:

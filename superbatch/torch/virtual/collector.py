@@ -1,9 +1,8 @@
-"""Python's garbage collector, called less often while the operations of a block are alive.
+"""Higher threshold of Python's garbage collector while a block is open.
 
-The collector runs whenever 700 more objects (2000 since Python 3.13) were made than freed, and looks at all
-of them. A block makes thousands of objects that live until its end, and none of them is garbage: the looking
-took 5 to 10 percent of an update. So the threshold is raised. The collector stays on, so that a program whose
-forward leaves cycles behind is bounded in its memory.
+The collector runs whenever 700 (Python 3.13: 2000) more objects were allocated than freed, and traverses
+them. A block allocates thousands that live to its end, none of them garbage: the traversal took 5 to 10 % of
+an update. The collector stays enabled: reference cycles of the program's forward must still be freed.
 """
 
 from __future__ import annotations
@@ -15,17 +14,16 @@ from contextlib import contextmanager
 
 from superbatch.torch.interrupts import DeferredInterrupts
 
-OBJECTS = 50_000  # more than the blocks of large models make, at some hundred bytes each
+OBJECTS = 50_000  # above the objects of a block of a large model, at some hundred bytes each
 
 
 class _Threshold:
-    """The threshold of the process, raised while a block is open in any thread.
-
-    Each of two blocks that overlap would restore what it found: the second one finds what the first has set.
-    """
+    """Threshold of the process, raised while a block is open in any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # else an error on the way out of its block stops this thread
+        # An RLock: if an exception interrupts its release, this thread can acquire it again.
+        self._lock = threading.RLock()
+        # Counted: of two overlapping blocks the second would restore the threshold that the first one set.
         self._blocks = 0
         self._found = self._set = gc.get_threshold()
 
@@ -34,7 +32,7 @@ class _Threshold:
             if not self._blocks:
                 self._found = gc.get_threshold()
                 least, *rest = self._found
-                if 0 < least < OBJECTS:  # 0: the program has turned it off
+                if 0 < least < OBJECTS:  # 0: the program has disabled it
                     gc.set_threshold(OBJECTS, *rest)
                 self._set = gc.get_threshold()
             self._blocks += 1
@@ -42,9 +40,8 @@ class _Threshold:
     def end(self) -> None:
         with DeferredInterrupts(), self._lock:
             self._blocks -= 1
-            if (
-                not self._blocks and gc.get_threshold() == self._set
-            ):  # or the program has set another meanwhile
+            # Unchanged only: a threshold that the program set in the block is its own.
+            if not self._blocks and gc.get_threshold() == self._set:
                 gc.set_threshold(*self._found)
 
 
@@ -53,9 +50,7 @@ _THRESHOLD = _Threshold()
 
 @contextmanager
 def rarely_collecting() -> Iterator[None]:
-    """Let the collector wait for more objects than usual.
-
-    ``gc.enable()`` and ``gc.disable()`` are the program's, here as elsewhere: whether it runs is not touched.
+    """Raise the threshold of the garbage collector inside the context; `gc.enable` and `gc.disable` stay.
 
     Examples:
         >>> before = gc.get_threshold()

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 
 from .run.log import OnGather
 
@@ -16,10 +16,10 @@ RandomNumbers = Literal["microbatch", "batch"]
 
 
 class Options(NamedTuple):
-    """Options of `virtual_batch`, checked.
+    """Checked options of `virtual_batch`.
 
     Attributes:
-        reduces: gradients are averaged over the ranks when the block ends; False: by whoever opened it.
+        reduces: the block averages gradients over the ranks at its end; False: its caller does.
     """
 
     size: int | Literal["auto"]
@@ -39,74 +39,74 @@ def device_of(parameters: Iterable[Tensor]) -> torch.device:
 
 
 def checked_models(model: Any) -> list[nn.Module]:
-    """Return the modules.
+    """Return the models as a list.
 
     Raises:
-        InputError: there are none.
+        InputError: the argument is not a module or a list of modules.
     """
     models = (
         [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, (list, tuple)) else []
     )
     if not models or not all(isinstance(one, nn.Module) for one in models):
         raise InputError(
-            explain(
-                f"model={model!r}",
-                "it is no module and no list of modules",
-                "give an nn.Module, or a list of them",
-            )
+            f"model={model!r} is not an nn.Module or a list of modules. Pass an nn.Module, or a list of them."
         )
     return models
 
 
 def checked_device(device: Any, parameters: Iterable[Tensor]) -> torch.device:
-    """Return the device to compute on: the one given, or that of the parameters.
+    """Return the device of the computation: the given one, or that of the parameters.
 
     Raises:
-        InputError: it is no device, one that is not there, or one without memory.
+        InputError: the device is unknown, missing on this machine, or the meta device.
     """
     if device is None:
         return device_of(parameters)
     try:
+        # An allocation: `torch.device("cuda:7")` exists without such a GPU, and "cuda" gets its index here.
         found = torch.empty(0, device=device).device
     except (RuntimeError, TypeError, AssertionError) as error:
         why = str(error).partition("\n")[0]
-        raise InputError(explain(f"device={device!r}", why, "give a device that torch has here")) from error
+        raise InputError(
+            f"device={device!r} is not available: {why}. Pass a device that torch has on this machine."
+        ) from error
+    # torch accepts it, but its kernels compute shapes only: every gradient would be empty.
     if found.type == "meta":
-        raise InputError(explain(f"device={device!r}", "it computes no numbers", "give another device"))
+        raise InputError(f"device={device!r} computes no numbers. Pass a CPU or accelerator device.")
     return found
 
 
 def check(
     rng: Any, on_gather: Any, device_budget: Any, *, paranoid: bool, compile: bool, group: Any = None
 ) -> None:
-    """Check what is chosen among few.
+    """Check the options of `virtual_batch` that have few allowed values.
 
     Raises:
-        InputError: an option is unknown, or two do not go together.
+        InputError: an option has an unknown value, or two options exclude each other.
     """
     for name, value, known in (
         ("rng", rng, ("microbatch", "batch")),
         ("on_gather", on_gather, ("ok", "warn", "error")),
     ):
         if value not in known:
-            raise InputError(explain(f"{name}={value!r}", "it is unknown", f"use one of {', '.join(known)}"))
+            raise InputError(f"{name}={value!r} is unknown. Use one of {', '.join(known)}.")
+    # A bool is an int in Python: device_budget=True would be one byte.
     number = isinstance(device_budget, int) and not isinstance(device_budget, bool)
     if device_budget is not None and not (number and device_budget >= 0):
         raise InputError(
-            explain(f"device_budget={device_budget!r}", "it is no number of bytes", "give an int, 0 or more")
+            f"device_budget={device_budget!r} is not a number of bytes. Pass an int of at least 0, or None."
         )
     for name, value in (("paranoid", paranoid), ("compile", compile)):
         if not isinstance(value, bool):
-            raise InputError(explain(f"{name}={value!r}", "it is no bool", "give True or False"))
+            raise InputError(f"{name}={value!r} is not a bool. Pass True or False.")
+    # By attribute: builds of torch without distributed have no ProcessGroup class.
     if group is not None and not hasattr(group, "size"):
         raise InputError(
-            explain(f"group={group!r}", "it is no process group", "give one of torch.distributed")
+            f"group={group!r} is not a process group. Pass the result of torch.distributed.new_group()."
         )
+    # A compiled segment has no single operations to compare.
     if paranoid and compile:
         raise InputError(
-            explain(
-                "paranoid=True with compile=True",
-                "paranoid mode works out each operation alone, which is not what would be compiled",
-                "look with paranoid=True alone, and compile in the training",
-            )
+            "paranoid=True checks single operations, so it cannot be combined with compile=True. "
+            "Check once with paranoid=True alone, then train with compile=True."
         )

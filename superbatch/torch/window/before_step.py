@@ -60,7 +60,7 @@ class BeforeStep:
         self._targets: list[Tensor] = []
         self._versions: list[int] = []
         self._is_noted = False
-        self._has_begun = self._is_torn = False
+        self._has_begun = self._in_hooks = self._is_torn = False
 
     def tear(self) -> None:
         """Note that half of an update was made."""
@@ -109,9 +109,17 @@ class BeforeStep:
         self._versions = list(map(attrgetter("_version"), self._targets))
         self._is_noted, self._has_begun = True, False
 
-    def begin(self) -> None:
-        """Note that an optimizer is about to step: what fails earlier has moved nothing."""
-        self._has_begun = True
+    def begin(self, *, hooks: bool = False) -> None:
+        """Note that an optimizer is about to step: what fails earlier has moved nothing.
+
+        Args:
+            hooks: the hooks before its step are about to run, and not yet the step.
+        """
+        self._has_begun, self._in_hooks = True, hooks
+
+    def has_hooks(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether one of torch's optimizers had hooks before its step when `note` was called."""
+        return id(optimizer) in self._contents and has_plain_step(optimizer)
 
     def still(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether none of an optimizer's parameters has been written to since `note`."""
@@ -186,7 +194,8 @@ class BeforeStep:
 
     def _can_be_told(self) -> bool:
         """Return True if unchanged version counters prove that no parameter and no group has changed."""
-        if self._is_hidden() or any(known.is_opaque for known in self._states):
+        # Before the step itself only hooks have run, and what they write to is compared bit by bit.
+        if (self._is_hidden() and not self._in_hooks) or any(known.is_opaque for known in self._states):
             return False
         groups = [len(optimizer.param_groups) for optimizer in self._optimizers]
         if groups != list(map(len, self._groups)):

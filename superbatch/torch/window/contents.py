@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..devices import local_part
+
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 """What cannot change in place."""
 
@@ -117,8 +119,9 @@ class _Reading:
         self._seen[id(each)] = len(self._seen), each
         self.plain.append(type(each))
         if isinstance(each, Tensor):
-            self.is_known = type(each) in (Tensor, torch.nn.Parameter)  # of others ranks may hold parts
-            self.tensors += _bits(each) if self.is_known else []
+            part = local_part(each)  # of a DTensor: each rank answers for the part that it holds
+            self.is_known = type(part) in (Tensor, torch.nn.Parameter)
+            self.tensors += _bits(part) if self.is_known else []
             return []
         if isinstance(each, _CODE):
             return []

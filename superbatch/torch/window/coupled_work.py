@@ -33,6 +33,7 @@ from ..virtual.block import VirtualBatch, open_block
 from ..virtual.options import Options, checked_device
 from ..virtual.trace.tensor import VirtualTensor
 from ..warn import warn
+from . import misuse
 from .config import Config
 from .coupled_ranks import Parts, failure_of_any, is_answered, require_every_rank, scaled
 from .joining import joined
@@ -95,10 +96,13 @@ class Coupled:
 
         Raises:
             SplitError: samples cannot be counted or are in no tensors, or micro-batches not joined.
+            InputError: a `Window` has no micro-batches.
         """
         size: Size | None = self._size
         if isinstance(batch, Window):
             microbatches = list(batch)
+            if not microbatches:
+                raise misuse.empty_window()
             size = max(_samples_of(microbatch) for microbatch in microbatches)
             batch = joined(microbatches)
         samples = _samples_of(batch)

@@ -70,9 +70,9 @@ def _backward_again(window: Transaction, index: int, terms: list[str], *, counts
     """Compute the gradient of a micro-batch that counts; add the terms whose gradients are not finite."""
     config = window.config
     assert config.loss_fn is not None
-    index = min(index, len(window.progress.microbatches) - 1)  # behind it are turns without weight
+    index = max(0, min(index, len(window.progress.microbatches) - 1))  # behind it are turns without weight
     with window.stream(index):
-        microbatch = to_device(window.progress.microbatches.microbatches[index], config.device)
+        microbatch = to_device(window.progress.microbatches.runs[index], config.device)
         loss = config.declared.arguments(config.loss_fn(microbatch))[0]
         parts = window.progress.weights.by_name(index, loss) if counts else {}
         if not parts and config.sync.in_step:

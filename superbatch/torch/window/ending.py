@@ -103,7 +103,6 @@ class Ending:
         if window.scale is not None:
             window.scale.require()
         divisor = found.divisor
-        self.is_agreed = not (config.sync.in_step or rule.clip or config.norms or noise)
         gradients = update_rule.ready(rule, window.gradients, config.sync, config.owned, divisor, announced)
         if isinstance(window.gradients, MomentumGradientSum):
             gradients, norm = window.gradients.sums(), None
@@ -142,12 +141,14 @@ class Ending:
         scale = [] if window.scale is None else [window.scale.restore]
         take_each(*self._after_step, partial(clear, config.owned), *scale, *window.commits())
 
-    def _clip(self, gradients: list[Tensor | None], norm: float) -> None:
-        """Clip; where the user's function fails on one rank, no rank makes the update."""
-        rule, sync = self._window.config.rule, self._window.config.sync
-        update_rule.clip(rule, gradients, norm)
-        if rule.clip is not None and sync.shared:
-            sync.vote(raised=False)  # raises where another rank has failed
+    def _agree(self) -> None:
+        """Hear whether the ranks that share the window have come as far as this one.
+
+        Raises:
+            RankError: another rank has failed; no rank makes the update.
+        """
+        self._window.config.sync.vote(raised=False)
+        self.is_agreed = True
 
     def _apply(
         self,
@@ -160,7 +161,7 @@ class Ending:
         window, config = self._window, self._window.config
         rule = config.rule
         if norm is not None:
-            self._clip(gradients, norm)
+            update_rule.clip(rule, gradients, norm)
         config.reserve.require()
         self._prepare_commit()
         window.gradients.attach(gradients)
@@ -171,7 +172,8 @@ class Ending:
             partial(update_rule.zero_grad, config.owned, config.until_next),
             *window.commits(),
         ]
-        self._point = steps = OptimizerSteps(rule, window.gradients, config.before_step)
+        agree = self._agree if config.sync.shared else None
+        self._point = steps = OptimizerSteps(rule, window.gradients, config.before_step, agree)
         reason = steps.take()
         if reason:
             window.restore()
@@ -192,6 +194,8 @@ class Ending:
         self._prepare_commit()
         if window.config.earlier is not None:
             window.config.earlier.prepare(gradients)
+        if window.config.sync.shared:
+            self._agree()
         self._pass(
             partial(window.gradients.attach, gradients),
             partial(self._record, found, rates, norm=norm),
@@ -203,6 +207,8 @@ class Ending:
         window, config = self._window, self._window.config
         scaler: Any = config.rule.scaler  # unscale_ has told it of each optimizer
         self._prepare_commit()
+        if config.sync.shared:
+            self._agree()
         self._pass(
             scaler.update,
             partial(clear, config.owned),
@@ -221,7 +227,6 @@ class Ending:
         """Run the parts of commits that can fail, such as pooling, before the optimizers step."""
         if self._window.config.norms is not None:
             self._window.config.norms.prepare()
-        self.is_agreed = True
 
     def _refuse(self, sums: list[Sum], rates: tuple[float, ...], culprit: Culprit) -> None:
         progress, skipping = self._window.progress, self._window.config.nonfinite == "skip_update"

@@ -97,8 +97,6 @@ class Engine:
         Raises:
             SuperbatchError: as the methods of the accumulator state.
         """
-        if not self.work.can_run:
-            raise options.without_loss_fn()
         window = self._open(batch, at_once=True)
         try:
             with window:
@@ -129,6 +127,8 @@ class Engine:
         if sync.shared:
             self._begin_on_ranks()
         try:
+            if at_once and not self.work.can_run:
+                raise options.without_loss_fn()
             microbatches, sizing = self._cut(batch)
             if self._resume is not None and self._resume["samples"] is not None:
                 microbatches.follow(self._resume["samples"])
@@ -274,6 +274,8 @@ class Engine:
         """Open a window that was made for parameters of some dtypes, perhaps long ago."""
         if self._window is not None:
             raise misuse.second_window()
+        if window.is_over:
+            raise self._over()
         self._make_ready()
         self.work.require_allowed()
         self._placement.require_allowed()
@@ -282,6 +284,14 @@ class Engine:
             raise misuse.other_parameters()
         self._schedule.updates = self.updates
         self._entered(window)
+
+    def _over(self) -> WindowError:
+        """Return the error for a window that is entered again, where other ranks wait for a new one."""
+        error, sync = misuse.over(), self.config.sync
+        if sync.shared:
+            self._begin_on_ranks()
+            tell(sync, error, "before its first micro-batch")
+        return error
 
     def _later(self) -> Callable[[OpenWindow[Any]], None]:
         """Return what opens a window that is made now."""

@@ -22,7 +22,7 @@ from superbatch.errors import OutOfMemoryError, RankError, SplitError
 
 from ..memory.out_of_memory import out_of_memory, release_caches
 from ..warn import warn
-from .microbatches import cut_large, even_out
+from .microbatches import cut_large
 from .nonfinite import first_bad_parameter
 from .participants.gradient_sum import all_finite, clear
 from .progress import Progress
@@ -31,6 +31,7 @@ from .sync.faults import is_transport
 from .sync.sync import Sync
 from .transaction import Transaction
 from .transfer import to_device
+from .turns import even_out
 
 _MOST_TRIED = 4
 
@@ -49,7 +50,7 @@ def work_in_step(window: OpenWindow) -> None:
     while (failure := _until_failure(window, one)) is not None:
         progress = window.transaction.progress
         index = progress.next if progress.current is None else progress.current
-        index = min(index, len(progress.microbatches) - 1)  # behind it are turns without weight
+        index = max(0, min(index, len(progress.microbatches) - 1))  # behind it are turns without weight
         window.end_iteration()
         window.transaction.modes.restore()
         _begin_again(window.transaction, index, failure)
@@ -138,7 +139,7 @@ def catch_up(window: Transaction, error: BaseException | None) -> None:
 
 def _from(first: int, progress: Progress) -> list[int]:
     """Return a few micro-batches, that of the failure first."""
-    count = len(progress.microbatches)
+    count = len(progress.microbatches.runs)
     return list(dict.fromkeys([min(first, count - 1), *range(count)]))[:_MOST_TRIED]
 
 
@@ -146,7 +147,7 @@ def _forward_of_one(window: Transaction, index: int) -> Tensor:
     """Run the loss on one sample of a micro-batch, or on all of it where it cannot be cut."""
     config, pieces = window.config, window.progress.microbatches
     assert config.loss_fn is not None
-    part = pieces.microbatches[index]
+    part = pieces.runs[index]
     with suppress(SplitError):
         part = plan_of(part, **pieces.paths).take(0, 1)
     loss = config.declared.arguments(config.loss_fn(to_device(part, config.device)))[0]
@@ -184,7 +185,7 @@ def _begin_again(window: Transaction, index: int, failure: Failure) -> None:
 
 def _cut_smaller(window: Transaction, index: int, failure: str) -> None:
     pieces = window.progress.microbatches
-    samples = None if pieces.samples is None else pieces.samples[index]
+    samples = pieces.samples[index] if pieces.samples else None  # none of what stands in for data
     most = 0 if samples is None or window.pooled is not None else window.sizing.failed(samples)
     if not most:
         give_up(window, index, samples, failure)

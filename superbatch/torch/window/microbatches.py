@@ -19,6 +19,7 @@ from superbatch.window import Window
 
 from ..sizes.auto import AutoSize
 from ..sizes.sizing import Fixed
+from . import misuse
 from .joining import joined
 from .sync.sync import Sync
 
@@ -43,6 +44,7 @@ class MicrobatchList:
 
     Attributes:
         idle: how often this rank runs a micro-batch once more, without weight: other ranks have more.
+        stand_in: what it runs in those turns where it has no data; empty elsewhere.
 
     Examples:
         >>> pieces = MicrobatchList(["abcd", "efg"], [4, 3], None, {"per_sample": ("",)})
@@ -67,7 +69,13 @@ class MicrobatchList:
         self._batch = batch
         self._whole = whole
         self.idle = 0
+        self.stand_in: list[Any] = []
         self.cut_from_one = whole is not None  # so that all have samples of the same shapes
+
+    @property
+    def runs(self) -> list[Any]:
+        """Return what can be run here: the micro-batches, or what stands in for them."""
+        return self.microbatches or self.stand_in
 
     @property
     def can_be_recut(self) -> bool:
@@ -85,7 +93,8 @@ class MicrobatchList:
         """Return the positions of a micro-batch's samples in the effective batch, which begins at `first`."""
         assert self.samples is not None
         start = sum(self.samples[:index])
-        stop = start + self.samples[index]
+        # What stands in for a rank's data draws as some samples do, and its gradient is not used.
+        stop = start + (self.samples[index] if self.samples else self._of_stand_in())
         if self._order is None:
             return range(first + start, first + stop)
         return [first + position for position in self._order[start:stop]]
@@ -124,6 +133,9 @@ class MicrobatchList:
         few = min(_FIRSTS, len(order))
         spread = [order[place * (len(order) - 1) // max(1, few - 1)] for place in range(few)]
         return self._of(spread, max(1, _FIRSTS // few))
+
+    def _of_stand_in(self) -> int:
+        return count_samples(self.stand_in[0], **self.paths)
 
     def _of(self, indices: Sequence[int], most: int) -> list[int]:
         assert self.samples is not None
@@ -183,7 +195,7 @@ class MicrobatchList:
 
     def clear(self) -> None:
         """Let the micro-batches go."""
-        self.microbatches = []
+        self.microbatches, self.stand_in = [], []
         self._batch = self._whole = None
 
     def _replace(self, index: int, parts: list[Any], sizes: list[int]) -> None:
@@ -217,7 +229,7 @@ def pieces_of(
         batch: a batch, or a Window.
         sizing: how.
         paths: `unsplit` and `per_sample` declarations.
-        sync: the ranks that share a batch; where their forwards communicate, all get as many micro-batches.
+        sync: the ranks that share a batch; where their forwards communicate, they agree on a size.
         need_samples: whether samples must be counted.
 
     Returns:
@@ -232,52 +244,6 @@ def pieces_of(
         >>> pieces_of((torch.zeros(5, 2),), Fixed(2), {}, Local(), need_samples=True).samples
         [2, 2, 1]
     """
-    pieces = _cut(batch, sizing, paths, sync, need_samples=need_samples)
-    if sync.in_step:
-        even_out(pieces, sync)
-    return pieces
-
-
-def without_data(paths: Paths, sync: Sync) -> MicrobatchList:
-    """Return no micro-batches, for a rank that has no data while others have.
-
-    Raises:
-        InputError: forwards communicate, so this rank needs something to run.
-    """
-    if sync.in_step:
-        raise InputError(
-            "This rank has no batch, and a forward of sharded models waits for all ranks. Pass a batch whose "
-            "weight= is 0, such as one of which all labels are ignored."
-        )
-    return MicrobatchList([], [], None, paths)
-
-
-def even_out(pieces: MicrobatchList, sync: Sync) -> None:
-    """Let each rank run as many micro-batches; an update does not depend on where a batch is cut.
-
-    A batch is cut into more of them as far as it can be; turns without weight make up what is missing then.
-    The micro-batches of a `Window` are not cut.
-
-    Args:
-        pieces: of this rank.
-        sync: ranks whose forwards wait for each other.
-    """
-    each = sync.turns(len(pieces), pieces.samples)
-    turns = max(each)
-    samples = pieces.samples if pieces.cut_from_one else None
-    while samples is not None and len(pieces) < turns:
-        largest = max(range(len(pieces)), key=samples.__getitem__)
-        try:
-            if samples[largest] < 2 or pieces.split(largest, (samples[largest] + 1) // 2) < 2:
-                break
-        except SplitError:
-            break
-    pieces.idle = turns - len(pieces)
-
-
-def _cut(
-    batch: Any, sizing: Fixed | AutoSize, paths: Paths, sync: Sync, *, need_samples: bool
-) -> MicrobatchList:
     if not isinstance(sizing, Fixed):
         assert not isinstance(batch, Window)
         planned = plan_of(batch, **paths)
@@ -334,7 +300,8 @@ def microbatches_of(
 
     Raises:
         SplitError: the batch cannot be split, or its samples cannot be counted although they must be.
-        InputError: the lengths that a TokenBudget asks for are not there, or are none.
+        InputError: a Window has no micro-batches, or the lengths that a TokenBudget asks for are not there,
+            or are none.
 
     Examples:
         >>> import torch
@@ -353,6 +320,8 @@ def microbatches_of(
         packing = packing_of(batch, planned.samples, microbatch_size)
         return cut_packed(planned, packing), packing.sizes, packing.order
     microbatches = list(batch) if isinstance(batch, Window) else [batch]
+    if not microbatches:
+        raise misuse.empty_window()
     if not any(paths.values()):
         lengths = [_length_of_tensors(microbatch) for microbatch in microbatches]
         if all(lengths):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from superbatch.errors import WindowError
+from superbatch.errors import InputError, WindowError
 
 
 def second_window() -> WindowError:
@@ -11,6 +11,14 @@ def second_window() -> WindowError:
         "A second window of one accumulator was opened while the first is open, and both would sum into the "
         "same gradients. Leave the first block, or use one Accumulator per optimizer; if an interrupt left "
         "it open, call discard()."
+    )
+
+
+def empty_window() -> InputError:
+    """Return the error for a `Window` that has no micro-batches."""
+    return InputError(
+        "A Window without micro-batches makes no update. Pass one or more; where only this rank has no data, "
+        "call accumulate(None)."
     )
 
 

@@ -78,8 +78,6 @@ class OpenWindow(Generic[T]):
             saving.check_state(self.transaction, resume)
 
     def __enter__(self) -> OpenWindow[T]:
-        if self.is_over:
-            raise misuse.over()
         if self.is_open:
             raise misuse.second_window()
         try:
@@ -351,7 +349,7 @@ class OpenWindow(Generic[T]):
         progress.in_turns = False
 
     def _idle_turns(self) -> Generator[Any, None, None]:
-        """Yield micro-batch 0 with weight 0 until this rank has run as many turns as the others."""
+        """Yield micro-batch 0, or its stand-in, with weight 0 until as many turns were run as elsewhere."""
         config, progress = self._config, self._progress
         moved = config.state.twin()  # undoes the buffer writes of these extra forwards
         while (left := progress.microbatches.idle - progress.idle_done) > 0:
@@ -368,7 +366,7 @@ class OpenWindow(Generic[T]):
 
     def _taken(self, index: int) -> Any:
         """Return a micro-batch where the model is."""
-        transfer, microbatches = self._config.transfer, self._progress.microbatches.microbatches
+        transfer, microbatches = self._config.transfer, self._progress.microbatches.runs
         return microbatches[index] if transfer is None else transfer.take(microbatches, index)
 
     def _recut(self, index: int) -> None:

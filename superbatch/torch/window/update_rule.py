@@ -163,10 +163,20 @@ class OptimizerSteps:
         rule: whose optimizers step.
         gradients: of the window, in ``.grad``.
         before: state of the optimizers before the step.
+        agree: called once, when all that may fail without a trace has succeeded here: it raises where another
+            rank has failed. The hooks before the first optimizer's step run earlier, and nothing else of
+            the steps does. None: no other rank shares the window.
     """
 
-    def __init__(self, rule: UpdateRule, gradients: GradientSum, before: BeforeStep) -> None:
-        self._before = before
+    def __init__(
+        self,
+        rule: UpdateRule,
+        gradients: GradientSum,
+        before: BeforeStep,
+        agree: Callable[[], object] | None = None,
+    ) -> None:
+        self._before, self._agree = before, agree
+        self._hooked: torch.optim.Optimizer | None = None  # its hooks are to run before the ranks agree
         self._calls: list[Callable[[], None]] = []
         self._steps: list[Once] = []
         self._watched: list[WatchedStep] = []
@@ -187,6 +197,9 @@ class OptimizerSteps:
         if scaler is not None:
             self._scaler_update = Once(scaler.update)
             self._calls.append(self._update_scaler)
+        if agree is not None and self._calls and len(self._calls) == len(self._steps):
+            first = self._optimizers[0]
+            self._hooked = first if before.has_hooks(first) else None
 
     def take(self) -> str | None:
         """Make the steps that were not made.
@@ -198,7 +211,14 @@ class OptimizerSteps:
             BaseException: an optimizer broke inside its step, or something between two steps.
             OptimizerError: some have stepped and some have not.
         """
-        self._before.begin()
+        handle = None
+        if self._hooked is not None:
+            self._before.begin(hooks=True)
+            handle = self._hooked.register_step_pre_hook(self._after_hooks)  # the last one
+        else:
+            if self._agree is not None:
+                self._agree()
+            self._before.begin()
         grad = torch.is_grad_enabled()
         try:
             for call in self._calls:
@@ -214,6 +234,9 @@ class OptimizerSteps:
                 call()
             if not no_memory:
                 raise
+        finally:
+            if handle is not None:
+                handle.remove()
         idle = self._idle() if self._watched else []
         return self._before.not_made(idle, half=self._any_moved(idle)) if idle else None
 
@@ -226,6 +249,13 @@ class OptimizerSteps:
     def made(self) -> bool:
         """True once all steps were made, and each has done its work."""
         return all(step.returned for step in self._all_steps()) and not self._idle()
+
+    def _after_hooks(self, *_: object) -> None:
+        """Agree with the other ranks, right before the first optimizer's step."""
+        if self._agree is not None:
+            agree, self._agree = self._agree, None  # it is one vote, however often the hooks run
+            agree()
+        self._before.begin()
 
     def _update_scaler(self) -> None:
         """Update the scale, unless a step was left out."""

@@ -17,10 +17,11 @@ from ..sizes.auto import AutoSize
 from ..sizes.sizing import Fixed, Sizing, load_sizing, sizing_state
 from .config import Config
 from .lockstep import work_in_step
-from .microbatches import MicrobatchList, Paths, pieces_of, without_data
+from .microbatches import MicrobatchList, Paths, pieces_of
 from .open_window import OpenWindow
 from .participants import batchnorm as norms
 from .retry import work_through
+from .turns import take_turns
 
 
 class Work(Protocol):
@@ -112,15 +113,19 @@ class ByMicrobatch:
 
         Raises:
             CoupledSamplesError: a BatchNorm would normalise each micro-batch by itself.
-            InputError, SplitError: the batch cannot be cut.
+            InputError, SplitError: the batch cannot be cut, or that of another rank not be sent here.
         """
         if self._batchnorms:
             self.require_allowed()
         sync = self._config.sync
-        if batch is None and sync.shared:
-            return without_data(self._paths, sync), self._of_windows
-        sizing = self._of_windows if isinstance(batch, Window) else self.sizing
-        return pieces_of(batch, sizing, self._paths, sync, need_samples=self._need_samples), sizing
+        sizing = self._of_windows if batch is None or isinstance(batch, Window) else self.sizing
+        if batch is None and sync.shared:  # of a rank without data
+            pieces = MicrobatchList([], [], None, self._paths)
+        else:
+            pieces = pieces_of(batch, sizing, self._paths, sync, need_samples=self._need_samples)
+        if sync.in_step:
+            take_turns(pieces, sync)
+        return pieces, sizing
 
     def run(self, window: OpenWindow[Any]) -> None:
         """Run the loss on every micro-batch, in smaller ones where memory runs out."""

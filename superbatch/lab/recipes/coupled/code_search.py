@@ -19,7 +19,7 @@ from ..models import seeded
 from .docstrings import Texts, load_texts, shuffled
 from .pair_files import pair_files, read_pairs
 from .recipe import CoupledRecipe, Measure, Point
-from .ways import Loss, Update, Way, groups, whole_batch, written_out
+from .ways import Loss, Update, Way, exact, groups, plain
 
 BATCH, UPDATES, EXACT = 256, 300, 128
 WIDTH, TEMPERATURE, LEFT_OUT = 64, 0.15, 0.5
@@ -28,11 +28,7 @@ Pairs = dict[str, Tensor]
 
 
 class Towers(nn.Module):
-    """Two linear towers over one table of words.
-
-    Args:
-        words: of the table.
-    """
+    """Two linear towers over one table of words."""
 
     def __init__(self, words: int) -> None:
         super().__init__()
@@ -50,25 +46,14 @@ class Towers(nn.Module):
 
 
 def info_nce(query: Tensor, code: Tensor) -> Tensor:
-    """Compute symmetric InfoNCE of micro-batches (K, m, d), their mean.
-
-    Examples:
-        >>> round(info_nce(torch.eye(2)[None], torch.eye(2)[None]).item(), 4)
-        0.0013
-    """
+    """Compute symmetric InfoNCE of micro-batches (K, m, d), their mean."""
     scores = query @ code.mT / TEMPERATURE
     partner = torch.arange(scores.shape[-1], device=scores.device).expand(scores.shape[:-1])
     return (cross_entropy(scores.mT, partner) + cross_entropy(scores, partner)) / 2
 
 
 def loss_at(model: nn.Module, strength: float, *, size: int | None = None) -> Loss:
-    """Make the loss: each pair against the others of its micro-batch.
-
-    Args:
-        model: the towers.
-        strength: not used.
-        size: samples of a micro-batch; None: all.
-    """
+    """Make the loss: each pair against the others of its micro-batch."""
 
     def loss_fn(batch: Any) -> Tensor:
         query, code = model(batch["query"], batch["code"])
@@ -119,12 +104,10 @@ def _rows(texts: Texts, part: slice) -> Pairs:
 
 
 def code_search(data: str | Path | None = None, *, texts: Texts | None = None) -> CoupledRecipe:
-    """Make the recipe.
+    """Make the recipe from a folder of pairs or of Python sources, or from pairs of one's own.
 
-    Args:
-        data: folder with files of queries and passages (`.pair_files.read_pairs`), or else of Python sources;
-            None: the standard library, whose size differs with its version.
-        texts: pairs of one's own in place of them, of which the first 1500 are held out.
+    The first 1500 pairs are held out. Without either it reads the standard library, whose size differs with
+    its version.
     """
     files = [] if data is None else pair_files(Path(data))
     texts = texts or (shuffled(read_pairs(files)) if files else load_texts(data))
@@ -132,11 +115,6 @@ def code_search(data: str | Path | None = None, *, texts: Texts | None = None) -
     task = "a query must find its passage" if files else "a docstring must find its function"
     test, valid, train = (_rows(texts, part) for part in (slice(1000), slice(1000, 1500), slice(1500, None)))
     model = seeded(partial(Towers, texts.words))
-
-    def plain(size: int) -> Way:
-        how = f"micro-batches of {size}: each pair against {size - 1} others"
-        update = written_out(partial(loss_at, size=size))
-        return Way(name=f"plain, m = {size}", how=how, model=model, update=update)
 
     return CoupledRecipe(
         name="code-search",
@@ -154,13 +132,8 @@ def code_search(data: str | Path | None = None, *, texts: Texts | None = None) -
         updates=UPDATES,
         coupled="exact",
         ways=(
-            Way(
-                name="superbatch",
-                how=f"WholeBatch in micro-batches of {EXACT}: each pair against {BATCH - 1} others",
-                model=model,
-                update=whole_batch(loss_at, EXACT),
-            ),
-            *map(plain, (32, 8, 2)),
+            exact(loss_at, model, EXACT, f"each pair against {BATCH - 1} others"),
+            *(plain(loss_at, model, m, f"each pair against {m - 1} others") for m in (32, 8, 2)),
             Way(
                 name="cached gradients",
                 how=f"cached_gradients in micro-batches of {EXACT}: exact for losses of embeddings",

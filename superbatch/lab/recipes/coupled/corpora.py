@@ -14,15 +14,9 @@ from superbatch.errors import InputError
 
 from .docstrings import LEFT_OUT, library
 
-LONG, SHORT = 128, 24
-"""Bytes of a long text, and the most of a short one."""
-
-START, IGNORE = 256, -100
-"""Input before the first byte, and label of padding."""
-
-LEAST, MOST = 1000, 10_000
-"""Texts of each kind: the fewest, and how many are used at most."""
-
+LONG, SHORT = 128, 24  # bytes of a long text, and the most of a short one
+START, IGNORE = 256, -100  # input before the first byte, and label of padding
+LEAST, MOST = 1000, 10_000  # texts of each kind: the fewest, and how many are used at most
 COMMENT = re.compile(rb"\s*# ([A-Z][ -~]{10,})")
 SHORTEST_LINE = 10
 
@@ -32,35 +26,19 @@ Found = tuple[list[bytes], list[bytes]]
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts in a fixed random order, and what each kind is called.
+    """Texts in a fixed random order, and what each kind is called."""
 
-    Attributes:
-        longs: of 128 bytes.
-        shorts: of at most 24.
-        long: a plural, such as ``"source"``.
-        short: such as ``"comments"``.
-        where: the texts come from.
-    """
-
-    longs: Texts
-    shorts: Texts
-    long: str
-    short: str
-    where: str
+    longs: Texts  # of 128 bytes
+    shorts: Texts  # of at most 24
+    long: str  # a plural, such as ``"source"``
+    short: str  # such as ``"comments"``
+    where: str  # the texts come from
 
 
 def corpus(data: str | Path | None) -> Corpus:
-    """Read long and short texts from a folder.
+    """Read long and short texts from Python sources, or from ``.txt`` files where a folder has no sources.
 
-    Args:
-        data: a folder of Python sources, or, if it has none, of ``.txt`` files; None: the standard library of
-            this Python.
-
-    Returns:
-        Of sources: pieces of 128 bytes and comments. Of text: pieces of 128 bytes and beginnings of lines.
-
-    Raises:
-        InputError: there are too few.
+    Sources give pieces of 128 bytes and comments; text gives pieces and beginnings of lines.
     """
     folder = library(data)
     sources, texts = ([*_files(folder, suffix)] for suffix in ("py", "txt"))
@@ -83,12 +61,7 @@ def corpus(data: str | Path | None) -> Corpus:
 
 
 def table(texts: list[bytes]) -> Texts:
-    """Make input ids and labels of texts, padded to the longest.
-
-    Examples:
-        >>> table([b"ab", b"c"])["labels"].tolist()
-        [[97, 98], [99, -100]]
-    """
+    """Make input ids and labels of texts, padded to the longest."""
     length = max(map(len, texts))
     labels = torch.tensor([[*text, *[IGNORE] * (length - len(text))] for text in texts])
     before = torch.cat([torch.full((len(texts), 1), START), labels[:, :-1]], 1)

@@ -12,21 +12,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..models import dtype_of, seeded
+from ..models import evaluated, seeded
 from .images import ImageTask, Samples, generated, read_folder
 from .recipe import CoupledRecipe, Measure, Point
-from .ways import Loss, LossAt, Way, whole_batch, written_out
+from .ways import LossAt, Way, exact, written_out
 
 BATCH, UPDATES, EXACT = 32, 200, 16
 
 
 class GroupedBatchNorm(nn.Module):
-    """BatchNorm2d over groups of m samples; running statistics move once for each group.
-
-    Args:
-        channels: of the input.
-        size: samples of a group.
-    """
+    """BatchNorm2d over groups of m samples; running statistics move once for each group."""
 
     def __init__(self, channels: int, size: int) -> None:
         super().__init__()
@@ -64,18 +59,9 @@ Norm = Callable[[int], nn.Module]
 
 
 def network(norm: Norm, *, bias: bool, channels: int = 1, outputs: int = 1) -> nn.Sequential:
-    """Make the network: three convolutions with a norm each, pooling, one linear layer.
-
-    Args:
-        norm: channels -> a module.
-        bias: of the convolutions. BatchNorm takes it away again: its gradient is rounding, which Adam would
-            turn into full steps. The other norms need it.
-        channels: of the images.
-        outputs: of the last layer.
-
-    Returns:
-        Images (n, channels, height, width) -> (n, outputs).
-    """
+    """Make the network: three convolutions with a norm each, pooling, one linear layer."""
+    # A bias before BatchNorm has no effect: its gradient is rounding, which Adam turns into full steps. The
+    # other norms need one.
     layers: list[nn.Module] = []
     for inputs, width, stride in ((channels, 8, 1), (8, 16, 2), (16, 16, 1)):
         layers += [nn.Conv2d(inputs, width, 3, stride, 1, bias=bias), norm(width), nn.ReLU()]
@@ -83,11 +69,7 @@ def network(norm: Norm, *, bias: bool, channels: int = 1, outputs: int = 1) -> n
 
 
 class FrozenNorm(nn.BatchNorm2d):
-    """BatchNorm that always uses its running statistics, as those of a pretrained network are used.
-
-    Args:
-        channels: of the input.
-    """
+    """BatchNorm that always uses its running statistics, as those of a pretrained network are used."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels)
@@ -100,29 +82,14 @@ class FrozenNorm(nn.BatchNorm2d):
 
 
 def loss_of(task: ImageTask) -> LossAt:
-    """Make the function that makes the loss of a network.
-
-    Args:
-        task: its loss.
-    """
-
-    def loss_at(model: nn.Module, strength: float) -> Loss:
-        return lambda batch: task.loss(model(batch["images"]), batch["targets"])
-
-    return loss_at
+    """Make the function that makes the loss of a network, which has no penalty."""
+    return lambda model, strength: lambda batch: task.loss(model(batch["images"]), batch["targets"])
 
 
-@torch.no_grad()
 def mean_error(model: nn.Module, task: ImageTask, samples: Samples) -> float:
-    """Measure the mean error in evaluation mode; the model's mode is restored."""
-    training = model.training
-    model.eval()
-    try:
-        batch = samples.batch(slice(None))
-        outputs = model(batch["images"].to(dtype_of(model)))
-    finally:
-        model.train(training)
-    return task.error(outputs, batch["targets"]).mean().item()
+    """Measure the mean error in evaluation mode."""
+    batch = samples.batch(slice(None))
+    return task.error(evaluated(model, batch["images"]), batch["targets"]).mean().item()
 
 
 _LIMITS = (
@@ -150,15 +117,7 @@ def _uncoupled(model: Callable[..., Callable[[int], nn.Module]], loss_at: LossAt
 
 
 def counting(data: str | Path | None = None) -> CoupledRecipe:
-    """Make the recipe.
-
-    Args:
-        data: folder of images, one subfolder for each number or class (`.images.read_folder`); None: spots.
-
-    Examples:
-        >>> counting().batch(torch.arange(4))["images"].shape
-        torch.Size([4, 1, 24, 24])
-    """
+    """Make the recipe on a folder of images, or on generated spots."""
     task = generated(BATCH * UPDATES) if data is None else read_folder(Path(data))
     loss_at = loss_of(task)
     sized = partial(network, channels=task.train.images.shape[1], outputs=task.outputs)
@@ -166,20 +125,19 @@ def counting(data: str | Path | None = None) -> CoupledRecipe:
     def model(norm: Norm, *, bias: bool) -> Callable[[int], nn.Module]:
         return seeded(partial(sized, norm, bias=bias))
 
-    def plain(size: int) -> Way:
+    def of_groups(size: int) -> Way:
+        norm = partial(GroupedBatchNorm, size=size)
+        how = f"micro-batches of {size}, each with its own BatchNorm statistics"
         return Way(
-            name=f"plain, m = {size}",
-            how=f"micro-batches of {size}, each with its own BatchNorm statistics",
-            model=model(lambda channels: GroupedBatchNorm(channels, size), bias=False),
-            update=written_out(loss_at),
+            name=f"plain, m = {size}", how=how, model=model(norm, bias=False), update=written_out(loss_at)
         )
 
-    exact = model(nn.BatchNorm2d, bias=False)
+    whole = model(nn.BatchNorm2d, bias=False)
     held_out = f"of {len(task.test.targets)} test images"
     return CoupledRecipe(
         name="counting",
         description=f"a convolutional network with BatchNorm: {task.description}",
-        model=exact,
+        model=whole,
         samples=len(task.train.targets),
         batch=task.train.batch,
         loss_fn=lambda model: loss_at(model, 0.0),
@@ -192,13 +150,8 @@ def counting(data: str | Path | None = None) -> CoupledRecipe:
         updates=UPDATES,
         coupled="exact",
         ways=(
-            Way(
-                name="superbatch",
-                how=f"WholeBatch in micro-batches of {EXACT}: the statistics of all {BATCH} samples",
-                model=exact,
-                update=whole_batch(loss_at, EXACT),
-            ),
-            *map(plain, (8, 4, 2)),
+            exact(loss_at, whole, EXACT, f"the statistics of all {BATCH} samples"),
+            *map(of_groups, (8, 4, 2)),
             *_uncoupled(model, loss_at),
         ),
         points=tuple(Point(learning_rate=rate) for rate in (0.01, 0.03)),

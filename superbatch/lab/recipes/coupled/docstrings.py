@@ -17,36 +17,21 @@ from superbatch.errors import InputError
 
 LEFT_OUT = frozenset(("site-packages", "test", "tests", "idlelib", "lib2to3"))
 VOCABULARY, QUERY_WORDS, CODE_WORDS, FEWEST = 4096, 32, 64, 5
-TRAINING_FROM, LEAST = 1500, 2000
-"""Pairs before the training pairs, and the fewest pairs in all."""
-
+TRAINING_FROM, LEAST = 1500, 2000  # pairs before the training pairs, and the fewest pairs in all
 Pair = tuple[list[str], list[str]]
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Pairs as numbers of words, in a fixed random order; 0 is padding.
+    """Pairs as numbers of words, in a fixed random order; 0 is padding."""
 
-    Attributes:
-        queries: int64 (n, 32).
-        codes: int64 (n, 64).
-        words: size of the table.
-    """
-
-    queries: Tensor
-    codes: Tensor
-    words: int
+    queries: Tensor  # int64 (n, 32)
+    codes: Tensor  # int64 (n, 64)
+    words: int  # size of the table
 
 
 def load_texts(data: str | Path | None = None) -> Texts:
-    """Read the documented functions of a folder of Python sources.
-
-    Args:
-        data: the folder; None: the standard library of this Python.
-
-    Raises:
-        InputError: there are too few.
-    """
+    """Read the documented functions of a folder of Python sources, or of the standard library."""
     found = [*_pairs(library(data))]
     if len(found) < LEAST:
         raise InputError(
@@ -57,15 +42,7 @@ def load_texts(data: str | Path | None = None) -> Texts:
 
 
 def shuffled(pairs: Sequence[Pair]) -> Texts:
-    """Number the words of pairs, put in a fixed random order; the first 1500 are held out.
-
-    Args:
-        pairs: of words.
-
-    Examples:
-        >>> shuffled([(["read", "file"], ["open", "file"])] * 2000).queries.shape
-        torch.Size([2000, 32])
-    """
+    """Number the words of pairs, put in a fixed random order; the first 1500 are held out."""
     order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0)).tolist()
     return as_numbers([pairs[i] for i in order], training_from=TRAINING_FROM)
 
@@ -76,17 +53,7 @@ def library(data: str | Path | None) -> Path:
 
 
 def as_numbers(pairs: Sequence[Pair], *, training_from: int) -> Texts:
-    """Number the words that occur at least twice in the training pairs, the most frequent first.
-
-    Args:
-        pairs: of words.
-        training_from: index of the first training pair.
-
-    Examples:
-        >>> pairs = [(["read", "file"], ["open", "file"])] * 2
-        >>> as_numbers(pairs, training_from=0).queries[0, :3].tolist()
-        [3, 1, 0]
-    """
+    """Number the words that occur at least twice in the training pairs, the most frequent first."""
     counts = Counter(word for query, code in pairs[training_from:] for word in sorted({*query, *code}))
     known = [word for word, count in counts.most_common(VOCABULARY - 1) if count > 1]
     numbers = {word: number for number, word in enumerate(known, start=1)}

@@ -15,7 +15,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from ..models import dtype_of, seeded
 from .recipe import CoupledRecipe, Measure, Point
-from .ways import Loss, Way, groups, whole_batch, written_out
+from .ways import Loss, exact, groups, plain
 
 BATCH, UPDATES, EXACT = 256, 300, 128
 HELD_OUT = 8000
@@ -24,19 +24,7 @@ Table = dict[str, Tensor]
 
 
 def people(count: int, seed: int) -> Table:
-    """Draw a table: 10 noisy features, 3 that tell the group, a label that depends on the group.
-
-    Args:
-        count: of rows.
-        seed: of the generator.
-
-    Returns:
-        ``features`` (count, 13), ``label`` and ``group``, float32; 30 % are of group 1.
-
-    Examples:
-        >>> people(3, seed=0)["features"].shape
-        torch.Size([3, 13])
-    """
+    """Draw a table: 10 noisy features, 3 that tell the group, a label that depends on the group."""
     g = torch.Generator().manual_seed(seed)
     group = (torch.rand(count, generator=g) < 0.3).float()
     hidden = torch.randn(count, 10, generator=g)
@@ -48,12 +36,7 @@ def people(count: int, seed: int) -> Table:
 
 
 def gap(scores: Tensor, group: Tensor) -> Tensor:
-    """Compute the mean score of group 1 less that of group 0, along the last dimension; 0 if one is missing.
-
-    Examples:
-        >>> gap(torch.tensor([0.5, 1.0, 0.0]), torch.tensor([1.0, 0.0, 0.0])).item()
-        0.0
-    """
+    """Compute the mean score of group 1 less that of group 0 in the last dimension; 0 if one is missing."""
     other = 1 - group
     counts = group.sum(-1), other.sum(-1)
     ones, others = (
@@ -65,11 +48,7 @@ def gap(scores: Tensor, group: Tensor) -> Tensor:
 def loss_at(model: nn.Module, strength: float, *, size: int | None = None, unbiased: bool = False) -> Loss:
     """Make the loss: logistic loss plus strength times the squared gap of each micro-batch.
 
-    Args:
-        model: features -> logits of shape (n, 1).
-        strength: of the penalty.
-        size: samples of a micro-batch; None: all.
-        unbiased: multiply the gaps of two halves in place of the square.
+    `unbiased` multiplies the gaps of two halves in place of the square.
     """
 
     def loss_fn(batch: Any) -> Tensor:
@@ -99,25 +78,11 @@ def _measure(model: nn.Module, table: Table) -> tuple[float, float, float]:
 
 
 def fairness() -> CoupledRecipe:
-    """Make the recipe.
-
-    Examples:
-        >>> fairness().batch(torch.arange(4))["group"].shape
-        torch.Size([4])
-    """
+    """Make the recipe."""
     train, valid, test = people(BATCH * UPDATES, seed=0), people(HELD_OUT, seed=1), people(HELD_OUT, seed=2)
     model = seeded(lambda: nn.Sequential(nn.Linear(13, 32), nn.GELU(), nn.Linear(32, 1)))
 
-    def plain(size: int) -> Way:
-        how = f"micro-batches of {size}: the mean of their squared gaps"
-        update = written_out(partial(loss_at, size=size))
-        return Way(name=f"plain, m = {size}", how=how, model=model, update=update)
-
-    def unbiased(size: int) -> Way:
-        how = f"micro-batches of {size}: the product of the gaps of two halves in place of the square"
-        update = written_out(partial(loss_at, size=size, unbiased=True))
-        return Way(name=f"unbiased, m = {size}", how=how, model=model, update=update)
-
+    halves, of_halves = partial(loss_at, unbiased=True), "the product of the gaps of two halves, no square"
     return CoupledRecipe(
         name="fairness",
         description="a small classifier of generated tables, with a penalty on the squared gap of two groups",
@@ -134,14 +99,9 @@ def fairness() -> CoupledRecipe:
         updates=UPDATES,
         coupled="exact",
         ways=(
-            Way(
-                name="superbatch",
-                how=f"WholeBatch in micro-batches of {EXACT}: the squared gap of all {BATCH} samples",
-                model=model,
-                update=whole_batch(loss_at, EXACT),
-            ),
-            *map(plain, (64, 16)),
-            *map(unbiased, (64, 16)),
+            exact(loss_at, model, EXACT, f"the squared gap of all {BATCH} samples"),
+            *(plain(loss_at, model, m, "the mean of their squared gaps") for m in (64, 16)),
+            *(plain(halves, model, m, of_halves, kind="unbiased") for m in (64, 16)),
         ),
         points=tuple(Point(learning_rate=3e-3, strength=strength) for strength in (1.0, 3.0, 10.0, 30.0)),
         validate=lambda model: _measure(model, valid)[0],

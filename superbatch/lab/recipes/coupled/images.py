@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +13,21 @@ from torch.nn.functional import cross_entropy, smooth_l1_loss
 
 from superbatch.errors import InputError
 
-SIDE, MOST_SPOTS = 24, 30
-"""Pixels of a side of a generated image, and the most spots of one."""
-
+SIDE, MOST_SPOTS = 24, 30  # pixels of a side of a generated image, and the most spots of one
+# Of a folder: pixels of a side, fewest images, and the most for validation and for the test each.
 SIDE_READ, LEAST, HELD_OUT = 32, 200, 500
-"""Of a folder: pixels of a side, fewest images, and the most for validation and for the test each."""
-
 KINDS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".pgm", ".ppm", ".tif", ".tiff", ".webp")
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Images beside what is to be found in them.
+    """Images beside what is to be found in them."""
 
-    Attributes:
-        images: (n, channels, height, width), float32, or uint8 as read from files.
-        targets: (n,): float32 numbers, or int64 classes.
-    """
-
-    images: Tensor
-    targets: Tensor
+    images: Tensor  # (n, channels, height, width), float32, or uint8 as read from files
+    targets: Tensor  # (n,): float32 numbers, or int64 classes
 
     def batch(self, indices: Tensor | slice) -> dict[str, Tensor]:
-        """Select samples; bytes become floats from 0 to 1.
-
-        Args:
-            indices: of the samples.
-        """
+        """Select samples; bytes become floats from 0 to 1."""
         images = self.images[indices]
         return {
             "images": images if images.is_floating_point() else images.float() / 255,
@@ -50,48 +37,22 @@ class Samples:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageTask:
-    """Images, what a network is to find in them, and how far off it is.
+    """Images, what a network is to find in them, and how far off it is."""
 
-    Attributes:
-        description: what is found in which images.
-        outputs: of the network.
-        train: to learn from.
-        valid: to choose a learning rate by.
-        test: to measure with.
-        loss: (outputs, targets) -> mean loss.
-        error: (outputs, targets) -> error of each image.
-        metric: name of the mean error.
-        unit: of it.
-        margin: a difference of it that does not matter.
-    """
-
-    description: str
-    outputs: int
-    train: Samples
-    valid: Samples
-    test: Samples
-    loss: Callable[[Tensor, Tensor], Tensor]
-    error: Callable[[Tensor, Tensor], Tensor]
-    metric: str
+    description: str  # what is found in which images
+    outputs: int  # of the network
+    train: Samples  # to learn from
+    valid: Samples  # to choose a learning rate by
+    test: Samples  # to measure with
+    loss: Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> mean loss
+    error: Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> error of each image
+    metric: str  # name of the mean error
     unit: str
-    margin: float
+    margin: float  # a difference of it that does not matter
 
 
 def spots(count: int, seed: int) -> Samples:
-    """Draw images of 0 to 30 bright spots on noise.
-
-    Args:
-        count: of images.
-        seed: of the generator.
-
-    Returns:
-        Images (count, 1, 24, 24) and the number of spots of each.
-
-    Examples:
-        >>> drawn = spots(3, seed=0)
-        >>> drawn.images.shape, bool((drawn.targets <= 30).all())
-        (torch.Size([3, 1, 24, 24]), True)
-    """
+    """Draw images of 0 to 30 bright spots on noise."""
     g = torch.Generator().manual_seed(seed)
     number = torch.randint(0, MOST_SPOTS + 1, (count,), generator=g)
     places = SIDE * torch.rand(count, MOST_SPOTS, 2, generator=g)
@@ -104,37 +65,17 @@ def spots(count: int, seed: int) -> Samples:
 
 
 def generated(training: int) -> ImageTask:
-    """Make the task of counting spots.
-
-    Args:
-        training: images to learn from.
-    """
-    return ImageTask(
-        description="0 to 30 spots in generated images",
-        outputs=1,
-        train=spots(training, seed=0),
-        valid=spots(HELD_OUT, seed=1),
-        test=spots(HELD_OUT, seed=2),
-        loss=partial(_distance, centre=15, unit=10),
-        error=partial(_off, centre=15, unit=10),
-        metric="mean absolute error",
-        unit="spots",
-        margin=0.1,
-    )
+    """Make the task of counting spots."""
+    parts = spots(training, seed=0), spots(HELD_OUT, seed=1), spots(HELD_OUT, seed=2)
+    what = "0 to 30 spots in generated images"
+    return _numbers(*parts, description=what, centre=15, scale=10, unit="spots", margin=0.1)
 
 
 def read_folder(folder: Path) -> ImageTask:
     """Read a folder of images, one subfolder for each class, into memory as 32 x 32 pixels in colour.
 
-    Args:
-        folder: if the names of all subfolders are numbers, such as ``0``, ``1``, ``7``, each is the number to
-            be counted in its images; otherwise each is a class.
-
-    Returns:
-        The task. A fifth of the images, at most 500, are held out for validation and as many for the test.
-
-    Raises:
-        InputError: there are fewer than 200 images or two subfolders, one is damaged, or Pillow is missing.
+    If the names of all subfolders are numbers, each is the number to be counted in its images. A fifth of
+    the images, at most 500, are held out for validation and as many for the test.
     """
     classes = sorted(each for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
     files = [[path for path in sorted(each.rglob("*")) if path.suffix.lower() in KINDS] for each in classes]
@@ -154,28 +95,20 @@ def read_folder(folder: Path) -> ImageTask:
     test, valid, train = (
         Samples(images[part], targets[part]) for part in order.split([held, held, len(images) - 2 * held])
     )
-    make = _numbers if numbers else _classes
-    return make(train, valid, test, names=names, where=repr(str(folder)))
-
-
-def _numbers(train: Samples, valid: Samples, test: Samples, *, names: list[str], where: str) -> ImageTask:
-    centre, unit = train.targets.mean().item(), train.targets.std().clamp_min(1e-6).item()
-    least, most = sorted(map(int, names))[:: len(names) - 1]
-    return ImageTask(
-        description=f"{least} to {most} things in images of {where}",
-        outputs=1,
-        train=train,
-        valid=valid,
-        test=test,
-        loss=partial(_distance, centre=centre, unit=unit),
-        error=partial(_off, centre=centre, unit=unit),
-        metric="mean absolute error",
-        unit="things",
-        margin=float(f"{unit / 100:.1g}"),
-    )
-
-
-def _classes(train: Samples, valid: Samples, test: Samples, *, names: list[str], where: str) -> ImageTask:
+    where = repr(str(folder))
+    if numbers:
+        least, most = sorted(map(int, names))[:: len(names) - 1]
+        scale = train.targets.std().clamp_min(1e-6).item()
+        return _numbers(
+            train,
+            valid,
+            test,
+            description=f"{least} to {most} things in images of {where}",
+            centre=train.targets.mean().item(),
+            scale=scale,
+            unit="things",
+            margin=float(f"{scale / 100:.1g}"),
+        )
     return ImageTask(
         description=f"{len(names)} classes of images of {where}",
         outputs=len(names),
@@ -190,12 +123,30 @@ def _classes(train: Samples, valid: Samples, test: Samples, *, names: list[str],
     )
 
 
-def _distance(outputs: Tensor, targets: Tensor, *, centre: float, unit: float) -> Tensor:
-    return smooth_l1_loss(outputs[:, 0], (targets - centre) / unit, beta=0.3)
-
-
-def _off(outputs: Tensor, targets: Tensor, *, centre: float, unit: float) -> Tensor:
-    return (unit * outputs[:, 0] + centre - targets).abs()
+def _numbers(
+    train: Samples,
+    valid: Samples,
+    test: Samples,
+    *,
+    description: str,
+    centre: float,
+    scale: float,
+    unit: str,
+    margin: float,
+) -> ImageTask:
+    return ImageTask(
+        description=description,
+        outputs=1,
+        train=train,
+        valid=valid,
+        test=test,
+        # The output is a number in units of `scale` around the centre, as a linear layer finds it easily.
+        loss=lambda out, targets: smooth_l1_loss(out[:, 0], (targets - centre) / scale, beta=0.3),
+        error=lambda out, targets: (scale * out[:, 0] + centre - targets).abs(),
+        metric="mean absolute error",
+        unit=unit,
+        margin=margin,
+    )
 
 
 def _pixels(path: Path) -> Tensor:

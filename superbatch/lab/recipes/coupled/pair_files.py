@@ -16,30 +16,15 @@ KINDS = (".jsonl", ".tsv")
 
 
 def pair_files(folder: Path) -> list[Path]:
-    """List the files of pairs that lie directly in a folder, in order.
-
-    Args:
-        folder: where to look.
-
-    Examples:
-        >>> pair_files(Path("nowhere"))
-        []
-    """
+    """List the files of pairs that lie directly in a folder, in order."""
     return sorted(path for path in folder.glob("*") if path.suffix in KINDS) if folder.is_dir() else []
 
 
 def read_pairs(files: list[Path]) -> list[Pair]:
     """Read pairs, each query and each passage once: a second one would be a wrong negative.
 
-    Args:
-        files: ``.tsv`` with a query, a tab and a passage on each line; ``.jsonl`` with an object on each line
-            whose keys are ``"query"`` and ``"passage"``.
-
-    Returns:
-        The words of both sides, in the order of the files.
-
-    Raises:
-        InputError: a line is no pair, or there are fewer than 2000 pairs.
+    A line of ``.tsv`` is a query, a tab and a passage; one of ``.jsonl`` an object with the keys
+    ``"query"`` and ``"passage"``.
     """
     seen, found = set[str](), list[Pair]()
     for path in files:
@@ -58,12 +43,7 @@ def read_pairs(files: list[Path]) -> list[Pair]:
 
 
 def words_of(text: str) -> list[str]:
-    """Split a text into words of two characters or more, in lower case.
-
-    Examples:
-        >>> words_of("Où est la gare?")
-        ['où', 'est', 'la', 'gare']
-    """
+    """Split a text into words of two characters or more, in lower case."""
     return re.findall(r"\w{2,}", text.lower())
 
 

@@ -15,59 +15,38 @@ from .ways import Way
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A point of the grid: hyperparameters that each way chooses by validation.
+    """A point of the grid: hyperparameters that each way chooses by validation."""
 
-    Attributes:
-        learning_rate: of Adam at the first update; it falls to zero along a cosine.
-        strength: of a penalty, where the loss has one.
-    """
-
-    learning_rate: float
-    strength: float = 0.0
+    learning_rate: float  # of Adam at the first update; it falls to zero along a cosine
+    strength: float = 0.0  # of a penalty, where the loss has one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """A measured quantity of a trained model.
+    """A measured quantity of a trained model."""
 
-    Attributes:
-        name: with the unit: a column of the table.
-        meaning: one sentence.
-        form: a format specification.
-    """
-
-    name: str
-    meaning: str
-    form: str = ".2f"
+    name: str  # with the unit: a column of the table
+    meaning: str  # one sentence
+    form: str = ".2f"  # a format specification
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoupledRecipe(Recipe):
-    """A recipe whose update depends on the whole batch.
+    """A recipe whose update depends on the whole batch."""
 
-    Attributes:
-        ways: to make the update; the first is exact, in micro-batches, and the others are compared with it.
-        points: grid that each way is tuned over, for each seed alone.
-        validate: model -> score on validation data; larger is better.
-        measures: what `measure` returns; the first is compared, within `margin`.
-        measure: model -> values on test data, in the order of `measures`.
-        lower_is_better: for the first measure.
-        curve_at: where the points of `curve` lie.
-        curve: model -> values that the picture draws; None: nothing.
-        mechanism: why micro-batches matter here, in one sentence.
-        limits: what the numbers do not show, one sentence each.
-    """
-
+    # to make the update; the first is exact, in micro-batches, and the others are compared with it
     ways: tuple[Way, ...]
-    points: tuple[Point, ...]
-    validate: Callable[[nn.Module], float]
-    measures: tuple[Measure, ...]
+    points: tuple[Point, ...]  # grid that each way is tuned over, for each seed alone
+    validate: Callable[[nn.Module], float]  # model -> score on validation data; larger is better
+    measures: tuple[Measure, ...]  # what `measure` returns; the first is compared, within `margin`
+    # model -> values on test data, in the order of `measures`
     measure: Callable[[nn.Module], tuple[float, ...]]
-    lower_is_better: bool
-    curve_at: tuple[float, ...] = ()
+    lower_is_better: bool  # for the first measure
+    curve_at: tuple[float, ...] = ()  # where the points of `curve` lie
+    # model -> values that the picture draws; None: nothing
     curve: Callable[[nn.Module], tuple[float, ...]] | None = None
-    mechanism: str
-    limits: tuple[str, ...]
+    mechanism: str  # why micro-batches matter here, in one sentence
+    limits: tuple[str, ...]  # what the numbers do not show, one sentence each
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,15 +55,5 @@ class CoupledRecipe(Recipe):
                 raise InputError(f"The recipe {self.name!r} has no {name}. Pass at least one.")
 
     def way(self, name: str) -> Way:
-        """The way of that name.
-
-        Args:
-            name: of a way.
-
-        Returns:
-            The way.
-
-        Raises:
-            StopIteration: there is none.
-        """
+        """The way of that name; StopIteration if there is none."""
         return next(way for way in self.ways if way.name == name)

@@ -6,7 +6,6 @@ Margin and grid were set before the first run of the study: a distance of 0.02; 
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,33 +13,19 @@ from torch import Tensor, nn
 
 from ..models import dtype_of, seeded
 from .recipe import CoupledRecipe, Measure, Point
-from .ways import Loss, Way, groups, whole_batch, written_out
+from .ways import Loss, exact, groups, plain
 
 BATCH, UPDATES, EXACT = 256, 300, 64
 RADIUS, MODES, SPREAD = 2.0, 8, 0.15
 LATENT, HELD_OUT, SECTORS = 8, 8192, 48
 
 ANGLES = torch.arange(32) * (math.pi / 32)
-DIRECTIONS = torch.stack([ANGLES.cos(), ANGLES.sin()])
-"""Directions of the projections, columns."""
-
+DIRECTIONS = torch.stack([ANGLES.cos(), ANGLES.sin()])  # directions of the projections, columns
 Points = dict[str, Tensor]
 
 
 def draw(count: int, seed: int) -> Points:
-    """Draw noise for the generator and points of the ring.
-
-    Args:
-        count: of each.
-        seed: of the generator.
-
-    Returns:
-        ``noise`` (count, 8) and ``points`` (count, 2).
-
-    Examples:
-        >>> draw(3, seed=0)["points"].shape
-        torch.Size([3, 2])
-    """
+    """Draw noise for the generator and points of the ring."""
     g = torch.Generator().manual_seed(seed)
     angle = torch.randint(MODES, (count,), generator=g) * (2 * math.pi / MODES)
     centres = RADIUS * torch.stack([angle.cos(), angle.sin()], 1)
@@ -49,25 +34,14 @@ def draw(count: int, seed: int) -> Points:
 
 
 def sliced(first: Tensor, second: Tensor) -> Tensor:
-    """Compute the squared sliced Wasserstein distance of micro-batches (K, m, 2), their mean.
-
-    Examples:
-        >>> sliced(torch.zeros(1, 4, 2), torch.zeros(1, 4, 2)).item()
-        0.0
-    """
+    """Compute the squared sliced Wasserstein distance of micro-batches (K, m, 2), their mean."""
     directions = DIRECTIONS.to(second)
     one, two = (each @ directions for each in (first, second))
     return (one.sort(1).values - two.sort(1).values).square().mean()
 
 
 def loss_at(model: nn.Module, strength: float, *, size: int | None = None) -> Loss:
-    """Make the loss: the distance between generated and given points of each micro-batch.
-
-    Args:
-        model: noise -> points.
-        strength: not used.
-        size: samples of a micro-batch; None: all.
-    """
+    """Make the loss: the distance between generated and given points of each micro-batch."""
 
     def loss_fn(batch: Any) -> Tensor:
         return sliced(groups(model(batch["noise"]), size), groups(batch["points"], size))
@@ -100,19 +74,9 @@ def radius(model: nn.Module, held_out: Points) -> float:
 
 
 def ring() -> CoupledRecipe:
-    """Make the recipe.
-
-    Examples:
-        >>> ring().batch(torch.arange(4))["noise"].shape
-        torch.Size([4, 8])
-    """
+    """Make the recipe."""
     train, valid, test = draw(BATCH * UPDATES, seed=0), draw(HELD_OUT, seed=1), draw(HELD_OUT, seed=2)
     model = seeded(_generator)
-
-    def plain(size: int) -> Way:
-        how = f"micro-batches of {size}: points sorted against {size} points"
-        update = written_out(partial(loss_at, size=size))
-        return Way(name=f"plain, m = {size}", how=how, model=model, update=update)
 
     return CoupledRecipe(
         name="ring",
@@ -130,13 +94,8 @@ def ring() -> CoupledRecipe:
         updates=UPDATES,
         coupled="exact",
         ways=(
-            Way(
-                name="superbatch",
-                how=f"WholeBatch in micro-batches of {EXACT}: {BATCH} points sorted against {BATCH}",
-                model=model,
-                update=whole_batch(loss_at, EXACT),
-            ),
-            *map(plain, (32, 8, 4, 2)),
+            exact(loss_at, model, EXACT, f"{BATCH} points sorted against {BATCH}"),
+            *(plain(loss_at, model, m, f"points sorted against {m} points") for m in (32, 8, 4, 2)),
         ),
         points=tuple(Point(learning_rate=rate) for rate in (0.01, 0.03)),
         validate=lambda model: -distance(model, valid),

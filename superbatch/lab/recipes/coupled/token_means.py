@@ -20,12 +20,10 @@ from superbatch.torch import count_tokens
 from ..models import seeded
 from .corpora import IGNORE, START, Texts, corpus
 from .recipe import CoupledRecipe, Measure, Point
-from .ways import Loss, Way, groups, weighted, written_out
+from .ways import Loss, Way, groups, plain, weighted, written_out
 
 BATCH, UPDATES, EXACT = 32, 100, 16
-SHARE = 8
-"""One text in this number is long."""
-
+SHARE = 8  # one text in this number is long
 WIDTH, HELD_OUT = 32, 300
 
 
@@ -112,13 +110,7 @@ def _measures(long: str, short: str) -> tuple[Measure, ...]:
 
 
 def token_means(data: str | Path | None = None, *, held_out: int = HELD_OUT) -> CoupledRecipe:
-    """Make the recipe.
-
-    Args:
-        data: folder of Python sources or of ``.txt`` files; None: the standard library, whose size differs
-            with its version.
-        held_out: texts of each kind for validation, and as many for the test.
-    """
+    """Make the recipe from a folder of Python sources or of ``.txt`` files, or from the standard library."""
     found = corpus(data)
     longs, shorts = found.longs, found.shorts
     valid, test = (
@@ -128,11 +120,6 @@ def token_means(data: str | Path | None = None, *, held_out: int = HELD_OUT) -> 
     train = _mixed(*(_rows(each, slice(2 * HELD_OUT, None)) for each in (longs, shorts)))
     usual = BATCH * tokens(train).double().mean().item()
     model = seeded(Convolutions)
-
-    def plain(size: int) -> Way:
-        how = f"mean of means: micro-batches of {size} count alike, whatever their tokens"
-        update = written_out(partial(mean_of_means, size=size))
-        return Way(name=f"plain, m = {size}", how=how, model=model, update=update)
 
     return CoupledRecipe(
         name="token-means",
@@ -158,7 +145,7 @@ def token_means(data: str | Path | None = None, *, held_out: int = HELD_OUT) -> 
                 model=model,
                 update=weighted(loss_at, count_tokens("labels", ignore_index=IGNORE), EXACT),
             ),
-            *map(plain, (4, 1)),
+            *(plain(mean_of_means, model, m, "they count alike, whatever their tokens") for m in (4, 1)),
             Way(
                 name="fixed divisor",
                 how="sums over tokens divided by the tokens that a batch has on average",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,42 +17,24 @@ from torch import Tensor, nn
 from superbatch.torch import Accumulator, WholeBatch
 
 Loss = Callable[[Any], Tensor]
-LossAt = Callable[[nn.Module, float], Loss]
-"""(model, strength of the point) -> the loss function of a batch."""
-
-Update = Callable[[Any], object]
-"""Makes one update from a batch."""
-
+LossAt = Callable[[nn.Module, float], Loss]  # (model, strength of the point) -> the loss function of a batch
+Update = Callable[[Any], object]  # makes one update from a batch
+# (model, optimizer, strength of the point) -> the function that makes the updates.
 MakeUpdate = Callable[[nn.Module, torch.optim.Optimizer, float], Update]
-"""(model, optimizer, strength of the point) -> the function that makes the updates."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A way to make the update, and the model that it trains.
+    """A way to make the update, and the model that it trains."""
 
-    Attributes:
-        name: short.
-        how: in words.
-        model: seed -> a new model.
-        update: makes the function that makes the updates.
-    """
-
-    name: str
-    how: str
-    model: Callable[[int], nn.Module]
-    update: MakeUpdate
+    name: str  # short
+    how: str  # in words
+    model: Callable[[int], nn.Module]  # seed -> a new model
+    update: MakeUpdate  # makes the function that makes the updates
 
 
 def groups(values: Tensor, size: int | None) -> Tensor:
     """Cut rows into micro-batches along a new first dimension.
-
-    Args:
-        values: shape (n, ...).
-        size: samples of each micro-batch; None: one of all samples.
-
-    Returns:
-        Shape (n / size, size, ...).
 
     Examples:
         >>> groups(torch.arange(4), 2).tolist()
@@ -61,12 +44,7 @@ def groups(values: Tensor, size: int | None) -> Tensor:
 
 
 def whole_batch(loss_at: LossAt, microbatch_size: int) -> MakeUpdate:
-    """Make exact updates by `superbatch.torch.WholeBatch`.
-
-    Args:
-        loss_at: the loss of the whole batch.
-        microbatch_size: samples that are worked on at a time.
-    """
+    """Make exact updates by `superbatch.torch.WholeBatch`."""
 
     def make(model: nn.Module, optimizer: torch.optim.Optimizer, strength: float) -> Update:
         return WholeBatch(model, optimizer, loss_at(model, strength), microbatch_size=microbatch_size)
@@ -75,13 +53,7 @@ def whole_batch(loss_at: LossAt, microbatch_size: int) -> MakeUpdate:
 
 
 def weighted(loss_at: LossAt, weight: Callable[[Any], int | float], microbatch_size: int) -> MakeUpdate:
-    """Make exact updates by `superbatch.torch.Accumulator` with a weight.
-
-    Args:
-        loss_at: the mean loss of a micro-batch.
-        weight: how much a micro-batch counts.
-        microbatch_size: samples of a micro-batch.
-    """
+    """Make exact updates by `superbatch.torch.Accumulator` with a weight."""
 
     def make(model: nn.Module, optimizer: torch.optim.Optimizer, strength: float) -> Update:
         return Accumulator(
@@ -91,12 +63,23 @@ def weighted(loss_at: LossAt, weight: Callable[[Any], int | float], microbatch_s
     return make
 
 
-def written_out(loss_at: LossAt) -> MakeUpdate:
-    """Make updates by one backward of a loss that is written over groups of samples.
+def exact(loss_at: LossAt, model: Callable[[int], nn.Module], size: int, how: str) -> Way:
+    """The way that all others are compared with: `superbatch.torch.WholeBatch`."""
+    how = f"WholeBatch in micro-batches of {size}: {how}"
+    return Way(name="superbatch", how=how, model=model, update=whole_batch(loss_at, size))
 
-    Args:
-        loss_at: the mean of the groups' losses.
-    """
+
+def plain(
+    loss_at: Callable[..., Loss], model: Callable[[int], nn.Module], size: int, how: str, kind: str = "plain"
+) -> Way:
+    """A way that takes micro-batches one by one; `loss_at` has a parameter for their size."""
+    how = f"micro-batches of {size}: {how}"
+    update = written_out(partial(loss_at, size=size))
+    return Way(name=f"{kind}, m = {size}", how=how, model=model, update=update)
+
+
+def written_out(loss_at: LossAt) -> MakeUpdate:
+    """Make updates by one backward of a loss that is written over groups of samples."""
 
     def make(model: nn.Module, optimizer: torch.optim.Optimizer, strength: float) -> Update:
         loss_fn = loss_at(model, strength)

@@ -1,4 +1,4 @@
-"""One operator's call, with values in the place of tensors, and what a rule answers to it."""
+"""Call of an operator on values, the recipe that a rule returns for it, and the shapes of its results."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Path = tuple[Any, ...]  # (position,) or ("name",), and a position in a list beh
 
 
 class Call(NamedTuple):
-    """An operator with its arguments.
+    """Operator with its arguments.
 
     Attributes:
-        func: the operator.
-        args: positional, with a `Value` for each tensor.
-        kwargs: by name.
-        tensors: all values, in order.
-        paths: where each is.
-        samples: of the whole batch.
+        func: the operator, an `OpOverload`.
+        args: positional arguments, with a `Value` for each tensor.
+        kwargs: keyword arguments.
+        tensors: all values, in the order of the arguments.
+        paths: place of each value in `args` or `kwargs`.
+        samples: number of samples of the whole batch.
     """
 
     func: Any
@@ -37,13 +37,13 @@ class Call(NamedTuple):
     samples: int
 
     def argument(self, name: str, default: Any = None) -> Any:
-        """Return an argument by its name in the operator's schema."""
+        """Return an argument by its name in the schema; its default if the call omits it."""
         if name in self.kwargs:
             return self.kwargs[name]
-        position, known = _arguments(self.func).get(name, (None, None))
+        position, schema_default = _arguments(self.func).get(name, (None, None))
         if position is not None and position < len(self.args):
             return self.args[position]
-        return default if known is None else known
+        return default if schema_default is None else schema_default
 
     def on(self, tensors: list[Value]) -> Call:
         """Return the same call on other values."""
@@ -58,30 +58,30 @@ class Call(NamedTuple):
                     args[position] = changes.pop(argument.name)
                 else:
                     kwargs[argument.name] = changes.pop(argument.name)
-        assert not changes
+        assert not changes  # a name that the schema lacks would be dropped, and the rule be wrong
         return tuple(args), kwargs
 
 
-@cache
+@cache  # each access to `_schema.arguments` converts the C++ list anew: some microseconds per argument
 def _arguments(func: Any) -> dict[str, tuple[int, Any]]:
-    """Position and default of each argument of an operator: the schema itself is slow to ask."""
-    told = enumerate(func._schema.arguments)
-    return {argument.name: (position, argument.default_value) for position, argument in told}
+    """Position and default of each argument of an operator."""
+    arguments = enumerate(func._schema.arguments)
+    return {argument.name: (position, argument.default_value) for position, argument in arguments}
 
 
 class Recipe(NamedTuple):
-    """Recipe for a call, micro-batch by micro-batch.
+    """Recipe that makes a call micro-batch by micro-batch.
 
     Attributes:
-        operands: what it reads, in the order in which `run` takes it.
-        outputs: layout of each output; None: whole.
-        run: does it for one micro-batch.
-        reduce: combines whole outputs.
-        view: the output takes no memory of its own.
-        light: about as fast as reading its inputs.
-        placed: `run` asks where in the batch the micro-batch is, and not only how many samples it has.
-        results: how many of the outputs there are; tensors behind them are left out, and numbers are as for
-            the whole batch. None: all.
+        operands: the inputs, in the order of the tensors that `run` receives.
+        outputs: layout of each output; None: full, reduced over the micro-batches.
+        run: computes the outputs of one micro-batch.
+        reduce: makes the reduction of the full outputs.
+        view: the output shares the memory of its input.
+        light: costs about as much as reading the inputs.
+        placed: `run` reads the position of the micro-batch (`Part.start`), not only its size.
+        results: number of outputs that are computed: tensors behind them are None, numbers behind them are
+            those of the whole batch. None: all.
     """
 
     operands: Sequence[Operand]
@@ -94,12 +94,12 @@ class Recipe(NamedTuple):
     results: int | None = None
 
     def drawing(self, run: Run) -> Recipe:
-        """Return the same recipe with a function that draws random numbers, which is never light."""
+        """Return the recipe with a function that draws random numbers; it is never light."""
         return self._replace(run=run, light=False)
 
 
 _aten: Any = torch.ops.aten
-# What a micro-batch in other memory does not refuse.
+# `view` may raise for the strides of a micro-batch where it works for those of the batch; `reshape` copies.
 _INSTEAD: dict[Any, Any] = {
     _aten.view.default: _aten.reshape.default,
     _aten._unsafe_view.default: _aten.reshape.default,
@@ -107,20 +107,20 @@ _INSTEAD: dict[Any, Any] = {
 }
 
 
-# Autograd's formulas for these ask whether the matrix, as the program sees it, lies row by row in memory: the
-# factors they are given are then those of its transpose.
+# The derivative formulas of these check `is_contiguous()` of the matrix that the program sees: if it is, they
+# take the saved LU factors for those of the transpose. So each micro-batch has the memory order of the batch.
 _BY_ORDER = {torch.ops.aten._linalg_det, torch.ops.aten._linalg_slogdet, torch.ops.aten._linalg_solve_ex}
 
 
 def filled(call: Call, args: tuple[Any, ...] | None = None, kwargs: dict[str, Any] | None = None) -> Run:
-    """Return a function that makes the call on real tensors, those of the micro-batch.
+    """Return a function that makes the call on the real tensors of a micro-batch.
 
     Args:
-        call: whose tensors, in order, are what the function is given.
-        args: instead of the call's own; tensors are at the same places.
-        kwargs: likewise.
+        call: the call; the function takes one tensor for each of `call.tensors`.
+        args: replaces the positional arguments, with tensors at the same places.
+        kwargs: replaces the keyword arguments.
     """
-    # Strides of a micro-batch may be others than those of the batch, and hardly a result depends on them.
+    # A micro-batch may have other strides than the batch; only the kernels listed in `strides` misread them.
     run = careful(call.func, [value.meta for value in call.tensors], _filled(call, args, kwargs))
     if call.func.overloadpacket not in _BY_ORDER:
         return run
@@ -129,17 +129,18 @@ def filled(call: Call, args: tuple[Any, ...] | None = None, kwargs: dict[str, An
 
 
 def _in_order(matrices: Tensor, by_rows: bool) -> Tensor:
-    """The matrices row by row in memory, or in another order."""
+    """Return the matrices in row-major order (`by_rows`), or in column-major order."""
     if matrices.is_contiguous() == by_rows:
         return matrices
     return matrices.contiguous() if by_rows else matrices.mT.contiguous().mT
 
 
 class Direct:
-    """A call whose tensors are its first arguments: who knows that can make it without a frame around it.
+    """Call whose tensors are its first arguments; a generated sweep inlines it as ``func(*tensors, *rest)``.
 
     Attributes:
-        func: takes the tensors, and `rest` behind them.
+        func: the operator.
+        rest: the arguments behind the tensors.
     """
 
     __slots__ = ("func", "rest")
@@ -154,7 +155,7 @@ class Direct:
 
 def _filled(call: Call, args: tuple[Any, ...] | None, kwargs: dict[str, Any] | None) -> Run:
     func = _INSTEAD.get(call.func, call.func)
-    func = getattr(func, "_op", func)  # without the frame of Python around it
+    func = getattr(func, "_op", func)  # the C++ function: `OpOverload.__call__` adds a Python frame per call
     args = call.args if args is None else args
     kwargs = call.kwargs if kwargs is None else kwargs
     paths = call.paths
@@ -162,6 +163,8 @@ def _filled(call: Call, args: tuple[Any, ...] | None, kwargs: dict[str, Any] | N
         positions = [path[0] for path in paths]
         if positions == list(range(len(positions))) and not kwargs:
             return Direct(func, args[len(positions) :])
+        # The common case: tensors at the top level only. Copying one list is all that a call costs beside its
+        # kernel.
         template = list(args)
 
         def run(part: Part, tensors: list[Tensor]) -> Any:
@@ -172,6 +175,7 @@ def _filled(call: Call, args: tuple[Any, ...] | None, kwargs: dict[str, Any] | N
 
         return run
 
+    # e.g. cat([x, y]): the tensors are in a list, or are passed by keyword.
     def run_nested(part: Part, tensors: list[Tensor]) -> Any:
         new_args, new_kwargs = substituted(args, kwargs, paths, tensors)
         return func(*new_args, **new_kwargs)
@@ -182,7 +186,8 @@ def _filled(call: Call, args: tuple[Any, ...] | None, kwargs: dict[str, Any] | N
 def substituted(
     args: tuple[Any, ...], kwargs: dict[str, Any], paths: Iterable[Path], tensors: Iterable[Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments with other tensors at the given places."""
+    """Return copies of the arguments with other tensors at the given places."""
+    # Lists are copied, for the call's own are shared by all micro-batches and cached recipes.
     new_args: list[Any] = [list(arg) if isinstance(arg, (list, tuple)) else arg for arg in args]
     new_kwargs = dict(kwargs)
     for path, tensor in zip(paths, tensors, strict=True):
@@ -190,7 +195,7 @@ def substituted(
         if len(path) == 1:
             where[path[0]] = tensor
         else:
-            if where is new_kwargs:
+            if where is new_kwargs:  # `dict(kwargs)` copied the dict, not the lists in it
                 where[path[0]] = list(where[path[0]])
             where[path[0]][path[1]] = tensor
     return new_args, new_kwargs
@@ -199,30 +204,32 @@ def substituted(
 # -- shapes of results --------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=1 << 14)
+@lru_cache(maxsize=1 << 14)  # one object per form, so that keys of the caches compare metas by identity
 def blank(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
-    """Return a tensor of that shape without memory; the same one each time."""
+    """Return a meta tensor of the given form; the same object for the same form."""
     if not offset:
         return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    # empty_strided takes no storage offset: the last element that the view touches gives the size of its
+    # memory.
     reach = offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True) if size)
     return torch.empty(reach, dtype=dtype, device="meta").as_strided(shape, stride, offset)
 
 
 def blank_like(tensor: Tensor) -> Tensor:
-    """Return a tensor like the given one, without memory."""
+    """Return the meta tensor with the form of the given tensor."""
     return blank(tuple(tensor.shape), tensor.stride(), tensor.dtype, int(tensor.storage_offset()))
 
 
 def empty_like(meta: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor with memory of the shape, strides and dtype of one without."""
+    """Return an uninitialized tensor with the shape, strides and dtype of a meta tensor."""
     return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device)
 
 
 def shapes(call: Call) -> Any:
-    """Return the operator's result for tensors without memory.
+    """Return the operator's results on the meta device.
 
     Raises:
-        NotImplementedError: the shape depends on values, or the operator does not say.
+        NotImplementedError: the shape depends on the numbers, or the operator has no meta kernel.
     """
     metas = [value.meta for value in call.tensors]
     if call.func.overloadpacket in _SHAPES:
@@ -230,13 +237,13 @@ def shapes(call: Call) -> Any:
     args, kwargs = substituted(call.args, call.kwargs, call.paths, metas)
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("meta")
-    kwargs.pop("generator", None)
+    kwargs.pop("generator", None)  # no shape depends on it, and the cache would keep it alive
     key = _key(call.func, args, kwargs)
     return _shapes(_Arguments(key, args, kwargs, call.func))
 
 
 def results(call: Call, recipe: Recipe | None) -> Any:
-    """Return `shapes`, without what the recipe leaves out; None if something other than tensors remains."""
+    """Return `shapes` without the results that the recipe omits; None if one of the rest is no tensor."""
     metas = shapes(call)
     if isinstance(metas, Tensor):
         return metas
@@ -247,8 +254,8 @@ def results(call: Call, recipe: Recipe | None) -> Any:
 
 
 def _ctc_shapes(metas: list[Tensor]) -> list[Tensor]:
-    steps, samples, _ = metas[0].shape
-    table = (samples, steps, 2 * metas[1].shape[-1] + 1)
+    steps, samples, _ = metas[0].shape  # log-probabilities [T, N, C], targets [N, S]
+    table = (samples, steps, 2 * metas[1].shape[-1] + 1)  # the labels with a blank around each
     return [torch.empty(shape, dtype=metas[0].dtype, device="meta") for shape in ((samples,), table)]
 
 
@@ -265,15 +272,15 @@ def _gru_cell_shapes(metas: list[Tensor]) -> list[Tensor]:
 def _gru_cell_backward_shapes(metas: list[Tensor]) -> list[Tensor]:
     hidden, workspace = metas
     gates = workspace.new_empty(len(hidden), 3 * hidden.shape[1])
-    # Those of the biases too, though without biases there is nothing in them.
+    # Always five results: the kernel returns gradients of both biases, undefined ones without biases.
     return [gates, gates, torch.empty_like(hidden), gates[0], gates[0]]
 
 
-# Operators that do not work without memory, whose shapes are plain all the same.
+# Operators without a (complete) meta kernel, whose shapes are simple.
 _SHAPES: dict[Any, Callable[[list[Tensor]], Any]] = {
     torch.ops.aten._ctc_loss: _ctc_shapes,
     torch.ops.aten._ctc_loss_backward: lambda metas: torch.empty_like(metas[1]),
-    torch.ops.aten._thnn_fused_lstm_cell: _lstm_cell_shapes,  # torch's own asks for biases
+    torch.ops.aten._thnn_fused_lstm_cell: _lstm_cell_shapes,  # torch's meta kernel requires biases
     torch.ops.aten._thnn_fused_gru_cell: _gru_cell_shapes,
     torch.ops.aten._thnn_fused_gru_cell_backward: _gru_cell_backward_shapes,
     torch.ops.aten.multi_margin_loss_backward: lambda metas: torch.empty_like(metas[1]),
@@ -282,13 +289,13 @@ _SHAPES: dict[Any, Callable[[list[Tensor]], Any]] = {
 
 
 def _key(func: Any, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    # A number and a tensor of integers may give one of the default dtype.
-    told = _part_of_key(list(kwargs.values())) if kwargs else None
-    return (func, torch.get_default_dtype(), _part_of_key(args), told, *kwargs)
+    # The default dtype is part of the key: an integer tensor times a float has that dtype.
+    named = _part_of_key(list(kwargs.values())) if kwargs else None
+    return (func, torch.get_default_dtype(), _part_of_key(args), named, *kwargs)
 
 
 def _part_of_key(items: Sequence[Any]) -> tuple[Any, ...]:
-    kinds = tuple(map(type, items))  # 1, 1.0 and True are equal, and give other dtypes
+    kinds = tuple(map(type, items))  # 1 == 1.0 == True, but the dtypes of the results differ
     parts = [
         id(item) if kind is Tensor else _part_of_key(item) if kind is list or kind is tuple else item
         for kind, item in zip(kinds, items, strict=True)
@@ -297,13 +304,13 @@ def _part_of_key(items: Sequence[Any]) -> tuple[Any, ...]:
 
 
 class _Arguments:
-    """Arguments that compare by a key in which a tensor without memory counts by identity."""
+    """Arguments as a cache key; meta tensors compare by identity, for `blank` makes one per form."""
 
     __slots__ = ("args", "func", "hash", "key", "kwargs")
 
     def __init__(self, key: tuple[Any, ...], args: list[Any], kwargs: dict[str, Any], func: Any) -> None:
         self.key, self.args, self.kwargs, self.func = key, args, kwargs, func
-        self.hash = hash(key)
+        self.hash = hash(key)  # once: the lookup and an insertion would each hash the nested tuples
 
     def __hash__(self) -> int:
         return self.hash
@@ -324,7 +331,7 @@ def _shapes(call: _Arguments) -> Any:
 
 
 def written_by(func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operator writes in place."""
+    """Return the tensors that an operator writes in place, by its schema."""
     args = list(args)
     places = [
         kwargs.get(argument.name, args[place] if place < len(args) else None)
@@ -337,21 +344,22 @@ def written_by(func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> list[T
 
 @cache
 def is_collective(func: Any) -> bool:
-    """Tell whether an operator communicates: ``is_collective(torch.ops.aten.add.Tensor)`` is False."""
+    """Return whether an operator communicates: ``is_collective(torch.ops.aten.add.Tensor)`` is False."""
     return func.namespace in ("c10d", "_c10d_functional")
 
 
 def mapped(results: Any, function: Callable[[Any], Any], kind: Any = Tensor) -> Any:
-    """Apply a function to each item of a kind in what an operator returned."""
+    """Apply a function to each item of a type in the result of an operator."""
     if isinstance(results, kind):
         return function(results)
     if isinstance(results, (list, tuple)):
-        # Not a named tuple, which some operators return: autograd takes any sequence.
+        # A plain tuple, even where the operator returns a named one: autograd accepts any sequence.
         made = [function(item) if isinstance(item, kind) else item for item in results]
         return made if isinstance(results, list) else tuple(made)
     return results
 
 
 def operator(name: str) -> Any:
-    """Return an operator of ATen by its name; the name itself where this release of torch lacks it."""
+    """Return an operator of ATen by its name; the name itself if this release of torch lacks it."""
+    # The name as a key of a table of rules matches no operator, so the row is without effect.
     return getattr(torch.ops.aten, name, name)

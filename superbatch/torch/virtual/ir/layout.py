@@ -1,8 +1,8 @@
-"""Layout of the samples in a tensor: one dimension, as ``[outer][samples][inner]``.
+"""Layout of the samples in a tensor: one dimension, read as ``[outer][samples][inner]``.
 
 A batch of N images has its samples in dimension 0, one row each. After ``x.view(N * T, F)`` each sample has
-`inner` = T rows; after ``torch.cat([view1, view2])`` the samples come twice, `outer` = 2. Rows of a
-micro-batch are then not in one piece, but a slice of ``[outer][samples][inner]`` all the same.
+`inner` = T rows. After ``torch.cat([view1, view2])`` all samples come twice, `outer` = 2: the rows of a
+micro-batch are then not contiguous, but still one slice of ``[outer][samples][inner]``.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from superbatch.batch.split import near_equal
 
 
 class Layout(NamedTuple):
-    """Dimension of the samples, and rows of each of them.
+    """Dimension of the samples, and the rows of each sample in it.
 
     Attributes:
-        dim: the dimension, counted from the front.
-        outer: how often all samples come.
-        inner: rows of one sample, next to each other.
+        dim: the dimension, never negative.
+        outer: number of repetitions of the whole batch.
+        inner: adjacent rows of one sample.
 
     Examples:
         >>> Layout(0).rows(5), Layout(0, outer=2, inner=3).rows(5)
@@ -34,20 +34,20 @@ class Layout(NamedTuple):
     inner: int = 1
 
     def rows(self, samples: int) -> int:
-        """Return the size of the dimension for a number of samples."""
+        """Return the size of the dimension for the given number of samples."""
         return self.outer * samples * self.inner
 
     def at(self, dim: int) -> Layout:
-        """Return the same in another dimension."""
+        """Return the layout with the samples in another dimension."""
         return Layout(dim, self.outer, self.inner)
 
     def repeated(self, outer: int) -> Layout:
-        """Return the same with all samples coming `outer` times."""
+        """Return the layout with another number of repetitions of the batch."""
         return Layout(self.dim, outer, self.inner)
 
 
 class Part(NamedTuple):
-    """The samples of one micro-batch: those from `start` to before `stop`."""
+    """One micro-batch: the samples ``start:stop`` of the batch."""
 
     number: int
     start: int
@@ -60,7 +60,7 @@ class Part(NamedTuple):
 
 
 def parts_of(samples: int, size: int) -> list[Part]:
-    """Return the micro-batches of a batch: of near-equal sizes, at most the given one.
+    """Return the micro-batches of a batch: of near-equal sizes, none above the given one.
 
     Examples:
         >>> parts_of(5, 3)
@@ -81,15 +81,15 @@ def cut(tensor: Tensor, layout: Layout, part: Part) -> Tensor:
         tensor([1, 2, 4, 5])
     """
     dim, outer, inner = layout
-    if outer == 0:  # repeated no times
+    if outer == 0:  # e.g. x.repeat(0, 1): the dimension is empty, in a micro-batch too
         return tensor
     if outer == 1:
         return tensor.narrow(dim, part.start * inner, part.samples * inner)
-    # Told in full: of a tensor without elements -1 could be anything.
+    # Both sizes in full: -1 is ambiguous for a tensor without elements, and torch raises.
     blocks = tensor.unflatten(dim, (outer, tensor.shape[dim] // outer)).narrow(
         dim + 1, part.start * inner, part.samples * inner
     )
-    return blocks.flatten(dim, dim + 1)
+    return blocks.flatten(dim, dim + 1)  # copies: the rows of several blocks have no common stride
 
 
 def join(pieces: Sequence[Tensor], layout: Layout) -> Tensor:
@@ -100,21 +100,22 @@ def join(pieces: Sequence[Tensor], layout: Layout) -> Tensor:
         tensor([0, 1, 2, 3, 4, 5])
     """
     dim, outer, _ = layout
-    if len(pieces) == 1 or outer == 0:
+    if len(pieces) == 1 or outer == 0:  # one micro-batch: no copy of the batch
         return pieces[0]
     if outer == 1:
         return torch.cat(list(pieces), dim)
+    # Concatenating the pieces as they are would interleave the blocks: [0, 3] and [1, 2, 4, 5] of two blocks.
     blocks = [piece.unflatten(dim, (outer, piece.shape[dim] // outer)) for piece in pieces]
     return torch.cat(blocks, dim + 1).flatten(dim, dim + 1)
 
 
 def sized(shape: Sequence[int], layout: Layout, part: Part) -> list[int]:
-    """Return a shape for the samples of a micro-batch: a new list, for a rule may run in several threads.
+    """Return the shape of the whole batch, changed to the samples of a micro-batch.
 
     Examples:
         >>> sized((8, 3), Layout(0), Part(0, 2, 4))
         [2, 3]
     """
-    found = list(shape)
+    found = list(shape)  # a new list: rules are cached for the process, and threads share them
     found[layout.dim] = layout.rows(part.samples)
     return found

@@ -1,4 +1,4 @@
-"""Functions of several matrices, whose leading dimensions torch broadcasts."""
+"""Functions of several matrices, with leading dimensions that torch broadcasts."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from .calls import Call
 
 aten: Any = torch.ops.aten
 
-# Of these the second tensor is of vectors: pivots, or factors of reflections.
+# The second tensor of these holds vectors [..., n], not matrices: pivots, or the factors of reflections.
 _WITH_VECTORS = {aten.linalg_householder_product, aten.linalg_lu_solve, aten.lu_unpack}
 
 
 def leading_alike(call: Call) -> bool:
-    """Return whether all have the same number of leading dimensions."""
+    """Return whether all tensors have the same number of leading dimensions."""
+    # Otherwise broadcasting aligns them from the right, and dimension 0 is the samples in some of them only.
     return len({value.meta.dim() - _own(call, index) for index, value in enumerate(call.tensors)}) == 1
 
 
 def _own(call: Call, index: int) -> int:
-    """Return the number of dimensions of the matrix, or of the vector."""
+    """Return 2 for an argument that holds matrices, 1 for one that holds vectors."""
     if index != 1:
         return 2
     packet, (matrices, second, *_) = call.func.overloadpacket, call.tensors
-    if packet is aten._linalg_solve_ex:
+    if packet is aten._linalg_solve_ex:  # solve(A [N, n, n], b [N, n]) takes b for vectors
         return 1 if second.meta.shape == matrices.meta.shape[:-1] else 2
     return 1 if packet in _WITH_VECTORS else 2

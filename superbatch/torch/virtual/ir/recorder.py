@@ -1,7 +1,7 @@
-"""Interface of a recording to the operations that record others in it.
+"""Protocols of a recording and of the reductions over ranks.
 
-BatchNorm, an index or a write in place records simpler operations, and the recording calls them: each needs
-the other. So the files of such operations know a recording, and the ranks that share a batch, by interfaces.
+The recording calls composites (BatchNorm, indexing, writes in place), and these record simpler operations in
+it. The protocols break that import cycle: a composite imports this file, never `trace.recording`.
 """
 
 from __future__ import annotations
@@ -22,48 +22,52 @@ from .values import Handle, Operand, Value
 
 
 class RandomSource(Protocol):
-    """Random numbers of a block."""
+    """Source of the random numbers of a block."""
 
     @property
     def as_the_batch(self) -> bool:
-        """Draw the numbers of the real large batch."""
+        """Flag: draw the numbers of the real large batch (``rng="batch"``)."""
         ...
 
 
 class Recorder(Protocol):
-    """Recording of one block.
+    """Recording of the operations of one block.
 
-    Its values stand for tensors; the tensors that it returns are virtual, or numbers where there are some.
+    Methods that compute return a `Value`; those that serve the program return a virtual tensor, or a real one
+    where the numbers are already known.
     """
 
     @property
     def samples(self) -> int:
-        """Samples of the batch."""
+        """Number of samples of the batch."""
         ...
 
+    # Read by `numbers`: after the block only values that were materialized in it can be read.
     @property
     def open(self) -> bool:
-        """The block has not ended."""
+        """Flag: the block has not ended."""
         ...
 
     @property
     def paranoid(self) -> bool:
-        """Each operation is compared with the same on whole tensors."""
+        """Flag: each operation is compared with the same operation on full tensors."""
         ...
 
     @property
     def randomness(self) -> RandomSource:
-        """Random numbers of the block."""
+        """Source of the random numbers of the block."""
         ...
 
+    # A write into one of them copies it first, so that pending operations read the old numbers.
     @property
     def readings(self) -> Readings:
-        """Real tensors that operations read."""
+        """Real tensors that recorded operations read."""
         ...
 
+    # A protocol, not `RankReducer`: `ranks` imports `trace`, which imports this file.
     @property
     def across(self) -> RankSums | None:
-        """Reductions over the ranks that share the batch; None if there are none."""
+        """Reductions over the ranks that share the batch; None on a single rank."""
         ...
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -79,35 +83,38 @@ class Recorder(Protocol):
         ...
 
     def value(self, tensor: Any) -> Any:
-        """Return the value of a tensor, virtual or not."""
+        """Return the value of a virtual or real tensor."""
         ...
 
     def values(self, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return arguments with a value in place of each tensor."""
+        """Return the arguments with a value in place of each tensor."""
         ...
 
+    # Copied or read lazily: an operator that writes the tensor first triggers a copy (see `Readings`).
     def given(self, tensor: Tensor) -> Value:
         """Return a value for a real tensor."""
         ...
 
     def gathered(self, value: Value, kind: CouplingKind = "gathered", why: Any = ...) -> Value:
-        """Return the value in one piece."""
+        """Return the value as a full one, gathered from its rows if need be."""
         ...
 
+    # `value` and `given` lead from the program's tensors into the recording, `show` and `shown` back out.
     def show(self, value: Value) -> Tensor:
         """Return a virtual tensor that shows a value."""
         ...
 
     def shown(self, results: Any) -> Any:
-        """Return tensors that show values."""
+        """Return the results with a tensor in place of each value."""
         ...
 
     def watch(self, handle: Handle) -> None:
-        """Remember what a tensor of the program holds as long as it shows a value."""
+        """Register a handle: while it lives, the program may read its value."""
         ...
 
+    # Before the backward: afterwards the old gradient of the leaf could not be restored.
     def note_leaf(self, tensor: Tensor) -> None:
-        """Remember the leaves that a real tensor brings a gradient to."""
+        """Register the autograd leaves that receive a gradient through a real tensor."""
         ...
 
     def numbers(self, tensor: Tensor) -> Tensor:
@@ -115,32 +122,34 @@ class Recorder(Protocol):
         ...
 
     def there(self, values: Iterable[Value]) -> list[Tensor]:
-        """Return the tensors of whole values, computed if need be."""
+        """Return the tensors of full values, materialized if need be."""
         ...
 
-    def work_out(self, targets: Iterable[Value]) -> None:
-        """Run what the targets need, and what else is pending."""
+    # All pending values: one at a time would repeat the sweeps that they share.
+    def materialize(self, targets: Iterable[Value]) -> None:
+        """Compute the targets and everything else that is pending."""
         ...
 
     def write_later(self, tensor: Tensor, value: Value) -> None:
-        """Write a buffer once its new value is there."""
+        """Write a value into a buffer once it is computed."""
         ...
 
+    # Asked before every operation on a real tensor, e.g. the program reads running_mean in the block.
     def settle_writes(self, args: Iterable[Any]) -> None:
-        """Write the buffers that wait, if one of them is about to be used."""
+        """Make the pending writes if one of the arguments shares memory with a buffer that waits."""
         ...
 
 
 class RankSums(Protocol):
-    """Statistics of a BatchNorm, and collectives of the program, over the ranks that share a batch."""
+    """BatchNorm statistics and the program's collectives over the ranks that share a batch."""
 
     @property
     def normalises(self) -> bool:
-        """A BatchNorm in training mode is over ranks."""
+        """Flag: a BatchNorm in training mode normalises over all ranks now."""
         ...
 
     def over(self, layer: nn.SyncBatchNorm) -> AbstractContextManager[None]:
-        """Normalise over the ranks of a layer, for as long as the context lasts."""
+        """Normalise over the ranks of a layer inside the context."""
         ...
 
     def layout_of(self, recording: Recorder, value: Value) -> Layout | None:
@@ -148,9 +157,10 @@ class RankSums(Protocol):
         ...
 
     def layout_back(self, recording: Recorder, value: Value, mean: Value) -> Layout | None:
-        """Return the same for its backward; None if it was not over ranks."""
+        """Return the layout of the input in the backward; None if the forward was not over ranks."""
         ...
 
+    # `moments` gives (mean [C], M2 [C], count) of a micro-batch; `form` is (C, dtype of the statistics).
     def statistics(
         self,
         recording: Recorder,
@@ -163,17 +173,18 @@ class RankSums(Protocol):
         ...
 
     def spans(self, mean: Value) -> bool:
-        """Return whether a mean that a BatchNorm normalises with is over ranks."""
+        """Return whether the mean of a BatchNorm was computed over several ranks."""
         ...
 
     def summed(self, recording: Recorder, mean: Value, mine: Value) -> Value:
-        """Return a flat value summed over the ranks that a mean is over."""
+        """Return a flat value summed over the ranks of a mean."""
         ...
 
+    # The share is count / total, because dx divides by the count of this rank alone.
     def sums(self, recording: Recorder, mean: Value, sums: list[Value], count: int) -> list[Value]:
-        """Return the sums of a backward over all ranks, times the share of this rank's samples."""
+        """Return the sums of a backward over all ranks, times this rank's share of the samples."""
         ...
 
     def user_collective(self, recording: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run a collective of the program on numbers."""
+        """Run a collective of the program on materialized tensors."""
         ...

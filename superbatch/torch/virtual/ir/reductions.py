@@ -1,4 +1,4 @@
-"""Reductions of the results of micro-batches to one: sums, extremes, moments, concatenated rows."""
+"""Reductions over micro-batches: sums, extremes, moments, concatenated rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .layout import Layout, Part, join
 
 
 class Sums:
-    """Adds up each output. Sums of 16-bit numbers are kept in float32 and rounded once.
+    """Sum of each output; 16-bit outputs are accumulated in float32 and rounded once, in `result`.
 
     Examples:
         >>> sums = Sums()
@@ -27,8 +27,9 @@ class Sums:
         self._dtypes: list[torch.dtype] = []
 
     def add(self, part: Part, outputs: list[Any]) -> None:
-        """Add the outputs of a micro-batch; None stands for one that is not wanted."""
+        """Add the outputs of a micro-batch; None stands for an output that nobody needs."""
         if not self._sums:
+            # The dtype of the outputs, not of the total: a bfloat16 loss stays bfloat16 for the program.
             self._dtypes = [output.dtype if output is not None else torch.float32 for output in outputs]
             self._sums = [None if output is None else _first(output) for output in outputs]
             return
@@ -47,92 +48,93 @@ class Sums:
 def _first(output: Tensor) -> Tensor:
     if output.dtype in (torch.float16, torch.bfloat16):
         return output.float()
-    # Later ones are added in place: an expanded or shared tensor would be written many times, or elsewhere.
+    # The next outputs are added in place: one element of an expanded output stands for many, and an output
+    # that shares memory with an input would change the input.
     return output.clone(memory_format=torch.contiguous_format)
 
 
 class Folded:
-    """Combines pairwise: `torch.maximum`, `torch.mul`, `torch.logical_or`, ..."""
+    """Reduction with an associative function of two tensors, such as `torch.maximum` or `torch.mul`."""
 
     def __init__(self, combine: Callable[[Tensor, Tensor], Tensor]) -> None:
         self._combine = combine
         self._total: Tensor | None = None
 
     def add(self, part: Part, outputs: list[Any]) -> None:
-        """Combine with what there is."""
+        """Combine the output of a micro-batch with the total."""
         (output,) = outputs
         self._total = output if self._total is None else self._combine(self._total, output)
 
     def result(self) -> list[Tensor]:
-        """Return the combination."""
+        """Return the total."""
         assert self._total is not None
         return [self._total]
 
 
 class Extremes:
-    """The smallest and the largest: two outputs."""
+    """Minimum and maximum, for operators that return both (aminmax)."""
 
     def __init__(self) -> None:
         self._found: list[Tensor] | None = None
 
     def add(self, part: Part, outputs: list[Any]) -> None:
-        """Compare with what there is."""
+        """Reduce the (minimum, maximum) of a micro-batch."""
         if self._found is None:
             self._found = outputs
         else:
             self._found = [
+                # torch.minimum and maximum propagate NaN, as aminmax of the whole batch does.
                 torch.minimum(self._found[0], outputs[0]),
                 torch.maximum(self._found[1], outputs[1]),
             ]
 
     def result(self) -> list[Tensor]:
-        """Return both."""
+        """Return minimum and maximum over all samples."""
         assert self._found is not None
         return self._found
 
 
 class Joined:
-    """Puts the rows together again: a gathered value."""
+    """Concatenation of the rows of all micro-batches: a gathered value."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._pieces: dict[int, Tensor] = {}
 
     def add(self, part: Part, outputs: list[Any]) -> None:
-        """Take the rows of a micro-batch."""
+        """Store the rows of a micro-batch."""
+        # By number: a sweep may begin with the last micro-batch, which carries rows (see `run.carried`).
         self._pieces[part.number] = outputs[0]
 
     def result(self) -> list[Tensor]:
-        """Return all rows."""
+        """Return the rows in the order of the samples."""
         return [join([self._pieces[number] for number in sorted(self._pieces)], self._layout)]
 
 
 class First:
-    """Outputs that are the same for every micro-batch, such as empty placeholders."""
+    """Outputs that are equal in every micro-batch, e.g. the empty statistics of a BatchNorm in eval mode."""
 
     def __init__(self) -> None:
         self._outputs: list[Any] | None = None
 
     def add(self, part: Part, outputs: list[Any]) -> None:
-        """Keep those of the first micro-batch."""
+        """Keep the outputs of the first micro-batch."""
         if self._outputs is None:
             self._outputs = outputs
 
     def result(self) -> list[Tensor]:
-        """Return them."""
+        """Return the kept outputs."""
         assert self._outputs is not None
         return self._outputs
 
 
 class Moments:
-    r"""Mean and sum of squared deviations over all samples, from those of micro-batches.
+    r"""Mean and sum of squared deviations over all samples, combined from those of micro-batches.
 
-    ``mean = sum n_i mean_i / n`` and ``M2 = sum [M2_i + n_i |mean_i - mean|^2]``: nothing is lost to
-    cancellation, as it would be in ``sum x^2 - n mean^2``. Some are combined at a time, so that those of a
-    thousand micro-batches take no more memory than those of a few.
+    ``mean = sum n_i mean_i / n`` and ``M2 = sum [M2_i + n_i |mean_i - mean|^2]``.
 
     Args:
-        finish: makes the outputs of (mean, M2, n).
+        finish: computes the outputs from (mean, M2, n).
 
     Examples:
         >>> moments = Moments(lambda mean, squares, count: [mean, squares / count])
@@ -151,13 +153,14 @@ class Moments:
         self._parts: list[tuple[Tensor, Tensor, int]] = []
 
     def add(self, part: Part, outputs: list[Any]) -> None:
-        """Take (mean, sum of squared deviations, count), which is the first output, whatever the others."""
+        """Add (mean, M2, count), the first output; the others are placeholders."""
         self._parts.append(outputs[0])
+        # Bounds the memory: a thousand micro-batches hold no more moments than a few.
         if len(self._parts) == _AT_A_TIME:
             self._parts = [_combined(self._parts)]
 
     def result(self) -> list[Tensor]:
-        """Return the result of `finish` for the moments of all samples."""
+        """Return `finish` of the moments over all samples."""
         return list(self._finish(*_combined(self._parts)))
 
 
@@ -166,18 +169,19 @@ _AT_A_TIME = 32
 
 def _combined(parts: Sequence[tuple[Tensor, Tensor, int]]) -> tuple[Tensor, Tensor, int]:
     count = sum(n for _, _, n in parts)
+    # Not sum x^2 - n mean^2, which cancels: a mean of 1e4 and a deviation of 1 leave float32 no digit.
     mean = sum_of(mean * (n / count) for mean, _, n in parts)
     squares = sum_of(squares + n * _squared(mean_i - mean) for mean_i, squares, n in parts)
     return mean, squares, count
 
 
 def _squared(deviation: Tensor) -> Tensor:
-    """``|d|^2``, which is real for complex numbers too."""
+    """Return ``|d|^2``, real for complex deviations too: torch.var of complex numbers is real."""
     return (deviation.abs() if deviation.is_complex() else deviation).square()
 
 
 def sum_of(tensors: Any) -> Tensor:
-    """Return the sum of tensors, at least one."""
+    """Return the sum of one or more tensors."""
     total: Tensor | None = None
     for tensor in tensors:
         total = tensor if total is None else total + tensor

@@ -1,7 +1,7 @@
-"""Operations on whole tensors by other means than the rules': what paranoid mode compares with.
+"""References for paranoid mode: operations on full tensors, computed without the rules.
 
-For kernels that cannot be called again with what the program holds: what they kept for their backward is not
-there, or in a form of their own.
+For kernels that cannot be called again with the program's tensors, because the state that they save for the
+backward is missing or in a private form.
 """
 
 from __future__ import annotations
@@ -14,39 +14,40 @@ from torch import Tensor
 
 from superbatch.torch.devices import in_float64
 
-Given = dict[str, Any]  # arguments by name, with whole tensors
+Given = dict[str, Any]  # arguments by name, with full tensors
 aten: Any = torch.ops.aten
 
 
 def arguments_by_name(func: Any, args: Any, kwargs: dict[str, Any]) -> Given:
     """Return all arguments of a call by name, with the schema's defaults."""
-    told = func._schema.arguments
-    defaults = {argument.name: argument.default_value for argument in told}
+    defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
+    # `defaults` has the order of the schema, so zip matches positional arguments to names.
     return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
 
 
 # -- CUDA's attention ---------------------------------------------------------------------------------------
 
 
-def _shares(given: Given) -> tuple[Tensor, float]:
-    """Return the attention weights of the keys for each query, and the factor of the products."""
+def _attention_weights(given: Given) -> tuple[Tensor, float]:
+    """Return the attention weights [..., queries, keys], and the scale of the scores."""
     query, key = given["query"], given["key"]
     scale = given.get("scale")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    # In float64: a reference in the kernel's precision would have a rounding error of its own.
     scores = in_float64(query) @ in_float64(key).mT * scale
     if given.get("attn_bias") is not None:
         scores = scores + given["attn_bias"]
     if given["is_causal"]:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(later, -torch.inf)
-    return scores.softmax(-1).nan_to_num(0.0), scale
+    return scores.softmax(-1).nan_to_num(0.0), scale  # a query whose keys are all masked has output 0
 
 
 def _attention(given: Given) -> list[Any]:
     if given["dropout_p"]:
-        return []  # its mask is the kernel's own
-    shares, _ = _shares(given)
-    return [(shares @ in_float64(given["value"])).to(given["query"].dtype)]
+        return []  # the kernel does not return its mask, so nothing can be compared
+    probs, _ = _attention_weights(given)
+    return [(probs @ in_float64(given["value"])).to(given["query"].dtype)]
 
 
 def _attention_backward(given: Given) -> list[Any]:
@@ -54,13 +55,14 @@ def _attention_backward(given: Given) -> list[Any]:
         return []
     grad = in_float64(next(iter(given.values())))  # "grad_out", or "grad_out_"
     query, key, value = (given[name] for name in ("query", "key", "value"))
-    shares, scale = _shares(given)
-    of_shares = grad @ in_float64(value).mT
-    of_scores = shares * (of_shares - (of_shares * shares).sum(-1, keepdim=True))
+    probs, scale = _attention_weights(given)
+    # The gradient of softmax: dS = P * (dP - sum(dP * P)).
+    of_probs = grad @ in_float64(value).mT
+    of_scores = probs * (of_probs - (of_probs * probs).sum(-1, keepdim=True))
     found: list[Any] = [
         (of_scores @ in_float64(key) * scale).to(query.dtype),
         (of_scores.mT @ in_float64(query) * scale).to(key.dtype),
-        (shares.mT @ grad).to(value.dtype),
+        (probs.mT @ grad).to(value.dtype),
     ]
     bias = given.get("attn_bias")
     return found if bias is None else [*found, of_scores.sum_to_size(bias.shape).to(bias.dtype)]
@@ -84,8 +86,9 @@ def _recurrent_backward(given: Given) -> list[Any]:
 
 
 def _with_own_buffer(given: Given) -> Given:
-    """Without the empty tensor that stands for the buffer of all weights."""
+    """Return the arguments without the empty placeholder for the packed weights."""
     buffer = given["weight_buf"]
+    # cuDNN requires contiguous states; slices of a batch are strided.
     states = {
         name: item.contiguous()
         for name, item in given.items()
@@ -95,12 +98,13 @@ def _with_own_buffer(given: Given) -> Given:
 
 
 def _batch_norm(given: Given) -> list[Any]:
+    # cudnn_batch_norm has the same first eight arguments, and a reserve as its fourth result.
     return list(aten.native_batch_norm.default(*list(given.values())[:8]))
 
 
 def _batch_norm_backward(given: Given) -> list[Any]:
     x, grad, weight, mean, var, save_mean, save_invstd, eps = list(given.values())[:8]
-    training, wanted = True, [True, True, True]
+    training, wanted = True, [True, True, True]  # cuDNN's backward is for training, and returns all three
     kept = mean, var, save_mean, save_invstd, training, eps, wanted
     return list(aten.native_batch_norm_backward.default(grad, x, weight, *kept))
 
@@ -111,6 +115,7 @@ def _batch_norm_backward(given: Given) -> list[Any]:
 def dropped(given: Given, mask: Tensor) -> list[Any]:
     """Return the result of dropout for the mask that it drew."""
     p, x = given["p"], given["input"]
+    # p = 1 drops everything; 1 / (1 - p) would divide by zero.
     return [x * mask * (0.0 if p == 1.0 else 1.0 / (1.0 - p))]
 
 

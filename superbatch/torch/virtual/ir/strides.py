@@ -1,10 +1,9 @@
 """Canonical strides for kernels that misread the strides of a dimension of size one.
 
-The stride of a dimension of size one has no meaning, and PyTorch lets it be anything. Some kernels choose
-their memory format by it all the same. The gradient of one image with strides ``(C, 1, W * C, C)`` counts as
-contiguous in channels-last order, because `Tensor.is_contiguous` skips dimensions of size one, and as
-contiguous in the usual order, because `suggest_memory_format` does not skip them. The kernel reads it in the
-wrong one. A whole batch never has such strides; a micro-batch of one sample often has.
+PyTorch allows any stride in a dimension of size one, but some kernels choose their memory format by it. A
+gradient of one image with strides ``(C, 1, W * C, C)`` is contiguous in channels-last order for
+`Tensor.is_contiguous`, which skips such dimensions, and in the usual order for `suggest_memory_format`, which
+does not: the kernel reads the wrong one. A batch never has such strides; a micro-batch of one often has.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def canonical(tensor: Tensor) -> Tensor:
-    """Return the same memory with the strides of dimensions of size one as a new tensor would have them.
+    """Return the tensor with the strides of a new one in its dimensions of size one.
 
-    A tensor without such a dimension, or with such strides already, is returned as it is.
+    The result is a view, or the tensor itself if its strides are canonical.
 
     Examples:
         >>> image = torch.empty(60).as_strided((1, 3, 4, 5), (3, 1, 15, 3))
@@ -34,7 +33,7 @@ def canonical(tensor: Tensor) -> Tensor:
         (60, 1, 15, 3)
     """
     shape = tensor.shape
-    if 1 not in shape or 0 in shape:
+    if 1 not in shape or 0 in shape:  # nearly all tensors: this runs before every convolution
         return tensor
     strides = tensor.stride()
     found = _canonical(shape, strides)
@@ -46,22 +45,24 @@ def _canonical(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, .
     dims = len(shape)
     orders = [tuple(range(dims)), *([_last(dims)] if dims in _CHANNELS_LAST else [])]
     for dense in (_dense(shape, order) for order in orders):
+        # Channels-last is tried second: a tensor that fits both orders gets the usual one.
         if all(size == 1 or step == new for size, step, new in zip(shape, strides, dense, strict=True)):
             return dense
-    # Neither: outside of all others, or numbers side by side in the last dimension.
+    # Dense in neither order (e.g. a slice): a stride beyond all others, but 1 in the last dimension, which
+    # kernels check.
     reach = max((size * step for size, step in zip(shape, strides, strict=True) if size > 1), default=1)
     found = [reach if size == 1 else step for size, step in zip(shape, strides, strict=True)]
     return (*found[:-1], 1 if shape[-1] == 1 else found[-1])
 
 
 def _last(dims: int) -> tuple[int, ...]:
-    """Dimensions with the channels last, outermost first."""
+    """Dimensions in channels-last order, outermost first."""
     return (0, *range(2, dims), 1)
 
 
 @lru_cache(maxsize=1 << 12)
 def _dense(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a new tensor with its dimensions in this order, outermost first."""
+    """Strides of a dense tensor with its dimensions in this memory order, outermost first."""
     strides, step = [0] * len(shape), 1
     for dim in reversed(order):
         strides[dim] = step
@@ -70,10 +71,10 @@ def _dense(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def with_canonical_strides(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a kernel with canonical strides of each tensor among its arguments.
+    """Return a function that calls a kernel with canonical strides for each tensor argument.
 
     Args:
-        kernel: takes tensors by position.
+        kernel: takes its tensors by position.
     """
 
     def called(*args: Any) -> Any:
@@ -83,11 +84,11 @@ def with_canonical_strides(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Order(NamedTuple):
-    """Order of a whole tensor in memory.
+    """Memory order of a full tensor.
 
     Attributes:
-        memory_format: in which it is contiguous; None: in none, or it has fewer than two dimensions.
-        last: the numbers of its last dimension lie side by side.
+        memory_format: format in which it is contiguous; None: in none, or it has less than two dimensions.
+        last: the last dimension has stride 1.
     """
 
     memory_format: torch.memory_format | None
@@ -101,6 +102,7 @@ def _order_of(meta: Tensor) -> _Order:
 
 
 def _in_order(tensor: Tensor, order: _Order) -> Tensor:
+    # Copies only if the micro-batch differs from the batch: e.g. rows cut from an outer block are strided.
     memory_format, last = order
     if memory_format is None:
         if last and tensor.stride(-1) != 1:
@@ -110,20 +112,22 @@ def _in_order(tensor: Tensor, order: _Order) -> Tensor:
         return tensor.contiguous(memory_format=memory_format)
     if 1 not in tensor.shape or 0 in tensor.shape:
         return tensor
+    # Contiguous up to the strides of size one, which `is_contiguous` ignores and kernels may read.
     dims = tuple(range(tensor.dim()))
     found = _dense(tensor.shape, dims if memory_format is torch.contiguous_format else _last(len(dims)))
     return tensor if found == tensor.stride() else tensor.as_strided(tensor.shape, found)
 
 
 def in_order(metas: Sequence[Tensor], run: Run) -> Run:
-    """Return a function that gives `run` the rows of a micro-batch in the order of the whole tensors.
+    """Return a function that calls `run` with the rows of a micro-batch in the memory order of the batch.
 
-    For kernels that read memory as if it were in that order, or refuse another.
+    For kernels that assume that order, or raise for another.
 
     Args:
-        metas: the whole tensors, without memory.
+        metas: meta tensors of the batch.
         run: takes rows of each of them.
     """
+    # From the metas, once per recipe: the order of the batch does not depend on the micro-batch.
     orders = [_order_of(meta) for meta in metas]
 
     def ordered(part: Part, tensors: list[Tensor]) -> Any:
@@ -133,12 +137,12 @@ def in_order(metas: Sequence[Tensor], run: Run) -> Run:
 
 
 def careful(operator: Any, metas: Sequence[Tensor], run: Run) -> Run:
-    """Return a function that gives an operator's kernel the strides it needs: mostly `run` itself.
+    """Return a function that calls an operator with the strides that its kernel needs: mostly `run` itself.
 
     Args:
-        operator: overload of an operator.
-        metas: of its tensors: the whole ones, without memory.
-        run: calls it.
+        operator: overload of the operator.
+        metas: meta tensors of the batch.
+        run: calls the operator.
     """
     packet = operator.overloadpacket
     if packet in _IN_ORDER:
@@ -148,7 +152,7 @@ def careful(operator: Any, metas: Sequence[Tensor], run: Run) -> Run:
     return run
 
 
-# Found by a sweep over all operators of the tests, with strides of each kind (see docs/decisions/0031).
+# Both sets were found by running all operators of the tests with strides of each kind (docs/decisions/0031).
 _CANONICAL = {
     aten._convolution,
     aten.convolution,

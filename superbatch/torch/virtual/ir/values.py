@@ -1,11 +1,9 @@
-"""Recorded values, and the operations that make them.
+"""Recorded values, and the operations that compute them.
 
-A `Value` stands for a tensor of the whole batch. It has a layout if it is computed micro-batch by
-micro-batch, and none if it is whole: a parameter, a statistic of all samples, the loss. A `Node` is one
-operation: values in, values out, and a function that computes the rows of one micro-batch.
-
-A value keeps its node alive, and a node its inputs; nodes know their outputs weakly. So what no tensor of the
-program and no later operation needs is gone, without anybody's count of it.
+A `Value` stands for a tensor of the whole batch: sharded into rows by micro-batch (it has a `Layout`), or
+full (layout None), such as a parameter, a batch statistic or the loss. A `Node` is one operation on values.
+References go from a value to its node and from a node to its inputs; outputs are held weakly. So Python's
+reference counts free a value once the program and all later operations have dropped it.
 """
 
 from __future__ import annotations
@@ -24,49 +22,53 @@ from .layout import Layout, Part, cut
 
 
 class Handle:
-    """Reference to a value, held by the program's tensors that show it: while it lives they may read it."""
+    """Reference to a value, held by each tensor of the program that shows it."""
 
     __slots__ = ("__weakref__", "reference", "value")
 
     def __init__(self, value: Value) -> None:
         self.value = value
+        # One weak reference for all tensors that show the value: the recording keeps it, and a live one means
+        # that the program may still read the value.
         self.reference = weakref.ref(self)
 
 
 class Pieces(Protocol):
-    """The rows of each micro-batch of a value that is there."""
+    """Rows of a materialized value, one tensor per micro-batch."""
 
     def get(self, part: Part) -> Tensor:
-        """Return the rows of a micro-batch, on the device that holds them."""
+        """Return the rows of a micro-batch, on the device that stores them."""
         ...
 
 
 class Sliced(NamedTuple):
-    """Pieces of a tensor that is there whole, on the device or on the host."""
+    """Rows cut from one full tensor, on the device or on the host."""
 
     tensor: Tensor
     layout: Layout
 
     def get(self, part: Part) -> Tensor:
-        """Cut the rows out."""
+        """Return the rows of a micro-batch as a view."""
         return cut(self.tensor, self.layout, part)
 
 
 class Value:
-    """A tensor of the whole batch.
+    """Tensor of the whole batch, computed or not.
 
     Attributes:
-        meta: its shape, strides and dtype, as a tensor without memory.
-        device: where it is worked with.
-        layout: where its samples are; None if it is whole.
-        node: what makes it; None if it is given, or kept.
-        index: which output of the node.
-        whole: the tensor itself, where it is there in one piece.
-        source: the tensor of the program whose memory it is, with its version then; None: it is our own.
-        pieces: its rows by micro-batch, where they are there.
-        grows: dimensions, beside that of the layout, that grow with the number of samples.
-        picked: of a whole value, how many rows of the batch are in it, where that is a fixed number.
-        held: counts its memory while it is there whole.
+        meta: shape, strides and dtype, as a tensor on the meta device.
+        device: device of the computation.
+        layout: dimension of the samples; None if the value is full.
+        node: the operation that computes it; None if it is an input, or is stored.
+        index: position among the outputs of the node.
+        whole: the full tensor, once it is materialized.
+        source: the program's tensor that shares this memory, with its `_version` at the time of reading;
+            None if the memory is our own.
+        pieces: the rows by micro-batch, once they are stored.
+        gathered: the full value made of the rows, weakly.
+        grows: dimensions that grow with the number of samples, apart from that of the layout.
+        picked: number of batch rows in a full value, if it does not depend on the batch size.
+        held: keeps the bytes of `whole` in the store's count for as long as the value lives.
     """
 
     __slots__ = (
@@ -87,6 +89,7 @@ class Value:
     )
 
     def __init__(self, meta: Tensor, device: torch.device, layout: Layout | None = None) -> None:
+        # None only for a sparse or nested tensor, which has no strides to describe it.
         self.meta = meta
         self.device = device
         self.layout = layout
@@ -103,22 +106,24 @@ class Value:
 
     @property
     def there(self) -> bool:
-        """Return whether its numbers are in memory."""
+        """Return whether the value is materialized."""
         return self.whole is not None or self.pieces is not None
 
     @property
     def has_gradient(self) -> bool:
-        """Return whether its dtype can have a gradient."""
+        """Return whether autograd supports its dtype."""
         return self.meta.dtype.is_floating_point or self.meta.dtype.is_complex
 
     def handle(self) -> Handle:
-        """Return the handle that a tensor of the program has to hold."""
+        """Return the handle for a tensor of the program to hold; a new one if none is alive."""
+        # Held weakly here: handle -> value -> handle would be a cycle, freed only by the garbage collector.
         handle = None if self._handle is None else self._handle()
         if handle is None:
             handle = Handle(self)
             self._handle = handle.reference
         return handle
 
+    # From the meta tensor: known before anything is computed, which the schedule and "auto" need.
     @property
     def nbytes(self) -> int:
         """Bytes of all rows."""
@@ -126,11 +131,11 @@ class Value:
 
 
 class Operand(NamedTuple):
-    """Value that an operation reads, and its layout there.
+    """Value that an operation reads, and how it reads it.
 
     Attributes:
-        value: which.
-        layout: rows of the micro-batch; None: all of it.
+        value: the value.
+        layout: the operation reads the rows of its micro-batch, cut by this layout; None: the full tensor.
     """
 
     value: Value
@@ -138,35 +143,35 @@ class Operand(NamedTuple):
 
 
 class Reduction(Protocol):
-    """Reduction of the outputs of micro-batches to whole ones."""
+    """Reduction of the outputs of all micro-batches to full ones."""
 
     def add(self, part: Part, outputs: list[Any]) -> None:
-        """Take the outputs of one micro-batch; they come in any order."""
+        """Add the outputs of one micro-batch, in any order of micro-batches."""
         ...
 
     def result(self) -> list[Any]:
-        """Return the outputs for all samples."""
+        """Return the outputs over all samples."""
         ...
 
 
 Run = Callable[[Part, list[Tensor]], Any]
-_serial = itertools.count()
+_serial = itertools.count()  # one for all threads: `next` of it is atomic
 
 
 class Action(NamedTuple):
-    """An operation without its values.
+    """Operation without its values: what all operations of the same form share.
 
     Attributes:
-        metas: of the results; None where there is none, and a number where that is the result.
-        single: there is one result, and not a sequence.
-        once: it reads whole values only, and runs once.
-        layouts: of each result; None: whole.
-        run: computes the results for one micro-batch; a tuple if there are several.
-        reduce: makes a `Reduction` of the whole results; None if there are none, or if it runs once.
-        view: its result takes no memory of its own.
-        light: about as fast as reading its inputs, so that it may be done again.
-        known: its `run` depends on nothing but its tensors and the number of samples, and is the same
-            function in each operation of its form: it may be compiled.
+        metas: one meta tensor per result; None for an absent result, an int for a result that is a number.
+        single: the operator returns one tensor, not a sequence.
+        once: the operation reads full values only, so it runs once and not per micro-batch.
+        layouts: layout of each result; None: full.
+        run: computes the results of one micro-batch; a tuple if there are several.
+        reduce: makes the `Reduction` of the full results; None without full results, or with `once`.
+        view: the result shares the memory of its input.
+        light: costs about as much as reading the inputs, so recomputing is as cheap as storing.
+        known: `run` depends only on its tensors and on the number of samples, and operations of the same
+            form share the function object: a compiled segment may be reused for all of them.
     """
 
     metas: tuple[Tensor | int | None, ...]
@@ -181,12 +186,12 @@ class Action(NamedTuple):
 
 
 class ByRows(NamedTuple):
-    """Operation on whole values, done for the rows of a micro-batch.
+    """Alternative form of an operation on full values: computed for the rows of one micro-batch at a time.
 
     Attributes:
-        action: what it does then.
-        operands: what it reads then.
-        larger: its results are much larger than what it cuts.
+        action: the operation by rows.
+        operands: its inputs, with the layouts that cut them.
+        larger: the results are much larger than the inputs that are cut.
     """
 
     action: Action
@@ -196,22 +201,23 @@ class ByRows(NamedTuple):
 
 def going_back() -> bool:
     """Return whether autograd runs a backward pass."""
+    # -1 outside of the autograd engine; a thread-local of torch without a public accessor.
     return torch._C._current_graph_task_id() != -1
 
 
 class Node:
-    """One operation.
+    """Recorded operation.
 
     Attributes:
-        operator: an operator of torch, or what it is in words.
-        serial: a number that grows; inputs have smaller ones.
-        operands: what it reads.
-        outputs: the values, weakly: None once nobody needs one.
-        single, once, layouts, run, reduce, view, light, known: as told (`Action`).
-        gathers: it puts a whole tensor together; "unknown": because an operator has no rule.
-        where: path of the module that it belongs to.
-        by_rows: how it would be done by rows, where it runs once; None if that is not known.
-        backward: it belongs to a backward pass.
+        operator: an operator of torch, or a name such as "batch_norm".
+        serial: position in the recording order; inputs have smaller serials.
+        operands: the inputs.
+        outputs: weak references to the results; a dead one is not needed any more.
+        single, once, layouts, run, reduce, view, light, known: as in `Action`.
+        gathers: the node gathers rows into a full tensor; "unknown" if an operator has no rule.
+        where: path of the module whose forward recorded it.
+        by_rows: how to compute it by rows instead of once; None if it cannot be.
+        backward: recorded during a backward pass.
     """
 
     __slots__ = (
@@ -237,7 +243,7 @@ class Node:
         self,
         operator: Any,
         operands: Sequence[Operand],
-        told: Action,
+        action: Action,
         outputs: Sequence[Value],
         *,
         gathers: CouplingKind | None = None,
@@ -246,12 +252,17 @@ class Node:
         self.operator = operator
         self.serial = next(_serial)
         self.operands = tuple(operands)
+        # The value holds the node: a strong reference back would make a cycle of every operation and its
+        # results.
         self.outputs = [weakref.ref(value) for value in outputs]
+        # Flattened into slots: a sweep reads these for every node, and an attribute of an attribute costs
+        # twice.
         _, self.single, self.once, self.layouts, self.run, self.reduce, self.view, self.light, self.known = (
-            told
+            action
         )
         self.gathers: CouplingKind | None = gathers
         self.where = where
+        # Set by the recording, and used only if the plan finds that every reader takes rows.
         self.by_rows: ByRows | None = None
         self.backward = going_back()
         for index, value in enumerate(outputs):

@@ -1,4 +1,4 @@
-"""Buffers that are written once their new numbers are there, such as running statistics."""
+"""Deferred writes into buffers, such as running statistics: made once the new numbers are computed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from .values import Value
 
 
 class Writes:
-    """The writes that wait, and the memory that they are for.
-
-    Every operation on a real tensor asks whether its memory waits. So that memory is kept in a set, which
-    grows with each write: to make it anew for each question takes a time quadratic in the BatchNorms of a
-    model.
+    """Pending writes, and the memory that they will change.
 
     Examples:
         >>> import torch
@@ -30,6 +26,8 @@ class Writes:
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Tensor, Value]] = []
+        # A set beside the list: every operation on a real tensor asks `wait_for`, and a search of the list
+        # would take a time quadratic in the number of BatchNorms.
         self._memory: set[int | None] = set()
 
     def __len__(self) -> int:
@@ -37,21 +35,21 @@ class Writes:
         return len(self._waiting)
 
     def add(self, tensor: Tensor, value: Value) -> None:
-        """Let a tensor wait for a value.
-
-        Its memory of now is written, without a new version, as BatchNorm does: autograd has the old one to
-        compare with.
-        """
-        memory = tensor.data  # holds it: its address is no other's while it waits
+        """Register the write of a value into a tensor."""
+        # `.data` shares the memory but not the version counter: torch's BatchNorm too updates its running
+        # statistics without a new version, and a new one would make autograd raise in the backward. It also
+        # keeps the memory alive, so that its address cannot become that of another tensor.
+        memory = tensor.data
         self._waiting.append((memory, value))
         self._memory.add(memory_of(memory))
 
     def wait_for(self, args: Iterable[Any]) -> bool:
-        """Return whether an argument, or an item of one, is in memory with a pending write."""
+        """Return whether an argument, or an item of one, shares memory with a pending write."""
         flat = (item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else (arg,)))
         return any(isinstance(item, Tensor) and memory_of(item) in self._memory for item in flat)
 
     def take(self) -> list[tuple[Tensor, Value]]:
-        """Return the pending writes, for the caller to make; none is pending any more."""
+        """Return the pending writes, for the caller to make, and remove them."""
+        # Removed first: making them runs operations, which ask `wait_for` again.
         waiting, self._waiting, self._memory = self._waiting, [], set()
         return waiting

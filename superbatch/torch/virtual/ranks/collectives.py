@@ -1,4 +1,4 @@
-"""Collectives that the program calls on virtual tensors: what they write and return."""
+"""Collectives that the program calls on virtual tensors: their written and returned tensors."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from ..trace.tensor import VirtualTensor
 
 
 def shown(recording: Recorder, func: Any, args: Any, result: Any) -> Any:
-    """Return the tensors that the program gave to be written, or new ones for what a collective returned."""
-    if func.namespace == "c10d":
+    """Return the result of a collective with virtual tensors in place of real ones."""
+    if func.namespace == "c10d":  # in place: it returns the program's own tensors, and a handle to wait for
         return (args[0], result[-1]) if isinstance(result, (list, tuple)) else result
     return mapped(result, lambda tensor: recording.show(recording.given(tensor)))
 
 
 def is_written(item: VirtualTensor, func: Any, args: Any) -> bool:
-    """Tell whether a collective writes a tensor that it was given."""
+    """Return whether a collective writes one of its arguments."""
     written = [
         arg
-        for arg, told in zip(args, func._schema.arguments, strict=False)
-        # Lists of lists of tensors come without a mark: outputs are named so, and come first.
-        if (told.alias_info is not None and told.alias_info.is_write)
-        or told.name in ("output_tensors", "outputs", "output", "output_tensor", "tensors")
+        for arg, declared in zip(args, func._schema.arguments, strict=False)
+        # Schemas do not mark nested lists of tensors as written: their outputs are known by these names.
+        if (declared.alias_info is not None and declared.alias_info.is_write)
+        or declared.name in ("output_tensors", "outputs", "output", "output_tensor", "tensors")
     ]
     return any(found is item for found in flat(written))
 
 
 def flat(items: Any) -> Iterator[Any]:
-    """Yield the items of lists in lists."""
+    """Yield the items of nested lists."""
     for item in items if isinstance(items, (list, tuple)) else [items]:
         if isinstance(item, (list, tuple)):
             yield from flat(item)
@@ -42,13 +42,14 @@ def flat(items: Any) -> Iterator[Any]:
 
 
 def waited(result: Any) -> Any:
-    """Return the result of a collective, once its numbers can be read."""
+    """Wait for a collective, and return its result."""
+    # Virtual tensors have nothing to wait with later: their numbers must be complete when they are shown.
     items = result if isinstance(result, (list, tuple)) else [result]
     for item in items:
         if isinstance(item, Tensor):
             torch.ops._c10d_functional.wait_tensor(item)
         elif isinstance(item, torch.ScriptObject):
-            from torch._C import _distributed_c10d as c10d  # is not there in builds without distributed
+            from torch._C import _distributed_c10d as c10d  # missing in builds without torch.distributed
 
             c10d.Work.unbox(item).wait()  # pyright: ignore[reportAttributeAccessIssue]  (not in torch's stubs)
     return result

@@ -1,15 +1,9 @@
-r"""A virtual batch over ranks: BatchNorm over the samples of all of them, one reduction of the gradients.
+r"""A virtual batch over ranks: BatchNorm over the samples of all ranks, one reduction of the gradients.
 
-The collectives of a block are recorded as operations on whole values, each of which also reads what the one
-before it gave. So every rank issues them in the order in which its program called for them, whenever numbers
-are asked for: a rank may read its loss in the block where the others do not. Nothing else has to be equal
-on the ranks: numbers of samples and of micro-batches may differ.
-
-With :math:`(n_r, \mu_r, M_r)` the count, mean and sum of squared deviations on rank r,
-
-.. math:: n = \sum n_r, \quad \mu = \sum n_r \mu_r / n, \quad M = \sum M_r + n_r (\mu_r - \mu)^2
-
-as within a rank (Chan, Golub, LeVeque 1979). In the backward only the sums in dx are those of all ranks.
+Each collective of a block is a recorded operation that also reads the result of the one before. So every rank
+issues them in program order, whenever it reads numbers. Samples and micro-batches per rank may differ.
+Moments :math:`(n_r, \mu_r, M_r)` of the ranks combine as within one: :math:`\mu = \sum n_r \mu_r / n`,
+:math:`M = \sum M_r + n_r (\mu_r - \mu)^2`. In the backward only the sums in dx are over all ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from superbatch.errors import CoupledSamplesError, WindowError, explain
+from superbatch.errors import CoupledSamplesError, WindowError
 from superbatch.torch.window.sync.find import find_sync
 from superbatch.torch.window.sync.local import Local
 from superbatch.torch.window.sync.manual import Manual
@@ -46,18 +40,18 @@ class RankReducer:
     """Reductions of a block over the ranks that share its batch.
 
     Args:
-        models: of the block.
-        modules: all of theirs.
-        group: as in `virtual_batch`; with it every BatchNorm in training mode is one over all ranks.
-        device: where statistics are.
-        reduces: gradients are averaged at the end of the block.
+        models: models of the block.
+        modules: all modules of the models.
+        group: as in `virtual_batch`; with it every BatchNorm in training mode is over all its ranks.
+        device: device of the statistics.
+        reduces: average the gradients at the end of the block.
 
     Attributes:
-        sync: the ranks over which gradients are averaged.
-        ending: the program has come to the end of the block, so that all collectives are recorded.
-        heard: this rank has stopped because another one has failed.
-        settled: no rank waits for this one in the block, which is over or has told the others that it failed.
-        exchanges: the program has called a collective on tensors of the batch.
+        sync: ranks over which gradients are averaged.
+        ending: the program has reached the end of the block: all its collectives are recorded.
+        heard: this rank has stopped because another one failed.
+        settled: no rank waits for this one: the block is over, or the others know that this rank failed.
+        exchanges: the program has called a collective on virtual tensors.
     """
 
     def __init__(
@@ -69,33 +63,34 @@ class RankReducer:
         *,
         reduces: bool = True,
     ) -> None:
-        gathered = not reduces and sharded_part(models) is not None  # by the window, which reduces gradients
+        gathered = not reduces and sharded_part(models) is not None  # the window has gathered the shards
         self.sync = Manual(group, device) if gathered else find_sync(models, group, sharded="gathered")
         self.heard = self.settled = self.exchanges = False
         self._now = self.sync if group is not None and self.sync.shared else None
-        # The user's own `no_sync` says that the gradients are reduced later.
+        # Inside the program's own `no_sync` gradients are reduced by a later backward.
         self._reduces = reduces and self.sync.shared and self.sync.reduces
         self.ending = False
-        self._meeting = False  # all ranks are at the same collective of the program
+        self._meeting = False  # inside a collective of the program, which all ranks call
         self._device = device
         self._layers = synchronised_layers(modules)
         self._groups = _different([*map(self._group_of, self._layers), self.sync])
         self._recording: weakref.ref[Recorder] | None = None
         self._last: Value | None = None
         self._totals: weakref.WeakKeyDictionary[Value, tuple[Sync, Value]] = weakref.WeakKeyDictionary()
-        # Without gradients a block may well be one rank's alone (a validation).
+        # Without gradients a single rank may run the block (a validation): it must wait for nobody.
         self._agreed = self._over = not (self._groups and torch.is_grad_enabled())
+        # For each collective that was recorded and not issued: a call that takes part in it with NaN.
         self._pending: deque[Callable[[], object]] = deque()
         self._issuing = False
 
     @property
     def normalises(self) -> bool:
-        """A BatchNorm in training mode is over ranks."""
+        """Flag: a BatchNorm in training mode normalises over ranks now."""
         return self._now is not None
 
     @contextmanager
     def over(self, layer: nn.SyncBatchNorm) -> Iterator[None]:
-        """Normalise over the ranks of a layer, for as long as the context lasts."""
+        """Normalise over the ranks of a layer inside the context."""
         before, sync = self._now, self._group_of(layer)
         self._now = sync if sync.shared else None
         try:
@@ -110,8 +105,9 @@ class RankReducer:
 
     @contextmanager
     def held_together(self) -> Iterator[None]:
-        """Hold DDP back, gather shards, and let SyncBatchNorm take virtual tensors during the body."""
-        self.sync.broadcast_buffers()  # DDP's own forward may not wait for the others inside the block
+        """Disable DDP's reduction, gather shards, and route SyncBatchNorm to virtual tensors in the body."""
+        # DDP's forward broadcasts buffers; in the block it would wait there for ranks that compute.
+        self.sync.broadcast_buffers()
         with self.sync.no_sync(), self.sync.gathered(), routed(self._layers):
             yield
 
@@ -121,15 +117,15 @@ class RankReducer:
         """Return the layout of the input of a BatchNorm over ranks; None for an InstanceNorm.
 
         Raises:
-            CoupledSamplesError: its rows are not those of the samples.
+            CoupledSamplesError: the samples are not in dimension 0.
         """
-        if value.layout is not None and value.layout.dim == 1:
+        if value.layout is not None and value.layout.dim == 1:  # [1, N * C, ...], as InstanceNorm reshapes
             return None
         if value.layout is None and value.meta.shape[:1] == (recording.samples,):
-            return Layout(0)  # what an operator without a rule has given
+            return Layout(0)  # a full result of an operator without a rule
         raise CoupledSamplesError(
-            f"A BatchNorm over ranks of shape {tuple(value.meta.shape)} has its samples not in "
-            "dimension 0. Put them there."
+            f"The input of a BatchNorm over ranks, of shape {tuple(value.meta.shape)}, has its samples not "
+            "in dimension 0. Move them there with permute()."
         )
 
     def statistics(
@@ -143,16 +139,17 @@ class RankReducer:
         """Return mean, 1 / standard deviation, biased and unbiased variance over the ranks.
 
         Args:
-            recording: of the block.
+            recording: recording of the block.
             x: the samples of this rank.
-            moments: what `Moments` combines.
+            moments: computes (mean, M2, count) of a micro-batch.
             form: number of channels, and dtype of the statistics.
-            eps: of the layer.
+            eps: epsilon of the layer.
         """
         sync, (channels, dtype) = self._now, form
         assert sync is not None
 
         def finish(mean: Tensor, squares: Tensor, count: int) -> list[Tensor]:
+            # One flat tensor [2 * channels + 1]: one all-gather per layer.
             return [torch.cat([mean, squares, mean.new_full((1,), count)])]
 
         recipe = Recipe([x], [None], lambda part, tensors: moments(part, tensors)[0], lambda: Moments(finish))
@@ -160,6 +157,8 @@ class RankReducer:
 
         def combine(part: Part, tensors: list[Tensor]) -> Any:
             means, squares, counts = sync.all_gather(tensors[0]).split([channels, channels, 1], dim=1)
+            # The count of all ranks stays a tensor: its number would make the recording wait for the
+            # collective.
             count = counts.sum()
             mean = (means * (counts / count)).sum(0)
             total = (squares + counts * (means - mean).square()).sum(0)
@@ -173,52 +172,50 @@ class RankReducer:
         return found
 
     def layout_back(self, recording: Recorder, value: Value, mean: Value) -> Layout | None:
-        """Return the same for its backward; None if it was not over ranks."""
+        """Return the layout of the input in the backward; None if the forward was not over ranks."""
         return self.layout_of(recording, value) if self.spans(mean) else None
 
     def spans(self, mean: Value) -> bool:
-        """Return whether a mean that a BatchNorm normalises with is over ranks."""
+        """Return whether the mean of a BatchNorm was computed over several ranks."""
         return mean in self._totals
 
     def summed(self, recording: Recorder, mean: Value, mine: Value) -> Value:
-        """Return a flat value summed over the ranks that a mean is over."""
+        """Return a flat value summed over the ranks of a mean."""
         sync, _ = self._totals[mean]
         size, dtype = len(mine.meta), mine.meta.dtype
 
         def reduce(part: Part, tensors: list[Tensor]) -> Any:
-            return (sync.sum_tensor(tensors[0].clone()),)
+            return (sync.sum_tensor(tensors[0].clone()),)  # all_reduce writes its argument
 
         self._pending.append(lambda: sync.sum_tensor(self._nothing(size, dtype)))
         return self._collective(recording, "sum over ranks", [mine], reduce, [mine.meta])[0]
 
     def sums(self, recording: Recorder, mean: Value, sums: list[Value], count: int) -> list[Value]:
-        """Return the sums of a backward over all ranks, for the count of this one.
+        """Return the sums of a backward over all ranks, times this rank's share of the samples.
 
         Args:
-            recording: of the block.
-            mean: what the layer normalised with.
-            sums: this rank's, C numbers each.
-            count: of this rank; dx divides by it, so what is returned is times ``count / total``.
+            recording: recording of the block.
+            mean: mean that the layer normalised with.
+            sums: sums of this rank, [channels] each.
+            count: number of elements per channel on this rank.
 
         Raises:
-            CoupledSamplesError: a backward of this backward is asked for.
+            CoupledSamplesError: the backward runs with ``create_graph=True``.
         """
         known = self._totals.get(mean)
-        if known is None:
+        if known is None:  # a layer within this rank
             return sums
         if torch.is_grad_enabled():
             raise CoupledSamplesError(
-                explain(
-                    "a backward with create_graph=True through a BatchNorm over ranks",
-                    "its second derivative would need sums over the ranks that torch does not define",
-                    "use a layer without statistics of the batch, or BatchNorm within each rank",
-                )
+                "A BatchNorm over ranks has no backward with create_graph=True. "
+                "Use a layer without batch statistics, or a BatchNorm within each rank."
             )
         sync, total = known
         metas = [value.meta for value in sums]
 
         def reduce(part: Part, tensors: list[Tensor]) -> Any:
             *mine, everywhere = tensors[: len(sums) + 1]
+            # dx divides by `count`; times count / total it is divided by the elements of all ranks.
             flat = sync.sum_tensor(torch.cat(mine).to(everywhere.dtype)) * (count / everywhere)
             return tuple(
                 piece.to(meta.dtype)
@@ -230,7 +227,7 @@ class RankReducer:
         return self._collective(recording, "batch_norm sums over ranks", [*sums, total], reduce, metas)
 
     def _nothing(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Stands for what a rank that has failed would have sent."""
+        """Return the NaN that a failed rank sends in place of its numbers."""
         return torch.full((size,), torch.nan, dtype=dtype, device=self._device)
 
     def _collective(
@@ -241,14 +238,15 @@ class RankReducer:
         run: Callable[[Part, list[Tensor]], Any],
         metas: list[Tensor],
     ) -> list[Value]:
-        """Record a collective that comes after the one before it."""
+        """Record a collective that is issued after the one before it."""
 
         def issue(part: Part, tensors: list[Tensor]) -> Any:
             with self._issued():
                 self.agree()
-                self._pending.popleft()
+                self._pending.popleft()  # before the call: a failure inside it must not repeat it
                 return run(part, tensors)
 
+        # Reading the last result of the one before orders the collectives, whatever the plan does else.
         operands = [
             Operand(value, None) for value in [*values, *([] if self._last is None else [self._last])]
         ]
@@ -258,6 +256,7 @@ class RankReducer:
 
     @contextmanager
     def _issued(self) -> Iterator[None]:
+        # Our own collectives pass the block's dispatch mode too: `user_collective` lets these through.
         before, self._issuing = self._issuing, True
         try:
             yield
@@ -265,15 +264,15 @@ class RankReducer:
             self._issuing = before
 
     def catch_up(self) -> None:
-        """Issue all collectives that are recorded, so that what comes next comes after them on every rank."""
+        """Issue all recorded collectives, so that the next one comes after them on every rank."""
         recording = None if self._recording is None else self._recording()
         if recording is not None and self._last is not None and self._last.whole is None:
-            recording.work_out([self._last])
+            recording.materialize([self._last])
 
     # -- the program's own collectives ----------------------------------------------------------------------
 
     def user_collective(self, recording: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run a collective of the program on numbers; the tensors that it writes are full afterwards."""
+        """Run a collective of the program on materialized tensors; the ones that it writes become full."""
         if self._issuing:
             return func(*args, **kwargs)
         real: dict[int, tuple[VirtualTensor, Tensor]] = {}
@@ -284,12 +283,12 @@ class RankReducer:
             if not isinstance(item, VirtualTensor):
                 return item
             if id(item) not in real:
-                # A copy: what was computed from the numbers before the write may still be read.
+                # Cloned: pending operations may still read the numbers from before the write.
                 real[id(item)] = item, recording.numbers(item).detach().clone()
             return real[id(item)][1]
 
         joins = any(isinstance(item, VirtualTensor) for item in collectives.flat([*args, *kwargs.values()]))
-        self._meeting = joins  # memory may run out in what computes the numbers
+        self._meeting = joins  # computing the numbers may fail: `fail` then answers the others' collective
         self.catch_up()
         recording.settle_writes(collectives.flat(args))
         arguments = [number(arg) for arg in args]
@@ -309,55 +308,53 @@ class RankReducer:
     # -- the end --------------------------------------------------------------------------------------------
 
     def agree(self, *, failed: bool = False) -> None:
-        """Learn, once in a block and before its first collective, whether a rank has failed.
+        """Vote, once per block and before its first collective, whether a rank has failed.
 
         Raises:
-            WindowError: another rank has.
+            WindowError: another rank has failed.
         """
         if not self._agreed:
             self._agreed = True
             self._exchange(failed)
 
     def _meet(self, *, again: bool) -> None:
-        """Learn, before a collective of the program, whether a rank has failed.
+        """Vote, before a collective of the program, whether a rank has failed.
 
         Args:
-            again: also where this was asked in the block before.
+            again: vote even if the block has voted before.
 
         Raises:
-            WindowError: another rank has.
+            WindowError: another rank has failed.
         """
         if again and self._agreed and not self._over:
             self._exchange(failed=False)
         self.agree()
 
     def _agree_at_the_end(self, *, failed: bool = False) -> None:
-        """Learn whether a rank has failed after its first collective."""
+        """Vote, at the end of the block, whether a rank has failed after its first collective."""
         if not self._over:
             self._over = True
-            if self._last is not None:  # else there has been none since
+            if self._last is not None:  # without a collective the first vote covers the block
                 self._exchange(failed)
 
     def _exchange(self, failed: bool) -> None:
         somewhere = failed
-        for group in self._groups:  # that of the gradients last, so that it learns of every other
+        for group in self._groups:  # the gradients' group votes last, so it hears of failures in the others
             somewhere = group.vote(somewhere)
         self._over = self._over or somewhere
         if somewhere and not failed:
             self.heard = True
             raise WindowError(
-                explain("ranks that share a batch", "another rank has failed", "see the error on that rank")
+                "Another rank that shares the virtual batch has failed. See the error on that rank."
             )
 
     def fail(self) -> None:
-        """Tell the others that this rank has failed, if it knows what they wait for.
-
-        At the end of the block, and where the program calls a collective on the batch, all ranks have
-        recorded the same ones: in those that are left it takes part with NaN, and says so after them.
-        """
+        """Tell the other ranks that this one has failed, if it knows which collective they wait for."""
         with suppress(RuntimeError):  # the error that is being raised says more
             first = not self._agreed
             self.agree(failed=True)
+            # At the end of the block, and in a collective of the program, all ranks have recorded the same
+            # collectives. This rank takes part in the remaining ones with NaN, then votes.
             if (self.ending or self._meeting) and not self._over:
                 while self._pending:
                     self._pending.popleft()()
@@ -367,12 +364,12 @@ class RankReducer:
             self.settled = first or self._over
 
     def end(self) -> None:
-        """Free what was recorded."""
+        """Free the recorded collectives."""
         self._last = None
         self._pending.clear()
 
     def mean(self, parameters: Sequence[Tensor], gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """Return the means of gradients over the ranks, as DDP defines them; those given are left alone."""
+        """Return the means of gradients over the ranks, as DDP defines them, in new tensors."""
         self.agree()
         self._agree_at_the_end()
         self.settled = True
@@ -388,6 +385,7 @@ class RankReducer:
 
 
 def _different(all_ranks: Iterable[Sync]) -> list[Sync]:
-    """Return those with several ranks, each group once, the last of them last."""
+    """Return the groups of several ranks, each once, in the order of their last occurrence."""
+    # Reversed twice: the dict keeps the last occurrence, so the gradients' group stays last.
     shared = {id(sync.group): sync for sync in reversed(list(all_ranks)) if sync.shared}
     return list(reversed(shared.values()))

@@ -1,4 +1,4 @@
-"""Gradients of a block whose models are sharded by FSDP2: means over the ranks, in shards."""
+"""Gradients of a block whose models are sharded by FSDP2: means over the ranks, as shards."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ def mean(
     """Return the means of gradients over the ranks, as DDP defines them.
 
     Args:
-        sync: the ranks. Where they share shards, the gradients of sharded parameters are not here yet; those
-            returned are the ones given, and `scatter` follows.
-        parameters: of the gradients.
-        gradients: of this rank; they are left alone.
-        device: where numbers are exchanged.
+        sync: the ranks. With shards, gradients of sharded parameters are returned unchanged; `scatter`
+            reduces them.
+        parameters: parameters of the gradients.
+        gradients: gradients of this rank; not modified.
+        device: device of the exchange.
     """
+    # A sharded parameter is a DTensor, which has a device mesh.
     chosen = [not (sync.in_step and hasattr(parameter, "device_mesh")) for parameter in parameters]
-    # Divided first, as in DDP: a sum of float16 gradients may overflow.
+    # Divided before the sum, as in DDP: a sum of float16 gradients may overflow.
     mine = [
         None if gradient is None else gradient / sync.count
         for gradient, here in zip(gradients, chosen, strict=True)
@@ -32,11 +33,12 @@ def mean(
     ]
     plain = [parameter for parameter, here in zip(parameters, chosen, strict=True) if here]
     ranks = Manual(sync.group, device) if sync.in_step else sync
+    # A rank without a gradient takes part with zeros: collectives must match on all ranks.
     means = iter(ranks.reduce(mine, plain, lambda index: torch.zeros_like(plain[index])) if plain else [])
     return [next(means) if here else gradient for gradient, here in zip(gradients, chosen, strict=True)]
 
 
 def scatter(sync: Sync) -> None:
-    """Add the means of the gradients of gathered parameters to those of the shards."""
+    """Reduce the gradients of gathered parameters, and add their means to the gradients of the shards."""
     sync.scale(1 / sync.count)
     sync.flush()

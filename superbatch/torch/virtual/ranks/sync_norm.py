@@ -1,4 +1,4 @@
-"""`torch.nn.SyncBatchNorm` in a block: its own forward refuses tensors that are on no GPU."""
+"""`torch.nn.SyncBatchNorm` in a block: its own forward raises for tensors that are not on a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..trace.tensor import VirtualTensor
 
 
 def synchronised_layers(modules: Iterable[nn.Module]) -> list[nn.SyncBatchNorm]:
-    """Return torch's own layers; not those of a class with a forward of its own.
+    """Return the SyncBatchNorm layers with torch's own forward, without subclasses that override it.
 
     Examples:
         >>> len(synchronised_layers([nn.SyncBatchNorm(2), nn.BatchNorm1d(2)]))
@@ -30,7 +30,7 @@ def synchronised_layers(modules: Iterable[nn.Module]) -> list[nn.SyncBatchNorm]:
 
 @contextmanager
 def routed(layers: Iterable[nn.SyncBatchNorm]) -> Iterator[None]:
-    """Let layers take virtual tensors, for as long as the context lasts.
+    """Replace the forward of the layers inside the context, so that they take virtual tensors.
 
     Examples:
         >>> layer = nn.SyncBatchNorm(2)
@@ -43,7 +43,7 @@ def routed(layers: Iterable[nn.SyncBatchNorm]) -> Iterator[None]:
     chosen = [layer for layer in layers if _has_own_forward(layer)]
     try:
         for layer in chosen:
-            layer.forward = _Forward(layer)
+            layer.forward = _Forward(layer)  # an instance attribute, which `nn.Module.__call__` prefers
         yield
     finally:
         for layer in chosen:
@@ -51,16 +51,14 @@ def routed(layers: Iterable[nn.SyncBatchNorm]) -> Iterator[None]:
 
 
 def _has_own_forward(layer: nn.SyncBatchNorm) -> bool:
-    """Return whether the forward is that of its class; a copy made in a block holds it as an attribute."""
+    """Return whether the layer's forward is that of its class."""
+    # A copy that was made in a block has the class's forward as an instance attribute (`__deepcopy__`).
     own = type(layer).forward.__get__(layer)
     return vars(layer).get("forward", own) == own
 
 
 class _Forward:
-    """Stands for a SyncBatchNorm's forward in a block.
-
-    Copies of the module, and what is saved of it, have torch's.
-    """
+    """Forward of a SyncBatchNorm in a block; copies and pickles of the module have torch's own."""
 
     def __init__(self, layer: nn.SyncBatchNorm) -> None:
         self._layer = layer
@@ -70,17 +68,18 @@ class _Forward:
         across = input.virtual.recording.across if isinstance(input, VirtualTensor) else None
         if across is None or not (layer.training and dist.is_available() and dist.is_initialized()):
             return type(layer).forward(layer, input)
+        # From here as SyncBatchNorm.forward, but over the ranks of the block instead of NCCL.
         layer._check_input_dim(input)
         layer._check_non_zero_input_channels(input)
         momentum = layer.momentum
         if layer.track_running_stats:
             assert layer.num_batches_tracked is not None
             layer.num_batches_tracked.add_(1)
-            if momentum is None:  # the mean of all updates so far
+            if momentum is None:  # a cumulative average
                 momentum = 1.0 / float(layer.num_batches_tracked)
         running = (layer.running_mean, layer.running_var) if layer.track_running_stats else (None, None)
         with across.over(layer):
-            # Not `nn.functional.batch_norm`, which refuses a rank with one value per channel.
+            # Not `nn.functional.batch_norm`, which raises on a rank with one value per channel.
             return torch.batch_norm(
                 input, layer.weight, layer.bias, *running, True, momentum or 0.0, layer.eps, False
             )
@@ -90,5 +89,5 @@ class _Forward:
         return deepcopy(self._layer, memo).__class__.forward.__get__(memo[id(self._layer)])
 
     def __reduce__(self) -> Any:
-        """Save the layer's forward."""
+        """Pickle as the layer's own forward."""
         return getattr, (self._layer, "forward")

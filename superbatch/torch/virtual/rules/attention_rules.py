@@ -1,9 +1,8 @@
-"""Attention within each sample: torch's kernels of CPU and of CUDA, forward and backward.
+"""Rules for attention within each sample: torch's CPU and CUDA kernels, forward and backward.
 
-Samples are in dimension 0 of query, key, value, output, and what the forward keeps for the backward. A kernel
-of CUDA keeps more: lengths, the state of its generator, in a form that differs from release to release. None
-of it is taken from the whole batch: the backward of a micro-batch runs the forward again, and has its own.
-With dropout both runs draw from the same seed (`with_dropout`), so that they have the same mask.
+The samples are in dimension 0 of query, key, value and output: [batch, heads, length, features]. CUDA kernels
+also save lengths and the generator state for the backward, in a form that differs between releases. So the
+backward of a micro-batch runs its forward again and uses that state; with dropout both draw from one seed.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ _INPUTS = ("query", "key", "value")
 
 
 class _Kernel(NamedTuple):
-    """A kernel of CUDA.
+    """CUDA kernel of attention.
 
     Attributes:
-        forward: its operator.
-        keeps: what its backward calls the results of the forward, in their order.
-        aligned: rows of the bias begin at multiples of this many elements.
+        forward: the operator of the forward.
+        keeps: names of the forward's results among the arguments of the backward, in order.
+        aligned: rows of the bias must begin at multiples of this number of elements.
     """
 
     forward: Any
@@ -52,7 +51,8 @@ _EFFICIENT = _Kernel(
 
 
 def _layout_of(call: Call, values: Sequence[Value], *, seed: int | None = None) -> Layout | None:
-    """Return the common layout of the values; None if not in dimension 0, or for unseeded dropout."""
+    """Return the common layout of the values; None if not in dimension 0, or for dropout without a seed."""
+    # Without a seed the forward of a micro-batch and its repetition in the backward would draw two masks.
     layouts = (value.layout for value in values if value.layout is not None)
     layout = next((layout for layout in layouts if layout.dim == 0), None)
     if layout is None or (call.argument("dropout_p") and seed is None):
@@ -62,11 +62,12 @@ def _layout_of(call: Call, values: Sequence[Value], *, seed: int | None = None) 
 
 
 def _bias(call: Call) -> Value | None:
+    # The CPU kernel names it attn_mask, the CUDA kernels attn_bias.
     return call.argument("attn_mask") or call.argument("attn_bias")
 
 
 def _of_bias(bias: Value, call: Call, layout: Layout) -> Layout | None:
-    """A bias of each sample, or one for all."""
+    """Return the layout of a bias with one entry per sample; None for one bias that all samples share."""
     each = bias.meta.dim() == 4 and bias.meta.shape[0] == layout.rows(call.samples)
     return layout if each else None
 
@@ -93,10 +94,10 @@ def _attention(outputs: int) -> Callable[[Call], Recipe | None]:
 
 
 class Seeded(NamedTuple):
-    """A function of a micro-batch that draws the same numbers each time.
+    """Function of a micro-batch that draws the same numbers in each call.
 
     Attributes:
-        seed: of the operation; that of a micro-batch is where it begins, added to it.
+        seed: seed of the operation; a micro-batch adds its first sample's index to it.
         run: the function.
     """
 
@@ -104,7 +105,8 @@ class Seeded(NamedTuple):
     run: Run
 
     def __call__(self, part: Part, tensors: list[Tensor]) -> Any:
-        """Run it."""
+        """Run the function with the seed of the micro-batch."""
+        # The sum may exceed 2**63, which the generator would take for another seed or refuse.
         with seeded(tensors[0].device, (self.seed + part.start) % 2**63):
             return self.run(part, tensors)
 
@@ -113,11 +115,11 @@ def with_dropout(call: Call, seed: int) -> Recipe | None:
     """Return a recipe for attention with dropout on CUDA.
 
     Args:
-        call: of a forward or a backward.
-        seed: of the forward.
+        call: call of a forward or a backward.
+        seed: seed of the forward.
 
     Returns:
-        The recipe; None where there is no rule for the call.
+        The recipe; None if there is no rule for the call.
     """
     recipe = DROPPED[call.func](call, seed)
     return None if recipe is None else recipe.drawing(Seeded(seed, recipe.run))
@@ -127,7 +129,7 @@ def _forward(kernel: _Kernel) -> Callable[..., Recipe | None]:
     def rule(call: Call, seed: int | None = None) -> Recipe | None:
         main, bias = [call.argument(name) for name in _INPUTS], _bias(call)
         layout = _layout_of(call, main, seed=seed)
-        if layout is None or call.argument("return_debug_mask", False):
+        if layout is None or call.argument("return_debug_mask", False):  # a mask of all samples in one tensor
             return None
         operands = [Operand(value, layout) for value in main]
         if bias is not None:
@@ -137,13 +139,15 @@ def _forward(kernel: _Kernel) -> Callable[..., Recipe | None]:
         def output(part: Part, tensors: list[Tensor]) -> Any:
             return run(part, _as_kernels_ask(tensors, 3, kernel.aligned))
 
+        # Only output and logsumexp are tensors of the samples; the state behind them belongs to one kernel
+        # call.
         return Recipe(operands, [layout] * len(call.func._schema.returns), output, results=2)
 
     return rule
 
 
 def _backward(kernel: _Kernel) -> Callable[..., Recipe | None]:
-    """The gradient of a bias that is one for all samples is a sum over them."""
+    """Rule for a backward; the gradient of a bias that all samples share is a sum over them."""
 
     def rule(call: Call, seed: int | None = None) -> Recipe | None:
         names = [argument.name for argument in call.func._schema.arguments]
@@ -159,17 +163,17 @@ def _backward(kernel: _Kernel) -> Callable[..., Recipe | None]:
         if bias is not None:
             of_bias = _of_bias(bias, call, layout)
             operands.append(Operand(bias, of_bias))
-        # Tensors are filled in for each micro-batch.
-        told = {name: call.argument(name) for name in names}
-        told = {name: None if isinstance(item, Value) else item for name, item in told.items()}
+        # Without tensors, which are filled in for each micro-batch: the recipe is cached for the process.
+        plain = {name: call.argument(name) for name in names}
+        plain = {name: None if isinstance(item, Value) else item for name, item in plain.items()}
         inputs = (grad, *_INPUTS, *([] if bias is None else ["attn_bias"]))
-        options = _options(kernel, told)
+        options = _options(kernel, plain)
 
         def gradients(part: Part, tensors: list[Tensor]) -> Any:
             given = dict(zip(inputs, _as_kernels_ask(tensors, 4, kernel.aligned), strict=True))
             forward = {name: given[name] for name in inputs[1:]}
             kept = zip(kernel.keeps, kernel.forward(**{**options, **forward}), strict=False)
-            return call.func(**{**told, **given, **dict(kept)})
+            return call.func(**{**plain, **given, **dict(kept)})
 
         return Recipe(
             operands, [layout, layout, layout, of_bias][: len(call.func._schema.returns)], gradients
@@ -178,19 +182,20 @@ def _backward(kernel: _Kernel) -> Callable[..., Recipe | None]:
     return rule
 
 
-def _options(kernel: _Kernel, told: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the forward that are no tensors."""
-    found = {name: told[name] for name in ("dropout_p", "is_causal", "scale")}
+def _options(kernel: _Kernel, plain: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the forward that are no tensors, from those of the backward."""
+    found = {name: plain[name] for name in ("dropout_p", "is_causal", "scale")}
     names = {argument.name for argument in kernel.forward._schema.arguments}
     if "compute_log_sumexp" in names:
-        found["compute_log_sumexp"] = True
+        found["compute_log_sumexp"] = True  # the backward reads it
     if "attn_bias" in names:
         found["attn_bias"] = None
     return found
 
 
 def _as_kernels_ask(tensors: list[Tensor], main: int, aligned: int) -> list[Tensor]:
-    """With numbers next to each other in the last dimension; a micro-batch may have other strides."""
+    """Return the tensors with stride 1 in the last dimension, which the kernels require."""
+    # A micro-batch may have other strides than the batch: torch checked those of the batch.
     found = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
     return [*found[:main], *(_aligned(bias, aligned) for bias in found[main:])]
 
@@ -198,6 +203,7 @@ def _as_kernels_ask(tensors: list[Tensor], main: int, aligned: int) -> list[Tens
 def _aligned(bias: Tensor, to: int) -> Tensor:
     if all(step % to == 0 for step, size in zip(bias.stride()[:-1], bias.shape, strict=False) if size > 1):
         return bias
+    # As torch does before it calls the kernel: pad the rows, then slice, so that only the stride is larger.
     columns = bias.shape[-1]
     return F.pad(bias, (0, -columns % to))[..., :columns]
 

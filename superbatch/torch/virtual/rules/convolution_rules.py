@@ -1,8 +1,8 @@
-"""Convolutions whose channels are the samples.
+"""Rules for convolutions whose channels are the samples.
 
-The gradient of a convolution's weight is itself a convolution: of the input with the gradient of the output,
-both with batch and channels exchanged. Autograd writes it so where that gradient is differentiated again (a
-gradient penalty). It sums over its channels, so over the samples, and the sum is made by micro-batches.
+The gradient of a convolution's weight is itself a convolution, of the input with the output's gradient, both
+with batch and channels exchanged. Autograd records it so if that gradient is differentiated again (a gradient
+penalty). It sums over its channels, which are the samples, so micro-batches add up.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ aten: Any = torch.ops.aten
 
 
 def _channels(x: Value, weight: Value, call: Call) -> Layout | None:
-    """Return the layout of samples that are the summed channels; None if they are not."""
-    summed = 0 if call.argument("transposed") else 1
-    if call.argument("groups") != 1:
+    """Return the layout of the samples if they are the channels that are summed; else None."""
+    summed = 0 if call.argument("transposed") else 1  # weight [out, in, ...], transposed [in, out, ...]
+    if call.argument("groups") != 1:  # a slice of the channels would mix groups
         return None
-    if x.layout is None:  # the other has as many channels, and may be cut likewise
+    if x.layout is None:  # a full input has as many channels as the weight, so it can be cut too
         return weight.layout.at(1) if weight.layout is not None and weight.layout.dim == summed else None
     same = weight.layout is None or weight.layout == x.layout.at(summed)
     return x.layout if x.layout.dim == 1 and same else None
@@ -35,21 +35,22 @@ def _operands(x: Value, weight: Value, layout: Layout, call: Call) -> list[Opera
 
 
 def _convolution(call: Call) -> Recipe | None:
-    """A sum over the channels, of which each micro-batch has its own."""
+    """Rule for a forward: a sum over the channels, each of which belongs to one micro-batch."""
     x, weight = call.tensors[:2]
     layout = _channels(x, weight, call)
-    if layout is None or call.argument("bias") is not None:  # which would be added once for each
+    if layout is None or call.argument("bias") is not None:  # each micro-batch would add the bias
         return None
     return Recipe(_operands(x, weight, layout, call), [None], filled(call))
 
 
 def _backward(call: Call) -> Recipe | None:
-    """Gradients of input and weight: each channel has its own, from the same gradient of the output."""
+    """Rule for a backward: each channel of input and weight has its own gradient, from one full output's."""
     grad, x, weight = call.tensors
     layout = _channels(x, weight, call)
     if layout is None or grad.layout is not None or call.argument("output_mask")[2]:
         return None
     cut = _operands(x, weight, layout, call)
+    # The bias has no gradient here (output_mask[2] is False), so the third output is empty.
     return Recipe([Operand(grad, None), *cut], [layout, cut[1].layout, None], filled(call))
 
 

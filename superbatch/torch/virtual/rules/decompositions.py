@@ -1,4 +1,4 @@
-"""Operators that torch defines by simpler ones, and those that run at once on full tensors."""
+"""Operators that torch decomposes into simpler ones, and operators that run immediately on full tensors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 aten: Any = torch.ops.aten
 
-# Their results are read by operators that read memory itself.
-# Recurrent kernels keep a form of their own for their backward, which leaves out what nobody wants.
+# Packed sequences and the state that recurrent kernels save are read by kernels through raw memory, so rows
+# of micro-batches cannot stand for them.
 AT_ONCE = {
     aten._cudnn_rnn.default,
     aten._cudnn_rnn_backward.default,
@@ -20,8 +20,8 @@ AT_ONCE = {
     aten.mkldnn_rnn_layer_backward.default,
 }
 
-# Decompositions that put many small operations, or another order of random numbers, in the place of one; that
-# of a view forgets the shape of what is empty.
+# Not decomposed: many small operations would replace one (batch norm, cumsum), random numbers would come in
+# another order (dropout), and the decomposition of `view` loses the shape of an empty tensor.
 _WHOLE = {
     aten.native_batch_norm,
     aten.index_put,
@@ -36,18 +36,16 @@ _WHOLE = {
 
 @cache
 def decomposition(func: Any) -> Callable[..., Any] | None:
-    """Return torch's own decomposition of an operator into simpler ones, if there is one.
-
-    None of an operator with several results: the others are what its kernel keeps for its backward, in a form
-    of its own, and a decomposition may give another.
-    """
+    """Return torch's own decomposition of an operator into simpler ones; None without."""
+    # Several results: the others are state that the kernel saves for its own backward. A decomposition may
+    # compute it in another form, which the backward kernel would misread.
     if func.overloadpacket in _WHOLE or len(func._schema.returns) > 1:
         return None
-    from torch._decomp import decomposition_table  # loads sympy: only where it is needed
+    from torch._decomp import decomposition_table  # here: it imports sympy, which is slow to load
 
     return decomposition_table.get(func)
 
 
 def is_composite(func: Any) -> bool:
-    """Tell whether torch defines the operator by others alone."""
+    """Return whether torch implements the operator by other operators (CompositeImplicitAutograd)."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")

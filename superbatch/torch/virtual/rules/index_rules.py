@@ -1,4 +1,4 @@
-"""Operators that select, gather, scatter and write parts of a tensor."""
+"""Rules for operators that select, gather, scatter and write parts of a tensor."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ aten: Any = torch.ops.aten
 
 
 def _dim(call: Call, default: int = 0) -> int:
-    told = call.argument("dim", default)
-    return told % max(call.tensors[0].meta.dim(), 1)
+    dim = call.argument("dim", default)
+    return dim % max(call.tensors[0].meta.dim(), 1)  # 0-dimensional tensors accept dim=0 and -1
 
 
 def _first_layout(call: Call) -> Layout | None:
@@ -31,11 +31,11 @@ def _rows_of(value: Value, layout: Layout, samples: int) -> bool:
 
 
 def _gather(call: Call) -> Recipe | None:
-    """gather, scatter and their kin: along another dimension everything is cut alike."""
+    """Rule for gather, scatter and scatter_reduce along another dimension: all tensors are cut alike."""
     layout = _first_layout(call)
     if layout is None:
         return None
-    if layout.dim == _dim(call):
+    if layout.dim == _dim(call):  # the index may point at any sample
         return None
     if not all(_rows_of(value, layout, call.samples) for value in call.tensors):
         return None
@@ -43,7 +43,7 @@ def _gather(call: Call) -> Recipe | None:
 
 
 def _scatter_add(call: Call) -> Recipe | None:
-    """Along the samples: what each micro-batch adds is summed, if the result is no batch itself."""
+    """Rule for scatter_add along the samples into a full tensor: the shares of micro-batches add up."""
     recipe = _gather(call)
     if recipe is not None or len(call.tensors) != 3:
         return recipe
@@ -57,10 +57,11 @@ def _scatter_add(call: Call) -> Recipe | None:
 
 
 def _added(call: Call, operands: list[Operand]) -> Recipe:
-    """Add each micro-batch's share to zeros, and the sum of them to the target, the first tensor."""
+    """Return a recipe that sums the shares of micro-batches; the first one includes the target."""
     target = call.tensors[0]
 
     def run(part: Part, tensors: list[Tensor]) -> Tensor:
+        # Scattered into zeros: every micro-batch would add the target's own numbers once more.
         given = [torch.zeros_like(tensors[0]), *tensors[1:]]
         args, kwargs = substituted(call.args, call.kwargs, call.paths, given)
         share = call.func(*args, **kwargs)
@@ -70,7 +71,7 @@ def _added(call: Call, operands: list[Operand]) -> Recipe:
 
 
 def _index_select(call: Call) -> Recipe | None:
-    """Whole rows of each sample, or rows of a table for each sample."""
+    """Rule for the same columns of each sample, or for rows of a full table, one per sample."""
     x, index = call.tensors[:2]
     dim = _dim(call)
     if x.layout is None and index.layout is not None and index.meta.dim() == 1:
@@ -81,12 +82,12 @@ def _index_select(call: Call) -> Recipe | None:
 
 
 def _along_features(call: Call) -> Recipe | None:
-    """index_add, index_copy, index_fill: the index is whole, the others are cut."""
+    """Rule for index_add, index_copy and index_fill along features: the index is full, the rest is cut."""
     x, index, *source = call.tensors
     layout = x.layout or (source[0].layout if source else None)
     if layout is None or layout.dim == _dim(call) or index.layout is not None:
         return None
-    scalars = call.func.overloadpacket is aten.index_fill
+    scalars = call.func.overloadpacket is aten.index_fill  # its source is a 0-dimensional value
     batch = [x] if scalars else [x, *source]
     if not all(_rows_of(value, layout, call.samples) for value in batch):
         return None
@@ -96,7 +97,7 @@ def _along_features(call: Call) -> Recipe | None:
 
 
 def _index(call: Call) -> Recipe | None:
-    """``table[index]`` with an index for each sample into what is whole."""
+    """Rule for ``table[index]`` with a full table and an index per sample."""
     table, *indices = call.tensors
     layout = _of_indices(call, indices)
     if layout is None or table.layout is not None:
@@ -107,11 +108,13 @@ def _index(call: Call) -> Recipe | None:
 
 
 def _of_indices(call: Call, indices: list[Value]) -> Layout | None:
-    """The layout of indices that are all cut alike, in front of all other dimensions."""
+    """Return the common layout of the indices; None if they do not index the leading dimensions alike."""
     layout = next((index.layout for index in indices if index.layout is not None), None)
-    told = call.argument("indices")
-    if layout is None or any(item is None for item in told[: len(indices)]):
+    listed = call.argument("indices")
+    # table[:, index]: the samples would not be in front of the result.
+    if layout is None or any(item is None for item in listed[: len(indices)]):
         return None
+    # A mask selects a number of rows that depends on the numbers; indices of other shapes broadcast.
     shape = indices[0].meta.shape
     if any(index.meta.dtype in (torch.bool, torch.uint8) or index.meta.shape != shape for index in indices):
         return None
@@ -119,8 +122,8 @@ def _of_indices(call: Call, indices: list[Value]) -> Layout | None:
 
 
 def _index_put(call: Call) -> Recipe | None:
-    """``table.index_put([index], values, accumulate=True)``: the gradient of ``table[index]``."""
-    if not call.argument("accumulate", False):
+    """Rule for ``table.index_put([index], values, accumulate=True)``, the gradient of ``table[index]``."""
+    if not call.argument("accumulate", False):  # overwriting is no sum: the last sample wins
         return None
     table, *indices, values = call.tensors
     layout = _of_indices(call, indices)
@@ -136,11 +139,12 @@ def _index_put(call: Call) -> Recipe | None:
 
 
 def _copy(call: Call) -> Recipe | None:
-    """Numbers of the second in the shape and dtype of the first, which is not read."""
+    """Rule for copy: the source in the shape and dtype of the target, whose numbers are not read."""
     target, source = call.tensors
     shape = tuple(target.meta.shape)
     layout = target.layout
     if source.layout is not None:
+        # Broadcasting aligns dimensions from the right: a source [N, d] fills a target [T, N, d].
         layout = source.layout.at(source.layout.dim + len(shape) - source.meta.dim())
     if layout is None or layout.dim < 0 or shape[layout.dim] != layout.rows(call.samples):
         return None
@@ -156,7 +160,7 @@ def _copy(call: Call) -> Recipe | None:
 
 
 def _scatter_into(call: Call) -> Recipe | None:
-    """slice_scatter, select_scatter: along another dimension, or some of the samples."""
+    """Rule for slice_scatter and select_scatter: into features of each sample, or into some samples."""
     base, source = call.tensors
     dim = _dim(call)
     select = call.func.overloadpacket is aten.select_scatter
@@ -164,6 +168,7 @@ def _scatter_into(call: Call) -> Recipe | None:
         return _into_rows(call, base, base.layout, source, select)
     layout = base.layout
     if layout is None and source.layout is not None:
+        # select_scatter: the source lacks `dim`, so later dimensions are one further in the base.
         layout = source.layout.at(source.layout.dim + (select and dim <= source.layout.dim))
     if layout is None or layout.dim == dim or not _rows_of(base, layout, call.samples):
         return None
@@ -181,7 +186,7 @@ def _into_rows(call: Call, base: Value, layout: Layout, source: Value, select: b
     else:
         step = call.argument("step", 1)
         start, stop, _ = slice(call.argument("start"), call.argument("end")).indices(rows)
-    if layout.outer != 1:
+    if layout.outer != 1:  # the written rows would be in several blocks of a micro-batch
         return None
     if not select and (start, stop, step) == (0, rows, 1):
         return Recipe([Operand(source, layout)], [layout], lambda part, tensors: tensors[0], light=True)
@@ -190,13 +195,13 @@ def _into_rows(call: Call, base: Value, layout: Layout, source: Value, select: b
     def run(part: Part, tensors: list[Tensor]) -> Tensor:
         x, new = tensors
         first, last = part.start * layout.inner, part.stop * layout.inner
-        skipped = max(-(-(first - start) // step), 0)  # rows of the source before this micro-batch
+        skipped = max(-(-(first - start) // step), 0)  # rows of the source that earlier micro-batches take
         begin, end = start + skipped * step, min(stop, last)
-        if begin >= end:
+        if begin >= end:  # none of the written rows is in this micro-batch
             return x
         new = new.unsqueeze(layout.dim) if select else new
         count = -(-(end - begin) // step)
-        x = x.clone()
+        x = x.clone()  # the rows may be a view of the program's batch, or be stored for another sweep
         x[(*front, slice(begin - first, end - first, step))] = new.narrow(layout.dim, skipped, count)
         return x
 
@@ -209,6 +214,7 @@ def _diagonal_scatter(call: Call) -> Recipe | None:
     if layout is None or source.layout is None:
         return None
     dims = [call.argument(name) % base.meta.dim() for name in ("dim1", "dim2")]
+    # diagonal removes both dimensions and appends the diagonal as the last one.
     there = layout.at(layout.dim - sum(dim < layout.dim for dim in dims))
     if layout.dim in dims or not _rows_of(source, there, call.samples):
         return None

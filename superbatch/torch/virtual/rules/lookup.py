@@ -1,4 +1,4 @@
-"""Lookup of an operator's rule: a row of the table, a rule of its own, or elementwise."""
+"""Lookup of an operator's rule: a function, a row of the table, or the elementwise rule."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .table import ROWS
 
 Rule = Callable[[Call], "Recipe | None"]
 _aten: Any = torch.ops.aten
-# Elementwise too, though torch does not say so.
+# Elementwise operators without torch's `pointwise` tag.
 _ELEMENTWISE = {
     _aten.complex,
     _aten.elu_backward,
@@ -42,31 +42,32 @@ OWN: dict[Any, Rule] = {**SHAPES, **REDUCTIONS, **ATTENTION, **INDEXING, **LOSSE
 
 
 def find(call: Call) -> Recipe | None:
-    """Return a recipe that makes a call micro-batch by micro-batch, or None if no rule knows.
+    """Return a recipe that makes a call micro-batch by micro-batch; None without a rule.
 
-    The operands of the recipe may be values that have a layout, to be read whole: these have to be gathered.
+    Operands of the recipe may be sharded values that are read in full: the caller gathers them.
     """
     func = call.func
+    # The overload first: max.dim is a rule of its own, max.default another.
     own = OWN.get(func) or OWN.get(func.overloadpacket)
     if own is not None:
         recipe = own(call)
         if recipe is not None:
-            return recipe
+            return recipe  # else the table: the function may cover special cases only (nll_loss_backward)
     rows = ROWS.get(func) or ROWS.get(func.overloadpacket)
     if rows is not None:
         return _by_row(call, rows)
     return elementwise(call) if _is_elementwise(func) else None
 
 
-@cache  # tags are slow to ask
+@cache  # reading tags converts a C++ list
 def _is_elementwise(func: Any) -> bool:
     pointwise = torch.Tag.pointwise in func.tags or func.overloadpacket in _ELEMENTWISE
-    return pointwise and not draws(func)
+    return pointwise and not draws(func)  # random operators get a seed per micro-batch (`trace.randomness`)
 
 
 @cache
 def draws(func: Any) -> bool:
-    """Return whether an operator draws random numbers, or reads those of another."""
+    """Return whether an operator draws random numbers, or needs those that its forward drew."""
     return torch.Tag.nondeterministic_seeded in func.tags or func.overloadpacket in _DRAWN_BEFORE
 
 
@@ -77,7 +78,7 @@ _DRAWN_BEFORE = {torch.ops.aten._scaled_dot_product_flash_attention_backward}
 
 
 def _by_row(call: Call, rows: list[tuple[str, str]]) -> Recipe | None:
-    """Take the row that needs the fewest bytes gathered."""
+    """Return the recipe of the row that gathers the fewest bytes."""
     best: tuple[int, Recipe] | None = None
     for inputs, outputs in rows:
         found = _fit(call, inputs, outputs)
@@ -88,7 +89,7 @@ def _by_row(call: Call, rows: list[tuple[str, str]]) -> Recipe | None:
 
 def _fit(call: Call, inputs: str, outputs: str) -> tuple[int, Recipe] | None:
     codes = inputs.ljust(len(call.tensors), "_")
-    # Layouts of the values that the row takes by micro-batch: they have to agree.
+    # The values that the row cuts must agree in `outer` and `inner`; their dimensions are the row's codes.
     layouts = [
         value.layout
         for code, value in zip(codes, call.tensors, strict=False)
@@ -105,7 +106,7 @@ def _fit(call: Call, inputs: str, outputs: str) -> tuple[int, Recipe] | None:
             operands.append(Operand(value, None))
             continue
         layout = common.at(int(code))
-        if value.layout != layout and value.layout is not None:
+        if value.layout != layout and value.layout is not None:  # sharded in another dimension
             gathered += value.nbytes
         if value.meta.dim() <= layout.dim or value.meta.shape[layout.dim] != rows:
             return None
@@ -118,27 +119,27 @@ def _fit(call: Call, inputs: str, outputs: str) -> tuple[int, Recipe] | None:
 
 
 def elementwise(call: Call) -> Recipe | None:
-    """Broadcast, and cut what has as many rows as the batch."""
+    """Return the recipe of an elementwise call: cut each tensor that has the rows of the batch."""
     dims = max((value.meta.dim() for value in call.tensors), default=0)
     leading = _leading(call)
     if leading is None or leading.layout is None:
         return None
-    from_end = leading.layout.dim - leading.meta.dim()
+    from_end = leading.layout.dim - leading.meta.dim()  # negative: broadcasting aligns from the right
     rows = leading.layout.rows(call.samples)
     operands = []
     for value in call.tensors:
         dim = value.meta.dim() + from_end
-        if dim < 0 or (value.meta.shape[dim] == 1 != rows):
+        if dim < 0 or (value.meta.shape[dim] == 1 != rows):  # e.g. a bias [d], or a mean [1, d]
             operands.append(Operand(value, None))
         elif value.meta.shape[dim] == rows:
             operands.append(Operand(value, leading.layout.at(dim)))
-        else:  # a batch of one sample that is repeated
+        else:  # a batch of one sample broadcasts to the size of another tensor
             return None
     output = leading.layout.at(dims + from_end)
     return Recipe(operands, [output] * len(call.func._schema.returns), filled(call), light=True)
 
 
 def _leading(call: Call) -> Value | None:
-    """The largest value with a layout: the others are gathered if theirs is another."""
+    """Return the largest sharded value; others with another layout are gathered."""
     batch = [value for value in call.tensors if value.layout is not None]
     return max(batch, key=lambda value: (value.meta.numel(), value.meta.dim()), default=None)

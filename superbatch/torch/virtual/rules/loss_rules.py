@@ -1,4 +1,4 @@
-"""Losses, distances and lookups, whose kernels have their own idea of where the samples are."""
+"""Rules for losses, distances and lookups, each with its own convention for the batch dimension."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _rows_of(value: Value, layout: Layout, samples: int) -> bool:
 
 
 def _nll_loss_forward(call: Call) -> Recipe | None:
-    """Returns (loss, sum of weights); means are made of sums by a composite (see `composites`)."""
+    """Rule for (loss, sum of weights); a composite makes means of sums (see `trace.composites`)."""
     x, target = call.tensors[:2]
     if x.layout is None or x.layout.dim != 0:
         return None
@@ -37,7 +37,7 @@ def _nll_loss_forward(call: Call) -> Recipe | None:
         Operand(target, x.layout),
         *(Operand(w, None) for w in call.tensors[2:]),
     ]
-    if reduction == 0:
+    if reduction == 0:  # the sum of weights is 0 without a reduction, in every micro-batch
         return Recipe(operands, [x.layout, None], filled(call), First)
     return Recipe(operands, [None, None], filled(call))
 
@@ -47,21 +47,22 @@ def _nll_loss_backward(call: Call) -> Recipe | None:
     grad, x, target, *others = call.tensors
     layout = x.layout
     if layout is None or layout != Layout(1) or x.meta.dim() != 2:
-        return None  # a row of the table
+        return None  # samples in dimension 0: a row of the table
     reduction, ignored = call.argument("reduction"), call.argument("ignore_index")
     dtype, weighted = x.meta.dtype, len(others) > 1
 
     def run(part: Part, tensors: list[Tensor]) -> Tensor:
         grad, target, *others = tensors
+        # x is [rows, classes], and the micro-batch has some of the classes.
         classes = torch.arange(part.start, part.stop, device=target.device)
         share = -grad / others[-1] if reduction == _MEAN else -grad
-        share = share[:, None] if share.dim() else share  # one for each row, or for all
+        share = share[:, None] if share.dim() else share  # [rows, 1], or a scalar for all rows
         share = share * others[0][part.start : part.stop] if weighted else share
         if ignored >= 0:
-            target = torch.where(target == ignored, -1, target)
+            target = torch.where(target == ignored, -1, target)  # -1 equals no class
         return torch.where(target[:, None] == classes, share, 0).to(dtype)
 
-    # Of the numbers of x only the shape is wanted.
+    # The gradient does not depend on the numbers of x, so x is no operand.
     return Recipe([Operand(v, None) for v in (grad, target, *others)], [layout], run, light=True, placed=True)
 
 
@@ -69,7 +70,7 @@ def _nll_loss_backward(call: Call) -> Recipe | None:
 
 
 def _of_margins(call: Call, x: Value, target: Value) -> Layout | None:
-    """Return the layout if each sample is one row; a tensor of one dimension is one row."""
+    """Return the layout if each sample is one row [N, C]; None for one dimension, which is a single row."""
     layout = x.layout or target.layout
     if layout is None or layout.dim != 0 or x.meta.dim() != 2:
         return None
@@ -77,12 +78,13 @@ def _of_margins(call: Call, x: Value, target: Value) -> Layout | None:
 
 
 def _margin_loss(call: Call) -> Recipe | None:
-    """multi_margin_loss and multilabel_margin_loss_forward: a mean is the sum, divided by all samples."""
+    """Rule for multi_margin_loss and multilabel_margin_loss_forward: a mean is the sum over all rows / N."""
     x, target = call.tensors[:2]
     layout = _of_margins(call, x, target)
     if layout is None:
         return None
     reduction, rows = call.argument("reduction", _MEAN), layout.rows(call.samples)
+    # The kernel would divide by the rows of the micro-batch.
     args, kwargs = call.replaced(reduction=_SUM) if reduction == _MEAN else (call.args, call.kwargs)
     run = filled(call, args, kwargs)
     several = len(call.func._schema.returns) > 1
@@ -108,7 +110,7 @@ def _margin_loss_backward(call: Call) -> Recipe | None:
     def mean(part: Part, tensors: list[Tensor]) -> Any:
         return run(part, tensors) / rows
 
-    several = call.func.overloadpacket is aten.multilabel_margin_loss_backward  # the other is `is_target`
+    several = call.func.overloadpacket is aten.multilabel_margin_loss_backward  # others: `is_target`, [N, C]
     operands = [
         Operand(grad, layout if reduction == 0 else None),
         Operand(x, layout),
@@ -118,7 +120,7 @@ def _margin_loss_backward(call: Call) -> Recipe | None:
     return Recipe(operands, [layout], mean if reduction == _MEAN else run)
 
 
-# -- what a kernel keeps for its backward is computed there again ------------------------------------------
+# -- kernels whose saved state the backward recomputes -----------------------------------------------------
 
 
 def _log_sigmoid_forward(call: Call) -> Recipe | None:
@@ -129,7 +131,7 @@ def _log_sigmoid_forward(call: Call) -> Recipe | None:
 
     def output(part: Part, tensors: list[Tensor]) -> Any:
         found, kept = run(part, tensors)
-        return found, kept if kept.shape == found.shape else found  # on CUDA it is empty
+        return found, kept if kept.shape == found.shape else found  # on CUDA the saved buffer is empty
 
     return Recipe([Operand(x, x.layout)], [x.layout] * 2, output, light=True)
 
@@ -142,13 +144,14 @@ def _log_sigmoid_backward(call: Call) -> Recipe | None:
 
     def run(part: Part, tensors: list[Tensor]) -> Any:
         grad, x = tensors
+        # The saved buffer may have the form of another device or be a placeholder: it is computed again.
         return aten.log_sigmoid_backward(grad, x, aten.log_sigmoid_forward(x)[1])
 
     return Recipe([Operand(grad, layout), Operand(x, layout)], [layout], run, light=True)
 
 
 class _Ctc:
-    """Connectionist temporal classification: (T, N, C) and targets (N, S), lengths in lists or tensors."""
+    """CTC loss: log-probabilities [T, N, C], targets [N, S], lengths as lists or as tensors [N]."""
 
     def __init__(self, call: Call, skip: int) -> None:
         self.call = call
@@ -159,7 +162,7 @@ class _Ctc:
         self.infinite = call.argument("zero_infinity", False)
 
     def operands(self) -> tuple[Layout, list[Operand]] | None:
-        """Return the operands: log-probabilities, targets, and lengths that are tensors."""
+        """Return the layout and the operands; None if the targets are concatenated, or samples elsewhere."""
         probabilities, targets = self.main
         layout = probabilities.layout
         if layout is None or layout != Layout(1) or probabilities.meta.dim() != 3 or targets.meta.dim() != 2:
@@ -168,11 +171,12 @@ class _Ctc:
         return layout, [*found, *(Operand(v, Layout(0)) for v in self.lengths if isinstance(v, Value))]
 
     def forward(self, part: Part, tensors: list[Tensor]) -> Any:
-        """The loss and the kernel's own table, for a micro-batch."""
+        """Return the loss and the kernel's alpha table of a micro-batch."""
         return aten._ctc_loss(*tensors[:2], *self.cut(part, tensors), self.blank, self.infinite)
 
     def cut(self, part: Part, tensors: list[Tensor]) -> list[Any]:
-        """The lengths of a micro-batch."""
+        """Return the lengths of a micro-batch."""
+        # Tensors were cut as operands; lists are arguments of the call, of all samples.
         if isinstance(self.lengths[0], Value):
             return tensors[2:4]
         return [list(lengths)[part.start : part.stop] for lengths in self.lengths]
@@ -187,7 +191,7 @@ def _ctc_loss(call: Call) -> Recipe | None:
 
     def run(part: Part, tensors: list[Tensor]) -> Any:
         loss, table = ctc.forward(part, tensors)
-        # The kernel's table is as wide as the longest target here needs.
+        # As wide as the longest target of the micro-batch: padded, for the rows of all are joined.
         return loss, torch.nn.functional.pad(table, (0, width - table.shape[-1]))
 
     return Recipe(found[1], [Layout(0), Layout(0)], run, placed=True)
@@ -202,6 +206,7 @@ def _ctc_loss_backward(call: Call) -> Recipe | None:
 
     def run(part: Part, tensors: list[Tensor]) -> Any:
         grad, *given = tensors
+        # Run again: the backward kernel needs the table of exactly these samples, not the padded one.
         loss, table = ctc.forward(part, given)
         lengths = ctc.cut(part, given)
         return aten._ctc_loss_backward(grad, *given[:2], *lengths, loss, table, ctc.blank, ctc.infinite)
@@ -213,7 +218,7 @@ def _ctc_loss_backward(call: Call) -> Recipe | None:
 
 
 def _distances(call: Call) -> Recipe | None:
-    """cdist: rows of each with rows of the other, for each leading index."""
+    """Rule for cdist: distances between the rows of two tensors, for each leading index."""
     recipe = _leading_alike(call, filled(call))
     if recipe is not None:
         return recipe
@@ -221,6 +226,7 @@ def _distances(call: Call) -> Recipe | None:
     layout, dims = first.layout, max(first.meta.dim(), second.meta.dim())
     if layout is not None and layout.dim == first.meta.dim() - 2:
         return Recipe([Operand(first, layout), Operand(second, None)], [layout.at(dims - 2)], filled(call))
+    # Cut by the second: each micro-batch fills some columns of the distances.
     layout = second.layout
     if layout is not None and first.layout is None and layout.dim == second.meta.dim() - 2:
         operands = [Operand(first, None), Operand(second, layout)]
@@ -229,7 +235,7 @@ def _distances(call: Call) -> Recipe | None:
 
 
 def _distances_backward(call: Call) -> Recipe | None:
-    """For the rows of the first, from (grad, first, second, distances)."""
+    """Rule for the gradient of the first tensor, from (grad, first, second, distances)."""
     run = _dense(filled(call))
     recipe = _leading_alike(call, run)
     if recipe is not None:
@@ -242,16 +248,16 @@ def _distances_backward(call: Call) -> Recipe | None:
         operands = [Operand(grad, layout), Operand(first, layout), Operand(second, None)]
         return Recipe([*operands, Operand(distances, layout)], [layout], run)
     if second.layout is not None and first.layout is None and second.layout.dim == 0:
-        across = second.layout.at(1)
+        across = second.layout.at(1)  # every row of the second contributes to each row of the first: a sum
         operands = [Operand(grad, across), Operand(first, None), Operand(second, second.layout)]
         return Recipe([*operands, Operand(distances, across)], [None], run, Sums)
     return None
 
 
 def _leading_alike(call: Call, run: Callable[[Part, list[Tensor]], Any]) -> Recipe | None:
-    """Samples among the leading dimensions, which are broadcast."""
+    """Return a recipe for samples in a leading dimension, which broadcasts; None if they are not."""
     leading = [(v.layout, v.layout.dim - v.meta.dim()) for v in call.tensors if v.layout is not None]
-    places = {(layout[1:], place) for layout, place in leading if place < -2}
+    places = {(layout[1:], place) for layout, place in leading if place < -2}  # -2 and -1 are the matrix
     if len(places) != 1:
         return None
     ((_, place),) = places
@@ -272,7 +278,7 @@ def _leading_alike(call: Call, run: Callable[[Part, list[Tensor]], Any]) -> Reci
 
 
 def _dense(run: Callable[[Part, list[Tensor]], Any]) -> Callable[[Part, list[Tensor]], Any]:
-    # The kernel takes no strides: it reads memory in order.
+    # The kernel ignores strides and reads memory in row-major order.
     return lambda part, tensors: run(part, [tensor.contiguous() for tensor in tensors])
 
 
@@ -280,20 +286,21 @@ def _dense(run: Callable[[Part, list[Tensor]], Any]) -> Callable[[Part, list[Ten
 
 
 def _embedding_backward(call: Call) -> Recipe | None:
-    """By frequency: how often a row is used in the whole batch is not known to a micro-batch."""
+    """Rule for the gradient of an embedding table: a sum over the samples."""
     grad, index = call.tensors
     layout = grad.layout or index.layout
     if layout is None or call.argument("scale_grad_by_freq", False):
-        return None
+        return None  # a micro-batch does not know how often the whole batch uses a row
     if not all(_rows_of(value, layout, call.samples) for value in (grad, index)):
         return None
     return Recipe([Operand(grad, layout), Operand(index, layout)], [None], filled(call))
 
 
 def _trilinear(call: Call) -> Recipe | None:
-    """Bilinear layers: products of three tensors, each without some dimensions, summed over others."""
+    """Rule for bilinear layers: a product of three tensors without some dimensions, summed over others."""
     expands = [call.argument(f"expand{number}") for number in (1, 2, 3)]
     count = call.tensors[0].meta.dim() + len(expands[0])
+    # Position of each tensor's dimensions in the common space of `count` dimensions.
     own = [[dim for dim in range(count) if dim not in expand] for expand in expands]
     places = {
         dims[value.layout.dim]: value.layout

@@ -1,7 +1,7 @@
 """Rules for operators along given dimensions: sums, softmax, sorting, normalisation.
 
-Along another dimension than that of the samples they act on each sample. Along it, those that can be put
-together from micro-batches are (sums, extremes); the others are left to their decomposition, or gathered.
+Along a dimension of features they act on each sample. Along that of the samples, sums and extremes are
+combined from micro-batches; other operators have no rule and are decomposed or gathered.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ aten: Any = torch.ops.aten
 
 
 def _dims(call: Call, name: str = "dim") -> set[int]:
-    """Return the dimensions given to the operator, counted from the front; all if none."""
+    """Return the dimensions of the operator, none negative."""
     value: Value = call.tensors[0]
-    told = call.argument(name)
-    if told is None or (isinstance(told, (list, tuple)) and not told):
+    named = call.argument(name)
+    if named is None or (isinstance(named, (list, tuple)) and not named):  # sum(x, dim=[]) is over all
         return set(range(value.meta.dim()))
-    return {dim % max(value.meta.dim(), 1) for dim in (told if isinstance(told, (list, tuple)) else [told])}
+    return {
+        dim % max(value.meta.dim(), 1) for dim in (named if isinstance(named, (list, tuple)) else [named])
+    }
 
 
 def _after(layout: Layout, dims: set[int], keep: bool) -> Layout:
-    """The layout of a result in which `dims` are gone, or of size 1."""
+    """Return the layout of a result from which `dims` are removed; with `keep` they have size 1 instead."""
     return layout if keep else layout.at(layout.dim - sum(dim < layout.dim for dim in dims))
 
 
@@ -42,6 +44,7 @@ def _reduction(reduce: Callable[[], Any]) -> Callable[[Call], Recipe | None]:
         value = call.tensors[0]
         if value.layout is None or len(call.tensors) > 1:
             return None
+        # Without the argument (max.default): over all dimensions.
         dims = _dims(call) if call.argument("dim") is not None else set(range(value.meta.dim()))
         operands = [Operand(value, value.layout)]
         if value.layout.dim in dims:
@@ -53,7 +56,7 @@ def _reduction(reduce: Callable[[], Any]) -> Callable[[Call], Recipe | None]:
 
 
 def _per_sample(outputs: int = 1, name: str = "dim") -> Callable[[Call], Recipe | None]:
-    """Keeps the dimensions; works along one that must not be that of the samples."""
+    """Return a rule for an operator along one dimension of features, which keeps all dimensions."""
 
     def rule(call: Call) -> Recipe | None:
         first = next((value for value in call.tensors if value.layout is not None), None)
@@ -65,7 +68,7 @@ def _per_sample(outputs: int = 1, name: str = "dim") -> Callable[[Call], Recipe 
 
 
 def _renorm(call: Call) -> Recipe | None:
-    """Limits the norm of each slice along a dimension, over all others: samples there are apart."""
+    """Rule for renorm along the samples: the norm of each sample is limited by itself."""
     (x,) = call.tensors
     if x.layout is None or x.layout.dim not in _dims(call):
         return None
@@ -73,7 +76,7 @@ def _renorm(call: Call) -> Recipe | None:
 
 
 def _all_alike(call: Call, layout: Layout, outputs: list[Layout | None]) -> Recipe | None:
-    """Every tensor has its samples in the same dimension."""
+    """Return a recipe that cuts every tensor in the same dimension; None if one has other rows."""
     rows = layout.rows(call.samples)
     for value in call.tensors:
         if value.meta.dim() <= layout.dim or value.meta.shape[layout.dim] != rows:
@@ -82,7 +85,7 @@ def _all_alike(call: Call, layout: Layout, outputs: list[Layout | None]) -> Reci
 
 
 def _within_samples(outputs: int) -> Callable[[Call], Recipe | None]:
-    """Takes one or several dimensions together, none of them that of the samples."""
+    """Return a rule for a reduction of features only."""
 
     def rule(call: Call) -> Recipe | None:
         value, dims = call.tensors[0], _dims(call)
@@ -95,7 +98,7 @@ def _within_samples(outputs: int) -> Callable[[Call], Recipe | None]:
 
 
 def _moments(call: Call) -> Recipe | None:
-    """var, std, var_mean, std_mean."""
+    """Rule for var, std, var_mean and std_mean."""
     value, dims = call.tensors[0], _dims(call)
     with_mean = call.func.overloadpacket in (aten.var_mean, aten.std_mean)
     if value.layout is None:
@@ -105,21 +108,22 @@ def _moments(call: Call) -> Recipe | None:
         output = _after(value.layout, dims, keep)
         return Recipe([Operand(value, value.layout)], [output] * (1 + with_mean), filled(call))
     correction = call.argument("correction")
-    if correction is None:
+    if correction is None:  # overloads without it have `unbiased`, True by default
         correction = 1 if call.argument("unbiased", True) else 0
     root = call.func.overloadpacket in (aten.std, aten.std_mean)
     along = sorted(dims)
     half = value.meta.dtype in (torch.float16, torch.bfloat16)
 
     def run(part: Part, tensors: list[Tensor]) -> Any:
-        x = tensors[0].float() if half else tensors[0]  # rounded once, at the end
+        x = tensors[0].float() if half else tensors[0]  # rounded once, in `finish`
         count = math.prod(x.shape[dim] for dim in along)
         variance, mean = torch.var_mean(x, along, correction=0, keepdim=keep)
         moments = (mean, variance * count, count)
+        # Both outputs come from the moments: `Moments` reads the first and returns two.
         return (moments, None) if with_mean else moments
 
     def finish(mean: Tensor, squares: Tensor, count: int) -> list[Tensor]:
-        variance = squares / max(count - correction, 0)
+        variance = squares / max(count - correction, 0)  # 0 / 0 = nan for one number, as in torch
         found = [variance.sqrt() if root else variance, *([mean] if with_mean else [])]
         return [tensor.to(value.meta.dtype) for tensor in found] if half else found
 
@@ -129,7 +133,7 @@ def _moments(call: Call) -> Recipe | None:
 def _vector_norm(call: Call) -> Recipe | None:
     value, dims = call.tensors[0], _dims(call)
     if value.layout is None or value.layout.dim in dims:
-        return None  # its decomposition is sums
+        return None  # its decomposition is a sum of powers, which has a rule
     output = _after(value.layout, dims, bool(call.argument("keepdim", False)))
     return Recipe([Operand(value, value.layout)], [output], filled(call))
 
@@ -140,6 +144,7 @@ def _vector_norm(call: Call) -> Recipe | None:
 def _layer_norm(call: Call) -> Recipe | None:
     value = call.tensors[0]
     own = len(call.argument("normalized_shape"))
+    # The last `own` dimensions are normalised together: the samples must be in front of them.
     if value.layout is None or value.layout.dim >= value.meta.dim() - own:
         return None
     if any(other.layout is not None for other in call.tensors[1:]):
@@ -160,13 +165,14 @@ def _layer_norm_backward(call: Call) -> Recipe | None:
         return None
     rows, operands = layout.rows(call.samples), []
     for value in call.tensors:
+        # Mean and 1 / deviation [N, ..., 1] are cut as the input is; weight and bias have fewer dimensions.
         batched = value.meta.dim() == x.meta.dim() and value.meta.shape[layout.dim] == rows
         operands.append(Operand(value, layout if batched else None))
-    sums = len(_results(call)) - 1
+    sums = len(_results(call)) - 1  # gradients of weight and bias: sums over the samples
     plain = filled(call)
 
     def run(part: Part, tensors: list[Tensor]) -> Any:
-        # The kernel reads mean and deviation as if they were contiguous; rows cut from whole ones are not.
+        # The kernel assumes contiguous mean and deviation; rows cut from an outer block are strided.
         return plain(part, [tensor.contiguous() for tensor in tensors])
 
     return Recipe(operands, [layout] + [None] * sums, run)
@@ -178,7 +184,7 @@ def _group_norm(call: Call) -> Recipe | None:
     if x.layout is None or x.layout.dim != 0 or any(other.layout is not None for other in call.tensors[1:]):
         return None
     operands = [Operand(x, x.layout), *(Operand(other, None) for other in call.tensors[1:])]
-    return Recipe(operands, [x.layout] * 3, _told_rows(call, x.layout))
+    return Recipe(operands, [x.layout] * 3, _with_rows(call, x.layout))
 
 
 def _group_norm_backward(call: Call) -> Recipe | None:
@@ -187,10 +193,11 @@ def _group_norm_backward(call: Call) -> Recipe | None:
         return None
     operands = [Operand(value, layout) for value in call.tensors[:4]]
     operands += [Operand(other, None) for other in call.tensors[4:]]
-    return Recipe(operands, [layout, None, None], _told_rows(call, layout))
+    return Recipe(operands, [layout, None, None], _with_rows(call, layout))
 
 
-def _told_rows(call: Call, layout: Layout) -> Run:
+def _with_rows(call: Call, layout: Layout) -> Run:
+    """Return a function that makes the call with the rows of the micro-batch as the argument N."""
     position = next(i for i, argument in enumerate(call.func._schema.arguments) if argument.name == "N")
 
     def run(part: Part, tensors: list[Tensor]) -> Any:
@@ -202,11 +209,12 @@ def _told_rows(call: Call, layout: Layout) -> Run:
     return careful(call.func, [value.meta for value in call.tensors], run)
 
 
-# -- shapes that are given -----------------------------------------------------------------------------------
+# -- operators that take shapes as arguments -----------------------------------------------------------------
 
 
 def _constant_pad(call: Call) -> Recipe | None:
     x = call.tensors[0]
+    # `pad` has two numbers for each padded dimension, from the last one.
     if x.layout is None or x.layout.dim >= x.meta.dim() - len(call.argument("pad")) // 2:
         return None
     return Recipe([Operand(x, x.layout)], [x.layout], filled(call))
@@ -228,7 +236,7 @@ def _upsample_backward(call: Call) -> Recipe | None:
 
 
 def _last_dims(count: int, outputs: int = 1) -> Callable[[Call], Recipe | None]:
-    """Works on the last dimensions, and on every leading index alike (matrix functions, transforms)."""
+    """Return a rule for a function of the last dimensions, computed for every leading index (matrices)."""
 
     def rule(call: Call) -> Recipe | None:
         first = next((value for value in call.tensors if value.layout is not None), None)
@@ -240,10 +248,11 @@ def _last_dims(count: int, outputs: int = 1) -> Callable[[Call], Recipe | None]:
 
 
 def _images(dims: int) -> Callable[[Call], Recipe | None]:
-    """Rule for images, whose number of dimensions says if the first one is samples or channels."""
+    """Return a rule for images of the given number of dimensions."""
 
     def rule(call: Call) -> Recipe | None:
         (x,) = call.tensors
+        # With one dimension less the operator takes the first for channels.
         if x.layout is None or x.layout.dim != 0 or x.meta.dim() != dims:
             return None
         return Recipe([Operand(x, x.layout)], [x.layout], filled(call))
@@ -252,7 +261,7 @@ def _images(dims: int) -> Callable[[Call], Recipe | None]:
 
 
 def _addmm(call: Call) -> Recipe | None:
-    """Rows times a matrix; what is added is one row for all, or one for each."""
+    """Rule for rows times a matrix, plus one row for all samples or one for each."""
     added, rows, matrix = call.tensors
     layout = rows.layout
     if layout is None or layout.dim != 0:
@@ -263,7 +272,7 @@ def _addmm(call: Call) -> Recipe | None:
 
 
 def _both_extremes(call: Call) -> Recipe | None:
-    """Aminmax."""
+    """Rule for aminmax."""
     x, dim = call.tensors[0], call.argument("dim")
     if x.layout is None:
         return None
@@ -277,6 +286,7 @@ def _both_extremes(call: Call) -> Recipe | None:
 def _argument_extreme(call: Call) -> Recipe | None:
     value = call.tensors[0]
     dim = call.argument("dim")
+    # Along the samples the result is the index of a sample, which micro-batches would count from 0.
     if value.layout is None or dim is None or dim % value.meta.dim() == value.layout.dim:
         return None
     output = _after(value.layout, _dims(call), bool(call.argument("keepdim", False)))
@@ -285,7 +295,7 @@ def _argument_extreme(call: Call) -> Recipe | None:
 
 _MAXIMUM, _MINIMUM = lambda: Folded(torch.maximum), lambda: Folded(torch.minimum)
 
-# Functions of matrices, and how many results they have.
+# Functions of matrices [..., n, m], with the number of their results.
 _MATRICES = {
     "_linalg_det": 3,
     "_linalg_eigh": 2,
@@ -318,7 +328,7 @@ RULES: dict[Any, Callable[[Call], Recipe | None]] = {
     aten.prod: _reduction(lambda: Folded(torch.mul)),
     aten.any: _reduction(lambda: Folded(torch.logical_or)),
     aten.all: _reduction(lambda: Folded(torch.logical_and)),
-    aten.mean: _within_samples(1),  # over samples it is a sum, divided (see `composites`)
+    aten.mean: _within_samples(1),  # over samples a composite divides a sum once (see `trace.composites`)
     aten.max.dim: _within_samples(2),
     aten.min.dim: _within_samples(2),
     aten.median.dim: _within_samples(2),
@@ -335,6 +345,7 @@ RULES: dict[Any, Callable[[Call], Recipe | None]] = {
     aten._safe_softmax: _per_sample(),
     aten._softmax_backward_data: _per_sample(),
     aten._log_softmax_backward_data: _per_sample(),
+    # Along the samples these need the end of the micro-batch before: no rule, so they are gathered.
     aten.cumsum: _per_sample(),
     aten.cumprod: _per_sample(),
     aten.logcumsumexp: _per_sample(),

@@ -1,4 +1,4 @@
-"""Views and other changes of shape: where the samples are then, and the same change for a micro-batch."""
+"""Rules for views and other changes of shape: the layout of the result, and the change for a micro-batch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _same(call: Call) -> Recipe | None:
 
 
 def reshaped(old: Sequence[int], layout: Layout, new: Sequence[int], samples: int) -> Layout | None:
-    """Return the layout of the samples after a change of shape; None if they are not in one dimension.
+    """Return the layout of the samples after a reshape; None if they are not in one dimension.
 
     Examples:
         >>> reshaped((4, 3, 5), Layout(0), (12, 5), 4)
@@ -46,10 +46,12 @@ def reshaped(old: Sequence[int], layout: Layout, new: Sequence[int], samples: in
         >>> reshaped((3, 4, 5), Layout(1), (12, 5), 4)
         Layout(dim=0, outer=3, inner=1)
     """
+    # In memory order a tensor is [before][samples][after]. The reshape may move factors between `outer` and
+    # the dimensions in front, and between `inner` and those behind, but must not split the samples.
     before = math.prod(old[: layout.dim]) * layout.outer
     front = 1
     for dim, size in enumerate(new):
-        if not before * front:  # an empty tensor
+        if not before * front:  # an empty tensor: the counts do not tell the dimensions apart
             return None
         if before % front == 0 and size and size % (before // front * samples) == 0:
             outer = before // front
@@ -65,22 +67,24 @@ def _view(call: Call) -> Recipe | None:
     if (found := _batch(call)) is None:
         return None
     value, layout = found
-    told = call.argument("size")
-    if not isinstance(told, (list, tuple)):
+    size = call.argument("size")
+    if not isinstance(size, (list, tuple)):
         return None  # view.dtype
-    new = _inferred(told, value.meta.numel())
+    new = _inferred(size, value.meta.numel())
     if (output := reshaped(tuple(value.meta.shape), layout, new, call.samples)) is None:
         return None
 
     def run(part: Part, tensors: list[Tensor]) -> Tensor:
+        # reshape: the strides of a micro-batch may not allow a view.
         return tensors[0].reshape(sized(new, output, part))
 
     return _view_of(value, layout, output, run)
 
 
-def _inferred(told: Sequence[int], numel: int) -> list[int]:
-    known = math.prod(size for size in told if size != -1)
-    return [numel // known if size == -1 and known else size for size in told]
+def _inferred(shape: Sequence[int], numel: int) -> list[int]:
+    """Return the shape with the size that -1 stands for."""
+    known = math.prod(size for size in shape if size != -1)
+    return [numel // known if size == -1 and known else size for size in shape]
 
 
 def _permute(call: Call) -> Recipe | None:
@@ -109,6 +113,7 @@ def _unsqueeze(call: Call) -> Recipe | None:
         return None
     value, layout = found
     dim = call.argument("dim") % (value.meta.dim() + 1)
+    # A new dimension in front of the samples moves them by one.
     return _view_of(value, layout, layout.at(layout.dim + (dim <= layout.dim)), filled(call))
 
 
@@ -117,12 +122,12 @@ def _squeeze(call: Call) -> Recipe | None:
         return None
     value, layout = found
     shape = value.meta.shape
-    told = call.argument("dim")
-    if told is None:
+    named = call.argument("dim")
+    if named is None:
         dims = range(len(shape))
     else:
-        dims = [dim % len(shape) for dim in (told if isinstance(told, (list, tuple)) else [told])]
-    # The dimension of the samples stays, also in a micro-batch of one.
+        dims = [dim % len(shape) for dim in (named if isinstance(named, (list, tuple)) else [named])]
+    # Listed explicitly: `squeeze()` would remove the dimension of the samples in a micro-batch of one.
     gone = [dim for dim in dims if shape[dim] == 1 and dim != layout.dim]
     if layout.dim in dims and shape[layout.dim] == 1:
         return None
@@ -138,6 +143,7 @@ def _select(call: Call) -> Recipe | None:
     if dim == layout.dim:
         if layout.outer != 1:
             return None
+        # One sample, which one micro-batch has: a full value.
         row = call.argument("index") % layout.rows(call.samples)
         return _rows(value, layout, row, row + 1, 1, squeeze=True)
     return _view_of(value, layout, layout.at(layout.dim - (dim < layout.dim)), filled(call))
@@ -153,6 +159,7 @@ def _slice(call: Call) -> Recipe | None:
     step = call.argument("step", 1)
     start, stop, _ = slice(call.argument("start"), call.argument("end")).indices(layout.rows(call.samples))
     block = call.samples * layout.inner
+    # e.g. z[:N] of z = cat([a, b]): still all samples.
     if step == 1 and start % block == 0 and stop % block == 0 and stop > start:
         return _blocks(value, layout, start // block, stop // block)
     if layout.outer == 1:
@@ -161,7 +168,7 @@ def _slice(call: Call) -> Recipe | None:
 
 
 def _blocks(value: Value, layout: Layout, first: int, last: int) -> Recipe:
-    """Some of the outer blocks: all samples, fewer times."""
+    """Return a recipe for some of the outer blocks: all samples, repeated less often."""
     output = layout.repeated(last - first)
 
     def run(part: Part, tensors: list[Tensor]) -> Tensor:
@@ -172,10 +179,11 @@ def _blocks(value: Value, layout: Layout, first: int, last: int) -> Recipe:
 
 
 def _rows(value: Value, layout: Layout, start: int, stop: int, step: int, *, squeeze: bool) -> Recipe:
-    """Some of the samples: a whole value, put together from the micro-batches that have them."""
+    """Return a recipe for some of the samples: a full value, joined from the micro-batches that have them."""
 
     def run(part: Part, tensors: list[Tensor]) -> Tensor:
         first, last = part.start * layout.inner, part.stop * layout.inner
+        # The first selected row that is not in front of this micro-batch; the division rounds up.
         begin = start if start >= first else start + -(-(first - start) // step) * step
         end = min(stop, last)
         chosen = slice(begin - first, max(end, begin) - first, step)
@@ -201,9 +209,10 @@ def _cat(call: Call) -> Recipe | None:
     if new or dim != layout.dim:
         rows = layout.rows(call.samples)
         if any(value.meta.dim() <= layout.dim or value.meta.shape[layout.dim] != rows for value in parts):
-            return None  # an old-style empty tensor, or another number of rows
+            return None  # an empty tensor [0], which cat skips, or another number of rows
         output = layout.at(layout.dim + (new and dim <= layout.dim))
         return Recipe([Operand(value, layout) for value in parts], [output], filled(call))
+    # cat([a, b]) along the samples repeats the batch, if all have the same dimension and `inner`.
     if any(value.layout is None or value.layout[0::2] != layout[0::2] for value in parts):
         return None
     output = layout.repeated(sum(value.layout.outer for value in parts if value.layout))
@@ -213,12 +222,13 @@ def _cat(call: Call) -> Recipe | None:
 def _clone(call: Call) -> Recipe | None:
     if (found := _batch(call)) is None:
         return None
-    # A contiguous clone is made for the views of it that follow: of another they would be copies.
+    # Not a view, though nothing is written in place here: the clone is contiguous, and the views of it that
+    # follow would otherwise be copies.
     return Recipe([Operand(*found)], [found[1]], filled(call), light=True)
 
 
 def _new(call: Call) -> Recipe | None:
-    """new_zeros and its kin: as many rows as the batch where a dimension has them."""
+    """Rule for new_zeros and the like, if a dimension of the new tensor has the rows of the batch."""
     if (found := _batch(call)) is None:
         return None
     value, layout = found
@@ -227,24 +237,26 @@ def _new(call: Call) -> Recipe | None:
     dims = [dim for dim, count in enumerate(size) if count == rows]
     if not dims:
         return None
-    output = layout.at(layout.dim if layout.dim in dims else dims[0])
+    output = layout.at(layout.dim if layout.dim in dims else dims[0])  # the same dimension, if it fits
     dtype, device = value.meta.dtype, value.device
 
     def run(part: Part, tensors: list[Tensor]) -> Any:
         args, kwargs = call.replaced(size=sized(size, output, part))
         return call.func(torch.empty(1, dtype=dtype, device=device), *args[1:], **kwargs)
 
+    # No operands: the new tensor does not wait for the numbers of the tensor that it is modelled on.
     return Recipe([], [output], run, light=True)
 
 
 def _like(call: Call) -> Recipe | None:
-    """Rule for a new tensor of the same shape, which reads no numbers."""
+    """Rule for zeros_like and the like, which read only the shape."""
     if (found := _batch(call)) is None:
         return None
     value, layout = found
     shape, dtype, device = tuple(value.meta.shape), value.meta.dtype, value.device
 
     def run(part: Part, tensors: list[Tensor]) -> Any:
+        # One element, expanded: it carries the shape without the memory.
         one = torch.empty(1, dtype=dtype, device=device).expand(sized(shape, layout, part))
         return call.func(one, *call.args[1:], **call.kwargs)
 
@@ -257,7 +269,7 @@ def _repeat(call: Call) -> Recipe | None:
     value, layout = found
     repeats = list(call.argument("repeats"))
     dim = layout.dim + len(repeats) - value.meta.dim()
-    # The samples again and again are blocks: [repeat][outer][samples][inner].
+    # The result is [repeat][outer][samples][inner], so repetitions multiply `outer`.
     output = Layout(dim, layout.outer * repeats[dim], layout.inner)
     return Recipe([Operand(value, layout)], [output], filled(call))
 
@@ -285,12 +297,12 @@ def _complex_view(call: Call) -> Recipe | None:
         return None
     last = found[1].dim == found[0].meta.dim() - 1
     if last and call.func.overloadpacket is aten.view_as_complex:
-        return None
+        return None  # the last dimension is real and imaginary part, not the samples
     return _view_of(*found, found[1], filled(call))
 
 
 def _resolved(call: Call) -> Recipe | None:
-    """Rule that materializes conjugates and negatives, for a wrapper has no bit for them."""
+    """Rule that materializes conjugates and negatives: a wrapper subclass has no bit for them."""
     value, run = call.tensors[0], filled(call)
     return Recipe(
         [Operand(value, value.layout)],

@@ -1,13 +1,9 @@
-"""The table of operators: where the samples are in what they take, and in what they give.
+"""Table of operators: the dimension of the samples in each input and in each result.
 
-One character for each tensor, in the order of the operator's arguments: a digit is the dimension of the
-samples, ``_`` a tensor that is used whole, ``+`` a result that is summed over the samples. The row that needs
-the fewest bytes gathered is used. `tests/torch/test_virtual_operators.py` holds operators against the same on
-whole tensors, and `tests/torch/test_virtual_rule_coverage.py` finds the rows that this leaves out.
-
-Rows of operators that only CUDA has (``cudnn_convolution``, fused cells) are written by their schemas, and
-none was run on a GPU. `tests/torch/test_virtual_cuda_rules.py` holds those of the cells against stand-ins on
-a CPU. CUDA's attention, recurrent layers and BatchNorm are in `attention_rules`, `recurrent`, `batch_norm`.
+A row has one character per tensor, in the order of the operator's arguments: a digit is the dimension of the
+samples, ``_`` a full tensor, ``+`` a result summed over the samples. Of several rows the one that gathers the
+fewest bytes is used. `test_virtual_operators.py` compares each operator with itself on full tensors. Rows of
+operators that only CUDA has follow their schemas and were not run on a GPU (`test_virtual_cuda_rules.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +14,8 @@ import torch
 
 aten: Any = torch.ops.aten
 
+# mm: rows times a full matrix (0_), a full matrix times columns (_1), and the gradient of a weight, x.T @ dy:
+# the samples are summed (10 +).
 _TABLE = """
 mm                                      0_ 0     _1 1     10 +
 bmm                                     00 0     1_ 1     _2 2     21 +
@@ -97,8 +95,9 @@ def _parse(text: str) -> dict[Any, list[tuple[str, str]]]:
     rows: dict[Any, list[tuple[str, str]]] = {}
     for line in text.split("\n"):
         words = line.split()
-        if len(words) < 3 or not hasattr(aten, words[0]):  # another release of torch may lack it
+        if len(words) < 3 or not hasattr(aten, words[0]):  # blank, or missing in this release of torch
             continue
+        # Behind the name: pairs of inputs and outputs, e.g. "0_ 0" and "_1 1" of mm.
         rows[getattr(aten, words[0])] = list(zip(words[1::2], words[2::2], strict=True))
     return rows
 

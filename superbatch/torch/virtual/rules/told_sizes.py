@@ -1,9 +1,8 @@
-"""Rules for operators that take the shape of the batch as an argument: expansion, backwards of views.
+"""Rules for operators that take the shape of the batch as an argument: expand, and backwards of views.
 
-The gradient of a sum is one number that is expanded to the shape of what was summed. Of ``[2 * N, D]`` the
-shape does not say whether the samples come twice (``cat([a, b])``) or have two rows each, and a gradient with
-the other layout than its values would have to be put together. So a recording remembers the layouts of its
-values by shape, where they are other than one row for each sample.
+The gradient of a sum is a number expanded to the shape of the input. In ``[2 * N, D]`` the samples may come
+twice (``cat([a, b])``) or have two rows each; the wrong choice would gather the gradient. So a recording
+stores the layouts of its values by shape, if they differ from one row per sample.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ aten: Any = torch.ops.aten
 
 
 def expanded(call: Call, like: Layout | None = None) -> Recipe | None:
-    """Return a recipe for expand.
+    """Return a recipe for expand; None if it does not follow the samples.
 
     Args:
-        call: of `expand`.
-        like: the layout of a value of the same shape; None: not known.
+        call: call of `expand`.
+        like: layout of a value with the same shape; None: unknown.
     """
     value = call.tensors[0]
     size, dims = list(call.argument("size")), value.meta.dim()
@@ -35,7 +34,7 @@ def expanded(call: Call, like: Layout | None = None) -> Recipe | None:
         if size[output.dim] not in (-1, output.rows(call.samples)):
             return None  # a batch of one sample that is repeated
     else:
-        # A whole value that is repeated for each sample: best done where the samples are.
+        # A full value repeated for each sample: expanded per micro-batch, it takes no memory of the batch.
         spread = [
             dim
             for dim, rows in enumerate(size)
@@ -45,6 +44,8 @@ def expanded(call: Call, like: Layout | None = None) -> Recipe | None:
         ]
         if not spread:
             return None
+        # A dimension of exactly N is more likely that of the samples than a multiple of N; then the first
+        # one.
         dim = min(spread, key=lambda dim: (size[dim] != call.samples, dim))
         output = Layout(dim, 1, size[dim] // call.samples)
         if like is not None and like.dim in spread:
@@ -57,7 +58,7 @@ def expanded(call: Call, like: Layout | None = None) -> Recipe | None:
 
 
 def backward_of_a_view(call: Call) -> Recipe | None:
-    """Rule for select_backward, slice_backward and others, which take the shape of the input."""
+    """Rule for select_backward, slice_backward and others, which take the shape of their forward's input."""
     value = call.tensors[0] if call.tensors else None
     if value is None or value.layout is None:
         return None
@@ -65,6 +66,7 @@ def backward_of_a_view(call: Call) -> Recipe | None:
     sizes = list(call.argument("input_sizes"))
     packet = call.func.overloadpacket
     if packet is aten.diagonal_backward:
+        # The diagonal lost two dimensions, which come back in ascending order: each may move the samples.
         dims = sorted(call.argument(name) % len(sizes) for name in ("dim1", "dim2"))
         place = layout.dim + (dims[0] <= layout.dim)
         place += dims[1] <= place
@@ -85,7 +87,7 @@ def backward_of_a_view(call: Call) -> Recipe | None:
 
 
 def _backward_of_blocks(call: Call, layout: Layout, sizes: list[int]) -> Recipe | None:
-    """The gradient of ``z[:N]`` of two batches in one tensor: all samples, and as many zeros."""
+    """Return a recipe for the gradient of ``z[:N]``, ``z = cat([a, b])``: one block, and a block of zeros."""
     dim, rows = layout.dim, sizes[layout.dim]
     block = call.samples * layout.inner
     start, stop, _ = slice(call.argument("start"), call.argument("end")).indices(rows)
@@ -97,7 +99,7 @@ def _backward_of_blocks(call: Call, layout: Layout, sizes: list[int]) -> Recipe 
     first, last = start // block, stop // block
 
     def run(part: Part, tensors: list[Tensor]) -> Tensor:
-        here = part.samples * layout.inner
+        here = part.samples * layout.inner  # size of a block in this micro-batch
         return aten.slice_backward(tensors[0], sized(sizes, output, part), dim, first * here, last * here, 1)
 
     return Recipe([Operand(call.tensors[0], layout)], [output], run)

@@ -1,9 +1,8 @@
-"""Compute large unsharded values one micro-batch at a time when every consumer reads them by rows.
+"""Compute large full values one micro-batch at a time when every consumer reads them by rows.
 
-The gradient of a loss with respect to gathered embeddings is a sum over the samples that they were compared
-with, so it is whole; what the way back makes of it - a transpose, a change of sign, a linear layer - has as
-many rows. Any tensor may be cut into rows; those that grow with the batch are. What gets larger is
-done so from the start; the rest where memory on the device is short, and nothing reads it otherwise.
+The gradient with respect to gathered embeddings is a sum over all samples, so it is full, and so is all that
+the backward computes from it: a transpose, a negation, a linear layer. Each has one row per sample, so it can
+be cut. Operations that enlarge their input are cut from the start; others if a device budget is set.
 """
 
 from __future__ import annotations
@@ -19,35 +18,37 @@ from .memo import Form, Template, template
 
 
 def by_rows(form: Form) -> ByRows | None:
-    """Return a recipe for an operation on whole values by rows.
+    """Return the form by rows of an operation on full values.
 
     Args:
-        form: of an operation on whole values, some of which wait to be computed.
+        form: an operation on full values, some of them not computed yet.
 
     Returns:
-        None: whole, as it stands.
+        None if the operation has to run once on the full values.
     """
-    if not going_back():  # not on the way back
+    if not going_back():  # the case that pays: in the backward, gradients of gathered values
         return None
+    # A computed value is in memory already: cutting it saves nothing.
     cut = {id(v): layout for v in form.tensors if v.whole is None and (layout := _rows(v, form.samples))}
     if not cut:
         return None
+    # The rules decide on the layouts alone, so they are asked with values that pretend to be sharded.
     stand_ins = [Value(v.meta, v.device, cut[id(v)]) if id(v) in cut else v for v in form.tensors]
     args, kwargs = substituted(form.args, form.kwargs, form.paths, stand_ins)
     known = template(Form(form.func, tuple(args), kwargs, form.samples))
+    # Cutting gains nothing if the rule gathers an input again, or if a result is full all the same.
     if known is None or known.gathered or any(layout is None for layout in known.action.layouts):
         return None
     return ByRows(known.action, _operands(known, form.tensors), _gets_larger(known, form, set(cut)))
 
 
 def _rows(value: Value, samples: int) -> Layout | None:
-    """Return the layout by which a full value may be cut: that of its inputs, or its first dimension.
-
-    A layer as wide as the batch is large has a gradient of as many rows, which are no samples.
-    """
+    """Return the layout that cuts a full value: that of its inputs, or dimension 0; None without rows."""
     made = None if value.node is None else value.node.by_rows
     if made is not None:
         return made.action.layouts[value.index]
+    # The size alone does not tell: a weight [N, d] of a layer as wide as the batch has N rows, but none is a
+    # sample's. `grows` excludes it.
     return Layout(0) if 0 in value.grows and value.meta.shape[0] == samples else None
 
 
@@ -61,24 +62,24 @@ def _gets_larger(known: Template, form: Form, cut: set[int]) -> bool:
 
 
 def cut_to_rows(nodes: Iterable[Node], asked_for: set[Value]) -> dict[Value, Layout]:
-    """Let operations on whole values be done by rows where nothing reads the results otherwise.
+    """Switch operations on full values to their form by rows where every reader of the results reads rows.
 
     Args:
-        nodes: all that may still run, in order; they are changed in place.
-        asked_for: values that the program may ask for.
+        nodes: all operations that may still run, in order; changed in place.
+        asked_for: values that the program may read.
 
     Returns:
-        The sums over samples that nothing reads but by rows, and where these are.
+        Sums over samples that are read by rows only, with the layout of these reads.
     """
     readings: dict[Value, set[Layout | None]] = {}
     apart: dict[Value, Layout] = {}
-    for node in reversed(list(nodes)):  # who reads a value comes after who makes it
+    for node in reversed(list(nodes)):  # backwards: readers are recorded after the producer
         outputs = [output() for output in node.outputs]
         read = [None if value is None else _only(readings.get(value)) for value in outputs]
         free = not any(value in asked_for for value in outputs)
         if node.by_rows is not None and free and read == list(node.by_rows.action.layouts):
             _cut(node, node.by_rows)
-        elif not node.once and free and not node.gathers:  # what is gathered may be asked for again
+        elif not node.once and free and not node.gathers:  # a gathered value may get more readers
             sums = zip(outputs, read, strict=True)
             apart |= {v: rows for v, rows in sums if v is not None and v.layout is None and rows is not None}
         for value, layout in node.operands:
@@ -87,16 +88,16 @@ def cut_to_rows(nodes: Iterable[Node], asked_for: set[Value]) -> dict[Value, Lay
 
 
 def _only(layouts: set[Layout | None] | None) -> Layout | None:
-    """The one layout that a value is read with; None if there are several, or it is read whole."""
+    """Return the only layout that a value is read with; None if there are several, or it is read in full."""
     return next(iter(layouts)) if layouts is not None and len(layouts) == 1 else None
 
 
 def _cut(node: Node, rows: ByRows) -> None:
-    told = rows.action
-    node.operands, node.layouts, node.run = rows.operands, told.layouts, told.run
-    node.view, node.light, node.known = told.view, told.light, told.known
+    action = rows.action
+    node.operands, node.layouts, node.run = rows.operands, action.layouts, action.run
+    node.view, node.light, node.known = action.view, action.light, action.known
     node.once, node.by_rows = False, None
-    for output, layout in zip(node.outputs, told.layouts, strict=True):
+    for output, layout in zip(node.outputs, action.layouts, strict=True):
         value = output()
         if value is not None:
             value.layout = layout

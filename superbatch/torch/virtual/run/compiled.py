@@ -1,12 +1,9 @@
-"""Several operations on the rows of a micro-batch, compiled by Inductor into one.
+"""Segments: consecutive operations on the rows of a micro-batch, compiled by Inductor into one function.
 
-* What is compiled is a function of the operations' own functions, of how they are wired and of the form of
-  what they read (shapes, strides, dtypes, devices): it is remembered for the process as such, and holds no
-  numbers. A second update compiles nothing, nor does a layer that is like another. Sizes of micro-batches are
-  two at most.
-* Dynamo has no part in it: the functions are traced below autograd, by the operators they call. So nothing
-  is guarded: the form is all that it depends on, and it is compared in each call.
-* What cannot be compiled runs one operation after the other, with a warning that says why.
+The cache of the process is keyed by the operations, their wiring and the form of the inputs (shapes, strides,
+dtypes, devices), never by numbers: a second update or an equal layer compiles nothing. The functions are
+traced with `make_fx` below autograd, without Dynamo and its guards; each call compares the form instead. A
+segment that cannot be compiled runs operation by operation, after one warning.
 """
 
 from __future__ import annotations
@@ -26,17 +23,17 @@ from ..ir.layout import Part
 from ..ir.values import Run
 
 _DEVICES = {"cpu", "cuda"}
-Form = tuple[Any, ...]  # of what is read: the samples, and of each tensor shape, strides, dtype, device
+Form = tuple[Any, ...]  # of the inputs: number of samples; shape, strides, dtype and device of each tensor
 
 
 class Member(NamedTuple):
-    """An operation of a segment, which has registers of its own: those that it reads, then those it fills.
+    """Operation of a segment. Registers of a segment are numbered from 0: first its inputs, then its results.
 
     Attributes:
         run: as in `Node`.
-        inputs: the registers it is given.
-        outputs: which result (None: the only one) into which register.
-        whole: which results are reduced.
+        inputs: registers that it reads.
+        outputs: (index of the result, register); index None: the only result.
+        whole: indices of the results that are reduced.
     """
 
     run: Run
@@ -46,45 +43,50 @@ class Member(NamedTuple):
 
 
 class Segment:
-    """Operations that follow each other, as a function of the rows of a micro-batch like that of one of them.
+    """Consecutive operations as one function of a micro-batch, with the signature of `Run`.
 
     Args:
         members: the operations.
-        wanted: registers that are needed afterwards.
-        size: how many registers there are.
+        wanted: registers that are read after the segment.
+        size: number of registers.
     """
 
     def __init__(self, members: tuple[Member, ...], wanted: tuple[int, ...], size: int) -> None:
         self.structure = members, wanted
         self._size = size
         self._frees: list[list[int]] = [[] for _ in members]
+        # Uncompiled, a segment must not hold more memory than its operations alone would.
         last: dict[int, int] = {}
         for place, member in enumerate(members):
             last.update((slot, place) for slot in (*member.inputs, *(slot for _, slot in member.outputs)))
         for slot, place in last.items():
             if slot not in wanted:
                 self._frees[place].append(slot)
-        self._ways: dict[Form, _Compiled | None] = {}
+        self._by_form: dict[Form, _Compiled | None] = {}
 
     def __call__(self, part: Part, tensors: list[Tensor]) -> list[Any]:
-        """Run it.
+        """Run the segment on a micro-batch.
 
         Args:
             part: the micro-batch.
-            tensors: what it reads; freed when it is used.
+            tensors: its inputs; the list is emptied, so that each tensor can be freed after its last use.
 
         Returns:
-            What is in the registers that are wanted, and a list for each operation with results to reduce.
+            The contents of the `wanted` registers, then one list per operation with results to reduce.
         """
         form = (part.samples, *[(t.shape, t.stride(), t.dtype, t.device) for t in tensors])
-        if form not in self._ways:
-            self._ways[form] = _remembered(_Key(self, form)) if _plain(tensors) else None
-        way = self._ways[form]
-        return self.steps(part, tensors) if way is None else _put_back(way.results, way.run(tensors))
+        if form not in self._by_form:
+            # Near-equal micro-batches have at most two sizes, so at most two forms.
+            self._by_form[form] = _remembered(_Key(self, form)) if _plain(tensors) else None
+        entry = self._by_form[form]
+        return (
+            self.steps(part, tensors) if entry is None else _with_tensors(entry.results, entry.run(tensors))
+        )
 
     def steps(self, part: Any, tensors: list[Tensor]) -> list[Any]:
-        """Run one operation after the other."""
+        """Run the operations one after the other."""
         registers: list[Any] = [*tensors, *[None] * (self._size - len(tensors))]
+        # The caller's list is the last reference to rows that nothing reads after the segment.
         tensors.clear()
         members, wanted = self.structure
         found: list[Any] = []
@@ -96,27 +98,31 @@ class Segment:
                 found.append([result if index is None else result[index] for index in member.whole])
             for slot in frees:
                 registers[slot] = None
-            del result
+            del result  # or it would live through the next operation
         return [*(registers[slot] for slot in wanted), *found]
 
 
 def _plain(tensors: Iterable[Tensor]) -> bool:
-    """Return whether they are ordinary tensors on a device with a compiler."""
+    """Return whether all are ordinary tensors on a device that Inductor supports."""
     return all(type(t) in (Tensor, torch.nn.Parameter) and t.device.type in _DEVICES for t in tensors)
 
 
 class _Samples(NamedTuple):
-    """A micro-batch that is nowhere: to ask where is an error, for what is compiled runs anywhere."""
+    """Micro-batch without a position: a member that reads `start` fails in tracing.
+
+    Tracing would make the position of the first micro-batch a constant of the compiled function.
+    """
 
     samples: int
 
 
 class _Key:
-    """Key of a segment on rows of a form, with the segment until it is compiled."""
+    """Cache key of a segment and a form; holds the segment only until it is compiled."""
 
     __slots__ = ("form", "hash", "key", "segment")
 
     def __init__(self, segment: Segment, form: Form) -> None:
+        # Functions in `structure` compare by identity: rules return the same one for the same arguments.
         self.key = segment.structure, form, _settings()
         self.hash = hash(self.key)
         self.form = form
@@ -130,7 +136,7 @@ class _Key:
 
 
 def _settings() -> tuple[Any, ...]:
-    """Settings that the numbers or the generated code depend on."""
+    """Global settings of torch that change the numbers or the generated code."""
     return (
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
@@ -140,10 +146,10 @@ def _settings() -> tuple[Any, ...]:
 
 
 def _precision() -> tuple[Any, ...]:
-    """Rounding of float32 products, by whichever of torch's two interfaces was used to set it."""
+    """Precision of float32 products, from both interfaces of torch that set it."""
     try:
         legacy = torch.get_float32_matmul_precision()
-    except RuntimeError:  # both were used, or the newer one alone
+    except RuntimeError:  # torch raises if the newer interface was used, alone or beside the legacy one
         legacy = None
     backends = torch.backends
     newer = (backends, backends.cuda.matmul, backends.cudnn, backends.mkldnn)
@@ -155,57 +161,58 @@ _PARTS = ("conv", "rnn", "matmul")
 
 
 class _Compiled(NamedTuple):
-    run: Callable[[list[Tensor]], Sequence[Tensor]]  # empties the list that it is given
-    results: Any  # with an `_Output` in the place of each tensor
+    run: Callable[[list[Tensor]], Sequence[Tensor]]  # Inductor empties the list that it is given
+    results: Any  # structure of the results, with an `_Output` in place of each tensor
 
 
 class _Output(NamedTuple):
     number: int
 
 
-def _taken_out(results: Any, tensors: list[Tensor]) -> Any:
-    """Return the results without their tensors, which are put into a list, each once."""
+def _without_tensors(results: Any, tensors: list[Tensor]) -> Any:
+    """Return the results with an `_Output` in place of each tensor; append each tensor once to the list."""
     if isinstance(results, Tensor):
+        # By identity: `in` would compare tensors element by element.
         index = next((i for i, one in enumerate(tensors) if one is results), len(tensors))
         if index == len(tensors):
             tensors.append(results)
         return _Output(index)
     if isinstance(results, (list, tuple)):
-        return type(results)([_taken_out(item, tensors) for item in results])
+        return type(results)([_without_tensors(item, tensors) for item in results])
     return results
 
 
-def _put_back(results: Any, tensors: Sequence[Tensor]) -> Any:
+def _with_tensors(results: Any, tensors: Sequence[Tensor]) -> Any:
     kind = type(results)
     if kind is _Output:
         return tensors[results.number]
-    return kind([_put_back(item, tensors) for item in results]) if kind in (list, tuple) else results
+    return kind([_with_tensors(item, tensors) for item in results]) if kind in (list, tuple) else results
 
 
 @lru_cache(maxsize=1 << 10)
 def _remembered(key: _Key) -> _Compiled | None:
-    segment, key.segment = key.segment, None
+    segment, key.segment = key.segment, None  # the cache would keep the first block's segment alive
     assert segment is not None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, about itself
+            warnings.simplefilter("ignore")  # warnings of Inductor about its own deprecations
             return _made(segment, key.form)
-    except Exception as error:  # compilers raise anything, and an update is not lost for want of one
-        if out_of_memory(error):
+    except Exception as error:  # a missing C++ compiler, an unsupported operator, ...: any type
+        if out_of_memory(error):  # the caller retries with smaller micro-batches
             raise
         _warn(f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}")
-        return None
+        return None  # cached too: a failing segment is tried once
 
 
 @lru_cache(maxsize=1 << 10)
 def _warn(reason: str) -> None:
-    """Say it once."""
+    """Warn once for each reason."""
     warn(f"virtual_batch(compile=True): some operations are not compiled and run as without it ({reason})")
 
 
 def _made(segment: Segment, form: Form) -> _Compiled | None:
-    """Compile a segment, by its form alone; None if what it gives is a part of what it reads."""
-    # Loaded here: it takes seconds.
+    """Compile a segment from its form alone; None if a result shares memory with an input."""
+    # Imported here: Inductor takes seconds to load, and few blocks compile.
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.utils import BoxedBool
@@ -218,21 +225,24 @@ def _made(segment: Segment, form: Form) -> _Compiled | None:
 
     def function(*tensors: Tensor) -> tuple[Tensor, ...]:
         found: list[Tensor] = []
-        _taken_out(segment.steps(_Samples(samples), list(tensors)), found)
+        _without_tensors(segment.steps(_Samples(samples), list(tensors)), found)
         return tuple(found)
 
+    # The block's own dispatch mode would record the traced operators as operations of the program. Fake
+    # tensors: nothing is computed, and no memory is needed.
     with _disable_current_modes(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         inputs = [
             torch.empty_strided(shape, strides, dtype=dtype, device=device)
             for shape, strides, dtype, device in rows
         ]
         found: list[Tensor] = []
-        results = _taken_out(segment.steps(_Samples(samples), list(inputs)), found)
+        results = _without_tensors(segment.steps(_Samples(samples), list(inputs)), found)
         memory = {tensor.untyped_storage()._cdata for tensor in inputs}
+        # A view as a result would be compiled with the storage offset of the first micro-batch.
         if any(tensor.untyped_storage()._cdata in memory for tensor in found):
             return None
-        # Nothing is written in place in what Inductor takes.
+        # Inductor takes functional graphs only: `dispatch_functionalize` rewrites in-place operators.
         graph = make_fx(dispatch_functionalize(function), decomposition_table=select_decomp_table())(*inputs)
-        # A replayed graph writes its results to the same memory each time, and they are kept here.
+        # No CUDA graphs: a replay writes its results to the same memory, but kept rows must survive it.
         run: Any = compile_fx_inner(graph, inputs, cudagraphs=BoxedBool(False))
     return _Compiled(run, results)

@@ -1,10 +1,9 @@
-"""A sweep's program as a function of Python, written for its structure.
+"""A sweep's program as generated Python source, one function per structure.
 
-The structure is how instructions are wired: which registers each reads, fills and frees. It says nothing of
-tensors, values or operators, so it is the same in each update, and often for each of many equal layers. The
-function has local variables for registers and calls operators directly: that is about half of what an
-interpreter takes for an instruction beside its operator. To write one takes as long as some hundred
-instructions, so the first program of a structure is interpreted, and the second one is written.
+The structure is the wiring of the instructions: which registers each one reads, fills and frees. It contains
+no tensors and no operators, so every update has the same one. The function keeps registers in local variables
+and calls operators directly, which halves the overhead per instruction. Generating it costs as much as some
+hundred instructions, so the first program of a structure is interpreted.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Structure = tuple[Any, ...]
 
 
 def generated(program: Sequence[Instruction], registers: Sequence[Any], carried: Any) -> Function:
-    """Return `interpreted`, or a function written for the structure once that has occurred before."""
+    """Return a generated function if the structure has occurred before, else `interpreted`."""
     known = _remembered(structure(program, registers))
     known.programs += 1
     if known.programs == 1:
@@ -32,7 +31,7 @@ def generated(program: Sequence[Instruction], registers: Sequence[Any], carried:
 
 
 class _Known:
-    """Cache entry of a structure: a count of its programs, and what makes the function."""
+    """Cache entry of a structure: the number of its programs, and a factory of the function."""
 
     __slots__ = ("make", "programs", "structure")
 
@@ -42,16 +41,18 @@ class _Known:
         self.make: Callable[..., Function] | None = None
 
 
-@lru_cache(maxsize=1 << 10)
+@lru_cache(maxsize=1 << 10)  # returns a mutable entry on purpose: it counts the programs of the structure
 def _remembered(structure: Structure) -> _Known:
     return _Known(structure)
 
 
 def structure(program: Sequence[Instruction], registers: Sequence[Any]) -> Structure:
-    """Return the wiring of a program: equal for programs that differ in constants alone."""
+    """Return the wiring of a program: equal for programs that differ only in constants."""
     whole = tuple([slot for slot, value in enumerate(registers) if value is not None])
     steps = [
         (
+            # A `Direct` call is inlined, and its source depends on the number of arguments behind the
+            # tensors.
             1 + len(run.rest) if isinstance(run, Direct) else 0,
             tuple(inputs),
             output,
@@ -75,7 +76,7 @@ def _of_more(more: SideEffects) -> Structure:
 
 
 def _constants(program: Sequence[Instruction], registers: Sequence[Any]) -> Iterator[Any]:
-    """Yield the constants of a function beside its structure, in the order in which `_Writer` names them."""
+    """Yield the constants of a program, in the order in which `_Writer` names them."""
     yield from (value for value in registers if value is not None)
     for run, _, _, more, _, _, _ in program:
         if isinstance(run, Direct):
@@ -96,16 +97,18 @@ def _made(structure: Structure) -> Callable[..., Function]:
     writer = _Writer(whole)
     for step in steps:
         writer.write(*step)
+    # An empty namespace: the source reads arguments and constants only.
     names: dict[str, Any] = {}
+    # The source has names and indices from `structure` only: no text of the program gets into it.
     exec(compile(writer.source(), "<sweep of superbatch>", "exec"), names)
     return names["make"]
 
 
 class _Writer:
-    """Writes the source of a function.
+    """Writer of the source of a function.
 
     Args:
-        whole: registers of whole values, which are constants.
+        whole: registers of full values, which are constants of the function.
     """
 
     def __init__(self, whole: Sequence[int]) -> None:
@@ -120,14 +123,14 @@ class _Writer:
     def write(
         self, direct: int, inputs: Sequence[int], output: int, frees: Sequence[int], more: Structure | None
     ) -> None:
-        """Write an instruction.
+        """Write one instruction.
 
         Args:
-            direct: 0: it is called as a `Run`; else one more than the arguments behind its tensors.
+            direct: 0: call it as a `Run`; otherwise 1 + the number of arguments behind its tensors.
             inputs: as in `Instruction`.
-            output: likewise.
-            frees: likewise.
-            more: as `_of_more` says.
+            output: as in `Instruction`.
+            frees: as in `Instruction`.
+            more: the side effects, as `_of_more` returns them.
         """
         read = [self._whole.get(slot) or f"r{slot}" for slot in inputs]
         function = self._constant()
@@ -139,12 +142,13 @@ class _Writer:
         else:
             loads, *rest, early = more
             self._lines += [f"r{slot} = rows({self._constant()}, part, ahead, following)" for slot in loads]
-            if early:
+            if early:  # the segment frees its inputs while it runs, so the list must be their only owner
                 self._lines.append(f"tensors = {tensors}")
                 self._free(early)
                 call = f"{function}(part, tensors)"
             self._lines.append(f"result = {call}")
             self._finish(*rest)
+            # A local variable would keep the result alive until the next instruction assigns it.
             self._lines.append("result = tensors = None" if early else "result = None")
         self._free(frees)
 
@@ -169,7 +173,8 @@ class _Writer:
             self._lines.append(" = ".join([*(f"r{slot}" for slot in slots), "None"]))
 
     def source(self) -> str:
-        """Return the written lines, in a function that takes the constants."""
+        """Return the source of a factory that takes the constants and returns the program."""
+        # The constants become closure variables: one load each, where a list would cost an index.
         names = "".join(f"c{index}, " for index in range(self._count))
         lines = [
             "def make(carried, constants):",

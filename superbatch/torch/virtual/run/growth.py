@@ -1,9 +1,9 @@
-"""Dimensions of whole values that grow with the number of samples.
+"""Dimensions of full values that grow with the number of samples.
 
-A statistic of all samples, a loss and the gradient of a weight are whole and have their size whatever the
-batch. Half of a batch, a permuted batch or a gathered embedding are whole and grow with it: these take memory
-that a micro-batch does not. A value says which of its dimensions do (`Value.grows`); how an operator passes
-them on is found from its shapes, with those dimensions twice as large.
+A batch statistic, a loss and the gradient of a weight have the same size for any batch. Half of a batch, a
+permuted batch or a gathered embedding grows with it and takes memory that a micro-batch does not.
+`Value.grows` lists those dimensions. How an operator passes them on is found by evaluating its shapes again
+with those dimensions twice as large.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ aten: Any = torch.ops.aten
 
 _PICKS = {aten.slice.Tensor, aten.select.int}
 _JOINS = {aten.cat, aten.stack}
-_PLACES = {aten.slice_backward.default, aten.select_backward.default}  # picked rows among zeros
+_PLACES = {aten.slice_backward.default, aten.select_backward.default}  # put picked rows among zeros
 _RESHAPES = {
     aten.view.default,
     aten._unsafe_view.default,
     aten._reshape_alias.default,
     aten._reshape_copy.default,
 }
-# Told sizes: with others they would be another call.
-_TOLD = {
+# Operators that take sizes as arguments: doubled inputs would contradict them.
+_WITH_SIZES = {
     aten.expand.default,
     aten.select_backward.default,
     aten.slice_backward.default,
@@ -46,7 +46,10 @@ _TOLD = {
 
 
 def may_grow(form: Form, results: Any) -> bool:
-    """Return whether a result may be full and grow with the batch; quick, for most do not."""
+    """Return whether a result may be full and grow with the batch.
+
+    A quick test before `mark_growth`: it runs for every operation, and few results grow.
+    """
     batch = False
     for value in form.tensors:
         if value.grows or value.picked:
@@ -57,7 +60,7 @@ def may_grow(form: Form, results: Any) -> bool:
     value = results if type(results) is Value else next(iter(values_of(results)), None)
     if value is None:
         return False
-    if value.layout is not None:  # compared with what was gathered
+    if value.layout is not None:  # e.g. z @ z.T: rows of similarities, as many columns as samples
         return value.node is not None and any(read.grows for read, _ in value.node.operands)
     return value.node is None or value.node.once or form.func in _PICKS
 
@@ -72,11 +75,11 @@ def mark_growth(form: Form, results: Any, microbatch: int) -> bool:
 
     Args:
         form: the operation.
-        results: values that it gave.
-        microbatch: rows of a micro-batch; what is no longer than that does not count.
+        results: its results.
+        microbatch: rows of a micro-batch; dimensions up to this size do not count.
 
     Returns:
-        Whether it takes rows out of the batch into a whole tensor of more than a micro-batch.
+        True if the operation copies more rows than a micro-batch out of the batch into a full tensor.
     """
     values = values_of(results)
     if not values:
@@ -84,8 +87,10 @@ def mark_growth(form: Form, results: Any, microbatch: int) -> bool:
     node = next((value.node for value in values if value.node is not None), None)
     read = {} if node is None else {id(v): layout for v, layout in node.operands if layout is not None}
     reads = tuple([read.get(id(value)) for value in form.tensors])
+    # An argument of a type whose equality is unknown: nothing is cached.
     if form.key is None:
         return _marked(form, values, reads, microbatch)
+    # Growth of the inputs is no part of `form.key`: the same call may read a gathered value or a parameter.
     grown = tuple([(value.grows, value.picked, id(value.meta)) for value in form.tensors])
     shape = tuple([(value.layout, id(value.meta)) for value in values])
     key = _Key((form.key, microbatch, reads, grown, shape))
@@ -101,18 +106,18 @@ class _Growth(NamedTuple):
 
     results: list[tuple[tuple[int, ...], int]]  # `grows` and `picked`
     lost: bool
-    held: tuple[Any, ...]  # whose ids are in the key
+    held: tuple[Any, ...]  # keeps alive the objects whose ids are in the key, or a new one could get that id
 
 
 class _Key(tuple[Any, ...]):
-    """Key of the cache, with the call until it is evaluated."""
+    """Cache key; holds the call until it is evaluated."""
 
     call: tuple[Form, list[Value], tuple[Layout | None, ...]] | None
 
 
 @lru_cache(maxsize=1 << 12)
 def _remembered(key: _Key) -> _Growth:
-    call, key.call = key.call, None
+    call, key.call = key.call, None  # or the cache would keep values of the first block alive
     assert call is not None
     form, values, reads = call
     lost = _marked(form, values, reads, key[1])
@@ -122,13 +127,16 @@ def _remembered(key: _Key) -> _Growth:
 
 def _marked(form: Form, values: list[Value], reads: tuple[Layout | None, ...], microbatch: int) -> bool:
     dims = [_dims_read_whole(v, read, microbatch) for v, read in zip(form.tensors, reads, strict=True)]
+    # e.g. x[:100] or x[0]: the number of rows is in the arguments, so doubling the batch does not show it.
     if form.func in _PICKS and len(values) == 1 and values[0].layout is None:
         _picked(form.call(), values[0], form.tensors[0], dims[0], microbatch)
         return form.tensors[0].layout is not None and bool(values[0].grows)
     picked = [value.picked for value in form.tensors]
+    # e.g. a Python loop that stacks x[0], x[1], ...: each row is small, all of them are the batch.
     if form.func.overloadpacket in _JOINS and sum(picked) > microbatch and values[0].layout is None:
         values[0].grows = ((form.call().argument("dim", 0)) % max(values[0].meta.dim(), 1),)
         return True
+    # The gradient of x[:100] is of the size of x, though its input is not.
     if form.func in _PLACES and max(picked) and not any(dims) and values[0].layout is None:
         dim = form.call().argument("dim") % max(values[0].meta.dim(), 1)
         if values[0].meta.shape[dim] > microbatch:
@@ -136,6 +144,7 @@ def _marked(form: Form, values: list[Value], reads: tuple[Layout | None, ...], m
             return True
     if any(dims):
         _grown(form, values, dims, microbatch)
+    # The rest (e.g. x[0] * 2) still consists of picked rows.
     for value in values:
         if value.layout is None and not value.grows and value.meta.dim():
             value.picked = max(picked, default=0)
@@ -147,7 +156,7 @@ def _flat(results: Any) -> Sequence[Any]:
 
 
 def _dims_read_whole(value: Value, read: Layout | None, microbatch: int) -> tuple[int, ...]:
-    """The dimensions that grow with the batch and that an operation reads in full."""
+    """Return the dimensions that grow with the batch and that an operation reads in full."""
     if value.meta is None:
         return ()
     dims = {*value.grows, *(() if value.layout is None else (value.layout.dim,))}
@@ -155,11 +164,12 @@ def _dims_read_whole(value: Value, read: Layout | None, microbatch: int) -> tupl
 
 
 def _picked(call: Call, result: Value, source: Value, dims: tuple[int, ...], microbatch: int) -> None:
-    """Mark rows picked by their indices: their number does not depend on the batch."""
+    """Mark rows that were picked by index: their number does not depend on the batch."""
     layout = source.layout
     dim = (call.argument("dim") or 0) % max(source.meta.dim(), 1)
     grows = {*dims, *(() if layout is None else (layout.dim,))}
     gone = call.func is aten.select.int
+    # select removes `dim`: the dimensions behind it move to the front by one.
     rest = [other - (gone and other > dim) for other in grows - {dim}]
     if dim not in grows:
         result.picked = source.picked
@@ -188,9 +198,9 @@ def _grown(form: Form, values: Sequence[Value], dims: Sequence[tuple[int, ...]],
 
 
 def _larger(form: Form, dims: Sequence[tuple[int, ...]], microbatch: int) -> list[tuple[int, ...]] | None:
-    """The shapes of the results if the dimensions that grow were twice as long; None: not known."""
+    """Return the shapes of the results with the growing dimensions twice as long; None if unknown."""
     unknown = any(value.meta is None for value in form.tensors)
-    if unknown or form.func in _TOLD or form.func in _RESHAPES:
+    if unknown or form.func in _WITH_SIZES or form.func in _RESHAPES:
         return None
     doubled = [
         Value(_doubled(value.meta, grows or _of_index(value, microbatch)), value.device)
@@ -202,12 +212,12 @@ def _larger(form: Form, dims: Sequence[tuple[int, ...]], microbatch: int) -> lis
     except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
         if out_of_memory(error):
             raise
-        return None
+        return None  # e.g. a size among the arguments that the doubled input does not match
     return [tuple(item.shape) for item in _flat(found) if isinstance(item, Tensor)]
 
 
 def _of_index(value: Value, microbatch: int) -> tuple[int, ...]:
-    """Dimensions of real integers or flags that are longer than a micro-batch: a permutation, a mask."""
+    """Return the dimensions longer than a micro-batch of an integer or bool tensor: a permutation, a mask."""
     if value.layout is not None or value.has_gradient:
         return ()
     return tuple(dim for dim, size in enumerate(value.meta.shape) if size > microbatch)
@@ -222,7 +232,7 @@ def _doubled(meta: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def _reshaped(old: Sequence[int], dims: Sequence[int], new: Sequence[int]) -> set[int]:
-    """Return the places of dimensions after a change of shape, by the elements in front of them."""
+    """Return the positions of dimensions after a reshape, matched by the number of elements before them."""
     found: set[int] = set()
     for dim in dims:
         before, through = math.prod(old[:dim]), math.prod(old[: dim + 1])
@@ -236,7 +246,7 @@ def _reshaped(old: Sequence[int], dims: Sequence[int], new: Sequence[int]) -> se
 
 
 def _alike(form: Form, dims: Sequence[tuple[int, ...]], shape: Sequence[int], microbatch: int) -> set[int]:
-    """Dimensions as long as one that grows; else those at the same place, if a micro-batch is not as long."""
+    """Guess the growing dimensions by their sizes, or by their positions; only above a micro-batch's size."""
     sizes = {value.meta.shape[dim] for value, grows in zip(form.tensors, dims, strict=True) for dim in grows}
     sizes |= {size for value in form.tensors if value.layout for size in [value.layout.rows(form.samples)]}
     found = {dim for dim, size in enumerate(shape) if size in sizes and size > microbatch}

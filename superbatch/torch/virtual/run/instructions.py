@@ -1,4 +1,4 @@
-"""Program with registers, which a sweep runs for each micro-batch."""
+"""Instructions of the register program that a sweep runs for each micro-batch."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from .store import RowStore
 
 
 class Load(NamedTuple):
-    """Load of a register before the first operation that reads it."""
+    """Load of the rows of a value into a register, before the first instruction that reads it."""
 
     slot: int
     source: Value
-    layout: Layout  # of the rows
-    place: int  # in what the program reads
+    layout: Layout  # cuts the rows of the micro-batch
+    place: int  # index among the stored values that the program reads, for the prefetch of the next one
 
 
 class SideEffects(NamedTuple):
-    """Side effects of an instruction, beside filling one register.
+    """Effects of an instruction other than filling one register.
 
     Attributes:
-        loads: what it is the first to read.
-        outputs: which result (None: the only one) into which register.
-        whole: which results are reduced.
-        reduction: how they are reduced; None if there are none.
-        keeps: registers whose rows are kept.
-        carries: registers that the last micro-batch hands to the next sweep.
-        early: registers that only the instruction itself needs: it frees them while it runs.
+        loads: loads before it runs.
+        outputs: (index of the result, register); index None: the only result.
+        whole: indices of the results that are reduced.
+        reduction: the reduction of these; None without.
+        keeps: registers whose rows are stored for later sweeps.
+        carries: registers whose rows the last micro-batch carries to the next sweep.
+        early: registers that nothing else reads: the instruction frees them while it runs.
     """
 
     loads: list[Load]
@@ -40,21 +40,22 @@ class SideEffects(NamedTuple):
     early: list[int]
 
     def loading(self, loads: list[Load]) -> SideEffects:
-        """Return the same side effects with other loads."""
+        """Return the side effects with other loads."""
         return self._replace(loads=loads)
 
 
+# A tuple and not a dataclass: the interpreter unpacks it in one step.
 class Instruction(NamedTuple):
-    """One step.
+    """Instruction: one operation on registers.
 
     Attributes:
         run: as in `Node`.
-        inputs: the registers it is given.
-        output: the register of the result, if it does nothing more.
-        more: what else it does.
+        inputs: registers that it reads.
+        output: register of its only result, without side effects.
+        more: side effects; None for most instructions, which the interpreter then runs in one line.
         frees: registers that nothing reads after it.
         known: as in `Node`.
-        view: likewise.
+        view: as in `Node`.
     """
 
     run: Run
@@ -66,10 +67,11 @@ class Instruction(NamedTuple):
     view: bool = False
 
     def with_effects(self, more: SideEffects) -> Instruction:
-        """Return the same instruction with other side effects."""
+        """Return the instruction with other side effects."""
         return self._replace(more=more)
 
 
+# `output` counts only without side effects, which list their own registers.
 def filled(instruction: Instruction) -> list[int]:
     """Return the registers that an instruction fills."""
     more = instruction.more

@@ -1,4 +1,4 @@
-"""Notes while a block runs, of which the report is made."""
+"""Log of the coupling points and operations of a block, from which its report is made."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as all_modules
 
-from superbatch.errors import CoupledSamplesError, explain
+from superbatch.errors import CoupledSamplesError
 from superbatch.results.coupling import CouplingPoint, CouplingReport, WholeValue
 from superbatch.torch.module_tables import children_of
 
@@ -26,7 +26,8 @@ OnGather = Literal["ok", "warn", "error"]
 def paths(
     module: nn.Module, path: str = "", found: dict[nn.Module, str] | None = None
 ) -> dict[nn.Module, str]:
-    """Return `named_modules` the other way round, in a fraction of its time: it is needed in each update."""
+    """Return the path of each module, as `named_modules` names it."""
+    # Not `named_modules`, which recurses through generators and takes several times as long in each update.
     found = {} if found is None else found
     if module not in found:
         found[module] = path
@@ -36,16 +37,17 @@ def paths(
     return found
 
 
-_PICKS = {torch.ops.aten.select.int, torch.ops.aten.slice.Tensor}  # of rows of the batch, where these meet
+# As a coupling point these copy rows of the batch: reported as gathered, with the bytes of the rows.
+_PICKS = {torch.ops.aten.select.int, torch.ops.aten.slice.Tensor}
 
 
 class Meeting(NamedTuple):
-    """Coupling point of the forward, with its result where that is one number.
+    """Coupling point of the forward, with its result if that is a single number.
 
     Attributes:
-        point: of the report.
-        number: the result; None where it is a tensor, or is not in memory any more.
-        counts: the number is whole, as that of labels is.
+        point: the point, as in the report.
+        number: the result; None if it has dimensions or is not in memory any more.
+        counts: the number has an integer dtype, as a count of labels has.
     """
 
     point: CouplingPoint
@@ -57,13 +59,13 @@ class Log:
     """Log of the operations and coupling points of a block.
 
     Args:
-        models: whose modules are named by their paths.
-        on_gather: what to do when an operator without a rule needs whole tensors.
+        models: the models; their modules are named by their paths.
+        on_gather: reaction to an operation that gathers the batch.
 
     Attributes:
-        where: path of the module whose forward runs; "" outside.
+        where: path of the module whose forward runs; "" outside of any.
         sweeps, recorded, run, repeated: as in `CouplingReport`.
-        in_pieces: the batch is larger than a micro-batch, so that what is whole is too.
+        in_pieces: the batch has several micro-batches; with one, full values are no larger than it.
     """
 
     def __init__(self, models: Sequence[nn.Module], on_gather: OnGather) -> None:
@@ -75,23 +77,26 @@ class Log:
         self._on_gather: OnGather = on_gather
         self._path: list[str] = []
         self._unknown: dict[int, int] = {}  # serial of the node that follows, and bytes
+        # By serial: a plan meets a node again in a later sweep, and reports are in the order of recording.
         self._points: dict[int, CouplingPoint] = {}
         self._numbers: dict[int, Value] = {}  # results of coupling points that are one number
         self._aside: dict[int, CouplingPoint] = {}
         self._backward: set[int] = set()
-        self._whole: dict[tuple[str, str, bool], list[int]] = {}  # how many, bytes, rows, larger
+        self._whole: dict[tuple[str, str, bool], list[int]] = {}  # count, bytes, picked rows, grows
         self.in_pieces = True
         self.sweeps = self.recorded = self.run = self.repeated = 0
 
     @property
     def where(self) -> str:
-        """Path of the module whose forward runs; "" outside."""
+        """Path of the module whose forward runs; "" outside of any."""
         return self._path[-1] if self._path else ""
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Know which module's forward runs, for as long as the context lasts."""
-        thread = get_ident()  # the hooks are called in others too, and at the end of what began before
+        """Track which module's forward runs, inside the context."""
+        # Global hooks run in every thread of the process (e.g. a model that a data loader uses), and `leave`
+        # also for a forward that began before the block.
+        thread = get_ident()
 
         def enter(module: nn.Module, inputs: object) -> None:
             if get_ident() == thread:
@@ -103,6 +108,7 @@ class Log:
 
         handles = [
             all_modules.register_module_forward_pre_hook(enter),
+            # always_call: after an exception too, or the path would still name the module that raised.
             all_modules.register_module_forward_hook(leave, always_call=True),
         ]
         try:
@@ -112,23 +118,21 @@ class Log:
                 handle.remove()
 
     def unknown(self, operator: str, nbytes: int) -> None:
-        """Note that an operator without a rule needs whole tensors.
+        """Log that an operator without a rule needs full tensors.
 
         Raises:
             CoupledSamplesError: with ``on_gather="error"``.
         """
         if self._on_gather == "ok":
             return
-        self._tell(
-            explain(
-                f"{operator} in {self.where or 'no module'} on {nbytes} bytes of the virtual batch",
-                "no rule says how it acts on each sample, so it runs on the whole batch, which has to fit",
-                'use another operator, or on_gather="ok"',
-            )
+        self._warn_or_raise(
+            f"{operator} in {self.where or 'no module'} has no rule for single samples, so it gathers "
+            f"{nbytes} bytes of the whole batch into one tensor. "
+            'Use another operator, or pass on_gather="ok".'
         )
 
     def whole_needed(self, operator: str, nbytes: int) -> None:
-        """Note that an operator takes rows of all samples into one tensor, though a rule knows it.
+        """Log that an operator with a rule copies rows of all samples into one tensor.
 
         Raises:
             CoupledSamplesError: with ``on_gather="error"``.
@@ -136,25 +140,25 @@ class Log:
         if self._on_gather == "ok" or not self.in_pieces:
             return
         place = "the backward pass" if going_back() else self.where or "no module"
-        self._tell(
+        self._warn_or_raise(
             f"{operator} in {place} puts {nbytes} bytes of the whole batch into one tensor. Use operations "
             "that keep a row for each sample (torch.where or a product with a mask instead of an index), or "
             'pass on_gather="ok".'
         )
 
-    def _tell(self, text: str) -> None:
+    def _warn_or_raise(self, text: str) -> None:
         if self._on_gather == "error":
             raise CoupledSamplesError(text)
         warn(text)
 
     def met(self, node: Node, kept: int) -> None:
-        """Note a coupling point.
+        """Log a coupling point.
 
         Args:
-            node: the operation; its results flow back into samples.
-            kept: bytes of its inputs that are kept.
+            node: the operation; later operations on samples read its results.
+            kept: bytes of its inputs that are stored.
         """
-        if node.backward:
+        if node.backward:  # counted only: the report lists the points of the forward
             self._backward.add(node.serial)
             return
         self._points[node.serial] = _point(node, kept)
@@ -163,7 +167,7 @@ class Log:
             self._numbers[node.serial] = outputs[0]
 
     def meetings(self) -> list[Meeting]:
-        """Return the coupling points of the forward, in order."""
+        """Return the coupling points of the forward in the order of recording."""
         return [self._meeting(serial) for serial in sorted(self._points)]
 
     def _meeting(self, serial: int) -> Meeting:
@@ -172,32 +176,32 @@ class Log:
         return Meeting(self._points[serial], number, value is not None and not value.has_gradient)
 
     def planned(self, todo: Plan) -> None:
-        """Note the coupling points of a plan, and drop their operations, which hold what they read."""
+        """Log the coupling points of a plan, and drop the list of their nodes."""
         for node in todo.meeting:
             self.met(node, sum(v.nbytes for v, layout in node.operands if layout and v in todo.kept))
-        todo.meeting.clear()
+        todo.meeting.clear()  # a node holds its inputs, which a sweep frees after their last use
         for node in todo.stage:
             if node.gathers == "unknown":
                 self.gathered(node)
 
     def gathered(self, node: Node) -> None:
-        """Note that rows are put together for an operator without a rule, whoever sees its result."""
+        """Log that rows are gathered for an operator without a rule, unless it is a coupling point."""
         if node.serial not in self._points and not node.backward:
             self._aside[node.serial] = _point(node, 0)
 
     def whole(self, place: tuple[str, str, bool], nbytes: int, rows: int) -> None:
-        """Note a whole value that was there.
+        """Log a full value that was in memory.
 
         Args:
-            place: its module, its operator, and whether that was on the way back.
+            place: its module, its operator, and whether that was in the backward.
             nbytes: its size.
-            rows: how many rows of the batch are in it; 0: it grows with the batch.
+            rows: number of batch rows in it; 0: it grows with the batch.
         """
-        told = self._whole.setdefault(place, [0, 0, 0, 0])
-        told[:] = told[0] + 1, told[1] + nbytes, told[2] + rows, told[3] or not rows
+        sums = self._whole.setdefault(place, [0, 0, 0, 0])
+        sums[:] = sums[0] + 1, sums[1] + nbytes, sums[2] + rows, sums[3] or not rows
 
     def report(self, samples: int, microbatches: int, store: Store | None = None) -> CouplingReport:
-        """Return the report."""
+        """Return the report of the block so far."""
         on_device, on_host, whole = (0, 0, 0) if store is None else store.most
         rows = -(-samples // max(microbatches, 1))
         return CouplingReport(
@@ -215,7 +219,7 @@ class Log:
             whole=tuple(
                 WholeValue(*place, times, nbytes)
                 for place, (times, nbytes, count, grows) in self._whole.items()
-                if grows or count > rows
+                if grows or count > rows  # a few picked rows (x[0]) take less than a micro-batch
             ),
             whole_on_device=whole,
         )

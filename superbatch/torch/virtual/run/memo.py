@@ -1,10 +1,9 @@
 """Cache of recorded operations, keyed by operator, arguments, shapes, dtypes and batch dimension.
 
-A training records the same operations in each update. How to do one micro-batch by micro-batch, and what
-shapes come out, depends on the operator, on its arguments that are no tensors, and of its tensors on shape,
-strides, dtype, device and where the samples are: on nothing that a tensor holds. So it is a function of these
-alone, and is remembered for the process like any such function. What is remembered holds neither numbers nor
-values of a block: rules are shown stand-ins.
+Every update records the same operations. The recipe of an operation and the shapes of its results depend on
+the operator, its other arguments, and the shape, strides, dtype, device and layout of each tensor, never on
+numbers. So both are cached for the process. An entry holds no numbers and no values of a block: the rules see
+stand-ins.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from ..rules.shape_rules import LIKES
 
 
 class OpTraits(NamedTuple):
-    """Traits of an operator, cached because the tables are slow to ask.
+    """Traits of an operator that decide how it is recorded.
 
     Attributes:
-        at_once: it runs on whole tensors when it is met.
-        like: it makes a new tensor of the shape of another.
-        draws: random numbers.
+        at_once: it runs immediately, on full tensors.
+        like: it makes a new tensor with the shape of another (`zeros_like`).
+        draws: it draws random numbers.
     """
 
     at_once: bool
@@ -39,7 +38,7 @@ class OpTraits(NamedTuple):
     draws: bool
 
 
-@cache
+@cache  # one lookup per operation in place of three in the tables
 def traits(func: Any) -> OpTraits:
     """Return the traits of an operator."""
     return OpTraits(func in AT_ONCE, func.overloadpacket in LIKES, draws(func))
@@ -49,10 +48,10 @@ class Template(NamedTuple):
     """Cached action of all calls of a form.
 
     Attributes:
-        action: what each of them records.
-        operands: which of the call's tensors it reads, and how.
-        gathered: one of them is read otherwise than by its samples, so that it is put together first.
-        unknown: because there is no rule for the operator.
+        action: what each call records.
+        operands: (index of the tensor in the call, layout in which it is read).
+        gathered: an operand has to be gathered first, because it is not read by its own layout.
+        unknown: the operator has no rule.
     """
 
     action: Action
@@ -62,17 +61,17 @@ class Template(NamedTuple):
 
 
 class Form:
-    """A call, and what is the same in all calls of its form.
+    """Call of an operator, with the key that all calls of the same form share.
 
     Args:
         func: the operator.
-        args: positional, with a `Value` for each tensor.
-        kwargs: by name.
-        samples: of the batch.
+        args: positional arguments, with a `Value` for each tensor.
+        kwargs: keyword arguments.
+        samples: number of samples of the batch.
 
     Attributes:
-        tensors, paths: all values in order, and where they are.
-        key: equal for equal forms; None if an argument is none of `_PLAIN`, whose equality is not known.
+        tensors, paths: all values in order, and their places in the arguments.
+        key: equal for equal forms; None if the type of an argument is not in `_PLAIN`.
     """
 
     __slots__ = ("args", "func", "key", "kwargs", "paths", "samples", "tensors")
@@ -81,7 +80,7 @@ class Form:
         self.func, self.args, self.kwargs, self.samples = func, args, kwargs, samples
         self.tensors: list[Value] = []
         self.paths: list[Path] = []
-        # A number and a tensor of integers may give one of the default dtype.
+        # The default dtype is part of the key: an integer tensor times a float has that dtype.
         parts: list[Any] = [id(func), samples, torch.get_default_dtype()]
         known = True
         for position, arg in enumerate(args):
@@ -91,7 +90,7 @@ class Form:
             known &= self._describe(arg, (name,), parts)
         if len(self.tensors) > 1 and len(set(map(id, self.tensors))) < len(self.tensors):
             which = {id(value): index for index, value in enumerate(self.tensors)}
-            # Rules may ask whether two arguments are the same.
+            # Rules may compare arguments by identity: mm(x, x) is another form than mm(x, y).
             parts.append(tuple(which[id(value)] for value in self.tensors))
         self.key = tuple(parts) if known else None
 
@@ -100,7 +99,7 @@ class Form:
         if kind is Value:
             self.tensors.append(arg)
             self.paths.append(path)
-            # Metas are shared by form, and live as long as what is remembered.
+            # `blank` makes one meta per form, and the cache entry keeps it alive: the id stands for the form.
             parts += (id(arg.meta), arg.layout, arg.device)
             return True
         if kind is list or kind is tuple or isinstance(arg, (list, tuple)):
@@ -111,15 +110,16 @@ class Form:
             parts += (list, tuple(inner))
             return known
         if kind is float and not (arg < 0 or arg > 0):
-            arg = repr(arg)  # 0.0 equals -0.0, and nan not itself
-        parts += (kind, arg)  # 1, 1.0 and True are equal, and give other dtypes
+            arg = repr(arg)  # 0.0 == -0.0, though 1 / x differs; nan != nan would never be found again
+        parts += (kind, arg)  # 1 == 1.0 == True, but the dtypes of the results differ
         return kind in _PLAIN
 
     def call(self) -> Call:
-        """Return it as rules take it."""
+        """Return the call in the form that rules take."""
         return Call(self.func, self.args, self.kwargs, self.tensors, self.paths, self.samples)
 
 
+# Types whose values are immutable and compare by content. A SymInt or a generator does not.
 _PLAIN = {
     int,
     float,
@@ -134,14 +134,14 @@ _PLAIN = {
 
 
 def template(form: Form) -> Template | None:
-    """Return the template of a call, which depends on its form alone.
+    """Return the cached template of a call.
 
     Args:
-        form: of an operator that draws no random numbers.
+        form: the call of an operator that draws no random numbers.
 
     Returns:
-        None where the call has to be inspected each time: it is done as several others, its shape depends on
-        numbers, or an argument is of a kind that is not known.
+        None if nothing can be cached: the call decomposes into others, its shape depends on numbers, or the
+        type of an argument is unknown.
     """
     if form.key is None:
         return None
@@ -150,31 +150,32 @@ def template(form: Form) -> Template | None:
     return _remembered(key).template
 
 
-# torch decomposes them into something else: another loss (2.13), a sixth that the kernel rounds to float32.
+# Inductor's decompositions of these differ from the kernels: another loss (torch 2.13), and a factor 1/6 that
+# the kernel rounds to float32.
 _NOT_COMPILED = {torch.ops.aten.multilabel_margin_loss_forward, torch.ops.aten.hardsigmoid_backward}
 
 
 class _Known(NamedTuple):
     template: Template | None
-    held: tuple[Any, ...]  # whose ids are in the key
+    held: tuple[Any, ...]  # keeps alive the objects whose ids are in the key
 
 
 class _Key(tuple[Any, ...]):
-    """Key of a form, with the form itself until it is evaluated."""
+    """Cache key of a form; holds the form until it is evaluated."""
 
     form: Form | None
 
 
 @lru_cache(maxsize=1 << 13)
 def _remembered(key: _Key) -> _Known:
-    form, key.form = key.form, None
+    form, key.form = key.form, None  # or the cache would keep values of the first block alive
     assert form is not None
     held = (form.func, *(value.meta for value in form.tensors))
     return _Known(_made(_with_stand_ins(form)), held)
 
 
 def _with_stand_ins(form: Form) -> Call:
-    """The call with values that are nothing but their form."""
+    """Return the call with stand-ins: values that have a form and no node or numbers."""
     places = {id(value): Value(value.meta, value.device, value.layout) for value in form.tensors}
     tensors = [places[id(value)] for value in form.tensors]
     args, kwargs = substituted(form.args, form.kwargs, form.paths, tensors)
@@ -185,7 +186,7 @@ def _made(call: Call) -> Template | None:
     recipe = find(call)
     batch = any(value.layout is not None for value in call.tensors)
     if recipe is None and batch and decomposition(call.func) is not None:
-        return None
+        return None  # recorded as simpler operations, each of which has its own template
     try:
         metas = results(call, recipe)
     except (NotImplementedError, RuntimeError, TypeError, AssertionError) as error:
@@ -198,6 +199,7 @@ def _made(call: Call) -> Template | None:
     if recipe is None:
         count = 1 if isinstance(metas, Tensor) else len(metas)
         recipe = Recipe([Operand(value, None) for value in call.tensors], [None] * count, filled(call))
+    # Reversed: of a tensor that comes twice the first index is kept.
     places = {id(value): index for index, value in reversed(list(enumerate(call.tensors)))}
     operands = tuple((places[id(value)], layout) for value, layout in recipe.operands)
     gathered = any(v.layout is not None and v.layout != layout for v, layout in recipe.operands)
@@ -208,7 +210,7 @@ def _made(call: Call) -> Template | None:
 
 
 def action(recipe: Recipe, metas: Any, *, once: bool, known: bool) -> Action:
-    """Return the action of a recipe, for results of these shapes."""
+    """Return the action of a recipe for results of the given shapes."""
     single = isinstance(metas, Tensor)
     return Action(
         (metas,) if single else tuple(metas),

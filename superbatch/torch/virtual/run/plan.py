@@ -1,14 +1,9 @@
-"""Schedule: the operations of each sweep, and the results kept from one sweep to the next.
+"""Schedule: the operations of each sweep, and the results stored from one sweep to the next.
 
-A sweep goes over all micro-batches once. What depends on a statistic of all samples has to wait for the sweep
-after the one in which the statistic is summed: its *stage*. Within a stage everything runs micro-batch by
-micro-batch. A result that a later stage reads too is either kept for all samples, or recomputed there
-from what was kept.
-
-Kept is what a coupling point itself reads (the input of a BatchNorm, an embedding), and what more than
-`PATIENCE` later stages would have to recompute. So a model with samples coupled in the loss only keeps its
-embeddings and runs its forward twice, as GradCache does; one with a BatchNorm in every block keeps their
-inputs and runs every convolution once.
+A sweep visits all micro-batches once. An operation that reads a batch statistic waits for a sweep after the
+one that sums it: its *stage*. A result that several stages read is stored for all samples if a coupling point
+reads it (a BatchNorm's input, an embedding) or if more than `PATIENCE` later stages would recompute it; else
+it is recomputed. A contrastive loss thus runs the forward twice, as GradCache; BatchNorms run it once.
 """
 
 from __future__ import annotations
@@ -20,20 +15,21 @@ from ..ir.layout import Layout
 from ..ir.values import Node, Value
 from .by_rows import cut_to_rows
 
-PATIENCE = {True: 3, False: 1}  # for light operations, and for others
-_LATER = 1 << 30  # a stage that nobody knows yet: a tensor of the program may still be used
+PATIENCE = {True: 3, False: 1}  # recomputations of a light operation, and of any other, before it is stored
+_LATER = 1 << 30  # a stage after all others: the program still shows the value and may read it
 
 
 class Plan(NamedTuple):
     """Schedule of the operations to run.
 
     Attributes:
-        once: by stage, what runs before the sweep, on whole values.
-        sweeps: by stage, what runs for each micro-batch, in order.
-        stage: of each node: where its whole outputs are computed.
-        kept: the values that are kept, with the last stage that reads them.
-        apart: whole results of sweeps that are read by rows alone: where these are, and the last stage.
-        meeting: operations whose whole results flow back into samples.
+        once: by stage, the operations on full values, which run before the sweep.
+        sweeps: by stage, the operations that run for each micro-batch, in order.
+        stage: stage of each node, in which its full outputs are computed.
+        kept: values whose rows are stored, with the last stage that reads them.
+        apart: full results of sweeps that are read by rows only, with the layout of these reads and the last
+            stage that makes one.
+        meeting: coupling points: operations whose full results are read per micro-batch again.
     """
 
     once: dict[int, list[Node]]
@@ -48,33 +44,35 @@ def plan(targets: Iterable[Value], asked_for: Iterable[Value], *, by_rows: bool 
     """Schedule the operations that compute full values.
 
     Args:
-        targets: whole values.
-        asked_for: values that tensors of the program show, and that may be used later.
-        by_rows: do what is whole by rows where nothing reads it otherwise: saves memory, costs calls.
+        targets: full values to compute.
+        asked_for: values that tensors of the program show, so that they may be read later.
+        by_rows: compute full values by rows where all readers take rows: saves memory, costs kernel calls.
 
     Returns:
         The plan.
     """
     targets, asked_for = set(targets), set(asked_for)
     others = [value for value in asked_for if not value.there and value not in targets]
-    # A running mean may be asked for before the samples that its statistics are for.
+    # With the values that may be read later: a read of a running mean alone does not show that samples wait
+    # for the same statistic.
     everything = _ancestors([*targets, *others])
     cut = cut_to_rows(everything, targets | asked_for) if by_rows else {}
+    # cut_to_rows changes operands, and with them the ancestors.
     nodes = _ancestors(targets) if by_rows or others else everything
     stage = _stages(nodes, {})
     later = {id(node) for node in _ancestors(others)} if others else set[int]()
     feeds = _feeding(everything)
     sweeps: dict[int, list[Node]] = {}
     wanted: dict[Value, set[int]] = {}
-    coupling: dict[Value, set[int]] = {}  # stages in which a coupling operation reads a value
+    coupling: dict[Value, set[int]] = {}  # stages in which a coupling point reads a value
     kept: dict[Value, int] = {}
     moved = False
-    for node in reversed(nodes):
+    for node in reversed(nodes):  # readers first: which stages want a value decides where its node runs
         if node.once:
             continue
-        if id(node) not in feeds:
+        if id(node) not in feeds:  # e.g. a logged loss: joins a sweep that runs its inputs anyway
             earliest = stage[node]
-            stage[node] = _when_at_hand(node, earliest, wanted)
+            stage[node] = _stage_with_inputs(node, earliest, wanted)
             moved |= stage[node] != earliest
         runs = _runs(node, stage, wanted, coupling, kept, id(node) in later)
         for number in runs:
@@ -85,8 +83,9 @@ def plan(targets: Iterable[Value], asked_for: Iterable[Value], *, by_rows: bool 
                 if id(node) in feeds:
                     coupling.setdefault(value, set()).add(stage[node])
     for found in sweeps.values():
+        # Nodes were appended in reverse; a sweep runs them in the order of recording.
         found.reverse()
-    if moved:
+    if moved:  # a moved sum delays the operations that read it
         stage = _stages(nodes, stage)
     meeting = [node for node in nodes if id(node) in feeds]
     readers = [(node, _LATER if id(node) in later else 0) for node in everything]
@@ -95,7 +94,7 @@ def plan(targets: Iterable[Value], asked_for: Iterable[Value], *, by_rows: bool 
 
 
 def _last_reading(value: Value, readers: list[tuple[Node, int]], sweeps: dict[int, list[Node]]) -> int:
-    """Return the last stage that reads a value by rows; `readers` come with the last stage of theirs."""
+    """Return the last stage that reads a value by rows; `readers` are pairs of a node and its least stage."""
     last = 0
     for node, least in readers:
         if any(read is value for read, _ in node.operands):
@@ -112,9 +111,9 @@ def _once(nodes: list[Node], stage: dict[Node, int]) -> dict[int, list[Node]]:
     return once
 
 
-def _when_at_hand(node: Node, earliest: int, wanted: dict[Value, set[int]]) -> int:
-    """Return the stage for a sum that no sample waits for, such as a loss: that of its inputs."""
-    if node.layouts.count(None) < len(node.layouts):
+def _stage_with_inputs(node: Node, earliest: int, wanted: dict[Value, set[int]]) -> int:
+    """Return the stage of a sum that no sample waits for, such as a loss: the first that runs its inputs."""
+    if node.layouts.count(None) < len(node.layouts):  # it has rows as well, which their readers place
         return earliest
     inputs = [v for v, layout in node.operands if v.layout is not None and layout is not None and not v.there]
     stages = [min(numbers) for v in inputs if (numbers := wanted.get(v))]
@@ -122,8 +121,9 @@ def _when_at_hand(node: Node, earliest: int, wanted: dict[Value, set[int]]) -> i
 
 
 def _ancestors(values: Iterable[Value]) -> list[Node]:
-    """All operations that still have to run for the values, in the order of their recording."""
+    """Return the operations that still have to run for the values, in the order of recording."""
     found: dict[int, Node] = {}
+    # An explicit stack: the chain of nodes of a deep model exceeds Python's recursion limit.
     todo = [value.node for value in values if not value.there and value.node is not None]
     while todo:
         node = todo.pop()
@@ -135,7 +135,7 @@ def _ancestors(values: Iterable[Value]) -> list[Node]:
 
 
 def _stages(nodes: list[Node], least: dict[Node, int]) -> dict[Node, int]:
-    """The first stage in which each node can run, and not before that which it was given."""
+    """Return the first stage in which each node can run, at least the given one."""
     stage: dict[Node, int] = {}
     for node in nodes:
         number = 0 if node.once else least.get(node, 0)
@@ -143,15 +143,15 @@ def _stages(nodes: list[Node], least: dict[Node, int]) -> dict[Node, int]:
             if value.there or value.node is None:
                 continue
             made = value.node
-            waits = value.layout is None and not made.once
+            waits = value.layout is None and not made.once  # a sum over samples is full after its sweep
             number = max(number, stage[made] + waits)
         stage[node] = number
     return stage
 
 
 def _feeding(nodes: list[Node]) -> set[int]:
-    """Operations whose whole outputs flow back into samples."""
-    fed: set[int] = set()  # whole values, by id, that something per micro-batch reads
+    """Return the ids of the coupling points: operations whose full outputs are read per micro-batch again."""
+    fed: set[int] = set()  # ids of full values that an operation per micro-batch depends on
     feeding: set[int] = set()
     for node in reversed(nodes):
         outputs = [output() for output in node.outputs]
@@ -171,7 +171,7 @@ def _runs(
     kept: dict[Value, int],
     later: bool,
 ) -> set[int]:
-    """Return the stages in which a node runs, and decide which of its outputs are kept."""
+    """Return the stages in which a node runs, and decide which of its outputs are stored."""
     runs = {stage[node]} if None in node.layouts else set[int]()
     for output in node.outputs:
         value = output()
@@ -181,8 +181,10 @@ def _runs(
         again = stages - {first}
         if later:
             again = again | {_LATER}
+        # e.g. the input of a BatchNorm: the next stage normalises it, so all of its rows are read at least
+        # twice.
         met = first in coupling.get(value, ())
-        if again and (met or len(again) > PATIENCE[node.light]) and not _at_hand(node):
+        if again and (met or len(again) > PATIENCE[node.light]) and not _cheap_to_recompute(node):
             kept[value] = max(again)
             runs.add(first)
         else:
@@ -190,11 +192,12 @@ def _runs(
     return runs
 
 
-def _at_hand(node: Node) -> bool:
-    """Return whether the output is as quickly recomputed as read."""
+def _cheap_to_recompute(node: Node) -> bool:
+    """Return whether recomputing the output costs as much as reading it from the store."""
+    # Follows views to their base, and accepts one light operation on stored rows.
     while node.view or node.light:
         batch = [value for value, layout in node.operands if layout is not None]
-        if not batch:  # new, or of whole values alone
+        if not batch:  # e.g. zeros, or an expanded full value
             return True
         if len(batch) != 1:
             return False

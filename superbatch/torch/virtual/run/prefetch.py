@@ -1,7 +1,7 @@
-"""Prefetch of rows from the host's memory, while the device computes.
+"""Prefetch of rows from the host's memory while the device computes.
 
-A sweep knows what it reads next. One tensor of rows more than the plan counts is on the device meanwhile. The
-part for CUDA was not run on a GPU.
+A sweep knows which rows it reads next. One tensor of rows more than the plan counts is on the device. The
+CUDA branches were not run on a GPU.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from superbatch.torch.window.transfer import SideStream, has_streams, pinned
 
 
 class Prefetcher:
-    """Brings rows to the device, and those that come next meanwhile.
+    """Copies of rows to the device, one ahead of the computation.
 
     Args:
-        device: where they are worked with.
-        to_host: the stream of the copies that these rows come from. Not the same as for the copies back:
-            the computation waits for those, and would wait for the copies of its last results too.
+        device: device of the computation.
+        to_host: stream of the copies from the device to the host.
     """
 
     def __init__(self, device: torch.device, to_host: SideStream | None = None) -> None:
         self._device = device
+        # Not `to_host`: the computation waits for this stream, and would wait there for the copies of its own
+        # last results to the host too.
         self._side = SideStream(device)
         self._to_host = to_host or SideStream(device)
         self._copies: deque[Any] = deque()
@@ -36,33 +37,33 @@ class Prefetcher:
         """Return rows on the device.
 
         Args:
-            key: of these rows, as given to `begin`.
-            rows: where they lie.
+            key: key of these rows, as given to `begin`.
+            rows: the rows, on the device or on the host.
         """
         coming, self._coming = self._coming, None
         if coming is not None:
-            self._side.join()  # also for rows that nobody wants: their memory is the computation's
+            self._side.join()  # for unused rows too: the computation reuses their memory
             if coming[0] == key:
                 return coming[1]
-        self._to_host.join()  # the copy to the host may not be through
+        self._to_host.join()  # the copy to the host may not be complete
         return rows.to(self._device, non_blocking=True)
 
     def begin(self, key: Hashable, rows: Tensor) -> None:
-        """Begin to copy rows that are fetched next, if they are in other memory."""
+        """Begin to copy the rows that are fetched next, if they are not on the device."""
         if rows.device == self._device:
             return
-        # Memory of the computation's own stream, which the copy therefore waits for: rows do not pile up
-        # where the host is far ahead.
+        # Allocated on the computation's stream, so the copy waits for that stream: a host that runs far ahead
+        # does not fill the device with rows.
         there = torch.empty_like(rows, device=self._device)
         source = pinned(rows) if has_streams(self._device) else rows
         with self._side.beside(after_computation=True):
-            self._side.follow(self._to_host)  # what is kept on the host may itself still be on its way there
+            self._side.follow(self._to_host)  # the copy of these rows to the host may not be complete
             self._coming = key, there.copy_(source, non_blocking=True)
         if source is not rows:
             self._bound_pinned()
 
     def _bound_pinned(self) -> None:
-        """Wait until the last copy but one is through: what it was copied from is pinned memory of ours."""
+        """Wait for the copy before the last, so that at most two pinned staging buffers are alive."""
         self._copies.append(self._side.event())
         if len(self._copies) > 2:
             self._copies.popleft().synchronize()

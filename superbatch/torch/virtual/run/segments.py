@@ -1,12 +1,8 @@
-"""Operations of a program that follow each other, put together into segments that are compiled.
+"""Grouping of consecutive instructions of a program into segments that are compiled.
 
-A program is rewritten once it is made. Operations in a row whose functions read nothing but their tensors
-and the number of samples (`Node.known`) become one *segment* (`compiled.Segment`). Whatever draws random
-numbers or asks for the place of a micro-batch stays what it is, between segments. What a segment gives is
-what is read, kept, carried or reduced outside of it; all else is gone when it has run.
-
-A view of what a segment reads is made before it: compiled, it would remember where in their memory the rows
-of the first micro-batch were.
+Consecutive operations that depend only on their tensors and on the number of samples (`Node.known`) become
+one segment. Operations that draw random numbers or read the micro-batch's position stay between segments.
+The outputs of a segment are the registers that are read, stored, carried or reduced outside of it.
 """
 
 from __future__ import annotations
@@ -17,18 +13,17 @@ from ..ir.layout import Part
 from .compiled import Member, Segment
 from .instructions import Instruction, Load, SideEffects, filled
 
-LEAST = 2  # operations that are no views: one alone has a kernel already
-MOST = 100  # a loop over time has thousands, and compiling takes longer than in proportion
+LEAST = 2  # operations that are no views: a single one has its own kernel already
+MOST = 100  # a loop over time steps has thousands, and compile time grows faster than their number
 
 
 def segmented(program: list[Instruction], registers: list[Any], *, elsewhere: bool) -> list[Instruction]:
-    """Return a program that does the same in segments.
+    """Return an equivalent program with segments.
 
     Args:
-        program: of a sweep.
-        registers: as they are before it; those that segments need are added.
-        elsewhere: rows may lie in other memory and are copied when they are read. A segment begins with them
-            then, so that not more of them are here at a time than without segments.
+        program: the instructions of a sweep.
+        registers: initial registers; the ones that segments need are appended.
+        elsewhere: rows may be in the host's memory and are copied to the device when they are read.
     """
     rewriting = _Rewriting(program, registers)
     for position, instruction in enumerate(program):
@@ -45,20 +40,24 @@ class _Rewriting:
         for position, instruction in enumerate(old):
             for slot in instruction.inputs:
                 self._readers.setdefault(slot, []).append(position)
-        self._open: dict[int, Instruction] = {}  # what the next segment is made of, by position
+        self._open: dict[int, Instruction] = {}  # instructions of the segment in progress, by position
         self._made: set[int] = set()  # registers that it fills
-        self._loads: dict[int, Load] = {}  # that it begins with
+        self._loads: dict[int, Load] = {}  # loads before it
 
     def take(self, position: int, instruction: Instruction, *, elsewhere: bool) -> None:
-        """Put the next instruction where it belongs."""
+        """Add the next instruction to the open segment, or to the program."""
         loads = [] if instruction.more is None else instruction.more.loads
         if not instruction.known:
             self.close()
             self.program.append(instruction)
             return
+        # A view of an input runs before the segment: compiled, it would keep the storage offset that the rows
+        # of the first micro-batch had.
         if instruction.view and self._made.isdisjoint(instruction.inputs):
             self.program.append(self._before(instruction))
             return
+        # A segment loads all of its inputs before it runs. Starting a new one here keeps no more copies of
+        # rows on the device than single instructions would.
         if elsewhere and any(load.source.pieces is not None for load in loads):
             self.close()
         self._open[position] = instruction
@@ -68,7 +67,7 @@ class _Rewriting:
             self.close()
 
     def _before(self, view: Instruction) -> Instruction:
-        """The view, which reads now what the segment was to be the first to read."""
+        """Return a view with the loads that it takes over from the open segment."""
         taken = [self._loads.pop(slot) for slot in view.inputs if slot in self._loads]
         if not taken:
             return view
@@ -76,7 +75,7 @@ class _Rewriting:
         return view.with_effects(more.loading([*taken, *more.loads]))
 
     def close(self) -> None:
-        """Put what is open into the program: as a segment, if that is worth it."""
+        """Append the open instructions to the program, as a segment if there are enough of them."""
         members, loads = self._open, self._loads
         self._open, self._made, self._loads = {}, set(), {}
         if sum(not member.view for member in members.values()) < LEAST:
@@ -85,6 +84,7 @@ class _Rewriting:
             self.program += self._segment(members, list(loads.values()))
 
     def _segment(self, members: dict[int, Instruction], loads: list[Load]) -> list[Instruction]:
+        # Dicts as ordered sets: equal layers get equal register numbers, so they share one compiled function.
         made = dict.fromkeys(slot for member in members.values() for slot in filled(member))
         read = dict.fromkeys(slot for member in members.values() for slot in member.inputs)
         inputs = [slot for slot in read if slot not in made]
@@ -96,11 +96,13 @@ class _Rewriting:
         needed |= {slot for slot in made if any(p not in members for p in self._readers.get(slot, ()))}
         wanted = [slot for slot in made if slot in needed]
         last = max(members)
-        # What is there before the program has no end; the rest may go while the segment runs.
+        # Full values outlive the micro-batch. Rows that are not read later are freed while the segment runs.
         early = [s for s in inputs if self._registers[s] is None and max(self._readers[s]) <= last]
         outputs: list[tuple[int | None, int]] = list(enumerate(wanted))
         reducing: list[Instruction] = []
         for more in mores:
+            # A reduction accumulates over micro-batches, so it stays outside: one register holds its inputs
+            # as a list.
             if more.reduction is not None:
                 slot = len(self._registers)
                 self._registers.append(None)
@@ -114,7 +116,7 @@ class _Rewriting:
 
 
 def _loading(instruction: Instruction, loads: dict[int, Load]) -> Instruction:
-    """The instruction without those of its loads that a view before it has taken over."""
+    """Return the instruction without the loads that a view before it has taken over."""
     more = instruction.more
     if more is None:
         return instruction
@@ -130,5 +132,5 @@ def _member(instruction: Instruction, local: dict[int, int]) -> Member:
 
 
 def _found(part: Part, tensors: list[Any]) -> Any:
-    """Return the outputs of a segment that are reduced."""
+    """Return the list of outputs of a segment that are reduced, from its register."""
     return tensors[0]

@@ -1,4 +1,4 @@
-"""Storage of rows for later sweeps: on the device up to a budget, then in the host's memory."""
+"""Storage of rows for later sweeps: on the device up to a budget, beyond it in the host's memory."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ from superbatch.torch.window.transfer import SideStream, empty_on_host
 from ..ir.layout import Part
 from .prefetch import Prefetcher
 
-ELSEWHERE = {"cuda", "xpu", "mps"}  # devices whose memory is not the host's
+ELSEWHERE = {"cuda", "xpu", "mps"}  # devices with their own memory, to which rows are prefetched
 
 
 DEVICE, HOST, WHOLE = range(3)
-"""Kinds of bytes: of rows on the device, of rows in the host's memory, of whole values."""
+"""Kinds of bytes: rows on the device, rows in the host's memory, full values."""
 
 
 class Store:
-    """Counts what is kept, and decides where.
+    """Count of the stored bytes, and the decision between device and host.
 
     Args:
-        device: where the rows are computed.
-        budget: most bytes that stay there; None: all do. On a CPU both places are the same memory, and what
-            is beyond the budget is only counted as the host's.
+        device: device of the computation.
+        budget: largest number of bytes that stay on the device; None: all. On a CPU the bytes beyond it are
+            counted as the host's, in the same memory.
 
     Attributes:
-        most: bytes of each kind, the most at a time. Whole values are those that grow with the batch. They
-            cannot go to the host, so the budget of rows is smaller by them.
-        ahead: brings rows to the device; None where there is no other place.
+        most: peak bytes of each kind. Full values are counted if they grow with the batch.
+        ahead: prefetcher of rows; None if the device shares the host's memory.
     """
 
     def __init__(self, device: torch.device, budget: int | None) -> None:
@@ -45,22 +44,20 @@ class Store:
         self.ahead = Prefetcher(device, self._to_host) if device.type in ELSEWHERE else None
 
     def now(self) -> list[int]:
-        """Return the bytes of each kind that are kept now."""
+        """Return the bytes of each kind that are stored now."""
         while self._freed:
             for kind, nbytes in enumerate(self._owners.pop(self._freed.pop())):
                 self._now[kind] -= nbytes
         return self._now
 
     def owned_by(self, owner: object) -> list[int]:
-        """Return the bytes of each kind of an owner, which count until it is freed.
-
-        Python ignores an error that is raised while an object is freed, so a Ctrl-C would be lost in a
-        ``__del__``. The callback of the weak reference is a function of C, and `now` subtracts.
-        """
+        """Return the bytes of each kind of an owner, which count until the owner is freed."""
+        # Not a `__del__`: Python swallows exceptions raised there, a Ctrl-C included. The callback is
+        # `list.append`, a C function in which no signal handler runs; `now` subtracts later.
         return self._owners.setdefault(ref(owner, self._freed.append), [0, 0, 0])
 
     def add(self, owner: list[int], kind: int, nbytes: int) -> None:
-        """Count more bytes of an owner, or fewer."""
+        """Add bytes to the count of an owner; negative ones subtract."""
         now = self.now() if self._freed else self._now
         owner[kind] += nbytes
         now[kind] += nbytes
@@ -68,15 +65,16 @@ class Store:
             self.most[kind] = now[kind]
 
     def is_full(self, nbytes: int) -> bool:
-        """Return whether that many more bytes would exceed the budget."""
+        """Return whether so much more would exceed the budget."""
         if self.budget is None:
             return False
         now = self.now()
+        # Full values cannot move to the host, so they reduce the budget of the rows.
         return now[DEVICE] + now[WHOLE] + nbytes > self.budget
 
     def keep(self, piece: Tensor) -> tuple[Tensor, bool]:
-        """Return the rows, where they are to be kept, and whether that is the host."""
-        # A slice would keep alive all that it is a slice of.
+        """Return the rows in the memory that stores them, and True if it is the host's."""
+        # A stored slice keeps the whole tensor alive that it is a slice of.
         if piece.untyped_storage().nbytes() > 2 * piece.nbytes:
             piece = piece.clone()
         host = self.is_full(piece.nbytes)
@@ -84,17 +82,17 @@ class Store:
             kept = empty_on_host(piece)
             with self._to_host.beside(after_computation=True):
                 kept.copy_(piece, non_blocking=True)
-            self._to_host.hold(piece)
+            self._to_host.hold(piece)  # or the allocator reuses its memory before the copy has read it
             piece = kept
         return piece, host
 
 
 class Held:
-    """Memory of a whole value that grows with the batch: counted from here until it is freed.
+    """Memory of a full value that grows with the batch: counted for as long as this object lives.
 
     Args:
-        store: what counts it.
-        nbytes: how much.
+        store: the count.
+        nbytes: size of the value.
     """
 
     def __init__(self, store: Store, nbytes: int) -> None:
@@ -102,10 +100,10 @@ class Held:
 
 
 class RowStore:
-    """Kept rows of a value, by micro-batch.
+    """Stored rows of a value, by micro-batch.
 
     Args:
-        store: where.
+        store: decides where they are stored, and counts them.
     """
 
     def __init__(self, store: Store) -> None:
@@ -114,16 +112,16 @@ class RowStore:
         self._pieces: dict[int, tuple[Tensor, bool]] = {}
 
     def put(self, part: Part, piece: Tensor) -> None:
-        """Keep the rows of a micro-batch."""
+        """Store the rows of a micro-batch."""
         piece, host = self._pieces[part.number] = self._store.keep(piece)
         self._store.add(self._bytes, HOST if host else DEVICE, piece.nbytes)
 
     def get(self, part: Part) -> Tensor:
-        """Return the rows, where they are kept."""
+        """Return the rows on the device that stores them."""
         return self._pieces[part.number][0]
 
     def drop(self, part: Part) -> None:
-        """Forget the rows: nothing reads them again."""
+        """Free the rows of a micro-batch after their last reader."""
         kept = self._pieces.pop(part.number, None)
         if kept is not None:
             piece, host = kept

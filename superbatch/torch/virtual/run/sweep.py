@@ -1,4 +1,4 @@
-"""Run a plan: for each micro-batch the operations of a sweep, in order, on real tensors."""
+"""Execution of a plan: the operations of each sweep, micro-batch by micro-batch, on real tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from superbatch.errors import WindowError, explain
+from superbatch.errors import WindowError
 
 from ..ir.conjugates import conjugates_seen
 from ..ir.layout import Layout, Part, cut
@@ -25,28 +25,30 @@ from .prefetch import Prefetcher
 from .store import RowStore, Store
 from .wholes import Wholes
 
-WORTH_WRITING = 8  # micro-batches: a function is made in the time that it saves in six
+WORTH_WRITING = 8  # micro-batches: generating a function costs what it saves in about six of them
 
 
 def run(plan: Plan, parts: Sequence[Part], store: Store, log: Log, *, compile: bool = False) -> None:
-    """Work through a plan.
+    """Execute a plan.
 
     Args:
-        plan: what to run.
+        plan: the schedule; it is consumed.
         parts: the micro-batches.
-        store: where results are kept.
-        log: receives what was done.
-        compile: what runs in a row for each micro-batch.
+        store: storage of rows.
+        log: receives the numbers of operations and sweeps.
+        compile: compile consecutive operations.
 
     Raises:
-        WindowError: a tensor that was used has been written since.
+        WindowError: an input was written in place after an operation on it was recorded.
     """
-    done: set[int] = set()  # serials
+    done: set[int] = set()  # serials, not nodes: a set of nodes would keep their inputs alive
     wholes = Wholes(store, log, len(parts))
     carried = CarriedRows(plan) if worth_carrying(plan, parts) else None
     last = {node.serial: number for number in sorted(plan.sweeps) for node in plan.sweeps[number]}
+    # no_grad: autograd recorded the virtual tensors; a graph of the real ones would keep all activations.
     with torch.no_grad(), conjugates_seen():
         for number in sorted({*plan.once, *plan.sweeps}):
+            # Popped, as are the sweeps: the plan would hold nodes, and these their inputs, to the end.
             for node in plan.once.pop(number, ()):
                 _run_once(node, wholes)
             nodes = plan.sweeps.pop(number, None)
@@ -62,41 +64,38 @@ def run(plan: Plan, parts: Sequence[Part], store: Store, log: Log, *, compile: b
 
 
 def _forget(plan: Plan, nodes: list[Node]) -> None:
-    """Free operations that run no more: they hold what they read, such as all embeddings."""
+    """Free operations after their last sweep: they hold their inputs, e.g. all embeddings."""
     for node in nodes:
         del plan.stage[node]
 
 
 def unchanged(value: Value) -> Tensor:
-    """Return the tensor of a whole value.
+    """Return the tensor of a full value.
 
     Raises:
-        WindowError: it has been written since it was used.
+        WindowError: the program has written it since the operation on it was recorded.
     """
     tensor = value.whole
     assert tensor is not None
     if value.source is not None and _is_written(*value.source, tensor):
         raise WindowError(
-            explain(
-                f"a tensor of shape {tuple(tensor.shape)} that was written in place",
-                "what was computed from it before is computed only when it is needed, and would be another",
-                "change parameters and buffers after the block, or use a copy of what is written",
-            )
+            f"A tensor of shape {tuple(tensor.shape)} was written in place after the virtual batch had used "
+            "it. Change parameters and buffers after the block, or write into a clone."
         )
     return tensor
 
 
 def _is_written(source: Tensor, version: int, memory: Tensor) -> bool:
-    """Return whether the memory of a tensor was written, not only replaced (`.data = ...`)."""
+    """Return whether the memory of a tensor was written, and not only replaced (`.data = ...`)."""
     return source._version != version and memory_of(source) == memory_of(memory)
 
 
 def _run_once(node: Node, wholes: Wholes) -> None:
     tensors = [unchanged(value) for value, _ in node.operands]
-    results = node.run(Part(0, 0, 0), tensors)
+    results = node.run(Part(0, 0, 0), tensors)  # no micro-batch: it reads full values only
     for value in _set_whole(node, range(len(node.outputs)), (results,) if node.single else results):
         wholes.hold(value, node, tensors)
-    # It never runs again, and the plan holds it: an N x N matrix would live to its end.
+    # It never runs again, but `plan.stage` holds it: an N x N input would live to the end of the plan.
     node.operands, node.by_rows = (), None
 
 
@@ -105,13 +104,14 @@ def _set_whole(node: Node, indices: Sequence[int], results: Sequence[Any]) -> li
     for index, result in zip(indices, results, strict=True):
         value = node.outputs[index]()
         if value is not None:
+            # Without its node the value frees the graph behind it.
             value.whole, value.node = result, None
             found.append(value)
     return found
 
 
 class _Results:
-    """Results of a sweep: full ones, and rows that are kept."""
+    """Results of a sweep: full values and stored rows."""
 
     def __init__(self, store: Store, wholes: Wholes) -> None:
         self._store, self._wholes = store, wholes
@@ -119,18 +119,19 @@ class _Results:
         self._kept: dict[Value, RowStore] = {}
 
     def reduction(self, node: Node, whole: list[int]) -> Reduction:
-        """Return the reduction of the whole outputs of a node."""
+        """Return the reduction of the full outputs of a node."""
         if node not in self._reduced:
             assert node.reduce is not None
             self._reduced[node] = node.reduce(), whole
         return self._reduced[node][0]
 
     def kept(self, value: Value) -> RowStore:
-        """Return the store of the rows of a value."""
+        """Return the storage of the rows of a value."""
         return self._kept.setdefault(value, RowStore(self._store))
 
     def set(self, plan: Plan, parts: Sequence[Part]) -> None:
-        """Set what came of it, after the last micro-batch."""
+        """Assign the results to their values after the last micro-batch."""
+        # Not before: a value with `pieces` counts as materialized, though rows are missing.
         for node, (reduction, whole) in self._reduced.items():
             for value in _set_whole(node, whole, reduction.result()):
                 if value in plan.apart and self._store.is_full(value.nbytes):
@@ -141,7 +142,7 @@ class _Results:
             value.pieces, value.node = kept, None
 
     def _put_apart(self, value: Value, layout: Layout, parts: Sequence[Part]) -> None:
-        """Keep a whole result by its rows."""
+        """Store a full result by its rows."""
         kept, tensor = RowStore(self._store), unchanged(value)
         for part in parts:
             kept.put(part, cut(tensor, layout, part))
@@ -161,17 +162,18 @@ def _sweep(
     compile: bool,
 ) -> None:
     results = _Results(store, wholes)
+    # Rows that no later sweep reads are freed after each micro-batch, to make room for those of this sweep.
     read = [value.pieces for value, until in plan.kept.items() if until == number]
     read += [value.pieces for value, (_, until) in plan.apart.items() if until == number]
     dropped = [kept for kept in read if isinstance(kept, RowStore)]
     programs = _programs(nodes, number, plan, parts, results, carried)
-    if compile:
+    if compile:  # dict.fromkeys: most micro-batches share one program
         for program in dict.fromkeys(program for _, program in programs):
             program.compile(elsewhere=store.ahead is not None)
-    if len(parts) >= WORTH_WRITING:
+    if len(parts) >= WORTH_WRITING:  # the program of a carrying micro-batch, the last, runs only once
         programs[0][1].make(generated)
     if carried is not None and not first:
-        # First where something is carried, so that it is freed before the others need memory.
+        # The carrying micro-batch runs first, so that its rows are freed before the others need memory.
         programs.insert(0, programs.pop())
     for (part, program), following in zip_longest(programs, programs[1:]):
         then = None if following is None else following[1].first_read(following[0])
@@ -189,34 +191,34 @@ def _programs(
     results: _Results,
     carried: CarriedRows | None,
 ) -> list[tuple[Part, _Program]]:
-    """Return the program of each micro-batch; one that carries rows runs only what is new to it."""
+    """Return the program of each micro-batch; the one that carries rows runs only new operations."""
     if carried is None:
         program = _Program(nodes, number, plan, results, None)
         return [(part, program) for part in parts]
     new = [node for node in nodes if carried.first[node] == number]
     last = _Program(new, number, plan, results, carried)
     others = parts[:-1]
-    # What is new to all reads nothing that is carried.
+    # If every operation is new in this sweep, none reads carried rows, and one program serves all.
     same = last if len(new) == len(nodes) or not others else _Program(nodes, number, plan, results, None)
     return [*((part, same) for part in others), (parts[-1], last)]
 
 
 class _Program:
-    """The operations of one sweep as a program with registers, made once and run for each micro-batch."""
+    """Register program of one sweep, built once and run for each micro-batch."""
 
     def __init__(
         self, nodes: list[Node], number: int, plan: Plan, results: _Results, carried: CarriedRows | None
     ) -> None:
         self._number, self._plan, self._results, self._carried = number, plan, results, carried
         self._slots: dict[tuple[int, Layout | None], int] = {}
-        self._registers: list[Any] = []  # as they are before each micro-batch
-        self._read: list[Value] = []  # rows that are there, and may lie in the host's memory
+        self._registers: list[Any] = []  # initial contents, the same for each micro-batch
+        self._read: list[Value] = []  # stored values in the order of their loads, for the prefetch
         self._program = [self._instruction(node) for node in nodes]
         self._free()
         self.make(interpreted)
 
     def make(self, how: Callable[..., Function]) -> None:
-        """Make what runs the instructions, once they are as they will be.
+        """Build the function that runs the instructions, after their last change.
 
         Args:
             how: `interpreted` or `generated`.
@@ -225,24 +227,24 @@ class _Program:
         self._function = how(self._program, self._registers, carried)
 
     def compile(self, *, elsewhere: bool) -> None:
-        """Put segments that are compiled in the place of operations.
+        """Replace consecutive operations by compiled segments.
 
         Args:
-            elsewhere: rows that it reads may lie in other memory.
+            elsewhere: rows may be in the host's memory.
         """
-        from .segments import segmented  # who does not ask for it loads nothing
+        from .segments import segmented  # here: a block that does not compile does not load it
 
         self._program = segmented(self._program, self._registers, elsewhere=elsewhere)
         self._free()
         self.make(interpreted)
 
     def _free(self) -> None:
-        """Let each instruction free the registers that nothing reads after it."""
+        """Assign each instruction the registers to free: those that nothing reads after it."""
         last: dict[int, int] = {}
         for position, instruction in enumerate(self._program):
             instruction.frees.clear()
             for slot in instruction.inputs:
-                if self._registers[slot] is None:
+                if self._registers[slot] is None:  # rows; full values stay for the next micro-batch
                     last[slot] = position
             for slot in filled(instruction):
                 last[slot] = position
@@ -253,6 +255,7 @@ class _Program:
         loads: list[Load] = []
         inputs: list[int] = []
         for value, layout in node.operands:
+            # By layout too: an operation may read a full value both cut into rows and in full.
             slot = self._slots.get((id(value), layout))
             if slot is None:
                 slot = self._input(value, layout, loads)
@@ -263,7 +266,7 @@ class _Program:
         return Instruction(node.run, inputs, 0, self._more(node, loads, outputs), [], node.known, node.view)
 
     def _is_needed(self, value: Value) -> bool:
-        """Return whether the rows of a value are needed after the sweep."""
+        """Return whether the rows of a value are stored or carried."""
         return value in self._plan.kept or (self._carried is not None and value in self._carried.until)
 
     def _more(
@@ -272,6 +275,7 @@ class _Program:
         single = node.single
         whole = [None if single else index for index, layout in enumerate(node.layouts) if layout is None]
         reduction = None
+        # A node that a later sweep recomputes for its rows must not reduce its full outputs a second time.
         if whole and self._plan.stage[node] == self._number:
             reduction = self._results.reduction(node, [index or 0 for index in whole])
         carried = () if self._carried is None else self._carried.until
@@ -281,7 +285,7 @@ class _Program:
         return SideEffects(loads, registers, whole, reduction, keeps, carries, [])
 
     def _input(self, value: Value, layout: Layout | None, loads: list[Load]) -> int:
-        """Return a new register of what is there before the instruction."""
+        """Return a new register for an input that no instruction of the program computes."""
         slot = self._slots[id(value), layout] = len(self._registers)
         if layout is None:
             self._registers.append(unchanged(value))
@@ -293,12 +297,12 @@ class _Program:
         return slot
 
     def _outputs(self, node: Node) -> list[tuple[int | None, int, Value]]:
-        """Return the results that are rows: which, into which register, and of which value."""
+        """Return (index of the result, register, value) for each result that is sharded."""
         outputs: list[tuple[int | None, int, Value]] = []
         single = node.single
         for index, layout in enumerate(node.layouts):
             value = None if layout is None else node.outputs[index]()
-            if value is None or value.there:
+            if value is None or value.there:  # freed, or stored by an earlier sweep
                 continue
             slot = self._slots[id(value), layout] = len(self._registers)
             self._registers.append(None)
@@ -306,7 +310,7 @@ class _Program:
         return outputs
 
     def first_read(self, part: Part) -> tuple[Value, Part] | None:
-        """Return the rows that the program reads first, if any are there before it runs."""
+        """Return the stored rows that the program reads first; None if it reads none."""
         return (self._read[0], part) if self._read else None
 
     def run(
@@ -316,9 +320,9 @@ class _Program:
 
         Args:
             part: the micro-batch.
-            ahead: brings rows from the host.
-            following: what is read first afterwards.
-            carries: it is the one that carries rows from sweep to sweep, if one does.
+            ahead: prefetcher; None on a device that shares the host's memory.
+            following: the rows that the next program reads first.
+            carries: this micro-batch carries rows to the next sweep.
         """
         self._function(part, self._rows, ahead, following, carries)
 
@@ -329,9 +333,11 @@ class _Program:
         if value.pieces is not None:
             rows = value.pieces.get(part)
             if ahead is None:
-                return rows if rows.device == value.device else rows.to(value.device)  # the call alone: 1 us
+                # Compared first: `to` costs 1 us even without a copy.
+                return rows if rows.device == value.device else rows.to(value.device)
             rows = ahead.fetch((value, part), rows)
             last = load.place + 1 == len(self._read)
+            # After the last load of this program comes the first one of the next micro-batch.
             then = following if last else (self._read[load.place + 1], part)
             if then is not None and then[0].pieces is not None:
                 ahead.begin(then, then[0].pieces.get(then[1]))

@@ -1,4 +1,4 @@
-"""Whole values that grow with the batch, noted and counted while they are in memory."""
+"""Full values that grow with the batch: logged once, and counted while they are in memory."""
 
 from __future__ import annotations
 
@@ -15,45 +15,46 @@ from .store import Held, Store
 
 
 class Wholes:
-    """Counts whole values that are there.
+    """Count of the full values in memory.
 
     Args:
-        store: whose budget they take.
+        store: the store whose budget they take.
         log: receives the operator of each.
-        parts: micro-batches; of one alone nothing is larger than a micro-batch.
+        parts: number of micro-batches; with one, no full value is larger than a micro-batch.
     """
 
     def __init__(self, store: Store, log: Log, parts: int) -> None:
         self._store, self._log, self._several = store, log, parts > 1
 
     def hold(self, value: Value, node: Node, read: Sequence[Tensor] = ()) -> None:
-        """Count a value that an operation has given, unless it is a view of what was read."""
+        """Count a result of an operation, unless it is a view of an input."""
         if self._several and (value.grows or value.picked):
             self.note(value, (node.where, node.name, node.backward), read)
 
     def note(self, value: Value, place: tuple[str, str, bool], read: Sequence[Tensor] = ()) -> None:
-        """Count a value that is there, by its module, its operator and whether it is on the way back."""
+        """Count a materialized value; `place` is its module, its operator, and True in a backward."""
         tensor = value.whole
-        if tensor is None or value.held is not None or any(_one_memory(tensor, other) for other in read):
+        # A view of an input has no memory of its own: the input was counted.
+        if tensor is None or value.held is not None or any(_share_memory(tensor, other) for other in read):
             return
         value.held = Held(self._store, value.nbytes)
         self._log.whole(place, value.nbytes, value.picked)
 
 
 def mark(form: Form, results: Any, rows: int, store: Store, log: Log) -> None:
-    """Mark the results of an operation that are whole and grow with the batch.
+    """Mark the results of an operation that are full and grow with the batch.
 
     Args:
         form: the operation.
-        results: what it gave.
-        rows: of a micro-batch.
-        store: counts those that were computed at once.
-        log: receives them.
+        results: its results.
+        rows: rows of a micro-batch.
+        store: counts results that were computed immediately.
+        log: receives these results.
 
     Raises:
         CoupledSamplesError: with ``on_gather="error"``.
     """
-    if rows >= form.samples:  # one micro-batch, and all of it whole
+    if rows >= form.samples:  # a single micro-batch: a full value is no larger
         return
     values = values_of(results)
     if mark_growth(form, results, rows):
@@ -63,5 +64,6 @@ def mark(form: Form, results: Any, rows: int, store: Store, log: Log) -> None:
             Wholes(store, log, 2).note(value, (log.where, str(form.func), going_back()))
 
 
-def _one_memory(tensor: Tensor, other: Tensor) -> bool:
+def _share_memory(tensor: Tensor, other: Tensor) -> bool:
+    # The StorageImpl and not data_ptr(): views at different offsets share it.
     return tensor.untyped_storage()._cdata == other.untyped_storage()._cdata

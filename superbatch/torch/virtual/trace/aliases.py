@@ -1,8 +1,8 @@
-"""Views, and writing in place, in a recording in which nothing is ever written.
+"""Views and in-place writes in a recording whose values are immutable.
 
-Tensors that share memory share a `Storage`, and know by which steps they are views of it. A write makes a new
-value, puts it back through the steps, and gives the storage a new version; views of an older version are made
-again when they are read.
+Tensors that share memory share a `Storage` and store the steps that make them views of it. A write computes a
+new view, scatters it into the base through the steps in reverse, and increments the version of the storage.
+A view of an older version is recomputed when it is read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from superbatch.errors import WindowError, explain
+from superbatch.errors import WindowError
 
 from ..ir.recorder import Recorder
 from ..ir.values import Value
@@ -20,7 +20,7 @@ from .tensor import ViewStep, VirtualTensor
 
 aten: Any = torch.ops.aten
 
-# In place -> returning, where the name differs by more than an underscore.
+# In-place operator -> functional one, where the names differ by more than the underscore.
 _OTHER_NAMES: dict[Any, Any] = {
     aten.bernoulli_.float: aten.bernoulli.p,
     aten.uniform_.default: aten.uniform.default,
@@ -28,7 +28,7 @@ _OTHER_NAMES: dict[Any, Any] = {
     aten.transpose_.default: aten.transpose.int,
     aten.copy_.Tensor: aten.copy.default,
     aten.floor_divide_.Tensor: aten.floor_divide.default,
-    aten.pow_.Scalar: aten.pow.Tensor_Scalar,  # of the same name is a number to the power of a tensor
+    aten.pow_.Scalar: aten.pow.Tensor_Scalar,  # aten.pow.Scalar has a number as the base
     aten.pow_.Tensor: aten.pow.Tensor_Tensor,
     aten.float_power_.Scalar: aten.float_power.Tensor_Scalar,
     aten.float_power_.Tensor: aten.float_power.Tensor_Tensor,
@@ -38,7 +38,7 @@ _OTHER_NAMES: dict[Any, Any] = {
 
 @cache
 def functional_of(func: Any) -> Any:
-    """Return the operator that returns what this one writes; None if there is none.
+    """Return the functional form of an in-place operator; None without one.
 
     Examples:
         >>> functional_of(torch.ops.aten.add_.Tensor)
@@ -47,25 +47,23 @@ def functional_of(func: Any) -> Any:
     if func in _OTHER_NAMES:
         return _OTHER_NAMES[func]
     namespace, name = func._schema.name.split("::")
-    if not name.endswith("_") or name.endswith("__"):
+    if not name.endswith("_") or name.endswith("__"):  # e.g. __lshift__ is not in place
         return None
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
     found = None if packet is None else getattr(packet, func._overloadname, None)
     if found is None or found._schema.is_mutable or len(found._schema.returns) != 1:
         return None
-    first = found._schema.arguments[0]  # of polygamma(n, x), beside polygamma_(x, n), it is a number
+    first = found._schema.arguments[0]  # polygamma_(x, n) writes x, but polygamma(n, x) has a number first
     return found if str(first.type).startswith(("Tensor", "List[Tensor")) else None
 
 
 def with_defaults(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return positional arguments with the defaults that were left out.
-
-    The operator that returns its result may have none: ``bernoulli_(p=0.5)`` beside ``bernoulli(x, p)``.
-    """
+    """Return the positional arguments of an in-place operator, completed by its defaults."""
     if func not in _OTHER_NAMES:
         return args
-    told = func._schema.arguments[len(args) :]
-    return (*args, *(arg.default_value for arg in told if not arg.kwarg_only and arg.name not in kwargs))
+    # The functional form may lack the default: bernoulli_(p=0.5), but bernoulli(x, p).
+    missing = func._schema.arguments[len(args) :]
+    return (*args, *(arg.default_value for arg in missing if not arg.kwarg_only and arg.name not in kwargs))
 
 
 _SCATTERS: dict[Any, Any] = {
@@ -85,26 +83,27 @@ _RESHAPES = {
 }
 
 
-def _put_back(recording: Recorder, step: ViewStep, base: Value, new: Value) -> Value:
-    """Return the base of a view after the view was written.
+def _base_after_write(recording: Recorder, step: ViewStep, base: Value, new: Value) -> Value:
+    """Return the base of a view after a write into the view.
 
     Args:
-        recording: of both.
-        step: makes the view from the base.
-        base: before.
-        new: the view after.
+        recording: recording of both.
+        step: the operation that makes the view from the base.
+        base: the base before the write.
+        new: the view after the write.
 
     Raises:
-        WindowError: the view cannot be written.
+        WindowError: this kind of view cannot be written.
     """
     func, args, kwargs = step
     if func in _SCATTERS:
         return recording.compute(_SCATTERS[func], (base, new, *args), kwargs)
-    if func in _RESHAPES:
+    if func in _RESHAPES:  # the view has all elements of the base, in the same order
         return recording.compute(aten._reshape_copy.default, (new, list(base.meta.shape)), {})
     if func in (aten.t.default, aten.transpose.int):
         return recording.compute(func, (new, *args), kwargs)
     if func is aten.permute.default:
+        # The inverse permutation.
         dims = [dim % base.meta.dim() for dim in args[0]]
         return recording.compute(func, (new, [dims.index(dim) for dim in range(len(dims))]), {})
     if func is aten.view_as_real.default:
@@ -112,19 +111,15 @@ def _put_back(recording: Recorder, step: ViewStep, base: Value, new: Value) -> V
     if func is aten.view_as_complex.default:
         return recording.compute(aten.view_as_real.default, (new,), {})
     raise WindowError(
-        explain(
-            f"a tensor of the virtual batch, a view made by {func}, that is written in place",
-            "this kind of view cannot be written",
-            "write into a clone of it",
-        )
+        f"A view of the virtual batch made by {func} cannot be written in place. Write into a clone of it."
     )
 
 
 def current(recording: Recorder, tensor: VirtualTensor) -> Value:
-    """Return the value of a tensor, after what was written into what it shares memory with."""
+    """Return the value of a tensor after all writes into the memory that it shares."""
     state = tensor.virtual
     storage = state.storage
-    if state.seen != storage.version:
+    if state.seen != storage.version:  # the tensor, its base or another view of it was written
         value = storage.value
         for step in state.steps:
             value = recording.compute(step.func, (value, *step.args), step.kwargs)
@@ -138,9 +133,10 @@ def view(
     """Return a view of a tensor."""
     state = base.virtual
     if state.recording is not recording:
+        # A tensor of another block enters as a real one: its values belong to another batch.
         return func(recording.numbers(base), *args, **kwargs)
     value = current(recording, base)
-    same = func in (aten.detach.default, aten.alias.default)
+    same = func in (aten.detach.default, aten.alias.default)  # autograd's own: new tensors of the same value
     if not same:
         value = recording.compute(func, (value, *args), kwargs)
     steps = state.steps if same else (*state.steps, ViewStep(func, args, kwargs))
@@ -148,20 +144,17 @@ def view(
 
 
 def _adopt(recording: Recorder, target: VirtualTensor, value: Value) -> None:
-    """Take over a tensor of another block, such as a momentum that an optimizer made there."""
-    if target.virtual.steps:
+    """Move a tensor of another block into this one, e.g. a momentum that an optimizer made there."""
+    if target.virtual.steps:  # its base belongs to the other block, which may have ended
         raise WindowError(
-            explain(
-                "a tensor that is a view of one of another virtual batch, written in place",
-                "what it is a view of cannot be written here",
-                "write into a clone of it",
-            )
+            "A view of another virtual batch cannot be written in place. Write into a clone of it."
         )
     target.virtual.restart(recording, value.handle())
 
 
 def assign(recording: Recorder, target: VirtualTensor, value: Value) -> None:
-    """Write a value into a tensor, and so into all that share its memory."""
+    """Write a value into a tensor, and into all tensors that share its memory."""
+    # As copy_ does: broadcast to the shape of the target, and cast to its dtype.
     if value.meta.shape != target.shape:
         value = recording.compute(aten.expand.default, (value, list(target.shape)), {})
     if value.meta.dtype != target.dtype:
@@ -171,11 +164,12 @@ def assign(recording: Recorder, target: VirtualTensor, value: Value) -> None:
         _adopt(recording, target, value)
         return
     storage, steps = state.storage, state.steps
+    # Forward through the steps for the base of each view, then backward to put the write into each base.
     bases = [storage.value]
     for step in steps[:-1]:
         bases.append(recording.compute(step.func, (bases[-1], *step.args), step.kwargs))
     changed = value
     for step, base in zip(reversed(steps), reversed(bases), strict=False):
-        changed = _put_back(recording, step, base, changed)
+        changed = _base_after_write(recording, step, base, changed)
     storage.write(changed)
     state.show(value.handle(), storage.version)

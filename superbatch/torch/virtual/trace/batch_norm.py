@@ -1,13 +1,9 @@
 r"""BatchNorm over the whole batch, micro-batch by micro-batch.
 
-Forward: mean and variance in one sweep, combined as in `Moments`; then each micro-batch is normalised with
-torch's own kernel for given statistics. Backward: with :math:`\hat x = (x - \mu) r`,
-:math:`r = (v+\epsilon)^{-1/2}` and n values per channel,
-
-.. math:: d\beta = \sum dy, \quad d\gamma = \sum dy\,\hat x, \quad
-    dx = \gamma r\,[dy - d\beta / n - \hat x\,d\gamma / n]
-
-where the two sums take one sweep. Running statistics are updated once, with the unbiased variance of all n.
+One sweep combines mean and variance (`Moments`); torch's kernel for given statistics normalises each
+micro-batch. Backward, one sweep for the two sums: with :math:`\hat x = (x - \mu) r`,
+:math:`r = (v+\epsilon)^{-1/2}`, n values per channel, :math:`d\beta = \sum dy`,
+:math:`d\gamma = \sum dy\,\hat x`, it is :math:`dx = \gamma r\,[dy - d\beta / n - \hat x\,d\gamma / n]`.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from ..ir.strides import with_canonical_strides
 from ..ir.values import Operand, Run, Value
 
 aten: Any = torch.ops.aten
-# `_op`: without the frame of Python around each call.
+# `_op`, the C++ function: `OpOverload.__call__` would add a Python frame to each call.
 _kernel = with_canonical_strides(aten.native_batch_norm.default._op)
 _backward_kernel = with_canonical_strides(aten.native_batch_norm_backward.default._op)
 
@@ -37,7 +33,7 @@ def _given(recording: Recorder, tensor: Any) -> Value | None:
 
 
 def _options(values: list[Value | None]) -> tuple[list[Operand], list[int | None]]:
-    """Operands of the values that there are, and for each its place among them."""
+    """Return operands for the values that are not None, and the position of each value among them."""
     operands: list[Operand] = []
     places: list[int | None] = []
     for value in values:
@@ -52,7 +48,7 @@ def _picked(tensors: list[Tensor], places: Sequence[int | None], first: int) -> 
 
 
 def _layout_of(value: Value) -> Layout | None:
-    """The layout if samples are in the dimension 0, so that channels are whole."""
+    """Return the layout if the samples are in dimension 0, so that each micro-batch has all channels."""
     layout = value.layout
     return layout if layout is not None and layout.dim == 0 else None
 
@@ -75,9 +71,12 @@ def forward(
     across = recording.across
     if across is not None and across.normalises and training:
         layout = layout or across.layout_of(recording, value)
+    # Affine parameters with a layout: an InstanceNorm, which repeats them for each sample.
     if layout is None or any(v is not None and v.layout is not None for v in affine):
-        return _elsewhere(recording, x, (weight, bias, running_mean, running_var, training, momentum, eps))
-    if not training:
+        return _samples_in_channels(
+            recording, x, (weight, bias, running_mean, running_var, training, momentum, eps)
+        )
+    if not training:  # statistics are given, so the samples are not coupled
         running = [_given(recording, running_mean), _given(recording, running_var)]
         operands, places = _options([*affine, *running])
 
@@ -86,10 +85,10 @@ def forward(
             return _kernel(tensors[0], w, b, mean, var, False, 0.0, eps)
 
         recipe = Recipe([Operand(value, layout), *operands], [layout, None, None], frozen, First, light=True)
-        empty = blank((0,), (1,), value.meta.dtype)
+        empty = blank((0,), (1,), value.meta.dtype)  # in eval mode the kernel returns no batch statistics
         return recording.shown(recording.add("batch_norm", recipe, [value.meta, empty, empty]))
     mean, invstd, var, unbiased = _statistics(recording, value, layout, affine[0], eps)
-    if running_mean is not None:
+    if running_mean is not None:  # once per batch, with the unbiased variance of all n
         _update(recording, running_mean, mean, momentum)
         _update(recording, running_var, unbiased, momentum)
     operands, places = _options([*affine, mean, var])
@@ -99,7 +98,8 @@ def forward(
     return recording.shown([output, mean, invstd])
 
 
-# The functions are the same for the same arguments: what they are a part of is then compiled once.
+# `_normalised`, `_moments` and `_sums` cache their functions: segments compare functions by identity, so
+# equal layers share one compiled segment.
 
 
 @lru_cache(maxsize=1 << 10)
@@ -114,10 +114,10 @@ def _normalised(places: tuple[int | None, ...], eps: float) -> Run:
 def _statistics(
     recording: Recorder, value: Value, layout: Layout, weight: Value | None, eps: float
 ) -> list[Value]:
-    """Mean, 1 / standard deviation, biased and unbiased variance, for each channel."""
+    """Return mean, 1 / standard deviation, biased and unbiased variance, each [channels]."""
     channels = value.meta.shape[1]
     dtype = value.meta.dtype if weight is None else weight.meta.dtype
-    if dtype in (torch.float16, torch.bfloat16):
+    if dtype in (torch.float16, torch.bfloat16):  # torch's kernels accumulate in float32 too
         dtype = torch.float32
     moments = _moments(dtype)
     across = recording.across
@@ -146,19 +146,19 @@ def _moments(dtype: torch.dtype) -> Run:
 
 
 def _like(affine: Tensor | None, statistic: Tensor) -> Tensor | None:
-    """Weight or bias in the dtype of statistics, wider than 16 bits: kernels take no others together."""
+    """Return weight or bias in the dtype of the statistics: the kernel requires equal dtypes."""
     if affine is None or affine.dtype is statistic.dtype:
         return affine
     return affine.to(statistic.dtype)
 
 
 def _by_channel(x: Tensor) -> Tensor:
-    # Several times as fast as `torch.var_mean`, or a sum over all dimensions at once.
+    # Two sums, positions first: several times as fast on a CPU as `torch.var_mean` or one sum over all.
     return (x.flatten(2).sum(2) if x.dim() > 2 else x).sum(0)
 
 
 def _update(recording: Recorder, buffer: Tensor, value: Value, momentum: float) -> None:
-    """Move a running statistic: one operation, for each operator of the formula takes a recording."""
+    """Record the update of a running statistic as one operation; its four operators would be four."""
     old, dtype = recording.given(buffer), buffer.dtype
 
     def moved(part: Part, tensors: list[Tensor]) -> Tensor:
@@ -166,6 +166,7 @@ def _update(recording: Recorder, buffer: Tensor, value: Value, momentum: float) 
         return (1 - momentum) * old + momentum * new.to(dtype)
 
     recipe = Recipe([Operand(old, None), Operand(value, None)], [None], moved)
+    # Later: the statistic is not computed yet, and the forward must not start a sweep.
     recording.write_later(buffer, recording.add("batch_norm running statistic", recipe, old.meta))
 
 
@@ -184,12 +185,12 @@ def backward(
 ) -> Any:
     """`native_batch_norm_backward`: (dx, d weight, d bias)."""
     value, given = recording.value(x), recording.value(grad)
-    layout = _layout_of(value) or _layout_of(given)
+    layout = _layout_of(value) or _layout_of(given)  # a full input may have a gradient with rows
     w = _given(recording, weight)
     if layout is None and recording.across is not None:
         layout = recording.across.layout_back(recording, value, recording.value(save_mean))
     if layout is None or (w is not None and w.layout is not None):
-        return _elsewhere_backward(
+        return _samples_in_channels_backward(
             recording,
             grad,
             x,
@@ -217,6 +218,7 @@ def backward(
     d_weight, d_bias = recording.add("batch_norm sums", recipe, [mean.meta] * 2, known=True)
     dx = _input_gradient(recording, inputs, w, [mean, invstd, d_weight, d_bias], layout) if mask[0] else None
     results = recording.shown([dx, d_weight if mask[1] else None, d_bias if mask[2] else None])
+    # The sums are float32 for 16-bit parameters: rounded once, after the reduction.
     return [results[0], *(None if one is None else one.to(channel.dtype) for one in results[1:])]
 
 
@@ -225,6 +227,7 @@ def _sums(places: tuple[int | None, ...], eps: float) -> Run:
     def sums(part: Part, tensors: list[Tensor]) -> Any:
         scale, mean, invstd = _picked(tensors, places, 2)
         dy, x = tensors[:2]
+        # Only the parameter gradients: for dx the kernel would use the sums of the micro-batch.
         return _backward_kernel(
             dy, x, _like(scale, mean), None, None, mean, invstd, True, eps, [False, True, True]
         )[1:]
@@ -237,7 +240,7 @@ def _input_gradient(
 ) -> Value:
     value = inputs[1].value
     count = value.meta.numel() // max(value.meta.shape[1], 1)
-    if recording.across is not None:
+    if recording.across is not None:  # over ranks dx needs the sums of all; parameter gradients stay local
         whole = [*whole[:2], *recording.across.sums(recording, whole[0], whole[2:], count)]
 
     meta, x = whole[0].meta, value.meta
@@ -245,11 +248,12 @@ def _input_gradient(
     dtype = x.dtype if x.dtype.itemsize >= meta.dtype.itemsize else meta.dtype
 
     def coefficients(part: Part, tensors: list[Tensor]) -> Any:
+        # dx = a * dy + b * x + c, with one number per channel: two fused operations per micro-batch.
         mean, invstd, d_weight, d_bias, *scale = tensors
         a = invstd * scale[0] if scale else invstd
         b = -a * invstd * d_weight / count
         c = -a * d_bias / count - b * mean
-        return [one.to(dtype).view(shape) for one in (a, b, c)]  # here, and not for each micro-batch
+        return [one.to(dtype).view(shape) for one in (a, b, c)]  # reshaped once, not per micro-batch
 
     operands = [Operand(v, None) for v in [*whole, *([] if weight is None else [weight])]]
     metas = [blank(shape, (len(meta), *[1] * (x.dim() - 1)), dtype)] * 3
@@ -266,13 +270,14 @@ def _gradient(part: Part, tensors: list[Tensor]) -> Tensor:
 # -- samples among the channels (InstanceNorm), or anywhere else ---------------------------------------------
 
 
-def _elsewhere(recording: Recorder, x: Any, rest: tuple[Any, ...]) -> Any:
+def _samples_in_channels(recording: Recorder, x: Any, rest: tuple[Any, ...]) -> Any:
     weight, bias, running_mean, _, training, _, eps = rest
+    # InstanceNorm calls batch_norm on [1, N * C, ...]: the samples are in dimension 1.
     value = recording.value(x)
     channels = [_given(recording, t) for t in (weight, bias)]
     layout = value.layout
-    if running_mean is not None and training:
-        return _at_once(recording, x, rest)
+    if running_mean is not None and training:  # running statistics couple the samples of an InstanceNorm
+        return _on_full_tensor(recording, x, rest)
     if layout is None or layout.dim != 1 or not training:
         return NotImplemented
     places: list[int | None] = []
@@ -291,15 +296,15 @@ def _elsewhere(recording: Recorder, x: Any, rest: tuple[Any, ...]) -> Any:
     return recording.shown(recording.add("instance_norm", recipe, [value.meta, stat, stat]))
 
 
-def _at_once(recording: Recorder, x: Any, rest: tuple[Any, ...]) -> Any:
-    """On the whole tensor, by the form that returns the running statistics, and does not write them."""
+def _on_full_tensor(recording: Recorder, x: Any, rest: tuple[Any, ...]) -> Any:
+    """Run on the full tensor, by the functional form: it returns the running statistics."""
     out, mean, invstd, new_mean, new_var = aten._native_batch_norm_legit_functional(x, *rest)
     recording.write_later(rest[2], recording.value(new_mean))
     recording.write_later(rest[3], recording.value(new_var))
     return out, mean, invstd
 
 
-def _elsewhere_backward(recording: Recorder, grad: Any, x: Any, rest: tuple[Any, ...]) -> Any:
+def _samples_in_channels_backward(recording: Recorder, grad: Any, x: Any, rest: tuple[Any, ...]) -> Any:
     weight, running_mean, _, save_mean, save_invstd, training, eps, mask = rest
     value, given = recording.value(x), recording.value(grad)
     layout = value.layout or given.layout
@@ -322,7 +327,7 @@ def _elsewhere_backward(recording: Recorder, grad: Any, x: Any, rest: tuple[Any,
     return recording.shown(recording.add("instance_norm backward", Recipe(operands, outputs, run), metas))
 
 
-# -- CUDA (by their schemas; run on a CPU alone) -------------------------------------------------------------
+# -- CUDA (written by their schemas, tested on a CPU only) ---------------------------------------------------
 
 
 def cudnn_forward(
@@ -336,7 +341,7 @@ def cudnn_forward(
     momentum: float,
     eps: float,
 ) -> Any:
-    """`cudnn_batch_norm`: as `forward`, with an empty reserve."""
+    """`cudnn_batch_norm`: `forward` with an empty reserve, which our backward does not read."""
     result = forward(recording, x, weight, bias, mean, var, training, momentum, eps)
     if result is NotImplemented:
         return result

@@ -1,4 +1,4 @@
-"""Operators that are several operations on the batch: means, BatchNorm, recurrent layers, lists of views."""
+"""Operators recorded as several operations: means, BatchNorm, recurrent layers, lists of views."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _layout(recording: Recorder, tensor: Any) -> Layout | None:
 
 
 def _mean(recording: Recorder, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """A mean over samples is their sum, divided once by the number of all."""
+    """Return a mean over samples as a sum, divided once by the number of all elements."""
     count = x.dim()
     dims = (
         range(count)
@@ -40,10 +40,10 @@ def _mean(recording: Recorder, x: Any, dim: Any = None, keepdim: bool = False, *
         else [d % count for d in ([dim] if isinstance(dim, int) else dim)]
     )
     layout = _layout(recording, x)
-    kind = dtype or x.dtype
+    kind = dtype or x.dtype  # an integer mean raises in torch: left to the rule, which calls the operator
     if layout is None or layout.dim not in dims or not (kind.is_floating_point or kind.is_complex):
         return NotImplemented
-    wide = torch.float32 if kind in _HALF else dtype
+    wide = torch.float32 if kind in _HALF else dtype  # a float16 sum over the batch could overflow
     total = aten.sum.dim_IntList(x, list(dims), keepdim, dtype=wide)
     return (total / math.prod(x.shape[d] for d in dims)).to(kind)
 
@@ -51,23 +51,22 @@ def _mean(recording: Recorder, x: Any, dim: Any = None, keepdim: bool = False, *
 def _nll_loss_forward(
     recording: Recorder, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int
 ) -> Any:
-    """A mean over samples is the sum of losses, divided once by the sum of weights.
-
-    That sum depends on the targets alone: the backward need not wait for the forward.
-    """
+    """Return a mean as the sum of losses, divided once by the sum of weights; without a reduction, losses."""
     if _layout(recording, x) is None:
         return NotImplemented
     forward = aten.nll_loss2d_forward if x.dim() == 4 else aten.nll_loss_forward
-    how = 2 if reduction else 0
+    how = 2 if reduction else 0  # a sum: the mean of a micro-batch would divide by its own weights
     total, _ = recording.shown(
         recording.compute(forward.default, *recording.values((x, target, weight, how, ignore_index), {}))
     )
     if reduction == 0:  # torch gives 0 for the sum of weights; a recorded one would be a coupling point
         return total, torch.zeros((), dtype=x.dtype, device=x.device)
+    # The sum of weights depends on the targets alone: so the backward does not wait for the forward's sweep.
     counts = target != ignore_index
     if weight is None:
         weights = counts.sum().to(x.dtype)
     else:
+        # Clamped: ignore_index (-100) is no row of the weights; `counts` removes it.
         of_each = aten.embedding(weight.unsqueeze(1), target.clamp(0, weight.shape[0] - 1)).squeeze(-1)
         weights = (of_each * counts).sum()
     return (total / weights if reduction == 1 else total), weights
@@ -77,6 +76,7 @@ def _nll_loss_forward(
 
 
 def _slices(recording: Recorder, x: Any, sizes: Sequence[int], dim: int) -> list[Any]:
+    # One slice per result: `view` records chains of single views, and split returns several at once.
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     return [
         view(recording, x, aten.slice.Tensor, (dim, start, start + size), {})
@@ -122,23 +122,23 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
 
 
 def attempt(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation as several, if it is one of these here; else return NotImplemented."""
+    """Run the composite of an operation; return NotImplemented without one."""
     composite = found(func)
     if composite is None:
         return NotImplemented
-    for arg in args:  # of some it may read no numbers
+    for arg in args:  # even those that the composite does not read get gradients
         mapped(arg, recording.note_leaf)
     return composite(recording, *args, **kwargs)
 
 
 @cache
 def found(func: Any) -> Callable[..., Any] | None:
-    """Return a function that does an operation as several, if there is one."""
+    """Return the composite of an operator; None without one."""
     return COMPOSITES.get(func) or COMPOSITES.get(func.overloadpacket)
 
 
 def decomposed(recording: Recorder, call: Call) -> Any:
-    """Run torch's own decomposition of an operation; return NotImplemented if none works."""
+    """Run torch's decomposition of an operation on virtual tensors; return NotImplemented if it fails."""
     simpler = decomposition(call.func)
     if simpler is None:
         return NotImplemented
@@ -147,6 +147,7 @@ def decomposed(recording: Recorder, call: Call) -> Any:
     try:
         return simpler(*args, **kwargs)
     except (NotImplementedError, RuntimeError, ValueError, AssertionError) as error:
+        # A decomposition may ask for a number or for a stride that does not exist: gathering always works.
         if out_of_memory(error) or isinstance(error, WrongRuleError):
             raise
         return NotImplemented

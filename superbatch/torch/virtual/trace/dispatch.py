@@ -1,4 +1,4 @@
-"""Dispatch of an operation on virtual tensors: recorded, a view, a write, or an answer in numbers."""
+"""Dispatch of an operation on virtual tensors: record it, make a view, write, or return numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
-from superbatch.errors import WindowError, explain
+from superbatch.errors import WindowError
 
 from ..ir.calls import mapped, written_by
 from ..ir.recorder import Recorder
@@ -38,19 +38,19 @@ def _done(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[st
     if not recording.open:
         return _with_numbers(recording, func, args, kwargs)
     if torch.is_inference_mode_enabled():
-        # In which a tensor has no version counter, though autograd gives each view one.
+        # Inference tensors have no version counter, though autograd gives each view one.
         with torch.inference_mode(mode=False):
             return _done(recording, func, args, kwargs)
     kind = _kind_of(func)
     if kind.answer is not None:
         return kind.answer(recording, *args, **kwargs)
-    if kind.composite:  # met inside a decomposition; the program's own come in parts
+    if kind.composite:  # inside a decomposition; the program's own are decomposed above us
         return func.decompose(*args, **kwargs)
     if kind.writes:
         return _write(recording, func, args, kwargs)
     if kind.view and isinstance(args[0], VirtualTensor):
         return view(recording, args[0], func, args[1:], kwargs)
-    if kind.several:
+    if kind.several:  # before the rules; for other arguments the composite returns NotImplemented
         result = composites.attempt(recording, func, args, kwargs)
         if result is not NotImplemented:
             return result
@@ -58,13 +58,13 @@ def _done(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[st
 
 
 class _Kind(NamedTuple):
-    """Kind of an operator, cached because its schema, its tags and the tables are slow to ask."""
+    """Kind of an operator, cached: it takes several lookups in schema, tags and tables."""
 
-    answer: Callable[..., Any] | None  # in numbers, or several tensors
+    answer: Callable[..., Any] | None  # computes the result itself: a number, or a list of views
     composite: bool
     writes: bool
     view: bool
-    several: bool  # operations in the place of one, for some arguments at least
+    several: bool  # a composite exists, for some arguments at least
 
 
 @cache
@@ -75,7 +75,7 @@ def _kind_of(func: Any) -> _Kind:
 
 
 def _with_numbers(recording: Recorder, func: Any, args: Any, kwargs: Any, given: Any = None) -> Any:
-    """Run an operation on real tensors: `given` ones by the id of the virtual tensor, or their numbers."""
+    """Run an operation on real tensors: those in `given`, by id of the virtual tensor, or its numbers."""
 
     def one(item: Any) -> Any:
         if given and id(item) in given:
@@ -96,11 +96,11 @@ def _write(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[s
     if functional is None or not isinstance(target, VirtualTensor) or "out" in kwargs:
         return _write_with_numbers(recording, func, args, kwargs)
     args = with_defaults(func, args, kwargs)
-    if torch.Tag.inplace_view in func.tags:
+    if torch.Tag.inplace_view in func.tags:  # e.g. squeeze_: changes the shape and writes no numbers
         return _reshape(recording, func, functional, args, kwargs)
     drawn_whole = recording.randomness.as_the_batch or kwargs.get("generator") is not None
     if drawn_whole and torch.Tag.nondeterministic_seeded in func.tags:
-        # The operator in place: the one that returns its result may fill memory in another order.
+        # The in-place operator itself: the functional one may draw in another memory order.
         form = Form(func, *recording.values(args, kwargs), recording.samples)
         assign(recording, target, drawn_as_the_batch(recording, form.call()))
         return target
@@ -112,23 +112,24 @@ def _write(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _reshape(recording: Recorder, func: Any, functional: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """`squeeze_`, `t_` and the like: the same memory in another shape."""
+    """Run `squeeze_`, `t_` and the like: the same memory in another shape."""
     target: VirtualTensor = args[0]
     other = view(recording, target, functional, args[1:], kwargs)
     target.virtual.become(other.virtual)
     with no_dispatch():
-        func(*args, **kwargs)  # the shape that the program sees
+        func(*args, **kwargs)  # on the wrapper itself: the sizes that the program reads
     return target
 
 
 def _write_with_numbers(recording: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
-    """Write into real tensors, or several at once, or in a way that has no other form."""
+    """Run a write on numbers: into a real tensor, into several tensors, or without a functional form."""
     written = written_by(func, args, kwargs)
     for arg in (*args, *kwargs.values()):
         mapped(arg, recording.note_leaf)
+    # Pending operations read the numbers from before the write.
     recording.readings.before(func, args, kwargs)
     virtual = [item for item in written if isinstance(item, VirtualTensor)]
-    # Into a real tensor go the rows of all samples at once, and the operator is what takes them.
+    # The operator reads the rows of all samples at once, so the log names it as the one that gathers them.
     wholes: list[Value] = []
 
     def take(item: VirtualTensor) -> None:
@@ -137,11 +138,12 @@ def _write_with_numbers(recording: Recorder, func: Any, args: Any, kwargs: Any) 
 
     for arg in (*args, *kwargs.values()):
         mapped(arg, take, VirtualTensor)
-    # Copies: what was computed from the numbers before the write may still be read.
+    # Cloned: pending operations may still read the numbers from before the write.
     real = {id(item): recording.numbers(item).clone() for item in virtual}
     result = _with_numbers(recording, func, args, kwargs, real)
     for item in virtual:
         assign(recording, item, recording.given(real[id(item)]))
+    # An in-place operator returns the tensor that it was given, not a new one.
     returns = func._schema.returns
     if len(written) == 1 and len(returns) == 1 and returns[0].alias_info is not None:
         return written[0]
@@ -161,11 +163,8 @@ def _equal(recording: Recorder, first: Tensor, second: Tensor) -> bool:
 
 def _refuse_memory(recording: Recorder, *args: Any, **kwargs: Any) -> Any:
     raise WindowError(
-        explain(
-            "an operation that changes the memory of a tensor of the virtual batch",
-            "such a tensor has no memory of its own",
-            "use an operation that returns a new tensor",
-        )
+        "resize_() and set_() cannot change a virtual tensor: it has no memory. "
+        "Use an operation that returns a new tensor."
     )
 
 

@@ -1,4 +1,4 @@
-"""Entry of real tensors into a recording, with their gradients."""
+"""Entry of the batch's real tensors into a recording, with their gradients."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .recording import Recording
 
 
 def entered(tensor: Tensor, recording: Recording) -> Any:
-    """Return a virtual tensor with the samples of a real one."""
+    """Return a virtual tensor with the samples of a real one in dimension 0."""
     if tensor.requires_grad:
         recording.note_leaf(tensor)
-        return _Enter.apply(tensor, recording)
+        return _Enter.apply(tensor, recording)  # the gradient flows back to the real tensor
     return recording.show(_source(tensor, recording))
 
 
 class _Enter(torch.autograd.Function):
-    """The way from a real tensor with a gradient to a virtual one, and back."""
+    """Autograd function from a real tensor to a virtual one."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, recording: Recording) -> Tensor:
@@ -31,7 +31,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        if torch.is_grad_enabled():  # create_graph: numbers would be a constant, and a penalty on them vanish
+        if torch.is_grad_enabled():  # create_graph: as numbers the gradient would be a constant
             return grads[0], None
         return ctx.recording.numbers(grads[0]), None
 
@@ -41,5 +41,6 @@ def _source(tensor: Tensor, recording: Recording) -> Value:
     if tensor.device == recording.device:
         recording.readings.read(value, tensor.detach())
     else:
+        # On the host: micro-batches are copied one at a time, and the batch is never on the device.
         value.pieces = Sliced(tensor.detach(), Layout(0))
     return value

@@ -1,8 +1,8 @@
-"""Check of operations that become several, lists of views and writes in place, in paranoid mode.
+"""Paranoid mode for composites, lists of views and in-place writes.
 
-`paranoia.check` holds the one operation that a rule records. BatchNorm, means, losses, recurrent layers and
-indexing are recorded as several; a write makes a new value of all that shares the memory. Here the program's
-own operation runs on whole tensors, and what the program sees afterwards is compared.
+`paranoia.check` compares a single operation that a rule records. Composites (BatchNorm, means, losses,
+recurrent layers, indexing) record several, and a write changes all tensors that share the memory. Here the
+program's own operation runs on full tensors, and the tensors that the program sees are compared.
 """
 
 from __future__ import annotations
@@ -41,41 +41,43 @@ def held(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str
         return _held_dropout(recording, func, args, kwargs, do)
     if composites.found(func) is None and func not in composites.LISTS:
         return do(recording, func, args, kwargs)
-    given = recording.values(args, kwargs)  # of before: BatchNorm writes its running statistics
+    given = recording.values(args, kwargs)  # taken before: BatchNorm writes its running statistics
     results = do(recording, func, args, kwargs)
     values, inputs, (new_args, new_kwargs) = _whole(recording, given)
-    told = arguments_by_name(func, new_args, new_kwargs)
+    named = arguments_by_name(func, new_args, new_kwargs)
     ours = [recording.value(item) if isinstance(item, Tensor) else item for item in _flat(results)]
     with torch.no_grad(), conjugates_seen():
-        expected = _over_ranks(recording, func, args, told, ours)
+        expected = _over_ranks(recording, func, args, named, ours)
         if expected is None:
             reference = REFERENCES.get(func.overloadpacket)
-            expected = _flat(func(*new_args, **new_kwargs) if reference is None else reference(told))
+            expected = _flat(func(*new_args, **new_kwargs) if reference is None else reference(named))
             if func.overloadpacket in _BATCH_NORM:
-                expected = [*expected[:3], *(told[name] for name in _running(told))]  # written in place
+                # The kernel wrote the running statistics, which are copies.
+                expected = [*expected[:3], *(named[name] for name in _running(named))]
     if func.overloadpacket in _BATCH_NORM:
         before = arguments_by_name(func, args, kwargs)
-        ours = [*ours[:3], *(recording.value(before[name]) for name in _running(told))]
+        ours = [*ours[:3], *(recording.value(before[name]) for name in _running(named))]
     _compare(recording, func, values, inputs, ours, expected)
     return results
 
 
-def _running(told: dict[str, Any]) -> list[str]:
-    return [name for name in ("running_mean", "running_var") if told[name] is not None]
+def _running(named: dict[str, Any]) -> list[str]:
+    return [name for name in ("running_mean", "running_var") if named[name] is not None]
 
 
 def _over_ranks(
-    recording: Recorder, func: Any, args: tuple[Any, ...], told: dict[str, Any], ours: list[Any]
+    recording: Recorder, func: Any, args: tuple[Any, ...], named: dict[str, Any], ours: list[Any]
 ) -> list[Any] | None:
-    """Return the results of a BatchNorm over ranks; None of any other operation."""
+    """Return the reference of a BatchNorm over ranks; None for any other operation."""
     across, packet = recording.across, func.overloadpacket
     if across is None:
         return None
     if packet in _BATCH_NORM and across.spans(ours[1]):
-        return ranks_reference.forward(recording, across, ours[1], told)
+        return ranks_reference.forward(recording, across, ours[1], named)
     if packet in _BATCH_NORM_BACKWARD and across.spans(mean := recording.value(args[5])):
-        mask = told.get("output_mask", (True, True, True))
-        return ranks_reference.backward(recording, across, mean, told, mask=mask)
+        # cuDNN's backward has no mask.
+        mask = named.get("output_mask", (True, True, True))
+        return ranks_reference.backward(recording, across, mean, named, mask=mask)
     return None
 
 
@@ -85,7 +87,7 @@ def _flat(results: Any) -> list[Any]:
 
 
 def _whole(recording: Recorder, given: tuple[Any, Any]) -> tuple[list[Value], list[Tensor], tuple[Any, Any]]:
-    """Return the values, their numbers, and the arguments with copies of these."""
+    """Return the values, their full tensors, and the arguments with copies of these."""
     values: list[Value] = []
     for arg in (*given[0], *given[1].values()):
         mapped(arg, values.append, Value)
@@ -94,6 +96,7 @@ def _whole(recording: Recorder, given: tuple[Any, Any]) -> tuple[list[Value], li
     found = dict(zip(unique, numbers, strict=True))
 
     def copied(value: Value) -> Tensor:
+        # Cloned: the operation may write its arguments.
         return found[id(value)].clone(memory_format=torch.contiguous_format)
 
     args = [mapped(arg, copied, Value) for arg in given[0]]
@@ -104,7 +107,7 @@ def _whole(recording: Recorder, given: tuple[Any, Any]) -> tuple[list[Value], li
 def _compare(
     recording: Recorder, func: Any, values: list[Value], inputs: list[Tensor], ours: Any, expected: Any
 ) -> None:
-    # Statistics of 16-bit numbers are kept in float32 here; not all kernels do so.
+    # Some kernels return 16-bit statistics where ours are float32.
     cast = [
         whole.to(value.meta.dtype) if isinstance(value, Value) and isinstance(whole, Tensor) else whole
         for value, whole in zip(ours, expected, strict=False)
@@ -113,15 +116,15 @@ def _compare(
 
 
 def _held_dropout(recording: Recorder, func: Any, args: Any, kwargs: Any, do: Do) -> Any:
-    """Compare the result of dropout with the mask that it returned."""
+    """Compare the result of dropout with its input times the mask that it returned."""
     given = recording.values(args, kwargs)
     results = do(recording, func, args, kwargs)
     values, inputs, (new_args, new_kwargs) = _whole(recording, given)
-    told = arguments_by_name(func, new_args, new_kwargs)
-    if told["train"] is not False:
+    named = arguments_by_name(func, new_args, new_kwargs)
+    if named["train"] is not False:  # None means training too
         ours = [recording.value(item) for item in results]
         (mask,) = recording.there([recording.gathered(ours[1])])
-        _compare(recording, func, values, inputs, ours[:1], dropped(told, mask))
+        _compare(recording, func, values, inputs, ours[:1], dropped(named, mask))
     return results
 
 
@@ -129,11 +132,11 @@ def _held_dropout(recording: Recorder, func: Any, args: Any, kwargs: Any, do: Do
 
 
 def _held_write(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any, do: Do) -> Any:
-    """Compare a tensor that was written, and what it is a view of."""
+    """Compare a tensor after a write, and the base that it is a view of."""
     target = args[0] if args else None
     if not isinstance(target, VirtualTensor) or target.virtual.recording is not recording or "out" in kwargs:
         return do(recording, func, args, kwargs)
-    if torch.Tag.nondeterministic_seeded in func.tags:
+    if torch.Tag.nondeterministic_seeded in func.tags:  # a second draw would have other numbers
         return do(recording, func, args, kwargs)
     before = current(recording, target)
     steps, storage = target.virtual.steps, target.virtual.storage
@@ -142,11 +145,13 @@ def _held_write(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: A
     result = do(recording, func, args, kwargs)
     values, inputs, (rest, new_kwargs) = _whole(recording, given)
     (numbers,) = recording.there([recording.gathered(base)])
+    # With the strides that the program sees: `view` may raise for those of the gathered tensor.
     memory = torch.empty_strided(
         base.meta.shape, base.meta.stride(), dtype=numbers.dtype, device=numbers.device
     )
     with torch.no_grad(), conjugates_seen():
-        real = memory.copy_(numbers).detach()  # another tensor: `squeeze_` changes the shape of one
+        # detach: a second tensor object, for `squeeze_` changes the shape of the one that it gets.
+        real = memory.copy_(numbers).detach()
         for step in steps:
             real = step.func(real, *step.args, **step.kwargs)
         func(real, *rest, **new_kwargs)

@@ -1,4 +1,4 @@
-"""``x[arange(N), labels]`` and ``x[:, index]``, and their gradients, as simpler operations."""
+"""Indexing of each sample by itself, ``x[arange(N), labels]`` and ``x[:, index]``, and its gradients."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..ir.recorder import Recorder
 
 
 def index(recording: Recorder, x: Any, indices: Sequence[Any]) -> Any:
-    """``x[indices]``, where each sample is read by itself; else NotImplemented."""
+    """Return ``x[indices]`` if it reads each sample by itself; else NotImplemented."""
     if not _by_sample(recording, x) or not indices:
         return NotImplemented
     if indices[0] is None:
-        told = _one_of_features(recording, x, indices)
-        if told is None:
+        feature = _one_of_features(recording, x, indices)
+        if feature is None:
             return NotImplemented
-        dim, chosen = told
+        dim, chosen = feature
         found = x.index_select(dim, chosen.reshape(-1))
         return found.reshape(*x.shape[:dim], *chosen.shape, *x.shape[dim + 1 :])
     place = _one_of_each(recording, x, indices)
@@ -32,14 +32,16 @@ def index(recording: Recorder, x: Any, indices: Sequence[Any]) -> Any:
 def index_put(
     recording: Recorder, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False
 ) -> Any:
-    """Write, or add, where `index` would read."""
+    """Write into, or add to, the elements that `index` would read."""
+    # Values of another dtype are left to index_put itself, which raises.
     if not _by_sample(recording, x) or not indices or recording.value(values).meta.dtype != x.dtype:
         return NotImplemented
     if indices[0] is None:
-        told = _one_of_features(recording, x, indices)
-        if told is None:
+        feature = _one_of_features(recording, x, indices)
+        if feature is None:
             return NotImplemented
-        dim, chosen = told
+        dim, chosen = feature
+        # index_put broadcasts the values; index_add and index_copy do not.
         values = values.expand(*x.shape[:dim], *chosen.shape, *x.shape[dim + 1 :])
         values = values.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
         write = x.index_add if accumulate else x.index_copy
@@ -54,21 +56,23 @@ def index_put(
 
 
 def _by_sample(recording: Recorder, x: Any) -> bool:
-    """Return whether each row is one sample."""
+    """Return whether each row of dimension 0 is one sample."""
     layout = recording.value(x).layout
     return layout is not None and tuple(layout) == (0, 1, 1)
 
 
 def _one_of_each(recording: Recorder, x: Any, indices: Sequence[Any]) -> Any:
-    """Of ``x[arange(N), a, b, ...]``: where to gather along the flattened other dimensions; else None."""
+    """Return the gather index of ``x[arange(N), a, b, ...]`` into the flattened dimensions; else None."""
     first = indices[0]
     if len(indices) < 2 or any(item is None or item.dim() != 1 or _is_mask(item) for item in indices):
         return None
     known = recording.value(first)
     if known.layout is not None or known.whole is None or first.shape[0] != x.shape[0]:
         return None
+    # Compared by numbers: only arange(N) pairs each sample with its own index.
     if not torch.equal(known.whole, torch.arange(x.shape[0], device=known.whole.device)):
         return None
+    # % because an index may be negative; row-major, as `_flat` flattens.
     place = indices[1] % x.shape[1]
     for dim, item in enumerate(indices[2:], start=2):
         place = place * x.shape[dim] + item % x.shape[dim]
@@ -81,11 +85,11 @@ def _flat(x: Any, count: int) -> Any:
 
 
 def _one_of_features(recording: Recorder, x: Any, indices: Sequence[Any]) -> tuple[int, Tensor] | None:
-    """Of ``x[:, index]`` with one index that is whole: its dimension, and the index."""
-    told = [(dim, item) for dim, item in enumerate(indices) if item is not None]
-    if len(told) != 1:
+    """Return the dimension and the index of ``x[:, index]`` with a single full index; else None."""
+    found = [(dim, item) for dim, item in enumerate(indices) if item is not None]
+    if len(found) != 1:
         return None
-    dim, item = told[0]
+    dim, item = found[0]
     known = recording.value(item)
     if known.layout is not None:
         return None
@@ -93,7 +97,7 @@ def _one_of_features(recording: Recorder, x: Any, indices: Sequence[Any]) -> tup
         return dim, item % x.shape[dim]
     if known.whole is None or item.dim() != 1:
         return None
-    return dim, known.whole.nonzero().squeeze(1)
+    return dim, known.whole.nonzero().squeeze(1)  # a mask is known here, so its rows can be counted
 
 
 def _is_mask(item: Tensor) -> bool:

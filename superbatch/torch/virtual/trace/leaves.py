@@ -1,4 +1,4 @@
-"""Real tensors that get a gradient in a virtual batch, whether they are parameters of its models or not."""
+"""Leaves of autograd that receive a gradient in the block, parameters of the models or not."""
 
 from __future__ import annotations
 
@@ -9,22 +9,19 @@ from torch import Tensor
 
 
 class Leaves:
-    """The leaves of autograd's graph that the program used, and the gradients that they had.
+    """Leaves that the program used, with their gradients from before.
 
     Attributes:
-        had: by the leaf's id: the leaf, and its gradient of before.
+        had: by the leaf's id: the leaf, and the gradient that it had.
     """
 
     def __init__(self) -> None:
         self.had: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._walked: set[Any] = set()  # nodes of autograd's graph
+        self._walked: set[Any] = set()  # visited nodes of autograd's graph
 
     def new(self, tensor: Tensor) -> Iterator[Tensor]:
-        """Yield the new leaves of a real tensor, while their gradients are as they were.
-
-        One may have been used before there was a batch: `scale.exp()`, computed above the block, brings the
-        gradient of `scale` in it.
-        """
+        """Yield the leaves of a real tensor that were not registered before."""
+        # Not only the tensor itself: `scale.exp()`, computed before the block, brings `scale` a gradient.
         if not tensor.requires_grad:
             return
         found = (tensor,) if tensor.is_leaf else self._behind(tensor.grad_fn)
@@ -34,7 +31,7 @@ class Leaves:
                 yield leaf
 
     def _behind(self, node: Any) -> list[Tensor]:
-        """The leaves that a node of autograd's graph brings gradients to, but for nodes that were walked."""
+        """Return the leaves behind a node of autograd's graph, without nodes that were visited before."""
         found: list[Tensor] = []
         todo = [node]
         while todo:
@@ -42,6 +39,7 @@ class Leaves:
             if node is None or node in self._walked:
                 continue
             self._walked.add(node)
+            # An AccumulateGrad node, the end of a path, holds its leaf.
             leaf = getattr(node, "variable", None)
             if leaf is not None:
                 found.append(leaf)
@@ -49,6 +47,6 @@ class Leaves:
         return found
 
     def clear(self) -> None:
-        """Free the leaves, and autograd's graph."""
+        """Free the leaves and the nodes of autograd's graph."""
         self.had.clear()
         self._walked.clear()

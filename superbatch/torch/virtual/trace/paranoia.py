@@ -1,4 +1,4 @@
-"""Comparison of each operation with the same on full tensors: it finds wrong rules."""
+"""Paranoid mode: comparison of each operation with the same operation on full tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..ir.recorder import Recorder
 from ..ir.references import REFERENCES, arguments_by_name
 from ..ir.values import Value
 
-# What is in new memory is arbitrary: for the comparison it is zero.
+# Uninitialized memory is arbitrary and cannot be compared: it is zeroed.
 DEFINED: dict[Any, Any] = {
     torch.ops.aten.empty_like.default: torch.ops.aten.zeros_like.default,
     torch.ops.aten.new_empty.default: torch.ops.aten.new_zeros.default,
@@ -28,7 +28,7 @@ DEFINED: dict[Any, Any] = {
 
 aten: Any = torch.ops.aten
 
-# What a kernel keeps for its backward, and the rule of the backward recomputes.
+# (operator, index of the result): state that a kernel saves and our rule of the backward recomputes.
 UNREAD = {
     (aten._ctc_loss, 1),
     (aten._scaled_dot_product_flash_attention, 1),
@@ -38,17 +38,18 @@ UNREAD = {
 
 
 class WrongRuleError(SuperbatchError, AssertionError):
-    """An operation on micro-batches gave something else than on the whole batch."""
+    """An operation by micro-batches differs from the same operation on the whole batch."""
 
 
 def check(recording: Recorder, call: Call, results: Any) -> None:
-    """Run the call on full tensors, and compare.
+    """Run the call on full tensors, and compare the results.
 
     Raises:
         WrongRuleError: a result differs by more than rounding.
     """
     inputs = recording.there([recording.gathered(value) for value in call.tensors])
-    copies = [tensor.clone() for tensor in inputs]
+    copies = [tensor.clone() for tensor in inputs]  # a reference must not write the block's own tensors
+    # A few kernels cannot be called on the gathered tensors, because the state of their forward is missing.
     reference = REFERENCES.get(call.func.overloadpacket)
     with conjugates_seen():
         if reference is None:
@@ -67,21 +68,21 @@ def compare(
     results: Any,
     expected: Any,
 ) -> None:
-    """Compare results with those on whole tensors.
+    """Compare results with those on full tensors.
 
     Args:
-        recording: of the block.
+        recording: recording of the block.
         func: the operator.
-        values: it was given.
-        inputs: their numbers.
-        results: values; what is none is not compared.
-        expected: tensors, one for each result; fewer, where the others are not compared.
+        values: inputs of the operator.
+        inputs: their full tensors.
+        results: values; other items are not compared.
+        expected: tensors, one per result; results beyond its length are not compared.
 
     Raises:
         WrongRuleError: a result differs by more than rounding.
     """
     expected = [expected] if isinstance(expected, Tensor) else list(expected)
-    # A sum may cancel: its rounding is that of what was added up.
+    # Rounding is relative to the summands, not to a sum that cancels: the inputs and their product bound it.
     sizes = [_size(tensor) for tensor in inputs]
     scale = max([*sizes, math.prod(size for size in sizes if size)], default=0.0)
     pairs = zip([results] if isinstance(results, Value) else results, expected, strict=False)
@@ -89,13 +90,14 @@ def compare(
     for index, (value, whole) in enumerate(pairs):
         if not isinstance(value, Value) or not isinstance(whole, Tensor) or index in unread:
             continue
+        # Materialized now, and kept: paranoid mode runs a sweep for each operation.
         (ours,) = recording.there([recording.gathered(value)])
         if ours.shape != whole.shape or ours.dtype != whole.dtype or not _close(ours, whole, scale):
             shapes, layouts = [tuple(v.meta.shape) for v in values], [v.layout for v in values]
             raise WrongRuleError(
                 f"Output {index} of {func} on shapes {shapes} with samples in {layouts} differs by "
                 f"micro-batches from that of the whole batch: {_difference(ours, whole)}. "
-                "Please report it, and compute with plain tensors here until it is mended."
+                "Report it, and compute this operation outside the block until it is fixed."
             )
 
 
@@ -108,7 +110,7 @@ def _size(tensor: Tensor) -> float:
 def _close(ours: Tensor, whole: Tensor, scale: float) -> bool:
     if not (ours.is_floating_point() or ours.is_complex()):
         return torch.equal(ours, whole)
-    # Sums over samples are taken in another order: rounding relative to the largest number.
+    # Micro-batches add in another order: the error is relative to the largest number, not to each element.
     eps = torch.finfo(ours.dtype).eps
     scale = max(scale, _size(whole))
     return torch.allclose(

@@ -1,4 +1,4 @@
-"""Random operators: the same numbers whenever a micro-batch is recomputed, and no mask kept."""
+"""Random operators: a recomputed micro-batch draws the same numbers again, so that no mask is stored."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ class Randomness:
     """Random numbers of a block.
 
     Args:
-        how: ``"microbatch"``: each operator and micro-batch from a seed of its own, so that nothing is kept;
-            ``"batch"``: the numbers that the real large batch would draw, kept for all samples.
+        how: ``"microbatch"``: each operator and micro-batch has its own seed, and nothing is stored;
+            ``"batch"``: the numbers that the real large batch would draw are stored for all samples.
     """
 
     def __init__(self, how: Literal["microbatch", "batch"]) -> None:
         self._how = how
-        self._seeds: WeakKeyDictionary[Value, int] = WeakKeyDictionary()  # of attention, by its result
+        # Seeds of attention, by its logsumexp: the one result that the backward reads again.
+        self._seeds: WeakKeyDictionary[Value, int] = WeakKeyDictionary()
 
     @property
     def as_the_batch(self) -> bool:
@@ -39,18 +40,20 @@ class Randomness:
         return self._how == "batch"
 
     def recipe(self, call: Call) -> Recipe | None:
-        """Return a recipe that draws, or None if there is none."""
+        """Return a recipe that draws random numbers; None without one."""
         if call.func.overloadpacket in _DRAWS_WHOLE:
             return None
         if call.func in BACKWARD:
             kept = call.argument("logsumexp")
             known = self._seeds.get(kept) if isinstance(kept, Value) else None
+            # The seed of the forward: the backward repeats it, and needs the same mask.
             return None if known is None else with_dropout(call, known)
         if call.func in DROPPED:
             return with_dropout(call, int(torch.randint(2**62, ())))
         recipe = elementwise(call)
         if recipe is None or not _draws_each(call):
             return None
+        # From torch's CPU generator: a seed set by the program makes the block reproducible.
         seed = int(torch.randint(2**62, ()))
         run, drawn_on = recipe.run, call.argument("device")
 
@@ -61,7 +64,7 @@ class Randomness:
         return recipe.drawing(drawn)
 
     def note(self, recipe: Recipe | None, results: Any) -> None:
-        """Remember with which seed attention drew, for its backward."""
+        """Store the seed of an attention, for its backward."""
         if recipe is not None and isinstance(recipe.run, Seeded) and len(results) > 1:
             logsumexp = results[1]
             if isinstance(logsumexp, Value):
@@ -69,7 +72,7 @@ class Randomness:
 
 
 def _draws_each(call: Call) -> bool:
-    """Return whether each result has a number for each of its inputs, as operators that draw by sample do."""
+    """Return whether each result has the broadcast shape of the inputs: one draw per element."""
     try:
         shape = torch.broadcast_shapes(*(value.meta.shape for value in call.tensors))
         metas = shapes(call)
@@ -79,7 +82,8 @@ def _draws_each(call: Call) -> bool:
     return all(isinstance(meta, Tensor) and meta.shape == shape for meta in metas)
 
 
-_DRAWS_WHOLE = {aten.randperm, aten.multinomial}
+_DRAWS_WHOLE = {aten.randperm, aten.multinomial}  # not element by element: no rule
+# Operators that read the shape of their input and not its numbers: the input need not be computed.
 _SHAPE_ALONE = {
     aten.bernoulli.p,
     aten.rand_like.default,
@@ -96,12 +100,9 @@ _SHAPE_ALONE = {
 
 
 def drawn_as_the_batch(recording: Recorder, call: Call) -> Any:
-    """Draw the numbers of the real large batch, in tensors with its strides, and keep them.
-
-    Returns:
-        The values.
-    """
+    """Draw the numbers of the real large batch, and return them as values."""
     layout = next((value.layout for value in call.tensors if value.layout is not None), None)
+    # With the strides of the batch: a generator fills memory in order, so other strides are another mask.
     tensors = [empty_like(value.meta, value.device) for value in call.tensors]
     if (functional_of(call.func) or call.func) not in _SHAPE_ALONE:
         numbers = recording.there([recording.gathered(value) for value in call.tensors])
@@ -115,6 +116,7 @@ def drawn_as_the_batch(recording: Recorder, call: Call) -> Any:
             and tensor.dim() > layout.dim
             and tensor.shape[layout.dim] == layout.rows(recording.samples)
         ):
+            # Full in memory, but sharded for its readers: e.g. a dropout mask is read by rows.
             value.layout = layout
         return value
 

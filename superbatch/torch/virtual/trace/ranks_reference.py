@@ -1,6 +1,6 @@
-"""BatchNorm over ranks by its definition on whole tensors: the reference of paranoid mode.
+"""BatchNorm over ranks by its definition, on full tensors: the reference of paranoid mode.
 
-The sums go over the ranks once more, as collectives of the block, so every rank has to be in paranoid mode.
+The sums are collectives of the block, so every rank has to be in paranoid mode.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from ..ir.values import Value
 
 
 def forward(recording: Recorder, across: RankSums, mean: Value, given: Given) -> list[Tensor]:
-    """Return the output, mean, 1 / standard deviation and the running statistics that there are.
+    """Return the output, mean, 1 / standard deviation and the updated running statistics.
 
     Args:
-        recording: of the block.
+        recording: recording of the block.
         across: sums over the ranks.
-        mean: the one to compare with, of which the ranks are known.
-        given: arguments by name, with whole tensors of before the operation.
+        mean: the mean to compare with; it identifies the ranks.
+        given: arguments by name, with full tensors from before the operation.
     """
     x = in_float64(given["input"])
+    # The count goes along in one flat tensor: ranks may have different numbers of samples.
     *sums, count = _over(recording, across, mean, [*_by_channel(x), _count(x)])
     average = torch.stack(sums) / count
+    # Two passes, deviations from the mean of all ranks: a second method beside the combination of moments.
     squares = _by_channel((x - _as_channels(average, x)).square())
     (total,) = _over(recording, across, mean, squares, split=False)
     invstd = (total / count + given["eps"]).rsqrt()
@@ -51,11 +53,11 @@ def backward(recording: Recorder, across: RankSums, mean: Value, given: Given, *
     """Return the gradients of input, weight and bias.
 
     Args:
-        recording: of the block.
+        recording: recording of the block.
         across: sums over the ranks.
-        mean: that the layer normalised with.
-        given: as in `forward`; the gradient is the floating tensor beside `input` that comes first.
-        mask: which gradients are wanted.
+        mean: mean that the layer normalised with.
+        given: as in `forward`; the gradient is the argument whose name begins with "grad".
+        mask: flags of the gradients that are needed.
     """
     x = in_float64(given["input"])
     grad = in_float64(next(value for name, value in given.items() if name.startswith("grad")))
@@ -65,10 +67,11 @@ def backward(recording: Recorder, across: RankSums, mean: Value, given: Given, *
     )
     hat = (x - average) * invstd
     d_weight, d_bias = _by_channel(grad * hat), _by_channel(grad)
-    if not mask[0]:  # then no rank sums
+    if not mask[0]:  # parameter gradients are those of this rank, and no rank issues a collective
         return [None, d_weight, d_bias]
     *sums, count = _over(recording, across, mean, [*d_weight, *d_bias, _count(x)])
     all_weight, all_bias = (_as_channels(half / count, x) for half in torch.stack(sums).chunk(2))
+    # The formula of `trace.batch_norm`, with the sums and the count of all ranks.
     dx = invstd * (grad - all_bias - hat * all_weight)
     weight = given["weight"]
     return [dx if weight is None else dx * _as_channels(weight, x), d_weight, d_bias]
@@ -77,6 +80,7 @@ def backward(recording: Recorder, across: RankSums, mean: Value, given: Given, *
 def _over(
     recording: Recorder, across: RankSums, mean: Value, mine: Any, *, split: bool = True
 ) -> list[Tensor]:
+    # `summed` is a recorded collective, so its place in the order is the same on every rank.
     flat = torch.stack(mine) if split else mine
     (found,) = recording.there([across.summed(recording, mean, recording.given(flat))])
     return list(found) if split else [found]

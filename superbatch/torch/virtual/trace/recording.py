@@ -1,4 +1,7 @@
-"""Recording of operations on virtual tensors, and computation of the numbers that the program reads."""
+"""Recording of operations on virtual tensors, and computation of the numbers that the program reads.
+
+Values are immutable, and recording runs no kernel on the samples; reading numbers runs all that is pending.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from superbatch.errors import WindowError, explain
+from superbatch.errors import WindowError
 from superbatch.results.coupling import CouplingKind
 from superbatch.torch.memory.out_of_memory import out_of_memory
 
@@ -40,29 +43,29 @@ from .spreading import spread
 from .tensor import VirtualTensor, refuse_hollow
 
 aten: Any = torch.ops.aten
-_SMALL = 4096  # elements; copied when used, so that they may be written afterwards
-_ONE_ROW = (1, 1)  # of each sample: `outer` and `inner` of its layout
-_NOTHING = blank((), (), torch.float32)  # of a result that the operator leaves out
+_SMALL = 4096  # elements: smaller real tensors are copied at once, which is cheaper than watching for writes
+_ONE_ROW = (1, 1)  # `outer` and `inner` of a layout with one row per sample
+_NOTHING = blank((), (), torch.float32)  # meta of a result that the operator omits
 
 
 class Recording:
-    """All operations of one block.
+    """Operations of one block.
 
     Args:
-        samples: of the batch.
-        size: most samples of a micro-batch; "auto": what fits, known once something has to be computed.
-        device: where they are computed.
-        randomness: how random operators draw.
-        store: where results are kept from sweep to sweep.
+        samples: number of samples of the batch.
+        size: largest size of a micro-batch; "auto": chosen when numbers are first computed.
+        device: device of the computation.
+        randomness: source of random numbers.
+        store: storage of rows from sweep to sweep.
         log: receives the events.
-        paranoid: compare every operation with the same on whole tensors.
-        compile: what runs in a row for each micro-batch.
+        paranoid: compare every operation with the same operation on full tensors.
+        compile: compile consecutive operations of a sweep.
 
     Attributes:
-        open, ending: until the block has ended; from when the program has left it.
-        leaves: real tensors that may get a gradient, and that which they had.
+        open, ending: the block has not ended; the program has left it.
+        leaves: leaves that may receive a gradient, with their old gradients.
         readings: real tensors that operations read.
-        across: what is done together with other ranks, if anything.
+        across: reductions over the ranks; None on a single rank.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class Recording:
         self._shown: list[weakref.ref[Handle]] = []
         self._writes = Writes()
         self.readings = Readings()
-        self._uneven: dict[torch.Size, Layout] = {}  # by shape, of values with more than a row for a sample
+        self._uneven: dict[torch.Size, Layout] = {}  # by shape; see `rules.told_sizes`
 
     # -- recording --------------------------------------------------------------------------------------
 
@@ -118,30 +121,30 @@ class Recording:
         kind = traits(func)
         batch = waits = False
         for value in form.tensors:
-            if value.meta is None:
-                return self._now(form.call())
+            if value.meta is None:  # sparse or nested
+                return self._run_now(form.call())
             batch = batch or value.layout is not None
             waits = waits or value.whole is None
         if kind.at_once:
-            return self._now(form.call())
-        if not batch and kind.like:  # of a loss, say, that is pending
+            return self._run_now(form.call())
+        if not batch and kind.like:  # e.g. ones_like(loss): must not compute a pending loss
             like = empty_like(form.tensors[0].meta, form.tensors[0].device)
             return self.given(func(like, *args[1:], **kwargs))
         random = kind.draws and form.call().argument("dropout_p") != 0.0
         if not batch and (random or not waits):
             if random and self.randomness.as_the_batch:
                 return drawn_as_the_batch(self, form.call())
-            return self._now(form.call())
+            return self._run_now(form.call())
         known = None if random else template(form)
         if known is None:
-            return self._looked_at(form.call(), batch, random)
-        results = self._as_before(known, form, batch)
+            return self._untemplated(form.call(), batch, random)
+        results = self._from_template(known, form, batch)
         if self.paranoid:
             paranoia.check(self, form.call(), results)
         return results
 
-    def _as_before(self, known: Template, form: Form, batch: bool) -> Any:
-        """Record an operation of a form that is known."""
+    def _from_template(self, known: Template, form: Form, batch: bool) -> Any:
+        """Record an operation by the cached template of its form."""
         func, tensors = form.func, form.tensors
         rows = None if batch else by_rows(form)
         if rows is not None and rows.larger:
@@ -155,11 +158,11 @@ class Recording:
             operands = [Operand(tensors[index], layout) for index, layout in known.operands]
         results = self._node(func, operands, known.action)
         if rows is not None and isinstance(results, Value) and results.node is not None:
-            results.node.by_rows = rows
+            results.node.by_rows = rows  # the plan decides: only it knows every reader
         return results
 
-    def _looked_at(self, call: Call, batch: bool, random: bool) -> Any:
-        """Record an operation of a form that is not remembered."""
+    def _untemplated(self, call: Call, batch: bool, random: bool) -> Any:
+        """Record an operation that has no cached template."""
         if random and (self.randomness.as_the_batch or call.argument("generator") is not None):
             return drawn_as_the_batch(self, call)
         recipe = self.randomness.recipe(call) if random else find(call)
@@ -178,9 +181,9 @@ class Recording:
         except (NotImplementedError, RuntimeError, TypeError, AssertionError) as error:
             if out_of_memory(error):
                 raise
-            return self._now(call)  # its shape depends on numbers, or it does not say
+            return self._run_now(call)  # e.g. nonzero: its shape depends on numbers
         if metas is None:
-            return self._now(call)
+            return self._run_now(call)
         if recipe is not None:
             found = self.add(call.func, recipe, metas)
             if check:
@@ -198,29 +201,29 @@ class Recording:
         once = once or all(layout is None for layout in layouts)
         return self._node(func, operands, action(recipe, metas, once=once, known=known))
 
-    def _node(self, func: Any, operands: Sequence[Operand], told: Action) -> Any:
+    def _node(self, func: Any, operands: Sequence[Operand], action: Action) -> Any:
         self.log.recorded += 1
         device = self.device
         for value, layout in operands:
             if layout is not None:
                 device = value.device
                 break
-        if told.single:
-            (meta,), (layout,) = told.metas, told.layouts
+        if action.single:
+            (meta,), (layout,) = action.metas, action.layouts
             assert isinstance(meta, Tensor)
             output = Value(meta, device, layout)
             if layout is not None and layout[1:] != _ONE_ROW:
                 self._uneven[meta.shape] = layout
-            Node(func, operands, told, (output,), where=self.log.where)
+            Node(func, operands, action, (output,), where=self.log.where)
             return output
         outputs = [
             Value(meta if isinstance(meta, Tensor) else _NOTHING, device, layout)
-            for meta, layout in zip(told.metas, told.layouts, strict=True)
+            for meta, layout in zip(action.metas, action.layouts, strict=True)
         ]
-        Node(func, operands, told, outputs, where=self.log.where)
+        Node(func, operands, action, outputs, where=self.log.where)
         return [
             output if isinstance(meta, Tensor) else meta
-            for meta, output in zip(told.metas, outputs, strict=True)
+            for meta, output in zip(action.metas, outputs, strict=True)
         ]
 
     def _operand(self, operand: Operand, kind: CouplingKind, why: Any) -> Operand:
@@ -230,17 +233,17 @@ class Recording:
         return operand
 
     def gathered(self, value: Value, kind: CouplingKind = "gathered", why: Any = ASKED) -> Value:
-        """Return the value in one piece.
+        """Return a value as a full one.
 
         Args:
-            value: any.
-            kind: why: the operator needs it, or no rule knows the operator.
+            value: the value.
+            kind: "gathered": the operator reads it in full; "unknown": the operator has no rule.
             why: the operator.
         """
         return value if value.layout is None else gather(self.log, value, kind, why)
 
-    def _now(self, call: Call) -> Any:
-        """Run an operation at once, on real tensors."""
+    def _run_now(self, call: Call) -> Any:
+        """Run an operation immediately, on full tensors."""
         whole = [self.gathered(value, "unknown", call.func) for value in call.tensors]
         tensors = self.there(whole)
         with conjugates_seen():
@@ -249,7 +252,7 @@ class Recording:
     # -- tensors and values ---------------------------------------------------------------------------------
 
     def value(self, tensor: Any) -> Any:
-        """Return the value of a tensor, virtual or not."""
+        """Return the value of a virtual or real tensor."""
         if isinstance(tensor, VirtualTensor):
             if tensor.virtual.recording is not self:
                 return self.given(tensor.virtual.recording.numbers(tensor))
@@ -259,10 +262,10 @@ class Recording:
     def given(self, tensor: Tensor) -> Value:
         """Return a value for a real tensor."""
         if tensor.layout is not torch.strided or tensor.is_nested:
-            value = Value(None, tensor.device)  # type: ignore[arg-type]  (it has no strides to describe it by)
+            value = Value(None, tensor.device)  # type: ignore[arg-type]  (no strides, so no meta)
             value.whole = tensor
             return value
-        self.settle_writes((tensor,))
+        self.settle_writes((tensor,))  # e.g. a running mean that this block updates
         self.note_leaf(tensor)
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
@@ -274,15 +277,15 @@ class Recording:
         return value
 
     def note_leaf(self, tensor: Tensor) -> None:
-        """Remember what a real tensor brings a gradient to, whether it is a parameter of the model or not."""
+        """Register the autograd leaves that receive a gradient through a real tensor, parameters or not."""
         refuse_hollow(tensor)
         for leaf in () if isinstance(tensor, VirtualTensor) else self.leaves.new(tensor):
             if leaf.grad is not None and leaf.grad.layout is torch.strided:
-                # Autograd adds to what is there, in place: into a real tensor once the sum is computed.
+                # Autograd accumulates in place: into a real tensor it would have to compute the sum at once.
                 leaf.grad = self.show(self.given(leaf.grad))
 
     def values(self, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return arguments with a value in place of each tensor."""
+        """Return the arguments with a value in place of each tensor."""
         new = [self._argument(arg) for arg in args]
         return tuple(new), {name: self._argument(arg) for name, arg in kwargs.items()} if kwargs else {}
 
@@ -294,12 +297,13 @@ class Recording:
         return arg
 
     def shown(self, results: Any) -> Any:
-        """Return tensors that show values; what torch has no wrapper for (sparse tensors) as it is."""
+        """Return the results with a tensor in place of each value; sparse tensors stay as they are."""
         if type(results) is Value:
             return self._shown_value(results)
         return mapped(results, self._shown_value, Value)
 
     def _shown_value(self, value: Value) -> Tensor | None:
+        # Known integers and flags without rows are returned as real tensors: the program indexes with them.
         if value.meta is None or (
             value.whole is not None and value.layout is None and not value.has_gradient
         ):
@@ -311,11 +315,11 @@ class Recording:
         return VirtualTensor(self, value)
 
     def watch(self, handle: Handle) -> None:
-        """Remember what a tensor of the program holds as long as it shows a value."""
+        """Register a handle: while it lives, the program may read its value."""
         self._shown.append(handle.reference)
 
     def _asked_for(self) -> list[Value]:
-        """The values that tensors of the program show."""
+        """Return the values that tensors of the program show."""
         alive = {id(handle): handle for shown in self._shown if (handle := shown()) is not None}
         self._shown = [handle.reference for handle in alive.values()]
         return [handle.value for handle in alive.values()]
@@ -330,32 +334,27 @@ class Recording:
         value = owner.gathered(current(owner, tensor))
         if value.whole is None and not owner.open:
             raise WindowError(
-                explain(
-                    f"a tensor of shape {tuple(tensor.shape)} of a virtual batch whose block has ended",
-                    "its numbers were not asked for in the block, and are not there",
-                    "use it in the block (metrics, backward), or take its numbers there: tensor.numpy()",
-                )
+                f"This virtual tensor of shape {tuple(tensor.shape)} was not materialized before its block "
+                "ended. Read it inside the block: tensor.item(), tensor.numpy()."
             )
         (whole,) = owner.there([value])
         return whole
 
     def there(self, values: Iterable[Value]) -> list[Tensor]:
-        """Return the tensors of full values, computed if need be."""
+        """Return the tensors of full values, materialized if need be."""
         values = list(values)
         if any(value.whole is None for value in values):
-            self.work_out(values)
+            self.materialize(values)
         return [unchanged(value) for value in values]
 
-    def work_out(self, targets: Iterable[Value]) -> None:
-        """Run what the targets need, and what else is pending, and write the buffers that wait.
-
-        All that is pending: a gradient that is computed later would do the same sweeps again, or be another
-        if an optimizer has changed the parameters meanwhile.
-        """
+    def materialize(self, targets: Iterable[Value]) -> None:
+        """Compute the targets and everything else that is pending, and make the pending writes."""
+        # Everything: a gradient computed later would repeat the same sweeps, or read parameters that an
+        # optimizer has changed since.
         writes = self._writes.take()
         wanted = [*targets, *(self.gathered(value) for _, value in writes), *self.pending()]
         wanted = [value for value in wanted if value.whole is None]
-        # Rows that a variable of the program still shows cannot be asked for once the block has ended.
+        # After the block rows cannot be read any more, though a variable may still show them.
         asked_for = [] if self.ending else self._asked_for()
         todo = plan(wanted, asked_for, by_rows=self.store.budget is not None)
         if not self.parts:
@@ -365,6 +364,7 @@ class Recording:
         run(todo, self.parts, self.store, self.log, compile=self.compile)
         with torch.no_grad():
             for tensor, value in writes:
+                # Operations that were recorded before the write read the old numbers.
                 self.readings.before_writing([tensor])
                 tensor.copy_(unchanged(self.gathered(value)))
         self.readings.forget_unused()
@@ -374,20 +374,20 @@ class Recording:
         for leaf, _ in self.leaves.had.values():
             if isinstance(leaf.grad, VirtualTensor) and leaf.grad.virtual.recording is self:
                 value = current(self, leaf.grad)
-                if value.layout is not None:  # a row for each sample: what they need is freed meanwhile
+                if value.layout is not None:  # sharded: its inputs are freed at the end
                     leaf.grad = self.show(self.gathered(value))
         self.ending = True
-        self.work_out(self.pending())
+        self.materialize(self.pending())
 
     def write_later(self, tensor: Tensor, value: Value) -> None:
-        """Write a buffer once its new value is there."""
+        """Write a value into a buffer once it is computed."""
         self._writes.add(tensor, value)
 
     def settle_writes(self, args: Iterable[Any]) -> None:
-        """Write the buffers that wait, if one of them is about to be used."""
+        """Make the pending writes if one of the arguments shares memory with a buffer that waits."""
         if self._writes and self._writes.wait_for(args):
-            self.work_out([])
+            self.materialize([])
 
     def pending(self) -> list[Value]:
-        """Return the whole values that the program may still ask for."""
+        """Return the full values that the program may still read and that are not computed."""
         return [value for value in self._asked_for() if value.layout is None and value.whole is None]

@@ -1,8 +1,8 @@
-"""cuDNN's recurrent layers, whose forward keeps what only the backward of the same samples can read.
+"""cuDNN's recurrent layers, micro-batch by micro-batch.
 
-So nothing that it keeps is taken from the whole batch: the backward of a micro-batch runs the forward again.
-Gradients of weights are summed over micro-batches. Packed sequences, and dropout between layers, run on the
-whole batch at once.
+Their forward saves an opaque reserve, which only the backward of the same samples can read. So the backward
+of a micro-batch runs its forward again. Weight gradients are summed over micro-batches. Packed sequences, and
+dropout between layers, run on the full batch.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _STATES = ("hx", "cx", "grad_hy", "grad_cy")  # (layers, samples, features)
 
 
 def forward(recording: Recorder, *args: Any, **kwargs: Any) -> Any:
-    """`_cudnn_rnn`: output, last states, and in the place of what it keeps, nothing."""
-    told = _told(_FORWARD, args, kwargs)
-    layout = _layout(recording, told)
+    """`_cudnn_rnn`: output, last states, and an empty reserve."""
+    named = _told(_FORWARD, args, kwargs)
+    layout = _layout(recording, named)
     if layout is None:
         return NotImplemented
-    operands, fill = _operands(recording, told, ["input", "hx", "cx"], layout)
+    operands, fill = _operands(recording, named, ["input", "hx", "cx"], layout)
 
     def run(part: Part, tensors: list[Tensor]) -> Any:
-        return _FORWARD(**fill(tensors))[:3]
+        return _FORWARD(**fill(tensors))[:3]  # without reserve and packed weights
 
     recipe = Recipe(operands, [layout, layout.at(1), layout.at(1)], run)
-    out, hy, cy = _recorded(recording, _FORWARD, recipe, _states_of(told))
-    x, weight_buf = told["input"], told["weight_buf"]
+    out, hy, cy = _recorded(recording, _FORWARD, recipe, _states_of(named))
+    x, weight_buf = named["input"], named["weight_buf"]
     nothing = torch.empty(0, dtype=torch.uint8, device=x.device)
     return (
         out,
@@ -49,73 +49,75 @@ def forward(recording: Recorder, *args: Any, **kwargs: Any) -> Any:
 
 def backward(recording: Recorder, *args: Any, **kwargs: Any) -> Any:
     """`_cudnn_rnn_backward`: gradients of input, first states and weights."""
-    told = _told(_BACKWARD, args, kwargs)
-    layout = _layout(recording, told) if told["train"] else None
+    named = _told(_BACKWARD, args, kwargs)
+    layout = _layout(recording, named) if named["train"] else None  # cuDNN has no backward in eval mode
     if layout is None:
         return NotImplemented
     names = ["input", "hx", "cx", "grad_output", "grad_hy", "grad_cy"]
-    operands, fill = _operands(recording, told, names, layout)
+    operands, fill = _operands(recording, named, names, layout)
     forward = [argument.name for argument in _FORWARD._schema.arguments]
-    mask = list(told["output_mask"])
-    count = len(told["weight"]) if mask[3] else 0
+    mask = list(named["output_mask"])
+    count = len(named["weight"]) if mask[3] else 0
 
     def run(part: Part, tensors: list[Tensor]) -> Any:
         given = fill(tensors)
         output, _, _, reserve, weight_buf = _FORWARD(**{name: given[name] for name in forward})
         given.update(output=output, reserve=reserve, weight_buf=weight_buf)
+        # Weight gradients come as a list: flattened, each output is reduced by itself.
         *inputs, weights = _BACKWARD(**given)
         inputs = [found if wanted else None for found, wanted in zip(inputs, mask, strict=False)]
         return (*inputs, *list(weights)[:count])
 
-    metas = [_in_time(told["input"], told["batch_first"]), *(_dense(told[name]) for name in ("hx", "cx"))]
+    metas = [_in_time(named["input"], named["batch_first"]), *(_dense(named[name]) for name in ("hx", "cx"))]
     metas = [meta if wanted else None for meta, wanted in zip(metas, mask, strict=False)]
-    metas += [_dense(weight) for weight in told["weight"][:count]]
+    metas += [_dense(weight) for weight in named["weight"][:count]]
     recipe = Recipe(operands, [layout, layout.at(1), layout.at(1), *[None] * count], run)
     dx, dhx, dcx, *weights = _recorded(recording, _BACKWARD, recipe, metas)
     return dx, dhx, dcx, weights
 
 
 def _told(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by name."""
+    """Return all arguments by name."""
     names = [argument.name for argument in func._schema.arguments]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _layout(recording: Recorder, told: dict[str, Any]) -> Layout | None:
-    """Return the layout of the input, if its samples are independent; else None."""
-    if len(told["batch_sizes"]) or (told["dropout"] and told["train"]) or told["input"].dim() != 3:
+def _layout(recording: Recorder, named: dict[str, Any]) -> Layout | None:
+    """Return the layout of the input if its samples are independent; else None."""
+    # Packed sequences mix samples in one dimension; dropout would need the forward's mask in its repetition.
+    if len(named["batch_sizes"]) or (named["dropout"] and named["train"]) or named["input"].dim() != 3:
         return None
-    dim = 0 if told["batch_first"] else 1
-    layout, state = (recording.value(told[name]).layout for name in ("input", "hx"))
-    if layout is None and state is not None and state.dim == 1:
+    dim = 0 if named["batch_first"] else 1
+    layout, state = (recording.value(named[name]).layout for name in ("input", "hx"))
+    if layout is None and state is not None and state.dim == 1:  # a full input, e.g. expanded, with states
         layout = state.at(dim)
     if layout is None or layout.dim != dim:
         return None
-    weights = [*told["weight"], *([] if told["weight_buf"] is None else [told["weight_buf"]])]
+    weights = [*named["weight"], *([] if named["weight_buf"] is None else [named["weight_buf"]])]
     if any(recording.value(weight).layout is not None for weight in weights):
         return None
     rows = layout.rows(recording.samples)
-    alike = told["input"].shape[dim] == rows == told["hx"].shape[1]
+    alike = named["input"].shape[dim] == rows == named["hx"].shape[1]
     return layout if alike else None
 
 
 def _operands(
-    recording: Recorder, told: dict[str, Any], names: list[str], layout: Layout
+    recording: Recorder, named: dict[str, Any], names: list[str], layout: Layout
 ) -> tuple[list[Operand], Callable[[list[Tensor]], dict[str, Any]]]:
-    """Return the operands, and a function that puts their tensors in the place of the arguments."""
-    names = [name for name in names if told[name] is not None]
+    """Return the operands, and a function that fills their tensors into the arguments."""
+    names = [name for name in names if named[name] is not None]
     operands = [
-        Operand(recording.value(told[name]), layout.at(1) if name in _STATES else layout) for name in names
+        Operand(recording.value(named[name]), layout.at(1) if name in _STATES else layout) for name in names
     ]
-    buffer, count = told["weight_buf"], len(told["weight"])
-    given = buffer is not None and buffer.numel() > 0  # nothing is what `forward` puts there
-    whole = [*told["weight"], *([buffer] if given else [])]
+    buffer, count = named["weight_buf"], len(named["weight"])
+    given = buffer is not None and buffer.numel() > 0  # empty: the placeholder of `forward`
+    whole = [*named["weight"], *([buffer] if given else [])]
     operands += [Operand(recording.value(tensor), None) for tensor in whole]
-    plain = {name: None if isinstance(item, Tensor) else item for name, item in told.items()}
-    plain["weight"] = None  # what is recorded keeps no tensor of the program alive
+    plain = {name: None if isinstance(item, Tensor) else item for name, item in named.items()}
+    plain["weight"] = None  # the recording must not keep tensors of the program alive
 
     def fill(tensors: list[Tensor]) -> dict[str, Any]:
-        # cuDNN takes states whose numbers lie one after the other alone.
+        # cuDNN requires contiguous states.
         found = {name: x.contiguous() for name, x in zip(names, tensors, strict=False)}
         rest = tensors[len(names) :]
         return {**plain, **found, "weight": rest[:count], "weight_buf": rest[count] if given else None}
@@ -123,12 +125,12 @@ def _operands(
     return operands, fill
 
 
-def _states_of(told: dict[str, Any]) -> list[Tensor | None]:
-    """Shapes of the output and of the last states."""
-    x, hx, cx = told["input"], told["hx"], told["cx"]
-    size = (told["proj_size"] or told["hidden_size"]) * (2 if told["bidirectional"] else 1)
+def _states_of(named: dict[str, Any]) -> list[Tensor | None]:
+    """Return meta tensors of the output and of the last states."""
+    x, hx, cx = named["input"], named["hx"], named["cx"]
+    size = (named["proj_size"] or named["hidden_size"]) * (2 if named["bidirectional"] else 1)
     out = _of_shape((*x.shape[:2], size), x.dtype)
-    return [_in_time(out, told["batch_first"]), _dense(hx), _dense(cx)]
+    return [_in_time(out, named["batch_first"]), _dense(hx), _dense(cx)]
 
 
 def _dense(tensor: Tensor | None) -> Tensor | None:
@@ -136,7 +138,7 @@ def _dense(tensor: Tensor | None) -> Tensor | None:
 
 
 def _in_time(tensor: Tensor, batch_first: bool) -> Tensor:
-    """Step by step in memory, as cuDNN makes it."""
+    """Return a meta tensor in time-major memory order, as cuDNN returns it."""
     shape = tuple(tensor.shape)
     if not batch_first:
         return _of_shape(shape, tensor.dtype)

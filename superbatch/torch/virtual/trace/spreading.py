@@ -1,4 +1,4 @@
-"""Expansion of a whole value, where the samples are."""
+"""Expansion of a full value to the rows of the samples."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from . import paranoia
 
 
 def spread(recording: Recorder, form: Form, layouts: Mapping[torch.Size, Layout]) -> Any:
-    """Expand a whole value for each sample, where the samples are.
+    """Expand a full value to the rows of the samples.
 
     Args:
-        recording: of the block.
-        form: of `expand`.
-        layouts: of values of the block, by shape.
+        recording: recording of the block.
+        form: call of `expand`.
+        layouts: layouts of values of the block, by shape.
 
     Returns:
-        None where it has no row for each sample, or is expanded as in every call of its form.
+        The sharded result; None if the result has no rows, or if the cached template of the form applies.
     """
+    # Not cached by form: the layout depends on the values that the block recorded before (`layouts`).
     value, like = form.tensors[0], layouts.get(torch.Size(form.args[1]))
     if value.meta is None or value.layout is not None or (value.whole is None and like is None):
         return None
+    # `like` is a hint only: `expanded` ignores it if the value cannot be repeated in that dimension.
     recipe = told_sizes.expanded(call := form.call(), like)
     if recipe is None:
         return None

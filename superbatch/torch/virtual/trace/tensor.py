@@ -1,4 +1,4 @@
-"""The tensor that the program sees: of the full size of the batch, with a recording in place of numbers."""
+"""Virtual tensor: a wrapper subclass with the shape of the full batch and a recording instead of memory."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from superbatch.errors import WindowError, explain
+from superbatch.errors import WindowError
 
 from ..ir.recorder import Recorder
 from ..ir.values import Handle, Value
 
 
 class Storage:
-    """Storage shared by a tensor and its views: the current value, and a count of writes in place."""
+    """Storage shared by a tensor and its views: the current value, and the number of in-place writes."""
 
     __slots__ = ("handle", "version")
 
@@ -24,11 +24,11 @@ class Storage:
 
     @property
     def value(self) -> Value:
-        """The value now."""
+        """Current value."""
         return self.handle.value
 
     def write(self, value: Value) -> None:
-        """Put another in its place."""
+        """Replace the value, and invalidate the views."""
         self.handle = value.handle()
         self.version += 1
 
@@ -45,13 +45,14 @@ class VirtualState:
     """State of a virtual tensor.
 
     Attributes:
-        recording: of its block.
-        storage: what it shares with its views.
-        steps: by which it is a view of what the storage holds.
-        handle: of the value that it showed when it was read last.
-        seen: version of the storage then.
+        recording: recording of its block.
+        storage: storage shared with its base and views.
+        steps: view operations from the value of the storage to this tensor.
+        handle: handle of the value at the last read.
+        seen: version of the storage at the last read.
     """
 
+    # An object of its own: `become` and `restart` swap what a tensor shows, and autograd keeps the tensor.
     __slots__ = ("handle", "recording", "seen", "steps", "storage")
 
     def __init__(
@@ -65,19 +66,19 @@ class VirtualState:
         """Show another value from now on.
 
         Args:
-            handle: of the value.
-            seen: version of the storage that it belongs to.
+            handle: handle of the value.
+            seen: version of the storage that the value belongs to.
         """
         self.handle, self.seen = handle, seen
         self.recording.watch(handle)
 
     def restart(self, recording: Recorder, handle: Handle) -> None:
-        """Begin anew, as a tensor that is no view."""
+        """Show a value with a new storage, as a tensor that is no view."""
         self.recording, self.storage, self.steps = recording, Storage(handle), ()
         self.show(handle, 0)
 
     def become(self, other: VirtualState) -> None:
-        """Share the memory of another tensor of the same block, as the view that it is."""
+        """Share the storage of another tensor of the block, with its view steps."""
         self.storage, self.steps = other.storage, other.steps
         self.handle, self.seen = other.handle, other.seen
 
@@ -86,8 +87,8 @@ class VirtualTensor(Tensor):
     """Tensor of the full batch, computed micro-batch by micro-batch when its numbers are read.
 
     Attributes:
-        memoryless: for those that count memory: its storage says a size, and has none.
-        virtual: its recording and its value there.
+        memoryless: marks the tensor for code that counts memory: its storage has a size but no memory.
+        virtual: its state.
     """
 
     memoryless = True
@@ -101,7 +102,7 @@ class VirtualTensor(Tensor):
         storage: Storage | None = None,
         steps: tuple[ViewStep, ...] = (),
     ) -> VirtualTensor:
-        """Wrap a value; with a storage: as a view of it."""
+        """Wrap a value; with a storage, as a view of it."""
         meta = value.meta
         self: VirtualTensor = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue] not in torch's stubs
             cls,
@@ -111,13 +112,14 @@ class VirtualTensor(Tensor):
             dtype=meta.dtype,
             device=value.device,
         )
-        # Otherwise what asks for its memory (`data_ptr`, DLPack in C) is given null, and reads there.
+        # Makes C++ code that reads the memory (`data_ptr`, DLPack) raise: it would read a null pointer.
         torch._C._set_throw_on_mutable_data_ptr(self)
         handle = value.handle()
         recording.watch(handle)
         self.virtual = VirtualState(recording, handle, storage, steps)
         return self
 
+    # Functions reach `__torch_dispatch__` below autograd: the graph of the program is recorded as usual.
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @classmethod
@@ -128,45 +130,46 @@ class VirtualTensor(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The same without its history."""
+        """The tensor without its autograd history."""
         return Tensor.data.__get__(self)  # pyright: ignore[reportAttributeAccessIssue] a descriptor
 
     @data.setter
     def data(self, other: Tensor) -> None:
-        _become(self, other)
+        _become(self, other)  # torch's setter would swap the C++ storage, which nothing here reads
 
-    # What reads memory itself, below every dispatch, is given the numbers.
+    # These read raw memory without any dispatch, so they get the materialized numbers.
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return the numbers, all of them."""
+        """Return the numbers of the full batch."""
         return self.virtual.recording.numbers(self).numpy(force=force)
 
     def __array__(self, dtype: Any = None) -> Any:
-        """Return the numbers, all of them."""
+        """Return the numbers of the full batch."""
         return self.virtual.recording.numbers(self).__array__(dtype)
 
     def __dlpack__(self, **options: Any) -> Any:
-        """Hand over the numbers, all of them."""
+        """Export the numbers of the full batch."""
         return self.virtual.recording.numbers(self).detach().__dlpack__(**options)
 
     def data_ptr(self) -> Any:
-        """Refuse."""
+        """Raise: there is no memory."""
         raise _no_memory("data_ptr()")
 
     def share_memory_(self) -> Any:
-        """Refuse."""
+        """Raise: there is no memory."""
         raise _no_memory("share_memory_()")
 
     def apply_(self, callable: Any) -> Any:
-        """Refuse."""
+        """Raise: there is no memory."""
         raise _no_memory("apply_()")
 
     def tolist(self) -> Any:
-        """Return the numbers, all of them."""
+        """Return the numbers of the full batch."""
         return self.virtual.recording.numbers(self).tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        """Describe the tensor; whole values that are computed, with their numbers."""
+        """Describe the tensor, with numbers if they are full and already computed."""
+        # A debugger calls this: it must not start a sweep.
         value = self.virtual.handle.value
         if value.layout is None and value.whole is not None:
             return f"VirtualTensor({value.whole!r})"
@@ -177,7 +180,7 @@ class VirtualTensor(Tensor):
         return self.virtual.recording.numbers(self).detach().__format__(spec)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
-        """Return the numbers: a copy belongs to no block."""
+        """Return the numbers: the copy belongs to no block."""
         return self.virtual.recording.numbers(self).detach().clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -186,18 +189,16 @@ class VirtualTensor(Tensor):
 
 
 def _become(target: VirtualTensor, other: Tensor) -> None:
-    """Let a tensor be another from now on, as ``target.data = other`` does: what it was a view of stays.
+    """Let a tensor show another one, as ``target.data = other`` does; its former base is unchanged.
 
     Raises:
-        WindowError: its shape or dtype is another.
+        WindowError: shape or dtype differ.
     """
+    # The sizes of a wrapper are fixed in C++: another shape would contradict them.
     if (other.shape, other.dtype) != (target.shape, target.dtype):
         raise WindowError(
-            explain(
-                f".data = a tensor of shape {tuple(other.shape)}, {other.dtype}",
-                f"the tensor of the virtual batch is of shape {tuple(target.shape)}, {target.dtype}",
-                "use a new variable for it",
-            )
+            f"The .data of a virtual tensor of shape {tuple(target.shape)}, {target.dtype} cannot be set to "
+            f"a tensor of shape {tuple(other.shape)}, {other.dtype}. Assign that tensor to a new variable."
         )
     state = target.virtual
     if isinstance(other, VirtualTensor) and other.virtual.recording is state.recording:
@@ -208,28 +209,26 @@ def _become(target: VirtualTensor, other: Tensor) -> None:
 
 def _no_memory(what: str) -> WindowError:
     return WindowError(
-        explain(
-            f"{what} of a tensor of the virtual batch",
-            "such a tensor has no memory of its own",
-            "take its numbers: tensor.numpy(), tensor.tolist()",
-        )
+        f"{what} was called on a virtual tensor, which has no memory. "
+        "Read its numbers with tensor.numpy() or tensor.tolist()."
     )
 
 
 def is_hollow(tensor: Tensor) -> bool:
-    """Return whether a real tensor has a virtual one as its memory: to read it would end the process."""
+    """Return whether the .data of a real tensor was set to a virtual one."""
+    # Reading it in a kernel would end the process: `data_ptr` raises before that.
     try:
         tensor.data_ptr()
-    except (RuntimeError, ValueError):  # others without memory: a lazy parameter, a sparse or wrapped tensor
+    except (RuntimeError, ValueError):  # also raised by a lazy parameter, a sparse tensor, another wrapper
         return tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
     return False
 
 
 def refuse_hollow(tensor: Tensor) -> None:
-    """Raise on a tensor after ``real.data = virtual``, which no hook sees when it is set.
+    """Raise if the .data of a real tensor was set to a virtual one.
 
     Raises:
-        WindowError: it is such a tensor.
+        WindowError: it was.
     """
     if is_hollow(tensor):
         raise hollow_error(tensor)
@@ -238,13 +237,13 @@ def refuse_hollow(tensor: Tensor) -> None:
 def hollow_error(tensor: Tensor) -> WindowError:
     """Return the error of ``real.data = virtual``."""
     return WindowError(
-        f"A real tensor of shape {tuple(tensor.shape)} has its .data set to one of the virtual batch, "
-        "which has no memory. Write the numbers into it: with torch.no_grad(): real.copy_(numbers)."
+        f"The .data of a real tensor of shape {tuple(tensor.shape)} was set to a virtual tensor, which has "
+        "no memory. Write the numbers into it: with torch.no_grad(): real.copy_(numbers)."
     )
 
 
 def _recording_of(args: Any, kwargs: dict[str, Any]) -> Recorder:
-    """The recording of the first virtual tensor, one that is still open if there is one."""
+    """Return the recording of the first virtual tensor, of an open block if there is one."""
     found: Recorder | None = None
     for arg in (*args, *kwargs.values()):
         for item in arg if isinstance(arg, (list, tuple)) else (arg,):

@@ -1,4 +1,4 @@
-"""Errors at the statement for what a virtual batch cannot hold: jagged tensors, memory of a real tensor."""
+"""Errors for tensors that a virtual batch cannot hold, raised at the statement that makes them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ _SET_DATA = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue] a
 
 
 def sets_data(models: Iterable[nn.Module]) -> bool:
-    """Tell whether a class of the models' modules has code that sets the ``.data`` of something.
-
-    Only then is `RefuseVirtualData` worth its price: beside any function mode, torch's transformer layers
-    leave out their fast kernels, which give other numbers at padded positions.
+    """Return whether a class among the models' modules has code that assigns to ``.data``.
 
     Examples:
         >>> sets_data([nn.Linear(1, 1)])
         False
     """
+    # Only then is the function mode `RefuseVirtualData` active: under any function mode torch's transformer
+    # layers skip their fused kernels, which return other numbers at padded positions.
     return any(map(_has_data_set, {type(module) for model in models for module in model.modules()}))
 
 
@@ -39,6 +38,7 @@ def _has_data_set(kind: type) -> bool:
         function for one in own for function in vars(one).values() if isinstance(function, FunctionType)
     ]
     return any(
+        # A quick test before the disassembly.
         "data" in function.__code__.co_names
         and any(step.opname == "STORE_ATTR" and step.argval == "data" for step in get_instructions(function))
         for function in functions
@@ -46,20 +46,20 @@ def _has_data_set(kind: type) -> bool:
 
 
 class RefuseVirtualData(TorchFunctionMode):
-    """Refuses ``real.data = virtual`` at that line: it reaches no operator, and leaves no memory."""
+    """Function mode that raises at the line of ``real.data = virtual``, which no operator dispatches."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function, unless it sets such a tensor."""
+        """Call the function, unless it assigns a virtual tensor to the .data of a tensor."""
         if len(args) == 2 and func == _SET_DATA and isinstance(args[1], VirtualTensor):
             raise hollow_error(args[0])
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
 def refuse_nested(leaf: Any) -> Any:
-    """Return a part of the batch as it is.
+    """Return a leaf of the batch unchanged.
 
     Raises:
-        InputError: it is a nested tensor.
+        InputError: the leaf is a nested tensor.
     """
     if isinstance(leaf, Tensor) and leaf.is_nested:
         raise InputError(
@@ -70,7 +70,7 @@ def refuse_nested(leaf: Any) -> Any:
 
 
 def refuse_jagged(*args: Any, **kwargs: Any) -> Any:
-    """Refuse a nested tensor of values of the virtual batch.
+    """Raise for a nested tensor of the virtual batch.
 
     Raises:
         WindowError: always.
@@ -82,7 +82,7 @@ def refuse_jagged(*args: Any, **kwargs: Any) -> Any:
 
 
 aten: Any = torch.ops.aten
-# By operator, for `dispatch`: another release of torch may lack it.
+# Operators that `dispatch` refuses, as far as this release of torch has them.
 REFUSED = {
     getattr(aten, name).default: refuse_jagged
     for name in ("_nested_view_from_jagged", "_nested_view_from_jagged_copy")

@@ -1,4 +1,4 @@
-"""Dispatch mode of a block, which sees operations on real tensors too."""
+"""Dispatch mode of a block: it sees operations on real tensors, which reach no virtual tensor."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ..ir.recorder import Recorder
 from .dispatch import dispatch
 from .tensor import VirtualTensor
 
-_VIRTUAL = (VirtualTensor,)  # the types of nearly all calls
+_VIRTUAL = (VirtualTensor,)  # `types` of nearly all calls: one comparison skips the search for async results
 
 
 class Watching(TorchDispatchMode):
-    """Sees operations on real tensors too: buffers that wait to be written are so before they are used.
+    """Dispatch mode that makes pending writes before a buffer is used, and copies before an in-place write.
 
     Args:
-        recording: returns that of the block; None before there is a batch.
-        before: receives what is written before there is a batch.
+        recording: returns the recording of the block; None before its first batch.
+        before: receives the tensors that are written before the first batch.
     """
 
     def __init__(
@@ -34,16 +34,17 @@ class Watching(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # compiled models run eagerly here; this would cost 2 us for each operation
+        return False  # compiled models run eagerly in a block, and torch's check costs 2 us per operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record the operation, or do it after what has to come before it."""
+        """Record the operation, or run it on real tensors after the writes that it depends on."""
         kwargs = kwargs or {}
         recording = self._recording()
         if recording is None:
             if func._schema.is_mutable:
                 self._before(written_by(func, args, kwargs))
             return _on_real_tensors(func, args, kwargs)
+        # An AsyncCollectiveTensor around a virtual one would be taken for a real tensor.
         if types != _VIRTUAL and any(hasattr(kind, "trigger_wait") for kind in types):
             args, kwargs = _arrived(args), dict(zip(kwargs, _arrived(kwargs.values()), strict=True))
             types = (*types, VirtualTensor) if _any_virtual((*args, *kwargs.values())) else types
@@ -61,6 +62,7 @@ class Watching(TorchDispatchMode):
 
 
 def _on_real_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # Under a dispatch mode torch excludes the Conjugate key: only complex tensors need it.
     if args and isinstance(args[0], Tensor) and args[0].is_complex():
         with conjugates_seen():
             return func(*args, **kwargs)
@@ -68,14 +70,10 @@ def _on_real_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _arrived(args: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the virtual tensors in the place of those that wait for a collective which gives them.
-
-    Torch's functional collectives return an `AsyncCollectiveTensor`, which waits when it is first used. In a
-    block a collective has been waited for; what wraps its result would be taken for a real tensor, and its
-    rows for numbers that do not depend on what was recorded.
-    """
+    """Return the arguments with each `AsyncCollectiveTensor` replaced by the virtual tensor that it wraps."""
 
     def one(item: Any) -> Any:
+        # Functional collectives return it to wait at the first use; in a block they have been waited for.
         wrapped = getattr(item, "elem", None)
         return wrapped if isinstance(wrapped, VirtualTensor) else item
 

@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from superbatch.results.ranks import RanksReport
 
 from ..wrapped_models import refuse_comm_hooks
+from .all_reduce import SPARSE
 from .ddp_buckets import Buckets
-from .manual import SPARSE, Manual
+from .manual import Manual
 
 
 class DDP(Manual):
@@ -99,7 +100,8 @@ class DDP(Manual):
         buckets = None if unfit or max(held, default=0.0) >= SPARSE else self._buckets
         if buckets is None or (unready and not buckets.prepare()):
             return super().reduce(gradients, parameters, zeros, held)
-        missed = [index for index in buckets.reduce(gradients, parameters) if held[index]]
+        with self._unanswered():
+            missed = [index for index in buckets.reduce(gradients, parameters) if held[index]]
         reduced = [each.grad if ranks else None for each, ranks in zip(parameters, held, strict=True)]
         others = super().reduce(
             [reduced[index] for index in missed],

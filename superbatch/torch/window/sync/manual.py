@@ -6,8 +6,8 @@ The gradients of a window are summed once, by bucketed all-reduces.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,9 +19,8 @@ from superbatch.results.ranks import RanksReport
 
 from ...memory.out_of_memory import out_of_memory
 from ..norm import finite_norm
+from .all_reduce import Exchanges, all_reduced, kind
 from .faults import HEADER, Position, Told, error_of, in_order
-
-BUCKET_BYTES = 25 << 20  # as DDP's default: large enough for bandwidth, small enough for memory
 
 
 class Manual:
@@ -183,7 +182,7 @@ class Manual:
 
     def announce(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[float]:
         """Return a number for each gradient: which ranks have one, and whether one of them is sparse."""
-        return [_kind(gradient) for gradient in gradients]
+        return [kind(gradient) for gradient in gradients]
 
     def reduce(
         self,
@@ -195,27 +194,27 @@ class Manual:
         """Return the sums of the gradients over the ranks; None where no rank has one."""
         if not self.shared:
             return gradients
-        held = self.sum_numbers(map(_kind, gradients)) if announced is None else announced
-        summed = [
-            _present(zeros(index) if gradient is None else gradient, ranks) if ranks else None
-            for index, (gradient, ranks) in enumerate(zip(gradients, held, strict=True))
-        ]
-        for gradient in summed:
-            if gradient is not None and gradient.is_sparse:
-                dist.all_reduce(gradient, group=self.group)
-        for bucket in buckets([g for g in summed if g is not None and not g.is_sparse]):
-            if len(bucket) == 1 and bucket[0].is_contiguous():  # a copy would be as large as it is
-                dist.all_reduce(bucket[0], group=self.group)
-                continue
-            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            dist.all_reduce(flat, group=self.group)
-            for gradient, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                gradient.copy_(total.view_as(gradient))
-        return summed
+        held = self.sum_numbers(map(kind, gradients)) if announced is None else announced
+        with self._unanswered(exchanges := Exchanges(self.group)):
+            return all_reduced(gradients, parameters, zeros, held, exchanges)
 
     def norm(self, gradients: Sequence[Tensor | None]) -> tuple[float, bool]:
         """Return the 2-norm, and True if every element is finite: the same on every rank."""
         return finite_norm(gradients)
+
+    @contextmanager
+    def _unanswered(self, exchanges: Exchanges | None = None) -> Iterator[None]:
+        """Note an error inside of exchanges of tensors, where no frame can answer the other ranks.
+
+        Args:
+            exchanges: in the body; None: an error may have come from inside of one.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, RankError) and (exchanges is None or exchanges.inside):
+                self._position.lose(error)
+            raise
 
     def _meet(self) -> None:
         """Exchange nothing but a frame, before an exchange that a rank which has failed cannot answer."""
@@ -265,39 +264,3 @@ class Manual:
 
     def _of_each(self, number: int) -> list[float]:
         return self.sum_numbers([number if rank == self.index else 0 for rank in range(self.count)])
-
-
-# One number per gradient tells every rank both whether any rank has it and whether one has it sparse.
-_DENSE, SPARSE = 1.0, float(1 << 20)
-
-
-def _kind(gradient: Tensor | None) -> float:
-    if gradient is None:
-        return 0.0
-    return SPARSE if gradient.is_sparse else _DENSE
-
-
-def _present(gradient: Tensor, ranks: float) -> Tensor:
-    """This rank's part of a gradient that some rank has."""
-    if ranks >= SPARSE and not gradient.is_sparse:
-        gradient = gradient.to_sparse(1)
-    return gradient.coalesce() if gradient.is_sparse else gradient
-
-
-def buckets(tensors: list[Tensor], limit: int = BUCKET_BYTES) -> list[list[Tensor]]:
-    """Group tensors of one dtype and device, in order, into at most `limit` bytes (or one tensor).
-
-    Examples:
-        >>> [len(bucket) for bucket in buckets([torch.zeros(4)] * 5, limit=32)]
-        [2, 2, 1]
-    """
-    grouped: list[list[Tensor]] = []
-    open_bucket: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        key = (tensor.dtype, tensor.device)
-        bucket = open_bucket.get(key)
-        if bucket is None or sum(t.nbytes for t in bucket) + tensor.nbytes > limit:
-            bucket = open_bucket[key] = []
-            grouped.append(bucket)
-        bucket.append(tensor)
-    return grouped

@@ -197,11 +197,15 @@ class Sharded(Manual):
 
     def turns(self, microbatches: int, samples: Sequence[int] | None) -> list[int]:
         """Return the micro-batches of each rank: each forward gathers from all of them."""
-        return [int(one) for one in self._of_each(microbatches)]
+        # Sizes are sent above 0 and turns below: a rank without data sends 0, whichever the others exchange.
+        each = self._of_each(-microbatches)
+        while not microbatches and max(each) > 0:  # they agree on a size before
+            each = self._of_each(0)
+        return [-int(one) for one in each]
 
     def agree_size(self, samples: int) -> int:
-        """Return the smallest size that a rank has found."""
-        return int(min(self._of_each(samples)))
+        """Return the smallest size that a rank has found; one without data has none."""
+        return int(min(filter(None, self._of_each(samples))))
 
     # -- tensors -------------------------------------------------------------------------------------------
 
@@ -237,7 +241,8 @@ class Sharded(Manual):
         if announced is None:
             announced = self.sum_numbers(self.announce(gradients, parameters))
         held, used = len(self._fsdp.held()), len(self._fsdp.used())
-        self._fsdp.flush(announced[:held])
+        with self._unanswered():
+            self._fsdp.flush(announced[:held])
         self._fsdp.forget_unused(announced[held : held + used])
         reduced = [_laid_out(each.grad, each) for each in parameters]
         managed = self._fsdp.managed()

@@ -1,0 +1,167 @@
+"""Small parts of the studies, each with a value that is known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from superbatch.lab.recipes import load_recipe
+from superbatch.lab.report.study import StudyArm, StudyRun
+from superbatch.lab.studies import rehearsal, sums
+from superbatch.lab.studies.advise_options import Options as AdviceOptions
+from superbatch.lab.studies.backends import load_backend
+from superbatch.lab.studies.catalogue import entry_of
+from superbatch.lab.studies.compare import Options as CompareOptions
+from superbatch.lab.studies.compare import compare
+from superbatch.lab.studies.exchange import check_ranks, exchange_seconds, exchanged, started_on, this_rank
+from superbatch.lab.studies.findings import Findings
+from superbatch.lab.studies.fit import Options as FitOptions
+from superbatch.lab.studies.fit import busy, fit
+from superbatch.lab.studies.on_torch import orders
+from superbatch.lab.studies.participants import participants_of
+from superbatch.lab.studies.setting import ArmPlan, Setting, batches, curve_updates
+from superbatch.lab.studies.splits import default_splits, parse_split, parse_splits
+from superbatch.lab.studies.study import Options, turns_of
+from superbatch.lab.studies.study_common import compared, diverged, rate_of, smooth, stream
+from superbatch.lab.studies.study_coupled import checked_device
+from superbatch.lab.studies.study_critical_batch import predicted_waste
+from superbatch.lab.studies.train import Options as TrainOptions
+from superbatch.lab.studies.train import batches_from, train
+from superbatch.lab.studies.versions import versions
+from superbatch.results.memory import Limit
+from superbatch.torch.options import FrozenBatchNorm
+from superbatch.torch.window.sync.local import Local
+
+
+def test_splits_are_read() -> None:
+    assert parse_split("2x50").sizes == (50, 50)
+    assert parse_split("3/1").sizes == (3, 1)
+    assert [split.name for split in parse_splits("1x100,5x20")] == ["1x100", "5x20"]
+    assert ArmPlan(parse_split("80/15/5"), "mean of means", "wrong").name == "80/15/5 mean of means"
+    assert parse_split("5x20").sizes_of(40) == (20, 20), "near-equal"
+    assert parse_split("80/15/5").sizes_of(40) == (32, 6, 2), "in the split's proportions"
+
+
+@pytest.mark.parametrize(
+    ("batch", "names"),
+    [
+        (100, ["1x100", "5x20", "10x10", "20x5"]),
+        (32, ["1x32", "4x8", "8x4", "16x2"]),
+        (7, ["1x7", "4/3", "7x1"]),
+    ],
+)
+def test_default_splits(batch: int, names: list[str]) -> None:
+    assert [split.name for split in default_splits(batch)] == names
+
+
+def test_batches_are_drawn_with_tails_and_resumed() -> None:
+    setting = Setting(
+        arms=(), updates=4, batch_size=4, tail=2, dtype="float32", optimizer="sgd", learning_rate=0.1
+    )
+    assert [len(batch) for batch in orders(11, setting, seed=0)] == [4, 2, 4, 2]
+    cut = [batch.tolist() for batch in batches(lambda: np.arange(11), 11, setting)]
+    assert cut == [[0, 1, 2, 3], [4, 5], [0, 1, 2, 3], [4, 5]]
+    assert (curve_updates(3), curve_updates(1000)[:3]) == ((1, 2, 3), (20, 40, 60))
+    resumed = batches_from(5, 0, 0, 3)
+    _, second = next(resumed), next(resumed)
+    assert torch.equal(next(batches_from(5, 0, 3, 3)), second)
+    assert sorted(stream(4, 6, seed=0)[:4].tolist()) == [0, 1, 2, 3]
+
+
+def test_parts_of_studies() -> None:
+    assert entry_of("precision").question == "How much does a sum of K gradients in bfloat16 lose?"
+    assert turns_of("digits", Options(workers=2), (0, 1, 2)) == 2
+    assert (rate_of(load_recipe("digits"), 16), rate_of(load_recipe("text"), 8)) == (0.32, 0.25)
+    assert str(diverged(3.0)).startswith(
+        "Training with lr 3 diverges: its loss is not finite. Give a smaller learning rate"
+    )
+    assert smooth([4.0, 4.0, 4.0], batch=8, half_life=16)[-1] == 4.0
+    assert checked_device("cpu") == "cpu"
+    assert round(predicted_waste(64.0, 8, 8), 3) == 1.778
+    assert list(versions(torch="2.13")) == ["superbatch", "torch", "python", "platform"]
+
+
+def test_a_ratio_within_the_margin_is_equivalent() -> None:
+    one, other = (
+        StudyArm(
+            name=name,
+            how="",
+            facts={},
+            runs=tuple(StudyRun(seed=seed, values={"loss": factor * (1 + seed)}) for seed in range(3)),
+        )
+        for name, factor in (("A", 1.0), ("B", 1.05))
+    )
+    test = compared(other, one, "loss", margin=1.1, ratio=True)
+    assert test is not None
+    assert (round(test.difference, 3), test.result.equivalent) == (1.05, True)
+
+
+@pytest.mark.parametrize(
+    ("add", "kept"), [(sums.naive, 256), (sums.in_float32, 512), (sums.kahan, 512), (sums.pairwise, 512)]
+)
+def test_sums_of_ones_in_bfloat16(add, kept: int) -> None:
+    """A sum of like signs stops growing after 2^8; the others keep all."""
+    assert add(torch.full((512, 1), 1.0, dtype=torch.bfloat16)).item() == kept
+
+
+def test_stochastic_rounding_has_no_bias() -> None:
+    torch.manual_seed(0)
+    assert 400 < sums.stochastic(torch.full((512, 100), 1.0, dtype=torch.bfloat16)).float().mean() < 600
+
+
+def test_parts_of_backends_and_recipes() -> None:
+    assert load_backend("torch").title == "torch"
+    assert participants_of("error") == []
+    (frozen,) = participants_of("frozen")
+    assert isinstance(frozen, FrozenBatchNorm)
+    assert TrainOptions(updates=100).precision == "float32"
+
+
+def test_commands_from_python() -> None:
+    compared_digits = compare("digits", CompareOptions(splits="5x20", updates=3, runs=2, dtype="float64"))
+    assert [arm.name for arm in compared_digits.arms] == ["1x100", "5x20"]
+    apart = compared_digits.arms[1].weight_difference
+    assert apart is not None and apart < 1e-12
+    fitted = fit("digits", FitOptions(seconds=1))
+    assert [size.samples for size in fitted.sizes] == [1, 2, 4, 7, 13, 25, 50, 100]
+    assert fitted.largest == 100
+    assert fitted.of(50).predicted == fitted.of(50).measured
+    assert train(load_recipe("digits"), TrainOptions(updates=2, microbatch_size=50)).updates == 2
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    assert started_on() == (0, 1)
+    assert (check_ranks(8, 1), check_ranks(1, 2), check_ranks(2, 2)) == (8, 2, 2)
+    assert this_rank("cpu") == torch.device("cpu")
+    _, notes = exchanged(load_recipe("digits"), AdviceOptions(ranks=8))
+    assert notes[0].startswith(
+        "The exchange of gradients over 8 ranks was not measured and counts as nothing: "
+    )
+    assert 0 <= exchange_seconds(nn.Linear(3, 1), Local()) < 1
+
+
+def test_parts_of_a_fit() -> None:
+    found = Findings(limit=Limit(1000, "a test"), batch_size=100)
+    found.measured = {1: 110, 10: 200}
+    found.plan()
+    assert (found.largest, found.top, found.planned) == (90, 50, (1, 2, 4, 7, 13, 25, 50, 100))
+    found = Findings(limit=Limit(1, ""), batch_size=8)
+    found.timings = {2: [9.0, 4.0], 4: [9.0, 2.0]}
+    assert [found.seconds_per_sample(samples) for samples in (1, 3, 8)] == [4.0, 3.0, 2.0]
+    assert all("load average" in sentence for sentence in busy())
+    times = [rehearsal.microbatches_to_time(seconds) for seconds in (1.0, 0.1, 0.001, 0.0)]
+    assert times == [1, 2, 10, 64]
+    digits = rehearsal.prepare(
+        load_recipe("digits"), optimizer="sgd", dtype="float32", device="cpu", samples=8
+    )
+    assert len(digits.window_of(4, count=3)) == 3
+    assert digits.peak(4) > 4 * 2410, "gradients, and more"
+    pairs = rehearsal.prepare(
+        load_recipe("pairs"), optimizer="adam", dtype="float32", device="cpu", samples=8
+    )
+    refused = rehearsal.refusal(pairs)
+    assert refused is not None
+    assert refused.startswith("No weight explains the loss, so samples influence each other")
+    assert "Instead use WholeBatch " in refused
