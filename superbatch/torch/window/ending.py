@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from superbatch import normalize
 from superbatch.errors import NonFiniteError
 from superbatch.results.update import Update
 
@@ -121,7 +122,7 @@ class Ending:
             self._refuse(sums, rates, culprit.by_gradient(window, losses, gradients))
             return
         if norm is not None and finite and noise is not None:
-            noise.measure(gradients, norm, self._summed(sums[0].weight, found.divisor))
+            noise.measure(gradients, norm, self._summed(sums[0].weight, found.divisor, losses))
         if not finite and config.earlier is None:
             self._overflow(found, rates, norm)
             return
@@ -252,13 +253,19 @@ class Ending:
             raise NonFiniteError(text)
         self._record(progress.weights.result(sums), rates, skipped=f"not finite: {text}")
 
-    def _summed(self, weight: Any, divisor: float) -> Summed:
+    def _summed(self, weight: Any, divisor: float, losses: Any) -> Summed:
         """Return how the gradients of this window were summed, for the noise."""
         window, progress = self._window, self._window.progress
         weights, dropped = progress.weights, progress.dropped
         counted, took_part = weights.counted(dropped), len(weights.took_part(dropped))
-        samples = progress.microbatches.samples
-        return Summed(weight, divisor, counted, took_part, samples, window.scaled_by, window.config.sync)
+        samples, reduction = progress.microbatches.samples, window.config.reduction
+        sums = [
+            normalize.loss_sum([loss], [one], reduction=reduction)
+            for loss, one in zip(losses, counted, strict=True)
+        ]
+        return Summed(
+            weight, divisor, counted, took_part, samples, sums, window.scaled_by, window.config.sync
+        )
 
     def _look_again(self, shown: Shown) -> None:
         """Run the scheduled check of the loss, without noise hooks and pooling of statistics."""
