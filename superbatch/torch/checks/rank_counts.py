@@ -54,7 +54,7 @@ def apart(every: Sequence[Levels], seen: Levels) -> tuple[list[str], tuple[int, 
 
     Args:
         every: the levels of each rank.
-        seen: the largest contrast of each count in what was compared already.
+        seen: the largest contrast of each count that was compared already.
 
     Examples:
         >>> apart([{"a": 1.0, "b": 2.0}, {"a": 1.0, "b": 8.0}], {})
@@ -68,7 +68,7 @@ def apart(every: Sequence[Levels], seen: Levels) -> tuple[list[str], tuple[int, 
         values = [levels[name] for levels in every]
         some = [value for value in values if value > 0]
         contrast = 1 - min(some) / max(some) if some else 0.0
-        # Twice as unequal as what was compared, or every window would bring news.
+        # Twice as unequal as before, or every window would bring news.
         if contrast > max(best, 2 * seen.get(name, 0.0)):
             best, chosen = contrast, (values.index(min(some)), values.index(max(some)))
     return names, chosen

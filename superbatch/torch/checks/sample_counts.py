@@ -110,7 +110,7 @@ def counts_in(
         part: a micro-batch, or a batch.
         unsplit: paths that are kept whole.
         per_sample: paths of lists with one entry for each sample.
-        hints: what the loss function tells about labels.
+        hints: from the loss function, about labels.
 
     Examples:
         >>> found = counts_in({"x": -torch.rand(2, 3), "mask": torch.ones(2, 3), "y": torch.tensor([1, 2])})
@@ -118,7 +118,7 @@ def counts_in(
         ["'mask'", "'y' (without -100)", "'y' (without -1)", "'y' (without 0)", "'y'"]
     """
     found: list[Count] = []
-    with contextlib.suppress(ValueError, TypeError, RuntimeError):  # what cannot be walked is not counted
+    with contextlib.suppress(ValueError, TypeError, RuntimeError):  # a batch without known leaves
         for leaf in leaves(part, unsplit=unsplit, per_sample=per_sample):
             if leaf.length is not None:
                 found += _of_leaf(leaf.path, _value(part, leaf.path), hints)
@@ -129,7 +129,7 @@ class Uneven(NamedTuple):
     """A count that is not the same for all samples.
 
     Attributes:
-        kind: of what.
+        kind: the count.
         values: of the samples.
         likely: whether a loss may well divide by it: 0 is a label like the others, unless it pads rows.
     """
@@ -172,7 +172,7 @@ def uneven(counts: Sequence[Count], parts: Sequence[Any], *, unlikely: bool = Tr
 
 
 class _Leaf:
-    """A leaf of some micro-batches, and what several counts ask of it."""
+    """A leaf of some micro-batches, with values that several counts share."""
 
     def __init__(self, parts: Sequence[Any], path: str) -> None:
         self.path = path

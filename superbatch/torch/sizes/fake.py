@@ -41,7 +41,7 @@ def faked(models: Sequence[nn.Module], ledger: Ledger) -> Iterator[Callable[[Any
 
     Args:
         models: whose parameters and buffers are faked from the start; other tensors are when they are used.
-        ledger: counts the memory of what the body allocates.
+        ledger: counts the memory that the body allocates.
 
     Yields:
         A function that returns the fake of a tensor, and of each tensor in a nested structure.

@@ -106,7 +106,7 @@ def watched(samples: int) -> tuple[int, int]:
 
 
 def watch(model: nn.Module, run: Callable[[], Any], samples: int) -> list[Watched]:
-    """Run a forward pass and keep what every module got and gave for the watched samples.
+    """Run a forward pass and keep every module's inputs and outputs for the watched samples.
 
     Args:
         model: its modules are watched; the hooks are gone afterwards.
@@ -140,7 +140,7 @@ def watch(model: nn.Module, run: Callable[[], Any], samples: int) -> list[Watche
 def first_difference(a: list[Watched], b: list[Watched], *, tolerance: float) -> Mixing | None:
     """The first module at which watched samples differ between two passes that differ in other samples only.
 
-    A difference counts where it also shows in what the calling module gives: rows that a router hands to an
+    A difference counts where it also shows in the calling module's output: rows that a router hands to an
     expert differ between passes, but mean no mixing as long as each sample gets its own result back.
 
     Args:
@@ -236,7 +236,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in nested containers and dataclasses, in order.
 
     Args:
-        value: what a module got or gave.
+        value: inputs or outputs of a module.
 
     Returns:
         Its tensors.
@@ -317,7 +317,7 @@ def _relative(a: Tensor, b: Tensor) -> float:
         return 0.0
     if bool(a.isnan().logical_xor(b.isnan()).any()):
         return 1.0  # a NaN came through, or was lost: all of the value changed
-    # inf - inf is NaN; neither NaN nor inf has a size.
+    # inf - inf is NaN; a difference of NaN or inf has no size.
     difference = difference.nan_to_num(0.0, 0.0, 0.0).amax()
     return float(difference / size) if size.isfinite() and size > 0 else float(difference)
 
