@@ -296,7 +296,7 @@ def _fits_in_float64(model: nn.Module) -> bool:
         return False
     if size <= _SMALL or any(parameter.device.type != "cpu" for parameter in parameters):
         return True
-    # Half of it for gradients is in `size`; a quarter of the memory leaves room for activations.
+    # `size` includes the gradients; a quarter of the memory leaves room for activations.
     return 4 * size <= memory_limit(torch.device("cpu")).bytes
 
 
