@@ -1,4 +1,4 @@
-"""The exact gradient of a batch whose samples see each other: what it costs, against everything else.
+"""The exact gradient of a batch whose samples are coupled: what it costs, against everything else.
 
     python benchmarks/coupled.py [--work resnet20,convnet,views,towers] [--samples 256] [--large]
                                  [--sizes 1,4,16,64] [--rounds 5] [--growth 64,128,256,512,1024]

@@ -1,4 +1,4 @@
-"""Ways to the gradient of a batch whose samples see each other, each as one function."""
+"""Ways to the gradient of a batch whose samples are coupled, each as one function."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Four trainings in which samples see each other: through BatchNorm, through the loss, through both."""
+"""Four trainings in which samples are coupled: through BatchNorm, through the loss, through both."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -93,7 +93,7 @@ def train(options: argparse.Namespace, rank: int, ranks: int, device: torch.devi
             if end:
                 break
     if log and (noise := accumulate.noise):
-        print(f"noise scale: {noise.reason or noise.batch_size}")
+        print(noise.summary())
     return stop.exit_code
 
 

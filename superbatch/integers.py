@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from .batch.containers import array_shape
-from .errors import InputError, explain
+from .errors import InputError
 
 
 def positive_int(name: str, value: Any) -> int:
@@ -33,9 +33,9 @@ def positive_int(name: str, value: Any) -> int:
     number = _as_int(value)
     if number is None:
         kind = type(value).__name__
-        raise InputError(explain(f"{name}={value!r}", f"a {kind} is not an int", "pass a positive int"))
+        raise InputError(f"{name}={value!r} is a {kind}, not an int. Pass a positive int.")
     if number < 1:
-        raise InputError(explain(f"{name}={value!r}", "at least 1 is needed", "pass a positive int"))
+        raise InputError(f"{name}={value!r} is below 1. Pass a positive int.")
     return number
 
 
@@ -57,20 +57,12 @@ def checked_costs(costs: Any) -> list[int]:
     """
     values: Any = costs if array_shape(costs) is None else costs.tolist()
     if isinstance(values, (str, bytes)) or not isinstance(values, Sequence) or not values:
-        raise InputError(
-            explain(
-                f"costs={costs!r}", "this is no sequence of at least one int", "pass one int for each sample"
-            )
-        )
+        raise InputError(f"costs={costs!r} is no sequence of ints, or empty. Pass one int for each sample.")
     checked = [_as_int(cost) for cost in cast("Sequence[Any]", values)]
     for index, cost in enumerate(checked):
         if cost is None or cost < 0:
             raise InputError(
-                explain(
-                    f"costs[{index}]={values[index]!r}",
-                    "a cost is an int, 0 or larger",
-                    "pass one int for each sample",
-                )
+                f"costs[{index}]={values[index]!r} is not an int of 0 or more. Pass one int for each sample."
             )
     return cast("list[int]", checked)
 

@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
-from .errors import InputError, explain
+from .errors import InputError
 
 Reduction = Literal["mean", "sum", "total"]
 Number = int | float
@@ -95,19 +95,13 @@ def check_weight(weight: object, where: str) -> Number:
         number = weight
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise InputError(
-            explain(
-                f"weight {weight!r} of {where}",
-                "a weight is one number: how much the micro-batch counts in the mean of its batch",
-                "return an int (samples, tokens) or a float (a sum of sample weights)",
-            )
+            f"The weight {weight!r} of {where} is not one number. Return an int (samples, tokens) or a float "
+            "(a sum of sample weights)."
         )
     if not math.isfinite(number) or number < 0:
         raise InputError(
-            explain(
-                f"weight {number!r} of {where}",
-                "a weight must be finite and not negative",
-                "return the number of samples or tokens, or a sum of non-negative sample weights",
-            )
+            f"The weight {number!r} of {where} is negative or not finite. Return the number of samples or "
+            "tokens, or a sum of non-negative sample weights."
         )
     return number
 

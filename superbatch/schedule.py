@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 
-from .errors import InputError, explain
+from .errors import InputError
 
 Schedule = Callable[[int], int]
 
@@ -25,13 +25,7 @@ def check_steps(value: object, what: str = "accumulation_steps") -> int:
         4
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(
-            explain(
-                f"{what}={value!r}",
-                "a window is a whole number of micro-batches, at least one",
-                "pass a positive int",
-            )
-        )
+        raise InputError(f"{what}={value!r} is no number of micro-batches. Pass a positive int.")
     return value
 
 
@@ -43,9 +37,7 @@ def check_update(value: object, what: str) -> int:
         0
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise InputError(
-            explain(f"{what}={value!r}", "updates are counted 0, 1, 2, ...", "pass an int of 0 or more")
-        )
+        raise InputError(f"{what}={value!r} is no index of an update. Pass an int of 0 or more.")
     return value
 
 
@@ -76,20 +68,14 @@ def piecewise(steps_from: Mapping[int, int]) -> Schedule:
     """
     if not isinstance(steps_from, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  (untyped callers)
         raise InputError(
-            explain(
-                f"piecewise({steps_from!r})",
-                "each number of micro-batches goes with the update it starts from",
-                "pass a dict such as {0: 1, 100: 4}",
-            )
+            f"piecewise({steps_from!r}) does not map updates to numbers of micro-batches. Pass a dict such "
+            f"as {{0: 1, 100: 4}}."
         )
     starts = sorted(check_update(update, "update") for update in steps_from)
     if not starts or starts[0] != 0:
         raise InputError(
-            explain(
-                f"piecewise({dict(steps_from)!r})",
-                "nothing is said for the updates before the first one named",
-                "add an entry for update 0",
-            )
+            f"piecewise({dict(steps_from)!r}) says nothing of the updates before its first entry. Add an "
+            "entry for update 0."
         )
     steps = [check_steps(steps_from[start]) for start in starts]
     return lambda update: steps[bisect_right(starts, update) - 1]

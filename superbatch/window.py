@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Literal, TypeVar, cast, get_args, overload
 
-from .errors import InputError, explain
+from .errors import InputError
 from .schedule import Schedule, as_schedule, check_update
 
 Tail = Literal["update", "drop"]
@@ -92,11 +92,7 @@ def windows(
     schedule = as_schedule(accumulation_steps)
     if tail not in get_args(Tail):
         raise InputError(
-            explain(
-                f"tail={tail!r}",
-                "a tail either makes an update of its own or is dropped",
-                'pass tail="update" or tail="drop"',
-            )
+            f'tail={tail!r} is unknown. Pass tail="update" for an update of its own, or tail="drop".'
         )
     return _windows(_iterable(loader, "a loader"), schedule, tail, check_update(first_update, "first_update"))
 
@@ -119,9 +115,6 @@ def _iterable(given: Any, what: str) -> Iterable[Any]:
     if isinstance(given, Iterable):
         return cast("Iterable[Any]", given)
     raise InputError(
-        explain(
-            f"{what} of type {type(given).__name__}",
-            "micro-batches are read by iterating over it",
-            "pass a DataLoader, a list or a generator of micro-batches",
-        )
+        f"{what} of type {type(given).__name__} cannot be iterated over. Pass a DataLoader, a list or a "
+        "generator of micro-batches."
     )

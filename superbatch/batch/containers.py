@@ -24,7 +24,7 @@ from collections import UserDict
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from ..errors import SplitError, explain
+from ..errors import SplitError
 
 SCALARS: tuple[type, ...] = (
     str,
@@ -258,11 +258,9 @@ def _rebuild_guarded(value: Any, values: list[Any], path: str) -> Any:
         return _rebuild_dataclass(value, values)
     except Exception as error:
         raise SplitError(
-            explain(
-                f"a {kind.__module__}.{kind.__qualname__} at path {path!r}",
-                f"a new one cannot be made from its entries ({type(error).__name__}: {error})",
-                f"pass a dict, list, tuple, namedtuple or dataclass, or declare unsplit=({path!r},)",
-            )
+            f"The {kind.__module__}.{kind.__qualname__} at path {path!r} cannot be made anew from its "
+            f"entries ({type(error).__name__}: {error}). Pass a dict, list, tuple, namedtuple or dataclass, "
+            f"or declare unsplit=({path!r},)."
         ) from error
 
 

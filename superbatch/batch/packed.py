@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-from ..errors import SplitError, explain
+from ..errors import SplitError
 from .containers import array_shape, is_scalar, kind_of
 from .paths import join
 
@@ -77,11 +77,8 @@ def read_packed(path: str, entries: Mapping[str, Any]) -> Packed:
     counts = {name: len(values) - 1 for name, values in offsets.items()}
     if len(set(counts.values())) > 1:
         raise SplitError(
-            explain(
-                f"offsets at path {path!r} with {_listed(counts)} sequences",
-                "offsets of one packed group must have the same number of sequences",
-                "give queries and keys one entry for each sequence",
-            )
+            f"The offsets at path {path!r} have {_listed(counts)} sequences, and those of one packed group "
+            "must have as many. Give queries and keys one entry for each sequence."
         )
     _refuse_ambiguous_totals(path, offsets)
     return Packed(path, next(iter(counts.values())), offsets)
@@ -93,11 +90,9 @@ def _refuse_ambiguous_totals(path: str, offsets: dict[str, tuple[int, ...]]) -> 
         other = first.setdefault(values[-1], name)
         if offsets[other] != values:
             raise SplitError(
-                explain(
-                    f"{other!r} and {name!r} at path {path!r}, both with {values[-1]} tokens in total",
-                    "their offsets differ, so it is unknown which of them an array of that length follows",
-                    "put queries and keys into two mappings, each with its own offsets",
-                )
+                f"{other!r} and {name!r} at path {path!r} have {values[-1]} tokens in total and different "
+                "offsets, so an array of that length may follow either. Put queries and keys into two "
+                "mappings, each with its own offsets."
             )
 
 
@@ -125,12 +120,9 @@ def read_offsets(path: str, value: Any) -> tuple[int, ...]:
     if wrong is None:
         return tuple(host)
     raise SplitError(
-        explain(
-            f"offsets of packed sequences at path {path!r}",
-            wrong,
-            "pass the cumulative lengths [0, n1, n1+n2, ...], or, if the entry means something else, "
-            f"declare unsplit=({path!r},) or per_sample=({path!r},)",
-        )
+        f"The offsets of packed sequences at path {path!r} cannot be used: {wrong}. Pass the cumulative "
+        f"lengths [0, n1, n1+n2, ...], or, if the entry means something else, declare unsplit=({path!r},) or "
+        f"per_sample=({path!r},)."
     )
 
 
@@ -281,12 +273,9 @@ def token_dimension(shape: tuple[int, ...], path: str, packed: Packed) -> tuple[
     if first == packed.samples:
         return 0, None
     raise SplitError(
-        explain(
-            f"an array of shape {tuple(shape)} at path {path!r}, beside packed sequences at {packed.path!r}",
-            f"its length is neither that of the tokens ({_totals(packed)}) nor of the sequences "
-            f"({packed.samples})",
-            f"keep it whole with unsplit=({path!r},), or bring the tokens to its first dimension",
-        )
+        f"The array of shape {tuple(shape)} at path {path!r}, beside packed sequences at {packed.path!r}, "
+        f"does not have the length of the tokens ({_totals(packed)}) or of the sequences ({packed.samples}). "
+        f"Keep it whole with unsplit=({path!r},), or bring the tokens to its first dimension."
     )
 
 
@@ -301,16 +290,13 @@ def not_followed(packed: Packed) -> SplitError:
 
     Examples:
         >>> packed = read_packed("", {"cu_seqlens": [0, 5]})
-        >>> "no array beside them has their 5 tokens" in str(not_followed(packed))
+        >>> "has their 5 tokens" in str(not_followed(packed))
         True
     """
     return SplitError(
-        explain(
-            f"offsets of {packed.samples} packed sequences at path {packed.path!r}",
-            f"no array beside them has their {_totals(packed)} tokens",
-            "put the token arrays and their offsets into the same mapping, or declare the offsets in "
-            "unsplit=(...)",
-        )
+        f"No array beside the offsets of {packed.samples} packed sequences at path {packed.path!r} has their "
+        f"{_totals(packed)} tokens. Put the token arrays and their offsets into the same mapping, or declare "
+        "the offsets in unsplit=(...)."
     )
 
 
@@ -321,13 +307,9 @@ def _same_cut(offsets: tuple[int, ...] | None) -> bool:
 
 def _fits_two(shape: tuple[int, ...], path: str, packed: Packed) -> SplitError:
     return SplitError(
-        explain(
-            f"an array of shape {tuple(shape)} at path {path!r}, beside {packed.samples} packed sequences of "
-            f"{_totals(packed)} tokens",
-            "its shape fits both the number of sequences and of tokens, so it is unknown which is cut",
-            f"keep it whole with unsplit=({path!r},), split it by sequences with per_sample=({path!r},), "
-            "or leave out empty sequences",
-        )
+        f"The array of shape {tuple(shape)} at path {path!r} fits both the {packed.samples} packed sequences "
+        f"beside it and their {_totals(packed)} tokens. Keep it whole with unsplit=({path!r},), split it by "
+        f"sequences with per_sample=({path!r},), or leave out empty sequences."
     )
 
 

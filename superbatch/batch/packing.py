@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from heapq import heapreplace
 from typing import Any
 
-from ..errors import InputError, SplitError, explain
+from ..errors import InputError, SplitError
 from ..integers import checked_costs, positive_int
 from .plan import Plan
 from .token_budget import TokenBudget
@@ -112,11 +112,8 @@ def pack(batch: Any, samples: int, budget: TokenBudget) -> Packing:
     tokens, reach = budget.sample_lengths(batch)
     if len(tokens) != samples:
         raise InputError(
-            explain(
-                f"{len(tokens)} lengths from {budget!r} for a batch of {samples} samples",
-                "a token budget needs one length for each sample",
-                "check what lengths= names or returns",
-            )
+            f"{budget!r} gives {len(tokens)} lengths for a batch of {samples} samples. Correct what lengths= "
+            "names or returns: one for each sample."
         )
     costs, fill = (reach, _fill_padded) if budget.padded else (tokens, _fill)
     _refuse_above(costs, budget.tokens)
@@ -166,11 +163,8 @@ def _refuse_above(costs: list[int], budget: int) -> None:
     most = max(costs)
     if most > budget:
         raise SplitError(
-            explain(
-                f"sample {costs.index(most)} with cost {most}, and a budget of {budget} for a micro-batch",
-                "this sample alone is above the budget",
-                "raise the budget, or shorten or leave out the sample",
-            )
+            f"Sample {costs.index(most)} has cost {most}, which is above the budget of {budget} for a "
+            "micro-batch. Raise the budget, or shorten or leave out the sample."
         )
 
 

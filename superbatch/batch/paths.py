@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-from ..errors import InputError, explain
+from ..errors import InputError
 from .containers import array_shape, children, is_flat
 
 _LISTED: Final = 30  # paths that an error text lists before it says how many more there are
@@ -54,15 +54,11 @@ def get(batch: Any, path: str) -> Any:
         (20, 'seven')
     """
     if type(path) is not str:
-        raise InputError(explain(f"path={path!r}", "a path is text", 'write it as in "inputs.labels"'))
+        raise InputError(f'path={path!r} is not text. Write it as in "inputs.labels".')
     found = find(batch, path)
     if found is ABSENT:
         raise InputError(
-            explain(
-                f"path {path!r}",
-                "the batch has no such part",
-                f"use one of the paths there are: {listed_paths(batch)}",
-            )
+            f"The batch has no part at path {path!r}. Use one of its paths: {listed_paths(batch)}."
         )
     return found
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from ..errors import InputError, explain
+from ..errors import InputError
 from .containers import (
     Rebuild,
     array_shape,
@@ -159,13 +159,7 @@ def walked(
     walk = Walk(_declared("unsplit", unsplit), _declared("per_sample", per_sample), _declared("trim", trim))
     for argument, others in [("per_sample", walk.per_sample), ("trim", walk.trim)]:
         for path in sorted(walk.unsplit & others):
-            raise InputError(
-                explain(
-                    f"path {path!r} in unsplit= and in {argument}=",
-                    "a part is one or the other",
-                    "declare it once",
-                )
-            )
+            raise InputError(f"Path {path!r} is in unsplit= and in {argument}=. Declare it once.")
     take = walk.visit(batch, "", None)
     for path in sorted((walk.unsplit | walk.per_sample | walk.trim) - walk.met):
         raise unmet(batch, path)
@@ -338,9 +332,6 @@ def _declared(argument: str, paths: Any) -> frozenset[str]:
         if all(type(name) is str for name in names):
             return frozenset(names)
     raise InputError(
-        explain(
-            f"{argument}={paths!r}",
-            "this is no list or tuple of paths",
-            f'write the paths as text in a tuple, as in {argument}=("labels",)',
-        )
+        f"{argument}={paths!r} is no list or tuple of paths. Write the paths as text in a tuple, as in "
+        f'{argument}=("labels",).'
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from ..errors import InputError, SplitError, explain
+from ..errors import InputError, SplitError
 from .containers import array_shape, is_record, is_scalar, is_torch_packed_sequence, kind_of
 from .paths import ABSENT, Leaf, find, listed_paths
 
@@ -58,20 +58,13 @@ def agreed_length(leaves: Sequence[Leaf]) -> int:
     if not lengths:
         found = ", ".join(repr(leaf.path) for leaf in leaves) or "none"
         raise SplitError(
-            explain(
-                f"a batch with nothing to split (its parts: {found})",
-                "it holds only lone scalars, 0-d arrays and parts declared whole",
-                "pass at least one array or list with one entry for each sample",
-            )
+            "The batch has nothing to split: it holds only lone scalars, 0-d arrays and parts in unsplit= "
+            f"({found}). Pass at least one array or list with one entry for each sample."
         )
     if len({length for _, length in lengths}) > 1:
         raise SplitError(
-            explain(
-                f"parts of different lengths, {described}",
-                "every part that is split needs one entry for each sample",
-                "declare parts without samples in unsplit=(...), and lists of samples of different sizes in "
-                "per_sample=(...)",
-            )
+            f"Parts of the batch differ in length: {described}. Declare parts without samples in "
+            "unsplit=(...), and lists of samples of different sizes in per_sample=(...)."
         )
     samples = lengths[0][1]
     if samples == 0:
@@ -100,11 +93,9 @@ def refuse_hollow_lists(hollow: Sequence[Leaf], samples: int) -> None:
     for leaf in hollow:
         if leaf.length == samples > 1:
             raise SplitError(
-                explain(
-                    f"a list of {leaf.length} containers at path {leaf.path!r}, beside {samples} samples",
-                    "nothing in it can be split, but it may hold one entry for each sample",
-                    f"declare per_sample=({leaf.path!r},) or unsplit=({leaf.path!r},)",
-                )
+                f"Nothing in the list of {leaf.length} containers at path {leaf.path!r} can be split, but it "
+                f"may hold one entry for each of the {samples} samples. Declare per_sample=({leaf.path!r},) "
+                f"or unsplit=({leaf.path!r},)."
             )
 
 
@@ -120,17 +111,16 @@ def unmet(batch: Any, path: str) -> InputError:
 
     Examples:
         >>> print(unmet({"x": 1}, "y"))
-        declared path 'y': the batch has no such part. Use one of the paths there are: 'x'.
+        The batch has no part at the declared path 'y'. Use one of the paths there are: 'x'.
     """
     if find(batch, path) is ABSENT:
-        remedy = f"use one of the paths there are: {listed_paths(batch)}"
-        return InputError(explain(f"declared path {path!r}", "the batch has no such part", remedy))
-    return InputError(
-        explain(
-            f"declared path {path!r}",
-            "it lies inside a part that is declared too, or that is split as one",
-            "declare either the outer or the inner part",
+        return InputError(
+            f"The batch has no part at the declared path {path!r}. Use one of the paths there are: "
+            f"{listed_paths(batch)}."
         )
+    return InputError(
+        f"The declared path {path!r} lies inside a part that is declared too, or that is split as one. "
+        "Declare either the outer or the inner part."
     )
 
 
@@ -159,11 +149,8 @@ def listed_length(value: Any, path: str) -> int:
     if sliceable and not (is_scalar(value) or is_record(value) or isinstance(value, Mapping)):
         return len(value)
     raise InputError(
-        explain(
-            f"per_sample=({path!r},), which names a {kind.__name__}",
-            "only a list, tuple or array has one entry for each sample",
-            f"name the lists themselves; inside it there are: {listed_paths(value, path)}",
-        )
+        f"per_sample=({path!r},) names a {kind.__name__}, and only a list, tuple or array has one entry for "
+        f"each sample. Name the lists themselves; inside it there are: {listed_paths(value, path)}."
     )
 
 
@@ -178,28 +165,22 @@ def unknown(value: Any, path: str) -> SplitError:
         The error; torch's PackedSequence is refused by its name.
 
     Examples:
-        >>> "type builtins.object at path 'graph'" in str(unknown(object(), "graph"))
+        >>> "The builtins.object at path 'graph'" in str(unknown(object(), "graph"))
         True
     """
     if is_torch_packed_sequence(value):
         return SplitError(
-            explain(
-                f"a PackedSequence at path {path!r}",
-                "its data are interleaved by time, so no slice of it is a sample",
-                "pass padded sequences with their lengths and pack them in loss_fn, or pass the sequences "
-                "end to end with their offsets as cu_seqlens",
-            )
+            f"The PackedSequence at path {path!r} is interleaved by time, so no slice of it is a sample. "
+            "Pass padded sequences with their lengths and pack them in loss_fn, or pass the sequences end "
+            "to end with their offsets as cu_seqlens."
         )
     kind = kind_of(value)
     outer, _, last = path.rpartition(".")
     listed = outer if last.isdigit() else path  # most often an entry of a list of samples
     return SplitError(
-        explain(
-            f"an object of type {kind.__module__}.{kind.__qualname__} at path {path!r}",
-            "it is neither an array, a container nor a plain scalar, so it is not known how to split it",
-            f"declare unsplit=({path!r},) to give it to every micro-batch, or per_sample=({listed!r},) for a "
-            "list with one entry for each sample",
-        )
+        f"The {kind.__module__}.{kind.__qualname__} at path {path!r} is no array, container or "
+        f"plain scalar, and cannot be split. Declare unsplit=({path!r},) to give it to every micro-batch, or "
+        f"per_sample=({listed!r},) for a list with one entry for each sample."
     )
 
 
@@ -223,17 +204,12 @@ def unsliceable(value: Any, path: str, error: Exception, *, ordered: bool = Fals
     said = str(error).partition("\n")[0][:200]
     if ordered:
         return SplitError(
-            explain(
-                f"a {kind.__module__}.{kind.__qualname__} at path {path!r}, in a window that is sorted",
-                f"a list of its samples cannot be taken ({type(error).__name__}: {said})",
-                "pass a tensor, a NumPy array or a list, or leave out sort=True",
-            )
+            f"The samples of the {kind.__module__}.{kind.__qualname__} at path {path!r} cannot be sorted "
+            f"({type(error).__name__}: {said}). Pass a tensor, a NumPy array or a list, or leave out "
+            "sort=True."
         )
     return SplitError(
-        explain(
-            f"a {kind.__module__}.{kind.__qualname__} at path {path!r}",
-            f"it cannot be sliced along its first dimension ({type(error).__name__}: {said})",
-            f"make it dense or padded, pass a list of samples with per_sample=({path!r},), or keep it whole "
-            f"with unsplit=({path!r},)",
-        )
+        f"The {kind.__module__}.{kind.__qualname__} at path {path!r} cannot be sliced along its first "
+        f"dimension ({type(error).__name__}: {said}). Make it dense or padded, pass a list of samples with "
+        f"per_sample=({path!r},), or keep it whole with unsplit=({path!r},)."
     )

@@ -76,7 +76,7 @@ def split(
         The micro-batches; arrays in them are views of the batch where the framework slices to views.
 
     Raises:
-        InputError: when microbatch_size is neither a positive int nor a TokenBudget, a TokenBudget's lengths
+        InputError: when microbatch_size is not a positive int or a TokenBudget, a TokenBudget's lengths
             are not one int for each sample, or a declared path is not in the batch.
         SplitError: when the batch cannot be split (see `tree.plan`), or one sample is above the budget.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final, NamedTuple, cast
 
-from ..errors import InputError, explain
+from ..errors import InputError
 from ..integers import checked_costs, positive_int
 from .containers import array_shape
 from .packed import OFFSETS, read_offsets
@@ -58,7 +58,7 @@ class TokenBudget:
             whose result padding at the end adds nothing.
 
     Raises:
-        InputError: when tokens is no positive int, lengths neither a path nor a function, or another argument
+        InputError: when tokens is no positive int, lengths is not a path or a function, or another argument
             has the wrong type.
 
     Examples:
@@ -81,25 +81,19 @@ class TokenBudget:
         object.__setattr__(self, "tokens", positive_int("tokens", self.tokens))
         if not (self.lengths is None or isinstance(cast("Any", self.lengths), str) or callable(self.lengths)):
             raise InputError(
-                explain(
-                    f"lengths={self.lengths!r}",
-                    "this is neither a path nor a function",
-                    'pass a path such as "lengths", or a function of the batch that returns a list of ints',
-                )
+                f"lengths={self.lengths!r} is not a path or a function. "
+                'Pass a path such as "lengths", or a function of the batch that returns a list of ints.'
             )
         for name, value in [("padded", self.padded), ("sort", self.sort)]:
             if type(cast("Any", value)) is not bool:
-                raise InputError(explain(f"{name}={value!r}", "it is on or off", "pass True or False"))
+                raise InputError(f"{name}={value!r} is not a bool. Pass True or False.")
         paths: Any = self.trim
         if not isinstance(paths, (tuple, list)) or any(
             type(path) is not str for path in cast("list[Any]", paths)
         ):
             raise InputError(
-                explain(
-                    f"trim={paths!r}",
-                    "this is no tuple of paths",
-                    'write the paths as text in a tuple, as in trim=("input_ids", "labels")',
-                )
+                f"trim={paths!r} is no tuple of paths. "
+                'Write the paths as text in a tuple, as in trim=("input_ids", "labels").'
             )
         object.__setattr__(self, "trim", tuple(self.trim))
 
@@ -185,12 +179,8 @@ def find_lengths(batch: Any) -> str:
         else f"no part of the batch has a well-known name ({', '.join(WELL_KNOWN)}) and holds lengths"
     )
     raise InputError(
-        explain(
-            "a TokenBudget without lengths=",
-            wrong,
-            "name one of the paths there are, or pass a function of the batch that returns one int for each "
-            f"sample: {listed_paths(batch)}",
-        )
+        f"TokenBudget without lengths= does not know how long a sample is: {wrong}. Name one of the paths of "
+        f"the batch, or pass a function of it that returns one int for each sample: {listed_paths(batch)}."
     )
 
 
@@ -205,11 +195,9 @@ def _may_be_lengths(name: str, part: Any) -> bool:
 def _of_mask(mask: Any, path: str, *, reach: bool) -> Lengths:
     if not bool(((mask == 0) | (mask == 1)).all()):
         raise InputError(
-            explain(
-                f"lengths={path!r}, which names an array of shape {tuple(mask.shape)}",
-                "a 2-d array of lengths must be a mask of zeros and ones",
-                'name the lengths, the mask (such as "attention_mask") or the offsets of the samples',
-            )
+            f"lengths={path!r} names an array of shape {tuple(mask.shape)} that is no mask of zeros and "
+            "ones. "
+            'Name the lengths, the mask (such as "attention_mask") or the offsets of the samples.'
         )
     tokens = [int(count) for count in mask.sum(-1).tolist()]
     if not reach:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from ..errors import InputError, explain
+from ..errors import InputError
 from .containers import array_shape, children, is_scalar, is_torch_packed_sequence, rebuilder
 from .paths import Leaf as Leaf
 from .paths import get as get
@@ -96,11 +96,8 @@ def take(
     planned = plan(batch, unsplit=unsplit, per_sample=per_sample)
     if type(start) is not int or type(stop) is not int or not 0 <= start < stop <= planned.samples:
         raise InputError(
-            explain(
-                f"start={start!r}, stop={stop!r} for a batch of {planned.samples} samples",
-                "this is no range of at least one sample of the batch",
-                "pass ints with 0 <= start < stop <= samples",
-            )
+            f"start={start!r}, stop={stop!r} is no range of a batch of {planned.samples} samples. Pass "
+            "ints with 0 <= start < stop <= samples."
         )
     return planned.take(start, stop)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..errors import InputError, SplitError, explain
+from ..errors import InputError, SplitError
 from .containers import array_shape, kind_of
 from .packed import Samples, Take
 
@@ -63,21 +63,19 @@ def check_trimmed(node: Any, path: str, *, packed: bool) -> int:
     Examples:
         >>> check_trimmed([1, 2], "labels", packed=False)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        superbatch.errors.InputError: trim=('labels',), which names a list: ...
+        superbatch.errors.InputError: trim=('labels',) names a list, ...
     """
     shape = array_shape(node)
     if shape is not None and len(shape) >= 2 and not packed:
         return shape[1]
     named = f"a {kind_of(node).__name__}" if shape is None else f"an array of shape {tuple(shape)}"
     wrong = (
-        "packed sequences have no padding" if packed else "only arrays of shape (samples, length, ...) have"
+        "packed sequences have no padding"
+        if packed
+        else "only arrays of shape (samples, length, ...) have padding that can be cut off"
     )
     raise InputError(
-        explain(
-            f"trim=({path!r},), which names {named}",
-            wrong if packed else f"{wrong} padding that can be cut off",
-            "name the padded arrays, such as input_ids and labels",
-        )
+        f"trim=({path!r},) names {named}, and {wrong}. Name the padded arrays, such as input_ids and labels."
     )
 
 
@@ -96,11 +94,9 @@ def check_widths(widths: Mapping[str, int]) -> None:
     if len(set(widths.values())) > 1:
         listed = ", ".join(f"{path!r}: {width}" for path, width in widths.items())
         raise InputError(
-            explain(
-                f"trim= names parts that are padded to different lengths ({listed})",
-                "what is behind a sample's end in one of them is not in another",
-                "name only parts of which lengths= counts the positions",
-            )
+            f"trim= names parts that are padded to different lengths ({listed}), so a cut behind a sample's "
+            "end in one of them is no cut in another. Name only parts of which lengths= counts the "
+            "positions."
         )
 
 
@@ -114,9 +110,7 @@ def _is_padding(rest: Any) -> bool:
 
 def _more_than_padding(path: str, longest: int, width: int) -> SplitError:
     return SplitError(
-        explain(
-            f"trim=({path!r},) in a micro-batch whose longest sample has {longest} of {width} positions",
-            f"behind them {path!r} holds more than padding, which would be lost",
-            f"check that lengths= counts every position of {path!r} that matters, or leave it out of trim=",
-        )
+        f"trim=({path!r},) would lose values: the longest sample of a micro-batch has {longest} of {width} "
+        f"positions, and behind them {path!r} holds more than padding. Check that lengths= counts every "
+        f"position of {path!r} that matters, or leave it out of trim=."
     )

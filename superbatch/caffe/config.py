@@ -32,6 +32,7 @@ def float32(value: float) -> float:
         >>> float32(0.1)
         0.10000000149011612
     """
+    # Without it, trajectories differ from Caffe's by 1e-8 from the first update on.
     try:
         return float(struct.unpack("f", struct.pack("f", value))[0])
     except OverflowError:

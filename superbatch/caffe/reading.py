@@ -272,6 +272,7 @@ _ONE: dict[str, _Read | None] = {
     "snapshot_format": _enum(("HDF5", "BINARYPROTO")),
     "solver_mode": _enum(("CPU", "GPU")),
     "solver_type": _enum(("SGD", "NESTEROV", "ADAGRAD", "RMSPROP", "ADADELTA", "ADAM"), TYPES),
+    # Parsed, their fields unchecked: the schema of layers is Caffe itself.
     **dict.fromkeys(("net_param", "train_net_param", "train_state")),
 }
 _REPEATED: dict[str, _Read | None] = {

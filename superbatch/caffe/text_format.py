@@ -166,7 +166,7 @@ class _Reader:
             try:
                 return Scalar(token, text.decode())
             except UnicodeDecodeError as error:
-                raise wrong_token(token, "the string is no UTF-8", "mend its escapes") from error
+                raise wrong_token(token, "the string is no UTF-8", "correct its escapes") from error
         if token.kind not in ("name", "number"):
             raise wrong_token(
                 token, f"{shortened(name.text)} has no value here", "write a number, a word or a string"
@@ -201,6 +201,7 @@ def _unescape(token: Token) -> bytes:
             return _LETTERS[letter]
         if letter is not None and letter in b"\\'\"?":
             return letter
+        # As protobuf does in C++, which Caffe uses; in Python it takes them.
         raise wrong_token(
             token, f"the string has the unknown escape {match.group().decode()}", r"write \\ for a backslash"
         )

@@ -120,7 +120,7 @@ def _token(text: str, place: int, line: int, column: int) -> Token:
                 column,
                 f"{shortened(number.text + after)!r}...",
                 "it begins like a number",
-                "mend the number",
+                "correct the number",
             )
         return number
     if character in "\"'":

@@ -8,6 +8,7 @@ weight that is negative makes the total NaN instead, and the NaN is in every gra
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -72,6 +73,11 @@ def as_weight(weight: Any, where: str) -> Any:
         >>> as_weight(3, "weight").dtype.name
         'int32'
     """
+    if isinstance(weight, Mapping):
+        raise InputError(
+            f"{where} is a mapping with the names {list(weight)}, and one number is needed. Several losses "
+            "with weights of their own are divided in value_and_grad: pass it weight={name: ...}."
+        )
     array = jnp.asarray(weight)
     if array.shape != () or jnp.issubdtype(array.dtype, jnp.complexfloating):
         raise InputError(

@@ -15,8 +15,9 @@ import jax
 import numpy as np
 
 from ..errors import CoupledSamplesError, LossSpecError
-from .loop import Call
-from .probe import Draw, Evaluated, Evidence, Programs, evidence
+from .loop import Arguments, Call
+from .probe import Draw, Evaluated, Evidence, Programs, evidence, inputs_of
+from .programs import needed
 from .roles import is_array, is_key, leaves_of
 
 MOST_ELEMENTS = 2**26  # made-up values: 0.5 GB in float64
@@ -52,15 +53,78 @@ def check_once(call: Call, checked: Checked) -> None:
     draws: list[Draw] = ["counts"] if traced else ["real", "counts"]
     if any(mode == "rows" and np.issubdtype(leaf.dtype, np.signedinteger) for leaf, mode in _rows_of(call)):
         draws.append("ignored")
+    doubted: set[str] = set()
     for draw in draws:
+        doubted |= _check_on(call, draw, programs, doubted)
+
+
+def _check_on(call: Call, draw: Draw, programs: Programs, doubted: set[str]) -> set[str]:
+    """Raise what the values of one draw contradict; return the terms that may still agree on real ones."""
+    wrong = _contradicted(call, draw, programs)
+    if wrong is None and draw == "counts" and _small(call, draw, programs) is None:
+        draw = "fractions"  # zeros may have had no logarithm
         wrong = _contradicted(call, draw, programs)
-        if wrong is None and draw == "counts" and _small(call, draw, programs) is None:
-            wrong = _contradicted(call, "fractions", programs)  # zeros may have had no logarithm
-        if wrong is not None:
-            error, explained = _error(call, *wrong)
-            # In a training a mask agrees with a number of tokens; where they are made up it does not.
-            if draw == "real" or not (explained and call.options.weight is not None):
-                raise error
+    excused: set[str] = set()
+    for term in [] if wrong is None else wrong_terms(call, wrong[0]):
+        assert wrong is not None
+        error, counts = _error(call, term, *wrong)
+        if draw == "real" or counts is None or not _may_agree(call, term, counts, draw, doubted):
+            raise error
+        if draw == "counts":
+            excused.add(term)
+    return excused
+
+
+def _may_agree(call: Call, term: str, counts: str, draw: Draw, doubted: set[str]) -> bool:
+    """Tell whether real values may agree with a weight that made-up ones contradict.
+
+    In a training a mask agrees with a number of tokens; where they are made up it does not. But a weight that
+    reads no values is a number of rows. And one that reads the array that the loss counts, and no other,
+    counts it otherwise.
+
+    Args:
+        call: with the weight.
+        term: of the loss.
+        counts: label of the array that the loss counts; "" for rows, "?" where it is not known.
+        draw: the values that contradict it.
+        doubted: terms that zeros and ones contradict: to have less than 0 in an array is not for every array.
+    """
+    if call.options.weight_of(term) is None:
+        return False
+    read = leaves_read(call, term)
+    if not read:
+        return False
+    return read != {counts} or not (draw == "counts" or term in doubted)
+
+
+def leaves_read(call: Call, term: str) -> set[str]:
+    """Return the labels of the batch's arrays whose values a weight depends on.
+
+    Parameters, other arguments and arrays that it closes over are "elsewhere".
+    """
+    rows = _rows(call.roles.samples, _few(call))
+    inputs = inputs_of(call, rows, "counts", wide=False)
+    labels = [
+        label for argument in call.roles.others for label, _, mode in leaves_of(argument) if mode == "rows"
+    ]
+
+    def program(*split: Any) -> Any:
+        given = iter(split)
+        values = [
+            next(given) if cut else value for value, cut in zip(inputs.values, inputs.split, strict=True)
+        ]
+        args, kwargs = inputs.structure.unflatten(values)
+        weight = call.weight_of(len(rows), args, kwargs)
+        if call.options.weight_of(term) == "returned":
+            weight = call.evaluate(Arguments(args, kwargs, weight)).weight
+        return weight[term] if term else weight
+
+    arrays = [value for value, cut in zip(inputs.values, inputs.split, strict=True) if cut]
+    # Traced, not run: what a weight reads does not depend on the values.
+    jaxpr = jax.make_jaxpr(program)(*arrays).jaxpr
+    wanted = needed(jaxpr)[1]
+    read = {label for label, variable in zip(labels, jaxpr.invars, strict=True) if variable in wanted}
+    return read if wanted.isdisjoint(jaxpr.constvars) else read | {"elsewhere"}
 
 
 def _contradicted(
@@ -115,7 +179,7 @@ def _rows(samples: int, sizes: Sequence[int]) -> np.ndarray:
 
 
 def _sum_of(
-    factors: Sequence[float], parts: Sequence[Evaluated], term: int
+    factors: Sequence[float], parts: Sequence[Evaluated], term: str
 ) -> tuple[float, list[np.ndarray]]:
     """The sum of losses and of gradients with these factors; a factor of 0 leaves a NaN out."""
     kept = [(factor, part) for factor, part in zip(factors, parts, strict=True) if factor]
@@ -124,13 +188,13 @@ def _sum_of(
     return loss, [sum((f * p.gradients[term][i] for f, p in kept), start=np.zeros(())) for i in leaves]
 
 
-def agrees(found: Evidence, factors: Sequence[float], term: int = 0, *, of_whole: float = 1.0) -> bool:
+def agrees(found: Evidence, factors: Sequence[float], term: str, *, of_whole: float = 1.0) -> bool:
     """Tell whether parts with these factors give the whole, times a factor: the loss and every gradient.
 
     Args:
         found: the whole and the parts.
         factors: of the parts.
-        term: 0 for the loss, 1 for the extra term.
+        term: its name; "" for one loss.
         of_whole: factor of the whole.
     """
     loss, gradients = _sum_of(factors, found.parts, term)
@@ -155,71 +219,95 @@ def shares(weights: Sequence[float]) -> list[float]:
     return [weight / total if total else 0.0 for weight in weights]
 
 
-def wrong_terms(call: Call, found: Evidence) -> list[int]:
-    """Return the terms (0: the loss, 1: the extra term) for which the declaration does not hold."""
-    weights = [part.weight for part in found.parts]
+def wrong_terms(call: Call, found: Evidence) -> list[str]:
+    """Return the terms for which the declaration does not hold; one loss has the name ""."""
     wrong = []
-    if sum(weights) > 0 and min(weights) >= 0:
-        if call.options.reduction == "mean":
-            right = agrees(found, shares(weights))
-        else:
-            right = agrees(found, [1.0] * len(weights))
-        if not right or abs(sum(weights) - found.whole.weight) > ADDITIVE * sum(weights):
-            wrong.append(0)
-    if len(found.whole.losses) > 1 and not agrees(found, shares([p.samples for p in found.parts]), 1):
-        wrong.append(1)
+    for term in found.whole.losses:
+        weights = [part.weights[term] for part in found.parts]
+        if sum(weights) <= 0 or min(weights) < 0:
+            continue
+        mean = call.options.reduction_of(term) == "mean"
+        if not agrees(found, shares(weights) if mean else [1.0] * len(weights), term) or _not_additive(
+            found, term
+        ):
+            wrong.append(term)
     return wrong
 
 
+def _not_additive(found: Evidence, term: str) -> bool:
+    total = sum(part.weights[term] for part in found.parts)
+    return abs(total - found.whole.weights[term]) > ADDITIVE * total
+
+
+def _typed(term: str, option: str, value: str) -> str:
+    """An option as it is typed, for one loss or for a term."""
+    return f"{option}={{{term!r}: {value}, ...}}" if term else f"{option}={value}"
+
+
 def _error(
-    call: Call, found: Evidence, draw: Draw, sizes: Sequence[int], rows: np.ndarray
-) -> tuple[LossSpecError | CoupledSamplesError, bool]:
-    """The error for evidence against the declaration, and whether it is a matter of weights alone."""
-    term = wrong_terms(call, found)[0]
-    name = "extra term" if term else "loss"
-    weights = [part.weight for part in found.parts]
-    listed = ", ".join(f"{part.losses[term]:.6g} (weight {part.weight:g})" for part in found.parts[:3])
+    call: Call, term: str, found: Evidence, draw: Draw, sizes: Sequence[int], rows: np.ndarray
+) -> tuple[LossSpecError | CoupledSamplesError, str | None]:
+    """The error for evidence against a term's declaration, and what the loss counts.
+
+    That is None where it is no matter of weights alone, "" for rows, "?" where it is not known.
+    """
+    name = f"term {term!r}" if term else "loss"
+    weights = [part.weights[term] for part in found.parts]
+    listed = ", ".join(f"{part.losses[term]:.6g} (weight {part.weights[term]:g})" for part in found.parts[:3])
     more = f" and {len(weights) - 3} more" if len(weights) > 3 else ""
     made = "; the values are made up, as inside jax.jit there are no others" if draw != "real" else ""
     given = (
         f"of {found.whole.samples} rows it is {found.whole.losses[term]:.6g}, of parts {listed}{more}{made}"
     )
-    mean = 'reduction="mean", ' if call.options.reduction == "sum" else ""
-    if not term and abs(sum(weights) - found.whole.weight) > ADDITIVE * sum(weights):
+    is_sum = call.options.reduction_of(term) == "sum"
+    mean = _typed(term, "reduction", '"mean"') + ", " if is_sum else ""
+    if _not_additive(found, term):
         parts = " + ".join(f"{weight:g}" for weight in weights)
+        of_term = f" of the {name}" if term else ""
         return LossSpecError(
-            f"Weights do not add up: {found.whole.samples} rows weigh {found.whole.weight:g}, their parts "
-            f"{parts}. Let the weight be a count or a sum, not a mean or a constant."
-        ), False
-    if not term and not mean and agrees(found, [1.0] * len(weights)):
-        return LossSpecError(f'The loss is a sum, not a mean: {given}. Pass reduction="sum".'), False
-    if not term and mean and agrees(found, shares(weights)):
-        return LossSpecError(f'The loss is a mean, not a sum: {given}. Pass reduction="mean".'), False
-    if (text := None if term else counted(call, found)) is not None:
+            f"Weights{of_term} do not add up: {found.whole.samples} rows weigh "
+            f"{found.whole.weights[term]:g}, their parts {parts}. Let the weight be a count or a sum, not a "
+            "mean or a constant."
+        ), None
+    if not is_sum and agrees(found, [1.0] * len(weights), term):
+        wanted = _typed(term, "reduction", '"sum"')
+        return LossSpecError(f"The {name} is a sum, not a mean: {given}. Pass {wanted}."), None
+    if is_sum and agrees(found, shares(weights), term):
+        wanted = _typed(term, "reduction", '"mean"')
+        return LossSpecError(f"The {name} is a mean, not a sum: {given}. Pass {wanted}."), None
+    if (count := counted(call, found, term)) is not None:
+        text, label = count
         return LossSpecError(
-            f"The loss is a mean over something else than its weight counts: {given}. "
-            f"Pass {mean}weight={text}."
-        ), True
+            f"The {name} is a mean over something else than its weight counts: {given}. "
+            f"Pass {mean}{_typed(term, 'weight', text)}."
+        ), label
     if (table := _table(call, draw, sizes, rows)) is not None:
         return LossSpecError(
             f"{table!r} is cut like the rows of the batch, and the {name} needs the whole of it: {given}. "
             f"Pass unsplit=({table!r},)."
-        ), False
+        ), None
     if _some_weights(found, term):
+        wanted = _typed(term, "weight", '"returned"')
         return LossSpecError(
             f"The {name} is a mean over a count that the batch does not show: {given}. "
-            f'Return (loss, count) from the function and pass {mean}weight="returned".'
-        ), True
+            f"Return (loss, count){f' for {term!r}' if term else ''} from the function and pass "
+            f"{mean}{wanted}."
+        ), "?"
     return CoupledSamplesError(
         f"No weight explains the {name}: {given}. Samples influence each other (BatchNorm in training, "
-        "contrastive losses, balancing of experts), or it draws random numbers that come from no key "
-        "argument, or its terms are means over different counts. Use remat_map for a loss over embeddings, "
-        'return such terms apart with weight="returned", or accept the loss per micro-batch with check=False.'
-    ), False
+        "pmean under jax.vmap, contrastive losses, balancing of experts), or it draws random numbers that "
+        "come from no key argument, or its terms are means over different counts. Use remat_map for a loss "
+        'over embeddings, return such terms by name, as in {"tokens": (sum, count), "rows": (mean, rows)} '
+        'with weight="returned", or accept the loss per micro-batch with check=False.'
+    ), None
 
 
-def counted(call: Call, found: Evidence) -> str | None:
-    """Return a weight that explains the loss, as it is typed: a count or sum over an array of the batch."""
+def counted(call: Call, found: Evidence, term: str) -> tuple[str, str] | None:
+    """Return a weight that explains a term, as it is typed: a count or sum over an array of the batch.
+
+    Returns:
+        The text, and the label of the array ("" where rows explain it).
+    """
     labels = [
         label
         for argument in call.roles.others
@@ -234,15 +322,15 @@ def counted(call: Call, found: Evidence) -> str | None:
         ("({} >= 0).sum()", lambda array: (array >= 0).sum()),
         ("({} > 0).sum()", lambda array: (array > 0).sum()),
     )
-    plain = shares([part.weight for part in found.parts])
+    plain = shares([part.weights[term] for part in found.parts])
     samples = [part.samples for part in found.parts]
-    if agrees(found, shares(samples)) and plain != shares(samples):
-        return "None"
+    if agrees(found, shares(samples), term) and plain != shares(samples):
+        return "None", ""
     for number, label in enumerate(labels):
         for text, count in ways:
             weights = [float(np.real(count(part.rows[number]))) for part in found.parts]
-            if min(weights) >= 0 and sum(weights) > 0 and agrees(found, shares(weights)):
-                return f"lambda {names}: {text.format(label)}"
+            if min(weights) >= 0 and sum(weights) > 0 and agrees(found, shares(weights), term):
+                return f"lambda {names}: {text.format(label)}", label
     return None
 
 
@@ -250,7 +338,7 @@ def _table(call: Call, draw: Draw, sizes: Sequence[int], rows: np.ndarray) -> st
     """The label of a split leaf which has to be whole for the declaration to hold."""
     number, programs = -1, Programs()
     by_place = {argument.where: argument for argument in call.roles.others}
-    for where, argument in [*enumerate(call.args), *call.kwargs.items()]:
+    for where, argument in [*enumerate(call.args), *sorted(call.kwargs.items())]:  # as `probe.inputs_of` does
         if where not in by_place:
             number += len(jax.tree.leaves(argument))
             continue
@@ -262,15 +350,18 @@ def _table(call: Call, draw: Draw, sizes: Sequence[int], rows: np.ndarray) -> st
             again = evidence(call, sizes, rows, draw, programs, frozenset([number]))
             if again is None or wrong_terms(call, again):
                 continue
-            if not all(
-                agrees(again, [float(k == part) for k in range(len(sizes))]) for part in range(len(sizes))
-            ):
+            if any(_differs(again, part, term) for part in range(len(sizes)) for term in again.whole.losses):
                 dotted = jax.tree_util.keystr(path, simple=True, separator=".")
                 return dotted or by_place[where].name or str(where)
     return None
 
 
-def _some_weights(found: Evidence, term: int) -> bool:
+def _differs(found: Evidence, part: int, term: str) -> bool:
+    """Tell whether a part alone is another loss than the whole."""
+    return not agrees(found, [float(number == part) for number in range(len(found.parts))], term)
+
+
+def _some_weights(found: Evidence, term: str) -> bool:
     """Tell whether any positive weights of the parts explain the gradient of the whole."""
     stacked = [np.concatenate([leaf.ravel() for leaf in part.gradients[term]]) for part in found.parts]
     whole = np.concatenate([leaf.ravel() for leaf in found.whole.gradients[term]])

@@ -22,14 +22,25 @@ def refuse_what_has_no_gradient(place: int, argument: Any) -> None:
     Examples:
         >>> refuse_what_has_no_gradient(0, {"w": jnp.ones(2), "scale": 1.0})
     """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(argument):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(argument, is_leaf=_is_state_of_nnx):
         number = isinstance(leaf, float | complex)
-        if number or (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)):
+        is_state = _is_state_of_nnx(leaf)
+        if not is_state and (number or (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact))):
             continue
-        what = f"of dtype {leaf.dtype}" if is_array(leaf) else f"a {type(leaf).__name__}"
+        what = f"a {type(leaf).__name__}" if is_state or not is_array(leaf) else f"of dtype {leaf.dtype}"
         raise InputError(
             f"argument {place}{jax.tree_util.keystr(path)} is {what}, which has no gradient. Pass the "
             "parameters alone. flax.nnx: graphdef, params, rest = nnx.split(model, nnx.Param, ...), and in "
             "the function model = nnx.merge(graphdef, params, rest, copy=True). Equinox: params, rest = "
             "eqx.partition(model, eqx.is_inexact_array), and model = eqx.combine(params, rest)."
         )
+
+
+def _is_state_of_nnx(node: Any) -> bool:
+    """Tell whether this is a variable of flax.nnx that the forward moves, as running statistics.
+
+    To JAX a module is a pytree of floats. Differentiated as it is, an optimizer would move the statistics,
+    and what the forward writes to them would be lost.
+    """
+    kinds = [kind for kind in type(node).__mro__ if kind.__module__.startswith("flax.nnx")]
+    return any(kind.__name__ in ("BatchStat", "Cache") for kind in kinds)

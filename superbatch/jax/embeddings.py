@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from .arithmetic import sum_dtype
-from .roles import count_rows, part_of, with_modes
+from .parts import part_of
+from .roles import count_rows, with_modes
 from .splitting import Layout, check_split, groups, rows_in_order
 
 
@@ -65,7 +66,7 @@ def remat_map(
     # The loop sums cotangents in the dtype of what it closes over, so parameters enter it wide.
     wide = jax.tree.map(lambda leaf, dtype: jnp.asarray(leaf, sum_dtype(dtype)), params, own)
     found = []
-    (argument,) = with_modes([(1, "batch", batch)], [1], ())
+    (argument,) = with_modes([(1, "batch", batch)], {1: 0}, ())
     for group in groups(count_rows([argument]), microbatch_size=microbatch_size):
         cut = part_of(argument, group, layout, None)
 

@@ -11,16 +11,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import normalize
-from ..errors import InputError, LossSpecError, explain
-from . import arithmetic, loop
+from ..errors import LossSpecError, explain
+from . import arithmetic, loop, terms
+from .axes import Axes
 from .check import Checked, check_once
+from .collectives import refuse_own_reductions
 from .differentiated import refuse_what_has_no_gradient
 from .loop import Call, PerMicrobatch
-from .options import Aux, NonFinite, Options, Positions, Weight, checked, named
+from .options import Aux, NonFinite, Options, Positions, Reduction, Weight, checked, named
 from .roles import roles_of
 from .sharding import AxisName, names, summed, varying
-from .splitting import Layout, groups, rows_in_order
+from .splitting import Layout, groups, refuse_more_than_there_are, rows_in_order
 from .state_in_aux import refuse_state_in_aux
 from .stats import Stats, noise_sums
 
@@ -31,12 +32,14 @@ def value_and_grad(
     *,
     microbatch_size: int | None = None,
     steps: int | None = None,
+    num_real_microbatches: Any = None,
     weight: Weight = None,
-    reduction: normalize.Reduction = "mean",
+    reduction: Reduction = "mean",
     has_aux: bool = False,
     aux: Aux = "stack",
     batch_argnums: Positions = 1,
     batch_argnames: str | Sequence[str] = (),
+    in_axes: Axes = 0,
     unsplit: int | str | Sequence[int | str] = (),
     rng_argnum: int | None = None,
     carry_argnum: int | None = None,
@@ -59,18 +62,24 @@ def value_and_grad(
         argnums: the positions that are differentiated, as in `jax.value_and_grad`.
         microbatch_size: rows of a micro-batch; the rest is a tail of its true size, without padding.
         steps: instead, the number of near-equal micro-batches.
+        num_real_microbatches: how many are computed, from the first on: an int, or an integer of the program.
+            The rows of the others are padding; in aux they are zeros. It needs ``layout="contiguous"``.
         weight: how much a micro-batch counts: None for its rows; a function of it (of the arguments that
             are split, as they are passed) -> scalar; or ``"returned"``, where `fun` returns ``(loss,
-            weight)``, or ``(loss, weight, extra)`` with a term that is a mean over rows and not over what
-            the weight counts: it counts ``n_i / N``. Where the weight depends on the model's output, an extra
-            term costs a second forward.
-        reduction: what `fun` returns: ``"mean"`` or ``"sum"`` over what the weight counts.
+            weight)``. Several losses, each with a total weight of its own: a mapping from names to one of
+            these, and `fun` returns a mapping from the same names to losses (to ``(loss, weight)`` where the
+            weight is ``"returned"``). With ``"returned"`` alone `fun` names them: a mapping from names to
+            ``(loss, weight)``. Weights that depend on the model's output then cost a second forward.
+        reduction: what `fun` returns: ``"mean"`` or ``"sum"`` over what the weight counts; for several
+            losses one for all, or a mapping.
         has_aux: `fun` returns ``(loss, aux)`` (with a weight ``((loss, weight), aux)``).
         aux: ``"stack"``: aux with a new leading axis, one entry for each micro-batch; ``"concat"``: its
             arrays have one entry for each row, put together in the order of the batch.
         batch_argnums: the positions that are split: trees of arrays with one row for each sample. Scalars in
             them are given to every micro-batch.
         batch_argnames: the keyword arguments that are split, beside them.
+        in_axes: the axis of the rows, as in `jax.vmap`: an int for all, or an entry for each argument of
+            batch_argnums, then of batch_argnames: an int, None (unsplit), or a tree of these.
         unsplit: what every micro-batch gets whole though it has as many rows as the batch, or lies in the
             batch: a position, a name, or a path in the batch, such as ``"table"``. Any other array with as
             many rows as the batch must be split.
@@ -78,9 +87,9 @@ def value_and_grad(
             So it does of every typed key (`jax.random.key`) in other arguments that is not in `unsplit`.
         carry_argnum: the position of a state that goes from one micro-batch to the next (batch statistics).
             `fun` returns ``(loss, state)``, with has_aux ``(loss, (aux, state))``.
-        axis_name: the axes of `jax.shard_map` over which the batch is spread. Loss and gradient are those
-            of the whole batch on all devices, by one reduction after the loop. Random keys differ between
-            devices; aux and state are those of each device.
+        axis_name: the axes of `jax.shard_map` (or `jax.vmap`) over which the batch is spread. Loss and
+            gradient are those of the whole batch on all devices, by one reduction after the loop: `fun`
+            has none of its own. Random keys differ between devices; aux and state are those of each device.
         layout: ``"strided"`` deals rows out in turn and leaves sharded rows where they are; ``"contiguous"``
             cuts blocks.
         accumulator_dtype: gradients are summed in ``"auto"``: float32 or wider; None: their own dtype; or
@@ -120,11 +129,13 @@ def value_and_grad(
             argnums=argnums,
             batch_argnums=batch_argnums,
             batch_argnames=named("batch_argnames", batch_argnames, (str,)),
+            in_axes=in_axes,
             unsplit=named("unsplit", unsplit, (int, str)),
             rng_argnum=rng_argnum,
             carry_argnum=carry_argnum,
             microbatch_size=microbatch_size,
             steps=steps,
+            num_real_microbatches=num_real_microbatches,
             layout=layout,
             weight=weight,
             reduction=reduction,
@@ -138,13 +149,18 @@ def value_and_grad(
             check=check,
         )
     )
+    return in_microbatches(fun, options)
 
-    seen: Checked = set()
+
+def in_microbatches(fun: Callable[..., Any], options: Options) -> Callable[..., Any]:
+    """Return the function that `value_and_grad` describes, for options that were checked."""
+    seen: Checked = set()  # of this function alone: another one may have another loss
 
     @functools.wraps(fun)
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
         call = call_of(fun, options, args, kwargs)
         if options.check:
+            refuse_own_reductions(call)
             check_once(call, seen)
         return work_through(call)
 
@@ -155,6 +171,7 @@ def call_of(fun: Callable[..., Any], options: Options, args: tuple[Any, ...], kw
     """Inspect the arguments of one call: the role of each, and the division of the batch."""
     roles, args, kwargs = roles_of(fun, options, args, kwargs)
     division = groups(roles.samples, microbatch_size=options.microbatch_size, steps=options.steps)
+    refuse_more_than_there_are(options.num_real_microbatches, division)
     positions = roles.differentiated
     differentiated = (positions,) if isinstance(positions, int) else positions
     for place in differentiated:
@@ -168,39 +185,47 @@ def call_of(fun: Callable[..., Any], options: Options, args: tuple[Any, ...], kw
 
 def work_through(call: Call) -> Any:
     """Run the loop, reduce once, divide once."""
+    if (plan := terms.plan_of(call)) is not None:
+        return work_through_terms(call, plan)
     options = call.options
-    sums, carry, by_group = loop.gradients(call)
-    if options.nonfinite == "skip_microbatch" and by_group[0].extra is not None:
-        raise InputError(
-            explain(
-                'nonfinite="skip_microbatch" and a loss with an extra term',
-                "the shares of the two parts are set before it is known what will be left out",
-                'add the extra term to the loss, or use nonfinite="propagate"',
-            )
-        )
+    sums, carry, by_group = loop.gradients(call, loop.microbatch_body)
     sums, totals = summed((sums, scalars(by_group, call)), options.axis_name)
-    weight, loss, extra, samples, dropped, rows, *noise = totals
-    positions = call.roles.differentiated
-    like = call.args[positions] if isinstance(positions, int) else tuple(call.args[i] for i in positions)
-    gradient = arithmetic.gradient_of(sums, weight, like)
-    value = arithmetic.per_weight(loss, weight)
-    if by_group[0].extra is not None:
-        value = value + arithmetic.per_weight(extra, rows)
-    value = value.astype(by_group[0].loss.dtype)
+    weight, loss, samples, dropped, *noise = totals
+    gradient = arithmetic.gradient_of(sums, weight, loop.chosen_of(call))
+    value = arithmetic.per_weight(loss, weight).astype(by_group[0].loss.dtype)
     found = with_state(value, joined_aux(by_group, call), carry, options)
     if not (options.stats or options.noise):
         return found, gradient
-    count = sum(group.count for group in call.groups)
-    for name in names(options.axis_name):
-        count = count * jax.lax.axis_size(name)
-    window = Stats(weight, samples, jnp.asarray(count), dropped)
+    window = Stats(weight, samples, count_microbatches(call), dropped)
     return found, gradient, with_noise(window, gradient, noise) if options.noise else window
+
+
+def work_through_terms(call: Call, plan: terms.Plan) -> Any:
+    """Run the loop for a loss of several terms, whose total weights are known, and reduce once."""
+    sums, carry, by_group = loop.gradients(call, functools.partial(terms.body, plan=plan))
+    result = terms.finished(call, plan, sums, by_group)
+    found = with_state(result.loss, joined_aux(by_group, call), carry, call.options)
+    if not call.options.stats:
+        return found, result.gradient
+    none = jnp.zeros((), result.weight.dtype)
+    scalar = (result.weight, result.samples, count_microbatches(call), none)
+    return found, result.gradient, Stats(*scalar, losses=result.losses, weights=plan.totals)
+
+
+def count_microbatches(call: Call) -> Any:
+    """Return the number of micro-batches on all devices."""
+    count, axes = call.real_count, call.options.axis_name
+    if call.options.num_real_microbatches is not None:
+        return summed(varying(count, axes), axes)  # it may differ between devices
+    for name in names(axes):
+        count = count * jax.lax.axis_size(name)
+    return jnp.asarray(count)
 
 
 def scalars(by_group: list[PerMicrobatch], call: Call) -> Any:
     """Return the sums over the micro-batches besides gradients, as one vector.
 
-    Its entries: weight, loss, extra, samples, micro-batches left out, rows; three more for noise.
+    Its entries: weight, loss, samples, micro-batches left out; three more for noise.
     """
     options = call.options
     weights = jnp.concatenate([group.weight for group in by_group])
@@ -214,15 +239,12 @@ def scalars(by_group: list[PerMicrobatch], call: Call) -> Any:
         return arithmetic.pairwise_sum(arithmetic.taking_part(values.astype(dtype) * factors, keep))
 
     ones = jnp.ones_like(counts)
-    extra = jnp.zeros((), dtype)
-    if by_group[0].extra is not None:
-        extras = jnp.concatenate([group.extra for group in by_group]).astype(dtype)
-        extra = arithmetic.pairwise_sum(extras * counts)
     loss = over_window(losses, wide if options.reduction == "mean" else ones)
     dropped = jnp.zeros((), dtype)
     if options.nonfinite == "skip_microbatch":
-        dropped = jnp.sum((~keep).astype(dtype))
-    found = [weight, loss, extra, over_window(counts, ones), dropped, counts.sum()]
+        computed = jnp.arange(call.count) < call.real_count  # padding is not left out, it was never there
+        dropped = jnp.sum((~keep & computed).astype(dtype))
+    found = [weight, loss, over_window(counts, ones), dropped]
     if options.noise:
         squares = jnp.concatenate([group.square for group in by_group])
         found += noise_sums(squares, wide, counts)

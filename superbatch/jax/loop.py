@@ -14,29 +14,26 @@ import numpy as np
 from jax import lax
 
 from . import arithmetic
+from .convolutions import for_loop
 from .options import Options
 from .outcome import Outcome, read
-from .roles import Roles, fold_in, part_of
-from .sharding import key_of_device, summed, varying
+from .parts import fold_in, part_of
+from .roles import Roles
+from .sharding import key_of_device, varying
 from .splitting import Group
 
 Body = Callable[[Any, Any], tuple[Any, Any]]
 
 
-class Planned(NamedTuple):
-    """Weight and samples of the window, where they must be known before the loop."""
-
-    weight: Any
-    samples: Any
-
-
 class PerMicrobatch(NamedTuple):
-    """Results of the loop for every micro-batch, stacked; of a group: [count, ...]."""
+    """Results of the loop for every micro-batch, stacked; of a group: [count, ...].
+
+    Of a loss of several terms, `loss` and `weight` are dicts by term.
+    """
 
     loss: Any
     weight: Any
     keep: Any
-    extra: Any
     aux: Any
     square: Any
 
@@ -59,6 +56,17 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     groups: list[Group]
+
+    @property
+    def count(self) -> int:
+        """Micro-batches of the batch, padding included."""
+        return sum(group.count for group in self.groups)
+
+    @property
+    def real_count(self) -> Any:
+        """Micro-batches that are computed: all of them, or the first ones, known when the program runs."""
+        real = self.options.num_real_microbatches
+        return self.count if real is None else jnp.clip(real, 0, self.count)
 
     @property
     def samples_of_largest(self) -> int:
@@ -91,23 +99,46 @@ class Call:
         return arguments_of
 
     def weight_of(self, samples: int, positional: Sequence[Any], named: dict[str, Any]) -> Any:
-        """Return the declared weight of a micro-batch; its rows where the weight comes with the loss."""
-        if not callable(self.options.weight):
-            return jnp.asarray(samples)
+        """Return the declared weight of a micro-batch, by term if there are several.
+
+        It is the number of rows where the weight comes with the loss.
+        """
         places = [argument.where for argument in self.roles.batch]
         values = [positional[place] for place in places if isinstance(place, int)]
         by_name = {place: named[place] for place in places if isinstance(place, str)}
-        return arithmetic.as_weight(self.options.weight(*values, **by_name), "the weight")
+
+        def of_term(term: str) -> Any:
+            weight, what = self.options.weight_of(term), f"the weight of the term {term!r}"
+            if not callable(weight):
+                return jnp.asarray(samples)
+            return arithmetic.as_weight(weight(*values, **by_name), what if term else "the weight")
+
+        terms = self.options.terms
+        return {term: of_term(term) for term in terms} if terms else of_term("")
 
     def evaluate(self, arguments: Arguments) -> Outcome:
         """Call the function; the outcome has the micro-batch's weight, returned or stated."""
         outcome = read(self.fun(*arguments.positional, **arguments.named), self.options.form)
-        return outcome if self.options.form.returned else outcome.weighing(arguments.weight)
+        if self.options.form.returned:
+            return outcome
+        stated = arguments.weight
+        return outcome.weighing({**stated, **outcome.weight} if outcome.has_terms else stated)
 
 
 def key_tree(keys: Any, axis_name: Any) -> Any:
     """Return keys (one, or a tree of them such as flax's ``rngs``) that differ between devices."""
     return jax.tree.map(lambda key: key_of_device(key, axis_name), keys)
+
+
+def run_call(call: Call, body_of: Callable[[Group], Body], state: Any) -> tuple[Any, list[Any]]:
+    """Go through every group of a call, without the micro-batches that are padding; see `run`."""
+    if call.options.num_real_microbatches is None:
+        return run(call.groups, body_of, state)
+    found: list[Any] = []
+    for group in call.groups:
+        state, many = run_real(call, group, body_of(group), state)
+        found.append(many)
+    return state, found
 
 
 def run(groups: list[Group], body_of: Callable[[Group], Body], state: Any) -> tuple[Any, list[Any]]:
@@ -123,9 +154,32 @@ def run(groups: list[Group], body_of: Callable[[Group], Body], state: Any) -> tu
             state, one = body(state, 0)
             found.append(jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], one))
         else:
-            state, many = lax.scan(body, state, jnp.arange(group.count))
+            indices = jnp.arange(group.count)
+            body = for_loop(body, state, jax.ShapeDtypeStruct((), indices.dtype))
+            state, many = lax.scan(body, state, indices)
             found.append(many)
     return state, found
+
+
+def run_real(call: Call, group: Group, body: Body, state: Any) -> tuple[Any, Any]:
+    """Compute the micro-batches of a group that are no padding; the others give zeros.
+
+    Zeros are a weight of 0 and False for `keep`: nothing else has to know of padding.
+    """
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    body = for_loop(body, state, index)
+    one = jax.eval_shape(body, state, index)[1]
+    stacked = jax.tree.map(lambda leaf: jnp.zeros((group.count, *leaf.shape), leaf.dtype), one)
+
+    def step(number: Any, carried: Any) -> Any:
+        state, stacked = carried
+        state, one = body(state, number)
+        place = lambda every, leaf: lax.dynamic_update_index_in_dim(every, leaf, number, 0)  # noqa: E731
+        return state, jax.tree.map(place, stacked, one)
+
+    # A scan has a fixed length: it would step through the padding, too.
+    real = jnp.clip(call.real_count - group.first, 0, group.count).astype(jnp.int32)
+    return lax.fori_loop(0, real, step, (state, varying(stacked, call.options.axis_name)))
 
 
 def first_carry(call: Call) -> Any:
@@ -134,38 +188,6 @@ def first_carry(call: Call) -> Any:
         return None
     start = jax.tree.map(jnp.asarray, call.args[call.roles.carry])
     return varying(start, call.options.axis_name)
-
-
-def plan_extra(call: Call) -> Planned | None:
-    """Return the weight of the window if the function returns an extra term; None where it does not.
-
-    The two parts of such a loss have different divisors, so that one backward can only be used for both if
-    the weight is known before. Only the weights are computed here: what they do not need, XLA leaves out.
-    """
-    if not call.options.form.returned:
-        return None
-
-    def outcome_of(group: Group, carry: Any, index: Any) -> Outcome:
-        return call.evaluate(call.cutter(group)(index, carry))
-
-    carry = first_carry(call)
-    shape = jax.eval_shape(lambda: outcome_of(call.groups[0], carry, 0).without_aux())
-    if shape.extra is None:
-        return None
-
-    def body_of(group: Group) -> Body:
-        def body(carry: Any, index: Any) -> tuple[Any, Any]:
-            outcome = outcome_of(group, carry, index)
-            keep = arithmetic.takes_part(outcome.weight, call.options.reduction)
-            return kept(outcome.carry, carry, keep), outcome.weight
-
-        return body
-
-    _, stacked = run(call.groups, body_of, carry)
-    weights = jnp.concatenate(stacked)
-    samples = jnp.asarray(sizes(call.groups)).sum()  # rows count in the extra term, tokens in them or not
-    total = arithmetic.total_weight(weights)
-    return Planned(*summed((total, samples.astype(total.dtype)), call.options.axis_name))
 
 
 def sizes(groups: list[Group]) -> Any:
@@ -183,47 +205,32 @@ def kept(new: Any, old: Any, keep: Any) -> Any:
     return jax.tree.map(lambda one, other: jnp.where(keep, one, other), new, old)
 
 
-def extra_share(planned: Planned, size: int, weight: Any, reduction: str) -> Any:
-    """Return the factor of an extra term beside a loss that gets ``w_i / W`` (``1 / W`` for a sum) later.
-
-    The extra term counts ``n_i / N``, so the factor is ``W n_i / (N w_i)``, without ``w_i`` for a sum.
-
-    Examples:
-        >>> print(extra_share(Planned(jnp.float32(10), jnp.float32(8)), 4, jnp.float32(5), "mean"))
-        1.0
-    """
-    share = planned.weight * size / jnp.where(planned.samples == 0, 1, planned.samples)
-    if reduction == "mean":
-        share = share / jnp.where(weight == 0, 1, weight)
-    return jnp.where(arithmetic.takes_part(weight, reduction), share, 0)
-
-
-def gradients(call: Call) -> tuple[Any, Any, list[PerMicrobatch]]:
-    """Add up ``w_i g_i`` (``g_i`` for a sum) over the window.
+def gradients(call: Call, body_of: Callable[[Call, Group], Body]) -> tuple[Any, Any, list[PerMicrobatch]]:
+    """Add up what the body of the loop makes of each micro-batch's gradient.
 
     Returns:
         The sums, the last carry (None without one), and what is kept of each micro-batch, by group.
     """
-    planned = plan_extra(call)
-    positions = call.roles.differentiated
-    chosen = call.args[positions] if isinstance(positions, int) else tuple(call.args[i] for i in positions)
     zeros = jax.tree.map(
         lambda leaf: jnp.zeros(
             jnp.shape(leaf), arithmetic.sum_dtype(jnp.result_type(leaf), call.options.accumulator_dtype)
         ),
-        chosen,
+        chosen_of(call),
     )
     zeros = varying(zeros, call.options.axis_name)
-
-    def body_of(group: Group) -> Body:
-        return microbatch_body(call, group, planned)
-
-    (sums, carry), found = run(call.groups, body_of, (zeros, first_carry(call)))
+    state = (zeros, first_carry(call))
+    (sums, carry), found = run_call(call, lambda group: body_of(call, group), state)
     return sums, carry, found
 
 
-def microbatch_body(call: Call, group: Group, planned: Planned | None) -> Body:
-    """Return the body of the loop: the gradient of one micro-batch, added to the sums."""
+def chosen_of(call: Call) -> Any:
+    """Return the arguments that are differentiated: one, or a tuple, as `argnums` is."""
+    positions = call.roles.differentiated
+    return call.args[positions] if isinstance(positions, int) else tuple(call.args[i] for i in positions)
+
+
+def microbatch_body(call: Call, group: Group) -> Body:
+    """Return the body of the loop: ``w_i g_i`` of one micro-batch (``g_i`` for a sum), added to the sums."""
     options, arguments_of = call.options, call.cutter(group)
 
     def body(state: Any, index: Any) -> tuple[Any, PerMicrobatch]:
@@ -232,32 +239,19 @@ def microbatch_body(call: Call, group: Group, planned: Planned | None) -> Body:
 
         def objective(*positional: Any) -> tuple[Any, Outcome]:
             outcome = call.evaluate(Arguments(positional, arguments.named, arguments.weight))
-            if planned is None:
-                return outcome.loss, outcome
-            share = extra_share(planned, group.size, outcome.weight, options.reduction)
-            return outcome.loss + share.astype(outcome.extra.dtype) * outcome.extra, outcome
+            return outcome.loss, outcome
 
-        def extra(*positional: Any) -> Any:
-            return objective(*positional)[1].extra
-
-        positions = call.roles.differentiated
-        (_, outcome), gradient = jax.value_and_grad(objective, positions, has_aux=True)(*arguments.positional)
+        differentiated = jax.value_and_grad(objective, call.roles.differentiated, has_aux=True)
+        (_, outcome), gradient = differentiated(*arguments.positional)
         weight = outcome.weight
-        keep = arithmetic.takes_part(weight, options.reduction)
+        keep = arithmetic.takes_part(weight, options.reduction_of(""))
         if options.nonfinite == "skip_microbatch":
             finite = arithmetic.all_finite((outcome.loss, gradient))
             keep, weight = keep & finite, jnp.where(finite, weight, jnp.zeros_like(weight))
-        factor, counts = weight, keep
-        if planned is not None and options.reduction == "mean":
-            # A mean over no token is NaN, and so is its gradient: the rows' own term is then taken alone.
-            alone = jax.grad(extra, positions)
-            gradient = lax.cond(keep, lambda: gradient, lambda: alone(*arguments.positional))
-            rows = planned.weight * group.size / planned.samples
-            factor, counts = jnp.where(keep, weight.astype(rows.dtype), rows), jnp.ones_like(keep)
-        part = contribution(gradient, sums, factor, counts, options)
+        part = contribution(gradient, sums, weight, keep, options)
         new = kept(outcome.carry, carry, keep) if options.may_leave_out else outcome.carry
         square = arithmetic.square_norm(part) if options.noise else None
-        found = PerMicrobatch(outcome.loss, weight, keep, outcome.extra, outcome.aux, square)
+        found = PerMicrobatch(outcome.loss, weight, keep, outcome.aux, square)
         return (jax.tree.map(jnp.add, sums, part), new), found
 
     return body

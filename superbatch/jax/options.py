@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from .. import normalize
 from ..errors import InputError, explain
 from . import arithmetic
+from .axes import Axes, check_axes
 from .outcome import Form
 from .sharding import AxisName
-from .splitting import Layout, check_split
+from .splitting import Layout, check_real, check_split
 
-Weight = Callable[..., Any] | Literal["returned"] | None
+WeightOfTerm = Callable[..., Any] | Literal["returned"] | None
+Weight = WeightOfTerm | Mapping[str, WeightOfTerm]
+Reduction = normalize.Reduction | Mapping[str, normalize.Reduction]
 Aux = Literal["stack", "concat"]
 NonFinite = Literal["propagate", "skip_microbatch"]
 Positions = int | Sequence[int]
@@ -26,14 +29,16 @@ class Options:
     argnums: Positions
     batch_argnums: Positions
     batch_argnames: tuple[str, ...]
+    in_axes: Axes
     unsplit: tuple[int | str, ...]
     rng_argnum: int | None
     carry_argnum: int | None
     microbatch_size: int | None
     steps: int | None
+    num_real_microbatches: Any
     layout: Layout
     weight: Weight
-    reduction: normalize.Reduction
+    reduction: Reduction
     has_aux: bool
     aux: Aux
     axis_name: AxisName
@@ -44,14 +49,32 @@ class Options:
     check: bool
 
     @property
+    def terms(self) -> tuple[str, ...]:
+        """Names of the terms where they are declared; empty for one loss."""
+        for given in (self.weight, self.reduction):
+            if isinstance(given, Mapping):
+                return tuple(sorted(given))
+        return ()
+
+    @property
     def form(self) -> Form:
         """Form of the function's result."""
-        return Form(self.weight == "returned", self.has_aux, self.carry_argnum is not None)
+        returned = self.weight == "returned"
+        with_weight = tuple(name for name in self.terms if self.weight_of(name) == "returned")
+        return Form(returned, self.has_aux, self.carry_argnum is not None, self.terms, with_weight)
 
     @property
     def may_leave_out(self) -> bool:
         """Return True if a micro-batch can have the weight 0."""
         return self.weight is not None or self.nonfinite == "skip_microbatch"
+
+    def weight_of(self, term: str) -> WeightOfTerm:
+        """Return the declared weight of a term; of one loss for the name ""."""
+        return self.weight[term] if isinstance(self.weight, Mapping) else self.weight
+
+    def reduction_of(self, term: str) -> normalize.Reduction:
+        """Return the declared reduction of a term; of one loss for the name ""."""
+        return self.reduction[term] if isinstance(self.reduction, Mapping) else self.reduction
 
 
 def as_tuple(positions: Positions) -> tuple[int, ...]:
@@ -88,16 +111,21 @@ def checked(options: Options) -> Options:
         InputError: they do not, or one is no such option.
     """
     check_split(options.microbatch_size, options.steps, options.layout)
-    normalize.check_reduction(options.reduction, ("mean", "sum"))
+    check_axes(options.in_axes)
+    check_real(options.num_real_microbatches, options.layout)
     arithmetic.check_sum_dtype(options.accumulator_dtype)
-    if not (options.weight is None or options.weight == "returned" or callable(options.weight)):
-        raise InputError(
-            explain(
-                f"weight={options.weight!r}",
-                "the weight of a micro-batch is computed from it, or by the function",
-                'pass None (its samples), a function of the micro-batch, or "returned"',
+    _check_terms(options)
+    for term in options.terms or ("",):
+        normalize.check_reduction(options.reduction_of(term), ("mean", "sum"))
+        weight = options.weight_of(term)
+        if not (weight is None or weight == "returned" or callable(weight)):
+            raise InputError(
+                explain(
+                    f"weight={weight!r}" + (f" for the term {term!r}" if term else ""),
+                    "the weight of a micro-batch is computed from it, or by the function",
+                    'pass None (its samples), a function of the micro-batch, or "returned"',
+                )
             )
-        )
     for name, value, allowed in (
         ("aux", options.aux, ("stack", "concat")),
         ("nonfinite", options.nonfinite, ("propagate", "skip_microbatch")),
@@ -107,3 +135,43 @@ def checked(options: Options) -> Options:
                 explain(f"{name}={value!r}", "there is no such choice", f"pass one of {allowed}")
             )
     return options
+
+
+def _check_terms(options: Options) -> None:
+    """Check the names of the terms, and that nothing is asked which several divisors exclude."""
+    given = {"weight": options.weight, "reduction": options.reduction}
+    names = {option: list(value) for option, value in given.items() if isinstance(value, Mapping)}
+    if not names:
+        return
+    first = next(iter(names.values()))
+    if not first or not all(isinstance(name, str) and name for name in first):
+        raise InputError(f"The terms of a loss are named {first}. Name each by a string that is not empty.")
+    if any(set(each) != set(first) for each in names.values()):
+        raise InputError(
+            f"weight= names the terms {names['weight']}, reduction= the terms {names['reduction']}. Name the "
+            "same terms in both."
+        )
+    if callable(options.weight):
+        raise InputError(
+            f"weight= is one function beside reduction={options.reduction!r}. Pass a mapping with the same "
+            "names."
+        )
+    refuse_with_terms(options)
+
+
+def refuse_with_terms(options: Options) -> None:
+    """Refuse what a loss of several terms cannot have: its micro-batches have no one weight.
+
+    Raises:
+        InputError: the options ask for it.
+    """
+    if options.nonfinite == "skip_microbatch":
+        raise InputError(
+            'nonfinite="skip_microbatch" cannot leave a micro-batch out of a loss of several terms: each is '
+            'divided by another weight, known before the loop. Pass nonfinite="propagate".'
+        )
+    if options.noise:
+        raise InputError(
+            "noise=True has no meaning for a loss of several terms: each has another weight. Measure the "
+            "noise of one of them."
+        )

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -16,32 +17,43 @@ class Form(NamedTuple):
     """Declared form of the function's result.
 
     Attributes:
-        returned: the loss comes with its weight: ``(loss, weight)`` or ``(loss, weight, extra)``.
+        returned: the loss comes with its weight, ``(loss, weight)``; or each of several losses does.
         has_aux: a second value comes with the loss.
         has_carry: a state comes back, for the next micro-batch.
+        terms: names of the losses where they are declared; empty for one loss.
+        with_weight: those of them that come with their weight.
     """
 
     returned: bool
     has_aux: bool
     has_carry: bool
+    terms: tuple[str, ...] = ()
+    with_weight: tuple[str, ...] = ()
 
 
 class Outcome(NamedTuple):
-    """One micro-batch: scalars `loss`, `weight` and `extra` (None where not returned), `aux` and `carry`."""
+    """One micro-batch: `loss` and `weight` (scalars, or dicts of them by term), `aux` and `carry`.
+
+    The weight is None, or lacks a term, where it was not returned.
+    """
 
     loss: Any
     weight: Any
-    extra: Any
     aux: Any
     carry: Any
 
+    @property
+    def has_terms(self) -> bool:
+        """True where there are several losses by name."""
+        return isinstance(self.loss, dict)
+
     def weighing(self, weight: Any) -> Outcome:
         """Return the same outcome with another weight."""
-        return Outcome(self.loss, weight, self.extra, self.aux, self.carry)
+        return Outcome(self.loss, weight, self.aux, self.carry)
 
     def without_aux(self) -> Outcome:
         """Return the same outcome without `aux`."""
-        return Outcome(self.loss, self.weight, self.extra, None, self.carry)
+        return Outcome(self.loss, self.weight, None, self.carry)
 
 
 def read(result: Any, form: Form) -> Outcome:
@@ -52,8 +64,10 @@ def read(result: Any, form: Form) -> Outcome:
 
     Examples:
         >>> outcome = read(((6.0, 3), "aux"), Form(returned=True, has_aux=True, has_carry=False))
-        >>> float(outcome.loss), int(outcome.weight), outcome.extra, outcome.aux
-        (6.0, 3, None, 'aux')
+        >>> float(outcome.loss), int(outcome.weight), outcome.aux
+        (6.0, 3, 'aux')
+        >>> read({"rows": (6.0, 3)}, Form(returned=True, has_aux=False, has_carry=False)).loss["rows"].item()
+        6.0
     """
     head, aux, carry = result, None, None
     if form.has_aux or form.has_carry:
@@ -62,13 +76,48 @@ def read(result: Any, form: Form) -> Outcome:
             aux, carry = _parts(second, (2,), "both has_aux and carry_argnum", "return (loss, (aux, carry))")
         else:
             aux, carry = (second, None) if form.has_aux else (None, second)
-    weight = extra = None
+    if form.terms or (form.returned and isinstance(head, Mapping)):
+        return Outcome(*_terms(head, form), aux, carry)
+    weight = None
     if form.returned:
-        wanted = "return (loss, weight) or (loss, weight, extra)"
-        head, weight, *rest = _parts(head, (2, 3), 'weight="returned" is given', wanted)
+        wanted = "return (loss, weight), or a mapping from names to such pairs"
+        head, weight = _parts(head, (2,), 'weight="returned" is given', wanted)
         weight = arithmetic.as_weight(weight, "the returned weight")
-        extra = _scalar(rest[0], "extra term") if rest else None
-    return Outcome(_scalar(head, "loss"), weight, extra, aux, carry)
+    elif isinstance(head, Mapping):
+        raise LossSpecError(
+            f"The function returns losses by name, {list(head)}. Declare the weight of each, as in "
+            f'weight={{{next(iter(head), "name")!r}: None, ...}}, or pass weight="returned" and return '
+            "(loss, weight) for each name."
+        )
+    return Outcome(_scalar(head, "loss"), weight, aux, carry)
+
+
+def _terms(head: Any, form: Form) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Losses and returned weights by name."""
+    if not isinstance(head, Mapping):
+        raise LossSpecError(
+            f"The function returns a {type(head).__name__}, and the terms {list(form.terms)} are declared. "
+            "Return a mapping from these names to losses."
+        )
+    names = form.terms or tuple(head)
+    if set(head) != set(names) or not head:
+        raise LossSpecError(
+            f"The function returns losses named {list(head)}, and the declared terms are {list(names)}. "
+            "Return the declared names for every micro-batch, or declare the others in weight=."
+        )
+    losses, weights = {}, {}
+    for name in sorted(names):  # as JAX orders the keys of a dict
+        loss = head[name]
+        if form.returned or name in form.with_weight:
+            if not isinstance(loss, tuple | list) or len(loss) != 2:
+                raise LossSpecError(
+                    f'The weight of the term {name!r} is declared as "returned", and its loss comes alone. '
+                    f"Return (loss, weight) for {name!r}."
+                )
+            loss, weight = loss
+            weights[name] = arithmetic.as_weight(weight, f"the returned weight of the term {name!r}")
+        losses[name] = _scalar(loss, f"loss of the term {name!r}")
+    return losses, weights
 
 
 def _parts(value: Any, lengths: tuple[int, ...], why: str, do: str) -> tuple[Any, ...]:

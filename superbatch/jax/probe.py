@@ -20,8 +20,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.extend.random import define_prng_impl
 
-from .loop import Call
-from .outcome import read
+from .axes import rows_of
+from .loop import Arguments, Call
+from .programs import within
 from .roles import is_array, is_key
 from .splitting import Layout, groups
 
@@ -32,26 +33,25 @@ Draw = Literal["real", "counts", "ignored", "fractions"]
 
 @dataclass(frozen=True)
 class Evaluated:
-    """One set of rows: losses and gradients by term (the loss, and the extra term where there is one).
+    """One set of rows: loss, weight and gradient of each term; of one loss under the name "".
 
     Args:
         samples: rows.
         losses: of each term.
-        weight: of the loss.
+        weights: of each term.
         gradients: of each term, one array for each differentiated leaf.
         rows: the leaves that are split.
     """
 
     samples: int
-    losses: list[float]
-    weight: float
-    gradients: list[list[np.ndarray]]
+    losses: dict[str, float]
+    weights: dict[str, float]
+    gradients: dict[str, list[np.ndarray]]
     rows: list[np.ndarray]
 
-    @property
-    def finite(self) -> bool:
-        """Return True if every number is finite."""
-        arrays = [*self.losses, self.weight, *(leaf for leaves in self.gradients for leaf in leaves)]
+    def finite(self, term: str) -> bool:
+        """Return True if every number of a term is finite."""
+        arrays = [self.losses[term], self.weights[term], *self.gradients[term]]
         return all(bool(np.isfinite(array).all()) for array in arrays)
 
 
@@ -123,12 +123,14 @@ class Inputs:
         structure: of arguments and keyword arguments.
         values: of all leaves; those that are split have the rows of the whole.
         split: which leaves are cut.
+        axes: where their rows are.
         fixed: which leaves are no arrays, and part of the program.
     """
 
     structure: Any
     values: list[Any]
     split: list[bool]
+    axes: list[int]
     fixed: list[bool]
 
 
@@ -137,20 +139,24 @@ def inputs_of(call: Call, rows: np.ndarray, draw: Draw, *, wide: bool) -> Inputs
     roles = call.roles
     positions = roles.differentiated
     differentiated = (positions,) if isinstance(positions, int) else positions
-    modes: dict[Any, Any] = {argument.where: argument.modes for argument in roles.others}
-    values, split, fixed = [], [], []
+    modes: dict[Any, Any] = {
+        argument.where: zip(argument.modes, argument.axes, strict=True) for argument in roles.others
+    }
+    values, split, axes, fixed = [], [], [], []
     seed = 0
-    for where, argument in [*enumerate(call.args), *call.kwargs.items()]:
+    for where, argument in [*enumerate(call.args), *sorted(call.kwargs.items())]:  # as JAX flattens a dict
         leaves = jax.tree.leaves(argument)
-        for leaf, mode in zip(leaves, modes.get(where, ["same"] * len(leaves)), strict=True):
+        same = [("same", 0)] * len(leaves)
+        for leaf, (mode, axis) in zip(leaves, modes.get(where, same), strict=True):
             seed += 1
             cut = mode == "rows"
             split.append(cut)
+            axes.append(axis)
             fixed.append(not is_array(leaf))
             if fixed[-1]:
                 values.append(leaf)
                 continue
-            shape = (len(rows), *leaf.shape[1:]) if cut else tuple(leaf.shape)
+            shape = (*leaf.shape[:axis], len(rows), *leaf.shape[axis + 1 :]) if cut else tuple(leaf.shape)
             if is_key(leaf) or where == roles.rng:
                 one = jax.random.key(0, impl=EQUAL_ROWS)
                 values.append(jnp.broadcast_to(one, shape if is_key(leaf) else ()))
@@ -159,12 +165,12 @@ def inputs_of(call: Call, rows: np.ndarray, draw: Draw, *, wide: bool) -> Inputs
             if isinstance(leaf, jax.core.Tracer) or (draw != "real" and cut):
                 value = made_up(shape, leaf.dtype, draw, parameter=parameter, seed=seed)
             else:
-                value = np.asarray(leaf)[rows] if cut else leaf
+                value = rows_of(np.asarray(leaf), rows, axis) if cut else leaf
             if wide and jnp.issubdtype(value.dtype, jnp.inexact):
                 complex_ = jnp.issubdtype(value.dtype, jnp.complexfloating)
                 value = np.asarray(value).astype(np.complex128 if complex_ else np.float64)
             values.append(value)
-    return Inputs(jax.tree.structure((call.args, call.kwargs)), values, split, fixed)
+    return Inputs(jax.tree.structure((call.args, call.kwargs)), values, split, axes, fixed)
 
 
 def evaluated(
@@ -180,8 +186,10 @@ def evaluated(
         whole: leaves that are not cut after all.
     """
     taken = [
-        value[rows] if cut and number not in whole else value
-        for number, (value, cut) in enumerate(zip(inputs.values, inputs.split, strict=True))
+        rows_of(value, rows, axis) if cut and number not in whole else value
+        for number, (value, cut, axis) in enumerate(
+            zip(inputs.values, inputs.split, inputs.axes, strict=True)
+        )
     ]
     arrays = [value for value, fixed in zip(taken, inputs.fixed, strict=True) if not fixed]
     key = (len(rows), *((value.shape, str(value.dtype)) for value in arrays))
@@ -190,13 +198,14 @@ def evaluated(
     run, shape, dtypes = programs[key]
     with jax.ensure_compile_time_eval():
         found = jax.tree.structure(shape).unflatten(run(*arrays))
-    terms, weight, gradients = jax.tree.map(_on_host, found)
+    losses, weights, gradients = jax.tree.map(_on_host, found)
     split = [np.asarray(v) for v, cut in zip(taken, inputs.split, strict=True) if cut and not is_key(v)]
-    return Evaluated(len(rows), [float(term) for term in terms], float(weight), gradients, split), dtypes
+    numbers = [{name: float(one) for name, one in each.items()} for each in (losses, weights)]
+    return Evaluated(len(rows), numbers[0], numbers[1], gradients, split), dtypes
 
 
 def program_of(call: Call, inputs: Inputs, samples: int) -> Callable[..., Any]:
-    """Return a function from arrays to the losses, the weight, and the gradients of each term."""
+    """Return a function from arrays to the losses, the weights and the gradients of the terms."""
     positions = call.roles.differentiated
     places = (positions,) if isinstance(positions, int) else positions
 
@@ -212,18 +221,25 @@ def program_of(call: Call, inputs: Inputs, samples: int) -> Callable[..., Any]:
             positional = list(args)
             for place, value in zip(places, chosen, strict=True):
                 positional[place] = value
-            outcome = read(call.fun(*positional, **kwargs), call.options.form)
-            terms = [outcome.loss] if outcome.extra is None else [outcome.loss, outcome.extra]
-            return terms, outcome.weight if call.options.form.returned else weight
+            outcome = call.evaluate(Arguments(tuple(positional), kwargs, weight))
+            if outcome.has_terms:
+                return outcome.loss, outcome.weight
+            return {"": outcome.loss}, {"": outcome.weight}
 
-        terms, backward, own = jax.vjp(losses, *(args[place] for place in places), has_aux=True)
-        gradients = []
-        for term in range(len(terms)):
-            ones = [jnp.full_like(loss, number == term) for number, loss in enumerate(terms)]
-            gradients.append(jax.tree.leaves(backward(ones)))
-        return terms, own, gradients
+        chosen = [args[place] for place in places]
+        terms, backward, own = jax.vjp(losses, *chosen, has_aux=True)
+        if len(terms) == 1:
+            gradients = {name: backward({name: jnp.ones_like(loss)}) for name, loss in terms.items()}
+        else:  # another term may be NaN, and 0 x NaN is no 0
+            gradients = {name: _gradient(losses, name, chosen) for name in terms}
+        return terms, own, {name: jax.tree.leaves(each) for name, each in gradients.items()}
 
     return program
+
+
+def _gradient(losses: Callable[..., Any], name: str, chosen: Sequence[Any]) -> Any:
+    loss, backward = jax.vjp(lambda *given: losses(*given)[0][name], *chosen)
+    return backward(jnp.ones_like(loss))
 
 
 def _compiled(program: Callable[..., Any], arrays: list[Any]) -> tuple[Callable[..., Any], Any, set[Any]]:
@@ -254,11 +270,8 @@ def _dtypes(jaxpr: Any) -> Iterator[Any]:
             dtype = getattr(variable.aval, "dtype", None)
             if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
                 yield jnp.dtype(dtype)
-        for value in equation.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from _dtypes(inner)
+        for program in within(equation):
+            yield from _dtypes(program)
 
 
 def parts_of(sizes: Sequence[int], layout: Layout) -> list[np.ndarray]:
@@ -310,6 +323,9 @@ def evidence(
         except Exception:  # noqa: BLE001  (the user's code, in a precision or a size it is not made for)
             continue
         bits = min((jnp.finfo(dtype).bits for dtype in seen), default=32)
-        if together.finite and all(part.finite or part.weight == 0 for part in parts):
+        if all(
+            together.finite(term) and all(part.finite(term) or part.weights[term] == 0 for part in parts)
+            for term in together.losses
+        ):
             return Evidence(together, parts, TOLERANCE.get(bits, 5e-2))
     return None

@@ -9,7 +9,7 @@ compared with the labels of the whole batch. It is an error until it is declared
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,9 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import InputError, SplitError
+from .axes import axes_of, by_argument
 from .options import Options, as_tuple
-from .sharding import AxisName, key_of_device
-from .splitting import Group, Layout, cutter
 
 Where = int | str
 Mode = Literal["rows", "key", "same", "unsplit"]
@@ -36,6 +35,7 @@ class Argument:
         split: whether it is part of the batch.
         modes: of its leaves, in order: cut by rows; a random key, of which each micro-batch gets its own; the
             same for all; or declared to be the same for all.
+        axes: of its leaves, in order: where rows are.
     """
 
     where: Where
@@ -43,6 +43,7 @@ class Argument:
     value: Any
     split: bool
     modes: tuple[Mode, ...]
+    axes: tuple[int, ...]
 
     @property
     def changes(self) -> bool:
@@ -129,14 +130,15 @@ def roles_of(
     apart = places[len(places) - len(single) :]
     split: list[Where] = [*places[len(differentiated) : len(places) - len(single)]]
     split += [_where(name, names[: len(args)], kwargs) for name in options.batch_argnames]
+    entries = dict(zip(split, by_argument(options.in_axes, len(split)), strict=True))
     _refuse_doubled([*differentiated, *split, *apart])
     rest: list[tuple[Where, str | None, Any]] = [
         (place, names[place] if place < len(names) else None, arg)
         for place, arg in enumerate(args)
         if place not in (*differentiated, *apart)
     ]
-    rest += [(name, name, value) for name, value in kwargs.items()]
-    others = with_modes(rest, split, [_from_start(entry, given) for entry in options.unsplit])
+    rest += [(name, name, value) for name, value in sorted(kwargs.items())]  # as JAX flattens a dict
+    others = with_modes(rest, entries, [_from_start(entry, given) for entry in options.unsplit])
     samples = count_rows(others)
     _refuse_rows_that_are_not_split(others, samples)
     rng, carry = (None if place is None else _place(place, given, len(args)) for place in _singles(options))
@@ -217,13 +219,13 @@ def _refuse_doubled(taken: Sequence[Where]) -> None:
 
 
 def with_modes(
-    rest: Sequence[tuple[Where, str | None, Any]], split: Sequence[Where], unsplit: Sequence[Where]
+    rest: Sequence[tuple[Where, str | None, Any]], split: Mapping[Where, Any], unsplit: Sequence[Where]
 ) -> tuple[Argument, ...]:
     """Return the arguments with the modes of their leaves.
 
     Args:
         rest: where, name and value of each.
-        split: where the batch is.
+        split: where the batch is, and the entry of `in_axes` for each.
         unsplit: positions, names, or paths within arguments.
 
     Raises:
@@ -233,13 +235,16 @@ def with_modes(
     used: set[Where] = set()
     for where, name, value in rest:
         modes: list[Mode] = []
-        for path, leaf in jax.tree_util.tree_leaves_with_path(value):
+        leaves = jax.tree_util.tree_leaves_with_path(value)
+        axes = axes_of(split[where], value, _label(where, name, ())) if where in split else [0] * len(leaves)
+        for (path, leaf), axis in zip(leaves, axes, strict=True):
             matching = [entry for entry in unsplit if _means(entry, where, name, path)]
             used.update(matching)
-            modes.append("unsplit" if matching else _mode(leaf, _label(where, name, path), where in split))
+            whole = bool(matching) or axis is None
+            modes.append("unsplit" if whole else _mode(leaf, _label(where, name, path), where in split))
         if not modes and {where, name} & {*unsplit}:
             used.update({where, name} & {*unsplit})  # an argument without leaves
-        found.append(Argument(where, name, value, where in split, tuple(modes)))
+        found.append(Argument(where, name, value, where in split, tuple(modes), tuple(a or 0 for a in axes)))
     unknown = [entry for entry in unsplit if entry not in used]
     if unknown:
         listed = [label for argument in found for label, *_ in leaves_of(argument)]
@@ -278,7 +283,8 @@ def leaves_of(argument: Argument) -> Iterator[tuple[str, Any, Mode]]:
     """Yield label, value and mode of each leaf.
 
     Examples:
-        >>> [label for label, *_ in leaves_of(Argument(1, "batch", {"x": 1, "y": 2}, True, ("rows",) * 2))]
+        >>> argument = Argument(1, "batch", {"x": 1, "y": 2}, True, ("rows",) * 2, (0, 0))
+        >>> [label for label, *_ in leaves_of(argument)]
         ["batch['x']", "batch['y']"]
     """
     leaves = jax.tree_util.tree_leaves_with_path(argument.value)
@@ -293,13 +299,13 @@ def count_rows(arguments: Sequence[Argument]) -> int:
         SplitError: leaves differ in length, or no leaf has one.
 
     Examples:
-        >>> count_rows([Argument(1, "x", jnp.zeros((5, 2)), True, ("rows",))])
+        >>> count_rows([Argument(1, "x", jnp.zeros((5, 2)), True, ("rows",), (0,))])
         5
     """
     lengths = {
-        label: leaf.shape[0]
+        label: leaf.shape[axis]
         for argument in arguments
-        for label, leaf, mode in leaves_of(argument)
+        for (label, leaf, mode), axis in zip(leaves_of(argument), argument.axes, strict=True)
         if mode == "rows"
     }
     if not lengths:
@@ -357,43 +363,3 @@ def _lists_of_numbers(argument: Argument, samples: int) -> Iterator[str]:
     for path, node in jax.tree_util.tree_leaves_with_path(argument.value, is_leaf=is_list):
         if is_list(node):
             yield _label(argument.where, argument.name, path)
-
-
-def fold_in(key: Any, data: Any) -> Any:
-    """Like `jax.random.fold_in`, also for arrays of keys.
-
-    Examples:
-        >>> fold_in(jax.random.split(jax.random.key(0), 3), 1).shape
-        (3,)
-    """
-    if not is_key(key) or not key.shape:
-        return jax.random.fold_in(key, data)
-    folded = jax.vmap(lambda one: jax.random.fold_in(one, data))(key.reshape(-1))
-    return folded.reshape(key.shape)
-
-
-def part_of(argument: Argument, group: Group, layout: Layout, axis_name: AxisName) -> Callable[[Any], Any]:
-    """Return a function from the index of a micro-batch within its group to that micro-batch's argument.
-
-    Examples:
-        >>> argument = Argument(1, "x", jnp.arange(6), True, ("rows",))
-        >>> part = part_of(argument, Group(count=3, size=2, start=0, first=0), "contiguous", None)
-        >>> part(1).tolist()
-        [2, 3]
-    """
-    if not argument.changes:
-        return lambda index: argument.value
-    leaves, structure = jax.tree.flatten(argument.value)
-    pairs = list(zip(leaves, argument.modes, strict=True))
-    cut = cutter([leaf for leaf, mode in pairs if mode == "rows"], group, layout)
-    keys = [key_of_device(leaf, axis_name) for leaf, mode in pairs if mode == "key"]
-
-    def part(index: Any) -> Any:
-        rows, own = iter(cut(index)), iter(keys)
-        parts = {
-            "rows": lambda leaf: next(rows),
-            "key": lambda leaf: fold_in(next(own), group.first + index),
-        }
-        return structure.unflatten([parts.get(mode, lambda leaf: leaf)(leaf) for leaf, mode in pairs])
-
-    return part

@@ -28,20 +28,22 @@ def varying(tree: Any, axis_name: AxisName) -> Any:
     """Mark arrays as differing between the devices of an axis of `jax.shard_map`.
 
     The gradient with respect to a parameter that is known to be the same on every device is reduced at once,
-    in every micro-batch. With respect to a parameter that may differ it is not.
+    in every micro-batch. With respect to a parameter that may differ it is not. For an axis of `jax.vmap`
+    there are no such types.
 
     Examples:
         >>> varying({"w": 1.0}, None)
         {'w': 1.0}
     """
+    mapped = [name for name in names(axis_name) if name in jax.sharding.get_abstract_mesh().manual_axes]
 
     def one(leaf: Any) -> Any:
         type_of = jax.typeof(leaf)
         known = type_of.mat.varying if hasattr(type_of, "mat") else type_of.vma  # as older releases call it
-        missing = tuple(name for name in names(axis_name) if name not in known)
+        missing = tuple(name for name in mapped if name not in known)
         return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
-    return jax.tree.map(one, tree) if names(axis_name) else tree
+    return jax.tree.map(one, tree) if mapped else tree
 
 
 def summed(tree: Any, axis_name: AxisName) -> Any:

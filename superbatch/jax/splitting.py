@@ -10,9 +10,9 @@ lie on one device or two, so that XLA gathers the whole batch on all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -105,37 +105,82 @@ def check_split(microbatch_size: int | None, steps: int | None, layout: str) -> 
         )
 
 
-def cutter(batch: Any, group: Group, layout: Layout) -> Callable[[Any], Any]:
+def check_real(real: Any, layout: str) -> None:
+    """Check a number of micro-batches that may be known only when the program runs.
+
+    Raises:
+        InputError: it is no integer, or micro-batches are not blocks of rows.
+
+    Examples:
+        >>> check_real(3, "contiguous")
+    """
+    if real is None:
+        return
+    array = None if isinstance(real, bool) or not isinstance(real, SupportsIndex | jax.Array) else real
+    if array is None or jnp.shape(array) != () or not jnp.issubdtype(jnp.result_type(array), jnp.integer):
+        raise InputError(
+            f"num_real_microbatches={real!r} is no number of micro-batches. Pass an int or a scalar array of "
+            "integers."
+        )
+    if layout != "contiguous":
+        raise InputError(
+            f"num_real_microbatches= counts blocks of rows from the first on, and layout={layout!r} deals "
+            'rows out in turn, padding to every micro-batch. Pass layout="contiguous".'
+        )
+
+
+def refuse_more_than_there_are(real: Any, division: Sequence[Group]) -> None:
+    """Refuse a number of micro-batches that the batch does not have, where it is known.
+
+    Raises:
+        InputError: there are fewer.
+
+    Examples:
+        >>> refuse_more_than_there_are(3, groups(10, microbatch_size=4))
+    """
+    count = sum(group.count for group in division)
+    if real is not None and not isinstance(real, jax.core.Tracer) and not 0 <= int(real) <= count:
+        raise InputError(
+            f"num_real_microbatches={int(real)}, and the batch has {count} micro-batches. Pass 0 to {count}."
+        )
+
+
+def cutter(
+    arrays: Sequence[Any], group: Group, layout: Layout, axes: Sequence[int]
+) -> Callable[[Any], list[Any]]:
     """Return a function from the index of a micro-batch within its group to that micro-batch.
 
     The batch is indexed, not transposed: no second copy of it is made.
 
+    Args:
+        arrays: of the batch.
+        group: the micro-batches.
+        layout: how rows are dealt out.
+        axes: where the rows of each array are.
+
     Examples:
-        >>> cut = cutter(jnp.arange(6), Group(count=3, size=2, start=0, first=0), "strided")
-        >>> cut(0).tolist(), cut(1).tolist()
+        >>> cut = cutter([jnp.arange(6)], Group(count=3, size=2, start=0, first=0), "strided", [0])
+        >>> cut(0)[0].tolist(), cut(1)[0].tolist()
         ([0, 3], [1, 4])
     """
-    axis = 1 if layout == "strided" else 0
-    shape = (group.size, group.count) if layout == "strided" else (group.count, group.size)
+    strided = layout == "strided"
+    # The axis of the rows becomes two, of which the loop's index picks one.
+    shape = (group.size, group.count) if strided else (group.count, group.size)
 
-    def arranged(leaf: Any) -> Any:
-        if not jnp.ndim(leaf):
-            return leaf
+    def arranged(leaf: Any, axis: int) -> Any:
         leaf = jnp.asarray(leaf)
         rows = group.count * group.size
-        if rows != leaf.shape[0]:
-            leaf = lax.slice_in_dim(leaf, group.start, group.start + rows)
-        return leaf.reshape(shape + leaf.shape[1:])
+        if rows != leaf.shape[axis]:
+            leaf = lax.slice_in_dim(leaf, group.start, group.start + rows, axis=axis)
+        return leaf.reshape(leaf.shape[:axis] + shape + leaf.shape[axis + 1 :])
 
-    ready = jax.tree.map(arranged, batch)
+    ready = [arranged(leaf, axis) for leaf, axis in zip(arrays, axes, strict=True)]
 
-    def cut(index: Any) -> Any:
-        return jax.tree.map(
-            lambda leaf: (
-                lax.dynamic_index_in_dim(leaf, index, axis, keepdims=False) if jnp.ndim(leaf) else leaf
-            ),
-            ready,
-        )
+    def cut(index: Any) -> list[Any]:
+        return [
+            lax.dynamic_index_in_dim(leaf, index, axis + strided, keepdims=False)
+            for leaf, axis in zip(ready, axes, strict=True)
+        ]
 
     return cut
 

@@ -15,7 +15,8 @@ class Stats(NamedTuple):
     """The third output of `value_and_grad` with ``stats=True`` or ``noise=True``; scalar arrays.
 
     Attributes:
-        weight: ``W``, of the micro-batches that took part; 0: there is no mean and no gradient.
+        weight: ``W``, of the micro-batches that took part; 0: there is no mean and no gradient. Of a loss of
+            several terms it is 1, or 0 where none has weight.
         samples: of these micro-batches.
         microbatches: all of them.
         dropped: how many were left out as not finite (``nonfinite="skip_microbatch"``).
@@ -23,6 +24,8 @@ class Stats(NamedTuple):
         b2: ``|g|^2`` of the batch's gradient.
         q: ``sum (w_i / W)^2``.
         effective_samples: ``1 / sum((w_i / W)^2 / n_i)``.
+        losses: of several terms, each one's loss by name; NaN where it has no weight.
+        weights: of several terms, each one's ``W_t``.
     """
 
     weight: Any
@@ -33,6 +36,8 @@ class Stats(NamedTuple):
     b2: Any = None
     q: Any = None
     effective_samples: Any = None
+    losses: Any = None
+    weights: Any = None
 
 
 def noise_sums(squares: Any, weights: Any, samples: Any) -> tuple[Any, Any, Any]:

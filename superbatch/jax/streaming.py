@@ -19,20 +19,25 @@ from ..schedule import check_steps
 from . import arithmetic
 
 NonFinite = Literal["propagate", "skip_microbatch", "skip_update"]
+ShouldSkip = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 class MultiStepsState(NamedTuple):
     """The state of `multi_steps`; every counter is an array of its own, so that the state can be donated.
 
+    Optax's names can be read, too: `mini_step`, `gradient_step`, `inner_opt_state`, `acc_grads`.
+
     Attributes:
         microbatches: of the window in flight.
         updates: that were made.
-        weight: of the window in flight, and in `weight_rest` what rounding took from it.
-        weight_rest: see `weight`.
+        weight: ``W`` of the window in flight, the divisor of its sums (1 for a total); see `weight_rest`.
+        weight_rest: what rounding took from `weight`.
         sums: of the gradients of the window in flight.
         inner: the state of the optimizer.
         updated: whether the last call made an update.
-        skipped: micro-batches (``"skip_microbatch"``) or windows that were left out as not finite.
+        skipped: micro-batches (``"skip_microbatch"``, `should_skip_update_fn`) or windows
+            (``"skip_update"``) that were left out.
+        skip_state: what `should_skip_update_fn` returned last.
     """
 
     microbatches: Any
@@ -43,6 +48,27 @@ class MultiStepsState(NamedTuple):
     inner: Any
     updated: Any
     skipped: Any
+    skip_state: Any = ()
+
+    @property
+    def mini_step(self) -> Any:
+        """Micro-batches of the window in flight: `microbatches`."""
+        return self.microbatches
+
+    @property
+    def gradient_step(self) -> Any:
+        """Updates that were made: `updates`."""
+        return self.updates
+
+    @property
+    def inner_opt_state(self) -> Any:
+        """State of the optimizer: `inner`."""
+        return self.inner
+
+    @property
+    def acc_grads(self) -> Any:
+        """Gradient of the window in flight so far: `sums` divided by `weight`."""
+        return arithmetic.gradient_of(self.sums, self.weight + self.weight_rest, self.sums)
 
 
 class _Window(NamedTuple):
@@ -57,11 +83,12 @@ class _Window(NamedTuple):
 
 def multi_steps(
     optimizer: Any,
-    every: int | Callable[[Any], Any],
+    every: int | Any | Callable[[Any], Any],
     *,
     reduction: normalize.Reduction = "mean",
     accumulator_dtype: Any = "auto",
     nonfinite: NonFinite = "propagate",
+    should_skip_update_fn: ShouldSkip | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap an Optax optimizer so that every k micro-batches make one exact update.
 
@@ -71,13 +98,16 @@ def multi_steps(
 
     Args:
         optimizer: any Optax transformation.
-        every: micro-batches per window, or a function of the number of updates made (traceable).
-        reduction: what the gradients are of: a ``"mean"`` over the micro-batch or a ``"sum"``.
+        every: micro-batches per window, also a traced integer; or a function of the number of updates made.
+        reduction: what the gradients are of: a ``"mean"`` over the micro-batch, a ``"sum"`` over what the
+            weight counts, or a ``"total"``, which nothing divides.
         accumulator_dtype: gradients are summed in ``"auto"``: float32 or wider; None: their own dtype; or
             this dtype.
         nonfinite: ``"propagate"``: the optimizer sees NaN, and the next window begins clean;
             ``"skip_microbatch"`` leaves the micro-batch and its weight out; ``"skip_update"`` gives up
             the window.
+        should_skip_update_fn: a function of gradients, updates made and parameters ``-> (skip, state)``,
+            such as `optax.skip_not_finite`. A micro-batch that it rejects is as if it had never been.
 
     Returns:
         A transformation whose ``update`` takes two more arguments: `weight`, of the micro-batch (1 by
@@ -86,7 +116,7 @@ def multi_steps(
         without a micro-batch.
 
     Raises:
-        InputError: an option is no such option.
+        InputError: an option is no such option; or, when called, `should_skip_update_fn` returns no boolean.
 
     Examples:
         >>> optimizer = multi_steps(optax.sgd(1.0), every=2)
@@ -97,14 +127,15 @@ def multi_steps(
         >>> updates.tolist(), int(state.updates)
         ([-1.75], 1)
     """
-    normalize.check_reduction(reduction, ("mean", "sum"))
+    normalize.check_reduction(reduction)
     arithmetic.check_sum_dtype(accumulator_dtype)
-    if not callable(every):
+    if not (callable(every) or _is_count(every)):
         check_steps(every, "every")
     if nonfinite not in ("propagate", "skip_microbatch", "skip_update"):
         choices = "'propagate', 'skip_microbatch' or 'skip_update'"
         raise InputError(explain(f"nonfinite={nonfinite!r}", "there is no such choice", f"pass {choices}"))
-    plan = _Plan(optax.with_extra_args_support(optimizer), every, reduction, accumulator_dtype, nonfinite)
+    inner = optax.with_extra_args_support(optimizer)
+    plan = _Plan(inner, every, reduction, accumulator_dtype, nonfinite, should_skip_update_fn)
     return optax.GradientTransformationExtraArgs(partial(_init, plan), partial(_update, plan))
 
 
@@ -112,10 +143,16 @@ class _Plan(NamedTuple):
     """The checked arguments of `multi_steps`."""
 
     inner: optax.GradientTransformationExtraArgs
-    every: int | Callable[[Any], Any]
+    every: int | Any | Callable[[Any], Any]
     reduction: normalize.Reduction
     accumulator_dtype: Any
     nonfinite: NonFinite
+    should_skip: ShouldSkip | None
+
+
+def _is_count(every: Any) -> bool:
+    """Tell whether the value is a scalar array of integers, which may be traced."""
+    return isinstance(every, jax.Array) and every.shape == () and jnp.issubdtype(every.dtype, jnp.integer)
 
 
 def _init(plan: _Plan, params: Any) -> MultiStepsState:
@@ -125,6 +162,8 @@ def _init(plan: _Plan, params: Any) -> MultiStepsState:
 
     counters = [jnp.zeros((), jnp.int32) for _ in range(3)]
     weights = [jnp.zeros((), jnp.result_type(float)) for _ in range(2)]
+    # As in Optax, the function is asked once about zeros: its state must have its form from the start.
+    skip_state = _asked(plan, jax.tree.map(jnp.zeros_like, params), counters[1], params)[1]
     return MultiStepsState(
         microbatches=counters[0],
         updates=counters[1],
@@ -134,6 +173,30 @@ def _init(plan: _Plan, params: Any) -> MultiStepsState:
         inner=plan.inner.init(params),
         updated=jnp.zeros((), bool),
         skipped=counters[2],
+        # Its arrays may be one and the same, which cannot be donated twice.
+        skip_state=jax.tree.map(jnp.copy, skip_state),
+    )
+
+
+def _asked(plan: _Plan, updates: Any, count: Any, params: Any) -> tuple[Any, Any]:
+    """Return what `should_skip_update_fn` says about a micro-batch, and its state.
+
+    Raises:
+        InputError: it returns something else.
+    """
+    if plan.should_skip is None:
+        return jnp.zeros((), bool), ()
+    answer = plan.should_skip(updates, count, params)
+    if isinstance(answer, tuple) and len(answer) == 2:
+        skip = jnp.asarray(answer[0])
+        if (skip.dtype, skip.shape) == (jnp.bool_, ()):
+            return skip, answer[1]
+        found = f"({skip.dtype} of shape {skip.shape}, state)"
+    else:
+        found = type(answer).__name__
+    raise InputError(
+        f"should_skip_update_fn returned {found}. Return (skip, state), where skip is one boolean, as "
+        "optax.skip_not_finite does."
     )
 
 
@@ -147,9 +210,11 @@ def _update(
     flush: Any = False,
     **extra: Any,
 ) -> tuple[Any, MultiStepsState]:
-    window = _added(plan, state, updates, arithmetic.as_weight(weight, "weight"))
+    skip, skip_state = _asked(plan, updates, state.updates, params)
+    window = _added(plan, state, updates, arithmetic.as_weight(weight, "weight"), skip)
     steps = plan.every(state.updates) if callable(plan.every) else plan.every
-    due = (window.microbatches >= steps) | jnp.asarray(flush, bool)
+    # A rejected micro-batch does not end a window; a flush does, with what came before.
+    due = ((window.microbatches >= steps) & ~skip) | jnp.asarray(flush, bool)
     total = window.weight + window.weight_rest
     # `!= 0` and not `> 0`: a weight that is NaN shall be seen.
     make, skipped = due & (total != 0), window.skipped
@@ -178,6 +243,7 @@ def _update(
         inner=inner_state,
         updated=make,
         skipped=skipped,
+        skip_state=in_dtypes_of(state.skip_state, skip_state),
     )
 
 
@@ -198,9 +264,11 @@ def in_dtypes_of(old: Any, new: Any) -> Any:
     return jax.tree.map(one, old, new)
 
 
-def _added(plan: _Plan, state: MultiStepsState, updates: Any, weight: Any) -> _Window:
-    """The window in flight with one more micro-batch."""
-    skipped, keep = state.skipped, arithmetic.takes_part(weight, plan.reduction)
+def _added(plan: _Plan, state: MultiStepsState, updates: Any, weight: Any, skip: Any) -> _Window:
+    """The window in flight with one more micro-batch, unless it is to be skipped."""
+    keep = arithmetic.takes_part(weight, plan.reduction)
+    skipped, keep = state.skipped + (skip & keep), keep & ~skip
+    weight = jnp.where(skip, jnp.zeros_like(weight), weight)
     if plan.nonfinite == "skip_microbatch":
         finite = arithmetic.all_finite(updates)
         skipped, keep = skipped + (~finite & keep), keep & finite
@@ -214,8 +282,25 @@ def _added(plan: _Plan, state: MultiStepsState, updates: Any, weight: Any) -> _W
 
     sums = jax.tree.map(add, state.sums, updates)
     counted = jnp.where(weight < 0, jnp.nan, weight.astype(state.weight.dtype))
+    if plan.reduction == "total":
+        # The divisor is 1 once something has come; NaN stays NaN.
+        first = (state.weight == 0) & (counted != 0)
+        counted = jnp.where(jnp.isnan(counted), counted, first.astype(counted.dtype))
     total, rest = arithmetic.add_compensated(state.weight, state.weight_rest, counted)
-    return _Window(state.microbatches + 1, total, rest, sums, skipped)
+    return _Window(state.microbatches + ~skip, total, rest, sums, skipped)
+
+
+def has_updated(state: MultiStepsState) -> Any:
+    """Return whether the last call of `multi_steps` made an update, as a boolean array.
+
+    Examples:
+        >>> optimizer = multi_steps(optax.sgd(1.0), every=1)
+        >>> state = optimizer.init(jnp.zeros(1))
+        >>> _, after = optimizer.update(jnp.ones(1), state, jnp.zeros(1))
+        >>> bool(has_updated(state)), bool(has_updated(after))
+        (False, True)
+    """
+    return state.updated
 
 
 def flush(

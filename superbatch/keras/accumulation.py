@@ -16,8 +16,9 @@ from typing import Any
 import keras
 
 from ..errors import InputError, explain
-from . import refusals, sharing, survey
-from .options import BatchNorm, LossWeight, NonFinite, Options, check
+from . import first_check, recompiling, refusals, sharing, survey
+from .options import BatchNorm, LossWeight, NonFinite, Options
+from .options import check as check_options
 
 ORIGINAL = "_superbatch_original"
 OPTIONS = "_superbatch_options"
@@ -31,6 +32,7 @@ def accumulate(
     loss_weight: LossWeight | None = None,
     batchnorm: BatchNorm = "error",
     nonfinite: NonFinite = "propagate",
+    check: bool = True,
 ) -> Any:
     """Return the model, with every batch of `fit` processed in micro-batches: one batch is one update.
 
@@ -61,6 +63,8 @@ def accumulate(
             each update, with mean and variance over all rows of the batch.
         nonfinite: ``"propagate"`` NaN and infinity; or ``"skip_microbatch"``: leave a micro-batch and its
             weight out if its loss or gradient is not finite.
+        check: whether a few rows of the first batch are evaluated at once and in parts, before it is trained
+            on: layers and losses that couple rows, and weights that do not fit the loss, are errors then.
 
     Returns:
         The model to call `fit` and `train_on_batch` of. Where a batch counts nothing (W is 0), it makes no
@@ -68,11 +72,14 @@ def accumulate(
 
     Raises:
         InputError: an option is none, or the model is not compiled, has a `train_step` of its own, or a layer
-            that is stateful or a SpectralNormalization.
-        CoupledSamplesError: there is a BatchNormalization in training.
+            that is stateful or a SpectralNormalization; when training begins: a forward changes variables
+            of layers, or the first model was compiled again.
+        CoupledSamplesError: there is a BatchNormalization in training; when training begins: a layer or a
+            loss couples rows.
         OptimizerError: the optimizer accumulates by itself.
         LossSpecError: when training begins: a loss returns one number and `loss_weight` is missing (or is
-            given and not needed), or its mean cannot be put together from micro-batches.
+            given and not needed, or not the divisor of the loss), or its mean cannot be put together from
+            micro-batches.
         SplitError: when training begins: arrays of a batch differ in length, are sparse or ragged.
 
     Examples:
@@ -86,7 +93,7 @@ def accumulate(
     See Also:
         https://keras.io/guides/custom_train_step_in_tensorflow/ on what a train step is.
     """
-    options = check(Options(microbatch_size, loss_weight, batchnorm, nonfinite))
+    options = check_options(Options(microbatch_size, loss_weight, batchnorm, nonfinite, check))
     model = plain(model) if is_accumulating(model) else model
     refusals.check_model(model)
     refusals.check_optimizer(model)
@@ -95,6 +102,7 @@ def accumulate(
     twin = sharing.on_same_layers(sharing.subclass(type(model), methods(type(model), step)), model)
     vars(twin)[OPTIONS] = options
     vars(twin)[survey.PLANS] = {}
+    vars(twin)[recompiling.SOURCE] = recompiling.source_of(model)
     return twin
 
 
@@ -128,11 +136,16 @@ def methods(cls: type, step: Any) -> dict[str, Any]:
     def reduce(self: Any) -> Any:
         return plain(self).__reduce__()
 
+    def compile_again(self: Any, *args: Any, **kwargs: Any) -> None:
+        cls.compile(self, *args, **kwargs)
+        recompiling.note(self)
+
     def make_train_function(self: Any, force: bool = False) -> Any:
+        recompiling.check(self)
         before = self.train_function
         cls.make_train_function(self, force)
         if self.train_function is not before:
-            self.train_function = step.train_function(self.train_function)
+            self.train_function = _prepared(self, step, self.train_function)
         return self.train_function
 
     def build_before_tracing(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
@@ -141,12 +154,20 @@ def methods(cls: type, step: Any) -> dict[str, Any]:
     return {
         "__new__": new,
         "train_step": train_step,
-        **({"make_train_function": make_train_function} if hasattr(step, "train_function") else {}),
+        "compile": compile_again,
+        "make_train_function": make_train_function,
         "save": save,
         "__reduce__": reduce,
         "_maybe_symbolic_build": build_before_tracing,  # of the TensorFlow trainer
         ORIGINAL: cls,
     }
+
+
+def _prepared(model: Any, step: Any, function: Any) -> Any:
+    """Return Keras' function of a batch as the backend needs it, with the check of the first batch."""
+    options = vars(model)[OPTIONS]
+    function = step.train_function(function) if hasattr(step, "train_function") else function
+    return first_check.checked(model, options, step, function)
 
 
 def is_accumulating(model: Any) -> bool:
@@ -157,6 +178,6 @@ def is_accumulating(model: Any) -> bool:
 def plain(model: Any) -> Any:
     """The model of the user's class on the same layers, without accumulation."""
     other = sharing.on_same_layers(getattr(type(model), ORIGINAL), model)
-    for name in (OPTIONS, survey.PLANS):
+    for name in (OPTIONS, survey.PLANS, recompiling.SOURCE):
         vars(other).pop(name)
     return other

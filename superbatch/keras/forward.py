@@ -24,8 +24,8 @@ from .window import Plan
 
 
 def owns_compute_loss(model: Any) -> bool:
-    """Return True if the model's class has a `compute_loss` of its own."""
-    return type(model).compute_loss is not keras.Model.compute_loss
+    """Return True if the model, or its class, has a `compute_loss` of its own."""
+    return "compute_loss" in vars(model) or type(model).compute_loss is not keras.Model.compute_loss
 
 
 def predictions(model: Any, x: Any) -> Any:

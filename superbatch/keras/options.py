@@ -22,6 +22,7 @@ class Options:
     loss_weight: LossWeight | None = None
     batchnorm: BatchNorm = "error"
     nonfinite: NonFinite = "propagate"
+    check: bool = True
 
 
 def check(options: Options) -> Options:
@@ -49,4 +50,6 @@ def check(options: Options) -> Options:
             raise InputError(
                 explain(f"{name}={value!r}", "there is no such choice", f"pass one of {allowed}")
             )
+    if not isinstance(options.check, bool):
+        raise InputError(f"check={options.check!r} is no bool. Pass True, or False to leave the check out.")
     return options

@@ -17,6 +17,14 @@ import keras
 from ..errors import CoupledSamplesError, InputError, OptimizerError, explain
 from .options import Options
 
+# The methods that make an update; the second is of the JAX trainer.
+OVERRIDES = ("train_step", "compute_loss_and_updates", "make_train_function")
+LOOPS = {
+    "tensorflow": "superbatch.tensorflow.Accumulator",
+    "jax": "superbatch.jax.value_and_grad",
+    "torch": "superbatch.torch.Accumulator",
+}
+
 
 def check_model(model: Any) -> None:
     """Refuse what is no compiled Keras model, and a model with a train step of its own.
@@ -40,14 +48,15 @@ def check_model(model: Any) -> None:
                 "call model.compile(...) first",
             )
         )
-    if type(model).train_step is not keras.Model.train_step:
-        raise InputError(
-            explain(
-                f"the model {model.name!r}, whose class has a train_step of its own",
-                "it would be replaced",
-                "override compute_loss instead, and pass loss_weight=",
+    for method in OVERRIDES:
+        if method in vars(model) or getattr(type(model), method, None) is not getattr(
+            keras.Model, method, None
+        ):
+            raise InputError(
+                f"The model {model.name!r} has a {method} of its own, which accumulate would replace. "
+                "Override compute_loss instead, and pass loss_weight=; or keep your loop and accumulate in "
+                f"it, with {LOOPS[keras.backend.backend()]}."
             )
-        )
 
 
 def check_layers(model: Any, options: Options) -> None:

@@ -42,7 +42,7 @@ def numbers(name: str, values: Any, y_pred: Any) -> Numbers:
         y_pred: the predictions, a tensor or tensors.
 
     Raises:
-        LossSpecError: there are not as many numbers, nor a multiple of it, as the predictions have rows.
+        LossSpecError: the number of values is not a multiple of the predictions' rows.
     """
     rows, shape = keras.tree.flatten(y_pred)[0].shape[0], tuple(values.shape)
     if shape[0] is None or (rows is not None and shape[0] % max(rows, 1) == 0):

@@ -60,7 +60,7 @@ def leaves(data: Any) -> list[Any]:
                 explain(
                     f"a {type(leaf).__name__} in the batch",
                     "it cannot be cut along its rows inside a compiled step",
-                    "pass it dense, padded and masked",
+                    "pass it dense, padded and masked: tensor.to_tensor() of a ragged one",
                 )
             )
         if len(leaf.shape) == 0:

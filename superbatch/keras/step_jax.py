@@ -11,6 +11,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -19,11 +21,14 @@ import keras
 from jax import lax
 
 from . import arithmetic, batchnorm, forward, splitting, survey, tracking, window
+from .first_check import First
 from .options import Options
 from .splitting import Group
 from .window import Plan
 
 Values = list[Any]
+without_gradients = nullcontext
+TAKES_STATE = True  # Keras takes the values out of the variables and hands them to its function
 
 
 class State(NamedTuple):
@@ -82,6 +87,47 @@ def train_step(model: Any, options: Options, state: Any, data: Any) -> Any:
     gradients, regularization = _finished(batch, carry)
     trainable, optimizer = _apply(batch, carry, gradients)
     return _end(batch, carry, State(trainable, carry.other, optimizer, carry.metrics), regularization)
+
+
+def peek(model: Any, arguments: tuple[Any, ...]) -> First | None:
+    """Return the next batch of the iterator that Keras' function is called with; None where there is none.
+
+    Several processes hold parts of a batch each; they are not checked.
+    """
+    if jax.process_count() > 1:
+        return None
+    state, iterator = arguments
+    data = next(iterator, None)
+    if data is None:
+        return None
+    return First(data, _mapping(model, State(*state)), (state, chain([data], iterator)))
+
+
+def restore(model: Any, state: Any) -> None:
+    """Give the variables the values that Keras took out of them: an error must not lose the model."""
+    state = State(*state)
+    mapping = [*_mapping(model, state), *zip(model.optimizer.variables, state.optimizer, strict=True)]
+    for variable, value in mapping:
+        if not value.is_deleted():
+            variable.assign(value)
+
+
+def cut(rows: int, size: int) -> list[range]:
+    """Return the rows of each micro-batch: in turn, as `_cutting` deals them out."""
+    return [
+        range(group.start + i, group.start + group.count * group.size, group.count)
+        for group in splitting.groups(rows, size)
+        for i in range(group.count)
+    ]
+
+
+def _mapping(model: Any, state: State) -> list[tuple[Any, Any]]:
+    """The model's variables and their values."""
+    return [
+        *zip(model.non_trainable_variables, state.other, strict=True),
+        *zip(model.metrics_variables, state.metrics, strict=True),
+        *zip(model.trainable_variables, state.trainable, strict=True),
+    ]
 
 
 def _scope(model: Any, state: State | Carry, trainable: Values | None = None) -> Any:

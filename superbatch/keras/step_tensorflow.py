@@ -11,6 +11,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import chain
 from typing import Any, NamedTuple
 
 import keras
@@ -18,10 +20,13 @@ import tensorflow as tf
 
 from ..errors import explain
 from . import arithmetic, batchnorm, forward, replicas, splitting, survey, tracking, window
+from .first_check import First
 from .options import Options
 from .window import Plan
 
 Values = list[Any]
+without_gradients = nullcontext
+TAKES_STATE = False
 
 
 class Carry(NamedTuple):
@@ -110,6 +115,68 @@ def build(model: Any, iterator: Any, data: Any) -> None:
     data = keras.tree.map_structure(lambda leaf: strategy.experimental_local_results(leaf)[0], data)
     with strategy.scope():
         model._symbolic_build(data_batch=data)
+
+
+def peek(model: Any, arguments: tuple[Any, ...]) -> First | None:
+    """Return the next batch of the iterator that Keras' function is called with; None where there is none.
+
+    Several replicas hold parts of a batch each; they are not checked.
+    """
+    iterator = arguments[0]
+    if model.distribute_strategy.num_replicas_in_sync > 1:
+        return None
+    if isinstance(iterator, tf.data.Iterator):
+        taken = _taken(iterator, int(model.steps_per_execution))
+        again = iter(_as_dataset(taken, iterator.element_spec)) if taken else None
+    else:
+        taken = [data for data in [next(iterator, None)] if data is not None]
+        again = chain(taken, iterator)
+    if not taken:
+        return None
+    data = keras.tree.map_structure(
+        lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, taken[0]
+    )
+    splitting.leaves(keras.utils.unpack_x_y_sample_weight(data))
+    model._symbolic_build(data_batch=data)
+    return First(data, [(weight, weight.value) for weight in model.trainable_variables], (again,))
+
+
+def _taken(iterator: Any, most: int) -> list[Any]:
+    """The next batches of an iterator, as many as one call of Keras' function takes."""
+    found: list[Any] = []
+    while len(found) < most:
+        following = iterator.get_next_as_optional()
+        if not following.has_value():
+            break
+        found.append(following.get_value())
+    return found
+
+
+def _as_dataset(batches: list[Any], spec: Any) -> Any:
+    """Return a dataset of these batches, with the shapes that were known before: else Keras traces twice."""
+
+    def forget(leaf: Any, known: Any) -> Any:
+        if not isinstance(known, tf.TensorSpec):
+            return leaf
+        return tf.compat.v1.placeholder_with_default(leaf, known.shape)
+
+    def forgetting(*parts: Any) -> Any:
+        return tf.nest.map_structure(forget, parts if isinstance(spec, tuple) else parts[0], spec)
+
+    datasets = [tf.data.Dataset.from_tensors(batch).map(forgetting) for batch in batches]
+    found = datasets[0]
+    for following in datasets[1:]:
+        found = found.concatenate(following)
+    return found
+
+
+def cut(rows: int, size: int) -> list[range]:
+    """Return the rows of each micro-batch."""
+    return [
+        range(group.start + i * group.size, group.start + (i + 1) * group.size)
+        for group in splitting.groups(rows, size)
+        for i in range(group.count)
+    ]
 
 
 def _over(batch: Batch, one: Callable[[Any, Any], Any], carry: Any) -> Any:

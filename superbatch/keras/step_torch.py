@@ -19,8 +19,12 @@ import torch
 from keras import ops
 
 from . import arithmetic, batchnorm, forward, splitting, survey, tracking, window
+from .first_check import First
 from .options import Options
 from .window import Plan
+
+without_gradients = torch.no_grad
+TAKES_STATE = False
 
 
 def train_step(model: Any, options: Options, data: Any) -> Any:
@@ -28,9 +32,7 @@ def train_step(model: Any, options: Options, data: Any) -> Any:
     batch = keras.utils.unpack_x_y_sample_weight(data)
     rows = splitting.leaves(batch)[0].shape[0]
     microbatches = [
-        splitting.part(batch, group.start + i * group.size, group.start + (i + 1) * group.size)
-        for group in splitting.groups(rows, options.microbatch_size)
-        for i in range(group.count)
+        splitting.part(batch, part.start, part.stop) for part in cut(rows, options.microbatch_size)
     ]
     with torch.no_grad():
         plan = survey.plan(model, microbatches[0], options, symbolic=False)
@@ -47,6 +49,21 @@ def train_step(model: Any, options: Options, data: Any) -> Any:
         weight.value.grad = None
     tracking.track_loss(model, sums, plan, torch.tensor(rows, device=device), regularization)
     return model.get_metrics_result()
+
+
+def peek(model: Any, arguments: tuple[Any, ...]) -> First:
+    """Return the batch that Keras' function is called with."""
+    mapping = [(weight, weight.value) for weight in model.trainable_variables]
+    return First(arguments[0][0], mapping, arguments)
+
+
+def cut(rows: int, size: int) -> list[range]:
+    """Return the rows of each micro-batch."""
+    return [
+        range(group.start + i * group.size, group.start + (i + 1) * group.size)
+        for group in splitting.groups(rows, size)
+        for i in range(group.count)
+    ]
 
 
 def train_function(step: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -17,6 +17,7 @@ from keras.src import backend
 
 from . import forward, window
 from .options import Options
+from .terms import Term
 from .window import Plan
 
 PLANS = "_superbatch_plans"
@@ -75,5 +76,10 @@ def scope(model: Any) -> Any:
 def look(model: Any, batch: Any, options: Options) -> Plan:
     """Return the plan by a forward of a batch, in a scope in which nothing is changed."""
     terms = forward.terms_of(model, batch, forward.predictions(model, batch[0]), options, None)
+    return plan_of(model, terms, options)
+
+
+def plan_of(model: Any, terms: list[Term], options: Options) -> Plan:
+    """Return the plan for terms of a model's loss."""
     scaled = hasattr(model.optimizer, "inner_optimizer") or bool(model.optimizer.loss_scale_factor)
     return window.plan_of(terms, options, scaled=scaled)

@@ -21,11 +21,12 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 import keras
+import numpy as np
 from keras import ops
 from keras.src import backend
 from keras.src.losses.loss import squeeze_or_expand_to_same_rank
 
-from ..errors import LossSpecError, explain
+from ..errors import CoupledSamplesError, LossSpecError, explain
 from . import arithmetic, rowwise
 
 Kind = Literal["rows", "counted", "sum"]
@@ -81,9 +82,11 @@ def term_of(
         looking: whether this is the first look at the loss, which is then asked for another number of rows.
 
     Raises:
+        CoupledSamplesError: the loss compares rows with one another.
         LossSpecError: Keras does not know what the loss is divided by, and nothing is stated; or the loss
             cannot be put together from micro-batches.
     """
+    _check_builtin(name, loss, y_pred)
     if type(loss).__call__ is not keras.losses.Loss.__call__:
         return stated_term(name, loss(y, y_pred, sample_weight), stated, sample_weight)
     if loss.reduction in (None, "none"):
@@ -109,6 +112,28 @@ def term_of(
         rowwise.check_twice(name, loss, y_, y_pred_, found)
     term = _reduced(name, loss, values, masks, sample_weight, rows)
     return Term(name, term.kind, term.value, term.weight, numbers=found)
+
+
+def _check_builtin(name: str, loss: Any, y_pred: Any) -> None:
+    """Refuse losses of Keras that are made of all rows, whatever weight is declared."""
+    function = getattr(loss, "fn", None)  # also of a loss that was compiled by its name
+    if function is keras.losses.circle:
+        raise CoupledSamplesError(
+            f"The loss {name!r} (keras.losses.Circle) compares each row with all other rows of the batch, "
+            "and a micro-batch has only some of them. Use a loss that is computed from each row alone, or "
+            "train with whole batches."
+        )
+    if function not in (keras.losses.dice, keras.losses.tversky):
+        return
+    axis = getattr(loss, "axis", None)
+    if axis is None or 0 in np.atleast_1d(axis):
+        kind = "Dice" if function is keras.losses.dice else "Tversky"
+        rest = tuple(range(1, len(keras.tree.flatten(y_pred)[0].shape)))
+        raise LossSpecError(
+            f"The loss {name!r} with axis={axis!r} is a ratio of sums over all rows of the batch, and no "
+            f"weight makes it from micro-batches. Compile keras.losses.{kind}(axis={rest!r}): one ratio for "
+            "each sample."
+        )
 
 
 def stated_term(name: str, value: Any, stated: Any, sample_weight: Any) -> Term:

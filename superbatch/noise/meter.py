@@ -19,6 +19,7 @@ from __future__ import annotations
 # pyright: strict
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..errors import InputError, explain
@@ -27,6 +28,7 @@ from .estimates import Estimate as Estimate
 from .estimates import effective_samples as effective_samples
 from .estimates import estimate as estimate
 from .estimates import homogeneous_estimate as homogeneous_estimate
+from .independence import IndependenceTest
 from .interval import Moments, Ratio, worth
 from .over_run import noise_over_run as noise_over_run
 from .over_run import relative_time as relative_time
@@ -44,8 +46,9 @@ LEAST_SPREAD = 0.05
 """A window is measured where ``1 - Q`` is at least this: below, one micro-batch has nearly all the weight."""
 
 
-STATE_VERSION = 2
-"""Of `NoiseMeter.state_dict`: averages of differences over several windows came with 2."""
+STATE_VERSION = 3
+"""Of `NoiseMeter.state_dict`: averages of differences over several windows came with 2, the test of
+independence with 3. A state of 2 is read: its test begins anew."""
 
 
 class NoiseMeter:
@@ -113,6 +116,8 @@ class NoiseMeter:
         self._groups: dict[str, Moments] = {}
         self._total = Moments()
         self._beside: dict[str, Moments] = {}  # what else was measured in some of the windows
+        self._losses = IndependenceTest()
+        self._has_losses = False
 
     @property
     def due(self) -> bool:
@@ -169,6 +174,23 @@ class NoiseMeter:
         if all(map(math.isfinite, (*one, samples))):
             self._beside.setdefault(name, Moments()).add(one.variance * samples, one.signal, self.beta)
 
+    @property
+    def centre(self) -> float:
+        """The loss around which `add_losses` wants the spread of the next window."""
+        return self._losses.centre
+
+    def add_losses(self, mean: float, explained: float) -> None:
+        """Take in the losses of one window, which show whether its micro-batches are independent draws.
+
+        Args:
+            mean: the window's loss, up to a factor that is the same in all windows.
+            explained: variance of that mean by the spread of its micro-batches: ``(sum s_i^2 (l_i - c)^2 - q
+                (sum s_i (l_i - c))^2) / (1 - q)`` with shares s_i of the weight, ``q = sum s_i^2`` and c the
+                `centre`.
+        """
+        self._has_losses = True
+        self._losses.add(mean, explained)
+
     def expect(self, groups: Iterable[str], *, anew: bool = False) -> None:
         """Begin anew if the parameter groups are others than before: it would be another noise scale.
 
@@ -198,22 +220,31 @@ class NoiseMeter:
         """
         debias = 1 - self.beta**self._windows
         few = self._windows < FEWEST_WINDOWS
+        samples = self._samples / debias if debias else 0.0
+        drawn = samples / self.data_size if self.data_size else 0.0
+        independence = self._losses.judged(drawn) if self._has_losses else None
         total = self._ratio(self._total)
         groups = tuple(
             NoiseOfGroup(name=name, **self._ratio(moments).as_fields())
             for name, moments in self._groups.items()
         )
-        return Noise(
+        found = Noise(
             **total.as_fields(),
             windows=self._windows,
             effective_windows=worth(self.beta, self._windows),
-            samples_per_window=self._samples / debias if debias else 0.0,
+            samples_per_window=samples,
             groups=groups,
             reason=_too_few(self._windows, self._seen) if few else total.reason,
             data_size=self.data_size,
             models=self._models(total),
             proxy=self._proxy(total) if self.proxy else None,
+            independence=independence,
         )
+        shared = independence is not None and independence.verdict == "shared" and not few
+        return _lower_ends(found) if shared else found
+
+    def __repr__(self) -> str:
+        return f"<NoiseMeter of {self._windows} windows: {self.estimate().summary()}>"
 
     def _ratio(self, moments: Moments) -> Ratio:
         found = moments.of(self.beta, self.data_size)
@@ -261,6 +292,7 @@ class NoiseMeter:
             "groups": {name: moments.state() for name, moments in self._groups.items()},
             "proxy_left_out": dict(self._seen_proxy),
             "beside": {name: moments.state() for name, moments in self._beside.items()},
+            "losses": self._losses.state() if self._has_losses else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -272,7 +304,7 @@ class NoiseMeter:
         Raises:
             InputError: it is no such state; nothing has changed.
         """
-        if state.get("version") != STATE_VERSION:
+        if state.get("version") not in (2, STATE_VERSION):
             raise InputError(
                 f"This average was saved in form {state.get('version')!r}, and this superbatch reads form "
                 f"{STATE_VERSION}. Begin with a new NoiseMeter: it knows the noise again after some windows."
@@ -291,6 +323,8 @@ class NoiseMeter:
             groups = {name: Moments.of_state(each) for name, each in state["groups"].items()}
             seen_proxy = dict(state["proxy_left_out"])
             beside = {name: Moments.of_state(each) for name, each in state["beside"].items()}
+            losses = state["losses"] if state["version"] == STATE_VERSION else None
+            test = IndependenceTest() if losses is None else IndependenceTest.of_state(losses)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise InputError(
                 explain(
@@ -302,9 +336,25 @@ class NoiseMeter:
         self.passed, self._windows, self._samples = passed, windows, samples
         self._seen, self._total, self._groups = seen, total, groups
         self._seen_proxy, self._beside = seen_proxy, beside
+        self._losses, self._has_losses = test, losses is not None
 
     def _moved(self, mean: float, value: float) -> float:
         return self.beta * mean + (1 - self.beta) * value
+
+
+def _lower_ends(noise: Noise) -> Noise:
+    """The lower ends alone: shared noise is counted as signal, so that each true number is larger."""
+    assert noise.independence is not None
+    bound = {"batch_size": None, "high": math.inf}
+    proxy, reason = noise.proxy, noise.independence.text
+    return replace(
+        noise,
+        **bound,
+        reason=reason,
+        groups=tuple(replace(each, **bound) for each in noise.groups),
+        models=tuple(replace(each, **bound) for each in noise.models),
+        proxy=None if proxy is None else replace(proxy, **bound, factor=None, reason=reason),
+    )
 
 
 def power_name(power: int) -> str:

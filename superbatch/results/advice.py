@@ -119,7 +119,7 @@ class Advice:
         peak: bytes of one micro-batch and the update, predicted; None: not known.
         whole: the same of the batch in question in one piece on its rank.
         exceptions: where the verdict does not apply.
-        uncertainty: how sure all this is.
+        uncertainty: how sure all this is; first how often the range was right.
         recipe: its name; None: numbers were given.
         seconds: wall time of all this.
         partial: it was interrupted before the end.

@@ -110,7 +110,7 @@ class CouplingReport:
     def __str__(self) -> str:
         """Return the report as lines of text."""
         if not self.sweeps:
-            return f"{self.samples} samples: nothing was worked out by micro-batches"
+            return f"{self.samples} samples: nothing was computed by micro-batches"
         parts, sweeps = _count(self.microbatches, "micro-batch", "es"), _count(self.sweeps, "sweep")
         head = f"{self.samples} samples in {parts}, {sweeps}"
         lines = [f"{head}; samples meet at", *map(_line, self.points)]

@@ -5,6 +5,57 @@ from __future__ import annotations
 # pyright: strict
 import math
 from dataclasses import dataclass
+from typing import Literal
+
+ASSUMPTION = "if the micro-batches of a window are independent draws"
+"""Condition of every noise scale, which stands beside it wherever it is shown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Independence:
+    """Result of the test whether the micro-batches of a window are independent draws.
+
+    Attributes:
+        verdict: ``"shared"``: they share noise, which is counted as signal, so that the noise scale comes out
+            too small. ``"even"``: windows are more even than chance makes them, so that it comes out too
+            large. None: nothing is said, either for want of evidence or because all is well.
+        ratio: how many times as much the losses of windows differ as the spread of their micro-batches
+            explains; 1 for independent draws; None: not known.
+        low: smallest lower end of the intervals that decide (see `superbatch.noise.independence`).
+        high: largest upper end.
+        triples: of windows that were compared; a verdict takes 20.
+        by: what was compared.
+        updates_see: the noise scale that updates see as windows are now, in samples, whether noise is shared
+            or not; None: not known, as by losses.
+    """
+
+    verdict: Literal["shared", "even"] | None
+    ratio: float | None
+    low: float
+    high: float
+    triples: int
+    by: Literal["losses", "gradients"] = "losses"
+    updates_see: float | None = None
+
+    @property
+    def text(self) -> str | None:
+        """The verdict in a sentence, and what to do; None where nothing is said."""
+        if self.verdict is None or self.ratio is None:
+            return None
+        seen = (
+            f"{self.by} of whole windows differ {self.ratio:.2g} times as much as their micro-batches explain"
+        )
+        see = self.updates_see
+        as_they_are = "" if see is None else f"; as they are, updates see a noise scale of about {see:.2g}"
+        if self.verdict == "shared":
+            return (
+                f"{seen}: micro-batches of a window share noise (similar samples, copies, one document), and "
+                f"a noise scale from them would be too small. Shuffle samples over windows{as_they_are}"
+            )
+        return (
+            f"{seen}: windows are more even than chance, and the noise scale comes out too large. Draw "
+            "samples at random, and state data_size where they are few"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,12 +181,17 @@ class Noise:
             how much depends on what is assumed of it. Empty unless they are measured
             (``NoiseMeter(preconditioned=True)``).
         proxy: of single samples' gradients; None unless it is measured (``NoiseMeter(proxy=True)``).
+        independence: test of the assumption behind all these numbers; None where the losses of micro-batches
+            are not known (outside of torch). Where micro-batches share noise, there is no number and no upper
+            end.
 
     Examples:
         >>> noise = Noise(batch_size=400.0, low=300.0, high=550.0, signal=0.5, variance=200.0, windows=80,
         ...     effective_windows=60.0, samples_per_window=100.0, groups=(), reason=None)
         >>> noise.ratio, noise.determined
         (4.0, True)
+        >>> noise.summary()
+        'noise scale 400 samples (300 to 550), if the micro-batches of a window are independent draws'
     """
 
     batch_size: float | None
@@ -151,6 +207,24 @@ class Noise:
     data_size: int | None = None
     models: tuple[NoiseOfModel, ...] = ()
     proxy: NoiseProxy | None = None
+    independence: Independence | None = None
+
+    def summary(self) -> str:
+        """Return the noise scale in one sentence: with its interval, its assumption, and what speaks against.
+
+        Returns:
+            Such as ``noise scale at least 40 samples (signal not told from noise), if ...``.
+        """
+        if self.batch_size is not None:
+            said = f"noise scale {self.batch_size:.4g} samples ({self.low:.4g} to {self.high:.4g})"
+        elif self.low > 0:
+            said = f"noise scale at least {self.low:.4g} samples ({self.reason})"
+        else:
+            said = f"noise scale not known ({self.reason})"
+        found = None if self.independence is None else self.independence.text
+        if found is None or self.batch_size is None:
+            return f"{said}, {ASSUMPTION}"
+        return f"{said}, {ASSUMPTION}, which they are not: {found}"
 
     @property
     def ratio(self) -> float | None:

@@ -10,22 +10,34 @@ What = Literal["lr", "momentum", "weight_decay"]
 """Which option of the optimizer a survey changes."""
 
 
+Range = tuple[float, float]
+"""Lower and upper end."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Suggestions:
     """Values that a survey suggests, each by its own rule (see `superbatch.tuning.survey_suggestions`).
 
+    A range is the middle 90 % of places where the rule's point would lie with other noise; a rule whose range
+    is wider than 0.3 decades suggests no value.
+
     Attributes:
-        valley: the middle of the longest descent.
+        onset: where the loss has begun to fall: a fifth of its fall is done.
         minimum: a tenth of where the curve is lowest.
-        steepest: where the loss falls fastest per decade: close to where training breaks down, and uncertain
-            with noisy batches (average several surveys).
-        reason: why there is none; None where there are.
+        steepest: where the loss falls fastest per decade: close to where training breaks down.
+        reason: why there is none; None where a rule suggests a value.
+        onset_range: of `onset`, also where that is too uncertain; None where the curve shows nothing.
+        minimum_range: of `minimum`, likewise.
+        steepest_range: of `steepest`, likewise.
     """
 
-    valley: float | None
+    onset: float | None
     minimum: float | None
     steepest: float | None
     reason: str | None
+    onset_range: Range | None = None
+    minimum_range: Range | None = None
+    steepest_range: Range | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +61,7 @@ class Survey:
         seconds: wall time.
 
     Examples:
-        >>> found = Suggestions(valley=0.01, minimum=0.02, steepest=None, reason=None)
+        >>> found = Suggestions(onset=0.01, minimum=0.02, steepest=None, reason=None)
         >>> survey = Survey(
         ...     what="lr", values=(0.1, 1.0), losses=(2.0, 1.0), smooth=(2.0, 1.4), suggestions=found,
         ...     stopped=None, low=0.1, high=1.0, updates=2, beta=0.8, ratios=(1.0, 0.1), skipped=(),
@@ -76,8 +88,8 @@ class Survey:
 
     @property
     def suggestion(self) -> float | None:
-        """The value that is suggested by default, that of `Suggestions.valley`; None where there is none."""
-        return self.suggestions.valley
+        """The value that is suggested by default, that of `Suggestions.onset`; None where there is none."""
+        return self.suggestions.onset
 
     def of_groups(self, value: float | None = None) -> tuple[float, ...]:
         """Return the value for each parameter group, in its ratio to the leading one.

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from .. import normalize
-from . import adding, boundary, optimizers, presence
+from . import adding, boundary, checking, optimizers, presence
 from .arithmetic import DTypeChoice
 from .options import NonFinite, Options, as_variables, check
 from .outcome import Applied
@@ -80,15 +80,16 @@ class Accumulator(tf.Module):
         self.state = State(behind, accumulator_dtype)
 
     @as_written
-    def add(self, gradients: Any, weight: Any = 1, *, loss: Any = None, samples: Any = None) -> None:
+    def add(self, gradients: Any, weight: Any = None, *, loss: Any = None, samples: Any = None) -> None:
         """Add the gradients of one micro-batch: ``w_i g_i`` for a mean, ``g_i`` for a sum.
 
         Args:
             gradients: what ``tape.gradient(loss, variables)`` returns: tensors, IndexedSlices (repeated
                 indices add up; the sum is dense) and None (no gradient: counts as 0 in a window where another
                 micro-batch has one).
-            weight: how much the micro-batch counts: its samples, its tokens. A number, or a scalar tensor of
-                int32, int64, float32 or float64; in a `tf.function` a tensor, or each new number is a new
+            weight: how much the micro-batch counts, and never left out: its samples, its tokens; 1 where all
+                micro-batches count the same. A number, or a scalar tensor of int32, int64, float32 or
+                float64; in a `tf.function` a tensor, or each new number is a new
                 trace. 0 contributes nothing, NaN or not.
             loss: of the micro-batch, as it was differentiated (without a loss scale), for `Applied.loss`.
             samples: of the micro-batch, for the noise; by default its weight.
@@ -110,6 +111,39 @@ class Accumulator(tf.Module):
         self._patterns.seen.add(presence.of(microbatch.gradients))
         self._patterns.traced |= not tf.executing_eagerly()
         adding.add(self.state, microbatch, self._options)
+
+    @as_written
+    def check_loss(self, loss: Any, *batch: Any, weight: Any) -> None:
+        """Check on a few rows that the losses of micro-batches give that of the batch, with this weight.
+
+        ``add`` sees gradients only: that a loss is not the mean that its weight says, or that a layer or a
+        loss couples rows, does not show there. Call this once before training, eagerly. The loss and its
+        gradient of at most 8 rows at once are compared with those of two unequal parts. It makes no update;
+        layers that a forward changes, as BatchNormalization, are changed.
+
+        Args:
+            loss: a function ``(*batch) -> scalar``, as the loop differentiates it, without dropout
+                (``training=False``).
+            batch: tensors or arrays with a row for each sample, or nests of them.
+            weight: a function ``(*batch) -> scalar``: the weight that ``add`` is given.
+
+        Raises:
+            CoupledSamplesError: the weight is right for a mean over rows or tokens, and the loss is no such
+                mean: rows are coupled.
+            InputError: it is called in a `tf.function`, there are fewer than two rows, or the loss draws
+                random numbers.
+            LossSpecError: the loss is a sum, or a mean over something else than the weight counts.
+
+        Examples:
+            >>> w = tf.Variable([1.0])
+            >>> accumulator = Accumulator([w])
+            >>> rows = tf.constant([[1.0], [2.0], [6.0]])
+            >>> accumulator.check_loss(lambda x: tf.reduce_mean(w * x), rows, weight=len)
+            >>> accumulator.check_loss(lambda x: tf.reduce_sum(w * x), rows, weight=len)
+            Traceback (most recent call last):
+            superbatch.errors.LossSpecError: The loss is a sum, ...
+        """
+        checking.check_loss(loss, batch, weight, self._options)
 
     @as_written
     def apply(self, optimizer: Any) -> Applied:
@@ -170,9 +204,9 @@ class Accumulator(tf.Module):
 
         Examples:
             >>> accumulator = Accumulator([tf.Variable(1.0)])
-            >>> accumulator.add([tf.constant(float("nan"))])
+            >>> accumulator.add([tf.constant(float("nan"))], weight=4)
             >>> accumulator.reset()
-            >>> accumulator.add([tf.constant(2.0)])
+            >>> accumulator.add([tf.constant(2.0)], weight=4)
             >>> float(accumulator.mean()[0])
             2.0
         """

@@ -56,6 +56,12 @@ def check(gradients: Any, weight: Any, loss: Any, samples: Any, options: Options
         None if gradient is None else _gradient(gradient, variable, options.name_of(index))
         for index, (gradient, variable) in enumerate(zip(gradients, options.variables, strict=True))
     ]
+    if weight is None:  # a default of 1 would make every forgotten weight a mean of means
+        raise InputError(
+            "add() without weight= does not know how much the micro-batch counts. Pass weight=len(rows) for "
+            "a mean over rows, weight=tf.reduce_sum(mask) for a mean over tokens, or weight=1 where all "
+            "micro-batches count the same."
+        )
     weight = arithmetic.as_count(weight, "weight")
     samples = weight if samples is None else arithmetic.as_count(samples, "samples")
     return Microbatch(checked, weight, _loss(loss), samples)

@@ -34,7 +34,7 @@ def check(optimizer: Any, options: Options) -> None:
         raise OptimizerError(
             explain(
                 f"an optimizer with gradient_accumulation_steps={steps}",
-                "it would accumulate what is accumulated already, and update once in so many windows",
+                "it would accumulate what is accumulated already, and update once in several windows",
                 "make it without gradient_accumulation_steps",
             )
         )

@@ -1,6 +1,6 @@
 # TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
-"""Methods that a `tf.function` calls as they are written: neither they nor their errors are rewritten."""
+"""Methods that a `tf.function` calls as they are written: they and their errors are not rewritten."""
 
 from __future__ import annotations
 

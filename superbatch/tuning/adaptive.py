@@ -163,8 +163,9 @@ class Controller:
     """Chooses the accumulation steps of each window from the noise of windows before it.
 
     ``K = ceil(B_noise / (target x microbatch))``, at most twice or half the steps before, between `least` and
-    `most`, and changed only by more than 10 %. While the noise scale is not determined, its interval reaching
-    to infinity because that of the signal reaches zero, the steps are held.
+    `most`, and changed only by more than 10 %. While the noise scale is not determined, the steps are held
+    where its interval allows them, and move towards the interval's nearer end else: a window too short to
+    show the signal grows until it does.
 
     Pass it to `windows` as the accumulation steps: it is asked once for each window, on every rank.
 
@@ -241,13 +242,23 @@ class Controller:
         Args:
             noise: as measured; None: not measured.
         """
-        if noise is None or noise.batch_size is None or not noise.determined:
+        if noise is None:
             return self._steps
-        wanted = math.ceil(noise.batch_size / (self._target * self._microbatch))
+        if noise.batch_size is not None and noise.determined:
+            wanted = self._reaching(noise.batch_size)
+        else:
+            # Short windows may never show the signal, and windows that are held stay short. The interval is
+            # known all the same: nothing speaks for a batch outside of it.
+            wanted = min(max(self._steps, self._reaching(noise.low)), self._reaching(noise.high))
         low = max(self._least, math.ceil(self._steps / FACTOR))
         high = min(self._most, self._steps * FACTOR)
         wanted = int(min(max(wanted, low), high))
         return wanted if abs(wanted - self._steps) > CHANGE * self._steps else self._steps
+
+    def _reaching(self, batch: float) -> float:
+        """Accumulation steps of a batch that just passes; may be infinite, or 0."""
+        steps = batch / (self._target * self._microbatch)
+        return math.ceil(steps) if math.isfinite(steps) else steps
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save: the steps, and the update for which they were chosen."""

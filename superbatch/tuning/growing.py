@@ -393,7 +393,7 @@ def _checked(factor: Callable[[float], float], samples: float) -> float:
             explain(
                 f"a rate schedule that is {value!r} at sample {samples:g}",
                 "a factor of the rate is not negative, and finite",
-                "mend the schedule, which is a function of the samples seen",
+                "correct the schedule, which is a function of the samples seen",
             )
         )
     return max(0.0, value)

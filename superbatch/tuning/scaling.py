@@ -336,7 +336,7 @@ def _change(name: str, value: float, optimizer: Family, rule: Rule, kappa: float
     if name not in set(_NAMES.values()):
         raise InputError(explain(f"the setting {name!r}", "no rule is known for it", "leave it out"))
     if name in ("lr", "eps", "eps_root", "weight_decay") and not (value >= 0 and math.isfinite(value)):
-        raise InputError(explain(f"{name}={value!r}", "it is not negative, and finite", "mend it first"))
+        raise InputError(explain(f"{name}={value!r}", "it is not negative, and finite", "correct it first"))
     adam = optimizer != "sgd"
     changes: Mapping[str, Callable[[], float]] = {
         "lr": lambda: value * rate,

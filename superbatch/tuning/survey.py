@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 # pyright: strict
+import statistics
 from collections.abc import Sequence
 
-from ..results.survey import Suggestions, Survey, What
+from ..errors import InputError
+from ..results.survey import Range, Suggestions, Survey, What
 from .survey_curve import Curve, smoothing
 from .survey_ramp import from_axis, to_axis, values_of
-from .survey_suggestions import by_chance, still_falling, suggest
+from .survey_suggestions import still_falling, suggest
 
 
 class Sweep:
@@ -92,7 +94,7 @@ class Sweep:
             values=values,
             losses=tuple(losses),
             smooth=tuple(smooth),
-            suggestions=_suggestions(self._what, values, smooth),
+            suggestions=_suggestions(self._what, values, losses),
             stopped=self.stopped,
             low=self._low,
             high=self._high,
@@ -129,10 +131,11 @@ def remarks(report: Survey) -> list[str]:
             f"The loss still fell at the end of the ramp, at {report.values[-1]:.3g}: survey up to a higher "
             "value."
         )
-    if report.suggestions.reason is None and by_chance(report.losses, report.smooth, report.beta):
+    if report.suggestions.reason is None and report.suggestion is None:
+        low, high = report.suggestions.onset_range or (report.low, report.high)
         found.append(
-            "The loss fell no further than noise may make it fall: look at the curve, take more points or "
-            "larger batches, or average several surveys."
+            f"Noise leaves open where the loss begins to fall, between {low:.2g} and {high:.2g}: take larger "
+            "batches or more points, or average several surveys."
         )
     if report.skipped:
         found.append(
@@ -141,15 +144,60 @@ def remarks(report: Survey) -> list[str]:
     return found
 
 
-def _suggestions(what: What, values: Sequence[float], smooth: Sequence[float]) -> Suggestions:
-    found = suggest([to_axis(what, value) for value in values], smooth)
+def averaged(surveys: Sequence[Survey]) -> Suggestions:
+    """Suggest values from the mean curve of several surveys, whose noise partly cancels.
+
+    Args:
+        surveys: with one ramp, from different seeds. The mean is over log losses (over losses where one is
+            not positive), as far as every survey went.
+
+    Returns:
+        What one survey with the mean curve suggests.
+
+    Raises:
+        InputError: there is no survey, or their ramps differ.
+
+    Examples:
+        >>> from random import Random
+        >>> surveys = []
+        >>> for seed in range(5):
+        ...     sweep, noise = Sweep("lr", 1e-4, 10.0, 60), Random(seed)
+        ...     for value in sweep.values:
+        ...         loss = 1 / (1 + 10 * value) + value**2
+        ...         _ = sweep.add(loss * noise.lognormvariate(0, 0.1))
+        ...     surveys.append(sweep.report())
+        >>> {survey.suggestion for survey in surveys}, round(averaged(surveys).onset, 3)
+        ({None}, 0.024)
+    """
+    ramps = {(each.what, each.low, each.high, each.updates) for each in surveys}
+    if len(ramps) != 1:
+        raise InputError(
+            f"{len(surveys)} surveys with {len(ramps)} ramps have no mean curve. "
+            "Pass surveys of one option with the same low, high and updates."
+        )
+    shared = min(len(each.losses) for each in surveys)
+    columns = list(zip(*(each.losses[:shared] for each in surveys), strict=True))
+    positive = all(loss > 0 for column in columns for loss in column)
+    mean = statistics.geometric_mean if positive else statistics.fmean
+    first = surveys[0]
+    return _suggestions(first.what, first.values[:shared], [mean(column) for column in columns])
+
+
+def _suggestions(what: What, values: Sequence[float], losses: Sequence[float]) -> Suggestions:
+    found = suggest([to_axis(what, value) for value in values], losses)
 
     def back(x: float | None) -> float | None:
         return None if x is None else from_axis(what, x)
 
+    def ends(of: Range | None) -> Range | None:
+        return None if of is None else (from_axis(what, of[0]), from_axis(what, of[1]))
+
     return Suggestions(
-        valley=back(found.valley),
+        onset=back(found.onset),
         minimum=back(found.minimum),
         steepest=back(found.steepest),
         reason=found.reason,
+        onset_range=ends(found.onset_range),
+        minimum_range=ends(found.minimum_range),
+        steepest_range=ends(found.steepest_range),
     )

@@ -1,16 +1,21 @@
-"""Learning rates suggested by a survey: three rules, on the smoothed curve without its ends.
+"""Learning rates suggested by a survey: three rules, each with its interval, or no suggestion and the reason.
 
-The first five points and the last three are left out.
+The log loss of the points, without the first five and the last three, is smoothed by local quadratics over a
+fifth of the curve. On that:
 
-* `valley`: the middle of the longest descent, on the logarithmic axis. The default. On digits it moves by 0.1
-  decades from seed to seed.
-* `minimum`: a tenth of where the curve is lowest. 0.1 decades.
-* `steepest`: where the loss falls fastest per decade: an extra, close to where training breaks down (on
-  digits 1.2, with the lowest point at 1.7). 0.1 decades; 0.2 with noisy batches: average several surveys.
+* `onset`: where the falling curve nearest to it has lost a fifth of its fall. The default.
+* `minimum`: a tenth of where it is lowest.
+* `steepest`: where it falls fastest per decade, close to where training breaks down: an extra.
 
 None looks behind the lowest point: what falls there is a network that recovers from an explosion.
 
-Reference: L. N. Smith, 2015, arXiv:1506.01186; the names are fastai's.
+Nothing is suggested where the curve is *flat*: more than 5 of 100 curves of its own noise, in another order,
+fall as far. A rule suggests nothing where the curve is too *noisy* for it: the middle 90 % of 100 repeats
+with the signs of the noise redrawn span more than 0.3 decades (a wild bootstrap, Wu 1986, Ann. Stat.
+14:1261).
+Error rates by simulation are in tests/core/test_survey_coverage.py.
+
+Reference: L. N. Smith, 2015, arXiv:1506.01186.
 """
 
 from __future__ import annotations
@@ -18,103 +23,79 @@ from __future__ import annotations
 # pyright: strict
 import math
 from collections.abc import Sequence
+from random import Random
+from typing import NamedTuple
 
-from ..results.survey import Suggestions
+from ..results.survey import Range, Suggestions
+from .local_fit import LocalFit, falling, local_fit
 
 FIRST, LAST = 5, 3
-"""Points that are left out at the ends: the smoothing has seen little; the loss has exploded already."""
+"""Points that are left out at the ends: training has hardly begun; the loss has exploded already."""
 
-_LEAST = 4
+LEAST = 8
+"""Points that must be left."""
+
+REPEATS = 100
+BY_CHANCE = 0.05
+"""Share of curves of noise alone that may fall as far as a curve from which something is suggested."""
+
+WIDEST = 0.3
+"""Decades, a factor of 2: a suggestion that noise moves further is none."""
+
+ONSET = 0.2
+"""Share of the fall after which it counts as begun."""
+
+_MIDDLE = (0.05, 0.95)
 
 _ROUNDING = 1e-9
 """Of a loss: what it falls by less is none."""
 
-BY_CHANCE = 7.0
-"""A curve of noise alone falls by less in 9 of 10 surveys or more, in units of the smoothed noise."""
 
-
-def suggest(axis: Sequence[float], smooth: Sequence[float]) -> Suggestions:
+def suggest(axis: Sequence[float], losses: Sequence[float]) -> Suggestions:
     """Suggest places of a survey's axis.
 
     Args:
-        axis: increasing and positive, one value per point.
-        smooth: the smoothed loss of each point.
+        axis: increasing, positive and evenly spaced on a logarithmic axis, one value per point.
+        losses: of each point, not smoothed.
 
     Returns:
-        Three suggestions; all None, with the reason, where the curve shows nothing.
+        Three suggestions with their ranges; None where noise leaves a place open, and all None, with the
+        reason, where nothing is suggested. The same curve gives the same answer: random numbers have a fixed
+        seed.
 
     Examples:
         A loss that falls evenly over the decades to 1e-1 and rises behind it:
 
         >>> axis = [10 ** (t / 20 - 4) for t in range(100)]
-        >>> found = suggest(axis, [abs(math.log10(x) + 1) for x in axis])
-        >>> [f"{value:.2g}" for value in (found.valley, found.minimum)]
-        ['0.004', '0.01']
+        >>> found = suggest(axis, [math.exp(abs(math.log10(x) + 1)) for x in axis])
+        >>> [f"{value:.2g}" for value in (found.onset, found.minimum)]
+        ['0.00063', '0.01']
     """
-    kept = list(zip(axis, smooth, strict=True))[FIRST : len(axis) - LAST]
-    if len(kept) < _LEAST:
-        return _none(f"{len(axis)} points are too few: the first {FIRST} and the last {LAST} are left out")
-    xs, losses = [x for x, _ in kept], [loss for _, loss in kept]
-    lowest = losses.index(min(losses))
-    if max(losses) - losses[lowest] <= _ROUNDING * abs(losses[lowest]):
+    xs, kept = axis[FIRST : len(axis) - LAST], losses[FIRST : len(axis) - LAST]
+    if len(kept) < LEAST:
+        return _none(
+            f"{len(axis)} points are too few: the first {FIRST} and the last {LAST} are left out, "
+            f"and {LEAST} must remain"
+        )
+    # Noise and fall of a loss are shares of it; a log-likelihood below zero has no logarithm.
+    logs = [math.log(loss) for loss in kept] if min(kept) > 0 else list(kept)
+    fit = local_fit(len(logs), max(3, round(len(axis) / 10)))
+    values = fit.values(logs)
+    least = _ROUNDING * (1.0 if min(kept) > 0 else max(map(abs, kept)))
+    if max(values) - min(values) <= least:
         return _none("the loss did not move: survey up to a higher value")
-    if max(losses[: lowest + 1]) - losses[lowest] <= _ROUNDING * abs(losses[lowest]):
+    logs = _below_the_explosion(logs, values)
+    values = fit.values(logs)
+    if _fall(values) <= least:
         return _none("the loss never fell: begin lower")
-    return Suggestions(
-        valley=valley(xs[: lowest + 1], losses[: lowest + 1]),
-        minimum=xs[lowest] / 10,
-        steepest=steepest(xs[: lowest + 2], losses[: lowest + 2]),
-        reason=None,
-    )
-
-
-def valley(xs: Sequence[float], losses: Sequence[float]) -> float:
-    """Return the middle of the longest descent.
-
-    The descent is the longest subsequence of falling losses: points in between may rise, as noise makes
-    them. It ends where it ends, and begins as many points earlier as it is long.
-
-    Args:
-        xs: increasing.
-        losses: one per x; at least one falls below an earlier one.
-
-    Returns:
-        One of the xs.
-
-    Examples:
-        >>> valley([1.0, 2.0, 4.0, 8.0, 16.0], [5.0, 4.0, 4.5, 3.0, 9.0])
-        4.0
-    """
-    # lengths[i]: of the longest falling subsequence that ends at i.
-    lengths: list[int] = []
-    for i, loss in enumerate(losses):
-        lengths.append(1 + max((lengths[j] for j in range(i) if losses[j] > loss), default=0))
-    longest = max(lengths)
-    end = lengths.index(longest)
-    return xs[end - longest // 2]
-
-
-def steepest(xs: Sequence[float], losses: Sequence[float]) -> float:
-    """Return the position of the least ``d loss / d log x``, by central differences.
-
-    On the *linear* axis, ``d loss / d x``, the answer would be near the first point of any curve: the same
-    fall is over a thousand times smaller a distance there.
-
-    Args:
-        xs: increasing and positive.
-        losses: one per x, at least three.
-
-    Returns:
-        One of the xs.
-
-    Examples:
-        >>> steepest([1.0, 10.0, 100.0, 1000.0], [9.0, 8.0, 2.0, 1.0])
-        10.0
-    """
-    slopes = [
-        (losses[i + 1] - losses[i - 1]) / math.log(xs[i + 1] / xs[i - 1]) for i in range(1, len(xs) - 1)
-    ]
-    return xs[1 + slopes.index(min(slopes))]
+    noise, random = fit.residuals(logs, values), Random(0)
+    if _flat(fit, values, noise, random):
+        return _none(
+            "the loss fell no further than noise alone may make it fall: take more points or larger batches, "
+            "or average several surveys"
+        )
+    found = _places(values, fit.slopes(logs))
+    return _with_ranges(xs, found, _repeats(fit, values, noise, random))
 
 
 def still_falling(smooth: Sequence[float]) -> bool:
@@ -130,35 +111,84 @@ def still_falling(smooth: Sequence[float]) -> bool:
     return bool(smooth) and list(smooth).index(min(smooth)) >= max(1, len(smooth) - LAST)
 
 
-def by_chance(losses: Sequence[float], smooth: Sequence[float], beta: float) -> bool:
-    """Return whether noise alone may have made the fall that is suggested from.
+class _Places(NamedTuple):
+    """Points of the curve by each rule."""
 
-    The noise of a window is estimated from the bends of the losses from point to point,
-    ``sd = sqrt(mean((l_(t-1) - 2 l_t + l_(t+1))^2) / 6)``; smoothing leaves
-    ``sqrt((1 - beta) / (1 + beta))`` of it.
+    onset: int
+    lowest: int
+    steepest: int
 
-    Args:
-        losses: of the windows.
-        smooth: their debiased means.
-        beta: of the smoothing.
 
-    Examples:
-        >>> from superbatch.tuning.survey import Sweep
-        >>> sweep = Sweep("lr", 1e-9, 1e-6, 40)
-        >>> _ = [sweep.add(2.3 + 0.1 * math.sin(100 * t * t)) for t in range(40)]
-        >>> flat = sweep.report()
-        >>> flat.suggestion is not None, by_chance(flat.losses, flat.smooth, flat.beta)
-        (True, True)
+def _places(values: Sequence[float], slopes: Sequence[float]) -> _Places:
+    lowest = values.index(min(values))
+    down = falling(values[: lowest + 1])
+    begun = down[0] - ONSET * (down[0] - down[-1])
+    onset = next(i for i, each in enumerate(down) if each <= begun)
+    before = slopes[: lowest + 1]
+    return _Places(onset, lowest, before.index(min(before)))
+
+
+def _below_the_explosion(logs: Sequence[float], values: Sequence[float]) -> list[float]:
+    """Lower what lies behind the lowest point to the highest loss before it.
+
+    Where training breaks down losses jump by factors. A smooth curve cannot follow them, and what it misses
+    by would be taken for noise, at points that no rule reads.
     """
-    kept, curve = losses[FIRST : len(losses) - LAST], smooth[FIRST : len(smooth) - LAST]
-    if len(kept) < _LEAST:
-        return False
-    lowest = curve.index(min(curve))
-    near = kept[: max(lowest, 2) + 1]
-    bends = [a - 2 * b + c for a, b, c in zip(near, near[1:], near[2:], strict=False)]
-    noise = math.sqrt(math.fsum(bend * bend for bend in bends) / (6 * len(bends)))
-    return max(curve[: lowest + 1]) - curve[lowest] < BY_CHANCE * noise * math.sqrt((1 - beta) / (1 + beta))
+    lowest = values.index(min(values))
+    highest = max(logs[: lowest + 1])
+    return [*logs[: lowest + 1], *(min(each, highest) for each in logs[lowest + 1 :])]
+
+
+def _fall(values: Sequence[float]) -> float:
+    lowest = values.index(min(values))
+    return max(values[: lowest + 1]) - values[lowest]
+
+
+def _flat(fit: LocalFit, values: Sequence[float], noise: Sequence[float], random: Random) -> bool:
+    """True if the curve's own noise in another order falls as far too often."""
+    fall, order, as_far = _fall(values), list(noise), 0
+    for _ in range(REPEATS):
+        random.shuffle(order)
+        as_far += _fall(fit.values(order)) >= fall
+    return as_far > BY_CHANCE * REPEATS
+
+
+def _repeats(fit: LocalFit, values: Sequence[float], noise: Sequence[float], random: Random) -> list[_Places]:
+    """Places on curves as they might have come out: the noise keeps its size at each point, not its sign."""
+    found: list[_Places] = []
+    for _ in range(REPEATS):
+        again = [v + math.copysign(r, random.random() - 0.5) for v, r in zip(values, noise, strict=True)]
+        found.append(_places(fit.values(again), fit.slopes(again)))
+    return found
+
+
+def _with_ranges(xs: Sequence[float], found: _Places, repeats: Sequence[_Places]) -> Suggestions:
+    """Values and ranges of each rule; a value only where its range is narrow enough."""
+    suggested: list[float | None] = []
+    ranges: list[Range] = []
+    for rule, place in enumerate(found):
+        share = 0.1 if rule == _Places._fields.index("lowest") else 1.0
+        order = sorted(each[rule] for each in repeats)
+        low, high = (xs[order[round(q * (len(order) - 1))]] * share for q in _MIDDLE)
+        narrow = math.log10(high / low) <= WIDEST
+        suggested.append(xs[place] * share if narrow else None)
+        ranges.append((low, high))
+    reason = None
+    if suggested == [None] * len(suggested):
+        reason = (
+            f"noise moves every suggestion by more than a factor of {10**WIDEST:.0f}: take larger batches or "
+            "more points, or average several surveys"
+        )
+    return Suggestions(
+        onset=suggested[0],
+        minimum=suggested[1],
+        steepest=suggested[2],
+        onset_range=ranges[0],
+        minimum_range=ranges[1],
+        steepest_range=ranges[2],
+        reason=reason,
+    )
 
 
 def _none(reason: str) -> Suggestions:
-    return Suggestions(valley=None, minimum=None, steepest=None, reason=reason)
+    return Suggestions(onset=None, minimum=None, steepest=None, reason=reason)

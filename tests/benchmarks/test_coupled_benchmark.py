@@ -26,7 +26,7 @@ def measured(tmp_path_factory):
 @pytest.mark.parametrize("work", ["convnet", "views", "towers"])
 def test_ours_is_the_gradient_of_the_batch_and_plain_accumulation_is_not(measured, work):
     rows, _, _ = measured
-    assert rows[work, "accumulation"]["float64"] > 1e-2, "the premise: samples see each other"
+    assert rows[work, "accumulation"]["float64"] > 1e-2, "the premise: samples are coupled"
     assert rows[work, "virtual"]["float64"] <= 1e-12
     assert rows[work, "virtual-host"]["float64"] <= 1e-12
     assert rows[work, "virtual-auto"]["float64"] <= 1e-12

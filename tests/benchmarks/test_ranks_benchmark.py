@@ -34,3 +34,18 @@ def test_no_loop_by_hand_has_fewer_collectives(tmp_path: Path) -> None:
         kinds = [Counter(each["kind"] for each in rows[name, ranks]["exchanges"]) for ranks in (2, 3)]
         assert kinds[0] == kinds[1], "two ranks predict three"
     assert "64 GPUs of 8 machines" in result.stdout
+
+
+def test_the_vote_is_one_exchange_of_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "vote.json"
+    result = run("ranks_vote.py", "--small", "--rounds", "4", "--json", str(path))
+    assert result.returncode == 0, result.stderr
+    found = json.loads(path.read_text())
+    assert {row["name"]: row["numbers"] for row in found["rows"]} == {
+        "by hand": 2,
+        "by hand, again": 2,
+        "superbatch": 3,
+    }
+    assert found["distance"] < 1e-4, "in float32: the same update"
+    assert found["milliseconds of a frame"] > 0
+    assert "The vote takes" in result.stdout

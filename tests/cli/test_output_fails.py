@@ -7,12 +7,13 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from superbatch.lab.cli import entry, printing
-from tests.cli.commands import PLANE, run
+from tests.cli.commands import PLANE, ROOT, run
 
 ADVISE = (
     *("advise", "--microbatch-size", "4", "--accumulation-steps", "12", "--noise", "100"),
@@ -76,6 +77,32 @@ def test_sigterm_keeps_what_was_measured(
     assert "the report is kept in" in capsys.readouterr().err
     assert (out / "report.json").is_file()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="children are listed by Linux's /proc")
+def test_sigterm_with_workers_leaves_no_semaphore(tmp_path: Path) -> None:
+    """It may come while workers start: their start is torn by no signal, and none is left behind."""
+    started = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "superbatch", "compare", PLANE, "--runs", "4", "--workers", "2"),
+            *("--updates", "20000", "--out", str(tmp_path / "out")),
+        ],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    children = Path(f"/proc/{started.pid}/task/{started.pid}/children")
+    end = time.monotonic() + 60
+    while len(children.read_text().split()) < 3 and time.monotonic() < end:  # two workers and the tracker
+        time.sleep(0.05)
+    assert len(children.read_text().split()) == 3, "the premise"
+    os.kill(started.pid, signal.SIGTERM)
+    said, _ = started.communicate(timeout=60)  # until the tracker has ended too
+    assert started.returncode == 130, said
+    assert "superbatch: interrupted" in said
+    assert "leaked" not in said, said
 
 
 @pytest.mark.parametrize("command", ["fit", "advise"])

@@ -97,9 +97,7 @@ def test_it_is_the_training_of_the_large_batch(tmp_path: Path, capsys: pytest.Ca
     files = ("--checkpoints", str(out), "--log-file", str(log), "--evaluate-every", "8", "--every", "5")
     assert run("train", PLANE, *HOW, *files, "--updates", str(UPDATES), "--noise") == 0
     shown = capsys.readouterr().out
-    assert re.match(rf"{UPDATES} updates, last loss [\d.]+, squared error [\d.]+\nnoise scale: ", shown), (
-        shown
-    )
+    assert re.match(rf"{UPDATES} updates, last loss [\d.]+, squared error [\d.]+\nnoise scale ", shown), shown
     assert distance(parameters_of(out), by_hand()) < 1e-12
     found = rows(log)
     assert [row["update"] for row in found] == list(range(1, UPDATES + 1))

@@ -162,7 +162,7 @@ def test_samples_of_equal_length_keep_their_order() -> None:
 
 @pytest.mark.parametrize("options", [{"padded": True}, {"padded": True, "sort": True}, {"sort": True}])
 def test_one_sample_above_the_budget_is_named(options: dict[str, Any]) -> None:
-    with pytest.raises(SplitError, match=r"sample 2 with cost 9, and a budget of 8.*alone is above"):
+    with pytest.raises(SplitError, match=r"^Sample 2 has cost 9, which is above the budget of 8"):
         packed([1, 8, 9, 2], budget_of(8, **options))
 
 
@@ -214,8 +214,8 @@ def test_a_mask_reaches_to_its_last_token(cast: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"padded": 1}, r"padded=1.*on or off"),
-        ({"sort": None}, r"sort=None.*on or off"),
+        ({"padded": 1}, r"padded=1 is not a bool"),
+        ({"sort": None}, r"sort=None is not a bool"),
         ({"trim": "labels"}, r"trim='labels'.*no tuple of paths"),
         ({"trim": (1,)}, r"trim=\(1,\).*no tuple of paths"),
         ({"trim": None}, r"trim=None.*no tuple of paths"),
@@ -297,7 +297,7 @@ def test_features_are_trimmed(pad: float) -> None:
 def test_tokens_are_never_cut_off(sort: bool) -> None:
     """Lengths of the inputs are not those of the labels: what would be lost is noticed."""
     batch = trimmable() | {"targets": torch.arange(30).reshape(6, 5).flip(1)}
-    with pytest.raises(SplitError, match=r"'targets'.*longest sample has \d of 5.*more than padding"):
+    with pytest.raises(SplitError, match=r"'targets'.*longest sample.* has \d of 5.*more than padding"):
         split(batch, TokenBudget(8, "lengths", sort=sort, trim=("input_ids", "targets")))
 
 
@@ -316,14 +316,14 @@ def test_lengths_beyond_the_array_trim_nothing() -> None:
 def test_what_cannot_be_trimmed_is_named() -> None:
     batch = trimmable() | {"names": list("abcdef"), "wide": torch.zeros(6, 9)}
     for trim, text in [
-        (("names",), r"trim=\('names',\), which names a list.*\(samples, length, ...\)"),
-        (("lengths",), r"trim=\('lengths',\), which names an array of shape \(6,\)"),
+        (("names",), r"trim=\('names',\) names a list.*\(samples, length, ...\)"),
+        (("lengths",), r"trim=\('lengths',\) names an array of shape \(6,\)"),
         (("labels", "wide"), r"padded to different lengths \('labels': 5, 'wide': 9\)"),
-        (("absent",), r"declared path 'absent'.*no such part"),
+        (("absent",), r"no part at the declared path 'absent'"),
     ]:
         with pytest.raises(InputError, match=text):
             split(batch, TokenBudget(8, "lengths", trim=trim))
-    with pytest.raises(InputError, match=r"'wide' in unsplit= and in trim="):
+    with pytest.raises(InputError, match=r"'wide' is in unsplit= and in trim="):
         split(batch, TokenBudget(8, "lengths", trim=("wide",)), unsplit=("wide",))
     packed_sequences = {"ids": torch.zeros(1, 6), "cu_seqlens": [0, 2, 6]}
     with pytest.raises(InputError, match=r"trim=\('ids',\).*packed sequences have no padding"):

@@ -7,16 +7,16 @@ import random
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from superbatch.errors import InputError
 from superbatch.lab.report.json import from_json, to_json
 from superbatch.results.survey import Survey
-from superbatch.tuning.survey import Sweep, remarks
+from superbatch.tuning.survey import Sweep, averaged, remarks
 from superbatch.tuning.survey_curve import PATIENCE, Curve, exploded, smoothing
 from superbatch.tuning.survey_ramp import exponential, from_axis, to_axis, values_of
-from superbatch.tuning.survey_suggestions import FIRST, LAST, by_chance, steepest, suggest, valley
+from superbatch.tuning.survey_suggestions import FIRST, LAST, suggest
 
 positive = st.floats(1e-8, 1e2)
 losses_of = st.lists(st.floats(1e-3, 1e3), min_size=12, max_size=60)
@@ -158,97 +158,133 @@ def vee(x: float, at: float) -> float:
 
 
 @pytest.mark.parametrize("at", [1e-2, 1e-1, 1.0])
-def test_the_middle_of_an_even_descent(at: float) -> None:
-    """It falls from the first point that counts to `at`: the valley is the middle, in decades."""
-    found = suggest(AXIS, [vee(x, at) for x in AXIS])
-    assert found.valley is not None
+def test_an_even_descent_has_begun_after_a_fifth(at: float) -> None:
+    """Its log falls from the first point that counts to `at`: the onset is a fifth of the way, in decades."""
+    found = suggest(AXIS, [math.exp(vee(x, at)) for x in AXIS])
+    assert found.onset is not None
     assert found.minimum is not None
-    middle = math.sqrt(AXIS[FIRST] * at)
-    assert abs(math.log10(found.valley / middle)) <= 0.026, "half a point of the axis"
-    assert found.minimum == pytest.approx(at / 10)
+    fifth = AXIS[FIRST] * (at / AXIS[FIRST]) ** 0.2
+    assert abs(math.log10(found.onset / fifth)) <= 0.12, "the smooth curve turns before the edge"
+    assert found.minimum == pytest.approx(at / 10, rel=0.13), "a point of the axis"
+    assert found.onset_range is not None
+    assert found.onset_range[0] <= found.onset <= found.onset_range[1]
+
+
+def noisy_plateau(x: float, generator: random.Random) -> float:
+    return math.exp(max(-1.0, -max(0.0, math.log10(x / 1e-2))) + 0.03 * generator.gauss(0, 1))
 
 
 def test_a_plateau_with_noise_is_no_part_of_the_descent() -> None:
     generator = random.Random(0)
-
-    def loss(x: float) -> float:
-        flat = 2.0 + 0.05 * generator.random()
-        return flat if x < 1e-2 else 2.0 - math.log10(x / 1e-2) if x < 1e-1 else 1.0 + vee(x, 1e-1)
-
-    found = suggest(AXIS, [loss(x) for x in AXIS])
-    assert found.valley is not None
-    # The noisy plateau of 35 points holds a falling subsequence of a few: about 2 sqrt(35).
-    assert 10**-2.4 < found.valley < 10**-1.4
+    found = suggest(AXIS, [noisy_plateau(x, generator) if x < 1 else 9.0 for x in AXIS])
+    assert found.onset is not None
+    assert 10**-2 < found.onset < 10**-1.5
 
 
 def test_the_steepest_point_of_a_sigmoid_is_its_middle() -> None:
-    losses = [1 / (1 + (x / 0.03) ** 2) + (0 if x < 1 else 5 * x) for x in AXIS]
+    losses = [math.exp(1 / (1 + (x / 0.03) ** 2)) + (0 if x < 1 else 5 * x) for x in AXIS]
     found = suggest(AXIS, losses)
     assert found.steepest == pytest.approx(0.03, rel=0.13)
 
 
 def test_on_the_linear_axis_the_steepest_point_is_elsewhere() -> None:
-    """Lightning's rule, d loss / d lr, gives a rate 50 times too small on the same curve."""
+    """Lightning's rule, d loss / d lr, gives a rate ten times too small on the same curve."""
     losses = [2 - 0.3 * math.log10(x / 1e-4) if x < 1 else 3 * x for x in AXIS]
     linear = [(losses[i + 1] - losses[i - 1]) / (AXIS[i + 1] - AXIS[i - 1]) for i in range(1, 99)]
     wrong = AXIS[1 + linear.index(min(linear))]
     found = suggest(AXIS, losses)
-    assert found.valley is not None
-    assert found.valley / wrong > 50
+    assert found.onset is not None
+    assert found.onset / wrong > 10
 
 
 def test_a_recovery_behind_the_lowest_point_suggests_nothing() -> None:
     """The loss explodes and comes down again, as where ReLUs have died: a long and steep fall."""
     losses = [2 - 0.5 * t / 39 for t in range(40)] + [30 - 0.4 * t for t in range(60)]
     found = suggest(AXIS, losses)
-    assert found.valley is not None
+    assert found.onset is not None
     assert found.steepest is not None
-    assert max(found.valley, found.steepest) <= AXIS[39]
+    assert max(found.onset, found.steepest) <= AXIS[39]
 
 
-@given(losses=losses_of, factor=st.floats(1e-3, 1e3), shift=st.floats(0, 10))
-def test_suggestions_do_not_depend_on_the_unit_of_the_loss(
-    losses: list[float], factor: float, shift: float
-) -> None:
-    losses = [round(loss, 3) for loss in losses]
-    axis = AXIS[: len(losses)]
-    one, other = suggest(axis, losses), suggest(axis, [factor * loss for loss in losses])
-    assert one.valley == other.valley
-    assert one.minimum == other.minimum
+@pytest.mark.parametrize("height", [3.0, 30.0, 3000.0])
+def test_the_height_of_an_explosion_is_no_noise(height: float) -> None:
+    """The mutant, residuals of the explosion among the noise, called them flat (9 of 12 on digits)."""
+    generator = random.Random(1)
+    losses = [noisy_plateau(x, generator) for x in AXIS if x < 1]
+    losses += [height * (1 + generator.random()) for x in AXIS if x >= 1]
+    found = suggest(AXIS, losses)
+    assert found.reason is None
+    assert found == suggest(AXIS, [min(loss, 3.0) for loss in losses])
+
+
+FALLING = [math.exp(0.02 * random.Random(3).gauss(0, 1) - 0.01 * t) for t in range(60)]
 
 
 @given(losses=losses_of, factor=st.floats(1e-3, 1e3))
+@example(losses=FALLING, factor=1000.0)
+def test_suggestions_do_not_depend_on_the_unit_of_the_loss(losses: list[float], factor: float) -> None:
+    axis = AXIS[: len(losses)]
+    one, other = suggest(axis, losses), suggest(axis, [factor * loss for loss in losses])
+    assert (one.onset, one.minimum) == (other.onset, other.minimum)
+
+
+@given(losses=losses_of, factor=st.floats(1e-3, 1e3))
+@example(losses=FALLING, factor=10.0)
 def test_suggestions_move_with_the_axis(losses: list[float], factor: float) -> None:
     axis = AXIS[: len(losses)]
     one, other = suggest(axis, losses), suggest([factor * x for x in axis], losses)
-    assert (one.valley is None) == (other.valley is None)
-    if one.valley is not None and other.valley is not None:
-        assert other.valley == pytest.approx(factor * one.valley)
+    assert (one.onset is None) == (other.onset is None)
+    if one.onset is not None and other.onset is not None:
+        assert other.onset == pytest.approx(factor * one.onset)
 
 
 @given(losses=losses_of)
+@example(losses=FALLING)
 def test_suggestions_are_where_points_are(losses: list[float]) -> None:
     axis = AXIS[: len(losses)]
     found, kept = suggest(axis, losses), axis[FIRST : len(axis) - LAST]
-    if found.reason is None:
-        assert found.valley in kept
-        assert found.steepest in kept
-        assert found.minimum == kept[losses[FIRST : len(axis) - LAST].index(min(losses[FIRST:-LAST]))] / 10
-        assert found.valley is not None
-        assert found.minimum is not None
-        assert found.valley <= 10 * found.minimum, "the valley is not behind the lowest point"
+    assert found.onset is None or found.onset in kept
+    assert found.steepest is None or found.steepest in kept
+    assert found.minimum is None or 10 * found.minimum in [pytest.approx(x) for x in kept]
+    if found.onset is not None and found.minimum is not None:
+        assert found.onset <= 10.001 * found.minimum, "the onset is not behind the lowest point"
 
 
 @given(losses=losses_of)
+@example(losses=FALLING)
 def test_the_ends_do_not_count(losses: list[float]) -> None:
     axis = AXIS[: len(losses)]
     changed = [1e-9] * FIRST + losses[FIRST:-LAST] + [1e-9] * LAST
     assert suggest(axis, losses) == suggest(axis, changed)
 
 
-def test_the_longest_descent_may_be_interrupted() -> None:
-    assert valley([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [9, 10, 8, 7, 7.5, 6]) == 4.0
-    assert steepest([1.0, 10.0, 1000.0, 10000.0], [9, 8, 2, 1]) == 10.0
+def test_a_log_likelihood_below_zero_is_suggested_from() -> None:
+    found = suggest(AXIS, [vee(x, 0.1) - 9 for x in AXIS])
+    assert found.minimum == pytest.approx(0.01, rel=0.13)
+
+
+def test_a_rule_that_noise_leaves_open_has_a_range_and_no_value() -> None:
+    sweep, generator = Sweep("lr", 1e-4, 10.0, 100), random.Random(2)
+    for x in sweep.values:
+        assert sweep.add(math.exp(-min(1.0, x / 3)) * generator.lognormvariate(0, 0.1))
+    report = sweep.report()
+    found = report.suggestions
+    assert (found.onset, found.reason) == (None, None)
+    assert found.onset_range is not None
+    assert found.onset_range[1] / found.onset_range[0] > 2
+    low, high = found.onset_range
+    assert remarks(report)[-1] == (
+        f"Noise leaves open where the loss begins to fall, between {low:.2g} and {high:.2g}: take larger "
+        "batches or more points, or average several surveys."
+    )
+
+
+def test_a_mean_is_of_surveys_of_one_ramp() -> None:
+    assert averaged([survey(), survey()]) == survey().suggestions
+    with pytest.raises(InputError, match="0 surveys with 0 ramps have no mean curve"):
+        averaged([])
+    with pytest.raises(InputError, match="2 surveys with 2 ramps have no mean curve"):
+        averaged([survey(), survey(high=1.0)])
 
 
 @pytest.mark.parametrize(
@@ -261,7 +297,7 @@ def test_the_longest_descent_may_be_interrupted() -> None:
 )
 def test_where_there_is_no_suggestion_it_is_said_why(losses: list[float], reason: str) -> None:
     found = suggest(AXIS[: len(losses)], losses)
-    assert (found.valley, found.minimum, found.steepest) == (None, None, None)
+    assert (found.onset, found.minimum, found.steepest) == (None, None, None)
     assert found.reason is not None
     assert found.reason.startswith(reason)
 
@@ -288,9 +324,12 @@ def test_a_report_goes_through_json() -> None:
 def test_a_momentum_is_suggested_as_a_momentum() -> None:
     report = survey("momentum", 0.0, 0.999)
     found = report.suggestions
-    assert found.valley is not None
-    assert 0 < found.valley < 0.9
-    assert found.minimum == pytest.approx(0.0, abs=0.2), "a tenth of the updates of 0.9"
+    assert found.onset is not None
+    assert 0 < found.onset < 0.9
+    assert found.minimum == pytest.approx(0.0, abs=0.25), "a tenth of the updates of 0.9"
+    assert found.minimum is not None
+    assert found.minimum_range is not None
+    assert 0 <= found.minimum_range[0] <= found.minimum <= found.minimum_range[1] < 0.25
 
 
 def test_it_is_said_what_to_do_next() -> None:
@@ -306,33 +345,18 @@ def test_it_is_said_what_to_do_next() -> None:
     assert remarks(rising.report()) == ["There is no suggestion: the loss never fell: begin lower."]
 
 
-@pytest.mark.parametrize("points", [20, 50, 100, 400])
-def test_noise_alone_is_seldom_taken_for_a_fall(points: int) -> None:
-    """Of flat curves 90 to 98 in 100 are called noise (in 1500 of each); a clear fall is not."""
-    draw, found = random.Random(7), []
-    for _ in range(100):
-        flat = Sweep("lr", 1e-6, 10.0, points)
-        assert all(flat.add(2.3 + 0.1 * draw.gauss(0, 1)) for _ in flat.values)
-        report = flat.report()
-        if report.suggestion is not None:
-            found.append(by_chance(report.losses, report.smooth, report.beta))
-    assert len(found) > 60, "the premise: a suggestion all the same"
-    assert sum(found) >= 0.85 * len(found)
-    steep = Sweep("lr", 1e-6, 10.0, points)
-    assert all(steep.add(4 - t / points * 2 + 0.01 * draw.gauss(0, 1)) for t in range(points))
-    assert remarks(steep.report())[0].startswith("The loss still fell")
-    assert len(remarks(steep.report())) == 1
-
-
 def test_what_to_do_about_noise_is_said() -> None:
     flat = Sweep("lr", 1e-6, 10.0, 100)
     draw = random.Random(1)
     assert all(flat.add(2.3 + 0.1 * draw.gauss(0, 1)) for _ in flat.values)
-    assert "no further than noise may make it fall" in remarks(flat.report())[-1]
+    assert remarks(flat.report()) == [
+        "There is no suggestion: the loss fell no further than noise alone may make it fall: take more "
+        "points or larger batches, or average several surveys."
+    ]
 
 
 def test_a_loss_that_does_not_move_suggests_nothing() -> None:
     """The rounding of a mean of ones is no fall."""
     found = suggest([10.0**t for t in range(20)], [1 + 1e-16 * (t % 3) - 1e-15 * t for t in range(20)])
-    assert found.valley is None
+    assert found.onset is None
     assert found.reason == "the loss did not move: survey up to a higher value"

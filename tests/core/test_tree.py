@@ -67,7 +67,7 @@ def test_samples_are_taken_in_any_order(kind: str, order: list[int]) -> None:
 
 def test_an_array_that_cannot_be_indexed_by_a_list_is_named() -> None:
     planned = plan({"raw": memoryview(b"abc")})
-    with pytest.raises(SplitError, match=r"memoryview at path 'raw', in a window that is sorted.*sort=True"):
+    with pytest.raises(SplitError, match=r"memoryview at path 'raw' cannot be sorted.*sort=True"):
         planned.take(0, 2, order=[2, 1, 0])
 
 
@@ -238,7 +238,8 @@ def test_lists_of_images_without_a_declaration_are_refused() -> None:
 def test_a_declared_path_that_is_not_there_lists_those_that_are(argument: str) -> None:
     batch = {"x": x(), "meta": {"ids": NAMES}, "pair": (x(), x())}
     with pytest.raises(
-        InputError, match=r"'edges'.*no such part.*'x', 'meta', 'meta\.ids', 'pair', 'pair\.0', 'pair\.1'"
+        InputError,
+        match=r"declared path 'edges'.*: 'x', 'meta', 'meta\.ids', 'pair', 'pair\.0', 'pair\.1'",
     ):
         plan(batch, **{argument: ("edges",)})
 
@@ -254,7 +255,7 @@ def test_a_declared_path_inside_another_is_refused() -> None:
 
 
 def test_a_part_cannot_be_whole_and_per_sample() -> None:
-    with pytest.raises(InputError, match=r"'y' in unsplit= and in per_sample=.*Declare it once"):
+    with pytest.raises(InputError, match=r"'y' is in unsplit= and in per_sample=.*Declare it once"):
         plan({"x": x(), "y": NAMES}, unsplit=("y",), per_sample=("y",))
 
 
@@ -272,7 +273,7 @@ def test_declarations_are_a_tuple_of_texts(argument: str, declared: Any) -> None
     [{"a": [1]}, Pair([1], [2]), Frozen([1], [2]), "text", 3, torch.tensor(3.0), UserDict(a=[1]), {1, 2}],
 )
 def test_per_sample_names_lists_only(part: Any) -> None:
-    with pytest.raises(InputError, match=rf"per_sample=\('part',\), which names a {type(part).__name__}"):
+    with pytest.raises(InputError, match=rf"per_sample=\('part',\) names a {type(part).__name__}"):
         plan({"x": x(), "part": part}, per_sample=("part",))
 
 
@@ -315,7 +316,7 @@ def test_nothing_to_split_is_refused(batch: Any) -> None:
 
 
 def test_everything_declared_whole_is_nothing_to_split() -> None:
-    with pytest.raises(SplitError, match=r"nothing to split \(its parts: 'x'\)"):
+    with pytest.raises(SplitError, match=r"nothing to split.* in unsplit= \('x'\)"):
         plan({"x": x()}, unsplit=("x",))
 
 
@@ -382,7 +383,7 @@ def test_out_of_memory_in_a_slice_stays_out_of_memory() -> None:
     ("start", "stop"), [(0, 0), (3, 2), (-1, 2), (0, 9), (8, 9), (0.0, 2), (False, 2), (0, None)]
 )
 def test_take_checks_its_range(start: Any, stop: Any) -> None:
-    with pytest.raises(InputError, match=r"start=.*stop=.*8 samples.*0 <= start < stop <= samples"):
+    with pytest.raises(InputError, match=r"start=.*stop=.*batch of 8 samples.*0 <= start < stop <= samples"):
         take(x(), start, stop)
 
 
@@ -403,7 +404,7 @@ def test_get_finds_what_leaves_name() -> None:
 
 @pytest.mark.parametrize("path", ["y", "x.0", "meta.y", "meta.ids.99", "meta.", ".meta", "meta..ids"])
 def test_get_lists_the_paths_there_are(path: str) -> None:
-    with pytest.raises(InputError, match=r"no such part.*'x', 'meta', 'meta\.ids'"):
+    with pytest.raises(InputError, match=r"no part at path .*'x', 'meta', 'meta\.ids'"):
         get({"x": x(), "meta": {"ids": NAMES}}, path)
 
 
@@ -414,7 +415,7 @@ def test_get_of_a_tensor_says_that_it_has_no_parts() -> None:
 
 @pytest.mark.parametrize("path", [None, 0, ("x",), ["x"]])
 def test_a_path_is_text(path: Any) -> None:
-    with pytest.raises(InputError, match=r"a path is text"):
+    with pytest.raises(InputError, match=r"is not text"):
         get([x()], path)
     with pytest.raises(InputError):
         get({"x": x()}, path)

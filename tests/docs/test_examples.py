@@ -94,7 +94,7 @@ def test_the_training_program_is_stopped_and_resumes_bit_for_bit(
     assert 0 < int(saved.rsplit("-", 1)[1]) < UPDATES, "premise: it was stopped on its way"
     again = run("train.py", *LONGER, folder=tmp_path)
     assert again.startswith(f"resumes out/{saved}: ")
-    assert "noise scale: " in again
+    assert "noise scale " in again
     assert rows(tmp_path) == rows(straight)
     expected = end_of(straight)
     for name, value in end_of(tmp_path).items():

@@ -55,23 +55,42 @@ def microbatches(batch: Any, size: int) -> list[Any]:
     return [jax.tree.map(lambda x, i=i: x[i : i + size], batch) for i in range(0, samples, size)]
 
 
-def extra() -> None:
-    """A term per row beside a sum over tokens: MaxText divides both by the tokens."""
+def balance(p: Any, batch: Any) -> Any:
+    """A mean over rows, tokens in them or not."""
+    return jnp.mean(jnp.tanh(batch["x"] @ p["w"]) ** 2)
 
-    def in_parts(p: Any, batch: Any) -> Any:
-        return token_sum(p, batch), count_tokens(batch), balance(p, batch)
 
-    def balance(p: Any, batch: Any) -> Any:
-        return jnp.mean(jnp.tanh(batch["x"] @ p["w"]) ** 2)
+def two_terms(p: Any, batch: Any) -> Any:
+    return {"tokens": token_mean(p, batch), "rows": balance(p, batch)}
 
-    def in_one(p: Any, batch: Any) -> Any:
-        return token_sum(p, batch) / count_tokens(batch) + balance(p, batch)
 
-    p, batch = params(), texts([4, 1, 3, 2, 3, 1, 1, 4, 2, 1])
-    for reduction, fun in (("sum", in_parts), ("mean", lambda p, b: (token_mean(p, b), *in_parts(p, b)[1:]))):
-        options: Any = {"microbatch_size": 3, "weight": "returned", "reduction": reduction}
-        got = jax.jit(value_and_grad(fun, **options))(p, batch)
-        assert_same(got, whole(in_one, p, batch))
+def two_sums(p: Any, batch: Any) -> Any:
+    """The same two as sums, each with its weight."""
+    count = jnp.asarray(len(batch["y"]))
+    rows = jnp.sum(jnp.mean(jnp.tanh(batch["x"] @ p["w"]) ** 2, axis=(1, 2)))
+    return {"tokens": (token_sum(p, batch), count_tokens(batch)), "rows": (rows, count)}
+
+
+def sum_of_terms(p: Any, batch: Any) -> Any:
+    """Both on the whole batch."""
+    return sum(two_terms(p, batch).values())
+
+
+def terms() -> None:
+    """A mean over rows beside one over tokens, in micro-batches with a tail and one without a token."""
+    p, batch = params(), texts([4, 1, 3, 0, 0, 0, 1, 4, 2, 1])
+    assert jnp.isnan(token_mean(p, microbatches(batch, 3)[1])), "the premise: there is no token"
+    expected = whole(sum_of_terms, p, batch)
+    ways: Any = (
+        (two_terms, {"weight": {"tokens": count_tokens, "rows": None}}),
+        (two_sums, {"weight": "returned", "reduction": "sum"}),
+    )
+    for fun, declared in ways:
+        options: Any = {"microbatch_size": 3, "layout": "contiguous", "stats": True} | declared
+        *got, stats = jax.jit(value_and_grad(fun, **options))(p, batch)
+        assert_same(tuple(got), expected)
+        assert_same(stats.losses, {"tokens": token_mean(p, batch), "rows": balance(p, batch)})
+        assert {name: int(weight) for name, weight in stats.weights.items()} == {"tokens": 16, "rows": 10}
 
 
 def random_keys() -> None:

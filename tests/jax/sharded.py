@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from superbatch.jax import value_and_grad
+from superbatch.jax import per_sample_value_and_grad, value_and_grad
 from tests.jax.helpers import mse, params, rows
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
@@ -31,6 +31,14 @@ def collectives(text: str) -> dict[str, int]:
 def error(got: Any, expected: Any) -> float:
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
     return max(float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))) for a, b in pairs)
+
+
+def clipped_on_devices(p: Any, batch: Any, mesh: Any, *, check_vma: bool) -> float:
+    """The error of the sum of clipped gradients, against one device."""
+    each = per_sample_value_and_grad(mse, microbatch_size=3, max_grad_norm=1.0)
+    call = lambda p, batch: jax.lax.psum(each(p, batch)[1], "data")  # noqa: E731
+    specs: Any = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": check_vma}
+    return error(jax.jit(jax.shard_map(call, mesh=mesh, **specs))(p, batch), each(p, batch)[1])
 
 
 def main() -> None:
@@ -69,6 +77,17 @@ def main() -> None:
         }
         if sys.argv[1:] == ["mutant"]:
             break  # without the check nothing is known to be the same
+    own = value_and_grad(
+        lambda p, batch: jax.lax.pmean(mse(p, batch), "data"),
+        microbatch_size=3, axis_name="data", check=False,
+    )  # fmt: skip
+    mapped = jax.shard_map(own, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    found["the loss averages over devices, unchecked"] = error(
+        jax.jit(mapped)(everywhere, on_devices), expected
+    )
+    found["clipped"] = [clipped_on_devices(p, batch, mesh, check_vma=check) for check in (True, False)]
+    sys.modules["superbatch.jax.per_sample"].varying = lambda tree, axis_name: tree  # pyright: ignore[reportAttributeAccessIssue]
+    found["devices are added before the clip"] = clipped_on_devices(p, batch, mesh, check_vma=True)
     print(json.dumps(found))
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("optax", reason="optax is not installed (extra: jax)")
 import jax.numpy as jnp  # noqa: E402
 
 from superbatch import CoupledSamplesError, LossSpecError  # noqa: E402
-from superbatch.jax import value_and_grad  # noqa: E402
+from superbatch.jax import check, gradient, value_and_grad  # noqa: E402
 from tests.jax import checks  # noqa: E402
 from tests.jax.helpers import (  # noqa: E402
     assert_same,
@@ -32,6 +32,7 @@ with jax.enable_x64(new_val=True):
     ROWS = rows(11)
     TEXTS = texts([4, 1, 3, 2, 3, 1, 1, 4, 2, 1, 3])
     LABELS = TEXTS | {"labels": jnp.where(TEXTS["mask"] > 0, 1, -100)}
+    IDS = TEXTS | {"ids": jnp.where(TEXTS["mask"] > 0, 7, 0)}
     COUNTED = TEXTS | {"tokens": TEXTS["mask"].sum(1)}
     TABLE = {"table": ROWS["x"], "ids": jnp.arange(11)[::-1] % 7, "y": ROWS["y"]}
 
@@ -121,6 +122,64 @@ def test_without_the_check_it_is_silently_wrong(name: str) -> None:
         assert_same(got, checks.whole(fun, params(), batch))
 
 
+def returned(count: Any) -> Any:
+    return lambda p, batch: (token_mean(p, batch), count(batch))
+
+
+MISCOUNTED: dict[str, Any] = {
+    "rows": (token_mean, TEXTS, lambda b: len(b["y"])),
+    "places": (token_mean, TEXTS, lambda b: b["mask"].size),
+    "returned rows": (returned(lambda b: jnp.asarray(len(b["y"]))), TEXTS, "returned"),
+    "empty places": (token_mean, TEXTS, lambda b: (b["mask"] == 0).sum() + len(b["y"])),
+    "not 0, of labels of -100": (labelled, LABELS, lambda b: (b["labels"] != 0).sum()),
+}
+
+
+@pytest.mark.parametrize("name", MISCOUNTED)
+def test_a_weight_that_counts_otherwise_is_found_inside_jit(name: str) -> None:
+    """It reads no values, or those that the loss counts: no real batch makes up for that."""
+    fun, batch, weight = MISCOUNTED[name]
+    message = r"mean over something else than its weight counts.*made up.* Pass weight=lambda batch: "
+    with pytest.raises(LossSpecError, match=message):
+        called(fun, batch, jitted=True, weight=weight)
+
+
+MAY_AGREE: dict[str, Any] = {
+    "a count beside the mask": (token_mean, COUNTED, lambda b: b["tokens"].sum()),
+    "ids above 0 for ids that are not 0": (
+        lambda p, b: jnp.mean(errors(p, b), where=b["ids"] != 0),
+        IDS,
+        lambda b: (b["ids"] > 0).sum(),
+    ),
+    "labels, a mask beside them": (labelled, LABELS, count_tokens),
+}
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("name", MAY_AGREE)
+def test_a_weight_that_is_right_in_a_training_passes(name: str, jitted: bool) -> None:
+    """Made-up values contradict it: there are ids below 0, and the mask is not that of the labels."""
+    fun, batch, weight = MAY_AGREE[name]
+    called(fun, batch, jitted=jitted, weight=weight)
+
+
+def test_the_arrays_that_a_weight_reads() -> None:
+    options: Any = {"microbatch_size": 4, "weight": lambda b: b["mask"].sum() + 0 * b["tokens"].size}
+    for weight, fun, expected in (
+        (options["weight"], token_mean, {"batch['mask']"}),
+        (lambda b: len(b["y"]), token_mean, set()),
+        ("returned", returned(lambda b: b["tokens"].sum()), {"batch['tokens']"}),
+        (lambda b: TABLE["y"][: len(b["y"])].sum(), token_mean, {"elsewhere"}),
+        ("returned", lambda p, batch: (token_mean(p, batch), jnp.sum(p["w"] > 0)), {"elsewhere"}),
+    ):
+        seen: list[Any] = []
+        call = value_and_grad(fun, **(options | {"weight": weight, "check": False}))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gradient, "work_through", seen.append)
+            call(params(), COUNTED)
+        assert check.leaves_read(seen[0], "") == expected
+
+
 RIGHT: dict[str, Any] = {
     "mean": (mse, ROWS, {}),
     "sum": (lambda p, b: jnp.sum(errors(p, b)), ROWS, {"reduction": "sum"}),
@@ -132,11 +191,6 @@ RIGHT: dict[str, Any] = {
         TEXTS,
         {"weight": count_tokens, "microbatch_size": 1},
     ),
-    "a count beside the mask": (
-        token_mean,
-        COUNTED,
-        {"weight": lambda b: b["tokens"].sum()},
-    ),
     "table": (looked_up, TABLE, {"unsplit": "table"}),
 }
 
@@ -146,6 +200,22 @@ RIGHT: dict[str, Any] = {
 def test_a_right_declaration_passes(name: str, jitted: bool) -> None:
     fun, batch, options = RIGHT[name]
     called(fun, batch, jitted=jitted, **options)
+
+
+@pytest.mark.parametrize("names", [("x", "y"), ("y", "x")])
+def test_keywords_in_any_order(names: Any) -> None:
+    """JAX sorts them: a column of x was taken for y, of the same shape, and a right loss for a wrong one."""
+
+    def of_columns(p: Any, *, x: Any, y: Any) -> Any:
+        return jnp.sum((p["b"][0] * x - 1) ** 2 * y) / jnp.sum(y)
+
+    given = {"x": ROWS["x"][:, 0], "y": jnp.arange(1.0, 12.0)}
+    weight = lambda x, y: y.sum()  # noqa: E731
+    call = value_and_grad(of_columns, microbatch_size=4, batch_argnames=("x", "y"), weight=weight)
+    call(params(), **{name: given[name] for name in names})
+    wrong = value_and_grad(of_columns, microbatch_size=4, batch_argnames=("x", "y"))
+    with pytest.raises(LossSpecError, match=r"weight=lambda .*: y\.sum"):
+        wrong(params(), **{name: given[name] for name in names})
 
 
 def test_pairs_of_rows_in_contiguous_microbatches() -> None:

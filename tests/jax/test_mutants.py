@@ -13,11 +13,12 @@ jax = pytest.importorskip("jax", reason="jax is not installed (extra: jax)")
 pytest.importorskip("optax", reason="optax is not installed (extra: jax)")
 import jax.numpy as jnp  # noqa: E402
 
-from superbatch.jax import arithmetic, embeddings, gradient, loop, splitting  # noqa: E402
+from superbatch.jax import arithmetic, embeddings, gradient, loop, splitting, terms  # noqa: E402
 from tests.jax import checks  # noqa: E402
 
 pytestmark = pytest.mark.jax
 original_groups, original_gradient_of = splitting.groups, arithmetic.gradient_of
+original_share = terms.share
 
 
 def unweighted(leaves: Any, sums: Any, weight: Any, keep: Any, options: Any) -> Any:
@@ -43,11 +44,17 @@ MUTANTS: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
     "the tail is dropped": (gradient, "groups", without_tail, checks.tail),
     "divided by K": (arithmetic, "gradient_of", by_microbatches, checks.tail),
     "one key for all": (jax.random, "fold_in", lambda key, data: key, checks.random_keys),
-    "extra terms divided by tokens": (
-        loop,
-        "extra_share",
-        lambda planned, size, weight, reduction: jnp.ones(()),
-        checks.extra,
+    "every term divided by the tokens": (
+        terms,
+        "share",
+        lambda weight, total, reduction: original_share(weight, jnp.asarray(16.0), reduction),
+        checks.terms,
+    ),
+    "a term without tokens times 0": (
+        terms.lax,
+        "cond",
+        lambda every, together, apart: together(),
+        checks.terms,
     ),
     "sums in bfloat16": (
         arithmetic,

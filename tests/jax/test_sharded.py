@@ -59,6 +59,16 @@ def test_one_reduction_for_each_update(found: Any, check_vma: bool) -> None:
     assert one["weight"] == 64
 
 
+def test_a_loss_that_averages_over_devices_itself_is_wrong_unchecked(found: Any) -> None:
+    """The premise of the error: one device of four."""
+    assert abs(found["the loss averages over devices, unchecked"] - 0.75) < 1e-12
+
+
+def test_samples_are_clipped_before_devices_are_added(found: Any) -> None:
+    assert max(found["clipped"]) < 1e-12
+    assert found["devices are added before the clip"] > 0.1, "a mutant: parameters the same on all devices"
+
+
 def test_a_reduction_in_every_microbatch_would_be_seen() -> None:
     wrong = run("mutant")["shard_map, check_vma=True"]
     assert wrong["all-reduces in a loop"] > 0 or wrong["all-reduce"] > 1

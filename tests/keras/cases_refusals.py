@@ -29,7 +29,7 @@ def fit(model: Any, x: Any = X, y: Any = Y, *, options: Any = None, **arguments:
 
 def case_options() -> None:
     model = dense()
-    raises(InputError, "at least 1 is needed", lambda: accumulate(model, microbatch_size=0))
+    raises(InputError, "is below 1", lambda: accumulate(model, microbatch_size=0))
     wrong: Any = "rows"
     raises(
         InputError,
@@ -41,6 +41,7 @@ def case_options() -> None:
         "Pass one of ('error', 'per_microbatch')",
         lambda: accumulate(model, microbatch_size=2, batchnorm=wrong),
     )
+    raises(InputError, "check='rows' is no bool", lambda: accumulate(model, microbatch_size=2, check=wrong))
 
 
 def case_models() -> None:
@@ -54,7 +55,14 @@ def case_models() -> None:
 
     own = Own()
     own.compile("sgd", "mse")
-    raises(InputError, "Override compute_loss instead", lambda: accumulate(own, microbatch_size=2))
+    of_one = dense()
+    of_one.train_step = lambda *arguments: {}
+    for each in (own, of_one):
+        words = "has a train_step of its own, which accumulate would replace. Override compute_loss instead"
+        raises(InputError, words, lambda each=each: accumulate(each, microbatch_size=2))
+        loop = {"tensorflow": "superbatch.tensorflow.Accumulator", "jax": "superbatch.jax.value_and_grad"}
+        words = f"with {loop.get(keras.backend.backend(), 'superbatch.torch.Accumulator')}."
+        raises(InputError, words, lambda each=each: accumulate(each, microbatch_size=2))
     twice = dense(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
     raises(
         OptimizerError, "Leave gradient_accumulation_steps out", lambda: accumulate(twice, microbatch_size=2)
@@ -76,8 +84,10 @@ def case_losses_that_say_too_little() -> None:
 
 def case_losses_over_the_batch() -> None:
     """One number for each class, of all rows: micro-batches cannot give it."""
-    dice = dense(loss=keras.losses.Dice(axis=(0,)))
-    raises(LossSpecError, "each of its numbers is made of all rows of a micro-batch", fit(dice, y=np.abs(Y)))
+    of_classes = lambda y_true, y_pred: ops.sum((y_true - y_pred) ** 2, axis=0)  # noqa: E731
+    for check in (True, False):
+        classes = fit(dense(loss=of_classes), options={"check": check})
+        raises(LossSpecError, "each of its numbers is made of all rows of a micro-batch", classes)
 
 
 def case_layers_that_one_forward_changes_for_the_next() -> None:

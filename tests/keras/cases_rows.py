@@ -58,7 +58,8 @@ def for_each_pair_flat(y_true: Any, y_pred: Any) -> Any:
 
 
 def refused(loss: Any, x: Any, y: Any, size: int) -> None:
-    ours = accumulate(model(loss, y.shape[-1]), microbatch_size=size)
+    # Without the check of numbers (`cases_programs`): shapes alone show it, also where no number is compared.
+    ours = accumulate(model(loss, y.shape[-1]), microbatch_size=size, check=False)
     raises(LossSpecError, REFUSAL, lambda: ours.fit(x, y, batch_size=len(x), shuffle=False, verbose=0))
 
 
@@ -68,8 +69,7 @@ def refused_at_every_size(loss: Any) -> None:
 
 
 def case_one_number_for_each_class() -> None:
-    for loss in (losses.Dice(axis=(0,)), for_each_class):
-        refused_at_every_size(loss)
+    refused_at_every_size(for_each_class)
 
 
 def case_as_many_numbers_as_rows() -> None:
@@ -96,7 +96,7 @@ def case_the_rows_of_a_batch_are_known_beforehand() -> None:
 
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(CLASSES, drop_remainder=True)
     for loss in (for_each_class, for_each_pair):
-        ours = accumulate(model(loss), microbatch_size=2)
+        ours = accumulate(model(loss), microbatch_size=2, check=False)
         raises(LossSpecError, REFUSAL, lambda ours=ours: ours.fit(data, shuffle=False, verbose=0))
 
 

@@ -24,6 +24,12 @@ QUICK = {
     "cases_exact.case_a_loss_that_returns_one_number",
     "cases_empty.case_beside_an_add_loss",
     "cases_rows.case_a_number_for_each_pair",
+    "cases_programs.case_every_loss_of_keras_is_decided",
+    "cases_programs.case_losses_of_keras_that_are_refused_by_name",
+    "cases_programs.case_a_layer_that_centres_over_the_batch",
+    "cases_programs.case_declared_weights",
+    "cases_programs.case_random_layers_are_no_coupling",
+    "cases_programs.case_ragged_batches",
     "cases_behaviour.case_the_users_model_is_not_changed",
     "cases_behaviour.case_no_second_copy_of_the_batch",
     "cases_behaviour.case_random_numbers_differ_between_microbatches",
@@ -34,7 +40,15 @@ QUICK = {
     "cases_behaviour.case_flush_tail",
     "cases_refusals.case_losses_that_say_too_little",
 }
-FILES = ("cases_exact", "cases_empty", "cases_rows", "cases_behaviour", "cases_refusals", "cases_mutants")
+FILES = (
+    "cases_exact",
+    "cases_empty",
+    "cases_rows",
+    "cases_programs",
+    "cases_behaviour",
+    "cases_refusals",
+    "cases_mutants",
+)
 PACKAGES = {"tensorflow": "tensorflow", "jax": "jax", "torch": "torch"}
 
 

@@ -171,3 +171,29 @@ def test_where_the_signal_was_lost_again_the_upper_end_says_so() -> None:
 
 def over_run(points: list[NoiseAt]) -> tuple[float | None, float, float]:
     return module._over_run(module._Found(points=points), 10)
+
+
+def test_noise_that_micro_batches_share_leaves_no_number() -> None:
+    """A batch whose targets are shifted as a whole, each by another number, as by the document it is from."""
+    recipe, draw = plane(), torch.Generator().manual_seed(3)
+
+    def shifted(indices: torch.Tensor) -> Any:
+        batch = recipe.batch(indices)
+        return {"x": batch["x"], "y": batch["y"] + 4 * torch.rand(1, generator=draw).round()}
+
+    found = study(replace(recipe, batch=shifted), replace(OPTIONS, updates=200))
+    assert (found.noise, found.high) == (None, math.inf)
+    assert {each.batch_size for each in found.points} == {None}
+    assert found.notes[-1].startswith("Losses of whole windows differ ")
+    assert found.notes[-1].endswith("Shuffle samples over windows.")
+    assert {row[-1] for row in points_table(found).rows} == {"micro-batches share noise"}
+    said = findings(found)
+    assert "if the micro-batches of a window are independent draws" in said[0]
+    assert found.notes[-1] in said
+
+
+def test_the_assumption_stands_beside_the_number(report: NoiseStudy) -> None:
+    assert report.noise is not None
+    assert (
+        "), if the micro-batches of a window are independent draws: a batch of 40 has" in findings(report)[0]
+    )

@@ -70,3 +70,19 @@ def test_labels_are_drawn_and_do_not_overlap(span: tuple[float, float]) -> None:
 
 def test_powers_of_ten_alone_label_nothing_below_two() -> None:
     assert drawn(1.1, 1.9, own=False)[0] == []
+
+
+@pytest.mark.parametrize("span", [(3.35e-8, 3.9e-8), (1e-9, 1e-3), (1.1, 1.9), (2e-7, 3e-5)])
+@pytest.mark.parametrize("width", [3.0, 6.0])
+def test_labels_of_a_short_x_axis_do_not_overlap(span: tuple[float, float], width: float) -> None:
+    figure = Figure(figsize=(width, 2))
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.set_xscale("log")
+    readable(axes.xaxis)
+    axes.set_xlim(*span)
+    figure.canvas.draw()
+    said = [label for label in axes.get_xticklabels() if label.get_text()]
+    boxes = [label.get_window_extent() for label in said]
+    assert len(boxes) >= 2
+    assert min(right.x0 - left.x1 for left, right in pairwise(boxes)) > 0

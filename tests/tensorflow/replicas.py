@@ -212,7 +212,7 @@ def refusals() -> dict[str, str]:
     one, plain = Replicas(None, lambda: keras.optimizers.SGD(0.1), graph=False), model()
     share = part(texts(LENGTHS), 0, 4)
     calls = {
-        "add outside": lambda: one.accumulator.add([None] * 4),
+        "add outside": lambda: one.accumulator.add([None] * 4, 1),
         "apply inside": lambda: one.strategy.run(lambda: one.accumulator.apply(one.optimizer)),
         "an optimizer from outside": lambda: one.accumulator.apply(keras.optimizers.SGD(0.1, 0.9)),
         "plain variables": lambda: one.strategy.run(

@@ -98,6 +98,10 @@ def test_a_variable_is_given_once() -> None:
         (([gradient(1.0), None], tf.constant([1.0, 2.0])), r"weight of shape \(2,\)"),
         (([gradient(1.0), None], tf.constant(3.0, tf.bfloat16)), "weight of dtype bfloat16"),
         (([gradient(1.0), None], "3"), "weight '3' of a micro-batch"),
+        (
+            ([gradient(1.0), None],),
+            "add\\(\\) without weight=.*Pass weight=len\\(rows\\) for a mean over rows",
+        ),
     ],
     ids=said,
 )
@@ -311,7 +315,7 @@ def test_a_fixed_loss_scale() -> None:
 )
 def test_optimizers_that_cannot_be(optimizer: Any, options: Any, message: str) -> None:
     accumulator = Accumulator([one()], **options)
-    accumulator.add([gradient(2.0)])
+    accumulator.add([gradient(2.0)], 1)
     with pytest.raises(OptimizerError, match=message):
         accumulator.apply(optimizer)
     assert float(accumulator.mean()[0][0]) == 2.0, "the window stays"
@@ -330,7 +334,7 @@ def test_a_scale_that_a_graph_keeps() -> None:
         def add() -> None:
             with tf.GradientTape() as tape:
                 loss = optimizer.scale_loss(3 * variables[0][0])
-            accumulator.add(tape.gradient(loss, variables))
+            accumulator.add(tape.gradient(loss, variables), 1)
 
         return optimizer, accumulator, add
 
@@ -422,7 +426,7 @@ def test_an_embedding_is_updated_by_its_gradient_and_not_by_its_parts() -> None:
     accumulator, optimizer = Accumulator([ours]), make()
     for _ in range(2):
         theirs.apply([rows], [sparse])
-        accumulator.add([rows])
+        accumulator.add([rows], 1)
         accumulator.apply(optimizer)
     as_dense = make()
     for _ in range(2):
@@ -458,13 +462,13 @@ def test_a_graph_refuses_a_window_that_it_was_not_drawn_for() -> None:
     variables = [one(), one()]
     accumulator, optimizer = Accumulator(variables), sgd(variables)
     apply = tf.function(lambda: accumulator.apply(optimizer))
-    accumulator.add([None, gradient(0.5)])
+    accumulator.add([None, gradient(0.5)], 1)
     apply()
-    accumulator.add([gradient(0.5), gradient(0.5)])
+    accumulator.add([gradient(0.5), gradient(0.5)], 1)
     with pytest.raises(tf.errors.InvalidArgumentError, match="Call each function that adds before"):
         apply()
     assert [float(v[0]) for v in variables] == [1.0, 0.5]
-    accumulator.add([None, gradient(0.25)])
+    accumulator.add([None, gradient(0.25)], 1)
     apply()
     assert [float(v[0]) for v in variables] == [1.0, 0.25]
 
@@ -473,7 +477,7 @@ def test_too_many_sets_of_variables_for_a_graph() -> None:
     variables = [one() for _ in range(6)]
     accumulator, optimizer = Accumulator(variables), sgd(variables)
     for index in range(6):
-        accumulator.add([gradient(1.0) if index == number else None for number in range(6)])
+        accumulator.add([gradient(1.0) if index == number else None for number in range(6)], 1)
     with pytest.raises(WindowError, match="more than 16 sets"):
         tf.function(lambda: accumulator.apply(optimizer))()
     assert accumulator.apply(optimizer).made, "eager code needs no branches"
@@ -483,7 +487,7 @@ def test_a_reset_and_a_mean_in_a_graph() -> None:
     variables = [one(), one()]
     accumulator = Accumulator(variables)
     mean = tf.function(lambda: accumulator.mean()[0])
-    accumulator.add([gradient(NAN), None])
+    accumulator.add([gradient(NAN), None], 1)
     tf.function(accumulator.reset)()
     accumulator.add([gradient(2.0), None], 1)
     accumulator.add([gradient(6.0), None], 3)

@@ -26,6 +26,10 @@ class Recorder(NoiseMeter):
         self.said = (dict(estimates), samples)
         super().add(estimates, samples=samples)
 
+    def add_losses(self, mean: float, explained: float) -> None:
+        self.losses = (mean, explained)
+        super().add_losses(mean, explained)
+
 
 def leave(said: Any, rank: int, folder: Path) -> None:
     """Hand over what a rank has to say, and end its process."""
@@ -59,7 +63,7 @@ def main(rank: int, folder: Path) -> None:
         )
         accumulate(Window(parts(sizes[rank], sum(sizes[0]) if rank else 0)))
         estimates, samples = meter.said
-        said[name] = (tuple(estimates["group 0"]), samples)
+        said[name] = (tuple(estimates["group 0"]), samples, meter.losses)
         assert all(p._backward_hooks is None for p in model.parameters())
     leave(said, rank, folder)
 

@@ -203,7 +203,14 @@ def test_batches_and_arguments():
         cached_gradients(model, ring, normal(7, 6), 3, models="model")  # type: ignore[arg-type]  (the mistake)
     for scale in ("2", True, None, 1j, math.nan, math.inf):
         refused(InputError, "scale=.*Pass a finite number", model, ring, normal(7, 6), scale=scale)
-    refused(InputError, "declared path 'b'", model, ring, {"a": normal(7, 6)}, unsplit=("b",))
+    refused(
+        InputError,
+        "The batch has no part at the declared path 'b'",
+        model,
+        ring,
+        {"a": normal(7, 6)},
+        unsplit=("b",),
+    )
     refused(InputError, r"with a graph in the batch", model, ring, normal(7, 6).requires_grad_() * 2)
     both = {"a": model, "b": model}
     refused(

@@ -1,4 +1,4 @@
-"""`WholeBatch`: the update of the real large batch where samples see each other, trained beside it."""
+"""`WholeBatch`: the update of the real large batch where samples are coupled, trained beside it."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_three_updates_are_those_of_the_large_batch(task: str, size: int | None)
 
 
 def test_plain_accumulation_is_not_that_update() -> None:
-    """The premise of the tests above: the samples of each task do see each other."""
+    """The premise of the tests above: the samples of each task do are coupled."""
     for task in ("BatchNorm", "InfoNCE"):
         twins = Twins(task)
         accumulate = twins.plain(participants=[GhostBatchNorm()], check=False)

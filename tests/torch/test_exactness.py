@@ -178,7 +178,7 @@ def test_interleaved_accumulators_do_not_disturb_each_other() -> None:
 
 
 class Gan:
-    """A generator and a critic whose losses see each other."""
+    """A generator and a critic whose losses are coupled."""
 
     def __init__(self) -> None:
         torch.manual_seed(5)

@@ -56,6 +56,14 @@ def by_hand(
     return found, effective_samples(shares, samples or weights)
 
 
+def losses_by_hand(losses: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
+    """The mean loss of a window, and its variance by the spread of the losses around 0."""
+    shares = [weight / sum(weights) for weight in weights]
+    mean = sum(s * loss for s, loss in zip(shares, losses, strict=True))
+    a2 = sum((s * loss) ** 2 for s, loss in zip(shares, losses, strict=True))
+    return mean, estimate(a2, mean * mean, sum(s * s for s in shares)).variance
+
+
 def assert_says(
     meter: Recorder, expected: tuple[Estimate, float], tolerance: float = TOLERANCE, group: str = "group 0"
 ) -> None:
@@ -101,7 +109,10 @@ def assert_nothing_left(model: nn.Module) -> None:
 def test_unequal_micro_batches() -> None:
     model = mlp()
     expected = by_hand(model.parameters(), [lambda p=p: mse(model, p) for p in PARTS], SIZES)
-    assert_says(measured(model, PARTS, lambda p: mse(model, p)), expected)
+    each = [mse(model, p).item() for p in PARTS]
+    meter = measured(model, PARTS, lambda p: mse(model, p))
+    assert_says(meter, expected)
+    assert meter.losses == pytest.approx(losses_by_hand(each, SIZES), rel=TOLERANCE)
 
 
 def test_a_batch_that_is_split_and_the_owned_loop() -> None:
@@ -126,7 +137,10 @@ def test_a_batch_that_is_split_and_the_owned_loop() -> None:
 def test_a_sum_over_samples() -> None:
     model = mlp()
     expected = by_hand(model.parameters(), [lambda p=p: per_sample(model, p) for p in PARTS], SIZES)
-    assert_says(measured(model, PARTS, lambda p: squared_sum(model, p), reduction="sum"), expected)
+    each = [per_sample(model, p).item() for p in PARTS]
+    meter = measured(model, PARTS, lambda p: squared_sum(model, p), reduction="sum")
+    assert_says(meter, expected)
+    assert meter.losses == pytest.approx(losses_by_hand(each, SIZES), rel=TOLERANCE), "of means, not of sums"
 
 
 TOKENS = [
@@ -577,7 +591,10 @@ def test_two_ranks_say_what_one_process_says_of_all_micro_batches(tmp_path: Path
         (signal, variance), samples = by_hand(
             model.parameters(), [lambda p=p: mse(model, p) for p in parts], flat
         )
-        found, ours = said[0][name]
+        found, ours, losses = said[0][name]
+        assert losses == pytest.approx(
+            losses_by_hand([mse(mlp(), p).item() for p in parts], flat), rel=TOLERANCE
+        )
         assert ours == pytest.approx(samples, rel=TOLERANCE)
         assert found == pytest.approx((signal, variance), rel=1e-11)
         error = max(abs(found[0] - signal), abs(found[1] - variance)) / (abs(signal) + abs(variance))

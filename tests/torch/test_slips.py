@@ -139,7 +139,7 @@ def test_tensors_without_slices_are_named(model: nn.Linear, kind: str) -> None:
 
 
 def test_an_empty_tensor_beside_a_full_one_is_named(model: nn.Linear) -> None:
-    with pytest.raises(SplitError, match="parts of different lengths, 'x': 0, 'y': 8"):
+    with pytest.raises(SplitError, match="Parts of the batch differ in length: 'x': 0, 'y': 8"):
         accumulator(model)({"x": BATCH["x"][:0], "y": BATCH["y"]})
 
 

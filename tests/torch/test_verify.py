@@ -598,7 +598,7 @@ def test_a_gradient_that_is_nan_is_never_exact() -> None:
         ({"microbatch_size": "4"}, InputError, "microbatch_size"),
         ({"reduction": "average"}, InputError, "reduction='average' is not a reduction"),
         ({"weight": 3}, InputError, "weight=3 is no way to weigh"),
-        ({"weight": lambda b: -1}, InputError, "a weight must be finite and not negative"),
+        ({"weight": lambda b: -1}, InputError, "is negative or not finite"),
         ({"weight": "returned"}, InputError, "Return .loss, weight."),
         ({"against": "full"}, InputError, "against='full'"),
         ({"dtype": "float16"}, InputError, "dtype='float16'"),

@@ -151,7 +151,7 @@ def test_models_in_a_generator_are_refused() -> None:
 
 
 def test_the_report_says_when_nothing_was_worked_out() -> None:
-    model, text = make(), "samples: nothing was worked out by micro-batches"
+    model, text = make(), "samples: nothing was computed by micro-batches"
     with virtual_batch(model, 3) as batch:
         assert str(batch.report()) == f"0 {text}"
         loss = F.cross_entropy(model(batch(X)), batch(Y))

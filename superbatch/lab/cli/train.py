@@ -86,7 +86,7 @@ def _show(report: Trained, metric: str) -> None:
         loss = "" if report.loss is None else f"last loss {report.loss:.4g}, "
         print(f"{report.updates} updates, {loss}{metric.format(report.metric)}")
     if report.noise is not None:
-        print(f"noise scale: {report.noise.reason or f'{report.noise.batch_size:.4g} samples'}")
+        print(report.noise.summary())
 
 
 def _show_stop(report: Trained, *, saved: bool) -> None:

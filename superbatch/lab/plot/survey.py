@@ -90,11 +90,17 @@ def one_survey(report: Survey, *, dark: bool = False) -> Figure:
         low, high = axes.get_ylim()
         axes.set_ylim(min(low, min(report.losses) - 0.02 * (high - low)), high)
     found = report.suggestions
-    marks = (("valley", found.valley, GREEN), ("minimum / 10", found.minimum, PURPLE))
-    for name, value, colour in marks:
+    marks = (
+        ("onset", found.onset, found.onset_range, GREEN),
+        ("minimum / 10", found.minimum, found.minimum_range, PURPLE),
+    )
+    for name, value, ends, colour in marks:
         if value is not None:
             axes.axvline(to_axis(report.what, value), color=colour, linewidth=1.4, linestyle=DASHED)
             axes.plot([], [], color=colour, linestyle=DASHED, label=f"{name}: {value:.3g}")
+        if value is not None and ends is not None:
+            at = [to_axis(report.what, end) for end in ends]
+            axes.axvspan(*at, color=colour, alpha=0.12, linewidth=0)
     if report.stopped is not None and x:
         axes.axvline(x[-1], color=VERMILION, linewidth=1.4)
         axes.plot([], [], color=VERMILION, label=f"stopped at {report.values[-1]:.2g}")
@@ -141,7 +147,9 @@ def _draw_rates(
         if arm.rate is not None:
             axes.plot([to_axis(report.what, arm.rate)], [y], "D", color=style.colour, markersize=6)
     axes.set_xlabel(_x_label(report.what))
-    said = f"Suggested (valley): dots each survey, diamond their mean; band ± {report.margin:g} decades"
+    said = (
+        f"Suggested (onset of the fall): dots surveys, diamond their mean; band ± {report.margin:g} decades"
+    )
     caption(axes, said, theme)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from matplotlib.axis import Axis
+from matplotlib.axis import Axis, XAxis
 from matplotlib.ticker import Locator, MaxNLocator, NullLocator
 
 MOST = 8  # maximum number of powers on an axis
@@ -71,7 +71,7 @@ def readable(axis: Axis, text: Text | None = None, *, base: int = 10) -> None:
         ['1.2', '1.4', '1.6', '1.8']
     """
     say = text or tick_text
-    axis.set_major_locator(_RoundNumbers(base))
+    axis.set_major_locator(_RoundNumbers(base, say))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(lambda value, _: say(value))
 
@@ -96,13 +96,25 @@ def tick_text(value: float) -> str:
     return f"$10^{{{power}}}$" if factor == "1" else f"${factor}\\times10^{{{power}}}$"
 
 
+def _width(label: str) -> float:
+    """Of a label with the space beside it, in sizes of a letter; marks of a formula are not drawn."""
+    power = label.partition("^{")[2].partition("}")[0]
+    drawn = label.replace("\\times", "x").replace(f"^{{{power}}}", "").replace("$", "")
+    return 0.65 * len(drawn) + 0.45 * len(power) + 0.8
+
+
 class _RoundNumbers(Locator):
-    def __init__(self, base: int) -> None:
-        self.base = base
+    def __init__(self, base: int, say: Text) -> None:
+        self.base, self.say = base, say
 
     def __call__(self) -> Sequence[float]:
         assert self.axis is not None
-        return self.tick_values(*sorted(self.axis.get_view_interval()))
+        found = self.tick_values(*sorted(self.axis.get_view_interval()))
+        if not isinstance(self.axis, XAxis):
+            return found
+        # Labels of an x axis stand side by side: only as many as its length has room for.
+        room = 3 * self.axis.get_tick_space()  # matplotlib counts on three times the size of a letter
+        return found[:: max(1, math.ceil(sum(_width(self.say(each)) for each in found) / room))]
 
     def tick_values(self, vmin: float, vmax: float) -> Sequence[float]:
         return ticks_between(vmin, vmax, base=self.base)

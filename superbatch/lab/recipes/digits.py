@@ -34,7 +34,7 @@ def digits() -> Recipe:
 
 def digits_bn() -> Recipe:
     """The perceptron with BatchNorm: a *coupled* model, normalised by the whole batch."""
-    what = "a 64-32-10 perceptron with BatchNorm (samples see each other) on scikit-learn's digits"
+    what = "a 64-32-10 perceptron with BatchNorm (coupled samples) on scikit-learn's digits"
     build = partial(_perceptron, batchnorm=True)
     return classification("digits-bn", what, build, load_digits(), batchnorm=True)
 
@@ -51,7 +51,7 @@ def digits_conv() -> Recipe:
 
 def digits_conv_bn() -> Recipe:
     """The convolutional network with BatchNorm: a *coupled* model."""
-    what = "a small convolutional net with BatchNorm (samples see each other) on scikit-learn's digits"
+    what = "a small convolutional net with BatchNorm (coupled samples) on scikit-learn's digits"
     build, data = partial(_convolutional, batchnorm=True), load_digits()
     return classification("digits-conv-bn", what, build, data, learning_rate=0.5, batchnorm=True)
 

@@ -35,7 +35,7 @@ def pairs() -> Recipe:
 
     return Recipe(
         name="pairs",
-        description="representations of scikit-learn's digits from pairs of views (samples see each other)",
+        description="representations of scikit-learn's digits from pairs of views (coupled samples)",
         model=seeded(lambda: nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 16))),
         samples=len(data.labels),
         batch=lambda indices: {"first": first[indices], "second": second[indices]},

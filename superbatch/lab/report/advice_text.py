@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from superbatch.results.advice import Advice, Steps, number_text
 from superbatch.results.memory import binary_text
-from superbatch.results.noise import ASSUMED
+from superbatch.results.noise import ASSUMED, ASSUMPTION
 from superbatch.results.scaling import setting_text
 
 from .fitting_text import seconds_text
@@ -104,8 +104,13 @@ def title_of(report: Advice) -> str:
     noise = range_text(report.noise, report.noise_low, report.noise_high)
     return (
         f"{recipe}micro-batches of {report.microbatch_size}{ranks}, {each}; update "
-        f"{seconds_text(report.update_seconds)}{reduce}; noise scale {noise}"
+        f"{seconds_text(report.update_seconds)}{reduce}; noise scale {noise}{_assumed(report)}"
     )
+
+
+def _assumed(report: Advice) -> str:
+    """The condition of a noise scale that was measured."""
+    return f", {ASSUMPTION}" if report.noise_from.startswith("measured") else ""
 
 
 def range_said(report: Advice) -> str:
@@ -132,18 +137,19 @@ def findings(report: Advice) -> list[str]:
     return [
         verdict_text(report),
         _best(report),
+        *report.uncertainty[:1],
         *_models(report),
         _alternative(report),
         *_limits(report),
-        *report.uncertainty,
+        *report.uncertainty[1:],
         *report.notes,
     ]
 
 
 def answer(report: Advice) -> list[str]:
-    """The verdict, the best number of micro-batches, and the alternative if no table has it."""
+    """The verdict, the best number of micro-batches, how sure that is, and what no table has."""
     todo = [] if report.alternative is not None else [_alternative(report)]
-    return [verdict_text(report), _best(report), *todo]
+    return [verdict_text(report), _best(report), *report.uncertainty[:1], *todo]
 
 
 def caveats(report: Advice, most: int = 3) -> list[str]:
@@ -151,7 +157,8 @@ def caveats(report: Advice, most: int = 3) -> list[str]:
     # Of the memory only what changes the answer: too much, or no need to accumulate.
     memory = [row for row in memory_table(report).rows if row[2].startswith(("does not fit", "fits:"))]
     said = [f"{what}: {takes}, {remark}." for what, takes, remark in memory]
-    return [*report.notes, *said, *_models(report), *_limits(report), *report.uncertainty][:most]
+    # How sure the verdict is stands beside it, in the answer.
+    return [*report.notes, *said, *_models(report), *_limits(report), *report.uncertainty[1:]][:most]
 
 
 def _limits(report: Advice) -> list[str]:

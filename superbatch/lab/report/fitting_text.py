@@ -43,7 +43,7 @@ def reach_table(report: Fitting) -> Table:
     """Effective batches within reach: what they take in micro-batches and in one piece."""
     columns = (
         Column("effective batch", "samples of one update"),
-        Column("micro-batches", "of so many samples"),
+        Column("micro-batches", "samples of one micro-batch"),
         Column("peak memory", "with these micro-batches"),
         Column("in one piece", "what the batch would need without accumulation, by the curve"),
         Column("per update", "time"),

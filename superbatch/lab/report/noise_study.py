@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from superbatch.results.noise import ASSUMED
+from superbatch.results.noise import ASSUMED, ASSUMPTION
 from superbatch.tuning.advice import SYSTEMATIC
 
 from .fitting_text import seconds_text
@@ -105,7 +105,7 @@ def points_table(report: NoiseStudy, rows: int = 12) -> Table:
     columns = (
         Column("updates", "made so far"),
         Column("loss", "mean since the row before"),
-        Column("noise scale", "samples of a batch with as much noise as signal"),
+        Column("noise scale", f"samples of a batch with as much noise as signal, {ASSUMPTION}"),
         Column("95 % interval", "Fieller's; it may have no upper end"),
         *(
             Column(f"q = {power}", f"noise scale if {assumed}: a power of Adam's preconditioner")
@@ -156,15 +156,15 @@ def findings(report: NoiseStudy) -> list[str]:
         known = max((each.low for each in report.points if each.reason), default=0.0)
         least = f"; it is above about {number(known)} samples" if known >= 1 else ""
         first = (
-            f"The noise scale is not determined{least}: give more --updates, or a larger --batch-size, which "
-            "shows more of the signal."
+            f"The noise scale is not determined{least}, {ASSUMPTION}: give more --updates, or a larger "
+            "--batch-size, which shows more of the signal."
         )
         return [first, *report.notes]
     ratio = report.noise / report.batch_size
     side = "more noise than signal" if ratio > 1 else "more signal than noise"
     sentences = [
         f"Over this run the noise scale was {number(report.noise)} samples "
-        f"({interval(report.low, report.high)}): a batch of {report.batch_size} has {side} "
+        f"({interval(report.low, report.high)}), {ASSUMPTION}: a batch of {report.batch_size} has {side} "
         f"({ratio:.2g} to 1).",
     ]
     sentences += adam_said(report.models, SYSTEMATIC)

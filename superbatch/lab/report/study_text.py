@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from .study import Quantity, Study, StudyArm, StudyTest
-from .table import DASH, Column, Table, equivalence_text
+from .table import DASH, ROUNDING, Column, Table, equivalence_text
 
 
 def study_table(report: Study) -> Table:
@@ -41,11 +41,13 @@ def number(value: float, form: str = ".4g") -> str:
     """A number as people read it.
 
     Examples:
-        >>> number(2500.0, ",.0f"), number(float("nan")), number(float("inf"))
-        ('2,500', 'not a number', 'infinite')
+        >>> number(2500.0, ",.0f"), number(float("nan")), number(float("inf")), number(-0.001, ".2f")
+        ('2,500', 'not a number', 'infinite', '0.00')
     """
     if math.isfinite(value):
-        return format(value, form)
+        text = format(value, form)
+        # What rounds to zero has no sign: "-0.00" reads as a loss.
+        return text if any(digit in text for digit in "123456789") else text.lstrip("-")
     return "not a number" if math.isnan(value) else "infinite"
 
 
@@ -60,13 +62,13 @@ def signed(difference: float) -> str:
 
 
 def with_sign(difference: float) -> str:
-    """A difference with its sign, to three digits; a zero has none.
+    """A difference with its sign, to three digits; zero, or what rounding makes of ties, has none.
 
     Examples:
-        >>> with_sign(0.25), with_sign(-0.0), with_sign(float("nan"))
+        >>> with_sign(0.25), with_sign(-7e-15), with_sign(float("nan"))
         ('+0.25', '0', 'not a number')
     """
-    return number(difference, "+.3g") if difference else "0"
+    return "0" if abs(difference) < ROUNDING else number(difference, "+.3g")
 
 
 def _cell(arm: StudyArm, quantity: Quantity) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from superbatch.results.survey import What
-from superbatch.tuning.survey_suggestions import by_chance, still_falling
+from superbatch.results.survey import Range, What
+from superbatch.tuning.survey import averaged
+from superbatch.tuning.survey_suggestions import still_falling
 
 from .comparison import FEWEST_RUNS, Equivalence
 from .surveys import CurveTest, SurveyArm, Surveys
@@ -22,7 +23,10 @@ def surveys_table(report: Surveys) -> Table:
     seeds = "largest p-value, arms with seeds of their own"
     columns = (
         Column("split", "micro-batches x samples; the first row is the baseline"),
-        Column(f"suggested {name}", "geometric mean over the surveys, and their spread in decades"),
+        Column(
+            f"suggested {name}",
+            "geometric mean over the surveys that suggest one, and their spread in decades",
+        ),
         Column("stopped at", "median of the last values, where surveys stopped early"),
         Column(
             "pairs differ by", "largest relative difference to the lowest point, same weights and samples"
@@ -79,35 +83,48 @@ def suggestion(report: Surveys) -> str:
     """Return the value to begin with in words, by the surveys of the real batch."""
     surveys = [run.survey for run in report.arms[0].runs]
     name, rate = NAMES[report.what], report.arms[0].rate
-    if rate is None:
-        why = surveys[0].suggestions.reason if surveys else "nothing has been surveyed"
-        return f"No {name} is suggested: {why}."
+    if not surveys:
+        return f"No {name} is suggested: nothing has been surveyed."
+    mean = averaged(surveys)
+    nothing = [] if mean.reason is None else [f"No {name} is suggested: {mean.reason}."]
     batches = f"{{:.2g}} for batches of {report.batch_size} samples"
-    if report.what == "lr":
-        tenth = _middle(each.suggestions.minimum for each in surveys)
-        said = (
-            f"Begin with a {name} of about {batches.format(rate)}: the middle of the longest descent. "
-            f"A tenth of where the loss is lowest: {tenth:.2g}."
-        )
-    else:
+    # The mean curve has the least noise; single surveys are asked only where it leaves the onset open.
+    value = mean.onset or rate or mean.minimum
+    curves = [each for each in surveys if each.smooth]
+    if report.what != "lr" and curves:
         # At a fixed rate the loss falls by itself, whatever the option does: no value is recommended.
         lowest = _middle(
             min(pair for pair in zip(each.smooth, each.values, strict=False) if math.isfinite(pair[0]))[1]
-            for each in surveys
+            for each in curves
         )
-        said = (
+        said = [
             f"The loss is lowest at a {name} of about {batches.format(lowest)}: more is too much. Before "
-            f"that it falls because training continues: the descent does not say which {name} is best."
-        )
-    if 2 * sum(by_chance(each.losses, each.smooth, each.beta) for each in surveys) > len(surveys):
-        said += " In most surveys the loss fell no further than noise may make it fall: see the plot."
+            f"that it falls because training continues: the descent does not say which {name} is best.",
+            *nothing,
+        ]
+    elif value is None:
+        said = nothing or [f"No {name} is suggested: noise leaves open where the loss begins to fall."]
+    else:
+        curve = f"the mean curve of {len(surveys)} surveys" if len(surveys) > 1 else "the curve"
+        said = [
+            f"Begin with a {name} of about {batches.format(value)}. By {curve} the loss has begun to fall at "
+            f"{_with_range(mean.onset, mean.onset_range)}, a tenth of where it is lowest is "
+            f"{_with_range(mean.minimum, mean.minimum_range)}."
+        ]
     if 2 * sum(each.stopped is None and still_falling(each.smooth) for each in surveys) > len(surveys):
-        said += " The loss still fell at the end of the ramp: survey up to a higher value."
-    return said
+        said.append("The loss still fell at the end of the ramp: survey up to a higher value.")
+    return " ".join(said)
 
 
-def _middle(values: Iterable[float | None]) -> float:
-    known = sorted(value for value in values if value is not None)
+def _with_range(value: float | None, ends: Range | None) -> str:
+    if ends is None:
+        return "not known"
+    said = "not known" if value is None else f"{value:.2g}"
+    return f"{said} ({ends[0]:.2g} to {ends[1]:.2g})"
+
+
+def _middle(values: Iterable[float]) -> float:
+    known = sorted(values)
     return known[len(known) // 2]
 
 

@@ -58,10 +58,14 @@ class SurveyArm:
 
     @property
     def alike(self) -> bool | None:
-        """True if both unpaired tests find equivalence to the baseline; None where one could not be made."""
-        if self.curve is None or self.suggested is None:
-            return None
-        return self.curve.equivalent and self.suggested.equivalent
+        """True if both unpaired tests find equivalence to the baseline, False if one does not.
+
+        None where nothing is found against it, and one could not be made.
+        """
+        found = [None if test is None else test.equivalent for test in (self.curve, self.suggested)]
+        if False in found:
+            return False
+        return None if None in found else True
 
 
 @dataclass(frozen=True, kw_only=True)

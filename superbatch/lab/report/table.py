@@ -9,6 +9,9 @@ from typing import TypeVar
 
 from .comparison import Arm, Comparison, Equivalence
 
+ROUNDING = 1e-12
+"""Differences of means below this are those of ties: sums in another order."""
+
 T = TypeVar("T")
 
 DASH = "–"  # what is not known, or was not measured
@@ -169,7 +172,7 @@ def _row(arm: Arm, report: Comparison) -> tuple[str, ...]:
 
 
 def _signed(value: float) -> str:
-    return f"{value:+.3g}" if value else "0"
+    return "0" if abs(value) < ROUNDING else f"{value:+.3g}"
 
 
 def _apart(arm: Arm) -> str:

@@ -32,7 +32,7 @@ UpdateFunction = Callable[[Any], float]
 HOW: Mapping[Way, str] = {
     "real batch": "the whole batch at once, plain PyTorch",
     "accumulator": "superbatch.torch.Accumulator",
-    "plain accumulation": "micro-batches one by one, weighted by their samples, though these see each other",
+    "plain accumulation": "micro-batches one by one, weighted by their samples, though these are coupled",
     **WRONG,
 }
 

@@ -12,7 +12,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ import torch
 from superbatch._version import __version__
 from superbatch.errors import InputError
 from superbatch.noise.meter import NoiseMeter, noise_over_run, relative_time
+from superbatch.results.noise import Independence
 from superbatch.torch import Accumulator
 from superbatch.tuning.noise_range import noise_range_of
 
@@ -37,6 +38,9 @@ MICROBATCHES = 8
 
 MOST_STEPS = 64
 TIMED_WINDOWS = 12
+
+SHARED = "micro-batches share noise"
+"""Remark at points whose number is withheld; a note has the whole sentence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +94,7 @@ class _Found:
     updates: int = 0
     microbatch_seconds: float = 0.0
     update_seconds: float = 0.0
+    independence: Independence | None = None
 
 
 def noise(
@@ -143,7 +148,7 @@ def _checked(recipe: Recipe, options: Options) -> tuple[Setting, int]:
     if recipe.coupled == "exact":
         raise InputError(
             f"The recipe {recipe.name!r}, whose samples are coupled: "
-            "noise is told from the gradients of micro-batches, and there a micro-batch has none of its "
+            "noise is estimated from the gradients of micro-batches, and there a micro-batch has none of its "
             "own. "
             "Give a recipe of separate samples: a model without BatchNorm, a loss without pairs."
         )
@@ -199,11 +204,6 @@ def _train(
     found: _Found,
     progress: Callable[[int, int, str], None],
 ) -> None:
-    if recipe.coupled == "exact":
-        raise InputError(
-            f"The recipe {recipe.name!r} has coupled samples, so a micro-batch has no gradient of its own to "
-            "measure noise by. Take another recipe."
-        )
     model = recipe.model(seed)
     torch.manual_seed(seed)
     # The average remembers about a tenth of the run, and 20 windows at least.
@@ -227,6 +227,7 @@ def _train(
             continue
         now = accumulate.noise
         assert now is not None
+        found.independence = now.independence
         found.points.append(
             NoiseAt(
                 update=found.updates,
@@ -324,6 +325,19 @@ def _steps(
     )
 
 
+def _checked_assumption(found: _Found) -> list[str]:
+    """Withhold numbers that shared noise has made too small, and say what speaks against the assumption."""
+    test = found.independence
+    if test is None or test.text is None:
+        return []
+    if test.verdict == "shared":
+        # The points before the verdict are of the same windows.
+        found.points = [
+            replace(each, batch_size=None, high=math.inf, reason=SHARED, by_model=()) for each in found.points
+        ]
+    return [f"{test.text[0].upper()}{test.text[1:]}."]
+
+
 def _report(
     recipe: Recipe,
     setting: Setting,
@@ -335,6 +349,7 @@ def _report(
     seconds: float,
     partial: bool,
 ) -> NoiseStudy:
+    notes = [*notes, *_checked_assumption(found)]
     run = _over_run(found, setting.batch_size)
     models = _by_model(found, setting.batch_size, run[0])
     unknown = sum(each.batch_size is None for each in found.points)

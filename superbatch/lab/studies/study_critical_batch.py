@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from superbatch.errors import InputError
 from superbatch.noise.meter import NoiseMeter
-from superbatch.results.noise import Noise
+from superbatch.results.noise import ASSUMPTION, Noise
 from superbatch.torch.tuning.scaling import rescale
 
 from ..recipes import Recipe
@@ -261,8 +261,8 @@ def conclude(
     measured = statistics.median(arms[at].values(WASTE))
     said = f"x {measured:.2f} (median)" if math.isfinite(measured) else "no end of"
     return (
-        f"{found}; the noise scale at the checkpoint, {scale:.0f} samples, says that batch {batch * KS[at]} "
-        f"needs x {predicted_waste(scale, batch, KS[at]):.2f} the samples, measured {said}."
+        f"{found}; the noise scale at the checkpoint, {scale:.0f} samples {ASSUMPTION}, says that batch "
+        f"{batch * KS[at]} needs x {predicted_waste(scale, batch, KS[at]):.2f} the samples, measured {said}."
     )
 
 

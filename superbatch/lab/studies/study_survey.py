@@ -51,7 +51,7 @@ def _study(report: Surveys, options: Options) -> Study:
             "dtype": report.dtype,
         },
         quantities=(
-            Quantity(name=RATE, meaning="the middle of the curve's longest descent", form=".3g"),
+            Quantity(name=RATE, meaning="where the curve has done a fifth of its fall", form=".3g"),
             Quantity(
                 name=PAIRS,
                 meaning="largest relative difference of the curve from the real batch's with the same "

@@ -28,6 +28,9 @@ FACTOR = 1.10
 DECADES = 0.15
 """Suggested rates within a factor of 1.41 of each other are alike."""
 
+SUGGESTING = 0.75
+"""Share of the surveys that must suggest a value, for the others may have lain elsewhere."""
+
 SHARE = 2 / 3
 """Curves are compared up to this share of the value where the baseline is lowest."""
 
@@ -111,14 +114,15 @@ def suggestion_test(
         margin: in decades.
 
     Returns:
-        The test; None with fewer than `FEWEST_RUNS` of either, and where a survey suggests nothing.
+        The test, of the surveys that suggest a value; None with fewer than `FEWEST_RUNS` of either, and where
+        less than `SUGGESTING` of either do.
     """
-    if min(len(surveys), len(baseline)) < FEWEST_RUNS:
-        return None
-    logs, reference = decades_of(surveys), decades_of(baseline)
-    if None in logs or None in reference:
-        return None
-    sample, other = ([value for value in part if value is not None] for part in (logs, reference))
+    found = [[value for value in decades_of(part) if value is not None] for part in (surveys, baseline)]
+    for suggested, part in zip(found, (surveys, baseline), strict=True):
+        # Noise leaves some surveys open; of the few that noise left alone the rest would say nothing.
+        if len(suggested) < max(FEWEST_RUNS, SUGGESTING * len(part)):
+            return None
+    sample, other = found
     # Suggestions are points of the ramp: they come out the same by chance.
     return tost_welch(
         summarise(sample), summarise(other), margin=margin, step=smallest_gap([*sample, *other])

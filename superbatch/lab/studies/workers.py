@@ -12,6 +12,7 @@ import os
 import queue
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -145,9 +146,10 @@ def train_spread(
                 process.start()
         _listen(processes, events, receive, runs=len(seeds) * len(setting.arms))
     finally:
-        for process in processes:
+        started = [process for process in processes if process.pid is not None]
+        for process in started:
             process.terminate()
-        for process in processes:
+        for process in started:
             process.join()
         for each in (todo, events):
             each.cancel_join_thread()
@@ -226,13 +228,25 @@ def _gathered(receive: Receive) -> tuple[Callable[[int], None], Callable[[], Non
 def _interrupts_ignored_by_children() -> Iterator[None]:
     """Block SIGINT: children inherit the mask, so Ctrl-C never makes one print a traceback.
 
-    An interrupt in the meantime is delivered here afterwards, not lost.
+    SIGTERM waits for the end of the block: a child whose start is torn would fail, and nobody would stop it.
+    It is not blocked, for then children could not be terminated. A signal in the meantime is delivered
+    afterwards.
     """
     if os.name != "posix":
         yield
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    terminated: list[int] = []
+    handler = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread():
+        handler = None  # it cannot be set, and is not raised here
+    if handler is not None:
+        handler = signal.signal(signal.SIGTERM, lambda number, _: terminated.append(number))
     try:
         yield
     finally:
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if terminated:
+            signal.raise_signal(signal.SIGTERM)

@@ -50,6 +50,8 @@ class BeforeStep:
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], owned: list[ManagedParameter]) -> None:
+        # Both: the hooks run on the wrapper that the user steps, the tensors belong to the wrapped
+        # optimizers.
         self._stepped = list(optimizers)
         self._optimizers = [leaf for optimizer in optimizers for leaf in leaves_of(optimizer)]
         self._owned = owned
@@ -67,7 +69,7 @@ class BeforeStep:
         self._is_torn = True
 
     def mend(self) -> None:
-        """Note that a state was loaded."""
+        """Note that a state was loaded, so that updates may continue."""
         self._is_torn = False
 
     def require_whole(self) -> None:
@@ -80,7 +82,7 @@ class BeforeStep:
             raise OptimizerError(_TORN)
 
     def raise_torn(self, error: BaseException) -> None:
-        """Note that half of an update was made, and say so.
+        """Note that half of an update was made, and raise an error that says so.
 
         Args:
             error: of the optimizer's step, or of a hook after it.
@@ -90,11 +92,13 @@ class BeforeStep:
                 keep their type.
         """
         known, self._is_torn = self._is_torn, True
+        # Only once: a later failure in the same window is not another torn update.
         if isinstance(error, Exception) and not known:
             raise OptimizerError(_TORN) from error
 
     def note(self) -> None:
         """Record the present state."""
+        # Empty first: if a copy below fails for lack of memory, an older snapshot must not be used.
         self._is_noted, self._groups = False, []
         for states, optimizer in zip(self._states, self._optimizers, strict=True):
             states.note(optimizer.state)
@@ -102,10 +106,12 @@ class BeforeStep:
         self._contents = {}
         for optimizer in self._all:
             hooks = _global_optimizer_pre_hooks or getattr(optimizer, "_optimizer_step_pre_hooks", None)
+            # A hook or a foreign step may write through .data, which no version counter shows.
             if hooks or not has_plain_step(optimizer):
                 parameters = [entry.target for entry in self._owned if entry.optimizer is optimizer]
                 self._contents[id(optimizer)] = Contents(optimizer, parameters)
         self._targets = list(map(attrgetter("target"), self._owned))
+        # map with attrgetter runs in C; this is taken in every window.
         self._versions = list(map(attrgetter("_version"), self._targets))
         self._is_noted, self._has_begun = True, False
 
@@ -124,6 +130,7 @@ class BeforeStep:
     def still(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether none of an optimizer's parameters has been written to since `note`."""
         pairs = zip(self._owned, self._versions, strict=True)
+        # An in-place write moves the version counter, also in a foreach kernel.
         if any(e.target._version != version for e, version in pairs if e.optimizer is optimizer):
             return False
         contents = self._contents.get(id(optimizer))
@@ -141,6 +148,7 @@ class BeforeStep:
         """
         names = ", ".join(map(describe, idle))
         if half:
+            # Before the error, so that the Accumulator refuses to continue even if the error is caught.
             self.tear()
             raise OptimizerError(
                 f"{names}, but another optimizer stepped: half of the update was made. "
@@ -162,11 +170,13 @@ class BeforeStep:
         Returns:
             False if a tensor was written, or if that cannot be told.
         """
+        # Not begun: the failure came before any optimizer ran.
         if not (self._is_noted and self._has_begun):
             return True
         try:
             if not self._put_back_states():
                 return False
+            # All are compared before one is changed: a partial rollback would be a third state.
             if not all(contents.same() for contents in self._contents.values()):
                 return False
             for contents in self._contents.values():
@@ -182,12 +192,14 @@ class BeforeStep:
         if any(_moved(state.get(key), noted) for state, known in states for key, noted in known.items()):
             return False
         for state, known in states:
+            # State that the step has made: Adam's buffers of its first step.
             for key in [key for key in state if key not in known]:
                 del state[key]
             for key, noted in known.items():
                 _put_back(state[key], noted)
         for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
             for group, known in zip(optimizer.param_groups, groups, strict=True):
+                # In place: the optimizer and schedulers hold these very dictionaries.
                 group.clear()
                 group.update(known)
         return True
@@ -198,6 +210,7 @@ class BeforeStep:
         if (self._is_hidden() and not self._in_hooks) or any(known.is_opaque for known in self._states):
             return False
         groups = [len(optimizer.param_groups) for optimizer in self._optimizers]
+        # add_param_group() was called inside the step, e.g. by a hook.
         if groups != list(map(len, self._groups)):
             return False
         return [target._version for target in self._targets] == self._versions
@@ -210,6 +223,7 @@ class BeforeStep:
         """
         if any(entry.group.get("foreach") and hasattr(entry.target, "device_mesh") for entry in self._owned):
             return True
+        # One entry per kernel call: with more than one, the second may fail after the first has written.
         steps = {(id(e.optimizer), e.number, e.target.dtype, e.target.device) for e in self._owned}
         hooks = any(getattr(each, "_optimizer_step_post_hooks", None) for each in self._optimizers)
         after = hooks or _global_optimizer_post_hooks or not all(map(has_plain_step, self._stepped))
@@ -227,6 +241,7 @@ def has_plain_step(optimizer: torch.optim.Optimizer) -> bool:
         True
     """
     kind, step = type(optimizer), vars(optimizer).get("step")
+    # By the module's name: a subclass of the user's may step differently.
     if not kind.__module__.startswith("torch.optim."):
         return False
     return step is None or (hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is kind.step)
@@ -253,10 +268,12 @@ class _States:
         states = list(state.values())
         self._keys = list(state)
         self._versions = []
+        # Flat empty lists cost nothing, and SGD without momentum takes this path in every window.
         if not states:  # before the first step, and of SGD without momentum
             self._names, self._are_tensors, self._references, self._others = [], [], [], []
             self.is_opaque = False
             return
+        # Not a dict per parameter: nothing is known about such a state.
         if [each for each in states if not isinstance(each, dict)]:
             self.is_opaque = True
             return
@@ -264,6 +281,7 @@ class _States:
         values = [value for each in states for value in each.values()]
         self._are_tensors = [isinstance(value, Tensor) for value in values]
         tensors = [value for value in values if isinstance(value, Tensor)]
+        # Weak: a strong reference would keep the old tensor alive where an optimizer replaces it.
         self._references = [weakref.ref(tensor) for tensor in tensors]
         self._others = [value for value in values if not isinstance(value, Tensor)]
         self.is_opaque = not all(isinstance(other, PLAIN) for other in self._others)
@@ -272,6 +290,7 @@ class _States:
         except RuntimeError:  # made in inference mode
             self.is_opaque = True
 
+    # Not the references: weak ones keep nothing alive.
     def forget(self) -> None:
         """Free other values than tensors, which nothing else keeps alive here."""
         self._others = []
@@ -289,6 +308,7 @@ class _States:
 def _moved(state: Any, noted: dict[str, Any]) -> bool:
     """Return whether a tensor of a state was written, or another one put in its place."""
     tensors = {name: value for name, value in noted.items() if _is_tensor(value)}
+    # Identity and version: a replaced tensor has a version of its own.
     return not isinstance(state, dict) or any(
         state.get(name) is None or state[name] is not reference() or state[name]._version != version
         for name, (reference, version) in tensors.items()

@@ -108,6 +108,7 @@ def engine_of(
         InputError: an option has the wrong type or value, or two of them exclude each other.
         OptimizerError: the optimizer cannot be used, or does not own the model's parameters.
     """
+    # Validation first: nothing is registered on the models before all options are known to be good.
     models = validation.as_models(model)
     bare, masters = _without_masters(optimizer)
     optimizers = validation.as_optimizers(bare) if given.steps else ()
@@ -116,6 +117,7 @@ def engine_of(
         raise InputError('gradient_sum="momentum" needs SGD, and a gradient has no optimizer. Leave it out.')
     participants = _participants(given.participants)
     separate = given.coupled is None
+    # Coupled samples gather sharded parameters for the whole block; separate ones keep them split.
     sharded = "split" if separate else "gathered"
     sync = find_sync(models, no_sync=True, sharded=sharded, sync=given.sync, in_buckets=given.steps)
     if given.steps:
@@ -138,13 +140,16 @@ def engine_of(
             gradient_sum=given.gradient_sum,
             masters=masters,
         )
+        # Those that no participant handles are an error in training mode, at each window.
         refused = {path: each for path, each in batchnorms.items() if path not in handled}
         work: Work = ByMicrobatch(config, sizing, given.split.paths, refused)
+        # A size that is searched for goes to the limit of memory, so the update's own memory is reserved.
         config.reserve.tight = not isinstance(sizing, Fixed)
     else:
         assert loss_fn is not None
         assert not isinstance(size, TokenBudget)
         work = Coupled(config, loss_fn, "auto" if isinstance(size, str) else size, whole)
+    # After the config: some exclusions depend on the ranks and the weight that it holds.
     options.check_combinations(config, gradient_sum=given.gradient_sum)
     if isinstance(work.sizing, Fixed):
         # A size that is looked for goes to the limit: there all is handed back.
@@ -180,6 +185,7 @@ def _config(
             optimizers=optimizers,
             schedulers=options.as_schedulers(given.scheduler),
             scaler=scaler,
+            # None: the norm is computed all the same, for the record, but nothing is clipped.
             max_grad_norm=validation.check_positive(given.max_grad_norm, "max_grad_norm"),
             clip=options.check_callable(
                 given.clip, "clip", "a function of the gradients, or ClipValue(limit)"
@@ -193,9 +199,13 @@ def _config(
         nonfinite=validation.check_choice(given.nonfinite, "nonfinite", NonFinite),
         sample_rng=participants.sample_rng,
         norms=norms.of_windows(batchnorms, participants.batchnorm, sync),
+        # The loss function too: a teacher or a memory bank may be in its closure alone.
         state=MovedState(models, [loss_fn]),
+        # CPU generators are always kept; those of accelerators only where the models are.
         random=RandomKeeper(accelerators(models, *parameters, device)),
+        # A coupled loss cannot be called with a micro-batch, so checks that would do so get none.
         loss_fn=None if whole else loss_fn,
+        # A virtual batch moves its own slices.
         transfer=None if whole or device is None else Transfer(device),
         reserve=Reserve(models, optimizers, owned),
         before_step=BeforeStep(optimizers, owned),
@@ -209,6 +219,7 @@ def _config(
         whole=whole,
         masters=masters,
         backward=options.check_callable(given.backward, "backward", "a function of a loss"),
+        # Without an optimizer .grad belongs to the user, and what is in it counts.
         earlier=None if optimizers else EarlierGradients(owned),
         extra=Extra(participants.extra) if participants.extra else None,
     )
@@ -225,8 +236,10 @@ def _participants(given: Sequence[Any]) -> _Participants:
         kind: [each for each in given if isinstance(each, kind)] for kind in _KINDS
     }
     others = tuple(each for each in given if not isinstance(each, _KINDS))
+    # Any object with these methods takes part: a protocol, no base class to inherit from.
     for each in others:
         missing = [name for name in _METHODS if not callable(getattr(each, name, None))]
+        # A class in place of an object has the methods too: participants=[FrozenBatchNorm].
         if isinstance(each, type) or missing:
             raise InputError(
                 f"participants= has {each!r}, which takes no part in a window. Pass FrozenBatchNorm(), "
@@ -235,6 +248,7 @@ def _participants(given: Sequence[Any]) -> _Participants:
             )
     frozen: list[Any] = found[FrozenBatchNorm]
     ghost: list[Any] = found[GhostBatchNorm]
+    # Two kinds for one model would need an order of precedence.
     if len(frozen) + len(ghost) > 1:
         raise InputError(
             f"participants= has {len(frozen) + len(ghost)} objects for BatchNorm. Pass one, with all of its "
@@ -247,6 +261,7 @@ def _participants(given: Sequence[Any]) -> _Participants:
 
 _KINDS = (FrozenBatchNorm, GhostBatchNorm, PerSampleRandom)
 _METHODS = (
+    # Spelled out: a runtime-checkable protocol would not name the missing method.
     *("begin", "savepoint", "rollback", "restart", "restore", "commit", "state_dict", "load_state_dict"),
 )
 
@@ -271,6 +286,7 @@ def _sizing_of(
     Raises:
         InputError: sizes cannot be found out here.
     """
+    # None and a TokenBudget too: the size is decided by the user.
     if not isinstance(microbatch_size, str):
         return Fixed(microbatch_size)
     loss_fn = options.check_auto(microbatch_size, config.loss_fn, batchnorm)
@@ -294,10 +310,12 @@ def _handled(batchnorms: dict[str, _BatchNorm], participants: _Participants) -> 
     """
     if participants.batchnorm == "error":
         return {}
+    # FrozenBatchNorm() without modules means all of them.
     if not participants.modules:
         return batchnorms
     ours, covered = set(batchnorms.values()), set[nn.Module]()
     for module in participants.modules:
+        # A container may be named: FrozenBatchNorm([model.backbone]).
         inside = ours.intersection(module.modules())
         if not inside:
             raise InputError(
@@ -310,6 +328,7 @@ def _handled(batchnorms: dict[str, _BatchNorm], participants: _Participants) -> 
 
 def _without_masters(optimizer: Any) -> tuple[Any, dict[Tensor, Tensor]]:
     """Return the optimizers as they are, and the masters of all of them."""
+    # The list or the single object is kept as given: error texts show its type.
     given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     masters: dict[Tensor, Tensor] = {}
     for each in given:

@@ -31,6 +31,7 @@ NonFinite = Literal["raise", "skip_microbatch", "skip_update"]
 
 
 @dataclass(frozen=True)
+# Frozen: windows share it, and an option that changed between two windows would split one update.
 class Config:
     """The options of an accumulator, checked, and what its windows use one after the other.
 
@@ -65,6 +66,7 @@ class Config:
     transfer: Transfer | None
     reserve: Reserve
     before_step: BeforeStep
+    # One list for all windows: `OpenWindow` clears it as the next one begins.
     until_next: list[Tensor] = field(default_factory=list)
     noise: NoiseOfWindows | None = None
     whole: bool = False
@@ -73,6 +75,7 @@ class Config:
     earlier: EarlierGradients | None = None
     extra: Extra | None = None
 
+    # E.g. the first-window check: its forwards must not count for the user's participants.
     def aside(self) -> AbstractContextManager[None]:
         """Return a context for forwards that are no part of a window: it restores `extra`."""
         return nullcontext() if self.extra is None else self.extra.aside()

@@ -42,6 +42,7 @@ def positive_weight(weight: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     def checked(batch: Any) -> Any:
         found = normalize.check_weight(weight(batch), "the batch of a rank")
+        # `weight=` is a user function: 0 can only be found by calling it.
         if not found:
             raise InputError(
                 "The batch of this rank has the weight 0, and a batch of coupled samples cannot be left out. "
@@ -66,8 +67,10 @@ def scaled(loss: Tensor, factor: float) -> Tensor:
         >>> scaled(torch.tensor(3.0, dtype=torch.bfloat16), 1 / 3).dtype  # whose 1/3 is wrong by 0.2 %
         torch.float32
     """
+    # Equality is exact here: one rank has the factor 1.0, and no multiplication is recorded.
     if factor == 1.0:
         return loss
+    # In float32: the rounded factor would scale the whole gradient of this rank.
     return (loss.float() if loss.dtype in LOW_PRECISION else loss) * factor
 
 
@@ -87,6 +90,7 @@ class Parts(NamedTuple):
 
     def squares(self) -> list[float]:
         """Return numbers whose sums over the ranks tell whether counts and weights are in proportion."""
+        # Cauchy-Schwarz: sum(c^2) * sum(w^2) equals sum(c*w)^2 only where c is proportional to w.
         return [self.counted**2, self.counted * self.weight, self.weight**2]
 
     @staticmethod
@@ -101,6 +105,7 @@ class Parts(NamedTuple):
             (True, False)
         """
         counts, products, weights = sums
+        # 1e-12: the sums are of float64 numbers, added in another order on each run.
         return math.isclose(counts * weights, products**2, rel_tol=1e-12)
 
 
@@ -118,12 +123,15 @@ def require_every_rank(virtual: VirtualBatch, weight: float, *, stated: bool) ->
         CoupledSamplesError: samples met on this rank alone.
     """
     count = 0.0
+    # The program gathers by itself, so the coupling is over all ranks.
     if virtual.ranks.exchanges:
         return Parts(0.0, weight)
     _warn_of_unknown(virtual.report().unknown)
     for point, number, counts in virtual.meetings():
+        # BatchNorm's statistics are summed over the ranks by the virtual batch.
         if point.operation == "batch_norm":
             continue
+        # E.g. a mean over the labels of this rank: part of the global mean if the rank weighs its labels.
         if number is not None and (counts or stated):
             count += number
             continue
@@ -176,18 +184,22 @@ def failure_of_any(
         RankError: another rank has failed.
         CoupledSamplesError: the ranks do not weigh as they count.
     """
+    # An error that all ranks have heard of is raised by the exchange itself.
     own = None if virtual is not None and virtual.ranks.heard else error
     memory = own is not None and out_of_memory(own)
     if own is not None and not memory:
         raise own
+    # One exchange for both questions: each costs a round trip over the network.
     lacking, *squares = sync.sum_numbers([memory, *parts.squares()])
     if error is not None and memory:
+        # The frames hold activations, and the retry needs their memory.
         traceback.clear_frames(error.__traceback__)
         return Failure(str(error) or type(error).__name__, here=True)
     if error is not None and not lacking:
         raise error
     if lacking:
         return Failure("on another rank", here=False)
+    # Only after memory: a rank that failed has counted nothing.
     if squares[0] and not Parts.proportional(squares):
         raise CoupledSamplesError(
             f"loss_fn divides by a count of this rank's samples ({parts.counted:g} here; the rank weighs "

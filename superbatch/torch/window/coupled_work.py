@@ -66,6 +66,7 @@ class Coupled:
     """
 
     def __init__(self, config: Config, loss_fn: Callable[[Any], Any], size: Size | None, rng: Rng) -> None:
+        # No size yet: only a failure sets one.
         self.sizing = Fixed(None)
         self.report: CouplingReport | None = None
         self._config, self._loss_fn = config, loss_fn
@@ -109,12 +110,14 @@ class Coupled:
         given = None if size == "auto" else size
         self._now = "auto"
         if size != "auto" or self.sizing.most is not None:
+            # filter drops None and, for an empty batch, 0.
             self._now = min(filter(None, (given, self.sizing.most, samples)))
         return MicrobatchList([batch], [samples], None, {}), self.sizing
 
     def twin(self) -> Coupled:
         """Return work that begins with the same sizes and leaves no trace in this one."""
         twin = Coupled(self._config, self._loss_fn, self._size, self._rng)
+        # A copy by value: the check's failures must not shrink the real window.
         twin.load_state_dict({"sizing": self.state_dict()})
         return twin
 
@@ -136,6 +139,7 @@ class Coupled:
             OutOfMemoryError: a single sample at a time does not fit.
         """
         for batch in window:
+            # Each failure lowers the size, so the loop ends at one sample at the latest.
             while (failure := self._until_failure(window, batch)) is not None:
                 self._go_on_smaller(window, failure)
 
@@ -155,6 +159,7 @@ class Coupled:
         try:
             self._compute(window, batch, begun)
         except Exception as error:
+            # Before anything else: a failed forward may have left autocast or grad mode changed.
             window.transaction.modes.restore()
             if not sync.shared:
                 if not out_of_memory(error):
@@ -165,6 +170,7 @@ class Coupled:
         if not sync.shared:
             return None
         virtual = begun[0] if begun else None
+        # The others wait in an exchange of the block and would never read this rank's vote.
         if failed is not None and not is_answered(failed, virtual):
             window.leave_others()
             raise failed
@@ -174,6 +180,7 @@ class Coupled:
         transaction = window.transaction
         config, place, progress = transaction.config, transaction.gradients, transaction.progress
         assert isinstance(place, ParameterGradientSum)
+        # Their gradients come from the block too, so their tensors are recorded with the models'.
         models = [*config.models, *_others(config.models, config.owned)]
         self.report = None
         restore_views = view_tracking()
@@ -191,9 +198,11 @@ class Coupled:
             weight = float(normalize.total_weight(progress.weights.counted([])))
             stated = config.declared.weigh != "samples"
             self._parts = require_every_rank(begun[0], weight, stated=stated)
+        # The forward ran on virtual tensors: a memory bank would hold one after the block.
         config.state.replace_tensors(VirtualTensor, deepcopy)  # a copy of a virtual tensor is real
         place.took()
         progress.losses.load_state({0: value.item()})
+        # One micro-batch for the window: arrived, and complete.
         progress.arrived, progress.next = True, 1
         if transaction.watch is not None:
             transaction.watch.check()
@@ -203,6 +212,7 @@ class Coupled:
     ) -> Tensor:
         """Record forward and backward; return the loss without its graph."""
         loss = _checked(self._loss_fn(virtual(batch)))
+        # Reading a sum (`sweeps`) makes a real loss from a virtual batch, which is right.
         self._apart = not isinstance(loss, VirtualTensor) and not virtual.report().sweeps
         ((_, factor),) = window.transaction.progress.weights.scaled(0, loss, None)
         part, scale = scaled(loss, factor), window.transaction.scale
@@ -218,10 +228,12 @@ class Coupled:
             device=where,
             rng=self._rng,
             device_budget=None,
+            # The window itself decides whether a gather is an error.
             on_gather="ok",
             paranoid=False,
             compile=False,
             group=sync.group if sync.shared else None,
+            # The window reduces once, with its own sums over ranks.
             reduces=False,
         )
 
@@ -230,6 +242,7 @@ class Coupled:
         config = transaction.config
 
         def shrink() -> None:
+            # Before anything is restored: the error must leave the state as it is described.
             require_restorable(transaction, f"a batch for which there was no memory ({failure.text})")
             config.state.restore()  # the block restores the buffers of models alone
             gc.collect()  # an exception and its frames may be a cycle
@@ -240,6 +253,7 @@ class Coupled:
         sizes: list[tuple[int, int]] = []
         on_all_ranks(config.sync, shrink)
         transaction.restart()
+        # Empty on a rank that did not fail: its own sizes are not the reason.
         for failed, self._now in sizes:
             transaction.progress.failures += 1
             config.reserve.tight = True
@@ -256,6 +270,7 @@ class Coupled:
             OutOfMemoryError: a single sample did not fit.
         """
         samples = sum(transaction.progress.microbatches.samples or ())
+        # Unknown yet: memory ran out before the block had chosen, so the whole batch is assumed.
         if self._now == "auto":  # chosen by the block, or not yet
             parts = self.report.microbatches if self.report is not None else 0
             failed = -(-samples // (parts or 1))
@@ -308,6 +323,7 @@ def _samples_of(batch: Any) -> int:
                 "make tensors of them before the call (torch.from_numpy)",
             )
         )
+    # 0-dimensional tensors are not in the list: they belong to no sample.
     for tensor in tensors:
         if len(tensor) != samples:
             raise SplitError(
@@ -321,8 +337,9 @@ def _samples_of(batch: Any) -> int:
 
 
 def _has_targets(batch: Any) -> bool:
-    """Tell if a part of the batch is a list of dicts of tensors, as detection models take their targets."""
+    """Return whether a part of the batch is a list of dicts of tensors, as detection models take targets."""
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    # Detection models take [{"boxes": ..., "labels": ...}, ...], one dict for each image.
     return any(
         isinstance(part, list | tuple) and part and all(isinstance(each, Mapping) for each in part)
         for part in (batch, *parts)
@@ -337,6 +354,7 @@ def _checked(returned: Any) -> Tensor:
     """
     if not isinstance(returned, Tensor):
         raise without_tensor(returned, weighted=False)
+    # numel, not dim: a loss of shape [1] is one loss.
     if returned.numel() != 1:
         raise InputError(
             f"loss_fn returned a loss of shape {tuple(returned.shape)}, and a batch has one loss. Return its "
@@ -359,10 +377,12 @@ _APART = explain(
 
 def _others(models: tuple[nn.Module, ...], owned: list[ManagedParameter]) -> list[nn.Module]:
     """A holder for parameters outside of the models (a learnt temperature): they get gradients as well."""
+    # Compared by id: `in` on tensors compares elements.
     inside = {id(parameter) for model in models for parameter in model.parameters()}
     outside = [entry for entry in owned if id(entry.parameter) not in inside]
     if not outside:
         return []
+    # A module, because the block takes modules whose parameters get gradients.
     holder = nn.Module()
     for place, entry in enumerate(outside):
         # Not by register_parameter: what the optimizer has may be a plain tensor.

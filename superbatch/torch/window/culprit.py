@@ -18,10 +18,12 @@ from .transfer import to_device
 
 def by_loss(window: Transaction, losses: Any, bad: list[int]) -> Culprit:
     """Return the first of the micro-batches `bad`, whose losses are not finite; there may be none here."""
+    # Advice must not name an option that the other options exclude.
     droppable = _can_drop(window)
     if not bad:
         return Culprit(droppable=droppable)
     place = window.gradients
+    # close() of a momentum sum returns no tensors: its sums are the momentum buffers.
     sums = place.sums() if isinstance(place, MomentumGradientSum) else place.close()
     parameter = first_bad_parameter(window.config.owned, sums)
     loss, term = window.progress.weights.loss_of(losses, bad[0])
@@ -38,9 +40,12 @@ def by_gradient(window: Transaction, losses: Any, gradients: list[Tensor | None]
         parameter = first_bad_parameter(config.owned, gradients)
     if config.whole:  # there is but one
         return Culprit(0, losses[0], parameter, whole=True)
+    # The user's own loop: its forward is not known here.
     if config.loss_fn is None:  # an owned loop cannot be run again
         return Culprit(parameter=parameter, droppable=_can_drop(window))
+    # The generators as at the begin, so that dropout draws as it did.
     config.random.restart()  # the window is not over: it is restored once more
+    # Buffers too: BatchNorm in training mode moved them.
     config.state.restore()
     took_part = window.progress.weights.took_part(window.progress.dropped)
     terms: list[str] = []
@@ -60,7 +65,7 @@ def by_gradient(window: Transaction, losses: Any, gradients: list[Tensor | None]
 
 
 def _can_drop(window: Transaction) -> bool:
-    """Tell whether nonfinite="skip_microbatch" is possible with the other options."""
+    """Return whether nonfinite="skip_microbatch" is possible with the other options."""
     config = window.config
     momentum = isinstance(window.gradients, MomentumGradientSum)
     return config.declared.can_drop and not momentum and not config.sync.in_step
@@ -75,9 +80,11 @@ def _backward_again(window: Transaction, index: int, terms: list[str], *, counts
         microbatch = to_device(window.progress.microbatches.runs[index], config.device)
         loss = config.declared.arguments(config.loss_fn(microbatch))[0]
         parts = window.progress.weights.by_name(index, loss) if counts else {}
+        # Other ranks wait for a backward of this turn.
         if not parts and config.sync.in_step:
             config.sync.idle_backward(again=False)
         for number, (name, part) in enumerate(parts.items(), 1):
             run_backward(part, None, window.gradients.inputs, retain_graph=number < len(parts))
+            # After each term: the sum up to here shows which term brought the NaN.
             if name and first_bad_parameter(config.owned, [entry.parameter.grad for entry in config.owned]):
                 terms.append(name)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# A digest of gigabytes would take longer than saving them.
 _LARGEST = 1 << 16  # bytes of a tensor whose values count; of larger ones dtype and shape do
 
 
@@ -26,6 +27,7 @@ def digest_of(state: Mapping[str, Any]) -> int:
     """
     found = 0
     for part in _parts({key: value for key, value in state.items() if key != "digest"}):
+        # Chained: the order of the parts counts too.
         found = zlib.crc32(part, found)
     return found
 
@@ -34,6 +36,7 @@ def _parts(value: Any) -> Iterator[bytes]:
     if isinstance(value, Tensor):
         yield f"{value.dtype}{tuple(value.shape)}{value.layout}".encode()
         if value.layout is torch.strided and value.device.type != "meta" and value.nbytes <= _LARGEST:
+            # view(uint8) needs plain bits: a conjugated view has a flag in place of them.
             plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
             yield bytes(plain.reshape(-1).view(torch.uint8).tolist())
     elif isinstance(value, Mapping):
@@ -49,4 +52,5 @@ def _parts(value: Any) -> Iterator[bytes]:
             yield from _parts(item)
         yield b"]"
     else:
+        # The type too: 1 and True, or 1 and 1.0, are equal in Python.
         yield f"{type(value).__name__}{value!r};".encode()

@@ -28,8 +28,10 @@ def discard_saved(state: Mapping[str, Any] | None, config: Config) -> None:
     if state is None:
         return
     gradients = state["gradients"]
+    # A sum in .grad needs nothing: gradients are not part of a checkpoint of the model.
     if isinstance(gradients, Mapping) and gradients.keys() == {"momentum", "before"}:
         _restore_momentum(gradients["before"], config.owned)
+    # `load_state_dict` fills the copies of `begin`, and `restore` writes them.
     config.state.begin()
     config.state.load_state_dict(state["state_before"])
     config.state.restore()
@@ -37,6 +39,7 @@ def discard_saved(state: Mapping[str, Any] | None, config: Config) -> None:
 
 def _restore_momentum(before: Mapping[str, Any], owned: list[ManagedParameter]) -> None:
     entries = {entry.name: entry for entry in owned}
+    # All names are checked first, so that an error leaves every buffer as it is.
     unknown = [name for name in before if name not in entries]
     if unknown:
         raise WindowError(
@@ -49,5 +52,6 @@ def _restore_momentum(before: Mapping[str, Any], owned: list[ManagedParameter]) 
             target, own = entries[name].target, entries[name].optimizer.state
             if buffer is None:
                 own.pop(target, None)
+            # A copy: the saved state may be loaded once more.
             else:
                 own.setdefault(target, {})["momentum_buffer"] = buffer.to(target.device, copy=True)

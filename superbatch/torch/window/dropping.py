@@ -21,6 +21,7 @@ def keep_or_drop(window: Transaction, index: int, *, again: bool) -> None:
     """
     gradients, progress = window.gradients, window.progress
     assert isinstance(gradients, BufferGradientSum)
+    # After a second backward the first one's gradient is already in the sum.
     if again:
         raise WindowError(
             explain(
@@ -38,5 +39,6 @@ def keep_or_drop(window: Transaction, index: int, *, again: bool) -> None:
     if finite:
         gradients.keep()
         return
+    # Gradient, statistics and forward state; random numbers stay drawn.
     window.drop()
     progress.dropped.append(index)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from superbatch import normalize
 from superbatch.errors import NonFiniteError
 from superbatch.results.update import Update
 
@@ -44,6 +45,7 @@ class Ending:
     """
 
     def __init__(self, window: Transaction, looks: CheckSchedule | None, started: float) -> None:
+        # None until an outcome is known; a reader of `OpenWindow.update` gets an error until then.
         self.update: Update | None = None
         self.is_agreed = False
         self._window, self._looks, self._started = window, looks, started
@@ -51,6 +53,7 @@ class Ending:
         self.rest: list[Callable[[], Any]] = []
         # An autocast around the whole training loop caches casts of the old parameters.
         self._after_step: list[Callable[[], Any]] = [torch.clear_autocast_cache]
+        # The model computes with the low-precision copies, so they follow their masters.
         if window.config.rule.masters_copied:
             self._after_step.append(partial(update_rule.copy_masters, window.config.owned))
 
@@ -74,6 +77,7 @@ class Ending:
         """
         window, progress = self._window, self._window.progress
         config, rule, noise = window.config, window.config.rule, window.noise
+        # Before the step: the record shows the rates of this update, not of the next.
         rates = update_rule.learning_rates(rule)
         losses = progress.losses.on_host(len(progress.microbatches))
         weights, dropped = progress.weights, progress.dropped
@@ -85,12 +89,15 @@ class Ending:
             news = self._looks.news(shown)
         mark = 0 if noise is None else noise.mark()
         ahead = partial(update_rule.announced, window.gradients, config.sync, config.owned)
+        # One exchange carries sums, flags and announcements: each further one costs a round trip.
         sums, bad_ranks, look, announced = over_ranks(
             sums, config.sync, bad=bool(bad), mark=mark, news=news, ahead=ahead
         )
+        # Some rank's loss is not finite, so all ranks refuse, each in its own words.
         if bad_ranks:
             self._refuse(sums, rates, culprit.by_loss(window, losses, bad))
             return
+        # The divisor is one number for all ranks: the weights of all of them are in `sums`.
         found = weights.result(sums)
         if not found.weight:
             window.restore()
@@ -99,20 +106,23 @@ class Ending:
         if look and shown is not None:
             self._look_again(shown)
             announced = None  # it runs models
+        # The scaler belongs to the user, who may have updated it inside the window.
         if window.scale is not None:
             window.scale.require()
         divisor = found.divisor
         gradients = update_rule.ready(rule, window.gradients, config.sync, config.owned, divisor, announced)
+        # The gradient exists nowhere on its own, so there is no norm to clip by.
         if isinstance(window.gradients, MomentumGradientSum):
             gradients, norm = window.gradients.sums(), None
             finite = config.sync.norm(gradients)[1]
         else:
             norm, finite = config.sync.norm(gradients)
+        # With a scaler, infinity means that the scale is too high: it lowers it.
         if not finite and not rule.scaling:
             self._refuse(sums, rates, culprit.by_gradient(window, losses, gradients))
             return
         if norm is not None and finite and noise is not None:
-            noise.measure(gradients, norm, self._summed(sums[0].weight, found.divisor))
+            noise.measure(gradients, norm, self._summed(sums[0].weight, found.divisor, losses))
         if not finite and config.earlier is None:
             self._overflow(found, rates, norm)
             return
@@ -122,6 +132,7 @@ class Ending:
     def leave_early(self) -> None:
         """Record that the window was left before its last micro-batch, and restored."""
         progress = self._window.progress
+        # The record says how far it came, since no error tells it.
         reason = f"left after {len(progress.losses)} of {len(progress.microbatches)} micro-batches"
         rates = update_rule.learning_rates(self._window.config.rule)
         self._record(WindowLoss(math.nan, 0), rates, skipped=reason)
@@ -161,9 +172,11 @@ class Ending:
         rule = config.rule
         if norm is not None:
             update_rule.clip(rule, gradients, norm)
+        # Memory of the step is reserved while everything can still be restored.
         config.reserve.require()
         self._prepare_commit()
         window.gradients.attach(gradients)
+        # Built before the step: from then on nothing may fail for lack of memory.
         self.rest = [
             *self._after_step,
             partial(self._record, found, rates, norm=norm),
@@ -171,9 +184,11 @@ class Ending:
             partial(update_rule.zero_grad, config.owned, config.until_next),
             *window.commits(),
         ]
+        # The last exchange before the step: no rank steps alone.
         agree = self._agree if config.sync.shared else None
         self._point = steps = OptimizerSteps(rule, window.gradients, config.before_step, agree)
         reason = steps.take()
+        # A step that did nothing, such as that of a wrapper which skips: the window is undone.
         if reason:
             window.restore()
             self._record(found, rates, norm=norm, skipped=reason)
@@ -189,6 +204,7 @@ class Ending:
     ) -> None:
         """Leave the gradient in ``.grad``: scaled, where losses are scaled."""
         window = self._window
+        # The record is in units of the loss; .grad stays scaled for the host's scaler.
         norm = None if norm is None else norm / (window.scaled_by or 1.0)
         self._prepare_commit()
         if window.config.earlier is not None:
@@ -206,6 +222,7 @@ class Ending:
         window, config = self._window, self._window.config
         scaler: Any = config.rule.scaler  # unscale_ has told it of each optimizer
         self._prepare_commit()
+        # All ranks lower the scale, or they would differ from the next window on.
         if config.sync.shared:
             self._agree()
         self._pass(
@@ -224,6 +241,7 @@ class Ending:
 
     def _prepare_commit(self) -> None:
         """Run the parts of commits that can fail, such as pooling, before the optimizers step."""
+        # Pooling allocates tensors and sums over the ranks.
         if self._window.config.norms is not None:
             self._window.config.norms.prepare()
 
@@ -235,19 +253,26 @@ class Ending:
             raise NonFiniteError(text)
         self._record(progress.weights.result(sums), rates, skipped=f"not finite: {text}")
 
-    def _summed(self, weight: Any, divisor: float) -> Summed:
+    def _summed(self, weight: Any, divisor: float, losses: Any) -> Summed:
         """Return how the gradients of this window were summed, for the noise."""
         window, progress = self._window, self._window.progress
         weights, dropped = progress.weights, progress.dropped
         counted, took_part = weights.counted(dropped), len(weights.took_part(dropped))
-        samples = progress.microbatches.samples
-        return Summed(weight, divisor, counted, took_part, samples, window.scaled_by, window.config.sync)
+        samples, reduction = progress.microbatches.samples, window.config.reduction
+        sums = [
+            normalize.loss_sum([loss], [one], reduction=reduction)
+            for loss, one in zip(losses, counted, strict=True)
+        ]
+        return Summed(
+            weight, divisor, counted, took_part, samples, sums, window.scaled_by, window.config.sync
+        )
 
     def _look_again(self, shown: Shown) -> None:
         """Run the scheduled check of the loss, without noise hooks and pooling of statistics."""
         assert self._looks is not None
         window, progress = self._window, self._window.progress
         if window.pooled is not None:
+            # The forwards of the check must not enter the pooled statistics.
             window.pooled.watching = False
         unchanged = progress.written(0, len(progress.microbatches) - 1) is None
         without_noise = nullcontext() if window.noise is None else window.noise.lifted()

@@ -31,10 +31,12 @@ def joined(microbatches: Sequence[Any]) -> Any:
         >>> joined([{"x": torch.ones(2, 3), "rate": 0.1}, {"x": torch.ones(1, 3), "rate": 0.1}])["x"].shape
         torch.Size([3, 3])
     """
+    # The object itself: no copy of a batch that is one micro-batch.
     if len(microbatches) == 1:
         return microbatches[0]
     counts = [count_samples(microbatch) for microbatch in microbatches]
     batch = _joined(microbatches, "")
+    # E.g. a list of per-batch numbers that was concatenated as if it were per sample.
     if count_samples(batch) != sum(counts):
         raise _cannot(f"of {counts} samples", f"together they would have {count_samples(batch)}")
     return batch
@@ -42,6 +44,7 @@ def joined(microbatches: Sequence[Any]) -> Any:
 
 def _joined(parts: Sequence[Any], path: str) -> Any:
     first, where = parts[0], f"whose parts {path!r}" if path else "that"
+    # type, not isinstance: a subclass may have another structure.
     if any(type(part) is not type(first) for part in parts):
         raise _cannot(f"{where} are of different types", "they have no structure in common")
     shape = array_shape(first)
@@ -52,6 +55,7 @@ def _joined(parts: Sequence[Any], path: str) -> Any:
     entries = None if shape is not None or is_scalar(first) else children(first)
     if entries is not None:
         others = [children(part) or () for part in parts]
+        # Keys and their order: entries are joined place by place.
         if any([key for key, _ in other] != [key for key, _ in entries] for other in others):
             raise _cannot(f"{where} have different entries", "they have no structure in common")
         return rebuilder(first, path)(
@@ -60,17 +64,20 @@ def _joined(parts: Sequence[Any], path: str) -> Any:
                 for place, (key, _) in enumerate(entries)
             ]
         )
+    # `is` first: == on a large array compares its elements.
     if any(part is not first and not bool(part == first) for part in parts):
         raise _cannot(f"{where} differ", "they have no samples to be put one after the other")
     return first
 
 
 def _concatenated(parts: Sequence[Any], where: str) -> Any:
+    # Dimension 0 counts samples; the others must fit.
     shapes = sorted({tuple(part.shape[1:]) for part in parts})
     if len(shapes) > 1:
         raise _cannot(f"{where} have samples of the shapes {', '.join(map(str, shapes))}", "they do not fit")
     if isinstance(parts[0], Tensor):
         return torch.cat(list(parts))
+    # NumPy is not imported for a program that has no arrays.
     if "numpy" in sys.modules and isinstance(parts[0], sys.modules["numpy"].ndarray):
         return sys.modules["numpy"].concatenate(list(parts))
     raise _cannot(f"{where} are {type(parts[0]).__name__}", "it is not known how they are put together")

@@ -46,6 +46,7 @@ def work_in_step(window: OpenWindow) -> None:
         OutOfMemoryError: a single sample does not fit on some rank, or micro-batches cannot be cut smaller.
         RankError: another rank has failed.
     """
+    # The same forward and backward as in the loop without ranks.
     one = backward_of(window)
     while (failure := _until_failure(window, one)) is not None:
         progress = window.transaction.progress
@@ -74,6 +75,7 @@ def with_backward(parts: list[tuple[Tensor, float]], sync: Sync) -> list[tuple[T
     run = [each for each in parts if each[1] or (sync.in_step and bool(each[0].isfinite()))]
     if sync.in_step:
         missing = max(1, len(parts)) - len(run)
+        # Each backward on the other ranks waits for one here.
         for number in range(1, missing + 1):
             sync.idle_backward(again=bool(run) or number < missing)
     return run
@@ -98,14 +100,17 @@ def _until_failure(window: OpenWindow, one: Callable[[Any], None]) -> Failure | 
     try:
         for microbatch in window:
             one(microbatch)
+            # The loop's name would keep the micro-batch alive while memory is short.
             microbatch = None  # the iteration takes it apart where memory is short
     except BaseException as error:
         if not out_of_memory(error):
             raise
+        # Its frame is cleared below, and this one is still running.
         microbatch = None
         catch_up(transaction, error)
         traceback.clear_frames(error.__traceback__)
         failure = Failure(str(error) or type(error).__name__, here=True)
+    # All ranks ask after the last turn: until then they are inside collectives.
     (memory,) = transaction.config.sync.sum_numbers([failure is not None])
     return failure or (Failure("on another rank", here=False) if memory else None)
 
@@ -118,6 +123,7 @@ def catch_up(window: Transaction, error: BaseException | None) -> None:
         error: of this rank.
     """
     config, progress = window.config, window.progress
+    # After a RankError, or a broken transport, nobody waits any more.
     if not progress.in_turns or config.loss_fn is None or isinstance(error, RankError) or is_transport(error):
         return
     progress.in_turns = False
@@ -126,11 +132,13 @@ def catch_up(window: Transaction, error: BaseException | None) -> None:
         gc.collect()  # an exception and its frames may be a cycle
         release_caches(*config.random.devices)
     left = len(progress.microbatches) + progress.microbatches.idle - progress.turns
+    # A rank that failed before its first turn has not entered no_sync as the others have.
     if not progress.turns:
         window.renew_sync()
         config.sync.turn(last=left == 1, idle=True)
         left -= 1
     first = progress.next if progress.current is None else progress.current
+    # Several candidates: the forward of one may fail for the same reason as the window's.
     forwards = [partial(_forward_of_one, window, index) for index in _from(first, progress)]
     while config.sync.catch_up(forwards) and left:
         config.sync.turn(last=left == 1, idle=True)
@@ -140,6 +148,7 @@ def catch_up(window: Transaction, error: BaseException | None) -> None:
 def _from(first: int, progress: Progress) -> list[int]:
     """Return a few micro-batches, that of the failure first."""
     count = len(progress.microbatches.runs)
+    # The failed one first: its shapes are known to reach every collective.
     return list(dict.fromkeys([min(first, count - 1), *range(count)]))[:_MOST_TRIED]
 
 
@@ -148,6 +157,7 @@ def _forward_of_one(window: Transaction, index: int) -> Tensor:
     config, pieces = window.config, window.progress.microbatches
     assert config.loss_fn is not None
     part = pieces.runs[index]
+    # It cannot be cut: all of it is run.
     with suppress(SplitError):
         part = plan_of(part, **pieces.paths).take(0, 1)
     loss = config.declared.arguments(config.loss_fn(to_device(part, config.device)))[0]
@@ -158,6 +168,7 @@ def _begin_again(window: Transaction, index: int, failure: Failure) -> None:
     """Restore everything as before the window, and cut smaller micro-batches, as many on each rank."""
     config, progress = window.config, window.progress
     pieces = progress.microbatches
+    # A micro-batch on its way to the device holds memory.
     if config.transfer is not None:
         config.transfer.forget()
     gc.collect()  # an exception and its frames may be a cycle
@@ -169,8 +180,10 @@ def _begin_again(window: Transaction, index: int, failure: Failure) -> None:
         if failure.here:
             _cut_smaller(window, index, failure.text)
 
+    # A vote: if cutting fails on one rank, every rank must leave the window.
     on_all_ranks(config.sync, cut)
     window.restart()
+    # Ranks that cut nothing get idle turns, so that the collectives match.
     even_out(pieces, config.sync)
     on_all_ranks(config.sync, progress.weigh_again)
     if not failure.here:
@@ -186,6 +199,7 @@ def _begin_again(window: Transaction, index: int, failure: Failure) -> None:
 def _cut_smaller(window: Transaction, index: int, failure: str) -> None:
     pieces = window.progress.microbatches
     samples = pieces.samples[index] if pieces.samples else None  # none of what stands in for data
+    # Pooled statistics depend on the micro-batch size, so smaller ones are another update.
     most = 0 if samples is None or window.pooled is not None else window.sizing.failed(samples)
     if not most:
         give_up(window, index, samples, failure)
@@ -212,6 +226,7 @@ def on_all_ranks(sync: Sync, step: Callable[[], None]) -> None:
         >>> on_all_ranks(Local(), lambda: None)
     """
     step()
+    # Reached only without an error; a failing rank votes through `tell`.
     sync.vote(raised=False)
 
 
@@ -228,6 +243,7 @@ def find_turn(window: Transaction, backward: Callable[[int], None]) -> int | Non
     config = window.config
     parameters = [entry.parameter for entry in config.owned]
     pieces = window.progress.microbatches
+    # Idle turns too: other ranks run micro-batches there.
     for turn in range(len(pieces) + pieces.idle):
         clear(config.owned)
         window.renew_sync()
@@ -237,12 +253,14 @@ def find_turn(window: Transaction, backward: Callable[[int], None]) -> int | Non
             backward(turn)
         except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
             error = raised
+        # Each rank votes in each turn, or the others would wait.
         if config.sync.vote(error is not None):
             if error is not None and not out_of_memory(error):
                 raise error
             return None  # the sums are in memory beside this: without the turn, the error is what it is
         own = [parameter.grad for parameter in parameters]
         reduced = config.sync.reduce(own, parameters, window.gradients.zeros)
+        # After the reduction every rank has a shard: any of them may hold the infinity.
         if config.sync.vote(not all_finite([each for each in reduced if each is not None])):
             return turn if turn < len(pieces) else None
     return None
@@ -256,5 +274,6 @@ def bad_parameter(window: Transaction, gradients: list[Tensor | None]) -> str | 
         gradients: this rank's shards.
     """
     config = window.config
+    # Gathered: a shard of another rank may be the one that is not finite.
     names = config.sync.gather(first_bad_parameter(config.owned, gradients))
     return next(filter(None, names), None)

@@ -95,6 +95,7 @@ class MicrobatchList:
         start = sum(self.samples[:index])
         # What stands in for a rank's data draws as some samples do, and its gradient is not used.
         stop = start + (self.samples[index] if self.samples else self._of_stand_in())
+        # None is common: a range costs no list.
         if self._order is None:
             return range(first + start, first + stop)
         return [first + position for position in self._order[start:stop]]
@@ -106,11 +107,13 @@ class MicrobatchList:
         * Pairs, where each has only one sample, which has no parts to be compared with.
         """
         samples = self.samples
+        # Micro-batches of a loader, or of a known size, are compared as they are.
         if samples is None or self._whole is None or (max(samples) > 1 and self._batch is None):
             return self.microbatches
         take = plan_of(self._whole, **self.paths).take
         size = min(FEW, sum(samples)) if max(samples) > 1 else 2
         starts = range(0, sum(samples) - size + 1, size)
+        # Spread over the batch: a loader may have sorted it.
         return [take(start, start + size) for start in starts[:: max(1, len(starts) // FEW)]]
 
     def parts(self) -> list[Any]:
@@ -131,6 +134,7 @@ class MicrobatchList:
     def firsts(self, order: Sequence[int]) -> list[int]:
         """Return up to four samples spread over micro-batches in a given order, counted as in `parts`."""
         few = min(_FIRSTS, len(order))
+        # Evenly spread in the given order, with its first and its last.
         spread = [order[place * (len(order) - 1) // max(1, few - 1)] for place in range(few)]
         return self._of(spread, max(1, _FIRSTS // few))
 
@@ -143,6 +147,7 @@ class MicrobatchList:
         for index in indices:
             start = sum(self.samples[:index])
             places += range(start, start + min(most, self.samples[index]))
+        # `order` counts positions of the batch, and exists where a TokenBudget has sorted it.
         ordered = self._order is not None and self._whole is not None
         return [self._order[place] for place in places] if ordered and self._order else places
 
@@ -153,12 +158,13 @@ class MicrobatchList:
             SplitError: it cannot be cut.
         """
         planned = plan_of(self.microbatches[index], **self.paths)
+        # Near-equal: a last piece of one sample would waste a whole pass.
         sizes = near_equal(planned.samples, most)
         self._replace(index, cut(planned, sizes), sizes)
         return len(sizes)
 
     def recut(self, index: int, sizes: Sequence[int]) -> None:
-        """Cut all micro-batches from one on otherwise."""
+        """Cut all micro-batches from `index` on into other sizes."""
         assert self.samples is not None
         assert self._batch is not None
         start, parts = sum(self.samples[:index]), []
@@ -174,19 +180,23 @@ class MicrobatchList:
         Raises:
             WindowError: the batch has other samples, or its micro-batches cannot be cut so.
         """
+        # Without counts, the saved sizes cannot be compared.
         mine = self.samples
         if mine is None or list(sizes) == mine:
             return
+        # One batch: it can be cut anywhere, so the saved sizes are taken over.
         if self._batch is not None and sum(sizes) == sum(mine):
             self.recut(0, sizes)
             return
         left = list(sizes)
+        # From the back, so that indices in front of a cut stay valid.
         for index, samples in reversed(list(enumerate(mine))):
             parts: list[int] = []
             while left and sum(parts) < samples:
                 parts.insert(0, left.pop())
             if sum(parts) != samples:
                 raise _other_batch(mine, sizes)
+            # This micro-batch was cut in the saved window, as after lack of memory.
             if len(parts) > 1:
                 planned = plan_of(self.microbatches[index], **self.paths)
                 self._replace(index, cut(planned, parts), parts)
@@ -194,8 +204,9 @@ class MicrobatchList:
             raise _other_batch(mine, sizes)
 
     def clear(self) -> None:
-        """Let the micro-batches go."""
+        """Drop the micro-batches, and the batch that they were cut from."""
         self.microbatches, self.stand_in = [], []
+        # The plan holds the batch: keeping it would keep the data until the next window.
         self._batch = self._whole = None
 
     def _replace(self, index: int, parts: list[Any], sizes: list[int]) -> None:
@@ -245,12 +256,14 @@ def pieces_of(
         [2, 2, 1]
     """
     if not isinstance(sizing, Fixed):
+        # "auto" with a Window was refused before: its sizes are the loader's.
         assert not isinstance(batch, Window)
         planned = plan_of(batch, **paths)
         sizes = sizing.plan(batch, planned.samples, sync.agree_size if sync.in_step else None)
         # A window that began with as many micro-batches on each rank must continue with as many.
         recut = None if sync.in_step else planned
         return MicrobatchList(cut(planned, sizes), sizes, None, paths, batch=recut, whole=batch)
+    # Learned: an earlier window ran out of memory with more.
     size, most = sizing.size, sizing.most if sizing.learns else None
     if most is not None and isinstance(size, int):
         size = min(size, most)
@@ -270,6 +283,7 @@ def cut_large(pieces: MicrobatchList, start: int, most: int) -> None:
         SplitError: one cannot be cut.
     """
     assert pieces.samples is not None
+    # From the back, so that a cut leaves the indices in front of it valid.
     for index in range(len(pieces) - 1, start - 1, -1):
         if pieces.samples[index] > most:
             pieces.split(index, most)
@@ -310,6 +324,7 @@ def microbatches_of(
         ([2, 2, 1], None, torch.Size([1, 2]))
     """
     if not isinstance(batch, Window) and microbatch_size is not None:
+        # The common case first: no walk through the batch.
         if isinstance(microbatch_size, int) and not any(paths.values()):
             length = _length_of_tensors(batch)
             if length:
@@ -317,11 +332,13 @@ def microbatches_of(
                 return _split_tensors(batch, counts), counts, None
         trim = microbatch_size.trim if isinstance(microbatch_size, TokenBudget) else ()
         planned = plan_of(batch, **paths, trim=trim)
+        # With a TokenBudget samples are ordered by length, so `order` is not None.
         packing = packing_of(batch, planned.samples, microbatch_size)
         return cut_packed(planned, packing), packing.sizes, packing.order
     microbatches = list(batch) if isinstance(batch, Window) else [batch]
     if not microbatches:
         raise misuse.empty_window()
+    # Paths declare leaves that are not per sample, whose length says nothing.
     if not any(paths.values()):
         lengths = [_length_of_tensors(microbatch) for microbatch in microbatches]
         if all(lengths):
@@ -356,6 +373,7 @@ def _length_of_tensors(batch: Any) -> int:
 
 def _split_tensors(batch: Any, counts: list[int]) -> list[Any]:
     leaves = batch.values() if type(batch) is dict else batch
+    # split_with_sizes gives views in one call; slices would be one call each.
     pieces = zip(*[tensor.split_with_sizes(counts) for tensor in leaves], strict=True)
     if type(batch) is tuple:
         return list(pieces)

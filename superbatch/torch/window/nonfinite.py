@@ -46,6 +46,7 @@ class Culprit:
             >>> Culprit(1, math.nan, "fc.weight").text(4)[:38]
             'micro-batch 1 of 0..3 with loss nan: i'
         """
+        # Several texts, because the advice differs: a whole batch has no index.
         if self.whole:
             given = f"a batch with loss {self.loss:g}"
         elif self.index is None:
@@ -56,9 +57,11 @@ class Culprit:
             of = f" of the term {self.term!r}" if self.term else ""
             rank = " (on this rank; or that of another rank)" if self.any_rank else ""
             given = f"micro-batch {self.index} of 0..{count - 1} with loss {self.loss:g}{of}{rank}"
+        # A finite loss with an infinite gradient, e.g. sqrt at 0.
         what = "its loss" if self.loss is not None and not math.isfinite(self.loss) else "its gradient"
         where = f" (the first parameter with such a gradient is {self.parameter!r})" if self.parameter else ""
         drop = ['nonfinite="skip_microbatch" leaves it (and its weight) out']
+        # Dropping is only advised where the options allow it.
         others = drop if self.droppable and not self.whole else []
         others += [] if skipping else ['nonfinite="skip_update" gives up the whole update']
         look = f"look at that {'batch' if self.whole else 'micro-batch'}"
@@ -80,6 +83,7 @@ def first_bad_parameter(owned: list[ManagedParameter], gradients: Sequence[Tenso
         'w'
     """
     for entry, gradient in zip(owned, gradients, strict=True):
+        # One parameter at a time: a joint norm would not tell which.
         if gradient is not None and not all_finite([gradient]):
             return entry.name
     return None
@@ -96,6 +100,7 @@ def first_bad_microbatch(
         owned: the parameters to check.
     """
     for index in indices:
+        # Gradients add up: without clearing, all later ones would be bad as well.
         clear(owned)
         backward(index)
         if not all_finite([entry.parameter.grad for entry in owned if entry.parameter.grad is not None]):

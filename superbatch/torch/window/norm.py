@@ -22,6 +22,7 @@ def norm_of(gradients: Sequence[Tensor | None]) -> Tensor | None:
         5.0
     """
     elements = elements_of(gradients)
+    # Sparse gradients by their summed values: duplicates of an index count once, summed.
     return _joint(_norms(elements)) if elements else None
 
 
@@ -37,11 +38,13 @@ def finite_norm(gradients: Sequence[Tensor | None]) -> tuple[float, bool]:
         value = math.hypot(*map(float, _norms(elements)))
     else:
         value = float(_joint(_norms(elements)))
+    # Infinity minus itself and NaN minus itself are NaN: one comparison for both.
     if value - value == 0.0:
         return value, True
     if not all_finite(elements):
         return value, False
     # Every element is finite: the sum of squares overflowed, so take it in double precision.
+    # A square overflows float32 from 1.8e19 on.
     double = [torch.linalg.vector_norm(where_float64_is(each), dtype=_double(each)) for each in elements]
     return float(_joint(double)), True
 
@@ -61,6 +64,7 @@ def _norms(elements: list[Tensor]) -> list[Tensor]:
     return [
         norm
         for group in alike(elements)
+        # Grouped by device and dtype: one foreach kernel for each group.
         for norm in fastpaths.norms(group, 2.0, torch.float32 if group[0].dtype in LOW_PRECISION else None)
     ]
 

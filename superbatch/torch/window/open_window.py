@@ -61,7 +61,7 @@ class OpenWindow(Generic[T]):
         resumed: Callable[[], None],
         leaving: Callable[[OpenWindow[Any], bool], list[Callable[[], None]]],
     ) -> None:
-        started = time.perf_counter()
+        started = time.perf_counter()  # validation and the cut belong to the window's seconds
         self._config, self.resume = config, resume
         self._entered, self._resumed, self._leaving = entered, resumed, leaving
         self.is_open = self.is_over = self._is_idle = self.is_busy = False
@@ -85,7 +85,7 @@ class OpenWindow(Generic[T]):
                 self.transaction.modes = Modes()
                 self._entered(self)
                 self.is_busy = True
-                self._config.until_next.clear()
+                self._config.until_next.clear()  # their memory is used by this window
                 self.transaction.begin()
                 if self.resume is not None:
                     self._resumed()
@@ -125,7 +125,7 @@ class OpenWindow(Generic[T]):
             with DeferredInterrupts():
                 try:
                     self.is_busy = True
-                    self.transaction.modes.recover(error)
+                    self.transaction.modes.recover(error)  # first: restoring needs the modes of the entry
                     if self._ending.passed:
                         self._ending.complete()
                     else:
@@ -195,7 +195,7 @@ class OpenWindow(Generic[T]):
         parts = progress.weights.scaled(index, loss, weight)
         skipping = config.nonfinite == "skip_microbatch"
         again, total = skipping and index in progress.losses, progress.losses.read(index, loss)
-        progress.broken = index
+        progress.broken = index  # until the backward is complete
         if self._pooled is not None:
             self._pooled.watching = False
         run = self._with_backward(parts)
@@ -373,7 +373,7 @@ class OpenWindow(Generic[T]):
         """Split the remaining samples anew if measurements suggest another micro-batch size."""
         pieces = self._progress.microbatches
         assert pieces.samples is not None, "what can be cut can be counted"
-        sizes = self.transaction.sizing.rest(sum(pieces.samples[index:]))
+        sizes = self.transaction.sizing.rest(sum(pieces.samples[index:]))  # of all that is left
         if sizes is not None:
             pieces.recut(index, sizes)
             self._progress.weigh_again()

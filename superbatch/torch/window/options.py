@@ -30,6 +30,7 @@ def check_types(loss_fn: object, microbatch_size: object, gradient_sum: object) 
     Examples:
         >>> check_types(None, 8, "auto")
     """
+    # Before anything calls it: a string or a loss value would fail in the first window.
     if loss_fn is not None and not callable(loss_fn):
         raise InputError(
             explain(
@@ -47,6 +48,7 @@ def check_types(loss_fn: object, microbatch_size: object, gradient_sum: object) 
                 'pass a positive int, a TokenBudget, "auto", "largest", or None for one piece',
             )
         )
+    # An integer dtype would round each gradient to whole numbers.
     floating = isinstance(gradient_sum, torch.dtype) and gradient_sum.is_floating_point
     word = isinstance(gradient_sum, str) and gradient_sum in ("auto", "momentum")
     if not (gradient_sum is None or floating or word):
@@ -90,6 +92,7 @@ def is_size(microbatch_size: object) -> bool:
         >>> is_size("largest"), is_size(True)
         (True, False)
     """
+    # bool is an int in Python: microbatch_size=True is a slip.
     if isinstance(microbatch_size, int) and not isinstance(microbatch_size, bool):
         return microbatch_size > 0
     return microbatch_size is None or (isinstance(microbatch_size, str) and microbatch_size in _WORDS)
@@ -115,6 +118,7 @@ def check_auto(
                 "pass loss_fn, or a number of samples",
             )
         )
+    # Frozen statistics do not depend on the size, so "auto" is allowed with them.
     if batchnorm == "per_microbatch":
         raise InputError(
             explain(
@@ -140,10 +144,13 @@ def as_device(device: object, owned: list[ManagedParameter]) -> torch.device | N
         return None
     if isinstance(device, str) and device == "auto":
         found = owned[0].parameter.device
+        # On the CPU nothing is moved, and the walk through the batch is saved.
         return None if found.type == "cpu" else found
     try:
+        # resolved() gives "cuda" its index: tensors compare their device with it.
         named = torch.device(device)  # pyright: ignore[reportArgumentType, reportCallIssue]  (its own check follows)
         return named if named.type == "cpu" else resolved(named)
+    # torch raises AssertionError for CUDA in a build without it.
     except (RuntimeError, TypeError, AssertionError) as error:
         raise InputError(
             explain(
@@ -167,6 +174,7 @@ def as_schedulers(scheduler: Any) -> tuple[Any, ...]:
     if scheduler is None:
         return ()
     schedulers = tuple(scheduler) if isinstance(scheduler, list | tuple) else (scheduler,)
+    # By the method: schedulers of other libraries are no subclasses of torch's.
     for one in schedulers:
         if not callable(getattr(one, "step", None)):
             raise InputError(
@@ -188,6 +196,7 @@ def check_scaler(scaler: Any) -> Any:
     Examples:
         >>> check_scaler(None)
     """
+    # By its methods, so that a wrapper around a scaler passes.
     needed = ("scale", "unscale_", "step", "update", "is_enabled")
     if scaler is None or all(callable(getattr(scaler, name, None)) for name in needed):
         return scaler
@@ -236,6 +245,7 @@ def check_callable(value: Any, name: str, wanted: str) -> Any:
 
 
 def _is_window(state: object) -> bool:
+    # More keys are allowed: newer versions add some.
     return state is None or (isinstance(state, dict) and state.keys() >= WINDOW_KEYS)
 
 
@@ -250,6 +260,7 @@ def check_state(state: object) -> Mapping[str, Any]:
         3
     """
     if (
+        # A version in the state, so that another format is refused and not misread.
         isinstance(state, Mapping)
         and state.get("version") == 1
         and isinstance(state.get("updates"), int)
@@ -258,6 +269,7 @@ def check_state(state: object) -> Mapping[str, Any]:
         and _is_window(state["window"])
     ):
         if state["window"] is not None:
+            # Types first; whether it fits the window is checked when that window is made.
             check_structure(state["window"])
         return state
     raise InputError(
@@ -282,6 +294,7 @@ def check_combinations(config: Config, *, gradient_sum: object) -> None:
     step, terms = config.rule, config.declared.terms
     momentum = gradient_sum == "momentum"
     if config.sync.in_step:
+        # Its own message: these options fail for every gradient of shards.
         _check_in_step(config)
         if gradient_sum not in ("auto", None):
             raise InputError(
@@ -289,16 +302,19 @@ def check_combinations(config: Config, *, gradient_sum: object) -> None:
                 "gradients fully_shard sums. Leave it out, and choose the dtype of the sum there: "
                 "fully_shard(..., mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))."
             )
+    # The noise scale is of one gradient with one divisor.
     if terms and config.noise is not None:
         raise InputError(
             "A NoiseMeter needs one loss with one weight, and this one has the terms "
             f"{list(terms)}. Leave observers out, or measure one of the terms."
         )
+    # Returned weights come with the loss, and an owned loop has no loss_fn to run.
     if terms and config.declared.returned and config.loss_fn is None:
         raise InputError(
             'weight={...: "returned"} runs loss_fn once more for each micro-batch, and there is none. Pass '
             "functions of the micro-batch in weight=, or pass loss_fn."
         )
+    # Each of these needs the whole gradient, which the momentum sum never has.
     if momentum:
         check_momentum(
             step.optimizers,
@@ -310,6 +326,7 @@ def check_combinations(config: Config, *, gradient_sum: object) -> None:
             nonfinite_skip_microbatch=config.nonfinite == "skip_microbatch",
             ranks=config.sync.shared,
         )
+    # torch clips elementwise by clamp, which complex tensors do not have.
     if isinstance(step.clip, ClipValue) and any(entry.parameter.is_complex() for entry in config.owned):
         raise InputError(
             explain(
@@ -322,6 +339,7 @@ def check_combinations(config: Config, *, gradient_sum: object) -> None:
 
 def _check_in_step(config: Config) -> None:
     """Refuse what a rank would decide from its own shards of a gradient."""
+    # A dict of texts: the first reason that holds is shown.
     needing = {
         "observers=[NoiseMeter()] measures the gradient of each micro-batch": config.noise is not None,
         'nonfinite="skip_microbatch" inspects the gradient of each micro-batch': (

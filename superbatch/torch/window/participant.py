@@ -69,10 +69,12 @@ def no_savepoint(method: F) -> F:
         >>> has_savepoint(Nothing)
         False
     """
+    # On the function: `has_savepoint` reads it from the class, without an instance.
     setattr(method, _MARK, True)
     return method
 
 
+# Cached per class: asked for every participant of every window.
 @cache
 def has_savepoint(kind: type[Participant]) -> bool:
     """Return whether a kind of participant remembers anything before a micro-batch."""

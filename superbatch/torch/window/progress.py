@@ -41,6 +41,7 @@ class Progress:
         self.arrived = False
         self.broken: int | None = None
         self.failures = 0
+        # Counted over the window, so that a rank that failed knows how many turns are left.
         self.idle_done = self.turns = 0
         self.in_turns = True
         self._versions: dict[int, list[int]] = {}  # of the tensors of micro-batches that were handed out
@@ -58,6 +59,7 @@ class Progress:
         """Forget the current micro-batch; False if its gradient is in the sum."""
         if self.arrived:
             return False
+        # A weight that was returned without a loss belongs to the failed forward.
         for index in [index for index in self.weights.returned if index not in self.losses]:
             del self.weights.returned[index]
         self.broken = None
@@ -101,11 +103,14 @@ class Progress:
     @property
     def complete(self) -> bool:
         """Return whether every micro-batch that counts has had its backward."""
+        # A broken backward leaves part of a gradient, which no later one repairs.
         if self.broken is not None or self.idle_done < self.microbatches.idle:
             return False
         count = len(self.microbatches.microbatches)
+        # The usual case, without a pass over the micro-batches.
         if len(self.losses) == count:
             return True
+        # A micro-batch with weight 0 is left out, so it has no loss.
         return all(index in self.losses or self.weights.has_none(index) for index in range(count))
 
     def written(self, first: int, last: int) -> int | None:
@@ -137,6 +142,7 @@ def versions(part: Any) -> list[int]:
     if kind is tuple or kind is dict:  # mostly of tensors alone, for which this takes a tenth of the time
         try:
             return list(map(_version, part.values() if kind is dict else part))
+        # A leaf without a version, such as a list or an inference tensor: the general walk follows.
         except (AttributeError, RuntimeError):
             pass
     if isinstance(part, Tensor):
@@ -146,6 +152,7 @@ def versions(part: Any) -> list[int]:
         parts = part.values()
     elif is_dataclass(part):
         parts = [getattr(part, field.name) for field in fields(part)]
+    # A long list of numbers is one leaf: no version to find inside.
     elif isinstance(part, tuple) or (isinstance(part, list) and part and not isinstance(part[0], _SCALAR)):
         parts = part
     return [version for inner in parts for version in versions(inner)]

@@ -56,7 +56,9 @@ def work_through(window: OpenWindow) -> None:
     while (failure := _until_failure(window, one)) is not None:
         progress = window.transaction.progress
         index = progress.next if progress.current is None else progress.current
+        # The iteration holds the micro-batch that failed.
         window.end_iteration()
+        # A forward that failed inside autocast or no_grad() has not left it.
         window.transaction.modes.restore()
         _go_on_smaller(window.transaction, index, failure)
 
@@ -70,6 +72,7 @@ def backward_of(window: OpenWindow) -> Callable[[Any], None]:
     config = window.transaction.config
     loss_fn, read = config.loss_fn, config.declared.arguments
     assert loss_fn is not None
+    # One check for the window, not one in each micro-batch.
     if config.declared.weigh == "returned" or config.declared.terms:
         return lambda microbatch: window.backward(*read(loss_fn(microbatch)))
     return lambda microbatch: window.backward(alone(loss_fn(microbatch)))
@@ -81,6 +84,7 @@ def _until_failure(window: OpenWindow, one: Callable[[Any], None]) -> str | None
         for microbatch in window:
             one(microbatch)
     except BaseException as error:
+        # Only lack of memory can be cured by smaller pieces.
         if not out_of_memory(error):
             raise
         # The frames below this one hold the outputs and the micro-batch: memory is free only without them.
@@ -93,14 +97,18 @@ def _go_on_smaller(window: Transaction, index: int, failure: str) -> None:
     config, progress = window.config, window.progress
     pieces = progress.microbatches
     if config.transfer is not None:
+        # The next micro-batch may be on the device already.
         config.transfer.forget()
     gc.collect()  # an exception and its frames may be a cycle
     release_caches(*config.random.devices)
+    # None for a batch whose samples cannot be counted: it cannot be cut.
     samples = None if pieces.samples is None else pieces.samples[index]
     most = 0 if samples is None or window.pooled is not None else window.sizing.failed(samples)
     if not most:
         give_up(window, index, samples, failure)
+    # False: a gradient has arrived, or state has moved that has no copy.
     again = not window.rollback()
+    # Whatever runs again must be as it was when it ran first.
     require_inputs(progress, 0 if again else index, index, failure)
     if again:
         require_restorable(window, f"micro-batch {index}, for which there was no memory ({failure})")
@@ -111,9 +119,12 @@ def _go_on_smaller(window: Transaction, index: int, failure: str) -> None:
         raise OutOfMemoryError(
             explain(f"micro-batch {index}, for which there was no memory ({failure})", str(error), _DO)
         ) from None
+    # Its versions are those of the larger piece.
     progress.hand_out_again(index)
+    # The weights of the pieces add up to that of the micro-batch.
     progress.weigh_again()
     progress.failures += 1
+    # From now on the memory of the step is reserved before the forward.
     config.reserve.tight = True
     warn(
         f"memory ran out in micro-batch {index} ({samples} samples); the window "
@@ -154,6 +165,7 @@ def require_restorable(window: Transaction, failed: str) -> None:
     Raises:
         OutOfMemoryError: state has moved that was not copied.
     """
+    # Lost state moved in this window for the first time, so there is no copy of it.
     lost = window.config.state.lost()
     if lost:
         others = f" and {len(lost) - 1} more" if lost[1:] else ""
@@ -170,6 +182,7 @@ def require_restorable(window: Transaction, failed: str) -> None:
 
 def but_unseen(window: Transaction) -> str:
     """Return the reservation that the warning of a window that continues has to make."""
+    # `unsure` first: it was seen to differ, where `unseen` only may.
     unsure, unseen = window.config.state.unsure(), window.config.state.unseen()
     if unsure:
         return (
@@ -201,6 +214,7 @@ def give_up(window: Transaction, index: int, samples: int | None, failure: str) 
     Raises:
         OutOfMemoryError: always.
     """
+    # In this order: the first reason that holds is the one to act on.
     if window.pooled is not None:
         wrong = "with GhostBatchNorm smaller pieces would be another update"
         do = "state a smaller microbatch_size"

@@ -14,6 +14,7 @@ from superbatch.errors import InputError, WindowError
 
 from .digest import digest_of
 
+# Keys that every version wrote; newer ones ("held", "ranks", "yet") are optional.
 WINDOW_KEYS = frozenset(
     {"place", "microbatches", "samples", "next", "weights", "returned", "losses", "dropped", "gradients"}
     | {"key", "scale", "random", "random_before", "state_before", "norms"}
@@ -51,6 +52,7 @@ def check_structure(state: Mapping[str, Any]) -> None:
         Traceback (most recent call last):
         superbatch.errors.InputError: The saved window's 'next' is -1, not the index of a micro-batch...
     """
+    # Each value is checked by type before any is used: a state may come from an edited file.
     checks: dict[str, tuple[Callable[[Any], bool], str]] = {
         "next": (_is_index, "the index of a micro-batch"),
         "microbatches": (_is_index, "a number of micro-batches"),
@@ -80,6 +82,7 @@ def check_structure(state: Mapping[str, Any]) -> None:
                 repr(value) if isinstance(value, int | float | str | None) else f"a {type(value).__name__}"
             )
             raise InputError(f"The saved window's {name!r} is {shown}, not {wanted}. {_SOURCE}")
+    # A NaN in running statistics would be found by no later check.
     bad = next((where for where, tensor in _statistics(state) if not _is_finite(tensor)), None)
     if bad is not None:
         raise InputError(f"The saved window's {bad} holds NaN or infinity. {_SOURCE}")
@@ -109,6 +112,7 @@ def check_fit(state: Mapping[str, Any], expected: Expected) -> None:
             "of "
             f"{expected.ranks}. Load each rank's own state, or save between windows."
         )
+    # Every index, not only `next`: a loss behind the last micro-batch would be added.
     indices = [*state.get("losses", ()), *state.get("returned", ()), *state.get("dropped", ())]
     furthest = max([state["next"] - 1, *indices])
     if furthest >= expected.microbatches:
@@ -118,6 +122,7 @@ def check_fit(state: Mapping[str, Any], expected: Expected) -> None:
             f"{expected.microbatches}. {_SOURCE}"
         )
     gradients = _gradients(state)
+    # "held" was written beside the sums: a sum that is missing now was lost in between.
     missing = [name for name in state.get("held", gradients) if name not in gradients]
     if missing:
         raise WindowError(f"The saved window lacks the gradient of {missing[0]!r}. {_SOURCE}")
@@ -129,6 +134,7 @@ def check_fit(state: Mapping[str, Any], expected: Expected) -> None:
                 "no such parameter is updated" if shape is None else f"its parameter has shape {tuple(shape)}"
             )
             raise WindowError(f"The saved window's gradient of {name!r} is {found}, but {wanted}. {_SOURCE}")
+    # Last: the texts above say more than "was changed".
     if state.get("digest", digest := digest_of(state)) != digest:
         raise WindowError(f"The saved window was changed after it was saved. {_SOURCE}")
 
@@ -145,13 +151,14 @@ def held(gradients: Mapping[str, Any]) -> list[str]:
 
 def _gradients(state: Mapping[str, Any]) -> Mapping[str, Any]:
     found = state.get("gradients", {})
+    # The momentum sum has the copies from before the window beside its sums.
     if found.keys() == {"momentum", "before"} and isinstance(found["momentum"], Mapping):
         return found["momentum"]
     return found
 
 
 def _statistics(state: Mapping[str, Any]) -> Iterable[tuple[str, Tensor]]:
-    """Numbers that no policy for NaN will check again."""
+    """Yield the statistics that no policy for NaN checks again."""
     norms: list[Any] = state.get("norms") or []
     for index, module in enumerate(norms):
         for name, value in module.items():
@@ -163,6 +170,7 @@ def _statistics(state: Mapping[str, Any]) -> Iterable[tuple[str, Tensor]]:
 
 
 def _is_finite(tensor: Tensor) -> bool:
+    # Sparse and meta tensors have no values to check here, and no statistics are such.
     plain = tensor.layout is torch.strided and tensor.device.type != "meta"
     return plain and bool(torch.isfinite(tensor).all())
 
@@ -178,6 +186,7 @@ def _is_index(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
+    # NaN is a float in Python.
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
@@ -198,5 +207,6 @@ def _by_index(value: object, is_right: Callable[[Any], bool]) -> bool:
 def _is_random(value: object) -> bool:
     if not isinstance(value, Mapping):
         return False
+    # Generator states are byte tensors on every device.
     generator = value.get("torch")
     return isinstance(generator, Tensor) and generator.dtype == torch.uint8

@@ -19,6 +19,7 @@ def state_of(window: Transaction) -> dict[str, Any]:
         WindowError: a micro-batch has gone forward, and not yet backward.
     """
     progress, ranks = window.progress, window.config.sync
+    # The graph of that forward cannot be saved.
     if progress.current is not None and progress.current not in progress.losses:
         raise WindowError(
             f"state_dict() was called between the forward and the backward of micro-batch {progress.current}."
@@ -41,6 +42,7 @@ def check_state(window: Transaction, state: dict[str, Any]) -> None:
         config.sync.index,
         config.sync.count,
     )
+    # The place first: with other parameters, all comparisons below would differ as well.
     if state["place"] != _place(window):
         raise WindowError(
             "The saved window in flight has other parameters, or summed their gradients in another way, than "
@@ -49,6 +51,7 @@ def check_state(window: Transaction, state: dict[str, Any]) -> None:
         )
     progress = window.progress
     count, weights = len(progress.microbatches), progress.weights.ahead
+    # Weights too: the factor of each saved gradient came from them.
     if state["microbatches"] != count or state["weights"] != weights:
         raise WindowError(
             f"The saved window in flight has {state['microbatches']} micro-batches with the weights "
@@ -61,6 +64,7 @@ def check_state(window: Transaction, state: dict[str, Any]) -> None:
 def _place(window: Transaction) -> list[str]:
     """Return the facts that must be equal to resume sums: their kind, and the names of the parameters."""
     config = window.config
+    # A function has no text that could be compared; its numbers are, as weights.
     weigh = config.weigh if isinstance(config.weigh, str) else "counted"
     terms = [f"{name}: {term.reduction}" for name, term in config.declared.terms.items()]
     options = [
@@ -68,6 +72,7 @@ def _place(window: Transaction) -> list[str]:
         *terms,
         weigh,
         config.nonfinite,
+        # Frozen, pooled or none: each saves other statistics.
         type(window.norms).__name__,
         str(config.sample_rng),
         *([] if config.extra is None else [type(each).__name__ for each in config.extra.participants]),

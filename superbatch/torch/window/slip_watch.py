@@ -32,6 +32,7 @@ class SlipWatch:
         self._counts: list[int | None] = []  # none before a window: states may be loaded until then
         self._opened: list[int | None] = []
         self._size = microbatch_size if isinstance(microbatch_size, int) else None
+        # In a row: one split batch ends the watch.
         self._unsplit = 0
         self._note_what_is_left()
 
@@ -42,6 +43,7 @@ class SlipWatch:
             samples: of each micro-batch; None for a `Window`, whose micro-batches are the loader's.
         """
         if self._schedulers:
+            # Between two windows a count may grow by one or two: a call by hand, or per batch and epoch.
             self._compare(self._counts, least=1, most=2)  # a state that was loaded goes further
             self._opened = self._read()
         if self._size is not None:
@@ -66,6 +68,7 @@ class SlipWatch:
     def close(self) -> None:
         """Note the schedulers' counts at the end of a window, which steps each once."""
         if self._schedulers:
+            # Inside a window exactly one step is ours.
             self._compare(self._opened, least=2, most=math.inf)
             self._counts = self._read()
 
@@ -73,6 +76,7 @@ class SlipWatch:
         now = self._read()
         if counts == now:
             return
+        # Not strict: a state may be loaded between the two, with other schedulers.
         pairs = zip(counts, now, strict=False)
         if any(a is not None and b is not None and least <= b - a <= most for a, b in pairs):
             self._schedulers, self._counts, self._opened = (), [], []
@@ -93,5 +97,6 @@ class SlipWatch:
 def _count(scheduler: Any) -> int | None:
     """Return the number of steps of a scheduler; of a chained one, its first."""
     inner = getattr(scheduler, "_schedulers", None)
+    # A ChainedScheduler has no count of its own.
     found = getattr(scheduler, "last_epoch", None)
     return _count(inner[0]) if found is None and inner else found

@@ -66,6 +66,7 @@ def name_unknown_options(init: Callable[P, None]) -> Callable[P, None]:
         Traceback (most recent call last):
         superbatch.errors.InputError: Accumulator has no option lr_scheduler=. Instead, pass scheduler=.
     """
+    # Read once: the wrapper runs for each construction.
     known = frozenset(inspect.signature(init).parameters)
 
     @wraps(init)
@@ -73,6 +74,7 @@ def name_unknown_options(init: Callable[P, None]) -> Callable[P, None]:
         for name in kwargs.keys() - known:
             advice = _OTHERS.get(name, "")
             ours = _OPTION.search(advice)
+            # Only where this class has our option: Gradient has no scheduler=.
             if ours is not None and ours[1] in known:
                 owner = type(args[0]).__name__ if args else "Accumulator"
                 raise InputError(f"{owner} has no option {name}=. Instead, {advice}.")
@@ -98,6 +100,7 @@ def check_loss_fn(loss_fn: object) -> None:
     """
     if loss_fn is None or not callable(loss_fn):
         return
+    # Unknown signatures, e.g. of builtins, are left to the call itself.
     needed = _required_arguments(loss_fn)
     if needed is None or needed == 1:
         return
@@ -117,6 +120,7 @@ def _required_arguments(function: Any) -> int | None:
         signature = inspect.signature(called, follow_wrapped=False)
     except (ValueError, TypeError):  # builtins without a signature
         return None
+    # bind() knows defaults, *args and keyword-only arguments.
     try:
         signature.bind(None)
     except TypeError:
@@ -141,6 +145,7 @@ def refuse_no_batch(batch: object) -> None:
         Traceback (most recent call last):
         superbatch.errors.InputError: A list_iterator is not a batch but yields them. Loop over it...
     """
+    # Lists of batches are no iterators: they may be a batch.
     if isinstance(batch, DataLoader | Dataset | Iterator):
         what = "holds samples" if isinstance(batch, Dataset) else "yields them"
         raise InputError(
@@ -162,6 +167,7 @@ def without_tensor(loss: object, *, weighted: bool = True) -> InputError:
         The loss is a float, not a tensor. Return the tensor that was computed from the model's outputs.
     """
     kind = type(loss).__name__
+    # Hugging Face models return an output object or a dict with the loss inside.
     inner = loss.get("loss") if isinstance(loss, Mapping) else getattr(loss, "loss", None)
     if isinstance(inner, Tensor):
         advice = "Return its .loss, as in: return model(**microbatch).loss."

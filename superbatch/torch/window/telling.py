@@ -20,8 +20,10 @@ def tell(sync: Sync, error: BaseException | None, where: str) -> None:
     Raises:
         RankError: the error says that the other ranks cannot be reached.
     """
+    # Every rank has heard of it in the exchange that raised it.
     if isinstance(error, RankError):  # from an exchange: all ranks have it
         return
+    # A broken connection cannot carry the news.
     if is_transport(error):
         assert error is not None
         raise sync.lose(error) from error

@@ -64,8 +64,10 @@ class Transaction:
         self.pooled = self.norms if isinstance(self.norms, Pooled) else None
         self.noise: NoiseOfWindows | None = config.noise
         self.watch = watch
+        # A dropped micro-batch must leave no state behind, so the state is copied before each one.
         each = config.nonfinite == "skip_microbatch"
         self._state = ForwardStateOfEach(config.state) if each else ForwardState(config.state)
+        # Random numbers first, so that they are restored last: another restore may draw.
         found: list[Participant | None] = [
             config.random,
             self._state,
@@ -94,10 +96,12 @@ class Transaction:
     def begin(self) -> None:
         """Begin all participants; if this raises, the caller must call `restore`."""
         if self.noise is not None:
+            # Sizes are known from here on.
             self.noise.expect(self.progress.microbatches, shared=self.config.sync.shared)
         for participant in self._participants:
             self._begun += 1  # one that fails counts
             participant.begin()
+        # Last: until then no forward runs, and a failure has nothing to leave.
         self._unsynchronised = self.config.sync.no_sync()
 
     def savepoint(self) -> None:
@@ -107,6 +111,7 @@ class Transaction:
 
     def rollback(self) -> bool:
         """Restore the savepoint; False where that is impossible: then `restart`."""
+        # Reverse order; all() stops at the first that cannot.
         return all(participant.rollback() for participant in reversed(self._participants[: self._begun]))
 
     def drop(self) -> None:
@@ -115,6 +120,7 @@ class Transaction:
         Raises:
             WindowError: a participant of the user's own cannot roll back.
         """
+        # Only these: a dropped micro-batch keeps its random draws and its place.
         for participant in (self.gradients, self.norms, self._state):
             if participant is not None:
                 participant.rollback()
@@ -129,6 +135,7 @@ class Transaction:
         """Restore everything as before the window, which stays open and begins at its first micro-batch."""
         for participant in self._participants:
             participant.restart()
+        # FSDP2 keeps unsharded gradients until no_sync is left.
         if self.config.sync.in_step:
             self.renew_sync()
 
@@ -158,11 +165,13 @@ class Transaction:
         for participant in self._participants:
             state |= participant.state_dict()
         if self.streams is not None:
+            # Inside a stream the global generator is that of a sample.
             state["random"]["torch"] = self.streams.generator_state()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from the states of all participants."""
+        # A saved scale without a scaler here would be used by nobody.
         if self.scale is None:
             require_scale(None, state)
         take_each(*(partial(each.load_state_dict, state) for each in self._participants))
@@ -171,6 +180,7 @@ class Transaction:
         """Return a context in which the samples of a micro-batch have random streams of their own."""
         if self.streams is None:
             return nullcontext()
+        # Streams depend on the place in the effective batch, not on the micro-batch.
         return self.streams.of(self.progress.microbatches.places(index, self.streams.first_sample))
 
 
@@ -197,6 +207,7 @@ def take_each(*steps: Callable[[], Any]) -> None:
         >>> done
         [1, 2]
     """
+    # A step that was interrupted inside no_grad() would leave the mode off.
     grad = torch.is_grad_enabled()
     try:
         for step in steps:
@@ -206,6 +217,7 @@ def take_each(*steps: Callable[[], Any]) -> None:
         torch.set_grad_enabled(grad)  # no_grad() may not have been left
         with ExitStack() as stack:  # which takes the step that was put in last first
             for step in reversed(steps):
+                # All steps again: they may be run twice, and which of them failed half way is not known.
                 stack.callback(_with_memory, step)
         if not no_memory:
             raise
@@ -217,5 +229,6 @@ def _with_memory(step: Callable[[], Any]) -> None:
     except BaseException as error:
         if not out_of_memory(error):
             raise
+        # Freed blocks return to the allocator, then one more try.
         release_caches()
         step()

@@ -33,6 +33,7 @@ def to_device(microbatch: Any, device: torch.device | None) -> Any:
     kind = type(microbatch)
     if kind is tuple or kind is dict:  # mostly of tensors that are there already
         leaves = microbatch.values() if kind is dict else microbatch
+        # The usual case of micro-batches that are on the device already.
         if all(type(leaf) is Tensor and leaf.device == device for leaf in leaves):
             return microbatch
     return map_arrays(
@@ -60,6 +61,7 @@ class SideStream:
         """
         if not has_streams(self._device):
             return nullcontext()
+        # Made at the first copy: a CUDA context costs memory.
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
         if after_computation:
@@ -80,6 +82,7 @@ class SideStream:
         The computation waits then, and not the host. With `Tensor.record_stream` the host would run ahead and
         find no memory free that is still to be copied from.
         """
+        # The event is taken before the hold: it lies behind the copy from `source`.
         held, event = self._held, self.event()
         self._held = None if event is None else (event, source)
         if held is not None:
@@ -105,6 +108,7 @@ class SideStream:
         computing.wait_stream(self._stream)
         for leaf in tree_leaves(copy):
             if isinstance(leaf, Tensor) and leaf.device.type == "cuda":
+                # The caching allocator must not reuse the memory before the computing stream has read it.
                 leaf.record_stream(computing)
 
 
@@ -140,6 +144,7 @@ class Transfer:
         device = self._device
         if device is None:
             return microbatches[index]
+        # No streams on the CPU: the copy is made when it is asked for.
         if device.type == "cpu":
             return to_device(microbatches[index], device)
         source, copy = self._ahead.pop() if self._ahead else (None, None)
@@ -159,6 +164,7 @@ class Transfer:
         if device is None or device.type == "cpu" or index + 1 >= len(microbatches):
             return
         following = microbatches[index + 1]
+        # It was begun at the first backward.
         if self._ahead and self._ahead[0][0] is following:  # a second backward of this micro-batch
             return
         if has_streams(device):
@@ -166,6 +172,7 @@ class Transfer:
             self._launched.record(torch.cuda.current_stream(device))
             if before is not None:  # or the inputs of all micro-batches would pile up
                 before.synchronize()
+        # A copy of a micro-batch that was cut differently since is of no use.
         self._ahead.clear()
         try:
             with self._side.beside():
@@ -207,6 +214,7 @@ def pinned(leaf: Any) -> Any:
         return leaf
     try:
         return leaf.pin_memory()
+    # Locked memory is limited (ulimit -l), and pageable memory only is slower.
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
@@ -223,6 +231,7 @@ def empty_on_host(like: Tensor) -> Tensor:
     try:
         return torch.empty_like(like, device="cpu", pin_memory=has_streams(like.device))
     except RuntimeError as error:
+        # On the CPU a failure to allocate is a real one.
         if not has_streams(like.device) or not out_of_memory(error):
             raise
         return torch.empty_like(like, device="cpu")

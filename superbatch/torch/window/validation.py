@@ -30,8 +30,10 @@ def as_models(model: object) -> tuple[nn.Module, ...]:
     """
     models: tuple[Any, ...] = tuple(model) if isinstance(model, list | tuple) else (model,)
     for each in models:
+        # By the module's name: importing pipelining takes longer than this library.
         if type(each).__module__.startswith("torch.distributed.pipelining"):
             raise pipelined(each)
+    # After the pipelines, whose stages may be modules and whose schedules are not.
     if not models or not all(isinstance(m, nn.Module) for m in models):
         raise InputError(
             explain(
@@ -63,6 +65,7 @@ def as_optimizers(optimizer: object) -> tuple[Optimizer, ...]:
             )
         )
     for one in optimizers:
+        # The class's signature: an instance may have a scheduler's wrapper without it.
         closure = inspect.signature(type(one).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise OptimizerError(
@@ -94,6 +97,7 @@ def own_parameters(
         for number, group in enumerate(optimizer.param_groups):
             targets: list[Tensor] = group["params"]
             for place, target in enumerate(targets):
+                # A set by identity: tensors hash so.
                 if target in seen:
                     raise OptimizerError(
                         explain(
@@ -103,11 +107,14 @@ def own_parameters(
                         )
                     )
                 seen.add(target)
+                # With masters the optimizer's tensor is the copy, and gradients arrive at the parameter.
                 parameter = parameter_of.get(target, target)
+                # Frozen now; `refresh` adds it when it is unfrozen.
                 if not parameter.requires_grad:
                     continue
                 name = names.get(parameter, f"optimizer[{index}].group[{number}].parameter[{place}]")
                 owned.append(ManagedParameter(name, parameter, target, optimizer, number))
+    # A master in no optimizer: its parameter would keep its first value.
     unused = [parameter for parameter, master in (masters or {}).items() if master not in seen]
     if unused and masters:
         raise OptimizerError(
@@ -117,6 +124,7 @@ def own_parameters(
                 "make the optimizer over masters.values(), not over model.parameters()",
             )
         )
+    # Typical: the optimizer was made before model.to(), or of another model.
     if not any(entry.parameter in names for entry in owned):
         raise OptimizerError(
             explain(
@@ -128,6 +136,7 @@ def own_parameters(
             )
         )
     for entry in owned:
+        # torch's own mark, set by _apply_optimizer_in_backward.
         if hasattr(entry.parameter, "_in_backward_optimizers"):
             raise steps_in_backward(entry.name)
     return owned
@@ -154,6 +163,7 @@ def no_optimizer() -> Optimizer:
         >>> len(no_optimizer().param_groups)
         1
     """
+    # A ManagedParameter asks its optimizer for a group, so there has to be one.
     return torch.optim.SGD([torch.zeros(1)], lr=0.0)
 
 
@@ -171,9 +181,11 @@ class BackwardWatch:
 
     def __init__(self, owned: list[ManagedParameter]) -> None:
         hooked = any(
+            # Tensor hooks too: one may step an optimizer.
             getattr(entry.parameter, "_post_accumulate_grad_hooks", None) or entry.parameter._backward_hooks
             for entry in owned
         )
+        # Copies only where a hook exists: they take the memory of all parameters.
         self._watched = [(entry, entry.parameter.detach().clone()) for entry in owned] if hooked else []
 
     def check(self) -> None:
@@ -204,6 +216,7 @@ class BackwardWatch:
         self.restore()
 
     def commit(self) -> None:
+        # After the first window a hook that steps would have been found.
         """Drop the copies."""
         self._watched = []
 
@@ -233,6 +246,7 @@ def check_positive(value: object, name: str) -> float | None:
     """
     if value is None:
         return None
+    # `not value > 0` is true for NaN as well, and refuses 0.
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or math.isnan(value):
         raise InputError(
             explain(f"{name}={value!r}", "a limit is a positive number", "pass a positive float or None")
@@ -251,6 +265,7 @@ def check_choice(value: object, name: str, choices: Any) -> Any:
         >>> check_choice("a", "letter", Literal["a", "b"])
         'a'
     """
+    # The type is the list of choices: one source for checker and user.
     allowed = get_args(choices)
     if isinstance(value, str) and value in allowed:
         return value
@@ -266,6 +281,7 @@ def check_momentum(step_optimizers: Sequence[Optimizer], **conflicts: object) ->
         InputError: another option needs the whole gradient, which then exists nowhere.
     """
     optimizer = step_optimizers[0]
+    # A subclass of SGD may compute its step differently.
     if len(step_optimizers) > 1 or type(optimizer) is not torch.optim.SGD:
         reason = "only one torch.optim.SGD has a state that is linear in the gradient"
     else:
@@ -278,6 +294,7 @@ def check_momentum(step_optimizers: Sequence[Optimizer], **conflicts: object) ->
                 "leave gradient_sum out",
             )
         )
+    # Options that need the gradient as a whole.
     for name, value in conflicts.items():
         if value:
             raise InputError(
@@ -290,12 +307,13 @@ def check_momentum(step_optimizers: Sequence[Optimizer], **conflicts: object) ->
 
 
 def _not_linear(group: Mapping[str, Any]) -> str | None:
-    """Why a group's momentum buffer cannot take a gradient in parts."""
+    """Return the reason why a group's momentum buffer cannot sum a gradient in parts, or None."""
     reasons = {
         "there is no momentum buffer without momentum": not group["momentum"],
         "Nesterov needs the gradient alone beside the buffer": group["nesterov"],
         "dampening treats the first update differently from the others": group["dampening"],
         "a differentiable update needs the gradient in the graph": group["differentiable"],
+        # The float32 sum is not available here: the buffer is SGD's own.
         "the buffer has the parameters' dtype, in which a long sum stops growing": any(
             parameter.dtype in LOW_PRECISION for parameter in group["params"]
         ),
@@ -312,9 +330,11 @@ def names_of(models: Iterable[nn.Module]) -> dict[Tensor, str]:
     """
     names: dict[Tensor, str] = {}
     for index, model in enumerate(models):
+        # As in BatchNorm's names: the first model has no prefix.
         prefix = "" if index == 0 else f"models[{index}]."
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
+                # setdefault: a tied parameter is listed once, by its first name.
                 names.setdefault(parameter, prefix + name)
     return names
 
@@ -323,6 +343,7 @@ def _parameters_by_target(
     names: Mapping[Tensor, str], masters: Mapping[Tensor, Tensor]
 ) -> dict[Tensor, Tensor]:
     for parameter, master in masters.items():
+        # A frozen parameter may have a master: it may be unfrozen later.
         known = parameter in names or (isinstance(parameter, Tensor) and not parameter.requires_grad)
         if not known or not isinstance(master, Tensor) or not _holds(master, parameter):
             raise InputError(
@@ -339,6 +360,7 @@ def _parameters_by_target(
 
 def _holds(master: Tensor, parameter: Tensor) -> bool:
     """Return whether a master has the shape of a parameter, and a dtype that holds its values."""
+    # promote_types of both is the wider one: bfloat16 and float16 give float32.
     wider = torch.promote_types(master.dtype, parameter.dtype) == master.dtype
     return master.shape == parameter.shape and wider
 

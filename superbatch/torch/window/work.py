@@ -86,7 +86,9 @@ class ByMicrobatch:
     ) -> None:
         self.sizing = sizing
         self._config, self._paths, self._batchnorms = config, paths, batchnorms
+        # A Window brings its own sizes, so lack of memory is learned apart from those of batches.
         self._of_windows = Fixed(None)
+        # Per-sample streams need the place of each sample.
         self._need_samples = config.declared.needs_samples or config.sample_rng
 
     @property
@@ -115,14 +117,17 @@ class ByMicrobatch:
             CoupledSamplesError: a BatchNorm would normalise each micro-batch by itself.
             InputError, SplitError: the batch cannot be cut, or that of another rank not be sent here.
         """
+        # At each window: eval() and train() may have changed it.
         if self._batchnorms:
             self.require_allowed()
         sync = self._config.sync
         sizing = self._of_windows if batch is None or isinstance(batch, Window) else self.sizing
+        # It still takes part in the sums over the ranks.
         if batch is None and sync.shared:  # of a rank without data
             pieces = MicrobatchList([], [], None, self._paths)
         else:
             pieces = pieces_of(batch, sizing, self._paths, sync, need_samples=self._need_samples)
+        # Forwards are collective: each rank runs as many.
         if sync.in_step:
             take_turns(pieces, sync)
         return pieces, sizing
@@ -138,6 +143,7 @@ class ByMicrobatch:
     def twin(self) -> ByMicrobatch:
         """Return work that begins with the same sizes and leaves no trace in this one."""
         twin = ByMicrobatch(self._config, self.sizing.twin(), self._paths, self._batchnorms)
+        # By value: a check's failures must not shrink the real window.
         twin.load_state_dict({"sizing": self.state_dict()})
         return twin
 

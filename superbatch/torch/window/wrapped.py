@@ -49,8 +49,10 @@ def leaves_of(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def _leaves(optimizer: Optimizer, seen: set[int]) -> list[Optimizer]:
+    # Inner optimizers may share parameters with none of the outer: those are other trainings.
     inner: list[Optimizer] = []
     for each in _held(optimizer):
+        # Wrappers may refer to each other.
         if id(each) not in seen:
             seen.add(id(each))
             inner += _leaves(each, seen) if _parameters(optimizer) & _parameters(each) else []
@@ -64,6 +66,7 @@ def _held(optimizer: Optimizer) -> list[Optimizer]:
         if name in _OF_EACH or type(held) in _OPTIONS or held is None:
             continue
         if isinstance(held, dict):
+            # Only the first few: a container of thousands is data.
             found += islice(held.values(), _MOST)
         elif isinstance(held, list | tuple):
             found += held[:_MOST]
@@ -73,6 +76,7 @@ def _held(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def _parameters(optimizer: Optimizer) -> set[int]:
+    # By id: Accelerate's wrapper shows the same tensors.
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
@@ -113,11 +117,13 @@ class WatchedStep:
         try:
             for leaf in _watched(self.optimizer, always=self._always):
                 self._watching = True
+                # A hidden leaf has no hook list: register would raise.
                 if not _is_hidden(leaf):
                     self._handles.append(leaf.register_step_post_hook(self._note))
             self._step()
         finally:
             while self._handles:
+                # Also after an error: a hook left behind would count the next step.
                 self._handles.pop().remove()
 
     def _note(self, *_: Any) -> None:
@@ -126,6 +132,7 @@ class WatchedStep:
 
 def _watched(optimizer: Optimizer, *, always: bool) -> list[Optimizer]:
     """Return the optimizers that a step should reach; none where it need not be watched."""
+    # A step in the instance's __dict__ was replaced, e.g. by a scheduler or a profiler.
     hides = "step" in vars(optimizer) or _is_hidden(optimizer)
     if not (always or hides or _held(optimizer)):  # mostly
         return []
@@ -134,7 +141,8 @@ def _watched(optimizer: Optimizer, *, always: bool) -> list[Optimizer]:
 
 
 def _is_hidden(optimizer: Optimizer) -> bool:
-    """Tell if an optimizer wraps another in a way that is not known: it has no state or hooks of its own."""
+    """Return whether an optimizer wraps another in an unknown way: it has no state or hooks of its own."""
+    # torch's __init__ sets these; a wrapper that skipped it forwards everything.
     return not vars(optimizer).keys() >= _OWN
 
 

@@ -29,6 +29,7 @@ def sharded_part(models: Iterable[nn.Module]) -> str | None:
 
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
+    # Not returned at once: a later module may be of a kind that is refused.
     found: str | None = None
     for model in models:
         for path, module in model.named_modules():
@@ -45,6 +46,7 @@ def sharded_part(models: Iterable[nn.Module]) -> str | None:
             if "FSDPModule" in names:
                 found = found or f"The model {where}is sharded by fully_shard (FSDP2)"
         for name, parameter in model.named_parameters():
+            # By the attribute: importing DTensor takes longer than importing this library.
             if hasattr(parameter, "device_mesh"):
                 found = found or f"The parameter {name!r} is a DTensor (tensor parallel)"
     return found
@@ -94,6 +96,7 @@ def refuse_static_graphs(wrappers: Iterable[DistributedDataParallel]) -> None:
     Examples:
         >>> refuse_static_graphs([])
     """
+    # The reducer of a static graph counts hooks of the first backward and expects as many in each.
     if any(wrapper.static_graph for wrapper in wrappers):
         raise InputError(
             "DistributedDataParallel(static_graph=True) cannot be accumulated: its reducer counts the "
@@ -104,6 +107,7 @@ def refuse_static_graphs(wrappers: Iterable[DistributedDataParallel]) -> None:
 
 def _hook_of(wrapper: Any) -> str | None:
     hooks = getattr(wrapper, "_comm_hooks", ())
+    # A Python hook; the entry is (callable, state).
     if hooks:
         return getattr(hooks[0][0], "__qualname__", repr(hooks[0][0]))
     # A built-in one is known to the C++ logger alone.

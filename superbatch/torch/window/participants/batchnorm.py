@@ -41,13 +41,16 @@ def find_batchnorms(models: Iterable[nn.Module]) -> dict[str, _BatchNorm]:
     found: dict[str, _BatchNorm] = {}
     for index, model in enumerate(models):
         for path, module in model.named_modules():
+            # The private base of BatchNorm1d/2d/3d, the lazy ones and SyncBatchNorm; InstanceNorm is no
+            # subclass.
             if isinstance(module, _BatchNorm):
+                # Without a prefix for the first model: error texts show the name that the user wrote.
                 found[path if index == 0 else f"models[{index}].{path}"] = module
     return found
 
 
 def refuse(batchnorms: dict[str, _BatchNorm]) -> None:
-    """Raise if a BatchNorm is about to normalise with statistics of what it sees.
+    """Raise if a BatchNorm would normalise with the statistics of its input.
 
     Raises:
         CoupledSamplesError: it names the modules and the three choices.
@@ -97,6 +100,7 @@ class Frozen:
     """BatchNorms that use their running statistics during a window, whatever their mode outside it."""
 
     def __init__(self, batchnorms: dict[str, _BatchNorm]) -> None:
+        # In evaluation mode a BatchNorm without running statistics still normalises with those of its input.
         for path, module in batchnorms.items():
             if module.running_mean is None:
                 raise CoupledSamplesError(
@@ -113,6 +117,7 @@ class Frozen:
         """Switch to evaluation mode."""
         self._training = [module.training for module in self._modules]
         for module in self._modules:
+            # The attribute alone: eval() calls train(), which a subclass may override.
             module.training = False
 
     @no_savepoint
@@ -142,6 +147,8 @@ class Frozen:
 
     def restore(self) -> None:
         """Restore the mode of each module."""
+        # Not strict: before `begin` the list is empty, and `restore` may be called for a window that failed
+        # there.
         for module, training in zip(self._modules, self._training, strict=False):
             module.training = training
         self._training = []
@@ -155,6 +162,7 @@ class Pooled:
     """
 
     def __init__(self, batchnorms: dict[str, _BatchNorm], sync: Sync) -> None:
+        # A forward that communicates deadlocks where one rank has 3 micro-batches and another 2.
         if sync.shared and any(isinstance(module, nn.SyncBatchNorm) for module in batchnorms.values()):
             raise CoupledSamplesError(
                 explain(
@@ -176,28 +184,35 @@ class Pooled:
     def begin(self) -> None:
         """Start to watch."""
         self._moved = None
+        # Read when the window begins: a user may freeze some layers with eval() between two windows.
         self._pools = {module: [] for module in self._modules if uses_batch_statistics(module)}
         for module in self._pools:
             self._before.append(
                 {
                     "module": module,
                     "momentum": module.momentum,
+                    # Clones: during the window the module's own tensors hold the statistics of one micro-
+                    # batch.
                     "mean": _clone(module.running_mean),
                     "var": _clone(module.running_var),
                     "batches": _clone(module.num_batches_tracked),
                 }
             )
+            # running = (1 - 1) * running + 1 * new: after a call the buffers hold its own statistics.
             module.momentum = 1.0
             self._hooks.append(module.register_forward_hook(self._observe, with_kwargs=True))
 
     def savepoint(self) -> None:
         """Count the calls of each module from the first again."""
+        # A module that the forward calls twice fills pool 0, then pool 1; each micro-batch starts at pool 0.
         self._call.clear()
         self.watching = True
 
     def rollback(self) -> bool:
         """Leave out the statistics of the last micro-batch."""
         for module, calls in self._call.items():
+            # The failed micro-batch reached the first `calls` pools of this module, e.g. 1 of 2 before the
+            # failure.
             for pool in self._pools[module][:calls]:
                 pool.pop()
         self._call.clear()
@@ -233,6 +248,7 @@ class Pooled:
                 # A rank without any weight has seen nothing, but takes part in the sums.
                 for call in range(sync.max(len(pools))):
                     seen = _pooled(module, pools[call] if call < len(pools) else [], sync)
+                    # As torch does with momentum=None: a cumulative average, 1 / (calls so far).
                     batches += 1
                     momentum = 1.0 / float(batches) if before["momentum"] is None else before["momentum"]
                     mean, var = _towards(mean, seen[0], momentum), _towards(var, seen[1], momentum)
@@ -240,13 +256,14 @@ class Pooled:
 
     def commit(self) -> None:
         """Move the running statistics once, by those that `prepare` has computed."""
+        # First, so that the momentum of 1 is off even if a copy below fails.
         self.restore()
         with torch.no_grad():
             for module, (mean, var, batches) in (self._moved or {}).items():
                 _set(module.running_mean, mean)
                 _set(module.running_var, var)
                 _set(module.num_batches_tracked, batches)
-        self._moved, self._pools = None, {}  # last: until then a second commit sets the same
+        self._moved, self._pools = None, {}  # last: until then a second commit sets the same values
 
     def restore(self) -> None:
         """Leave the modules as they were given, running statistics aside."""
@@ -257,6 +274,7 @@ class Pooled:
         self._before = []
 
     def _observe(self, module: Any, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        # Forward hooks run once more inside a backward with activation checkpointing.
         if not self.watching:
             return
         call = self._call.get(module, 0)
@@ -264,6 +282,7 @@ class Pooled:
         pools = self._pools[module]
         if call == len(pools):
             pools.append([])
+        # Values per channel: [N, C, L] has N * L of them. The input may be passed as a keyword.
         count = (inputs[0] if inputs else named["input"]).numel() // module.num_features
         pools[call].append((count, module.running_mean.clone(), module.running_var.clone()))
 
@@ -271,6 +290,7 @@ class Pooled:
 def _pooled(module: _BatchNorm, pool: list[Seen], sync: Sync) -> tuple[Tensor, Tensor]:
     """Mean and unbiased variance over all micro-batches and ranks."""
     assert module.running_mean is not None
+    # An empty [0, C] term keeps torch.cat defined on a rank that saw no micro-batch.
     nothing = in_float64(module.running_mean).new_zeros((0, module.num_features))
     means = torch.cat([nothing, *(in_float64(mean).unsqueeze(0) for _, mean, _ in pool)])
     variances = torch.cat([nothing, *(in_float64(variance).unsqueeze(0) for *_, variance in pool)])
@@ -279,7 +299,9 @@ def _pooled(module: _BatchNorm, pool: list[Seen], sync: Sync) -> tuple[Tensor, T
     n_i = n_i.to(means.device, non_blocking=True)
     n = sync.sum_tensor(n_i.sum())
     mean = sync.sum_tensor((n_i * means).sum(0)) / n
+    # Chan's update: the variance inside each micro-batch plus that between their means.
     m2 = sync.sum_tensor(((n_i - 1) * variances + n_i * (means - mean).square()).sum(0))
+    # Unbiased, as torch stores it in running_var.
     return mean, m2 / (n - 1)
 
 

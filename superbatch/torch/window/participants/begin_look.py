@@ -34,12 +34,13 @@ class Noted(NamedTuple):
 
     def unwritten(self) -> dict[Any, Any]:
         """Return the values, `UNHELD` in place of those that were written in place."""
+        # `is` cannot see a write such as `center.add_(1)`: the same tensor, another content.
         written = {key for key, content in self.contents.items() if content_of(self.values[key]) != content}
         return {key: UNHELD if key in written else value for key, value in self.values.items()}
 
 
 class BeginLook:
-    """Look at the tables that the last search has found, at the beginning of each window.
+    """Bindings of the tables that the last search has found, read at the beginning of each window.
 
     A table keeps what is bound in it alive: when a module or an object of the search dies, all are dropped.
 
@@ -66,16 +67,18 @@ class BeginLook:
             return
         tables = [*found.tables, *found.buffer_tables(inside=True)]
         self._set([self._hold(table) for table in tables if _is_noted(table)])
+        # Weak: the callback of a dead owner must not keep this look alive.
         own = weakref.ref(self)
 
         def release(_: Any) -> None:
             if (look := own()) is not None:
                 look.release()
 
+        # The tables hold attribute dictionaries, not their owners, so they would outlive a deleted module.
         self._owners = [weakref.ref(owner, release) for owner in (*found.names, *found.objects)]
 
     def release(self) -> None:
-        """Let everything go."""
+        """Drop all tables and values."""
         self._set([])
 
     def begin(self) -> list[Noted]:
@@ -88,6 +91,7 @@ class BeginLook:
         self._noted = noted
         kinds = [(one, _kind(one.table)) for one in noted]
         self._sized = [one.table.content for one, kind in kinds if kind is not None]
+        # Sizes first: the cheapest test, and itemgetter alone does not see an added key.
         self._sizes = list(map(len, self._sized))
         self._others = [one for one, kind in kinds if kind is None]
         self._lists = [one.table.content for one, kind in kinds if kind is list]
@@ -96,6 +100,7 @@ class BeginLook:
         for (table, values, _), kind in kinds:
             keys = [key for key, value in values.items() if value is not UNHELD]
             if kind is dict and keys:
+                # The first key twice: itemgetter of two keys returns a tuple, of one key the bare value.
                 self._getters.append((itemgetter(keys[0], *keys), table.content))
                 held += [values[key] for key in (keys[0], *keys)]
         self._held = held + list(chain.from_iterable(self._lists))
@@ -106,14 +111,17 @@ class BeginLook:
             return False
         try:
             now = [get(content) for get, content in self._getters]
+        # A key was deleted since the last window.
         except KeyError:
             return False
+        # In C: one `is` per binding, with no Python frame for each.
         if not all(map(is_, chain.from_iterable((*now, *self._lists)), self._held)):
             return False
         return all(_same(one.table.read(), one.values) for one in self._others)
 
     def _hold(self, table: Table) -> Noted:
         place = id(table.content)
+        # Moved bindings are copied anyway: holding one would keep the result of a forward.
         values = {
             key: value if _is_small(value) and (place, key) not in self._moving else UNHELD
             for key, value in table.read().items()
@@ -135,6 +143,7 @@ def content_of(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.data_ptr(), version(value)
     if is_array(value):
+        # An array has no version counter, so its bytes are hashed; HELD_BYTES bounds the cost.
         return zlib.crc32(value.tobytes())
     if isinstance(value, tuple):  # a list is a table of its own
         contents = tuple(map(content_of, value))
@@ -154,10 +163,11 @@ def _kind(table: Table) -> Any:
 
 
 def _is_noted(table: Table) -> bool:
-    """Return whether a table is looked at: attributes, short lists of small values, and single ones."""
+    """Return whether a table is noted: attributes, short lists of small values, and single ones."""
     if table.own and table.keys is None:
         return isinstance(table.content, dict)  # classes are looked at in few windows
     if isinstance(table.content, tuple):
+        # A tuple cannot be bound anew, and tensors in it are watched by their own counters.
         return False
     values = table.read()
     if _kind(table) is None:  # mostly modules and functions, whose names are hardly bound anew

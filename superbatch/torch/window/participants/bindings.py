@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .kept_tensors import SMALL_BYTES, is_array
 from .reached import LONGEST
 
+# Sentinels, compared with `is`: None, False and NaN are values that a user binds.
 NOTHING: Any = object()  # not bound
 UNHELD: Any = object()  # a result of the last forward, which would keep memory alive
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
@@ -29,11 +30,13 @@ def held(value: Any, *, first: bool) -> Any:
         (3, True)
     """
     if isinstance(value, Tensor):
+        # A tensor with a grad_fn holds the graph of a forward; a large new one is probably its activations.
         result = value.grad_fn is not None or not (first or value.nbytes <= SMALL_BYTES)
         return UNHELD if result else value
     if isinstance(value, list | tuple | dict | set) or type(value).__name__ == "deque":
         if len(value) > LONGEST:
             return UNHELD
+        # Containers are results if one of their items is, e.g. `self.features = [layer1, layer2]`.
         items = value.values() if isinstance(value, dict) else value
         return UNHELD if any(held(item, first=first) is UNHELD for item in items) else value
     if is_array(value):
@@ -54,8 +57,9 @@ def differs(a: Any, b: Any) -> bool:
         return False
     if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
         return any(map(differs, a, b))
+    # Python makes a new object of an equal number: `self.count = 3 + 0.5` binds another 3.5.
     if type(a) is type(b) and isinstance(a, SCALARS):
-        return bool(a != b and (a == a or b == b))
+        return bool(a != b and (a == a or b == b))  # NaN to NaN is no change
     return True
 
 
@@ -67,6 +71,7 @@ def equal(a: Any, b: Any) -> bool:
         True
     """
     if isinstance(a, Tensor) and isinstance(b, Tensor):
+        # torch.equal calls NaN different from NaN. Infinities become the largest number on both sides alike.
         return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num())
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
         return len(a) == len(b) and all(map(equal, a, b))
@@ -81,6 +86,7 @@ def copied(value: Any) -> Any:
         (tensor([1.]), 2)
     """
     if isinstance(value, Tensor):
+        # detach: a clone would keep the graph of the forward alive until the window ends.
         return value.detach().clone()
     return tuple(map(copied, value)) if isinstance(value, tuple | list) else value
 
@@ -129,6 +135,7 @@ def is_log(before: Any, now: Any) -> bool:
         (True, False)
     """
     lists = tuple | list | deque
+    # A list of losses that grows is a log. A list with tensors may be a memory bank, which is state.
     if not (isinstance(before, lists) and isinstance(now, lists)) or len(before) == len(now):
         return False
     return not any(map(has_tensor, (*before, *now)))
@@ -144,6 +151,7 @@ def tensors_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Tensor) or is_array(value):
         yield name, value
     elif isinstance(value, tuple):
+        # One level: a list is read as a tuple of its entries (`Table.read`), and deeper ones are tables.
         for index, item in enumerate(value):
             if isinstance(item, Tensor) or is_array(item):
                 yield f"{name}[{index}]", item

@@ -29,6 +29,7 @@ class BoundNames:
 
     def __init__(self) -> None:
         self.used = False
+        # Two lists: the value of a recalled binding may be unknown (UNHELD), that of a noted one is certain.
         self._noted: list[tuple[Table, dict[Any, Any]]] = []
         self._recalled: list[tuple[Table, dict[Any, Any]]] = []
 
@@ -40,6 +41,7 @@ class BoundNames:
             first: all of it was there before the first window, so that nothing in it is a result.
         """
         values, self.used = table.read(), True
+        # `held` leaves out results of the forward: holding those would keep a whole graph in memory.
         self._noted.append((table, {key: held(value, first=first) for key, value in values.items()}))
         return values
 
@@ -47,6 +49,7 @@ class BoundNames:
         """Note what was bound in further tables before, `UNHELD` where it is not known."""
         places, self.used = self.by_place(), True
         for table, values in noted:
+            # A binding that was noted too has its certain value there, which must win.
             new = {k: UNHELD if (id(table.content), k) in places else was for k, was in values.items()}
             self._recalled.append((table, new))
 
@@ -60,14 +63,18 @@ class BoundNames:
         """
         for table, before in (*self._noted, *self._recalled):
             now = table.read()
+            # Keys of both: a key may be new (was NOTHING) or deleted (value NOTHING). dict keeps their order.
             for key in dict.fromkeys((*before, *now)):
                 was, value = before.get(key, NOTHING), now.get(key, NOTHING)
                 if was is UNHELD or not differs(was, value):
                     continue
+                # e.g. `self.last_features = h`: a result of this forward, not state that the next one reads.
                 if not results and held(value, first=True) is UNHELD:
                     continue
                 if table.loose and is_log(was, value):
                     continue
+                # e.g. a global `calls += 1` beside the loss function: nothing reads it, so a warning would be
+                # noise.
                 counted = table.loose and not (is_content(was) or is_content(value))
                 if counted and not (loose and is_plain(was) and is_plain(value)):
                     continue
@@ -79,7 +86,10 @@ class BoundNames:
 
     def restore(self, *, loose: bool) -> None:
         """Bind everything as it was, results of the forward too."""
+        # A list: writing changes the tables that the generator reads.
         for table, key, before, _ in list(self.rebound(loose=loose, results=True)):
+            # The window has created the attribute: deleting it lets `hasattr(self, "cache")` answer as
+            # before.
             if before is NOTHING:
                 table.unbind(key)
             else:
@@ -105,9 +115,11 @@ class BoundNames:
         wanted: dict[Any, Any] = {}
         for key in now:
             if table.name_of(key) in saved:
+                # An empty list in the saved state means "not bound"; [value] means bound to that value.
                 wanted[key] = next(iter(saved[table.name_of(key)]), NOTHING)
         if wanted:
             self.used = True
+            # The saved bindings replace what this process noted: it noted them in the middle of the window.
             self._noted = [(t, b) for t, b in self._noted if t.content is not table.content]
             before = {key: held(value, first=True) for key, value in now.items()} | wanted
             self._noted.append((table, {k: v for k, v in before.items() if v is not NOTHING}))

@@ -55,14 +55,17 @@ class BufferGradientSum:
         self._buffers: dict[str, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
         self._factor = 1.0
+        # True while the window's own backward runs: hooks that fire outside it see a foreign gradient.
         self._inside = False
         self._added = False  # since the savepoint
 
     def begin(self) -> None:
         """Start a window: no gradient of it exists yet."""
+        # A gradient of an earlier loop would raise in `require_none` at the first backward.
         clear(self._owned)
         self._buffers.clear()
         self.savepoint()
+        # An isolated gradient stays in .grad until `keep`; a hook would add it before it was checked.
         if not self._isolated:
             add_after_gradient(self._owned, self._add, self._hooks)
 
@@ -77,7 +80,7 @@ class BufferGradientSum:
             self._inside = False
 
     def isolated_is_finite(self, others: Sequence[Tensor] = ()) -> bool:
-        """Tell if the isolated gradient of the last micro-batch is finite, and the other tensors as well."""
+        """Return whether the isolated gradient of the last micro-batch and the other tensors are finite."""
         gradients = [entry.parameter.grad for entry in self._owned if entry.parameter.grad is not None]
         return all_finite([*others, *gradients])
 
@@ -86,6 +89,7 @@ class BufferGradientSum:
         self._inside = True
         entries = [entry for entry in self._owned if entry.parameter.grad is not None]
         sums = [self._buffers.get(entry.name) for entry in entries]
+        # The fused addition needs a dense sum for each gradient; the first micro-batch has none yet.
         if any(one is None or one.is_sparse for one in sums):
             for entry in entries:
                 self._add(entry)
@@ -104,6 +108,7 @@ class BufferGradientSum:
 
     def rollback(self) -> bool:
         """Restore the sums of the savepoint; False if that is impossible, and the window must restart."""
+        # A hook has added part of the micro-batch's gradient, which cannot be subtracted without rounding.
         if self._added:
             return False
         clear(self._owned)
@@ -122,6 +127,7 @@ class BufferGradientSum:
     def zeros(self, index: int) -> Tensor:
         """Return a gradient of zeros."""
         parameter = self._owned[index].parameter
+        # requires_grad=False: zeros_like of a Parameter subclass may otherwise ask for a gradient.
         return torch.zeros_like(parameter, dtype=self._sum_dtype(parameter), requires_grad=False)
 
     def attach(self, gradients: list[Tensor | None]) -> None:
@@ -148,6 +154,7 @@ class BufferGradientSum:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums so far."""
+        # Clones: the window may continue after it was saved.
         gradients = {name: buffer.clone() for name, buffer in self._buffers.items()}
         return {"gradients": gradients, "held": list(gradients), "yet": 1.0}
 
@@ -155,6 +162,7 @@ class BufferGradientSum:
         """Resume from saved sums."""
         devices = {entry.name: entry.parameter.device for entry in self._owned}
         saved = state["gradients"]
+        # By name and to the parameter's device: the saved window may have run on another device.
         self._buffers = {name: buffer.to(devices[name], copy=True) for name, buffer in saved.items()}
 
     def _add_all(self, entries: list[ManagedParameter], sums: list[Tensor]) -> None:

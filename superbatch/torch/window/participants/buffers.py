@@ -16,7 +16,7 @@ from .kept_tensors import can_be_kept
 
 
 class BufferKeeper:
-    """Copies the buffers of models at the start of a window, so that a failed window can put them back.
+    """Copies the buffers of models at the start of a window, so that a failed window can restore them.
 
     A large buffer that a whole window left alone (a causal mask, a rotary table) is not copied again until
     its version counter moves: copying it for every window would cost memory that the hand-written loop does
@@ -46,6 +46,7 @@ class BufferKeeper:
         self._constant: dict[int, int] = {}
         self._taken: list[_Taken] = []
 
+    # A twin finds modules later; the set makes adding O(modules) instead of quadratic.
     def add(self, modules: Iterable[nn.Module]) -> None:
         """Keep the buffers of further modules too, from the next `take` on; each module counts once."""
         known = set(self.owners)
@@ -65,6 +66,7 @@ class BufferKeeper:
         for module, name, buffer, copy in self._taken:
             if copy is None or buffer is None or buffer.nbytes <= self.ALWAYS_COPIED_BYTES:
                 continue
+            # Unchanged over a whole window, e.g. a causal mask: not copied again until its counter moves.
             if buffers_of(module).get(name) is buffer and torch.equal(buffer, copy):
                 self._constant[id(buffer)] = buffer._version
         self._taken = []
@@ -77,6 +79,7 @@ class BufferKeeper:
             if buffer is not None
             and copy is not None
             and buffer.is_floating_point()
+            # Identity too: `self.mean = new` binds another tensor to the buffer's name.
             and not (buffers_of(module).get(name) is buffer and torch.equal(buffer, copy))
         ]
 
@@ -92,11 +95,13 @@ class BufferKeeper:
     def restore(self) -> None:
         """Restore every buffer, its identity included, as it was at `take`."""
         for module, name, buffer, copy in self._taken:
+            # By the table, not setattr: Module.__setattr__ checks types and runs user code.
             buffers_of(module)[name] = buffer
             if buffer is None or copy is None:
                 continue
+            # An inference tensor may be written in inference mode only.
             with torch.no_grad(), torch.inference_mode(buffer.is_inference()):
-                if buffer.shape != copy.shape:
+                if buffer.shape != copy.shape:  # e.g. a queue that grew by resize_
                     buffer.resize_(copy.shape)
                 # Through an alias, which leaves the version counter of all that share the memory alone.
                 buffer.data.copy_(copy)
@@ -116,6 +121,8 @@ class BufferKeeper:
     def pass_over(self, before: list[int]) -> None:
         """Count what was written since `counters` returned `before` as not written: it was restored."""
         for buffer, was in zip(self._uncopied(), before, strict=True):
+            # A check's write and its restore moved the counter by `buffer._version - was`; shift the note
+            # alike.
             self._constant[id(buffer)] += buffer._version - was
 
     def _uncopied(self) -> list[Tensor]:
@@ -128,6 +135,7 @@ class BufferKeeper:
         same = set(map(id, buffers))
         strided = [buffer for buffer in buffers if buffer is not None and can_be_kept(buffer)]
         sizes = {buffer.data_ptr(): buffer.nbytes for buffer in strided}
+        # An object may be a view of a buffer: the buffer's copy then restores it as well.
         return lambda one, tensor: id(one) in same or tensor.nbytes <= sizes.get(tensor.data_ptr(), -1)
 
     def state(self) -> list[Tensor | None]:
@@ -153,6 +161,7 @@ def _clones(buffers: list[Tensor | None]) -> list[Tensor | None]:
         # Of a lazy module, before its first forward: there is nothing in it yet.
         if buffer is None or is_lazy(buffer):
             copies.append(None)
+        # A foreach kernel needs dense accelerator tensors; others are cloned one by one.
         elif buffer.is_cpu or buffer.is_meta or buffer.layout is not torch.strided or buffer.requires_grad:
             copies.append(buffer.clone())
         else:

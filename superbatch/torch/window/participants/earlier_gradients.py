@@ -32,6 +32,7 @@ class EarlierGradients:
         parameters = [entry.parameter for entry in self._owned]
         self._earlier = [(each, each.grad) for each in parameters if each.grad is not None]
         for parameter, _ in self._earlier:
+            # Set to None so that the window's first gradient starts its own tensor.
             parameter.grad = None
 
     def savepoint(self) -> None:
@@ -45,7 +46,7 @@ class EarlierGradients:
         """No-op: they do not change in a window."""
 
     def restore(self) -> None:
-        """Put the gradients back into ``.grad``."""
+        """Restore the gradients in ``.grad``."""
         for parameter, gradient in self._earlier:
             parameter.grad = gradient
 
@@ -60,11 +61,13 @@ class EarlierGradients:
         Args:
             gradients: of the window, one for each owned parameter.
         """
+        # By id: `==` on tensors compares their elements.
         ours = {id(entry.parameter): each for entry, each in zip(self._owned, gradients, strict=True)}
         for parameter, earlier in self._earlier:
             gradient = ours.get(id(parameter))
             if gradient is not None and not _can_hold(earlier, gradient):
                 gradient = gradient.to(parameter.dtype)
+                # torch has add(dense, sparse), but not add(sparse, dense).
                 first, second = (gradient, earlier) if earlier.is_sparse else (earlier, gradient)
                 self._sums[id(parameter)] = first + second
 
@@ -97,4 +100,5 @@ def _can_hold(earlier: Tensor, gradient: Tensor) -> bool:
     if earlier.is_sparse or gradient.is_sparse or earlier.is_inference():
         return False
     expanded = zip(earlier.shape, earlier.stride(), strict=True)
+    # An expanded gradient (stride 0) has one memory cell for several elements: add_ on it raises.
     return not any(length > 1 and stride == 0 for length, stride in expanded)

@@ -32,6 +32,7 @@ class Extra:
         Inside a window the savepoint becomes that before the block. Left out are participants with an
         attribute ``ignores_checks = True``, which count what follows a savepoint alone.
         """
+        # Others would keep what the check moved: e.g. a noise meter that counts samples.
         moved = [each for each in self.participants if not getattr(each, "ignores_checks", False)]
         with ExitStack() as stack:  # which ends with the first one
             for each in moved:
@@ -90,7 +91,9 @@ class Extra:
 def _undo(participant: Participant) -> Callable[[], object]:
     """Make a savepoint in an open window, and return what restores it."""
     participant.savepoint()
+    # An immediate rollback shows whether the participant can roll back at all.
     if participant.rollback():
         participant.savepoint()
         return participant.rollback
+    # Deep copy: state_dict may return the participant's live tensors.
     return partial(participant.load_state_dict, copy.deepcopy(participant.state_dict()))

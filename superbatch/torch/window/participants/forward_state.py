@@ -27,6 +27,7 @@ class ForwardState:
     """
 
     def __init__(self, keeper: MovedState) -> None:
+        # Outlives the window: it learns which state moves and copies only that in later windows.
         self._keeper = keeper
 
     def begin(self) -> None:
@@ -39,10 +40,12 @@ class ForwardState:
 
     def rollback(self) -> bool:
         """Return whether the state is as at `begin`: there is no copy of the savepoint."""
+        # A changed state without a copy of the savepoint forces the whole window to restart.
         return not self._keeper.changed()
 
     def restart(self) -> None:
         """Restore the state; the copies stay valid."""
+        # discarded=False: the window runs again, so a warning of lost state would be wrong.
         self._keeper.restore(discarded=False)
 
     def restore(self) -> None:
@@ -78,6 +81,7 @@ class ForwardStateOfEach(ForwardState):
 
     def __init__(self, keeper: MovedState) -> None:
         super().__init__(keeper)
+        # None until the first savepoint of a window.
         self._saved: MovedState | None = None
 
     def begin(self) -> None:
@@ -87,12 +91,14 @@ class ForwardStateOfEach(ForwardState):
 
     def savepoint(self) -> None:
         """Copy the state."""
+        # A second keeper with the same knowledge: that of the window must keep the state at its begin.
         self._saved = self._keeper.twin()
         self._saved.begin()
 
     def rollback(self) -> bool:
         """Restore the savepoint."""
         if self._saved is None:
+            # A failure before the first micro-batch: only the state at `begin` is known.
             return super().rollback()
         self._saved.restore()
         return True

@@ -31,6 +31,7 @@ from superbatch.torch.devices import alike, local_part
 RunBackward = Callable[..., None]
 """``run(loss, gradient, inputs, retain_graph=...)``: `run_backward`, or what `host_backward` returns."""
 
+# A sum of equal terms stops growing after 2**8 of them in bfloat16, 2**11 in float16.
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -124,6 +125,7 @@ class GradientSum(Protocol):
 def clear(owned: list[ManagedParameter]) -> None:
     """Drop the gradients of the parameters and their targets (to None, so that no memory is held)."""
     for entry in owned:
+        # None, not zeros: AdamW moves a parameter whose gradient is zero, and skips one without a gradient.
         entry.parameter.grad = None
         if entry.target is not entry.parameter:
             entry.target.grad = None
@@ -158,12 +160,14 @@ def unshare(parameters: Iterable[Tensor], taken: Tensor | None = None) -> bool:
         (True, False, False)
     """
     seen: set[int] = set()
+    # The loss's own gradient is reused by the next micro-batch: adding into it would change the factor.
     if taken is not None:
         seen.update(_addresses([taken]))
     copied = False
     present = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = list(map(_gradient, present))
     for parameter, gradient, place in zip(present, gradients, _addresses(gradients), strict=True):
+        # Address 0: an empty tensor or a wrapper subclass, whose addresses say nothing.
         if (place in seen and place) or in_shared_memory(gradient):
             parameter.grad = gradient.clone()
             copied = True
@@ -178,6 +182,7 @@ _gradient = attrgetter("grad")
 def _addresses(tensors: list[Tensor]) -> list[int]:
     """Return the address of each tensor's storage; 0 for a subclass that only wraps others."""
     try:
+        # One list comprehension for the usual case: this runs after every backward that made a gradient.
         return [tensor.untyped_storage().data_ptr() for tensor in tensors]
     except RuntimeError:  # one of them is sparse, or wraps others
         return list(map(_address, tensors))
@@ -185,6 +190,7 @@ def _addresses(tensors: list[Tensor]) -> list[int]:
 
 def _address(tensor: Tensor) -> int:
     try:
+        # A sparse gradient has no storage of its own; its values have.
         return (tensor._values() if tensor.is_sparse else tensor).untyped_storage().data_ptr()
     except RuntimeError:
         return 0
@@ -202,6 +208,7 @@ def in_shared_memory(gradient: Tensor | None) -> bool:
         >>> in_shared_memory(one), in_shared_memory(one.detach())
         (False, True)
     """
+    # A wrapper subclass (DTensor) or a sparse tensor has no storage of its own to count.
     if type(gradient) is not Tensor or gradient.layout is not torch.strided:
         return False
     if gradient.is_cuda and "torch._inductor.cudagraph_trees" in sys.modules:
@@ -218,6 +225,7 @@ def require_none(owned: list[ManagedParameter]) -> None:
         WindowError: somebody else has computed one.
     """
     for entry in owned:
+        # A gradient here before our backward was made by somebody else's.
         if entry.parameter.grad is not None:
             raise foreign_gradient(entry.name)
 
@@ -231,9 +239,11 @@ def take_gradient(entry: ManagedParameter, *, inside: bool) -> Tensor:
     """
     gradient = entry.parameter.grad
     if not inside:
+        # Inside another backward the hook fires as well, e.g. for a gradient penalty on the same parameters.
         raise foreign_gradient(entry.name)
     if gradient is None:
         raise steps_in_backward(entry.name)
+    # Free it now: with all gradients alive at once, the buffers would double the gradient memory.
     entry.parameter.grad = None
     return gradient
 
@@ -261,6 +271,7 @@ def run_backward(
     try:
         fastpaths.backward(loss, gradient, inputs, retain_graph=retain_graph)
     except RuntimeError as error:
+        # torch's text for inputs= with a reentrant checkpoint; there is no error type to catch.
         if inputs is not None and "use_reentrant" in str(error):
             raise OptimizerError(
                 explain(
@@ -296,7 +307,9 @@ def host_backward(backward: Callable[..., Any]) -> RunBackward:
                 "backward= cannot leave out parameters of other optimizers. Freeze them with "
                 "requires_grad_(False)."
             )
+        # The host scales the loss itself, so our factor goes into the loss and not into grad_outputs.
         scaled = loss if gradient is None else loss * gradient
+        # Only where needed: a host whose backward(loss) takes no keyword works with one loss.
         if retain_graph:
             backward(scaled, retain_graph=True)
         else:
@@ -309,6 +322,7 @@ def attach(owned: list[ManagedParameter], gradients: list[Tensor | None]) -> Non
     """Make the gradients the targets' ``.grad``, rounded here, once, where a target has a narrower dtype."""
     for entry, gradient in zip(owned, gradients, strict=True):
         if gradient is not entry.target.grad:
+            # to() copies nothing where the dtype is the same.
             entry.target.grad = None if gradient is None else gradient.to(entry.target.dtype)
 
 
@@ -325,6 +339,7 @@ def add_after_gradient(
 
     def hook_of(entry: ManagedParameter) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
+            # A hook runs with gradients enabled where the backward has create_graph=True.
             with torch.no_grad():
                 add(entry)
 
@@ -363,5 +378,6 @@ def all_finite(tensors: list[Tensor]) -> bool:
 def values(tensor: Tensor) -> Tensor:
     """Return a gradient's elements on this rank: the tensor itself, its shard, or its summed values."""
     if type(tensor) is Tensor and not tensor.is_sparse:  # mostly
+        # DTensor and coalesced sparse values take a slower path.
         return tensor
     return tensor.coalesce().values() if tensor.is_sparse else local_part(tensor)

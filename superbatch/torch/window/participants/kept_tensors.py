@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 SMALL_BYTES = 1 << 20  # a copy of a tensor up to this size costs nothing worth a thought
 _HEAD = 256  # values of a large tensor that are compared
+# bfloat16 has no NumPy dtype; extended floats (f16, c32) have no torch dtype.
 _FLOATING = frozenset({"f2", "f4", "f8", "c8", "c16"})
+# 4096 parts find a write to any row of a bank; the sums take 32 KiB.
 _PARTS = 4096  # of a large tensor, each with a sum
 
 
@@ -67,6 +69,7 @@ class KeptTensor:
         return cls(
             name,
             tensor,
+            # .data shares the memory and has a version counter of its own.
             tensor.data,
             version(tensor),
             frozen=parameter and not tensor.requires_grad,
@@ -88,6 +91,7 @@ class KeptTensor:
     def copy_now(self) -> None:
         """Copy the content, unless it has been copied."""
         if self.copy is None:
+            # From the alias: `tensor.data = other` may have given the tensor other memory by now.
             self.copy = self.alias.clone()
 
     def look_at_head(self) -> None:
@@ -105,10 +109,12 @@ class KeptTensor:
 
     def moved(self) -> bool:
         """Return whether the content is known to be another one."""
+        # E.g. the average of two equal models writes the same values, and is state all the same.
         if self.frozen and (self.written or version(self.tensor) != self.version):
             return True
         if self.rebound():
             before = self.alias if self.copy is None else self.copy
+            # The dtype first: torch.equal raises for two dtypes.
             return self.tensor.dtype != before.dtype or not torch.equal(self.tensor.data, before)
         if self.copy is not None:
             return not torch.equal(self.alias, self.copy)
@@ -125,6 +131,7 @@ class KeptTensor:
 
     def _written_uncopied(self) -> bool:
         # By its version and sums too: a bank is written far from its first values.
+        # The optimizer moves trained parameters between windows, which is no change by a forward.
         if self.trained:
             return False
         if version(self.tensor) != self.version:
@@ -137,6 +144,7 @@ class KeptTensor:
     def restore(self) -> None:
         """Give the tensor its memory back, and the memory its content."""
         if self.rebound():
+            # Memory before content: the copy below goes through the alias.
             self.tensor.data = self.alias
         if self.copy is not None and not torch.equal(self.alias, self.copy):
             # Through the alias, which leaves the tensor's version alone: nobody has written anew.
@@ -153,8 +161,10 @@ def can_be_kept(value: Any) -> bool:
         (True, False, False)
     """
     if is_array(value):
+        # torch.from_numpy refuses negative strides and warns of read-only arrays.
         return value.flags.writeable and _of_torch(value.dtype) and min(value.strides, default=0) >= 0
     return (
+        # Exact types: a subclass may give clone and equal another meaning. A grad_fn marks a result.
         type(value) in (Tensor, nn.Parameter)
         and value.layout is torch.strided
         and value.device.type != "meta"
@@ -170,6 +180,7 @@ def _of_torch(dtype: Any) -> bool:
 def _shared(array: Any) -> Tensor:
     """Return a tensor with the memory of a NumPy array."""
     dtype = array.dtype
+    # Wide unsigned dtypes lack most kernels; the same bits compare alike as signed integers.
     return torch.from_numpy(array.view(f"i{dtype.itemsize}") if dtype.kind == "u" else array)
 
 
@@ -192,10 +203,12 @@ def version(tensor: Tensor) -> int:
         >>> version(torch.zeros(2).add_(1))
         1
     """
+    # Inference tensors have no version counter: reading it raises.
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _head(tensor: Tensor) -> Tensor:
+    # flatten() of a tensor with gaps copies all of it; its first row is enough.
     return tensor.flatten()[:_HEAD] if tensor.is_contiguous() else tensor[:1].flatten()[:_HEAD]
 
 
@@ -207,8 +220,9 @@ def sums_of(tensor: Tensor) -> Tensor | None:
         5
     """
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
-        return None
+        return None  # view(uint8) below would raise
     flat = tensor.flatten().view(torch.uint8)
+    # view(int64) needs an offset that is a multiple of 8; it reads eight bytes an addition.
     if flat.storage_offset() % 8 == 0:
         flat = flat[: len(flat) // 8 * 8].view(torch.int64)
     parts = flat[: len(flat) // _PARTS * _PARTS].view(_PARTS, -1)
@@ -243,13 +257,16 @@ class Writes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Copy what is about to be written, then run the operation."""
         kwargs = kwargs or {}
+        # Most operations write nothing: one attribute is read, and the search is skipped.
         if func._schema.is_mutable:
             if self._by_memory is None:
+                # Built at the first write: many forwards write nothing at all.
                 self._by_memory = {}
                 for kept in self._kept():
                     self._by_memory.setdefault(_memory(kept.alias), []).append(kept)
             for tensor in _written(func, args, kwargs):
                 for kept in self._by_memory.get(_memory(tensor), ()):
+                    # Every tensor on that memory: an in-place write to a view moves its base too.
                     kept.copy_now()
                     kept.written = True
         return func(*args, **kwargs)
@@ -259,6 +276,7 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """Yield the tensors that an operation writes to."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
+            # Arguments may be passed by position or by keyword; out= is always a keyword.
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             for tensor in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(tensor, Tensor):

@@ -44,16 +44,19 @@ class Known:
     windows: int = 0
     next_look: int = 1
     checked: bool = False
+    # By identity of the content: two tables may have equal names, and dictionaries do not hash.
     bindings: dict[tuple[int, Any], tuple[Table, bool]] = field(default_factory=dict)
     tensors: dict[int, Entry] = field(default_factory=dict)
     watched: Watched = field(default_factory=Watched)
     generators: list[Any] = field(default_factory=list)
+    # One warning per name and accumulator: one per window would flood the log.
     said: set[str] = field(default_factory=set)
     last_look: LastLook = field(default_factory=LastLook)
     begin_look: BeginLook = field(default_factory=BeginLook)
 
     def note(self, table: Table, key: Any, *, state: bool) -> None:
         """Note a binding that moved; `state`: it held a tensor before the first window."""
+        # One key of the table: restoring all keys would undo what the loop changed between windows.
         only = replace(table, keys=frozenset([key])) if table.can_be_cut else table
         self.bindings.setdefault((id(table.content), key), (only, state))
 

@@ -28,6 +28,7 @@ class LastLook:
     """
 
     def __init__(self, tables: Iterable[Table] = ()) -> None:
+        # By name, since the search makes new tables; several objects may have one name, so a list in order.
         self._seen: dict[str, list[Any]] = {}
         for table in tables:
             for key, value in table.read().items():
@@ -42,11 +43,13 @@ class LastLook:
         """
         places, names = noted.by_place(), noted.names()
         if not self._seen:
+            # Before the first look nothing can be compared, and everything would seem new.
             return
         met: dict[str, int] = {}
         for table in tables:
             for key, value in table.read().items():
                 name = table.name_of(key)
+                # The n-th binding of this name, compared with the n-th at the look.
                 number = met[name] = met.get(name, 0) + 1
                 seen = self._seen.get(name, ())
                 was = seen[number - 1] if number <= len(seen) else NOTHING
@@ -69,6 +72,7 @@ class _Trace(NamedTuple):
 def _trace(value: Any, depth: int = 0) -> Any:
     """Return a trace by which a value is recognised later."""
     if isinstance(value, tuple | list | deque):
+        # Depth 2 reaches `banks[0][1]`; deeper content is a table of its own.
         if depth < 2 and len(value) <= LONGEST:
             return tuple(_trace(item, depth + 1) for item in value)
         return type(value)
@@ -79,6 +83,7 @@ def _trace(value: Any, depth: int = 0) -> Any:
     except TypeError:  # a dictionary: its content is a table of its own
         return type(value)
     if isinstance(value, Tensor):
+        # The address shows `tensor.data = other`, which keeps the object.
         return _Trace(reference, value.data_ptr() if can_be_kept(value) else None)
     if is_array(value) and value.nbytes <= SMALL_BYTES and not value.dtype.hasobject:
         return _Trace(reference, zlib.crc32(value.tobytes()))
@@ -87,6 +92,7 @@ def _trace(value: Any, depth: int = 0) -> Any:
 
 def _same(was: Any, now: Any) -> bool:
     if isinstance(was, _Trace) and isinstance(now, _Trace):
+        # A dead reference is None on both sides, hence `is not None`.
         return was.reference() is now.reference() is not None and was.content == now.content
     if isinstance(was, tuple) and isinstance(now, tuple) and len(was) == len(now):
         return all(map(_same, was, now))

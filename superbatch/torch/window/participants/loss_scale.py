@@ -38,11 +38,14 @@ class LossScale:
 
         A window may have no loss that makes it: without weight on this rank, or resumed after a restart.
         """
+        # GradScaler makes its scale tensor lazily in scale(); get_scale() before that is only the initial
+        # value.
         self._scaler.scale(torch.zeros((), device=self._device))
         self.value = self._scaler.get_scale()
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return a loss times the scale."""
+        # accelerator.backward scales the loss itself; scaling here too would square the scale.
         return loss if self._scaled_by_host else self._scaler.scale(loss)
 
     def require(self) -> None:
@@ -51,6 +54,7 @@ class LossScale:
         Raises:
             WindowError: the scaler was updated meanwhile, in another window.
         """
+        # A second window that updated the scaler meanwhile mixes two scales in one sum.
         if self._scaler.get_scale() != self.value:
             raise WindowError(
                 f"The GradScaler's scale went from {self.value} to {self._scaler.get_scale()} inside the "
@@ -71,6 +75,7 @@ class LossScale:
     def restore(self) -> None:
         """Let a scaler whose window failed after unscaling unscale the next one; its scale stays."""
         # A scaler that has scaled nothing has no scale yet, and would refuse.
+        # update() with a number keeps the scale and clears the flag "already unscaled".
         if self._unscaled and getattr(self._scaler, "_growth_tracker", 0) is not None:
             self._scaler.update(self._scaler.get_scale())
 
@@ -100,6 +105,7 @@ def require_scale(value: float | None, state: Mapping[str, Any]) -> None:
     Raises:
         WindowError: they are not.
     """
+    # None equals None: neither window had a scaler.
     if state["scale"] != value:
         raise WindowError(
             f"The GradScaler's scale is {value}, but the saved sums were scaled by {state['scale']}."

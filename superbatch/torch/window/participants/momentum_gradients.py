@@ -25,7 +25,7 @@ class MomentumGradientSum:
 
     With momentum ``mu``, weight decay ``d`` and the normalised gradient ``g``, SGD computes ``v = mu v + d p
     + g`` and ``p = p - lr v``; ``v`` is linear in ``g``, so the sum over micro-batches can be taken in it
-    (exact). A copy of the buffer on the host puts it back if the window fails.
+    (exact). A copy of the buffer on the host restores it if the window fails.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class MomentumGradientSum:
     ) -> None:
         self._owned = owned
         self.inputs = [entry.parameter for entry in owned] if only_owned else None
+        # The live state: SGD.step would read the same buffers.
         self._state: dict[Any, dict[str, Any]] = optimizer.state
         self._before: dict[str, Tensor | None] = {}
         self._moved: list[Tensor] = []
@@ -43,6 +44,7 @@ class MomentumGradientSum:
 
     def begin(self) -> None:
         """Start a window: no gradient of it exists yet."""
+        # A gradient of an earlier loop would raise in `require_none` at the first backward.
         clear(self._owned)
         self._before.clear()
         self.savepoint()
@@ -64,6 +66,7 @@ class MomentumGradientSum:
 
     def rollback(self) -> bool:
         """Restore the sums of the savepoint; False if that is impossible, and the window must restart."""
+        # The buffer holds part of the micro-batch; the window must restore it from the host copy.
         if self._added:
             return False
         clear(self._owned)
@@ -92,18 +95,22 @@ class MomentumGradientSum:
         """Move the parameters: ``p -= lr v`` for each that had a gradient; a second call continues."""
         touched = self._touched()
         with torch.no_grad():
+            # One entry is added per moved parameter: after an interrupt, a second call skips those.
             while len(self._moved) < len(touched):
                 entry = touched[len(self._moved)]
                 buffer, rate = self._state[entry.target]["momentum_buffer"], float(entry.group["lr"])
                 self._moved.append(entry.target.add_(buffer, alpha=-rate))
 
     def restore(self) -> None:
+        # Hooks first: a late backward must not add to restored buffers.
         """Forget the window: everything is as before it."""
         remove(self._hooks)
         with torch.no_grad():
             for entry in self._touched():
                 before = self._before[entry.name]
                 if before is None:  # there may be no buffer yet: for lack of memory
+                    # SGD makes a missing buffer itself: a zero buffer left here would change nothing, a
+                    # partial sum would.
                     self._state.pop(entry.target, None)
                 else:
                     self._state[entry.target]["momentum_buffer"].copy_(before)
@@ -146,6 +153,7 @@ class MomentumGradientSum:
         gradient = take_gradient(entry, inside=self._inside)
         if entry.name not in self._before:
             self._start(entry)
+        # With maximize=True SGD negates the gradient before it enters the momentum.
         sign = -1.0 if entry.group["maximize"] else 1.0
         self._state[entry.target]["momentum_buffer"].add_(gradient, alpha=sign * self._factor)
 
@@ -153,9 +161,11 @@ class MomentumGradientSum:
         """Make the buffer what SGD would have before the gradient is added: ``mu v + d p``."""
         group, target = entry.group, entry.target
         buffer = self._state.get(target, {}).get("momentum_buffer")
+        # On the host: a copy on the device would cost what summing in the momentum saves.
         self._before[entry.name] = None if buffer is None else buffer.to("cpu", copy=True)
         if buffer is None:
             buffer = torch.zeros_like(target, memory_format=torch.preserve_format, requires_grad=False)
+            # SGD's first step sets v = g + d p, which zeros plus the terms below give exactly.
             self._state.setdefault(target, {})["momentum_buffer"] = buffer
         else:
             buffer.mul_(group["momentum"])

@@ -32,7 +32,7 @@ from .snapshot import generator_moved, generator_restorer
 from .watched import Counters, Watched
 
 MOST_BYTES = 1 << 26  # of copies of tensors that were never seen to move
-MOST_ADDED_UP = 1 << 28  # bytes of tensors that are read to see whether they move
+MOST_ADDED_UP = 1 << 28  # bytes that are read: a write by `.data` or NumPy moves no version counter
 _NONE = Counters()
 
 
@@ -101,7 +101,7 @@ class MovedState:
         if self._noted:
             self._forget()
         self._noted = True
-        if check and self._original is not None:
+        if check and self._original is not None:  # the check's restored writes are subtracted at its end
             self._passed = self._original.counters()
         if check or self._known.windows + 1 == self._known.next_look:
             self._look(check=check)
@@ -117,7 +117,7 @@ class MovedState:
             found = reach(self._models, self._functions)
             self._known.last_look = LastLook(found.tables)
             self._known.begin_look = BeginLook(found, self._known.bindings)
-            self._known.next_look = 4 * (self._known.windows + 1)
+            self._known.next_look = 4 * (self._known.windows + 1)  # 1, 4, 16, 64: a look costs milliseconds
         elif self._counters is not _NONE:
             self._learn_watched()
         self._known.windows += 1
@@ -126,7 +126,7 @@ class MovedState:
         self._forget()
 
     def restore(self, *, discarded: bool = True) -> None:
-        """Put everything back as it was at `take`, identities included; `discarded`: warn of the rest."""
+        """Restore everything as it was at `begin`, identities included; `discarded`: warn of the rest."""
         lost = self.lost()
         self._recall()
         self._learn_of(kept for kept in self._tensors.values() if kept.is_lost())
@@ -140,7 +140,7 @@ class MovedState:
             restore()
         unsure = may_be_state(self._unlike(), self._bound.names())
         self._learn_unsure()
-        if discarded:
+        if discarded:  # a window that runs again changes this state once more
             warn_of_lost(lost)
             warn_of_unsure(self.not_said(unsure))
 
@@ -152,7 +152,7 @@ class MovedState:
             self._learn_bound()
 
     def lost(self) -> list[str]:
-        """Return names of the state that has moved since `take` and was not copied: `restore` leaves it."""
+        """Return names of the state that has moved since `begin` and was not copied: `restore` leaves it."""
         written = [self._known.watched.name_of(tensor) for tensor in self._counters.written()]
         kept = [kept.name for kept in self._tensors.values() if kept.is_lost()]
         return kept + written + [self._name_of(*one) for one in self._buffers.lost()]
@@ -170,7 +170,7 @@ class MovedState:
             return []
         tables = reach(self._models, self._functions).tables
         unlike = self._known.last_look.unlike(tables, self._bound)
-        return [one for one in unlike if id(one[2]) not in self._tensors]
+        return [one for one in unlike if id(one[2]) not in self._tensors]  # restored by their content
 
     def _learn_unsure(self) -> None:
         for table, key, value in self._unlike():
@@ -179,7 +179,7 @@ class MovedState:
             self._learn_of(KeptTensor.of(name, one, loose=table.loose) for name, one in found)
 
     def changed(self) -> bool:
-        """Return whether anything is no longer as at `take`."""
+        """Return whether anything differs from `begin`."""
         self._recall()
         return (
             self._buffers.changed()
@@ -197,12 +197,12 @@ class MovedState:
         return Writes(self._tensors.values)
 
     def moving(self) -> list[Moving]:
-        """Return what is no longer as at `take`."""
+        """Return what differs from `begin`."""
         found = [Moving(self._name_of(module, name), sure=True) for module, name in self._buffers.moved()]
         moved = [kept for kept in self._tensors.values() if kept.moved()]
         found += [Moving(kept.name, sure=not kept.trained and kept.array is None) for kept in moved]
         loose = self._loose_state_moved()
-        found += [
+        found += [  # may be counts or results
             Moving(table.name_of(key), sure=False) for table, key, *_ in self._bound.rebound(loose=loose)
         ]
         return list(dict.fromkeys(found))
@@ -225,10 +225,10 @@ class MovedState:
         self._known.checked = True
 
     def end_check(self) -> None:
-        """Put everything back as before the check, and drop the copies."""
+        """Restore everything as before the check, and drop the copies."""
         try:
             self.restore()
-        finally:
+        finally:  # also after a failed restore: the copies hold memory
             self._forget()
             if self._original is not None:
                 self._original.pass_over(self._passed)
@@ -266,17 +266,17 @@ class MovedState:
         }
 
     def _as_taken(self, value: Any) -> Any:
-        """Return a copy of what was bound, with the content that its tensors had at `take`."""
+        """Return a copy of what was bound, with the content that its tensors had at `begin`."""
         if isinstance(value, tuple):
             return tuple(map(self._as_taken, value))
-        kept = self._tensors.get(id(value))
+        kept = self._tensors.get(id(value))  # by its content as the window began, not as it is now
         return copied(value if kept is None or kept.copy is None else kept.copy)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let `restore` restore what `state_dict` returned; after `begin`."""
         self._buffers.load_state(state["buffers"])
         moved, rebound = state["tensors"], state["bindings"]
-        if not moved and not rebound:
+        if not moved and not rebound:  # saves the search over all modules
             return
         by_name = {kept.name: kept for kept in self._tensors.values()}
         for table in reach(self._models, self._functions).tables:
@@ -293,7 +293,7 @@ class MovedState:
 
     def _forget(self) -> None:
         self._noted = self._looked = False
-        if self._bound.used:
+        if self._bound.used:  # no new object where nothing was noted
             self._bound = BoundNames()
         self._at_begin: list[Noted] = []
         self._tensors: dict[int, KeptTensor] = {}
@@ -307,7 +307,7 @@ class MovedState:
         self._names = found.names
         self._buffers.add(self._names)
         in_buffers = self._buffers.covers()
-        first = not known.windows
+        first = not known.windows  # a large tensor that comes later may be a result
         for table in found.tables:
             for key, value in self._bound.note(table, first=first).items():
                 for name, one in tensors_of(table.name_of(key), value):
@@ -327,13 +327,13 @@ class MovedState:
                 identity: (weakref.ref(kept.tensor), kept.name, kept.loose)
                 for identity, kept in self._tensors.items()
                 if not (kept.trained or identity in known.tensors or kept.tensor.is_inference())
-                and kept.array is None
+                and kept.array is None  # each has another comparison
                 and (first or kept.frozen or kept.alias.nbytes <= SMALL_BYTES)
             }
         )
 
     def _copy(self, *, check: bool) -> None:
-        """Copy tensors that were seen to move, and small ones; of others look at some values.
+        """Copy tensors that were seen to move, and small ones; of others note some values.
 
         Frozen parameters are copied in a first window that was not checked alone, up to the size of the
         trained ones: so large are the teachers of moving averages.
@@ -342,7 +342,7 @@ class MovedState:
         unknown = not (known.windows or known.checked or check)
         trained = (p for model in self._models for p in model.parameters() if p.requires_grad)
         left = {True: max(SMALL_BYTES, sum(p.nbytes for p in trained)) if unknown else 0, False: MOST_BYTES}
-        read = MOST_ADDED_UP
+        read = MOST_ADDED_UP  # sorted: small ones first, so that more of them fit
         for kept in sorted(self._tensors.values(), key=lambda kept: kept.alias.nbytes):
             size = kept.alias.nbytes
             if id(kept.holder) in known.tensors:
@@ -365,7 +365,7 @@ class MovedState:
             self._bound.note(table, first=state)
         for identity, (reference, name, loose) in list(known.tensors.items()):
             one = reference()
-            if one is None:
+            if one is None:  # the tensor was deleted
                 del known.tensors[identity]
             elif can_be_kept(one):
                 self._tensors[identity] = kept = KeptTensor.of(name, one, loose=loose)
@@ -376,7 +376,7 @@ class MovedState:
             self._counters = Counters(known.watched)
 
     def _learn(self) -> None:
-        """Note what has moved since `take`, to copy it from now on."""
+        """Note what has moved since `begin`, to copy it from now on."""
         self._learn_bound()
         self._learn_of(kept for kept in self._tensors.values() if kept.moved())
 

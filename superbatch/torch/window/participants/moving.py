@@ -28,11 +28,14 @@ def warn_of_what_moves(keeper: MovedState, run: Callable[[], float | None]) -> N
     names = [one.name for one in moving if one.sure]
     if len(names) < len(moving):
         keeper.restore()
+        # Two runs on one micro-batch: a result is equal both times, a moving average is not.
         first, before = run(), keeper.contents()
         second, after = run(), keeper.contents()
+        # Relative to the loss: 1e-7 is about float32's rounding.
         depends = first is None or second is None or abs(second - first) > 1e-7 * abs(first)
         for name in after:
             again = name not in before or not equal(before[name], after[name])
+            # A number that the loss does not depend on is a counter; a tensor may be read in a later window.
             if again and name not in names and (depends or isinstance(after[name], Tensor)):
                 names.append(name)
     names = keeper.not_said(names)
@@ -50,6 +53,7 @@ def _listed(names: list[str]) -> str:
     roots: dict[str, int] = {}
     order = []
     for name in names:
+        # The second buffer of one BatchNorm says less than the first of another.
         root = name.rpartition(".")[0]
         roots[root] = roots.get(root, 0) + 1
         order.append(roots[root])

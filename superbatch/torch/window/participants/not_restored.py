@@ -20,6 +20,7 @@ def warn_of_lost(names: Sequence[str]) -> None:
     Examples:
         >>> warn_of_lost([])
     """
+    # Cannot be restored, since its old content exists nowhere: the user has to load it.
     if names:
         warn(
             f"the state {_listed(names)} moved for the first time in a window that was discarded, and "
@@ -43,12 +44,14 @@ def may_be_state(unlike: Iterable[tuple[Table, Any, Any]], restored: Collection[
         for table, key, value in unlike
         if (isinstance(value, nn.Module) or not callable(value)) and not _is_trained(value)
     ]
+    # "bank" was restored, and with it "bank.queue" and "bank[0]".
     inside = tuple(name + end for name in restored for end in ".[")
     return [name for name in dict.fromkeys(found) if name not in restored and not name.startswith(inside)]
 
 
 def _is_trained(value: Any) -> bool:
-    """Tell if a value is a tensor that an optimizer may move, such as a master copy of a parameter."""
+    """Return whether a value is a tensor that an optimizer may move, e.g. the master of a parameter."""
+    # Optimizers move it between windows.
     return isinstance(value, Tensor) and value.requires_grad
 
 
@@ -61,6 +64,7 @@ def warn_of_unsure(names: Sequence[str]) -> None:
     Examples:
         >>> warn_of_unsure([])
     """
+    # Restored from the next window on: the names are learned now.
     if names:
         warn(
             f"a window was discarded that has changed {_listed(names)} for the first time, unless the loop "

@@ -38,9 +38,9 @@ class ParameterGradientSum:
         self._owned, self._run = owned, run
         self._sync = Local() if sync is None else sync
         self._whole = whole
+        # but
         # Restricting a backward to some leaves keeps the gradients of other optimizers' parameters as they
-        # are,
-        # but reentrant checkpoints refuse it: so only where there are other parameters.
+        # reentrant checkpoints refuse it: done only where such parameters exist.
         self.inputs = [entry.parameter for entry in owned] if only_owned else None
         self._factors: dict[tuple[Any, ...], Tensor] = {}
         self.yet = 1.0  # factor that the sums have yet to be multiplied by; saved with the window
@@ -55,9 +55,13 @@ class ParameterGradientSum:
 
     def backward(self, loss: Tensor, factor: float, *, retain_graph: bool = False) -> None:
         """Add ``factor * d loss / d parameters``."""
+        # Before the backward: afterwards a foreign change would be inside the sum and could not be told
+        # apart.
         self._marks.require()
+        # The sums are multiplied by `yet` at the end, so this term is divided by it now.
         factor = factor / self.yet
         # Passed as the gradient of the loss, the factor costs no multiplication in the graph.
+        # One tensor per factor: full windows have one or two factors (the last micro-batch may be smaller).
         key = (factor, loss.dtype, loss.device, loss.shape)
         gradient = self._factors.get(key)
         if gradient is None:
@@ -77,7 +81,9 @@ class ParameterGradientSum:
         if rest != self.yet:
             present = [gradient for gradient in self._marks.gradients if gradient is not None]
             for gradient in present:
+                # In place, so that a view of .grad (a flat buffer) holds the sum as well.
                 gradient.mul_(self.yet / rest)
+            # FSDP2 holds gradients that were not reduced beside the shards; they take the same factor.
             self._sync.scale(self.yet / rest)
             self.yet = rest
             if present:
@@ -88,6 +94,7 @@ class ParameterGradientSum:
         """Take the gradients that are in ``.grad`` now as the window's own, apart from that of the loss."""
         if not self._marks.set():
             return
+        # A clone has a new identity and version, so what was noted no longer describes .grad.
         if unshare(self._marks.parameters, of_loss):
             self._marks.forget()
             self._marks.set()
@@ -108,6 +115,7 @@ class ParameterGradientSum:
         """End the sums and return them, one per owned parameter."""
         self._marks.require()
         gradients = self._marks.gradients
+        # After the last micro-batch: one multiplication in place of one for each.
         if self.yet != 1.0:
             for gradient in gradients:
                 if gradient is not None:
@@ -144,6 +152,7 @@ class ParameterGradientSum:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums so far."""
+        # FSDP2 reduces first: what waits beside the shards would be missing in the saved sums.
         self._sync.flush()
         self._marks.set()
         gradients = {
@@ -160,6 +169,7 @@ class ParameterGradientSum:
             gradient = state["gradients"].get(entry.name)
             if gradient is None:
                 entry.parameter.grad = None
+            # A DTensor's saved sum is the shard of this rank; any other parameter is its own local part.
             elif local_part(entry.parameter) is entry.parameter:
                 entry.parameter.grad = gradient.to(entry.parameter.device, copy=True)
             else:
@@ -182,6 +192,7 @@ class GradientVersions:
     def __init__(self, owned: list[ManagedParameter]) -> None:
         self.parameters = [entry.parameter for entry in owned]
         self._owned = owned
+        # Shared by all empty windows: a list of None per window would show in the overhead.
         self._none: list[Any] = [None] * len(owned)  # never changed
         self._gradients: list[Tensor | None] = self._none
         self._versions: list[int | None] = self._none
@@ -196,6 +207,7 @@ class GradientVersions:
             # Held here, a gradient's identity cannot be taken over by another tensor.
             self._gradients.append(gradient)
             self._versions.append(None if gradient is None else gradient._version)
+        # count() runs in C; this runs after every backward.
         return None in before and before.count(None) > self._versions.count(None)
 
     def savepoint(self) -> None:
@@ -208,6 +220,7 @@ class GradientVersions:
         What was noted since does not count: a backward that came to its end may fail right afterwards.
         """
         gradients, versions = self._saved
+        # Every in-place addition moves the version.
         if _versions(gradients) != versions:
             return False
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
@@ -229,16 +242,17 @@ class GradientVersions:
         noted = zip(self.parameters, self._gradients, self._versions, strict=True)
         for index, (parameter, gradient, version) in enumerate(noted):
             now = parameter.grad
+            # Identity finds zero_grad(set_to_none=True), the version finds zero_grad(set_to_none=False).
             if now is not gradient or (now is not None and now._version != version):
                 raise foreign_gradient(self._owned[index].name)
 
     def clear(self) -> None:
-        """Let the gradients go, those of the savepoint too."""
+        """Drop the gradients, those of the savepoint too."""
         self._gradients, self._versions = self._none, self._none
         self._saved = (self._none, self._none)
 
     def forget(self) -> None:
-        """Let the gradients go: there is none before the next `set`."""
+        """Drop the gradients: there is none before the next `set`."""
         self._gradients, self._versions = self._none, self._none
 
 

@@ -30,6 +30,7 @@ class Placement:
         self._config, self._option = config, option
         host = config.backward
         self._run = run_backward if host is None else host_backward(host)
+        # Said once: a training loop makes thousands of windows.
         self._said = False
 
     def require_allowed(self) -> None:
@@ -45,13 +46,16 @@ class Placement:
         """Return the place for a window of a number of micro-batches."""
         config = self._config
         if self._option == "momentum":
+            # Again for each window: add_param_group may have brought nesterov or dampening.
             self.require_allowed()
             return MomentumGradientSum(config.owned, config.rule.optimizers[0], only_owned=only_owned)
+        # Coupled samples: one backward for the batch, so there is no sum over micro-batches to widen.
         if config.whole:
             return ParameterGradientSum(
                 config.owned, only_owned=only_owned, whole=True, run=self._run, sync=config.sync
             )
         dtype = self._sum_dtype(microbatches)
+        # Isolated needs the micro-batch's own gradient beside the sum, which .grad cannot hold.
         isolated = config.nonfinite == "skip_microbatch"
         if dtype is None and not isolated:
             return ParameterGradientSum(config.owned, only_owned=only_owned, run=self._run, sync=config.sync)

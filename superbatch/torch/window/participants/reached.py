@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from superbatch.torch.module_tables import buffers_of, children_of, parameters_of
 
+# Bounds the walk over linked objects such as trees; state is seldom deeper than `self.a.b["c"][0]`.
 DEEPEST = 4  # containers, objects and functions inside each other
 LONGEST = 4096  # entries of a container; a longer one is data, not state
 
@@ -72,14 +73,17 @@ class Table:
         if isinstance(self.content, CellType):
             try:
                 return {None: self.content.cell_contents}
+            # A variable of the enclosing function that is assigned after the loss function was defined.
             except ValueError:  # not bound yet
                 return {}
         if isinstance(self.content, list | deque | tuple):
             return {None: tuple(self.content)}
         content = self.content
+        # Of a class only what may be state: methods and annotations would be a hundred bindings each.
         if isinstance(content, type):
             return {key: value for key, value in vars(content).items() if isinstance(value, _OF_CLASSES)}
         if not isinstance(content, dict):
+            # hasattr: a slot that was never assigned raises when read.
             return {key: getattr(content, key) for key in self.keys or () if hasattr(content, key)}
         if self.keys is not None:
             return {key: content[key] for key in self.keys if key in content}
@@ -99,6 +103,7 @@ class Table:
         if isinstance(self.content, CellType):
             self.content.cell_contents = value
         elif isinstance(self.content, list | deque):
+            # In place: other names may be bound to the same list. A deque keeps its maxlen.
             self.content.clear()
             self.content.extend(value)
         elif isinstance(self.content, type):
@@ -179,6 +184,7 @@ def reach(models: Iterable[nn.Module], functions: Iterable[Callable[..., Any]]) 
     search = _Search()
     for index, model in enumerate(models):
         search.module(f"models[{index}]" if index else "", model, inside=True)
+    # Models first, so that a teacher inside a model gets the model's name and is not `outside`.
     search.descend()
     for function in functions:
         search.waiting.append(("", function, 0, True))
@@ -203,6 +209,7 @@ class _Search:
 
     def module(self, name: str, root: nn.Module, *, inside: bool = False) -> None:
         for path, module in root.named_modules():
+            # A module with two parents, or reached before, keeps its first name.
             if self._enter(module):
                 where = ".".join(filter(None, (name, path)))
                 self.names[module] = where
@@ -217,6 +224,7 @@ class _Search:
     def _visit(self, name: str, value: Any, depth: int, loose: bool) -> None:
         if isinstance(value, nn.Module):
             self.module(name, value)
+        # Modules (imports) and classes hold code; those of a user's object are read by `_class`.
         elif depth > DEEPEST or isinstance(value, type | ModuleType):
             return
         elif isinstance(value, (functools.partial, FunctionType, MethodType)):
@@ -228,6 +236,7 @@ class _Search:
             self._object(name, value, slots, depth, loose)
 
     def _object(self, name: str, value: Any, slots: frozenset[str], depth: int, loose: bool) -> None:
+        # A slots class without __weakref__ cannot tell when it dies.
         if hasattr(value, "__weakref__"):
             self.objects.append(value)
         shown, attributes = name or type(value).__name__, getattr(value, "__dict__", None)
@@ -236,11 +245,13 @@ class _Search:
         if slots:
             self._table(Table(shown, value, slots, own=True, loose=loose), depth)
         self._class(name, type(value), loose=loose)
+        # A callable object as loss function: the globals that its __call__ names are reached as well.
         called = getattr(type(value), "__call__", None)  # noqa: B004  (its code is looked at)
         if loose and isinstance(called, FunctionType):
             self._wait("", called, depth + 1, loose=True)
 
     def _container(self, name: str, value: Any, depth: int, loose: bool) -> None:
+        # A longer container is data, such as the samples of a dataset.
         if len(value) > LONGEST or not self._enter(value):
             return
         if isinstance(value, dict):
@@ -259,6 +270,7 @@ class _Search:
                 self._argument(keyword, value, depth)
             return
         if isinstance(function, MethodType):
+            # Both at the same depth: `loss.compute` is one step to `loss`.
             self._wait(name, function.__self__, depth, loose=True)
             self._wait(name, function.__func__, depth, loose=True)
             return
@@ -267,10 +279,12 @@ class _Search:
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._table(Table(variable, cell, loose=True), depth)
         defaults = function.__defaults__ or ()
+        # The defaults belong to the last positional arguments.
         for index, value in enumerate(defaults, function.__code__.co_argcount - len(defaults)):
             self._argument(_argument(function, index), value, depth)
         for keyword, value in (function.__kwdefaults__ or {}).items():
             self._argument(keyword, value, depth)
+        # Only names that the code mentions: all globals of a notebook would be compared otherwise.
         named = frozenset(_names(function.__code__)) & function.__globals__.keys()
         self._table(Table("", function.__globals__, named, loose=True), depth)
 
@@ -281,6 +295,7 @@ class _Search:
 
     def _argument(self, name: str, value: Any, depth: int) -> None:
         """Record the binding of an argument: a tensor is state only if it is written into."""
+        # A cell stands in for an argument, which has no table that could be written.
         self._table(Table(name, CellType(value), loose=True), depth)
 
     def _table(self, table: Table, depth: int) -> None:
@@ -290,6 +305,7 @@ class _Search:
             self._wait(table.name_of(key), value, depth + 1, loose=table.loose)
 
     def _wait(self, name: str, value: Any, depth: int, *, loose: bool) -> None:
+        # These hold nothing that could be followed.
         if value is not None and not isinstance(value, Tensor | int | float | str | bytes):
             self.waiting.append((name, value, depth, loose))
 
@@ -304,6 +320,7 @@ def _attributes(name: str, module: nn.Module) -> Table:
     """Return the attributes of a module; of torch's own modules the tensors alone."""
     if not _is_foreign(type(module)):
         return Table(name, module.__dict__, own=True)
+    # Not its numbers and lists: DistributedDataParallel counts its iterations in such attributes.
     tensors = (key for key, value in module.__dict__.items() if isinstance(value, Tensor))
     return Table(name, module.__dict__, frozenset(tensors), own=True)
 
@@ -322,6 +339,7 @@ def _argument(function: Any, index: int) -> str:
 
 
 def _slots_of(value: Any) -> frozenset[str] | None:
+    # An object without slots and __dict__ (a number, a C object) has no bindings to compare.
     """Return the slots of an object of a user's class, none if it has a `__dict__` alone; None for others."""
     kind = type(value)
     if kind is not SimpleNamespace and (_is_foreign(kind) or _package(kind) in _HOSTS):

@@ -36,6 +36,7 @@ def replace_in(
         {'a': tensor([1.])}
     """
     buffers = found.buffer_tables()
+    # Buffers are state whatever their size, so no earlier shape is asked for.
     of_buffers = set(map(id, buffers))
     for table in (*found.tables, *buffers):
         for key, value in table.read().items():
@@ -45,4 +46,5 @@ def replace_in(
                 if state or value.nbytes <= SMALL_BYTES:
                     table.write(key, make(value))
             elif isinstance(value, tuple) and any(isinstance(item, kind) for item in value):
+                # A list is written as a whole: a table of a list has one binding.
                 table.write(key, [make(item) if isinstance(item, kind) else item for item in value])

@@ -32,12 +32,15 @@ class SampleStreams:
 
     def begin(self) -> None:
         """Draw the key; a collective."""
+        # From the global generator, so torch.manual_seed decides it; rank 0's counts for all.
         self._key = self._sync.first(int(torch.randint(1 << 52, ())))
         self.first_sample = self._sync.before(self._samples)
+        # The state after the draw: a restart must not draw a second key.
         self._after_key = torch.get_rng_state()
 
     def of(self, places: Sequence[int]) -> AbstractContextManager[None]:
         """Return a context in which samples at these places of the effective batch draw."""
+        # `begin` has drawn it.
         assert self._key is not None
         self._last = sample_stream(self._key, indices=places, calls=self._calls)
         return self._last
@@ -57,6 +60,7 @@ class SampleStreams:
 
     def restore(self) -> None:
         """Leave the stream that an interrupt has left entered; the generators are another participant."""
+        # Inside the stream the generators are the sample's; leaving it brings the global ones back.
         if self._last is not None:
             self._last.close()
 

@@ -46,8 +46,10 @@ class RandomKeeper:
 
     def begin(self) -> None:
         """Copy the states; forgets those taken before, also where there is no memory for the copies."""
+        # Empty first: if the copy below fails, an old state must not be restored.
         self.taken = {}
         self.taken = {**torch_random_state(self.devices), "python": self._python_state()}
+        # A program without NumPy does not pay its import.
         if "numpy" in sys.modules:
             self.taken["numpy"] = self._numpy_state()
 
@@ -61,6 +63,7 @@ class RandomKeeper:
         Python's state would take longer than many a micro-batch.
         """
         now = time.perf_counter()
+        # The time between two savepoints is that of the last micro-batch.
         last, self._marked = self._marked, now
         self._mark = None  # also if there is no memory for the copy
         if now - last > SHORT:
@@ -73,6 +76,7 @@ class RandomKeeper:
             return False
         if "numpy" in self.taken and not _equal(self.taken["numpy"], sys.modules["numpy"].random.get_state()):
             return False
+        # Without a copy of the savepoint, rollback is right only if no generator has moved since `begin`.
         if self._mark is None:
             del now["python"]
             return all(torch.equal(state, self.taken[name]) for name, state in now.items())
@@ -103,6 +107,7 @@ class RandomKeeper:
 
     def _python_state(self) -> Any:
         """Python's state, copied only if it has moved: it is a tuple of 625 numbers."""
+        # None where the interpreter's layout is unknown: then always copied.
         memory = fastpaths.python_memory()
         if memory is None or memory != self._python[0]:
             self._python = (memory, random.getstate())
@@ -116,6 +121,7 @@ class RandomKeeper:
         """
         numpy_random = sys.modules["numpy"].random
         memory = fastpaths.numpy_memory(numpy_random)
+        # Comparing the bytes is cheaper than get_state(), which copies them into a new array.
         if memory is None:
             return numpy_random.get_state()
         seen, state = self._numpy
@@ -158,6 +164,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
         if name == "torch":
             torch.set_rng_state(value)
         elif name == "python":
+            # JSON-like files turn tuples into lists, which setstate refuses.
             version, internal, gauss = value
             random.setstate((version, tuple(internal), gauss))
         elif name == "numpy":
@@ -178,7 +185,7 @@ def generator_restorer(value: Any) -> Callable[[], object] | None:
         value: anything.
 
     Returns:
-        A function that puts its state back; None if it is no generator of torch, Python or NumPy.
+        A function that restores its state; None if it is no generator of torch, Python or NumPy.
 
     Examples:
         >>> own = random.Random(0)
@@ -191,6 +198,7 @@ def generator_restorer(value: Any) -> Callable[[], object] | None:
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
     if isinstance(value, random.Random):  # the system's has no state
+        # SystemRandom.getstate raises: the operating system's numbers cannot be repeated.
         return None if isinstance(value, random.SystemRandom) else partial(value.setstate, value.getstate())
     numpy_random = getattr(sys.modules.get("numpy"), "random", None)
     if numpy_random is not None and isinstance(value, numpy_random.RandomState):
@@ -215,11 +223,12 @@ def generator_moved(value: Any, restore: Any) -> bool:
     before, after = restore.args[-1], now.args[-1]
     if isinstance(before, Tensor):
         return not torch.equal(before, after)
+    # Arrays compare elementwise and dictionaries of them raise; their pickles compare as bytes.
     return pickle.dumps(before) != pickle.dumps(after)  # of NumPy's, arrays are inside
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Tell if two states of NumPy's generator are equal (lists for arrays, as after a file, are fine)."""
+    """Return whether two states of NumPy's generator are equal (lists for arrays are fine)."""
     return a[0] == b[0] and list(a[1]) == list(b[1]) and tuple(a[2:]) == tuple(b[2:])
 
 

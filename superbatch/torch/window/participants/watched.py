@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+# Weak: a tensor that the user deletes must be freed.
 Entry = tuple[weakref.ref[Tensor], str, bool]
 """A tensor, its name for messages, and whether it was reached through the loss function alone."""
 
@@ -40,6 +41,7 @@ class Watched:
     def remove(self, tensors: Iterable[Tensor]) -> dict[int, Entry]:
         """Watch these tensors no longer; return their entries."""
         found = {id(tensor): self.entries.pop(id(tensor)) for tensor in tensors if tensor in self}
+        # The list of references is built again only where an entry went: it is read in each window.
         if found:
             self._set(self.entries)
         return found
@@ -47,6 +49,7 @@ class Watched:
     def now(self) -> tuple[list[Tensor], list[int]]:
         """Return the tensors that are alive, and their version counters."""
         tensors = [tensor for reference in self._references if (tensor := reference()) is not None]
+        # Usual case: every tensor lives, and no dictionary is walked.
         if len(tensors) == len(self._references):
             return tensors, [tensor._version for tensor in tensors]
         self._set({key: entry for key, entry in self.entries.items() if entry[0]() is not None})
@@ -75,6 +78,7 @@ class Counters:
     def written(self) -> list[Tensor]:
         """Return the tensors that were written since, and are still watched."""
         now = [tensor._version for tensor in self._tensors]
+        # List equality in C decides the usual window.
         if now == self._before:
             return []
         each = zip(self._tensors, self._before, now, strict=True)
@@ -83,4 +87,5 @@ class Counters:
     def pass_over(self, before: list[int]) -> None:
         """Count what was written since `read` returned `before` as not written: it was restored."""
         each = zip(self._before, before, self.read(), strict=True)
+        # Shift the note by what a check wrote: its restore leaves the counter higher than before.
         self._before = [noted + now - was for noted, was, now in each]

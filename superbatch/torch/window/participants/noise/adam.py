@@ -51,6 +51,7 @@ class Preconditioner:
     """
 
     def __init__(self, owned: Sequence[ManagedParameter]) -> None:
+        # Taken before the window: with its own gradient in the moments, the estimate is biased below zero.
         self._inverse = [_inverse_of(entry) for entry in owned]
 
     def norms(self, place: int, gradient: Tensor) -> Norms:
@@ -90,6 +91,7 @@ def _inverse_of(entry: ManagedParameter) -> Tensor | None:
     moment = _real(state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"])
     wide = torch.promote_types(moment.dtype, torch.float32)
     inverse = moment.to(wide).sqrt().div_(math.sqrt(correction)).add_(float(group["eps"])).reciprocal_()
+    # Otherwise such coordinates would dominate the metric: their 1 / d^2 is 1 / eps^2.
     return inverse.masked_fill_(moment == 0, 0.0)
 
 

@@ -50,6 +50,7 @@ class _Found(NamedTuple):
     samples: float = 0.0
     beside: Mapping[str, Estimate] = {}
     no_proxy: str | None = None
+    losses: tuple[float, float] | None = None
 
 
 class Counted(Protocol):
@@ -71,6 +72,7 @@ class Summed(NamedTuple):
         weights: of this rank's micro-batches; 0 for those that were left out.
         took_part: number of micro-batches whose losses are in the sum.
         samples: of each micro-batch; None where they cannot be counted.
+        losses: sums over the samples of this rank's micro-batches.
         scale: of a scaler; None: there is none.
         sync: ranks that share the window.
     """
@@ -80,6 +82,7 @@ class Summed(NamedTuple):
     weights: Sequence[normalize.Number]
     took_part: int
     samples: Sequence[int] | None
+    losses: Sequence[float]
     scale: float | None
     sync: Sync
 
@@ -223,13 +226,18 @@ class NoiseOfWindows:
         # Sums of squares were taken of gradients times (planned W) x (scale of the scaler).
         shares = [weights[index] / weight for index in counted]
         units = summed.samples or weights
+        centre = self.meter.centre
+        # Shares of the loss, from the sums over samples: none is divided by its own weight.
+        parts = [(summed.losses[index] - centre * weights[index]) / weight for index in counted]
         mine = [
             *(math.fsum(squares[i][g] for i in counted if i in squares) for g in range(count)),
             math.fsum(share * share for share in shares),
             math.fsum(s * s / units[i] for i, s in zip(counted, shares, strict=True)),
             float(bool(missing)),
+            math.fsum(parts),
+            math.fsum(part * part for part in parts),
         ]
-        *sums, q, q_per_sample, incomplete = summed.sync.sum_numbers(mine)
+        *sums, q, q_per_sample, incomplete, off, squared_off = summed.sync.sum_numbers(mine)
         q = 1.0 if seen.alone else q
         factor = summed.divisor * (summed.scale or 1.0)
         a2 = [each / factor**2 for each in sums]
@@ -239,7 +247,10 @@ class NoiseOfWindows:
             self._found = _Found(missing, no_proxy=missing)
         elif q_per_sample > 0:
             beside, no_proxy = self._judged_beside(a2, gradients, q, q_per_sample)
-            self._found = _Found(self._found.groups, self._found.samples, beside, no_proxy)
+            losses = None
+            if 1 - q >= LEAST_SPREAD:
+                losses = (centre + off, estimate(squared_off, off * off, q).variance)
+            self._found = _Found(self._found.groups, self._found.samples, beside, no_proxy, losses)
 
     def left(self, *, made: bool) -> None:
         """End a window: what was measured counts if its update was made. A second call changes nothing."""
@@ -258,6 +269,8 @@ class NoiseOfWindows:
             meter.leave_out(found.groups)
         else:
             meter.add(found.groups, samples=found.samples)
+            if found.losses is not None:
+                meter.add_losses(*found.losses)
         for name, one in found.beside.items():
             meter.add_beside(name, one, samples=found.samples)
         if found.no_proxy is not None and meter.proxy:

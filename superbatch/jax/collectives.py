@@ -1,0 +1,53 @@
+# JAX is an extra. Where it is not installed, pyright cannot resolve it:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+"""A loss that reduces over devices by itself, where `axis_name` asks for the one reduction after the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from ..errors import LossSpecError
+from .loop import Call, first_carry
+from .programs import needed, within
+from .sharding import names
+
+_NO_REDUCTIONS = ("axis_index", "pvary", "pcast")  # they name an axis, and send nothing over it
+
+
+def refuse_own_reductions(call: Call) -> None:
+    """Raise an error where the loss depends on a collective over the axes of `axis_name`.
+
+    Its gradient would be divided by the number of devices. Collectives in aux and in a state are the user's.
+
+    Raises:
+        LossSpecError: there is one.
+    """
+    axes = names(call.options.axis_name)
+    if not axes:
+        return
+    arguments_of, carry = call.cutter(call.groups[0]), first_carry(call)
+    # The loss alone: a metric in aux may be averaged over devices.
+    program = jax.make_jaxpr(lambda: call.evaluate(arguments_of(0, carry)).loss)()
+    for primitive, axis in _collectives(needed(program.jaxpr)[0]):
+        if axis in axes:
+            raise LossSpecError(
+                f"The loss reduces over the axis {axis!r} by itself ({primitive}), and axis_name={axis!r} "
+                "reduces loss and gradient once more, after the loop. Return the loss of the device's own "
+                "rows: take jax.lax.pmean, psum or all_gather out of the function. With check=False, "
+                "statistics of a micro-batch over all devices (synchronised BatchNorm) are taken as they are."
+            )
+
+
+def _collectives(equations: list[Any]) -> Iterator[tuple[str, Any]]:
+    """Primitive and axis of each collective, those of inner programs too."""
+    for equation in equations:
+        name = equation.primitive.name
+        if name not in _NO_REDUCTIONS:
+            axes = equation.params.get("axes", equation.params.get("axis_name", ()))
+            for axis in axes if isinstance(axes, tuple | list) else (axes,):
+                yield name, axis
+        for program in within(equation):
+            yield from _collectives(program.eqns)

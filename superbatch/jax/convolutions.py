@@ -1,0 +1,135 @@
+# JAX is an extra. Where it is not installed, pyright cannot resolve it:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+"""Convolutions of a loop's body, in the form that XLA has a fast kernel for on the CPU.
+
+The kernel wants batch, space, features. At the top of a program XLA transposes any other convolution to
+that form, such as those that a gradient consists of; in the body of a loop it does not, and computes them
+element by element, 10 times slower. So the transposes are written into the body here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+
+
+def for_loop(body: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """Return a body for `jax.lax.scan` that computes the same, with its convolutions in the fast form.
+
+    Args:
+        body: a function of the arguments.
+        args: arrays, or their shapes.
+
+    Returns:
+        The body itself where it has no other convolution, or where the program is not for the CPU.
+
+    Examples:
+        >>> body = lambda carry, x: (carry + x, None)
+        >>> for_loop(body, jnp.zeros(()), jnp.zeros(())) is body
+        True
+    """
+    if jax.default_backend() != "cpu":
+        return body  # the pass that leaves loops out is that of XLA:CPU
+    # Before `scan` traces the body: the program of a scan cannot be changed any more.
+    closed, shape = jax.make_jaxpr(body, return_shape=True)(*args)
+    if not has_slow_convolutions(closed.jaxpr):
+        return body
+    computed = jaxpr_as_fun(ClosedJaxpr(rewritten(closed.jaxpr), closed.consts))
+    structure = jax.tree.structure(shape)
+
+    def same(*again: Any) -> Any:
+        return structure.unflatten(computed(*jax.tree.leaves(again)))
+
+    return same
+
+
+def fast_form(dimensions: int) -> lax.ConvDimensionNumbers:
+    """Return the fast form: of operand and result batch, space, features, of the kernel space, in, out.
+
+    Examples:
+        >>> fast_form(4).lhs_spec, fast_form(4).rhs_spec
+        ((0, 3, 1, 2), (3, 2, 0, 1))
+    """
+    rows = (0, dimensions - 1, *range(1, dimensions - 1))
+    return lax.ConvDimensionNumbers(rows, (dimensions - 1, dimensions - 2, *range(dimensions - 2)), rows)
+
+
+def has_slow_convolutions(jaxpr: Jaxpr) -> bool:
+    """Tell whether a program, or one within it, has a convolution that is not in the fast form."""
+    return any(
+        _is_slow(equation) or any(map(has_slow_convolutions, _inner(equation.params)))
+        for equation in jaxpr.eqns
+    )
+
+
+def _is_slow(equation: Any) -> bool:
+    if equation.primitive.name != "conv_general_dilated":
+        return False
+    return equation.params["dimension_numbers"] != fast_form(equation.invars[0].aval.ndim)
+
+
+def _inner(params: dict[str, Any]) -> list[Jaxpr]:
+    listed = [one for value in params.values() for one in (value if isinstance(value, tuple) else (value,))]
+    return [one.jaxpr if isinstance(one, ClosedJaxpr) else one for one in listed if _is_program(one)]
+
+
+def _is_program(value: Any) -> bool:
+    return isinstance(value, Jaxpr | ClosedJaxpr)
+
+
+def rewritten(jaxpr: Jaxpr) -> Jaxpr:
+    """Return a program with each slow convolution between transposes; inputs and outputs stay the same."""
+    return jaxpr.replace(eqns=[new for old in jaxpr.eqns for new in _equations(old)])
+
+
+def _equations(equation: Any) -> list[Any]:
+    if _is_slow(equation):
+        return _transposed(equation)
+    # In a `jit`, a checkpoint, a branch or a loop of the user's own; types of inputs and outputs stay.
+    if any(map(has_slow_convolutions, _inner(equation.params))):
+        return [equation.replace(params={name: _param(value) for name, value in equation.params.items()})]
+    return [equation]
+
+
+def _param(value: Any) -> Any:
+    if isinstance(value, ClosedJaxpr):
+        return ClosedJaxpr(rewritten(value.jaxpr), value.consts)
+    if isinstance(value, Jaxpr):
+        return rewritten(value)
+    if isinstance(value, tuple) and any(map(_is_program, value)):  # the branches of a `cond`
+        return tuple(_param(one) for one in value)
+    return value
+
+
+def _transposed(equation: Any) -> list[Any]:
+    """The equations that stand for one convolution: two transposes, the convolution, one transpose."""
+    given = equation.params["dimension_numbers"]
+    wanted = fast_form(equation.invars[0].aval.ndim)
+
+    def convolution(lhs: Any, rhs: Any) -> Any:
+        lhs = jnp.transpose(lhs, _order(given.lhs_spec, wanted.lhs_spec))
+        rhs = jnp.transpose(rhs, _order(given.rhs_spec, wanted.rhs_spec))
+        result = equation.primitive.bind(lhs, rhs, **equation.params | {"dimension_numbers": wanted})
+        return jnp.transpose(result, _order(wanted.out_spec, given.out_spec))
+
+    inner = jax.make_jaxpr(convolution)(*(variable.aval for variable in equation.invars)).jaxpr
+    # Variables of the small program take the place of those that the large one already has.
+    known = dict(zip((*inner.invars, *inner.outvars), (*equation.invars, *equation.outvars), strict=True))
+
+    def named(variable: Any) -> Any:
+        return variable if isinstance(variable, Literal) else known.get(variable, variable)
+
+    return [
+        one.replace(invars=[*map(named, one.invars)], outvars=[*map(named, one.outvars)])
+        for one in inner.eqns
+    ]
+
+
+def _order(given: tuple[int, ...], wanted: tuple[int, ...]) -> list[int]:
+    """Axes for a transpose from one specification to another; each names the axis of every role."""
+    return [axis for _, axis in sorted(zip(wanted, given, strict=True))]

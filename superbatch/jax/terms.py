@@ -1,0 +1,226 @@
+# JAX is an extra. Where it is not installed, pyright cannot resolve it:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+"""Several losses of one micro-batch, each with a reduction and a weight of its own.
+
+With the weight ``w_ti`` of micro-batch i in term t and ``W_t = sum_i w_ti`` over micro-batches and devices::
+
+    L = sum_t sum_i (w_ti / W_t) l_ti          ("sum":  l_ti / W_t)
+
+Every ``W_t`` is computed before the loop, so that there is one backward for each micro-batch and one sum of
+gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import arithmetic, loop
+from .loop import Arguments, Body, Call, PerMicrobatch, kept
+from .options import refuse_with_terms
+from .outcome import Outcome
+from .sharding import summed
+from .splitting import Group
+
+ByTerm = dict[str, Any]
+
+
+class Plan(NamedTuple):
+    """Facts about the terms that are known before the loop.
+
+    Attributes:
+        totals: ``W_t`` of each term, on all devices.
+        apart: whether each term has a backward of its own: in bfloat16 or float16 factors would be rounded.
+    """
+
+    totals: ByTerm
+    apart: bool
+
+
+class Result(NamedTuple):
+    """Loss of the window, gradient and scalars of a loss of several terms."""
+
+    loss: Any
+    losses: ByTerm
+    weight: Any
+    samples: Any
+    gradient: Any
+
+
+def plan_of(call: Call) -> Plan | None:
+    """Return the total weights of the terms; None where the function returns one loss.
+
+    Weights that come with the losses cost a forward for what they depend on: XLA removes the rest of it.
+
+    Raises:
+        InputError: options of the call exclude several terms.
+    """
+    options = call.options
+    if not options.terms and not options.form.returned:
+        return None
+    carry = loop.first_carry(call)
+    first = call.groups[0]
+    # With weight="returned" only the function knows whether it returns one loss or several.
+    shape: Outcome = jax.eval_shape(lambda: call.evaluate(call.cutter(first)(0, carry)).without_aux())
+    if not shape.has_terms:
+        return None
+    refuse_with_terms(options)
+
+    def body_of(group: Group) -> Body:
+        arguments_of = call.cutter(group)
+
+        def body(carry: Any, index: Any) -> tuple[Any, Any]:
+            arguments = arguments_of(index, carry)
+            if not (options.form.returned or options.form.with_weight):
+                return carry, arguments.weight  # known without a call of the function
+            outcome = call.evaluate(arguments)
+            return kept(outcome.carry, carry, _takes_part(call, outcome.weight)), outcome.weight
+
+        return body
+
+    _, stacked = loop.run_call(call, body_of, carry)
+    totals = {
+        name: arithmetic.total_weight(jnp.concatenate([group[name] for group in stacked]))
+        for name in shape.loss
+    }
+    # A sum of terms in bfloat16 would round the factors `w / W`.
+    low = any(jnp.finfo(loss.dtype).bits < 32 for loss in shape.loss.values())
+    return Plan(summed(totals, options.axis_name), low)
+
+
+def _takes_part(call: Call, weights: ByTerm) -> Any:
+    """Tell whether a micro-batch contributes to any term."""
+    each = [
+        arithmetic.takes_part(weight, call.options.reduction_of(name)) for name, weight in weights.items()
+    ]
+    return reduce(jnp.logical_or, each)
+
+
+def share(weight: Any, total: Any, reduction: str) -> Any:
+    """Return the factor of a micro-batch's loss: ``w / W``, or ``1 / W`` for a sum; 0 where ``W`` is 0.
+
+    Examples:
+        >>> print(share(jnp.int32(1), jnp.float32(4), "mean"), share(jnp.int32(1), jnp.float32(0), "sum"))
+        0.25 0.0
+    """
+    # 0, not infinity: a term that has no weight in the whole window is no part of the loss.
+    one = weight.astype(total.dtype) if reduction == "mean" else jnp.ones((), total.dtype)
+    return jnp.where(total == 0, 0, one / jnp.where(total == 0, 1, total))
+
+
+def body(call: Call, group: Group, plan: Plan) -> Body:
+    """Return the body of the loop: the gradient of ``sum_t (w_ti / W_t) l_ti``, added to the sums."""
+    arguments_of, positions = call.cutter(group), call.roles.differentiated
+
+    def one(state: Any, index: Any) -> tuple[Any, PerMicrobatch]:
+        sums, carry = state
+        arguments = arguments_of(index, carry)
+
+        def outcome_of(*positional: Any) -> Outcome:
+            return call.evaluate(Arguments(positional, arguments.named, arguments.weight))
+
+        def objective(*positional: Any) -> tuple[Any, Outcome]:
+            outcome = outcome_of(*positional)
+            factors = _factors(call, plan, outcome.weight)
+            parts = [factors[name].astype(loss.dtype) * loss for name, loss in outcome.loss.items()]
+            return reduce(jnp.add, parts), outcome
+
+        def wide(gradient: Any) -> Any:
+            return jax.tree.map(lambda leaf, total: leaf.astype(total.dtype), gradient, sums)
+
+        def each_apart(outcome: Outcome) -> Any:
+            """A mean over nothing is NaN, and 0 x NaN is no 0: its gradient is left out, not multiplied."""
+            found = jax.tree.map(jnp.zeros_like, sums)
+            factors = _factors(call, plan, outcome.weight)
+            for name, weight in outcome.weight.items():
+                gradient = jax.grad(_loss_of(outcome_of, name), positions)(*arguments.positional)
+                keep = arithmetic.takes_part(weight, call.options.reduction_of(name))
+                keep = keep & (plan.totals[name] != 0)
+                add = partial(_added, factor=factors[name], keep=keep)
+                found = jax.tree.map(add, found, wide(gradient))
+            return found
+
+        if plan.apart:  # XLA merges the forwards
+            outcome = outcome_of(*arguments.positional)
+            part = each_apart(outcome)
+        else:
+            differentiated = jax.value_and_grad(objective, positions, has_aux=True)
+            (_, outcome), gradient = differentiated(*arguments.positional)
+            part = wide(gradient)
+            # The mean of a term over nothing makes the sum's gradient NaN: known only when the program runs.
+            if idle := [name for name in outcome.weight if call.options.weight_of(name) is not None]:
+                every = reduce(jnp.logical_and, [outcome.weight[name] != 0 for name in idle])
+                part = lax.cond(every, lambda: part, lambda: each_apart(outcome))
+        keep = _takes_part(call, outcome.weight)
+        found = PerMicrobatch(outcome.loss, outcome.weight, keep, outcome.aux, None)
+        return (jax.tree.map(jnp.add, sums, part), kept(outcome.carry, carry, keep)), found
+
+    return one
+
+
+def _factors(call: Call, plan: Plan, weights: ByTerm) -> ByTerm:
+    return {
+        name: share(weight, plan.totals[name], call.options.reduction_of(name))
+        for name, weight in weights.items()
+    }
+
+
+def _loss_of(outcome_of: Callable[..., Outcome], name: str) -> Callable[..., Any]:
+    return lambda *positional: outcome_of(*positional).loss[name]
+
+
+def _added(total: Any, leaf: Any, *, factor: Any, keep: Any) -> Any:
+    part = leaf * factor.astype(jnp.finfo(total.dtype).dtype)
+    return total + jnp.where(keep, part, jnp.zeros_like(part))
+
+
+def finished(call: Call, plan: Plan, sums: Any, by_group: list[PerMicrobatch]) -> Result:
+    """Reduce once over devices, and return the window's loss and gradient.
+
+    A term without weight in the whole window is no part of the loss; without any the loss is NaN and the
+    gradient zero.
+    """
+    names = list(plan.totals)
+    # One vector, so that scalars and gradients are one reduction over devices.
+    vector = jnp.stack([*(_sum_of(call, name, by_group) for name in names), _samples(call, by_group)])
+    sums, vector = summed((sums, vector), call.options.axis_name)
+    losses = {
+        name: arithmetic.per_weight(one, plan.totals[name])
+        for name, one in zip(names, vector[:-1], strict=True)
+    }
+    counting = jnp.stack([plan.totals[name] != 0 for name in names])
+    weight = jnp.any(counting).astype(vector.dtype)
+    together = jnp.sum(jnp.where(counting, jnp.stack([losses[name] for name in names]), 0))
+    dtype = jnp.result_type(*(by_group[0].loss[name].dtype for name in names))
+    return Result(
+        jnp.where(weight == 0, jnp.nan, together).astype(dtype),
+        losses,
+        weight,
+        vector[-1],
+        arithmetic.gradient_of(sums, weight, loop.chosen_of(call)),
+    )
+
+
+def _sum_of(call: Call, name: str, by_group: list[PerMicrobatch]) -> Any:
+    """The sum of the losses of a term on this device, weighted as its reduction asks."""
+    weights = jnp.concatenate([group.weight[name] for group in by_group])
+    losses = jnp.concatenate([group.loss[name] for group in by_group])
+    reduction = call.options.reduction_of(name)
+    dtype = jnp.promote_types(jnp.result_type(float), arithmetic.sum_dtype(losses.dtype))
+    factors = weights.astype(dtype) if reduction == "mean" else jnp.ones_like(losses, dtype)
+    kept_losses = arithmetic.taking_part(
+        losses.astype(dtype) * factors, arithmetic.takes_part(weights, reduction)
+    )
+    return arithmetic.pairwise_sum(kept_losses)
+
+
+def _samples(call: Call, by_group: list[PerMicrobatch]) -> Any:
+    """The samples of the micro-batches that contribute to a term."""
+    keep = jnp.concatenate([group.keep for group in by_group])
+    counts = jnp.asarray(loop.sizes(call.groups), jnp.result_type(float))
+    return arithmetic.pairwise_sum(arithmetic.taking_part(counts, keep))

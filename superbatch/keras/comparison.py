@@ -1,0 +1,255 @@
+# Keras is an extra. Where it is not installed, pyright cannot resolve it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
+"""Comparison of some rows at once and in parts, with the same weights and draws."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import keras
+from keras import ops
+from keras.src import backend
+
+from . import arithmetic, findings, forward, probe, survey, window
+from .options import Options
+from .probe import Mapping
+
+# What rounding may make of a sum in another order, relative to its terms.
+BOUNDS = {"float64": 1e-5, "float16": 0.01, "bfloat16": 0.06}
+USUAL = 1e-3  # float32, also where a GPU multiplies in TF32
+
+
+class Measured(NamedTuple):
+    """Evaluation of some rows.
+
+    Attributes:
+        outputs: the predictions, one tensor of all rows each; None for one that has no row for each sample.
+        losses: of the terms, without their factors.
+        total: the loss of the rows: by Keras where they are evaluated at once, else by the train step's rule.
+        terms: those of each part.
+        state: the values of other variables that the forwards have changed, by their path.
+    """
+
+    outputs: list[Any]
+    losses: list[Any]
+    total: Any
+    terms: list[list[Any]]
+    state: dict[str, Any]
+
+
+class Comparison:
+    """Some rows of a batch at once and in parts.
+
+    Args:
+        model: the accumulating model.
+        options: of `accumulate`.
+        mapping: values of its variables.
+        some: ``(x, y, sample_weight)`` of these rows.
+        parts: the numbers of the rows of each part.
+    """
+
+    def __init__(
+        self, model: Any, options: Options, mapping: Mapping, some: Any, parts: list[list[int]]
+    ) -> None:
+        self.model, self.options, self.mapping = model, options, mapping
+        self.some, self.parts = some, parts
+        self.bound = _bound(model)
+
+    def measure(self) -> None:
+        """Evaluate the rows.
+
+        Raises:
+            SuperbatchError: the loss says too little.
+        """
+        self.whole = self._measured(self._at_once(), self.mapping)
+        self.apart = self._measured(self.parts, self.mapping)
+
+    def is_finite(self) -> bool:
+        """Return True if the loss of the rows at once is a number."""
+        return bool(ops.all(ops.isfinite(ops.stack([*self.whole.losses, self.whole.total]))))
+
+    def agrees(self) -> bool:
+        """Return True if the rows have the same predictions and losses at once and in parts."""
+        same = _same(self.whole.total, self.apart.total, self.bound)
+        # Of several outputs one may have no loss; a single one shows what is small in its loss.
+        alone = len(self.whole.outputs) == 1
+        coupled = alone and self._coupled(self.whole.outputs, self.apart.outputs)
+        return same and not coupled and not self._differing() and not self._moved()
+
+    def differs_in_declared(self) -> bool:
+        """Return True if a loss differs whose weight is declared, and the predictions do not."""
+        coupled = self._coupled(self.whole.outputs, self.apart.outputs)
+        return not coupled and any(self.whole.terms[0][number].stated for number in self._differing())
+
+    def repeats(self) -> bool:
+        """Return True if other states of the random generators change nothing."""
+        again = self._measured(self._at_once(), probe.reseeded(self.model, self.mapping))
+        pairs = zip([*self.whole.losses, self.whole.total], [*again.losses, again.total], strict=True)
+        return all(_same(*pair, self.bound / 10) for pair in pairs)
+
+    def refuse(self) -> None:
+        """Raise the error that names the layer or the loss.
+
+        Raises:
+            CoupledSamplesError: a layer or a loss couples the rows.
+            LossSpecError: a loss has another divisor than the declared one.
+        """
+        rows = [len(part) for part in self.parts]
+        if self._coupled(self.whole.outputs, self.apart.outputs):
+            raise findings.coupled_layer(self.model, self._first_coupled_layer(), rows)
+        for number in self._differing():
+            values = [float(terms[number].value) for terms in self.apart.terms]
+            term = self.whole.terms[0][number]
+            raise findings.wrong_term(term, float(self.whole.losses[number]), values, rows)
+        if self._moved():
+            raise findings.moved_state(self._moved(), rows)
+        raise findings.wrong_total(float(self.whole.total), float(self.apart.total), rows)
+
+    def _differing(self) -> list[int]:
+        """The numbers of the terms that differ."""
+        pairs = zip(self.whole.losses, self.apart.losses, strict=True)
+        return [number for number, pair in enumerate(pairs) if not _same(*pair, self.bound)]
+
+    def _moved(self) -> list[str]:
+        """The variables that end elsewhere after one forward than after one of each part."""
+        whole, apart = self.whole.state, self.apart.state
+        return sorted(
+            path
+            for path in {*whole, *apart}
+            if path not in whole or path not in apart or not _same(whole[path], apart[path], self.bound)
+        )
+
+    def _coupled(self, whole: list[Any], apart: list[Any]) -> bool:
+        """Return True if an array has other rows at once than in parts."""
+        return any(
+            a is not None and b is not None and not _same(a, b, self.bound)
+            for a, b in zip(whole, apart, strict=False)
+        )
+
+    def _at_once(self) -> list[list[int]]:
+        return [[*range(sum(len(part) for part in self.parts))]]
+
+    def _first_coupled_layer(self) -> Any | None:
+        """The first layer, in the order in which they end, whose rows differ; None if it is not found."""
+        found = []
+        for part in [*self._at_once(), *self.parts]:
+            with probe.recorded(self.model) as outputs, _scope(self.mapping):
+                forward.predictions(self.model, rows_of(self.some, part)[0])
+            found.append(outputs)
+        whole, parts = found[0], found[1:]
+        if any(len(part) != len(whole) for part in parts):
+            return None
+        for number, (layer, outputs) in enumerate(whole):
+            at_once = _joined([outputs], self._at_once())
+            if self._coupled(at_once, _joined([part[number][1] for part in parts], self.parts)):
+                return layer
+        return None
+
+    def _measured(self, parts: list[list[int]], mapping: Mapping) -> Measured:
+        """Evaluate rows in parts, by the arithmetic of the train step."""
+        model, outputs, found = self.model, [], []
+        sums = plan = total = None
+        state: dict[int, Any] = {}
+        for part in parts:
+            batch = self.some if len(parts) == 1 else rows_of(self.some, part)
+            with _scope(_with(mapping, model, state)) as scope:
+                y_pred = forward.predictions(model, batch[0])
+                terms = forward.terms_of(model, batch, y_pred, self.options, None)
+                plan = survey.plan_of(model, terms, self.options) if plan is None else plan
+                if len(parts) == 1:  # the reference is Keras' own loss of the whole batch
+                    total = model._compute_loss(batch[0], batch[1], y_pred, batch[2], training=True)
+                elif total is None:
+                    total = forward.weight_regularization(model)
+            state |= _changed(model, scope, mapping)
+            counted = window.contribution(terms, len(part), plan)
+            sums = counted if sums is None else sums + counted
+            outputs.append(keras.tree.flatten(y_pred))
+            found.append(terms)
+        losses = window.losses_of(sums, plan)
+        if len(parts) > 1:
+            total = window.total_loss(losses, plan, total)
+        return Measured(
+            _joined(outputs, parts), losses, ops.cast(total, plan.dtype), found, _by_path(model, state)
+        )
+
+
+def rows_of(batch: Any, numbers: Any) -> Any:
+    """Return these rows of every array of a batch, as tensors."""
+    chosen = list(numbers)
+
+    def take(leaf: Any) -> Any:
+        return None if leaf is None else ops.take(ops.convert_to_tensor(leaf), chosen, axis=0)
+
+    return keras.tree.map_structure(take, batch)
+
+
+def _scope(mapping: Mapping) -> Any:
+    return keras.StatelessScope(state_mapping=mapping, collect_losses=True)
+
+
+def _changed(model: Any, scope: Any, mapping: Mapping) -> dict[int, Any]:
+    """Values that a forward has given to variables that no optimizer updates, by the id of the variable."""
+    given = {id(variable): value for variable, value in mapping}
+    found = {}
+    for variable in model.non_trainable_variables:
+        value = scope.get_current_value(variable)
+        if value is not None and value is not given.get(id(variable)):
+            found[id(variable)] = value
+    return found
+
+
+def _with(mapping: Mapping, model: Any, state: dict[int, Any]) -> Mapping:
+    """Return values of variables, and those that the forwards before have left: as in the train step."""
+    kept = [(variable, value) for variable, value in mapping if id(variable) not in state]
+    left = [
+        (variable, state[id(variable)]) for variable in model.non_trainable_variables if id(variable) in state
+    ]
+    return [*kept, *left]
+
+
+def _by_path(model: Any, state: dict[int, Any]) -> dict[str, Any]:
+    """The states of layers; those of random generators move with each forward as a matter of course."""
+    return {
+        variable.path: state[id(variable)]
+        for variable in model.non_trainable_variables
+        if id(variable) in state and "seed" not in variable.path
+    }
+
+
+def _joined(outputs: list[list[Any]], parts: list[list[int]]) -> list[Any]:
+    """Join arrays of parts in the order of the rows; None for one without a row for each sample."""
+    order = [0] * sum(len(part) for part in parts)
+    for place, row in enumerate(row for part in parts for row in part):
+        order[row] = place
+    found = []
+    for leaves in zip(*outputs, strict=True):
+        by_rows = all(
+            hasattr(leaf, "shape") and len(leaf.shape) and leaf.shape[0] == len(part)
+            for leaf, part in zip(leaves, parts, strict=True)
+        )
+        if not by_rows or not backend.is_float_dtype(backend.standardize_dtype(leaves[0].dtype)):
+            found.append(None)
+        else:
+            found.append(leaves[0] if len(leaves) == 1 else ops.take(ops.concatenate(leaves), order, axis=0))
+    return found
+
+
+def _bound(model: Any) -> float:
+    """The largest difference that is rounding: by the shortest dtype that a layer computes in."""
+    dtypes = {layer.compute_dtype for layer in model._flatten_layers()}
+    bounds = [BOUNDS.get(str(dtype), USUAL) for dtype in dtypes]
+    # Keras' torch backend computes in float32 whatever the dtype is.
+    return max(bounds) if backend.backend() != "torch" else max(USUAL, *bounds)
+
+
+def _same(a: Any, b: Any, bound: float) -> bool:
+    """Return True if two arrays differ by rounding only, relative to their largest element."""
+    a, b = (ops.cast(each, arithmetic.wide(each.dtype)) for each in (a, b))
+    size = ops.maximum(ops.max(ops.abs(a)), ops.max(ops.abs(b)))
+    return bool(ops.max(ops.abs(a - b)) <= bound * size + 1e-12)

@@ -1,0 +1,108 @@
+# Keras is an extra. Where it is not installed, pyright cannot resolve it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
+"""Errors for what the check of the first batch has found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import CoupledSamplesError, InputError, LossSpecError
+from .terms import Term
+
+CLOSE = 1e-3
+WAY_OUT = "Pass check=False to accumulate to train with another update than that of the whole batch."
+
+
+def coupled_layer(model: Any, layer: Any | None, rows: list[int]) -> CoupledSamplesError:
+    """Return the error for a layer whose rows depend on the other rows."""
+    place = f"the model {model.name!r}" if layer is None else f"{type(layer).__name__} {layer.name!r}"
+    return CoupledSamplesError(
+        f"The output of {place} for a row depends on the other rows of the batch: it differs between "
+        f"{sum(rows)} rows at once and micro-batches of {_listed(rows)}. Compute it from each row alone "
+        "(for a normalisation: LayerNormalization, GroupNormalization), or train with whole batches. "
+        + WAY_OUT
+    )
+
+
+def wrong_term(
+    term: Term, whole: float, parts: list[float], rows: list[int]
+) -> CoupledSamplesError | LossSpecError:
+    """Return the error for a loss whose micro-batches do not give that of the batch.
+
+    Args:
+        term: the loss, of the rows at once.
+        whole: its value for them.
+        parts: its values for the micro-batches.
+        rows: of the micro-batches.
+    """
+    found = f"it is {whole:.6g} for {sum(rows)} rows at once, and {_numbers(parts)} for micro-batches of "
+    found += _listed(rows)
+    by_rows = sum(value * count for value, count in zip(parts, rows, strict=True)) / sum(rows)
+    if term.name == "add_loss":
+        remedy = (
+            "It is a sum over rows: divide it by the number of rows, keras.ops.shape(x)[0]. "
+            if _close(sum(parts), whole)
+            else "Add a mean over rows; make a mean over tokens, or over other weights, a loss in compile(). "
+        )
+        return LossSpecError(f"add_loss is no mean over the rows of the batch: {found}. {remedy}{WAY_OUT}")
+    if not term.stated:
+        return CoupledSamplesError(
+            f"The loss {term.name!r} of a row depends on the other rows of the batch: {found}. Use a loss "
+            f"that is computed from each row alone, or train with whole batches. {WAY_OUT}"
+        )
+    if _close(sum(parts), whole):
+        remedy = (
+            'It is a sum: return one number for each sample from a loss with reduction="sum", without '
+            "loss_weight. "
+        )
+    elif _close(by_rows, whole):
+        remedy = (
+            "It is a mean over rows: pass loss_weight=lambda x, y, sample_weight: keras.ops.shape(y)[0]. "
+        )
+    else:
+        remedy = (
+            "Return from loss_weight the number that the loss is divided by. If no number makes the loss of "
+            "the batch from those of micro-batches, return one number for each sample. "
+        )
+    return LossSpecError(
+        f"loss_weight is not the divisor of the loss {term.name!r}: {found}. {remedy}{WAY_OUT}"
+    )
+
+
+def moved_state(paths: list[str], rows: list[int]) -> InputError:
+    """Return the error for variables of layers that each forward changes."""
+    return InputError(
+        f"A forward in training changes {', '.join(repr(path) for path in paths[:3])}: once for each "
+        f"micro-batch, where the whole batch changes it once, and {sum(rows)} rows at once leave another "
+        f"value than micro-batches of {_listed(rows)}. Freeze the layer, update the variable in a callback "
+        f"after each batch, or train with whole batches. {WAY_OUT}"
+    )
+
+
+def wrong_total(whole: float, apart: float, rows: list[int]) -> LossSpecError:
+    """Return the error for a total that is not the sum of its terms."""
+    return LossSpecError(
+        f"The loss of the model is {whole:.6g} for {sum(rows)} rows at once by Keras, and {apart:.6g} by the "
+        f"terms of micro-batches of {_listed(rows)}. Report this model as a bug of superbatch. {WAY_OUT}"
+    )
+
+
+def _close(a: float, b: float) -> bool:
+    return abs(a - b) <= CLOSE * max(abs(a), abs(b))
+
+
+def _listed(rows: list[int]) -> str:
+    """The sizes of micro-batches, in words."""
+    *most, last = [str(count) for count in rows]
+    return f"{', '.join(most)} and {last} rows" if most else f"{last} rows"
+
+
+def _numbers(values: list[float]) -> str:
+    *most, last = [f"{value:.6g}" for value in values]
+    return f"{', '.join(most)} and {last}" if most else last

@@ -1,0 +1,160 @@
+# Keras is an extra. Where it is not installed, pyright cannot resolve it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
+"""Check of the first batch: a few of its rows are evaluated at once and in parts, before it is trained on.
+
+Rows in another company must have the same predictions and the same losses. Where they do not, a layer or a
+loss couples the samples, or what a loss is divided by is not what was declared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import keras
+
+from ..errors import SuperbatchError
+from . import probe, splitting
+from .comparison import Comparison, rows_of
+from .options import Options
+from .probe import Mapping
+
+ROWS = 8  # most rows of the first comparison
+TRUE_SIZE = 12  # most rows of a micro-batch of the second: pairs, triples and fours of rows fit in
+
+
+class First(NamedTuple):
+    """The first batch of a training, taken before Keras' function of it runs.
+
+    Attributes:
+        data: the batch, as Keras hands it to a train step.
+        mapping: the present values of the model's variables.
+        arguments: of Keras' function; they have the batch again.
+    """
+
+    data: Any
+    mapping: Mapping
+    arguments: tuple[Any, ...]
+
+
+def checked(model: Any, options: Options, step: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return Keras' function of a batch, preceded by the check of the first batch of two rows or more.
+
+    Args:
+        model: the accumulating model.
+        options: of `accumulate`.
+        step: the module of the backend.
+        function: as `make_train_function` of Keras made it.
+    """
+    waiting = options.check
+
+    def checking(*arguments: Any) -> Any:
+        nonlocal waiting
+        given = arguments if step.TAKES_STATE else ()
+        try:
+            if waiting:
+                first = step.peek(model, arguments)
+                if first is not None:
+                    arguments = first.arguments
+                    waiting = not check(model, options, step, first)
+                del first  # it holds the batch
+            return function(*arguments)
+        except SuperbatchError:
+            if step.TAKES_STATE:
+                step.restore(model, given[0])
+            raise
+
+    return checking
+
+
+def check(model: Any, options: Options, step: Any, first: First) -> bool:
+    """Compare a few rows at once and in parts; return False if there is no second row.
+
+    Raises:
+        CoupledSamplesError: a layer or a loss couples the rows.
+        InputError: a forward changes variables of layers.
+        LossSpecError: a loss has another divisor than the declared one.
+    """
+    batch = keras.utils.unpack_x_y_sample_weight(first.data)
+    rows = int(splitting.leaves(batch)[0].shape[0])
+    if rows < 2:
+        return False
+    with ExitStack() as conditions:
+        conditions.enter_context(step.without_gradients())
+        conditions.enter_context(probe.constant_draws())
+        if options.batchnorm == "per_microbatch":
+            conditions.enter_context(probe.accepted_batchnorms(model))
+        _compare(model, options, step, first.mapping, batch)
+    return True
+
+
+def _compare(model: Any, options: Options, step: Any, mapping: Mapping, batch: Any) -> None:
+    rows, size = int(splitting.leaves(batch)[0].shape[0]), options.microbatch_size
+    chosen, parts = _spread(rows, size, step)
+    first = _comparison(model, options, probe.shifted(mapping), mapping, (batch, chosen, parts))
+    if first is not None and first.agrees():
+        return
+    # A loss of neighbours is exact where micro-batches hold all of them: their true size and order decide.
+    size = max(1, min(size, TRUE_SIZE, rows // 2))
+    length = min(rows, 3 * size)
+    true = (batch, [*range(length)], [[*part] for part in step.cut(length, size)])
+    # At two places of the weights: the means of a few micro-batches may agree at one of them by chance.
+    values = [probe.shifted(mapping), mapping]
+    found = [_comparison(model, options, each, mapping, true) for each in values]
+    if found[0] is None or found[1] is None:
+        return
+    if first is not None and first.differs_in_declared():
+        found = [first]  # such a mean may agree where true micro-batches happen to count the same
+    for comparison in found:
+        if comparison is not None and not comparison.agrees() and comparison.repeats():
+            comparison.refuse()
+
+
+def _spread(rows: int, size: int, step: Any) -> tuple[list[int], list[list[int]]]:
+    """Return rows from all over the batch, and two unequal parts of them.
+
+    The mean, a sum and a mean of means differ then. Neighbours stay together where micro-batches keep them.
+    """
+    together = 2 if size % 2 == 0 and rows >= 2 * ROWS and 1 in step.cut(4, 2)[0] else 1
+    count = min(ROWS, size + together, rows) // together
+    places = [number * (rows // together) // count for number in range(count)]
+    chosen = [place * together + number for place in places for number in range(together)]
+    head = together * max(1, (3 * count + 1) // 5)
+    return chosen, [[*range(head)], [*range(head, len(chosen))]]
+
+
+def _comparison(
+    model: Any,
+    options: Options,
+    first: Mapping,
+    otherwise: Mapping,
+    rows: tuple[Any, list[int], list[list[int]]],
+) -> Comparison | None:
+    """Return the comparison of rows at once and in parts; None where the model cannot be evaluated so.
+
+    Args:
+        model: the accumulating model.
+        options: of `accumulate`.
+        first: values of its variables.
+        otherwise: values for where the loss is no number with the first.
+        rows: the batch, the rows of it, and the parts of these.
+    """
+    batch, chosen, parts = rows
+    for values in (first, otherwise):
+        found = Comparison(model, options, values, rows_of(batch, chosen), parts)
+        try:
+            found.measure()
+        except SuperbatchError:
+            raise
+        except Exception:  # noqa: BLE001  (a model that does not take these rows: training raises its own)
+            return None
+        if found.is_finite():
+            return found
+    return None

@@ -1,0 +1,148 @@
+"""Test by gradients, at parameters that rest, whether the micro-batches of windows are independent draws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from superbatch.errors import InputError
+from superbatch.noise.independence import FEWEST_TRIPLES, IndependenceTest
+from superbatch.noise.meter import NoiseMeter
+from superbatch.results.noise import Independence
+
+from ..devices import in_float64
+from ..gradient import Gradient
+
+
+def independence_at_rest(
+    models: nn.Module | Sequence[nn.Module],
+    loss_fn: Callable[[Any], Any],
+    batches: Iterable[Any],
+    *,
+    windows: int = 3 * FEWEST_TRIPLES,
+    **options: Any,
+) -> Independence:
+    """Compare gradients of windows with what the spread of their micro-batches explains; nothing is updated.
+
+    The test that a `superbatch.NoiseMeter` makes by losses sees no noise that gradients share and losses do
+    not. This one does, at the price of 60 windows of computing and of three gradients in memory. Data sorted
+    from end to end look like a gradient that drifts, which neither of them takes for noise.
+
+    Args:
+        models: whose gradient it is; parameters stay as they are, and so does ``.grad``.
+        loss_fn: loss of a micro-batch.
+        batches: as training has them, in its order; at least `windows` of them.
+        windows: how many to compare, three at a time.
+        options: of `superbatch.torch.Gradient`, as in training: ``microbatch_size``, ``weight``,
+            ``reduction``.
+
+    Returns:
+        The verdict, with the noise scale that updates see as windows are now.
+
+    Raises:
+        InputError: there are fewer batches, or a window has one micro-batch.
+
+    Examples:
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Linear(4, 1)
+        >>> def loss_fn(microbatch):
+        ...     x, y = microbatch
+        ...     return (model(x)[:, 0] - y).square().mean()
+        >>> x = torch.randn(60 * 32, 4) + torch.randn(60, 4).repeat_interleave(32, 0)  # 60 documents
+        >>> y = x.sum(1) + torch.randn(60 * 32)
+        >>> as_read = zip(x.split(32), y.split(32))
+        >>> independence_at_rest(model, loss_fn, as_read, microbatch_size=4).verdict
+        'shared'
+        >>> order = torch.randperm(len(x))
+        >>> shuffled = zip(x[order].split(32), y[order].split(32))
+        >>> independence_at_rest(model, loss_fn, shuffled, microbatch_size=4).verdict is None
+        True
+    """
+    meter = NoiseMeter(every=1)
+    fresh = meter.state_dict()
+    gradient = Gradient(models, loss_fn, observers=[meter], **options)
+    several = [models] if isinstance(models, nn.Module) else list(models)
+    owned = list({id(p): p for each in several for p in each.parameters() if p.requires_grad}.values())
+    test, seen = IndependenceTest(), _Windows()
+    before = [p.grad for p in owned]
+    source = iter(batches)
+    try:
+        for _ in range(max(1, windows // 3)):
+            seen.triple(test, [_one(gradient, meter, fresh, owned, source, windows) for _ in range(3)])
+    finally:
+        for parameter, grad in zip(owned, before, strict=True):
+            parameter.grad = grad
+    return replace(test.judged(), by="gradients", updates_see=seen.noise_scale())
+
+
+Gradients = Sequence[Tensor | None]
+
+
+class _Windows:
+    """Means over windows: squared length of the gradient, variance between neighbours, samples."""
+
+    def __init__(self) -> None:
+        self._lengths: list[float] = []
+        self._between: list[float] = []
+        self._samples: list[float] = []
+
+    def triple(self, test: IndependenceTest, found: Sequence[tuple[Gradients, float, float]]) -> None:
+        (a, va, _), (b, vb, _), (c, vc, _) = found
+        squares = (_distance(a, b), _distance(b, c), _distance(a, c))
+        test.add_triple(squares, (va, vb, vc))
+        self._between.append((squares[0] + squares[1]) / 4)
+        nothing = [None] * len(a)
+        self._lengths += [_distance(each, nothing) for each, _, _ in found]
+        self._samples += [samples for *_, samples in found]
+
+    def noise_scale(self) -> float | None:
+        """``N D / (mean |g|^2 - D)``, D the variance of whole windows: right whatever is shared."""
+        between, length, samples = (
+            math.fsum(each) / len(each) for each in (self._between, self._lengths, self._samples)
+        )
+        return samples * between / (length - between) if length > between else None
+
+
+def _one(
+    gradient: Gradient,
+    meter: NoiseMeter,
+    fresh: dict[str, Any],
+    owned: Sequence[Tensor],
+    batches: Iterator[Any],
+    windows: int,
+) -> tuple[Gradients, float, float]:
+    """Gradient of the next window, the variance that its micro-batches explain, and its samples."""
+    batch = next(batches, None)
+    if batch is None:
+        raise InputError(
+            f"The batches end before {windows} windows. Pass more of them, or a smaller windows= (at least "
+            f"{3 * FEWEST_TRIPLES} for a verdict)."
+        )
+    for parameter in owned:
+        parameter.grad = None
+    meter.load_state_dict(fresh)
+    gradient(batch)
+    noise = meter.estimate()
+    if not meter.windows:
+        raise InputError(
+            f"A window of the test could not be measured: {noise.reason}. Pass a microbatch_size that cuts "
+            "each batch in two or more."
+        )
+    parts = [None if p.grad is None else p.grad.detach().to_dense().clone() for p in owned]
+    return parts, noise.variance / noise.samples_per_window, noise.samples_per_window
+
+
+def _distance(one: Gradients, other: Gradients) -> float:
+    """The squared distance, parameter by parameter: float64 copies of whole gradients would not fit."""
+    found = 0.0
+    for a, b in zip(one, other, strict=True):
+        if a is None and b is None:
+            continue
+        parts = [torch.zeros(()) if each is None else in_float64(each) for each in (a, b)]
+        found += float((parts[0] - parts[1].to(parts[0].device)).abs().square().sum())
+    return found

@@ -1,0 +1,138 @@
+"""Local quadratic fits of a curve of evenly spaced points, and the falling curve nearest to one."""
+
+from __future__ import annotations
+
+# pyright: strict
+from collections.abc import Sequence
+from functools import lru_cache
+from operator import mul
+
+Row = tuple[int, tuple[float, ...]]
+"""First point that a fit sees, and the weight of each from there on."""
+
+LEAST_REST = 0.1
+"""A point never takes more than 0.9 of its own residual: fits at the ends lean on a few points."""
+
+
+class LocalFit:
+    """Value and slope at each point of a quadratic fitted to the points near it, by tricube weights.
+
+    Both are linear in the losses, ``v = H l`` and ``s = S l``, with rows that are zero but near the diagonal.
+    Unlike an exponential mean, the fit does not lag behind a curve that falls.
+
+    Args:
+        points: of the curve.
+        half: points that a fit sees on each side; fewer at the ends, which makes those noisier.
+
+    References:
+        W. S. Cleveland, 1979, J. Am. Stat. Assoc. 74:829.
+
+    Examples:
+        >>> fit = LocalFit(9, 3)
+        >>> square = [float(t * t) for t in range(9)]
+        >>> [round(each, 6) for each in fit.values(square)] == square, round(fit.slopes(square)[4], 6)
+        (True, 8.0)
+    """
+
+    def __init__(self, points: int, half: int) -> None:
+        rows = [_rows(i, points, half) for i in range(points)]
+        self._value, self._slope = [value for value, _ in rows], [slope for _, slope in rows]
+
+    def values(self, curve: Sequence[float]) -> list[float]:
+        """Return the fitted value at each point.
+
+        Args:
+            curve: one number per point.
+        """
+        return _applied(self._value, curve)
+
+    def slopes(self, curve: Sequence[float]) -> list[float]:
+        """Return the fitted slope at each point, per distance of two points.
+
+        Args:
+            curve: one number per point.
+        """
+        return _applied(self._slope, curve)
+
+    def residuals(self, curve: Sequence[float], values: Sequence[float]) -> list[float]:
+        """Return the noise at each point: what the fit leaves over, as wide as it was before the fit.
+
+        Args:
+            curve: one number per point.
+            values: fitted to it.
+        """
+        found: list[float] = []
+        for i, (first, weights) in enumerate(self._value):
+            rest = max(1 - weights[i - first], LEAST_REST)  # 1 - H_ii: the fit follows each point a little
+            found.append((curve[i] - values[i]) / rest**0.5)
+        return found
+
+
+@lru_cache(maxsize=8)
+def local_fit(points: int, half: int) -> LocalFit:
+    """Return the fit for curves of a length; kept, for repeats are fitted by hundreds.
+
+    Args:
+        points: of the curve.
+        half: points on each side.
+
+    Examples:
+        >>> local_fit(20, 3) is local_fit(20, 3)
+        True
+    """
+    return LocalFit(points, half)
+
+
+def falling(curve: Sequence[float]) -> list[float]:
+    """Return the sequence that never rises and is nearest to a curve: neighbours that rise are averaged.
+
+    Args:
+        curve: one number per point.
+
+    References:
+        R. E. Barlow and others, 1972, Statistical Inference under Order Restrictions.
+
+    Examples:
+        >>> falling([3.0, 1.0, 2.0, 0.0])
+        [3.0, 1.5, 1.5, 0.0]
+    """
+    blocks: list[tuple[float, int]] = []
+    for each in curve:
+        mean, count = each, 1
+        while blocks and blocks[-1][0] < mean:
+            before, more = blocks.pop()
+            mean, count = (before * more + mean * count) / (more + count), more + count
+        blocks.append((mean, count))
+    return [mean for mean, count in blocks for _ in range(count)]
+
+
+def _applied(rows: Sequence[Row], curve: Sequence[float]) -> list[float]:
+    # `sum` over `map` is several times as fast as a loop, and a survey fits hundreds of curves.
+    return [sum(map(mul, weights, curve[first : first + len(weights)])) for first, weights in rows]
+
+
+def _rows(i: int, points: int, half: int) -> tuple[Row, Row]:
+    """Rows of value and slope at point i."""
+    first, last = max(0, i - half), min(points, i + half + 1)
+    distances = [(j - i) / (half + 1) for j in range(first, last)]
+    weights = [(1 - abs(u) ** 3) ** 3 for u in distances]
+    moments = [sum(w * u**k for w, u in zip(weights, distances, strict=True)) for k in range(5)]
+    inverse = _inverse([[moments[a + b] for b in range(3)] for a in range(3)])
+
+    def row(which: int, scale: float) -> Row:
+        a, b, c = inverse[which]
+        each = (w * (a + b * u + c * u * u) / scale for w, u in zip(weights, distances, strict=True))
+        return first, tuple(each)
+
+    return row(0, 1.0), row(1, half + 1.0)
+
+
+def _inverse(m: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Inverse of a symmetric matrix of three rows, by cofactors."""
+
+    def minor(i: int, j: int) -> float:
+        (a, b), (c, d) = ([m[r][s] for s in range(3) if s != j] for r in range(3) if r != i)
+        return (-1) ** (i + j) * (a * d - b * c)
+
+    determinant = sum(m[0][j] * minor(0, j) for j in range(3))
+    return [[minor(j, i) / determinant for j in range(3)] for i in range(3)]

@@ -1,0 +1,178 @@
+"""Trainings whose windows are independent draws, or not: what the noise meter says of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superbatch.errors import InputError
+from superbatch.noise import NoiseMeter
+from superbatch.results.noise import Independence, Noise
+from superbatch.torch import Accumulator
+from superbatch.torch.tuning.independence import independence_at_rest
+
+K, SIZE, CLUSTERS, INPUTS = 8, 8, 10, 20
+
+
+def batch(draw: torch.Generator, way: str, centres: Tensor) -> tuple[Tensor, Tensor]:
+    """Samples of clusters: of any; of two of them, as from two documents; or of one in each micro-batch."""
+    count = K * SIZE
+    if way == "alike":
+        two = torch.randperm(CLUSTERS, generator=draw)[:2]
+        which = two[torch.randint(2, (count,), generator=draw)]
+    elif way == "in turn":
+        which = (torch.arange(K) + torch.randint(CLUSTERS, (1,), generator=draw)).repeat_interleave(SIZE)
+        which = which % CLUSTERS
+    else:
+        which = torch.randint(CLUSTERS, (count,), generator=draw)
+    x = centres[which] + torch.randn(count, INPUTS, generator=draw)
+    noisy = torch.rand(count, generator=draw) < 0.2
+    return x, torch.where(noisy, torch.randint(CLUSTERS, (count,), generator=draw), which)
+
+
+class Training:
+    """A small network, trained by a rate on windows of one kind."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = torch.Generator().manual_seed(seed)
+        self.centres = torch.randn(CLUSTERS, INPUTS, generator=self.draw)
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(INPUTS, 24), nn.Tanh(), nn.Linear(24, CLUSTERS))
+
+    def loss(self, part: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(self.model(part[0]), part[1])
+
+    def batches(self, way: str) -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            yield batch(self.draw, way, self.centres)
+
+    def run(self, way: str, rate: float, windows: int = 150) -> Noise:
+        sgd, meter = torch.optim.SGD(self.model.parameters(), rate), NoiseMeter(every=1)
+        accumulate = Accumulator(
+            self.model, sgd, self.loss, microbatch_size=SIZE, observers=[meter], check=False
+        )
+        for each in itertools.islice(self.batches(way), windows):
+            accumulate(each)
+        return meter.estimate()
+
+    def at_rest(self, way: str, **options: Any) -> Independence:
+        options = {"microbatch_size": SIZE, "check": False} | options
+        return independence_at_rest(self.model, self.loss, self.batches(way), **options)
+
+
+def trained(seed: int, way: str, rate: float) -> Noise:
+    return Training(seed).run(way, rate)
+
+
+def verdicts(way: str, rate: float, seeds: range) -> list[Any]:
+    found = [trained(seed, way, rate).independence for seed in seeds]
+    return [None if each is None else each.verdict for each in found]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("rate", [0.05, 0.5, 2.0])
+def test_shuffled_windows_pass_at_every_rate(rate: float) -> None:
+    assert verdicts("independent", rate, range(4)) == [None] * 4
+
+
+def test_windows_of_two_documents_are_found_while_their_losses_differ() -> None:
+    """12 of 12 at rate 0.05. At 0.5, where all clusters are soon learnt alike, 2 of 12."""
+    assert verdicts("alike", 0.05, range(3)) == ["shared"] * 3
+
+
+@pytest.mark.slow
+def test_error_rates_in_trainings() -> None:
+    """20 trainings of each: none of the shuffled ones is called anything."""
+    for rate in (0.05, 0.5, 2.0):
+        assert verdicts("independent", rate, range(20)).count(None) >= 19
+    assert verdicts("alike", 0.05, range(20)).count("shared") >= 18
+
+
+def test_the_noise_scale_of_such_windows_would_have_been_far_too_small() -> None:
+    """The premise: shared noise is counted as signal; the value that is withheld is off by more than 3."""
+    fine, alike = trained(0, "independent", 0.05), trained(0, "alike", 0.05)
+    assert alike.batch_size is None
+    assert alike.signal > 0
+    assert fine.variance / max(fine.signal, 1e-9) > 3 * alike.variance / alike.signal
+    assert alike.reason is not None
+    assert "share noise" in alike.reason
+
+
+# ------------------------------------------------------------------------------------- by gradients, at rest
+
+
+AT_REST = [("independent", 2.0, None), ("alike", 2.0, "shared"), ("in turn", 0.05, "even")]
+
+
+@pytest.mark.parametrize(("way", "rate", "verdict"), AT_REST)
+def test_gradients_at_rest_show_what_losses_do_not(way: str, rate: float, verdict: str | None) -> None:
+    """At rate 2 the losses of all clusters are soon alike, and show nothing."""
+    for seed in range(2):
+        training = Training(seed)
+        training.run(way, rate, 60)
+        found = training.at_rest(way)
+        assert (found.verdict, found.by, found.triples) == (verdict, "gradients", 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "rate", "verdict"), [*AT_REST, ("alike", 0.05, "shared")])
+def test_error_rates_at_rest(way: str, rate: float, verdict: str | None) -> None:
+    found: list[str | None] = []
+    for seed in range(12):
+        training = Training(seed)
+        training.run(way, rate, 60)
+        found.append(training.at_rest(way).verdict)
+    assert found.count(verdict) >= 11, found
+
+
+def test_the_noise_scale_that_updates_see_is_told_whatever_is_shared() -> None:
+    """One parameter, a gradient of 2 (w - mean y) with a mean of 2: the variance of windows is known."""
+    draw = torch.Generator().manual_seed(1)
+    shared, own, count = 0.5, 4.0, 32
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            y = -1 + own * torch.randn(count, 1, generator=draw) + shared * torch.randn(1, generator=draw)
+            yield torch.ones(count, 1), y
+
+    found = independence_at_rest(
+        model,
+        lambda part: nn.functional.mse_loss(model(part[0]), part[1]),
+        batches(),
+        windows=900,
+        microbatch_size=4,
+    )
+    window = 4 * (own**2 / count + shared**2)  # of the gradient of a window
+    assert found.ratio == pytest.approx(1 + shared**2 * count / own**2, rel=0.15)
+    assert found.updates_see == pytest.approx(count * window / 4, rel=0.15)
+    assert found.text is not None
+    assert f"updates see a noise scale of about {found.updates_see:.2g}" in found.text
+
+
+def test_nothing_moves_and_gradients_stay_what_they_were() -> None:
+    training = Training(0)
+    for parameter in training.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = [p.detach().clone() for p in training.model.parameters()]
+    training.at_rest("alike", windows=6)
+    for parameter, value in zip(training.model.parameters(), before, strict=True):
+        assert torch.equal(parameter, value)
+        assert parameter.grad is not None
+        assert bool((parameter.grad == 1).all())
+
+
+def test_too_few_batches_and_windows_of_one_micro_batch_are_refused() -> None:
+    training = Training(0)
+    few = list(itertools.islice(training.batches("alike"), 5))
+    with pytest.raises(InputError, match=r"The batches end before 60 windows\. Pass more of them"):
+        independence_at_rest(training.model, training.loss, few, microbatch_size=SIZE)
+    with pytest.raises(InputError, match="could not be measured: 0 windows measured; 8 needed"):
+        training.at_rest("alike", microbatch_size=None)
+    assert all(p.grad is None for p in training.model.parameters())
