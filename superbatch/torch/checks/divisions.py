@@ -122,7 +122,7 @@ def _divisions(node: Any) -> Iterator[Division]:
     name = node.name()
     try:
         if name.startswith("MeanBackward"):
-            # mean() saves the number of entries, mean(dim) the sizes.
+            # The release of torch decides which of the two is saved.
             entries = getattr(node, "_saved_self_sym_numel", None)
             yield Division(
                 name, float(node._saved_self_sym_sizes.numel() if entries is None else entries), sure=True
