@@ -41,7 +41,7 @@ WINDOWS = 100
 ROUTINE = 10
 """The first window that may be checked without news."""
 
-_MOST_CLASSES = 1024  # a longer tensor is none of class weights
+_MOST_CLASSES = 1024  # a longer tensor does not hold class weights
 _FAINT = ENOUGH / 2
 _WEIGHT, _LOSS, _NO_LOSS = "weights of samples", "losses other than 0", "losses of 0 beside others"
 _LENGTHS = "lengths of micro-batches"
@@ -246,7 +246,7 @@ class CheckSchedule:
         self._open(found)
 
     def _open(self, counts: Sequence[Count]) -> None:
-        """Note the counts that are still to be looked for."""
+        """Note the counts that no check has compared."""
         if self._config.reduction != "mean":  # sums add up, whatever they are divided by
             return
         now = self._now
@@ -305,7 +305,7 @@ class CheckSchedule:
             values_of[str(count)] = values
         if callable(self._config.weigh) and self._now.seen.get(_WEIGHT, 0.0) < ENOUGH:
             found += _unequal_weights(shown)
-        if not found:  # mostly; it is asked in each window
+        if not found:  # the usual case of every window
             return None
         new = [news for news in found if news.contrast > 2 * self._now.seen.get(news.name, 0.0)]
         best = max(new, key=lambda news: (news.sure, news.contrast), default=None)

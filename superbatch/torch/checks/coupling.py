@@ -185,7 +185,7 @@ def probe_coupling(
                     return tuple(_probed(probe)), tuple(dict.fromkeys(probe.notes))
         failure = f"on {taken} samples {failure}"
     # No probe ran: types still tell BatchNorm.
-    return tuple(_by_type(problem.model, {})), (f"coupling was looked for by type alone: {failure}",)
+    return tuple(_by_type(problem.model, {})), (f"coupling was searched for by type alone: {failure}",)
 
 
 def _computed_in(dtype: torch.dtype | None, problem: Problem) -> Problem:

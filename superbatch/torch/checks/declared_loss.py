@@ -51,7 +51,7 @@ from .probing.problem import Problem
 from .remedy import find_remedy
 from .verdict import Verdict, expected, settle
 
-MOST_PIECES = 4  # enough to meet unequal token counts, cheap beside one window
+MOST_PIECES = 4  # enough for unequal token counts, cheap beside one window
 
 
 def check_statement(problem: Problem, pieces: Sequence[Any], *, frozen: Sequence[nn.Module] = ()) -> Checked:

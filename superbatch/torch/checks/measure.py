@@ -113,7 +113,7 @@ def accumulated(setting: Setting, size: Size) -> Measured:
     Returns:
         The loss and the gradients that an optimizer would get.
     """
-    # Other random numbers than the whole batch draws, which a single dropout on the CPU would meet by chance.
+    # Other random numbers than those of the whole batch, which one dropout on the CPU would repeat by chance.
     # With streams it is torch's same seed: then they must be equal by construction.
     if not setting.streams:
         setting = setting.but(seed=setting.seed + _OTHER)

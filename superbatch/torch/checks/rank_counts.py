@@ -1,6 +1,6 @@
 """Counts that are equal for all samples of a rank, and differ between ranks.
 
-No rank sees anything unequal. A number in the sum that every window makes tells that ranks differ; then two
+No rank sees anything unequal. A number in the sum that every window makes shows that ranks differ; then two
 of them send one sample each, and all ranks check the loss on both.
 """
 
@@ -39,7 +39,7 @@ def levels_of(counts: Sequence[Count], part: Any) -> dict[str, float]:
 
 
 def digest(levels: Levels) -> int:
-    """Return a number of 20 bits that tells levels apart; 0 for none.
+    """Return a hash of levels in 20 bits; 0 without levels.
 
     Examples:
         >>> digest({}), digest({"y": 1.0}) != digest({"y": 2.0})

@@ -80,7 +80,7 @@ class Count(NamedTuple):
         return torch.cat(known)
 
     def of_first(self, part: Any) -> float | None:
-        """Return the count of a micro-batch's first sample; None where it is none, or one of chance."""
+        """Return the count of a micro-batch's first sample; None without a count, or for one of chance."""
         value = _value(part, self.path)
         # 0 is a label like the others, unless it fills the ends of rows.
         if self.ignored == 0 and not (_has_ends(value) and _pads([value])):
@@ -234,7 +234,7 @@ def spread(counts: Tensor) -> float:
 
 
 def extremes(counts: Tensor, rows: int) -> list[int]:
-    """Return the samples that count least and most, in increasing order, so that every cut tells them apart.
+    """Return the samples that count least and most, in increasing order, so that every cut separates them.
 
     Samples that count nothing are left out where others differ: a mean over nothing is not a number.
 
@@ -372,7 +372,7 @@ def _unpadded(value: Any) -> Tensor | None:
     behind = (value != last).flip(1).int().argmax(1)  # 0 where all are the same: nothing is known of them
     before = (value != first).int().argmax(1)
     most = torch.maximum(behind, before)
-    low, high = value.aminmax()  # a label that pads is none of the others: smaller or larger
+    low, high = value.aminmax()  # padding has its own label: the smallest or the largest
     pads = torch.where(behind > before, last[:, 0], first[:, 0])
     chance = (float(high) - float(low) + 1) ** (1.0 - most)  # of that many alike labels in a row
     padded = (chance < _BY_CHANCE) & ((pads == low) | (pads == high))

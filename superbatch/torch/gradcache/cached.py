@@ -56,9 +56,9 @@ def cached_gradients(
     stays and is added to. An error leaves gradients, buffers and random state as before the call. Under
     ``torch.no_grad()`` the loss alone is computed.
 
-    Each sample must be encoded by itself: BatchNorm in training mode is refused, mixing by hand is not seen
-    (`verify` finds it). Buffers and random state are
-    left as by one forward; every micro-batch sees the buffers as they were before it, as in the large batch.
+    Each sample must be encoded by itself: BatchNorm in training mode raises an error, hand-written coupling
+    is not noticed (`verify` finds it). Buffers and random state are left as by one forward; every micro-batch
+    sees the buffers as they were before it, as in the large batch.
 
     Args:
         encode: from a micro-batch to its embeddings: tensors with one row for each sample, in any nesting.
@@ -89,7 +89,7 @@ def cached_gradients(
 
     Raises:
         CoupledSamplesError: a module normalises with statistics of the batch, or a buffer takes up samples.
-        InputError: an argument, an output of `encode` or the loss is none that can be used, or the second
+        InputError: an argument, an output of `encode` or the loss cannot be used, or the second
             forward does not repeat the first.
         SplitError: the batch cannot be split.
         OptimizerError: an optimizer steps parameters inside the backward.

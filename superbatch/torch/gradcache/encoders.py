@@ -40,7 +40,7 @@ class Encoder:
         device: where micro-batches are moved; None: nowhere.
 
     Raises:
-        InputError, SplitError: the batch or the size is none.
+        InputError, SplitError: the batch or the size is not valid.
 
     Examples:
         >>> encoder = Encoder("encode", nn.Linear(2, 1), torch.zeros(5, 2), 2, {}, None)

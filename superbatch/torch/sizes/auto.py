@@ -50,7 +50,7 @@ class AutoSize:
         models: that it computes with.
         optimizers: that make the update.
         device: where micro-batches are moved; None leaves them where they are.
-        mode: which size is looked for.
+        mode: the size to find.
         unsplit: paths that every micro-batch gets whole.
         per_sample: paths of lists with one object per sample.
         gradient_sum: as the accumulator's, for the prediction.

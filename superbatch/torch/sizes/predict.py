@@ -126,7 +126,7 @@ def predict_peak(
                     phases = _microbatches(inputs, loss_fn, place, ledger).without(update.state)
     except SuperbatchError:
         raise
-    except Exception as error:  # fakes meet the user's own code, which may raise anything
+    except Exception as error:  # user code may raise anything on fake tensors
         raise _unpredictable(error) from error
     return _peak(samples, phases, update)
 

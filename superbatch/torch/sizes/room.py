@@ -34,7 +34,8 @@ HOLES = 3.0
 _HOLED = 0.25
 _LEAST_HOLES = 2**24
 
-# So much more room, and sizes are looked for anew: the fastest, and after a start; the largest.
+# With more room by these factors a search starts anew: of the fastest size, and of the largest one while
+# nothing was run; and of the largest one later.
 _MUCH = 1.25
 _MORE = 1.05
 _LESS = 0.9  # of the share used before, where there is less room than it seems
@@ -110,7 +111,7 @@ class Room:
         keep = sum(self._keeps(known, size) for size in set(sizes))
         if known.demand().at(max(sizes)) + keep <= self._bound():
             return max(sizes)
-        return self._largest_new(known)  # after it sizes are looked for again: one new size at a time
+        return self._largest_new(known)  # one new size at a time: the next search follows it
 
     def _largest_new(self, known: SizeHistory) -> int:
         """Return the largest size with room for it, and for the memory that it keeps if it is new."""

@@ -57,7 +57,7 @@ def signature(batch: Any, samples: int) -> Signature:
 
 
 def covers(known: Signature, asked: Signature) -> bool:
-    """Return whether samples of a known shape need at least the memory of those asked about.
+    """Return whether samples of a known shape need at least the memory of another shape's.
 
     Args:
         known: the signature that was measured.

@@ -52,7 +52,7 @@ class Sizing(Protocol):
         ...
 
     def report(self) -> MemoryReport | None:
-        """Return a report on the sizes found, for people; None without any."""
+        """Return a readable report on the sizes found; None without any."""
         ...
 
 

@@ -88,7 +88,8 @@ class SizeHistory:
     def note_kept(self, samples: int, kept: int) -> None:
         """Record the memory that a size beyond all others keeps, before it is given to `note`."""
         by = samples - max(self.runs, default=0)
-        (before, more) = (0, 0) if by > _BEYOND * samples else self.kept_beyond  # a little more says nothing
+        # A slightly larger size alone shows nothing: it is added to those before.
+        (before, more) = (0, 0) if by > _BEYOND * samples else self.kept_beyond
         self.kept_beyond = before + kept, more + by
 
     def keeps_beyond(self, samples: int) -> int:
@@ -251,7 +252,7 @@ def most_of(known: SizeHistory) -> int:
 def state_of(known: SizeHistory) -> dict[str, Any]:
     """Plain containers from which `known_of` makes the same again.
 
-    Peaks are left out: they are for people.
+    Peaks are left out: only reports show them.
     """
     # Without `runs`: a resumed run measures each size anew, maybe on another machine.
     return {

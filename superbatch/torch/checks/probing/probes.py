@@ -22,7 +22,7 @@ from superbatch.torch.devices import in_float64, where_float64_is
 
 @dataclass(frozen=True)
 class Mixing:
-    """A module in which samples of a batch meet.
+    """A module that couples the samples of a batch.
 
     Args:
         module: its path; `"loss_fn"` outside every module.
@@ -149,7 +149,7 @@ def first_difference(a: list[Watched], b: list[Watched], *, tolerance: float) ->
         tolerance: the largest relative difference that counts as rounding.
 
     Returns:
-        Where samples meet: the module itself where its output differs but its input does not, the calling
+        The coupling module: the module itself where its output differs but its input does not, the calling
         module where already the input differs. None if nowhere.
 
     Examples:
@@ -305,7 +305,7 @@ def _change(one: Watched, other: Watched) -> float | None:
     # A pass may return fewer tensors than the other; only pairs are compared.
     pairs = zip(one.tensors, other.tensors, strict=False)
     comparable = [(a.readings, b.readings) for a, b in pairs if a.shape == b.shape and a.readings]
-    # Under the reading that shows the least: a wrong reading shows mixing where there is none.
+    # The smallest change of all readings: a wrong reading shows mixing where there is none.
     return max((min(map(_relative, *readings)) for readings in comparable), default=None)
 
 
@@ -323,7 +323,7 @@ def _relative(a: Tensor, b: Tensor) -> float:
 
 
 def _differentiable(value: Any) -> Any:
-    """Let gradients be taken towards floating-point inputs, which data does not ask for by itself."""
+    """Make floating-point inputs require gradients, as data does not."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and not value.requires_grad and torch.is_grad_enabled():
             # Multiplied, because a leaf would refuse in-place layers.

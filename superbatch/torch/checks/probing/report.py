@@ -225,7 +225,7 @@ def _compare(
 
 
 def _index_of_judge(outcomes: list[_Outcome]) -> int:
-    """The comparison that tells the structure of the problem from rounding: that in the widest dtype."""
+    """Return the index of the widest dtype, whose comparison separates errors from rounding."""
     return max(range(len(outcomes)), key=lambda index: outcomes[index].dtype == torch.float64)
 
 
