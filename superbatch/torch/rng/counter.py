@@ -147,8 +147,8 @@ def uniform(bits: Tensor, dtype: torch.dtype, *, open: bool = False) -> Tensor:
     digits = _DIGITS[dtype]
     top = bits >> (64 - digits)
     if open:
-        # A signed number of `digits` bits: scaled it is in [-0.5, 0.5).
         top.bitwise_or_(1)
+    # `top` is a signed number of `digits` bits: scaled, it is in [-0.5, 0.5).
     return top.to(dtype).mul_(2.0**-digits).add_(0.5)
 
 
