@@ -254,7 +254,7 @@ def test_fewer_samples_and_the_reason() -> None:
     assert notes_of(5) == (found, ())
     assert notes_of(3) == (found, ())
     assert notes_of(2) == (found, ("only 2 samples: values were not compared between modules",))
-    assert notes_of(1) == (found, ("coupling was looked for by type alone: only 1 sample",))
+    assert notes_of(1) == (found, ("coupling was searched for by type alone: only 1 sample",))
 
 
 def test_equal_samples_show_nothing_and_that_is_said() -> None:
@@ -276,7 +276,7 @@ def test_a_model_that_needs_an_even_batch() -> None:
     )
     assert spots(findings) == [("batchnorm", "1")]
     assert math.isnan(findings[0].evidence)
-    assert notes[0].startswith("coupling was looked for by type alone: on 7 samples RuntimeError: shape")
+    assert notes[0].startswith("coupling was searched for by type alone: on 7 samples RuntimeError: shape")
 
 
 def test_a_model_that_refuses_nan_is_probed_otherwise() -> None:

@@ -62,7 +62,7 @@ def test_the_failure_names_parameter_distance_cause_and_weight() -> None:
     )
     assert found is not None, text
     assert "cause: weight in loss_fn" in text
-    assert 'State weight=count_tokens("labels").' in text
+    assert 'Pass weight=count_tokens("labels").' in text
     # The distance is that between a mean of means and the batch, each with a plain backward in float64.
     model = problem.model.double()
     parameters = dict(model.named_parameters())

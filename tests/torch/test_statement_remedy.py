@@ -525,7 +525,7 @@ def test_other_sums() -> None:
 
 
 def test_a_weight_is_open_where_the_parts_do_not_tell() -> None:
-    seen = weighting.Seen(1.0, 1, torch.ones(1, 3, dtype=torch.float64))
+    seen = weighting.Evaluated(1.0, 1, torch.ones(1, 3, dtype=torch.float64))
     cut = weighting.Cut(seen, (seen, seen), ((0,), (1,)))
     assert weighting.find_weights([cut], weighting.Rounding(1e-7, 1e-6)) == Weighting("open")
 

@@ -16,7 +16,7 @@ CANCELLED = 1e-14  # of the largest gradient of a parameter, in float64
 
 
 @dataclass(frozen=True)
-class Seen:
+class Evaluated:
     """Loss, weight and gradient of one micro-batch.
 
     Args:
@@ -52,7 +52,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Difference:
-    """Differences between a union and what a declaration predicts of it from its parts.
+    """Differences between a union and the prediction that a declaration makes from its parts.
 
     Args:
         loss: relative to the largest loss.
@@ -87,15 +87,15 @@ class Cut:
     """A micro-batch (`union`) and the parts that it was cut into.
 
     Args:
-        union: what the whole micro-batch showed.
-        parts: what each part showed.
+        union: result of the whole micro-batch.
+        parts: result of each part.
         spans: the positions of each part's samples in the micro-batch.
         replayed: False where random draws of the parts cannot be those of the union.
         by_sample: the parts draw one after the other, as the union draws sample after sample.
     """
 
-    union: Seen
-    parts: tuple[Seen, ...]
+    union: Evaluated
+    parts: tuple[Evaluated, ...]
     spans: tuple[tuple[int, ...], ...]
     replayed: bool = True
     by_sample: bool = False

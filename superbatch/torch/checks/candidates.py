@@ -37,10 +37,10 @@ class Clues(NamedTuple):
 
 
 def weight_candidates(problem: Problem, batch: Any) -> list[Candidate]:
-    """Weight functions that fit what is in a batch.
+    """Return weight functions that fit the content of a batch.
 
     Args:
-        problem: the model and what its loss function reaches are searched for loss modules and class weights.
+        problem: its model and loss function are searched for loss modules and class weights.
         batch: integer parts may be labels or lengths, boolean and non-negative floating ones masks or weights
             of samples, lists the objects of each sample.
 
@@ -85,7 +85,7 @@ def _from_tensor(batch: Any, path: str, value: Tensor, clues: Clues) -> Iterator
     possible = [
         ignored for ignored in dict.fromkeys((*clues.ignored, *_IGNORED)) if _fits(ignored, value.dtype)
     ]
-    # -100 even where no label has it: class weights alone may be what the loss divides by.
+    # -100 even where no label has it: class weights alone may make up the divisor.
     for ignored in dict.fromkeys((-100, *possible)):
         yield from _by_class(path, value, ignored, clues)
     mask = value.dtype == torch.bool or bool(((value == 0) | (value == 1)).all())
@@ -153,7 +153,7 @@ def _has_rows(part: Any) -> bool:
 def _computed(
     batch: Any, path: str, form: str, compute: Callable[[Tensor], Tensor], rank: int
 ) -> Iterator[tuple[int, Candidate]]:
-    """Sums over what is computed from a part of the batch."""
+    """Sums over values computed from a part of the batch."""
     where = _expression(batch, path)
     if where is not None:
         text = f"sample_weights(lambda microbatch: {form.format(where)})"
@@ -226,7 +226,7 @@ def _tensors_of(found: Any) -> Iterator[Tensor]:
 
 
 def _held_by(function: Any) -> Iterator[Any]:
-    """Yield what a function reaches: its closure, defaults, bound arguments and the globals it names."""
+    """Yield the objects in reach of a function: closure, defaults, bound arguments, globals it names."""
     if isinstance(function, partial):
         yield from (*function.args, *function.keywords.values(), *_held_by(function.func))
         return

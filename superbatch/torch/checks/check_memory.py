@@ -1,4 +1,4 @@
-"""Memory of what the checks of a loss have seen, and its saved form."""
+"""Record of the checks of a loss, and its saved form."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _KEYS = ("compared", "seen", "unverified", "microbatches", "spent", "said")
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of what the checks of a loss have seen so far.
+    """Record of the checks of a loss so far.
 
     Attributes:
         compared: whether losses that are not 0 were compared.
-        seen: the largest contrast of each count in what was compared.
+        seen: the largest contrast of each count that was compared.
         unverified: the first update that was made without a check that could have shown an error.
         spent: calls of `loss_fn` for further checks.
-        said: what was checked once, whatever it cost.
+        said: news that was checked once, whatever it cost.
         routine: number of the last window that was checked again.
     """
 

@@ -16,7 +16,7 @@ from .sample_counts import contrast, counts_in, extremes, spread, uneven
 
 _SEVERAL = 4  # samples, where micro-batches have fewer; without the memory for them, halves are checked
 ENOUGH = 0.1
-"""A relative difference of counts that a check tells apart in any precision."""
+"""Relative difference of counts that shows in any precision."""
 
 
 def first_pieces(pieces: MicrobatchList) -> list[Any]:

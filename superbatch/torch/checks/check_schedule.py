@@ -41,7 +41,7 @@ WINDOWS = 100
 ROUTINE = 10
 """The first window that may be checked without news."""
 
-_MOST_CLASSES = 1024  # a longer tensor is none of class weights
+_MOST_CLASSES = 1024  # a longer tensor does not hold class weights
 _FAINT = ENOUGH / 2
 _WEIGHT, _LOSS, _NO_LOSS = "weights of samples", "losses other than 0", "losses of 0 beside others"
 _LENGTHS = "lengths of micro-batches"
@@ -80,7 +80,7 @@ class CheckSchedule:
         self._known: list[Count] = []
         self._counts: list[Count] = []  # those that no check has seen unequal
         self._urgent: list[Count] = []  # and that a window is checked for at any cost
-        self._found: News | None = None  # what this window is checked for
+        self._found: News | None = None  # reason of this window's check
         self._lengths: list[str] = []  # leaves whose samples may have other lengths in other micro-batches
         self._shared: set[str] = set()  # counts and lengths that all ranks know
         self._now = self._before = Memory()
@@ -95,7 +95,7 @@ class CheckSchedule:
             updates: made so far.
 
         Raises:
-            LossSpecError, CoupledSamplesError: the loss is not what was declared.
+            LossSpecError, CoupledSamplesError: the loss contradicts its declaration.
         """
         self.updates, self._now = updates, self._before
         # One micro-batch on one process is plain training: nothing is averaged that could be wrong.
@@ -113,7 +113,7 @@ class CheckSchedule:
         """Tell whether a window shows something that no check has seen, and a check can be afforded.
 
         Returns:
-            Whether it does, and a number that tells what the samples of this rank count.
+            Whether it does, and a number that identifies the counts of this rank's samples.
         """
         if not self._on or not shown.pieces.microbatches:  # of a rank without data
             return False, 0
@@ -135,7 +135,7 @@ class CheckSchedule:
             said = [found.name, _NO_LOSS] if 0.0 in shown.losses else [found.name]
             self._now, self._found = replace(now, said=(*now.said, *said)), found
             return True
-        if now.unverified is None:  # what is looked for in few windows may have been there in those before
+        if now.unverified is None:  # counts read in few windows may have differed before
             first = max(self.updates // 2, self.updates - WINDOWS) + 1 if every else self.updates
             self._now = replace(now, unverified=first)
         return False
@@ -148,7 +148,7 @@ class CheckSchedule:
             unchanged: whether the micro-batches are as they were before the loss was computed from them.
 
         Raises:
-            LossSpecError, CoupledSamplesError: the loss is not what was declared.
+            LossSpecError, CoupledSamplesError: the loss contradicts its declaration.
         """
         parts, pairs = shown.pieces.parts(), [self._from_ranks(shown, unchanged)]
         chosen = self._choose(shown) if unchanged and parts else []  # none on a rank without data
@@ -171,7 +171,7 @@ class CheckSchedule:
         self._record(shown.pieces, checked, chosen)
 
     def left(self, *, made: bool) -> None:
-        """End a window: what it has shown counts if its update was made."""
+        """End a window: its record is kept if its update was made."""
         if made:
             self._before = self._now
             self._microbatches, self._pending = self._microbatches + self._pending, 0
@@ -181,7 +181,7 @@ class CheckSchedule:
             self._open(self._known)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the record of what was seen until the last update, in plain containers."""
+        """Return the record until the last update, in plain containers."""
         before = self._before
         return {
             **vars(before),
@@ -230,7 +230,7 @@ class CheckSchedule:
         declared = self._config.declared
         averaged = self._config.reduction == "mean" and (declared.needs_samples or not declared.returned)
         self._lengths = sorted(lengths) if averaged else []
-        # What one rank has compared is known to all: they declare the same loss.
+        # A comparison on one rank holds for all: they declare the same loss.
         seen = dict(self._now.seen)
         for *_, of_rank in every:
             for name, value in of_rank.items():
@@ -246,7 +246,7 @@ class CheckSchedule:
         self._open(found)
 
     def _open(self, counts: Sequence[Count]) -> None:
-        """Note the counts that are still to be looked for."""
+        """Note the counts that no check has compared."""
         if self._config.reduction != "mean":  # sums add up, whatever they are divided by
             return
         now = self._now
@@ -296,7 +296,7 @@ class CheckSchedule:
         return None if least is None or most is None else (least, most)
 
     def _unequal(self, shown: Shown, *, every: bool) -> News | None:
-        """The most unequal count of a window that is twice as unequal as what was checked."""
+        """Return the most unequal count of a window, if it is twice as unequal as the checked ones."""
         counts = self._counts if every else self._urgent
         found: list[News] = []
         values_of: dict[str, Any] = {}
@@ -305,7 +305,7 @@ class CheckSchedule:
             values_of[str(count)] = values
         if callable(self._config.weigh) and self._now.seen.get(_WEIGHT, 0.0) < ENOUGH:
             found += _unequal_weights(shown)
-        if not found:  # mostly; it is asked in each window
+        if not found:  # the usual case of every window
             return None
         new = [news for news in found if news.contrast > 2 * self._now.seen.get(news.name, 0.0)]
         best = max(new, key=lambda news: (news.sure, news.contrast), default=None)
@@ -328,7 +328,7 @@ class CheckSchedule:
         return float(abs(first - rest) / max(first, rest)) if max(first, rest) > 0 else 0.0
 
     def _choose(self, shown: Shown) -> list[Any]:
-        """Micro-batches that show what is new: of samples that count least and most, or of unequal losses."""
+        """Return micro-batches that show the news: of samples that count least and most, or by losses."""
         found, pieces = self._found or self._find(shown, every=False), shown.pieces
         picked = pieces.pick(found.samples) if found is not None and found.samples else None
         if picked is not None:

@@ -35,8 +35,8 @@ class Contradiction:
 
     Args:
         kind: as of `superbatch.results.verification.Finding`.
-        detail: what is wrong, without a full stop.
-        remedy: what to do instead, as an instruction.
+        detail: the error, without a full stop.
+        remedy: an instruction, without a full stop.
         evidence: how far the gradient of a parameter (or the loss) is off, relatively.
         coupled: no declaration about weights explains the loss.
 

@@ -147,7 +147,7 @@ def find_coupling(
 def probe_coupling(
     problem: Problem, batch: Any, *, samples: int = 7
 ) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
-    """`find_coupling`, with notes on what could not be probed.
+    """Run `find_coupling`, with notes on probes that were not possible.
 
     Args:
         problem: model, loss and declarations.
@@ -185,7 +185,7 @@ def probe_coupling(
                     return tuple(_probed(probe)), tuple(dict.fromkeys(probe.notes))
         failure = f"on {taken} samples {failure}"
     # No probe ran: types still tell BatchNorm.
-    return tuple(_by_type(problem.model, {})), (f"coupling was looked for by type alone: {failure}",)
+    return tuple(_by_type(problem.model, {})), (f"coupling was searched for by type alone: {failure}",)
 
 
 def _computed_in(dtype: torch.dtype | None, problem: Problem) -> Problem:
@@ -208,8 +208,8 @@ def _probed(probe: Probe) -> Iterator[Finding]:
     base = probe.watch(probe.base())
     stateful = {finding.module: finding for finding in _stateful(model, before, module_state(model))}
     mixing = innermost(find_mixing(probe, base), coupled_modules(model))
-    # Of findings about one module the last counts: what was measured over what the type tells of state, and
-    # the type over what was measured of mixing, as it names the remedy.
+    # Of findings about one module the last counts: for state the measurement, over the type; for mixing the
+    # type, over the measurement, as it names the remedy.
     by_type = {finding.module: finding for finding in _by_type(model, mixing)}
     state = {
         path: stateful.get(path, finding) for path, finding in by_type.items() if finding.kind == "state"

@@ -30,7 +30,7 @@ from ..window.participants.moved_state import MovedState
 from ..window.participants.moving import warn_of_what_moves
 from ..window.participants.snapshot import RandomKeeper
 from . import divisions
-from .agreement import Cut, Seen
+from .agreement import Cut, Evaluated
 from .checked import (
     ALIKE,
     ALL_ZERO,
@@ -51,7 +51,7 @@ from .probing.problem import Problem
 from .remedy import find_remedy
 from .verdict import Verdict, expected, settle
 
-MOST_PIECES = 4  # enough to meet unequal token counts, cheap beside one window
+MOST_PIECES = 4  # enough for unequal token counts, cheap beside one window
 
 
 def check_statement(problem: Problem, pieces: Sequence[Any], *, frozen: Sequence[nn.Module] = ()) -> Checked:
@@ -130,7 +130,7 @@ def prepared(problem: Problem, frozen: Sequence[nn.Module] = ()) -> Iterator[tup
         problem: to be evaluated.
         frozen: modules to run in evaluation mode.
     """
-    # A twin: a later window is checked while it is open, and what was taken for it must stay.
+    # A twin: a later window is checked while it is open, and its own savepoint must stay.
     known = problem.state or MovedState([problem.model], [problem.loss_fn])
     keeper = known.twin()
     keeper.begin(check=True)
@@ -146,7 +146,7 @@ def prepared(problem: Problem, frozen: Sequence[nn.Module] = ()) -> Iterator[tup
 
 
 def _examine(evaluation: Evaluation, pieces: Sequence[Any]) -> tuple[Contradiction | None, list[str]]:
-    """Compare pieces with their parts; return what contradicts, and why pieces that agree show nothing."""
+    """Compare pieces with their parts; return a contradiction, and why pieces that agree show nothing."""
     reasons: list[str] = []
     try:
         # The turn decides which single samples are cut off (`orders`).
@@ -250,7 +250,7 @@ def _check(evaluation: Evaluation, piece: Any, turn: int) -> str:
         except Exception as error:
             if out_of_memory(error):
                 raise
-            evaluation.plain(piece)  # which raises what training would raise
+            evaluation.plain(piece)  # raises the error that training would raise
             evaluation.failure = f"{type(error).__name__}: {error}"
             return NOT_EVALUATED
         if not normalize.takes_part(union.weight, reduction=problem.reduction):
@@ -288,8 +288,10 @@ def _replayed(evaluation: Evaluation, planned: Plan, cuts: Sequence[Cut]) -> boo
     return not by_sample or evaluation.draws_by_sample(planned, [cut.spans for cut in ordered])
 
 
-def _cuts(evaluation: Evaluation, planned: Plan, union: Seen, turn: int, calls: dict[int, Any]) -> list[Cut]:
-    """Evaluate the parts of a piece, cut in several ways; only what can be compared."""
+def _cuts(
+    evaluation: Evaluation, planned: Plan, union: Evaluated, turn: int, calls: dict[int, Any]
+) -> list[Cut]:
+    """Evaluate the parts of a piece, cut in several ways; return the cuts that can be compared."""
     cuts = [evaluation.cut(planned, union, order, calls) for order in orders(planned.samples, turn)]
     usable = [cut for cut in cuts if cut is not None and cut.usable]
     if len(usable) < len(cuts):  # single samples may have no loss: a deviation, a normalised batch
@@ -307,7 +309,7 @@ def _hidden(problem: Problem, cuts: Sequence[Cut], piece: Any) -> str:
     return ALIKE if count_alike(problem, piece) else ""
 
 
-def _shows(seen: Seen) -> bool:
+def _shows(seen: Evaluated) -> bool:
     return bool(seen.loss or (seen.gradient is not None and seen.gradient.any()))
 
 
@@ -328,7 +330,7 @@ def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Modules in evaluation mode, each restored to its own mode."""
     modes = [(module, module.training) for module in modules]
     for module in modules:
-        # Not train(False), which would set the children too and run what a user has overridden.
+        # Not train(False), which would set the children too and may be overridden.
         module.training = False
     try:
         yield

@@ -18,7 +18,7 @@ class Division(NamedTuple):
         operator: name of the node in the graph.
         number: entries of a mean, or the divisor.
         sure: it is the number of entries of a mean; a divisor may be anything.
-        counted: what the mean was divided by where it leaves entries out or weighs them; None: `number`.
+        counted: divisor of a mean that leaves entries out or weighs them; None: `number`.
     """
 
     operator: str
@@ -35,7 +35,7 @@ class Division(NamedTuple):
 def divisions_of(loss: Tensor) -> list[Division]:
     """Return the divisions between a loss and the last tensors of several elements in its graph.
 
-    What is computed beside the loss, such as an accuracy, is not in its graph.
+    Values computed beside the loss, such as an accuracy, are not in its graph.
 
     Examples:
         >>> x = torch.ones(2, 3, requires_grad=True)
@@ -114,7 +114,7 @@ def ratios(one: Sequence[Division], two: Sequence[Division], other: Sequence[Div
 
 
 def _makes_one_number(node: Any) -> bool:
-    metadata = getattr(node, "_input_metadata", ())  # a node's gradient has the shape of what it made
+    metadata = getattr(node, "_input_metadata", ())  # a node's gradient has the shape of its result
     return len(metadata) > 0 and torch.Size(metadata[0].shape).numel() == 1
 
 
@@ -122,7 +122,7 @@ def _divisions(node: Any) -> Iterator[Division]:
     name = node.name()
     try:
         if name.startswith("MeanBackward"):
-            # mean() saves the number of entries, mean(dim) the sizes.
+            # The release of torch decides which of the two is saved.
             entries = getattr(node, "_saved_self_sym_numel", None)
             yield Division(
                 name, float(node._saved_self_sym_sizes.numel() if entries is None else entries), sure=True

@@ -22,7 +22,7 @@ from ..memory.limits import memory_limit
 from ..memory.out_of_memory import out_of_memory
 from ..rng.sample_rng import sample_stream
 from ..window.participants.moved_state import MovedState
-from .agreement import Cut, Seen
+from .agreement import Cut, Evaluated
 from .generators import Generators
 from .precision import ComputeIn
 from .probing.problem import Problem, evaluate, weigh
@@ -31,12 +31,12 @@ from .sketch import sketch
 from .wide_parameters import WideParameters
 
 FEW = 8  # a micro-batch of this many samples is also cut into single ones, of more into four and the rest
-# A loss scaled by these is rounded otherwise, forward apart: none is near a power of two.
+# Scales that change the rounding of the backward: none is near a power of two.
 _SCALES = (0.7310585, 1.3247180, 0.5671433)
 _KEY = 0
 # With these `draws_by_sample` repeats a micro-batch: equal numbers of draws by chance are unlikely.
 _SEEDS = range(1, 9)
-_SMALL = 64 << 20  # bytes that are taken without asking what is free
+_SMALL = 64 << 20  # bytes that are taken without reading the free memory
 
 Order = tuple[int, ...]
 
@@ -50,7 +50,7 @@ class Evaluation:
 
     Attributes:
         unruled: random operations that could not be drawn per sample.
-        failure: what the last part that could not be evaluated raised.
+        failure: error of the last part that could not be evaluated.
         hidden: the parameter whose gradient rounding hides, and how much of it.
     """
 
@@ -73,7 +73,7 @@ class Evaluation:
         self._generators.set(self._start)
 
     def plain(self, microbatch: Any) -> Tensor:
-        """Evaluate a micro-batch as training would, to raise what training would raise; return the loss."""
+        """Evaluate a micro-batch as training would, with the same errors; return the loss."""
         self.begin()
         loss = evaluate(self.problem, map_arrays(_copy, microbatch))[0]
         check_loss(loss)
@@ -81,7 +81,7 @@ class Evaluation:
 
     def see(
         self, microbatch: Any, places: Sequence[int], calls: dict[int, Any], *, scale: float = 1.0
-    ) -> Seen:
+    ) -> Evaluated:
         """Evaluate a micro-batch; Python's and NumPy's random draws continue from their present state.
 
         Args:
@@ -91,7 +91,7 @@ class Evaluation:
             scale: of the loss in the backward; the gradient is divided by it again.
         """
         states = self._generators.now()
-        self._keeper.restore()  # a state that the last forward has moved is not what is compared here
+        self._keeper.restore()  # the last forward may have moved the state
         self._generators.set(states)  # some of which the keeper restores too
         with sample_stream(_KEY, indices=places, calls=calls, unruled=self.unruled):
             # On a copy, since a loss may change its micro-batch in place: a view of the user's batch.
@@ -105,21 +105,23 @@ class Evaluation:
         if self._by_backward != by_backward:  # the graph has been used up
             self._generators.set(states)
             return self.see(microbatch, places, calls, scale=scale)
-        return Seen(value, weight, gradient)
+        return Evaluated(value, weight, gradient)
 
-    def cut(self, planned: Plan, union: Seen, spans: Sequence[Order], calls: dict[int, Any]) -> Cut | None:
+    def cut(
+        self, planned: Plan, union: Evaluated, spans: Sequence[Order], calls: dict[int, Any]
+    ) -> Cut | None:
         """Evaluate the parts of a micro-batch, right after a first evaluation of the micro-batch by `union`.
 
         Args:
             planned: the micro-batch.
-            union: what it showed.
+            union: result of the micro-batch.
             spans: the positions of each part's samples.
             calls: as in `see`.
 
         Returns:
             The cut; None where a part cannot be evaluated by itself.
         """
-        parts: list[Seen] = []
+        parts: list[Evaluated] = []
         ended: list[bool] = []
         self._generators.set(self._start)
         for span in spans:
@@ -135,7 +137,7 @@ class Evaluation:
         replayed = ended[-1] if cut.in_order else all(ended)
         return replace(cut, replayed=replayed, by_sample=not all(ended))
 
-    def _part(self, microbatch: Any, span: Order, calls: dict[int, Any]) -> Seen | None:
+    def _part(self, microbatch: Any, span: Order, calls: dict[int, Any]) -> Evaluated | None:
         try:
             return self.see(microbatch, span, calls)
         except Exception as error:  # training would not see a part of a micro-batch
@@ -145,10 +147,10 @@ class Evaluation:
         # e.g. a mean over no labels raises: a part of weight 0 counts nothing and may do so.
         stated = self.problem.weight != "returned"
         if stated and not takes_part(weigh(self.problem, microbatch), reduction=self.problem.reduction):
-            return Seen(math.nan, 0)
+            return Evaluated(math.nan, 0)
         return None
 
-    def union(self, planned: Plan, calls: dict[int, Any], *, scale: float = 1.0) -> Seen:
+    def union(self, planned: Plan, calls: dict[int, Any], *, scale: float = 1.0) -> Evaluated:
         """Evaluate a whole micro-batch from the start of all random draws."""
         self.begin()
         places = range(planned.samples)
@@ -188,12 +190,12 @@ class Evaluation:
                 raise
             return None
 
-    def rounding(self, planned: Plan, union: Seen, *, times: int, exact: bool) -> Tensor | None:
+    def rounding(self, planned: Plan, union: Evaluated, *, times: int, exact: bool) -> Tensor | None:
         """Measure the rounding of each parameter's gradient by evaluations whose losses are scaled.
 
         Args:
             planned: the micro-batch.
-            union: what it showed.
+            union: result of the micro-batch.
             times: how many more evaluations.
             exact: False where losses of low precision may differ between two evaluations.
 
@@ -294,7 +296,7 @@ def _fits_in_float64(model: nn.Module) -> bool:
         return False
     if size <= _SMALL or any(parameter.device.type != "cpu" for parameter in parameters):
         return True
-    # Half of it for gradients is in `size`; a quarter of the memory leaves room for activations.
+    # `size` includes the gradients; a quarter of the memory leaves room for activations.
     return 4 * size <= memory_limit(torch.device("cpu")).bytes
 
 

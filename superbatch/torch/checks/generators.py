@@ -63,7 +63,7 @@ class Generators:
             access.seed(seed)
 
     def rewind(self, start: list[bytes], end: list[bytes]) -> None:
-        """Set those generators to their start that have come to the end: what draws once per call."""
+        """Set generators at the end to their start: they belong to code that draws once per call."""
         for access, first, last in zip(self._access, start, end, strict=True):
             if access.get() == last:
                 access.put(first)
@@ -114,7 +114,7 @@ def reachable(holders: Any) -> Iterator[Any]:
         >>> any(found is rng for found in reachable((partial(print, {"rng": [rng]}),)))
         True
     """
-    # Breadth first, so that the limit cuts off what is far from the loss.
+    # Breadth first, so that the limit cuts off objects far from the loss.
     seen: set[int] = set()
     waiting, keep = list(holders), []
     while waiting and len(seen) < _MOST_OBJECTS:

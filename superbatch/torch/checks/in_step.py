@@ -57,7 +57,7 @@ def in_step(problem: Problem, microbatch: Any, sync: Sync) -> Iterator[Problem]:
 
 
 def _in_turn(problem: Problem, spare: Any, sync: Sync, microbatch: Any) -> Any:
-    """Return the loss of a micro-batch; where it fails, take part in what other ranks' forwards wait for."""
+    """Return the loss of a micro-batch; after an error, take part in the collectives of other ranks."""
     sync.reshard()  # the modules' attributes may have been restored
     sync.turn(last=False, idle=True)
     try:

@@ -74,8 +74,8 @@ def check_lengths(problem: Problem, pair: Pair, *, frozen: Sequence[nn.Module]) 
         frozen: modules to run in evaluation mode.
 
     Raises:
-        LossSpecError: samples are declared to count alike, or by a function that counts neither samples nor
-            those entries.
+        LossSpecError: samples are declared to count alike, or by a function that counts other things than
+            samples or those entries.
     """
     paths = {"unsplit": problem.unsplit, "per_sample": problem.per_sample}
     of_pair = [lengths_in(one, paths) for one in pair]

@@ -41,7 +41,7 @@ class Setting:
         problem: model, loss and declarations, in the dtype of the passes.
         batch: the whole batch.
         reset: makes the working copies of the model anew.
-        batchnorm: what the Accumulator does with BatchNorm; `"frozen"` freezes it for the whole batch too.
+        batchnorm: of the Accumulator; `"frozen"` freezes BatchNorm for the whole batch too.
         streams: whether every sample draws from its own random stream.
         restore_state: whether buffers are restored before every micro-batch.
         seed: of the random numbers of a pass.
@@ -84,7 +84,7 @@ def whole(setting: Setting) -> Measured:
     """Compute the gradient of the whole batch in one pass, as a loop without accumulation does.
 
     Args:
-        setting: what to compute.
+        setting: of the measurement.
 
     Returns:
         The loss and the gradients, normalised as reduction and weight ask.
@@ -107,13 +107,13 @@ def accumulated(setting: Setting, size: Size) -> Measured:
     """Compute the gradient of the batch in micro-batches, with the Accumulator that training would use.
 
     Args:
-        setting: what to compute.
+        setting: of the measurement.
         size: the Accumulator's `microbatch_size`.
 
     Returns:
         The loss and the gradients that an optimizer would get.
     """
-    # Other random numbers than the whole batch draws, which a single dropout on the CPU would meet by chance.
+    # Other random numbers than those of the whole batch, which one dropout on the CPU would repeat by chance.
     # With streams it is torch's same seed: then they must be equal by construction.
     if not setting.streams:
         setting = setting.but(seed=setting.seed + _OTHER)
@@ -149,8 +149,8 @@ def differences(measured: Measured, reference: Measured) -> tuple[ParameterDiffe
     """Compare two gradients parameter by parameter.
 
     Args:
-        measured: what is judged.
-        reference: what it should be.
+        measured: the gradient to judge.
+        reference: the exact gradient.
 
     Returns:
         One entry for each parameter with a gradient in either; a missing gradient counts as zero.
@@ -177,8 +177,8 @@ def largest(measured: Measured, reference: Measured) -> float:
     """The largest relative difference of any parameter; NaN where one is NaN.
 
     Args:
-        measured: what is judged.
-        reference: what it should be.
+        measured: the gradient to judge.
+        reference: the exact gradient.
 
     Returns:
         The largest `relative` of `differences`.

@@ -84,7 +84,7 @@ class ComputeIn(TorchDispatchMode):
 
 
 def _to_a_parameter() -> bool:
-    """Tell whether autograd converts a gradient to the dtype of what it is the gradient of.
+    """Return whether autograd converts a gradient to the dtype of its tensor.
 
     A forward that a checkpoint computes again asks for conversions within the backward too.
     """

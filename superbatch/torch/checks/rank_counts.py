@@ -1,6 +1,6 @@
 """Counts that are equal for all samples of a rank, and differ between ranks.
 
-No rank sees anything unequal. A number in the sum that every window makes tells that ranks differ; then two
+No rank sees anything unequal. A number in the sum that every window makes shows that ranks differ; then two
 of them send one sample each, and all ranks check the loss on both.
 """
 
@@ -39,7 +39,7 @@ def levels_of(counts: Sequence[Count], part: Any) -> dict[str, float]:
 
 
 def digest(levels: Levels) -> int:
-    """Return a number of 20 bits that tells levels apart; 0 for none.
+    """Return a hash of levels in 20 bits; 0 without levels.
 
     Examples:
         >>> digest({}), digest({"y": 1.0}) != digest({"y": 2.0})
@@ -54,7 +54,7 @@ def apart(every: Sequence[Levels], seen: Levels) -> tuple[list[str], tuple[int, 
 
     Args:
         every: the levels of each rank.
-        seen: the largest contrast of each count in what was compared already.
+        seen: the largest contrast of each count that was compared already.
 
     Examples:
         >>> apart([{"a": 1.0, "b": 2.0}, {"a": 1.0, "b": 8.0}], {})
@@ -68,7 +68,7 @@ def apart(every: Sequence[Levels], seen: Levels) -> tuple[list[str], tuple[int, 
         values = [levels[name] for levels in every]
         some = [value for value in values if value > 0]
         contrast = 1 - min(some) / max(some) if some else 0.0
-        # Twice as unequal as what was compared, or every window would bring news.
+        # Twice as unequal as before, or every window would bring news.
         if contrast > max(best, 2 * seen.get(name, 0.0)):
             best, chosen = contrast, (values.index(min(some)), values.index(max(some)))
     return names, chosen

@@ -33,7 +33,7 @@ def find_remedy(
     Args:
         evaluation: of the problem with the wrong declaration.
         found: the evidence against it.
-        holds: tells whether a problem with another declaration passes the whole check, and could have failed.
+        holds: returns whether a problem with another declaration passes the check, and could have failed.
         others: the other micro-batches; a weight must explain each.
     """
     problem = evaluation.problem

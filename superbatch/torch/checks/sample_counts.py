@@ -80,7 +80,7 @@ class Count(NamedTuple):
         return torch.cat(known)
 
     def of_first(self, part: Any) -> float | None:
-        """Return the count of a micro-batch's first sample; None where it is none, or one of chance."""
+        """Return the count of a micro-batch's first sample; None without a count, or for one of chance."""
         value = _value(part, self.path)
         # 0 is a label like the others, unless it fills the ends of rows.
         if self.ignored == 0 and not (_has_ends(value) and _pads([value])):
@@ -110,7 +110,7 @@ def counts_in(
         part: a micro-batch, or a batch.
         unsplit: paths that are kept whole.
         per_sample: paths of lists with one entry for each sample.
-        hints: what the loss function tells about labels.
+        hints: from the loss function, about labels.
 
     Examples:
         >>> found = counts_in({"x": -torch.rand(2, 3), "mask": torch.ones(2, 3), "y": torch.tensor([1, 2])})
@@ -118,7 +118,7 @@ def counts_in(
         ["'mask'", "'y' (without -100)", "'y' (without -1)", "'y' (without 0)", "'y'"]
     """
     found: list[Count] = []
-    with contextlib.suppress(ValueError, TypeError, RuntimeError):  # what cannot be walked is not counted
+    with contextlib.suppress(ValueError, TypeError, RuntimeError):  # a batch without known leaves
         for leaf in leaves(part, unsplit=unsplit, per_sample=per_sample):
             if leaf.length is not None:
                 found += _of_leaf(leaf.path, _value(part, leaf.path), hints)
@@ -129,7 +129,7 @@ class Uneven(NamedTuple):
     """A count that is not the same for all samples.
 
     Attributes:
-        kind: of what.
+        kind: the count.
         values: of the samples.
         likely: whether a loss may well divide by it: 0 is a label like the others, unless it pads rows.
     """
@@ -172,7 +172,7 @@ def uneven(counts: Sequence[Count], parts: Sequence[Any], *, unlikely: bool = Tr
 
 
 class _Leaf:
-    """A leaf of some micro-batches, and what several counts ask of it."""
+    """A leaf of some micro-batches, with values that several counts share."""
 
     def __init__(self, parts: Sequence[Any], path: str) -> None:
         self.path = path
@@ -234,7 +234,7 @@ def spread(counts: Tensor) -> float:
 
 
 def extremes(counts: Tensor, rows: int) -> list[int]:
-    """Return the samples that count least and most, in increasing order, so that every cut tells them apart.
+    """Return the samples that count least and most, in increasing order, so that every cut separates them.
 
     Samples that count nothing are left out where others differ: a mean over nothing is not a number.
 
@@ -372,7 +372,7 @@ def _unpadded(value: Any) -> Tensor | None:
     behind = (value != last).flip(1).int().argmax(1)  # 0 where all are the same: nothing is known of them
     before = (value != first).int().argmax(1)
     most = torch.maximum(behind, before)
-    low, high = value.aminmax()  # a label that pads is none of the others: smaller or larger
+    low, high = value.aminmax()  # padding has its own label: the smallest or the largest
     pads = torch.where(behind > before, last[:, 0], first[:, 0])
     chance = (float(high) - float(low) + 1) ** (1.0 - most)  # of that many alike labels in a row
     padded = (chance < _BY_CHANCE) & ((pads == low) | (pads == high))

@@ -1,7 +1,7 @@
 """Small sums over gradients, linear like the gradients: exact for small parameters, else a sketch.
 
 Element ``i`` of a parameter is added to bucket ``i mod BUCKETS``, with a sign drawn from ``i div BUCKETS``.
-The signs keep apart what a plain sum would cancel: the rows of a softmax layer's gradient add up to 0.
+Without signs, rows that add up to 0 would cancel, e.g. those of a softmax layer's gradient.
 """
 
 from __future__ import annotations

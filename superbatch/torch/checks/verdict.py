@@ -34,9 +34,9 @@ class Verdict:
 
 
 def expected(dtypes: Collection[torch.dtype]) -> Rounding:
-    """Return the differences that are not worth a second look, by the dtypes that a loss computes in.
+    """Return the differences that pass as rounding, by the dtypes that a loss computes in.
 
-    Below 1e-4 of a parameter's gradient lies what losses divide by to avoid a division by 0 (a count + 1e-6).
+    1e-4 of a gradient leaves room for an epsilon against division by 0, e.g. a count + 1e-6.
     """
     if _native(dtypes):
         return Rounding(loss=1e-7, gradient=1e-6)

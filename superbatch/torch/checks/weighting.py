@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .agreement import SURE, Cut, Rounding, Seen
+from .agreement import SURE, Cut, Evaluated, Rounding
 
 _SHOWS = 10.0  # singular values below this, in units of rounding, leave a weight open
 _NONE = 1e-6  # a share of the whole weight that counts as none
@@ -31,7 +31,7 @@ class Weighting:
     Args:
         kind: "weights": these and no others; "open": some, of which the parts do not tell which; "divisor":
             factors that are no shares of a weight, as of a sum over a count that does not add up; "none".
-        factors: what each part of the first cut counts in the whole.
+        factors: of each part of the first cut in the whole.
     """
 
     kind: Literal["weights", "open", "divisor", "none"]
@@ -47,7 +47,7 @@ def find_weights(cuts: Sequence[Cut], rounding: Rounding) -> Weighting:
 
     Examples:
         >>> def seen(loss, *gradient):
-        ...     return Seen(loss, 1, torch.tensor([gradient], dtype=torch.float64))
+        ...     return Evaluated(loss, 1, torch.tensor([gradient], dtype=torch.float64))
         >>> whole, parts = seen(2.5, 0.25, 0.75), (seen(1.0, 1.0, 0.0), seen(3.0, 0.0, 1.0))
         >>> found = find_weights([Cut(whole, parts, ((0,), (1,)))], Rounding(1e-7, 1e-6))
         >>> found.kind, [round(factor, 6) for factor in found.factors]
@@ -105,7 +105,7 @@ def _comparable(family: Cut) -> bool:
     return all(_empty(part) or (part.gradient is not None) == with_gradient for part in family.parts)
 
 
-def _empty(part: Seen) -> bool:
+def _empty(part: Evaluated) -> bool:
     return not math.isfinite(part.loss)
 
 
@@ -125,7 +125,7 @@ def _inside(span: tuple[int, ...], atoms: Sequence[frozenset[int]]) -> list[int]
 def _solve(
     families: Sequence[Cut], atoms: Sequence[frozenset[int]], rounding: Rounding
 ) -> tuple[Tensor, float]:
-    """Return the shares of the atoms, and the singular value of what is known least."""
+    """Return the shares of the atoms, and the smallest singular value of the system."""
     blocks: list[Tensor] = []
     for family in families:
         union, parts = _rows(family, rounding)
@@ -198,7 +198,7 @@ def _counts_nothing(family: Cut, weights: Sequence[float], least: float) -> bool
     return any(weight < least and _size(part) > 1e-6 * largest for part, weight in parts)
 
 
-def _size(seen: Seen) -> float:
+def _size(seen: Evaluated) -> float:
     if _empty(seen):
         return 0.0
     return abs(seen.loss) if seen.gradient is None else float(seen.gradient.norm())

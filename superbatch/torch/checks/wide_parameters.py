@@ -1,7 +1,7 @@
 """Gradients in float64 of parameters in a lower precision, without a copy of the model.
 
 Each use of a parameter gets a conversion of it, which is freed after the operation; the backward converts
-again what it needs. Autograd rounds the gradient to the parameter's dtype; here it is caught before that.
+again. Autograd rounds the gradient to the parameter's dtype; here it is caught before that.
 """
 
 from __future__ import annotations

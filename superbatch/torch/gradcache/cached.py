@@ -56,9 +56,9 @@ def cached_gradients(
     stays and is added to. An error leaves gradients, buffers and random state as before the call. Under
     ``torch.no_grad()`` the loss alone is computed.
 
-    Each sample must be encoded by itself: BatchNorm in training mode is refused, mixing by hand is not seen
-    (`verify` finds it). Buffers and random state are
-    left as by one forward; every micro-batch sees the buffers as they were before it, as in the large batch.
+    Each sample must be encoded by itself: BatchNorm in training mode raises an error, hand-written coupling
+    is not noticed (`verify` finds it). Buffers and random state are left as by one forward; every micro-batch
+    sees the buffers as they were before it, as in the large batch.
 
     Args:
         encode: from a micro-batch to its embeddings: tensors with one row for each sample, in any nesting.
@@ -77,7 +77,7 @@ def cached_gradients(
         unsplit: paths of the batch that every micro-batch gets whole; for several encoders they begin with
             the name.
         per_sample: paths of lists with one entry for each sample.
-        scale: what the loss is multiplied with before the gradient, or a function: ``scaler.scale`` of a
+        scale: factor of the loss before the gradient, or a function: ``scaler.scale`` of a
             GradScaler.
         group: the process group whose ranks share the batch, where models are not wrapped in
             DistributedDataParallel; with it or with wrapped models, `loss_fn` gets the embeddings of all
@@ -89,7 +89,7 @@ def cached_gradients(
 
     Raises:
         CoupledSamplesError: a module normalises with statistics of the batch, or a buffer takes up samples.
-        InputError: an argument, an output of `encode` or the loss is none that can be used, or the second
+        InputError: an argument, an output of `encode` or the loss cannot be used, or the second
             forward does not repeat the first.
         SplitError: the batch cannot be split.
         OptimizerError: an optimizer steps parameters inside the backward.
@@ -123,7 +123,7 @@ def cached_gradients(
 
 
 class _Call:
-    """One call: what it works on, and its passes in order."""
+    """One call: its encoders, loss and models, and its passes in order."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class _Call:
         only = sum(map(len, self._encoders)) == 1
         for encoder in self._encoders:
             encoder.first_pass(buffers, self._devices, look=self._look, keep=only)
-            if buffers.moved:  # the next encoder begins with what this one has left
+            if buffers.moved:  # the next encoder begins with the buffers that this one has left
                 buffers = OnePass(self._models)
         # Weights that autocast has cast without a graph must not be found by the second pass.
         torch.clear_autocast_cache()
@@ -223,7 +223,7 @@ class _Call:
         for encoder in self._encoders:
             encoder.second_pass(self._backward)
 
-    # -- what the steps need --------------------------------------------------------------------------------
+    # -- helpers of the steps --------------------------------------------------------------------------------
 
     def _backward(self, outputs: list[Tensor], gradients: list[Tensor], *, first: bool) -> None:
         if outputs:
@@ -233,7 +233,7 @@ class _Call:
             self._gradients.unshare()
 
     def _look(self, outputs: list[Tensor]) -> None:
-        """See what the backward will reach, before it does."""
+        """Hold the leaves that the backward will reach, before it runs."""
         for leaf in leaves_of(outputs):
             # A parameter outside of the models would miss the sum over ranks, and the restore of an error.
             if not self._gradients.knows(leaf) and (isinstance(leaf, nn.Parameter) or self._sync.shared):

@@ -22,12 +22,12 @@ from superbatch.errors import InputError, explain
 from ..window.sync.sync import Sync
 
 Found = list[tuple[str, Tensor]]
-# What not every backend can sum, and what holds it exactly.
+# Dtypes that some backends cannot sum, and dtypes that hold their numbers exactly.
 _CARRIERS = {torch.bool: torch.uint8, torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 
 def tensors_of(output: Any, where: str) -> tuple[Found, dict[str, Any]]:
-    """List what an encoder returned: its tensors by path, and its plain scalars.
+    """List an encoder's output: its tensors by path, and its plain scalars.
 
     Args:
         output: tensors in any nesting of mappings, lists, tuples, namedtuples and dataclasses.
@@ -105,7 +105,7 @@ class Embeddings:
         self._pieces: list[Found] = []
 
     def add(self, output: Any) -> None:
-        """Copy the output for the next micro-batch; the first one tells what needs a gradient.
+        """Copy the output for the next micro-batch; the first one shows which outputs need a gradient.
 
         Raises:
             InputError: it is no structure of tensors with one row for each sample, like those before.
@@ -173,7 +173,7 @@ class Embeddings:
         return [tensor.detach() for _, tensor in self._pieces[index]]
 
     def clear(self) -> None:
-        """Let the embeddings go."""
+        """Free the embeddings."""
         self._pieces = []
 
     def _of_all(self, mine: Tensor, sync: Sync, messages: Sequence[Any]) -> Tensor:

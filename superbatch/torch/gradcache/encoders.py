@@ -34,13 +34,13 @@ class Encoder:
     Args:
         where: its name, for errors.
         encode: from a micro-batch to embeddings.
-        batch: what to split.
+        batch: to be split.
         microbatch_size: most samples of a micro-batch, or a TokenBudget; a Window needs none.
         paths: `unsplit` and `per_sample` declarations, relative to its batch.
         device: where micro-batches are moved; None: nowhere.
 
     Raises:
-        InputError, SplitError: the batch or the size is none.
+        InputError, SplitError: the batch or the size is not valid.
 
     Examples:
         >>> encoder = Encoder("encode", nn.Linear(2, 1), torch.zeros(5, 2), 2, {}, None)
@@ -87,9 +87,9 @@ class Encoder:
         look: Callable[[list[Tensor]], None],
         keep: bool,
     ) -> None:
-        """Encode every micro-batch, and note what the second pass needs.
+        """Encode every micro-batch, and record the state that the second pass needs.
 
-        The first one alone is run with a graph, to tell what needs a gradient.
+        The first one alone is run with a graph, to show which outputs need a gradient.
 
         Args:
             buffers: of the models, as they are now.
@@ -115,10 +115,10 @@ class Encoder:
             del output  # and its graph, before the next forward
         # Micro-batches of one size cannot show a buffer that depends on the number of samples.
         if buffers.moved and len(self) > 1 and len(set(self._counts)) == 1:
-            self._look_at_fewer(buffers, replay)
+            self._try_fewer(buffers, replay)
 
     def take_gradients(self) -> None:
-        """Take over what the loss's backward left for each micro-batch, and let the embeddings go."""
+        """Take over the gradients that the loss's backward left, and free the embeddings."""
         self._gradients = [self.embeddings.gradients(index) for index in range(len(self))]
         self._last = self.embeddings.seen(-1)
         self.embeddings.clear()
@@ -131,7 +131,7 @@ class Encoder:
                 `first`.
 
         Raises:
-            InputError: the second pass does not give what the first one gave.
+            InputError: the second pass differs from the first one.
         """
         if not any(self._gradients):
             return  # the loss does not read these embeddings, or nothing here can be trained
@@ -170,8 +170,8 @@ class Encoder:
         self._transfer.launched(self._pieces, index)
         return output
 
-    def _look_at_fewer(self, buffers: OnePass, replay: Replay) -> None:
-        """See whether what buffers become depends on the number of samples, where it is always the same."""
+    def _try_fewer(self, buffers: OnePass, replay: Replay) -> None:
+        """Check that changes of buffers do not depend on the number of samples, if it is always the same."""
         if self._counts[0] == 1:
             return
         replay.note()
@@ -197,7 +197,7 @@ class Encoder:
 
 
 def _fresh(node: Any) -> Any:
-    """A micro-batch in containers of its own: what encode takes out of a dict must be there again."""
+    """Return a micro-batch in new containers, as encode may remove entries of a dict."""
     if isinstance(node, dict | UserDict):
         new = copy.copy(node)
         for name, value in node.items():
@@ -210,7 +210,7 @@ def _fresh(node: Any) -> Any:
 
 
 def _repeated(first: list[Tensor], second: list[Tensor]) -> bool:
-    """Tell if embeddings are those of the first pass, up to kernels that round otherwise without a graph."""
+    """Tell if embeddings are those of the first pass, up to the rounding of kernels without a graph."""
     for before, now in zip(first, second, strict=True):
         if before.shape != now.shape:
             return False
@@ -265,7 +265,7 @@ def all_models(encoders: Iterable[Encode], loss_fn: Any, models: Any) -> list[nn
     """Every module of a call: those that were named, and those that the callables are.
 
     Args:
-        encoders: what encodes.
+        encoders: modules or functions.
         loss_fn: the loss.
         models: a module, several, or None where the encoders are modules or methods of modules.
 

@@ -73,7 +73,7 @@ class NewGradients:
             parameter.grad = gradient
 
     def drop_parameters(self) -> None:
-        """Forget what the models' parameters have got so far."""
+        """Drop the gradients that the models' parameters have got so far."""
         for parameter in self.parameters:
             parameter.grad = None
 

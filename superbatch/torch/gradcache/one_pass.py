@@ -72,7 +72,7 @@ class OnePass:
         self._keeper.restore()
 
     def check(self, index: int) -> None:
-        """Inspect what a micro-batch has done to the buffers.
+        """Compare a micro-batch's changes of buffers with those of the first one.
 
         Args:
             index: of the micro-batch; -1 for a trial with fewer samples.
@@ -137,7 +137,7 @@ def _refusal(path: str, buffer: Tensor, where: str) -> CoupledSamplesError:
 
 
 def refuse_batch_statistics(models: Sequence[nn.Module]) -> None:
-    """Raise if a module is about to normalise with statistics of what it sees.
+    """Raise if a module is about to normalise with statistics of its input.
 
     Args:
         models: in the mode in which they are about to be used.
@@ -159,7 +159,7 @@ def refuse_batch_statistics(models: Sequence[nn.Module]) -> None:
         raise CoupledSamplesError(
             explain(
                 f"an encoder with BatchNorm in training mode ({named})",
-                "it normalises a sample by the other samples of what it sees, so embeddings of micro-batches "
+                "it normalises a sample by the other samples of its input, so embeddings of micro-batches "
                 "are not those of the batch",
                 _CHOICES,
             )

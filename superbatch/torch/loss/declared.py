@@ -1,4 +1,4 @@
-"""Declaration of a loss: its reduction and what a micro-batch weighs."""
+"""Declaration of a loss: its reduction and the weight of a micro-batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WeightOption = Callable[[Any], Any] | Literal["returned"] | AtLeast | None
 
 @dataclass(frozen=True)
 class Declared:
-    """Declaration of what `loss_fn` returns for a micro-batch, and of its weight.
+    """Declaration of the result of `loss_fn` for a micro-batch, and of its weight.
 
     Attributes:
         reduction: of the loss.
@@ -43,7 +43,7 @@ class Declared:
         """Return the result of `loss_fn` as the arguments of ``window.backward``.
 
         Raises:
-            InputError: it is not what was declared.
+            InputError: it contradicts the declaration.
         """
         # Both raise where the result has the other form.
         if self.returned:
@@ -159,7 +159,7 @@ def _declare_terms(reduction: Any, weight: Any, nonfinite: str) -> Declared:
 def read_terms(
     returned: Any, terms: Mapping[str, Declared]
 ) -> tuple[Mapping[str, Tensor], Mapping[str, normalize.Number]]:
-    """Return losses and weights by name from what a `loss_fn` with several terms returned.
+    """Return losses and weights by name from the result of a `loss_fn` with several terms.
 
     Args:
         returned: losses by name; or (losses, weights), where some weights are declared as returned.

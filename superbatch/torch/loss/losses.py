@@ -109,7 +109,7 @@ class WindowLoss:
 
     Attributes:
         loss: normalised; NaN where there is nothing to divide by.
-        weight: what the losses were divided by; 0: there is no update; 1 where each term has its own.
+        weight: divisor of the losses; 0: there is no update; 1 where each term has its own.
         divisor: of the summed gradients, at the boundary.
         losses: of each term.
         weights: of each term.

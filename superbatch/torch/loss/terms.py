@@ -37,7 +37,7 @@ Forward = Callable[[list[Any]], list[Mapping[str, Number]]]
 
 
 class TermWeights:
-    """Weights of the terms of a loss: what `Weights` is for one loss.
+    """Weights of the terms of a loss, as `Weights` of one loss.
 
     Args:
         terms: their declarations, by name.
@@ -150,7 +150,7 @@ class TermWeights:
         return sorted({index for term in self._terms.values() for index in term.took_part(dropped)})
 
     def counted(self, dropped: list[int]) -> list[Number]:
-        """Return the samples of each micro-batch, 0 for those that were left out: terms weigh otherwise."""
+        """Return the samples of each micro-batch, 0 for those left out: each term has its own weights."""
         return [0 if index in dropped else count for index, count in enumerate(self._samples)]
 
     def not_finite(self, losses: Mapping[str, list[float]], dropped: list[int]) -> list[int]:
@@ -239,7 +239,7 @@ def _form(value: object) -> str:
 
 
 class TermLosses:
-    """Losses of the terms, by micro-batch: what `Losses` is for one loss.
+    """Losses of the terms, by micro-batch, as `Losses` of one loss.
 
     Args:
         names: of the terms.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from superbatch.results.memory import Limit, binary_text
 
-# Without a limit, version 1 says the largest multiple of a page; nobody has an exbibyte.
+# Without a limit, version 1 gives the largest multiple of a page; no machine has an exbibyte.
 _UNLIMITED = 1 << 60
 
 
@@ -89,7 +89,7 @@ def _mounts(proc: Path, version: int) -> Iterator[tuple[str, Path]]:
 
 
 def _below(path: str, root: str) -> str:
-    """The group's path relative to what is mounted."""
+    """Return the group's path relative to the mounted group."""
     inside = path == root or path.startswith(root.rstrip("/") + "/")
     return (path[len(root) :] if inside else path).strip("/")
 

@@ -44,7 +44,7 @@ class Ledger(TorchDispatchMode):
         self._ends: dict[int, weakref.ref[Any]] = {}
 
     def restart(self) -> int:
-        """Return the peak so far, and let another one begin from what is alive now."""
+        """Return the peak so far, and begin another one from the live bytes."""
         peak, self.peak = self.peak, self.live
         return peak
 

@@ -26,9 +26,9 @@ _PROC = Path("/proc")
 def memory_limit(device: torch.device) -> Limit:
     """Bytes that may still be allocated, and the origin of that limit.
 
-    * CPU: the least of what address space (``RLIMIT_AS``, ``RLIMIT_DATA``), control groups (versions 1 and 2,
+    * CPU: the least that address space (``RLIMIT_AS``, ``RLIMIT_DATA``), control groups (versions 1 and 2,
       with every group above) and the machine leave; file caches that can be dropped count as free.
-    * CUDA: what the device has free, plus the unused whole blocks of torch's allocator, within
+    * CUDA: the device's free memory, plus the unused whole blocks of torch's allocator, within
       `torch.cuda.set_per_process_memory_fraction`. Holes beside memory in use do not count: no large tensor
       fits in. (Not run on a GPU.)
 
@@ -103,7 +103,7 @@ class PeakMeter:
         """End.
 
         Returns:
-            Bytes beyond what was in use at `start`; None where they cannot be measured.
+            Bytes beyond those in use at `start`; None where they cannot be measured.
         """
         if self._device.type == "cuda":
             reserved = torch.cuda.memory_reserved(self._device)
@@ -148,7 +148,7 @@ class _Mallinfo2(ctypes.Structure):
 
 def _least(limits: list[Limit], free: int) -> Limit:
     if not limits:
-        return Limit(sys.maxsize, "nobody, as far as this system tells")
+        return Limit(sys.maxsize, "nothing that this system reports")
     least = min(limits, key=lambda limit: limit.bytes)
     return Limit(max(0, least.bytes + free), least.by)
 
@@ -213,6 +213,6 @@ def _unknown(device: torch.device) -> InputError:
         explain(
             f"device={str(device)!r}",
             "its memory is not known here, only that of CPU and CUDA",
-            "pass the size of micro-batches",
+            "pass microbatch_size as an int",
         )
     )

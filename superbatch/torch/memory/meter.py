@@ -24,9 +24,9 @@ def peak_bytes(fn: Callable[[], object], *, device: torch.device | str = "cpu") 
     statistics).
 
     Args:
-        fn: what to measure; its result is dropped.
-        device: whose memory, one device. On CPU the bytes are those of tensor storages, without what a kernel
-            allocates and frees inside one operation, and without storages made by no operation
+        fn: the call to measure; its result is dropped.
+        device: whose memory, one device. On CPU the bytes are those of tensor storages, without memory that a
+            kernel allocates and frees inside one operation, and without storages made by no operation
             (``torch.load``, ``copy.deepcopy``, a kernel compiled by ``torch.compile``).
 
     Returns:

@@ -12,7 +12,7 @@ from superbatch.errors import OutOfMemoryError
 from ..devices import module_of
 from .limits import memory_limit
 
-# What torch and the libraries below it say, on devices that have no error type of their own for it.
+# Messages of torch and of the libraries below it, on devices without an error type for it.
 _TEXTS = (
     "DefaultCPUAllocator: can't allocate",  # POSIX
     "DefaultCPUAllocator: not enough memory",  # Windows
@@ -60,12 +60,12 @@ def out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that memory ran out, and nothing else.
 
     Args:
-        error: what a pass raised.
+        error: from a pass.
 
     Returns:
         True for torch's accelerator error and Python's MemoryError, and for an error of torch's own type with
         the text of an allocator, of a library's workspace, or of a driver that has no memory. False for this
-        library's own OutOfMemoryError, a verdict: what raised it, such as an accumulator inside a loss
+        library's own OutOfMemoryError, a verdict: its source, such as an accumulator inside a loss
         function, must not be run again, since its update may be half made.
 
     Examples:
@@ -92,7 +92,7 @@ _PINNING = {"cuda", "xpu"}
 
 
 def _release_pinned() -> None:
-    """Give back pinned memory that nobody uses: blocks are rounded up to powers of two, and kept."""
+    """Free unused pinned memory: its blocks are rounded up to powers of two, and cached."""
     accelerator = getattr(torch, "accelerator", None)
     # Private, for correctness: the only way to free this memory before torch has a public one.
     empty = getattr(accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
@@ -118,7 +118,7 @@ def _is_scarce_on_cuda() -> bool:
 
 
 def release_caches(*devices: torch.device) -> None:
-    """Give memory that nobody uses back: the allocators' caches, and what the C library keeps.
+    """Free unused memory: the allocators' caches, and the free blocks of the C library's heap.
 
     Args:
         devices: whose caches, besides the CPU's. The cache of a kind of device is emptied once: the function

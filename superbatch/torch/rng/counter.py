@@ -3,7 +3,7 @@
 * A position is an int64; `finalise` (two xor-shift-multiply rounds of splitmix64, Steele, Lea & Flood, OOPSLA
   2014, doi:10.1145/2660193.2660195) turns it into 64 random bits.
 * int64 arithmetic wraps around alike on every device, so bits, uniforms and integers agree bit for bit
-  between CPU and GPU; what goes through `log` or `cos` agrees up to rounding.
+  between CPU and GPU; results of `log` or `cos` agree up to rounding.
 * Shifts are arithmetic (torch has no unsigned 64-bit ones): each loses one bit of the position, which is
   harmless because positions are themselves hashed, and spares a masking pass.
 """
@@ -147,8 +147,8 @@ def uniform(bits: Tensor, dtype: torch.dtype, *, open: bool = False) -> Tensor:
     digits = _DIGITS[dtype]
     top = bits >> (64 - digits)
     if open:
-        # A signed number of `digits` bits: scaled it is in [-0.5, 0.5).
         top.bitwise_or_(1)
+    # `top` is a signed number of `digits` bits: scaled, it is in [-0.5, 0.5).
     return top.to(dtype).mul_(2.0**-digits).add_(0.5)
 
 

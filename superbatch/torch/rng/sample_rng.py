@@ -53,7 +53,7 @@ def sample_stream(
     within a fused kernel cannot be replaced. Streams hold in the thread that entered and in its backward
     passes.
 
-    What dimension of a random tensor runs over the samples is read by
+    The dimension of a random tensor that runs over the samples is read by
     `superbatch.torch.rng.sample_layout`. With ``samples=1`` a draw that is meant for a whole batch
     looks like one per sample, and so does noise whose first dimension is a multiple of ``samples`` by
     accident. ``calls`` finds that out as soon as the window, or the check of its first update, has
@@ -65,7 +65,7 @@ def sample_stream(
         samples: of the micro-batch, at least 1.
         indices: instead of these two, for samples that do not follow one another (a window sorted by length):
             the position of each within the effective batch (of all ranks), in the micro-batch's order.
-        calls: a dict, empty at first, that all micro-batches of a window share: what they are checked
+        calls: a dict, empty at first, that all micro-batches of a window share, to be checked
             against.
         unruled: a set, for a look that must not refuse anything: an operation that cannot be drawn per
             sample is drawn from the window's key alone, and its name is added here. A permutation is the
@@ -102,7 +102,7 @@ def _entered(
         # Registered first, so that it runs last, after all modes have been left.
         stack.callback(torch.default_generator.set_state, torch.default_generator.get_state())
         torch.default_generator.manual_seed(signed(key))
-        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and importing it takes seconds
+        if "torch._dynamo" in sys.modules:  # without it nothing is compiled, and importing it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         # A function mode, as a fused kernel reaches the dispatcher in one piece.
         stack.enter_context(_Kernels(refuse=unruled is None))
@@ -216,7 +216,7 @@ class _Stream(TorchDispatchMode):
 
 
 class _Lenient(_Stream):
-    """Draws alike in all micro-batches what cannot be drawn per sample, instead of refusing it."""
+    """Draws an operation without a rule alike in all micro-batches, instead of raising."""
 
     def __init__(self, stream: _Stream, unruled: set[str]) -> None:
         super().__init__(0, stream.places, stream.calls, stream.reading)
@@ -236,7 +236,7 @@ class _Lenient(_Stream):
 
 
 class _Kernels(TorchFunctionMode):
-    """Chooses kernels whose random numbers pass the dispatcher, and states what a function's name tells."""
+    """Chooses kernels whose random numbers pass the dispatcher, and declares dimensions known by name."""
 
     def __init__(self, *, refuse: bool) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Random operations per sample: a table from random operations to rules, and the refusal of all others.
 
 * The values have torch's distributions, not torch's numbers.
-* A rule asks for random bits once, with the shape that the operation draws, and returns what the operation
-  returns.
+* A rule asks for random bits once, with the shape that the operation draws, and returns the operation's
+  result.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _real(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-# Rules: (draws, op, arguments) -> what the operation returns.
+# Rules: (draws, op, arguments) -> result of the operation.
 
 
 def _into(values: Values) -> Rule:
@@ -189,7 +189,7 @@ def _native_dropout(stream: Draws, op: str, a: Arguments) -> tuple[Tensor, Tenso
 def _rrelu(stream: Draws, op: str, a: Arguments) -> Tensor:
     x: Tensor = a["self"]
     slope = _uniform(stream.bits(op, x.shape, x.device), x.dtype, {"from": a["lower"], "to": a["upper"]})
-    a["noise"].copy_(torch.where(x <= 0, slope, 1))  # what the backward multiplies with
+    a["noise"].copy_(torch.where(x <= 0, slope, 1))  # the backward multiplies with it
     return x.mul_(a["noise"]) if "rrelu_with_noise_" in op else x * a["noise"]
 
 
@@ -246,7 +246,7 @@ RULES: dict[str, Rule] = {
     "aten.random_.from": _into(_random),
     "aten.multinomial.default": _multinomial,
 }
-"""What is drawn per sample, and how; the values are torch's distributions, not torch's numbers."""
+"""Rules by operation; the values have torch's distributions, not torch's numbers."""
 
 
 _WHY = {
@@ -267,7 +267,7 @@ def refusal(op: str) -> InputError:
     """Return the error for a random operation without a rule.
 
     Args:
-        op: what the user called.
+        op: name of the operation.
 
     Returns:
         The error, to be raised.

@@ -1,1 +1,1 @@
-"""Size of the micro-batches: what fits in memory, what is fastest, and what an update needs."""
+"""Size of the micro-batches: the largest in memory, the fastest, and the needs of an update."""

@@ -30,11 +30,11 @@ from .predict import predict_peak
 from .room import Room
 from .shapes import Signature, covers, signature, volume
 from .sizing import Smaller, agreed
-from .trials import Known, known_from, known_of, state_of
+from .trials import SizeHistory, known_from, known_of, state_of
 
 Mode = Literal["fastest", "largest"]
 
-# What is left free of what there is room for: the largest is measured to be right within this.
+# Share of the room that is left free; the largest size was measured to be right within this.
 MARGINS: dict[Mode, float] = {"largest": 0.005, "fastest": 0.05}
 
 # Seconds between measurements. One takes about 0.2 ms, which is not noticed at this rate.
@@ -50,12 +50,12 @@ class AutoSize:
         models: that it computes with.
         optimizers: that make the update.
         device: where micro-batches are moved; None leaves them where they are.
-        mode: which size is looked for.
+        mode: the size to find.
         unsplit: paths that every micro-batch gets whole.
         per_sample: paths of lists with one object per sample.
         gradient_sum: as the accumulator's, for the prediction.
         masters: likewise.
-        instruments: what to measure with; None for those of the device.
+        instruments: of measurement; None for those of the device.
 
     Examples:
         >>> model = nn.Linear(3, 1)
@@ -111,21 +111,21 @@ class AutoSize:
         self._compiled = is_compiled(self._models)
         self._mode: Mode = "largest" if self._compiled else mode
         self._room = Room(self._device, optimizers, self._instruments, margin=MARGINS[self._mode])
-        self._known: dict[Signature, Known] = {}
+        self._known: dict[Signature, SizeHistory] = {}
         self._alike: dict[Signature, Signature] = {}  # shapes that go by the size of a larger one
         self._smaller = Smaller()
         # of the window in progress
-        self._here: Known | None = None
+        self._here: SizeHistory | None = None
         self._samples = self._target = 0
         self._planned: list[int] = []
         self._place = 0
-        self._times: list[tuple[Known, int, int, Any, Any]] = []
+        self._times: list[tuple[SizeHistory, int, int, Any, Any]] = []
 
     def twin(self) -> AutoSize:
         """Return another one, which has found nothing yet."""
         return self._twin()
 
-    # -- what a window asks ------------------------------------------------------------------------------
+    # -- calls of a window -------------------------------------------------------------------------------
 
     def plan(self, batch: Any, samples: int, agree: Callable[[int], int] | None = None) -> list[int]:
         """Return the sizes to begin a window with.
@@ -147,7 +147,7 @@ class AutoSize:
         return list(self._planned)
 
     def rest(self, left: int) -> list[int] | None:
-        """Return other sizes for what is left if the last micro-batch taught something."""
+        """Return other sizes for the samples left, if the last micro-batch changed the estimate."""
         del self._planned[:1]
         known = self._here
         if not left or known is None or self._is_steady(known):
@@ -191,7 +191,7 @@ class AutoSize:
         self._shrink_if_thrashing()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sizes that were found, and what they were found from."""
+        """Return the sizes that were found, and their measurements."""
         return {
             "version": 1,
             "mode": self._mode,
@@ -206,7 +206,7 @@ class AutoSize:
             for shape, known in state["shapes"]
         }
         if state["mode"] != self._mode:
-            # The largest size is not the fastest; what was measured of memory holds for both.
+            # The largest size is not the fastest; measurements of memory hold for both.
             for known in self._known.values():
                 known.size = 0
         self._smaller.load_state_dict(state["failures"])
@@ -250,7 +250,7 @@ class AutoSize:
             self._settle(known, known.size or min(allowed, near_equal(left, size)[0]))
             return near_equal(left, min(known.size, self._smaller.most or left))
         if self._mode == "fastest":
-            # Of the whole window, not of its rest: what is left may be less than any size worth a thought.
+            # Of the whole window, not of its rest, which may be smaller than any size to try.
             size, trial = self._fastest(known, min(self._smaller.most or self._samples, room), allowed)
             if trial and left >= 0.75 * trial:
                 # Three quarters of a trial still show its time per sample.
@@ -264,7 +264,7 @@ class AutoSize:
             del pieces[0]
         return pieces if sum(pieces) == left else _equal(left, near_equal(self._samples, size)[0])
 
-    def _fastest(self, known: Known, most: int, allowed: int) -> tuple[int, int]:
+    def _fastest(self, known: SizeHistory, most: int, allowed: int) -> tuple[int, int]:
         """The size to use where nothing is tried, and the size to try (0 for none)."""
         if known.size:
             return min(known.size, most), 0
@@ -281,7 +281,7 @@ class AutoSize:
             return best, min(trial or 0, allowed)
         return fastest(timed) if timed else min(trial, allowed), min(trial, allowed)
 
-    def _candidates(self, known: Known, most: int) -> list[int]:
+    def _candidates(self, known: SizeHistory, most: int) -> list[int]:
         """The sizes to time, ascending; they stay the same while estimates of the largest size change."""
         batch = near_equal(self._samples, most)[0]
         if not known.sizes:
@@ -292,11 +292,11 @@ class AutoSize:
             known.sizes = sizes
         return sizes
 
-    def _settle(self, known: Known, size: int) -> None:
+    def _settle(self, known: SizeHistory, size: int) -> None:
         assert self._room.total is not None
         known.size, known.total = size, self._room.total
 
-    def _is_steady(self, known: Known) -> bool:
+    def _is_steady(self, known: SizeHistory) -> bool:
         """Return whether nothing is being tried: all sizes in use were measured."""
         if self._compiled or (self._mode == "fastest" and not known.size):
             return bool(known.size)
@@ -305,7 +305,7 @@ class AutoSize:
     def _is_due(self) -> bool:
         return time.perf_counter() - self._room.checked >= _EVERY
 
-    def _choice(self, known: Known, most: int) -> tuple[int, str]:
+    def _choice(self, known: SizeHistory, most: int) -> tuple[int, str]:
         size = near_equal(self._samples, min(known.size or most, most))[0]
         if self._smaller.most is not None:
             return size, "memory ran out with larger ones, which are tried again later"
@@ -317,9 +317,9 @@ class AutoSize:
             return size, "sizes are still being timed"
         return size, "the whole batch fits" if size == self._samples else "the largest that fits, near-equal"
 
-    # -- what is known of a shape ------------------------------------------------------------------------
+    # -- measurements of a shape -------------------------------------------------------------------------
 
-    def _find(self, batch: Any, samples: int) -> Known:
+    def _find(self, batch: Any, samples: int) -> SizeHistory:
         shape = signature(batch, samples)
         shape = self._alike.get(shape, shape)
         known = self._known.get(shape)
@@ -335,7 +335,7 @@ class AutoSize:
             self._room.read(known)
         return known
 
-    def _predicted(self, batch: Any, samples: int) -> Known:
+    def _predicted(self, batch: Any, samples: int) -> SizeHistory:
         """Predict a few sizes, the last ones near the limit."""
         take = plan_of(batch, **self._paths).take
         predict = self._instruments.predict
@@ -359,7 +359,7 @@ class AutoSize:
         except PredictionError:
             # Nothing is known: `_sizes` begins with small real runs.
             nothing = fit_curve([(1, 0)])
-            return Known([], "small real runs", nothing, nothing, self._gradients())
+            return SizeHistory([], "small real runs", nothing, nothing, self._gradients())
         return known
 
     def _gradients(self) -> int:
@@ -368,7 +368,7 @@ class AutoSize:
 
     # -- after a micro-batch -------------------------------------------------------------------------------
 
-    def _timed(self, known: Known, target: int, samples: int, start: Any, end: Any) -> None:
+    def _timed(self, known: SizeHistory, target: int, samples: int, start: Any, end: Any) -> None:
         if target and samples >= 0.75 * target:
             if self._device.type == "cpu":
                 seconds = self._instruments.seconds(start, end) / samples
@@ -376,7 +376,7 @@ class AutoSize:
             else:  # the clock is read when the window is over
                 self._times.append((known, target, samples, start, end))
 
-    def _next_probe(self, known: Known) -> int:
+    def _next_probe(self, known: SizeHistory) -> int:
         return 1 if self._place == 0 else 4 if known.measured else 2
 
     def _shrink_if_thrashing(self) -> None:
@@ -385,13 +385,13 @@ class AutoSize:
             self._here.size = -(-9 * self._here.size // 10)
 
 
-def _is_seen(known: Known, size: int) -> bool:
+def _is_seen(known: SizeHistory, size: int) -> bool:
     """Return whether a size need not be measured at its first run."""
     return size in known.runs or len(known.runs) >= _MOST_SIZES
 
 
 def _equal(left: int, size: int) -> list[int]:
-    """Micro-batches of one size, that of later windows, and what is left: each other size costs kernels."""
+    """Return sizes as in later windows, and the rest: each further size costs kernels."""
     return [size] * (left // size) + [left % size] * (left % size > 0)
 
 

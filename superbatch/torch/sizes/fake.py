@@ -41,7 +41,7 @@ def faked(models: Sequence[nn.Module], ledger: Ledger) -> Iterator[Callable[[Any
 
     Args:
         models: whose parameters and buffers are faked from the start; other tensors are when they are used.
-        ledger: counts the memory of what the body allocates.
+        ledger: counts the memory that the body allocates.
 
     Yields:
         A function that returns the fake of a tensor, and of each tensor in a nested structure.
@@ -90,7 +90,7 @@ def faked(models: Sequence[nn.Module], ledger: Ledger) -> Iterator[Callable[[Any
 
 
 class GuessValues(TorchDispatchMode):
-    """Says 1 wherever the value of a fake tensor is asked for.
+    """Returns 1 wherever the value of a fake tensor is read.
 
     For optimizers, whose memory does not depend on values: Adam on the CPU reads its counter.
     """
@@ -203,7 +203,7 @@ def _refuse_hidden_workspace(func: Any, args: tuple[Any, ...]) -> None:
         )
 
 
-# Private, for correctness: nothing public tells a tensor inside vmap. The stub of torch does not know it.
+# Private, for correctness: no public function recognises a tensor inside vmap. torch's stub lacks it.
 _is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size)

@@ -17,7 +17,7 @@ from ..memory.limits import PeakMeter, free_in_heap, memory_limit
 
 
 class Meter(Protocol):
-    """Measures the peak of a stretch of work, beyond what was alive at its start."""
+    """Measures the peak of a stretch of work, beyond the memory in use at its start."""
 
     def start(self) -> None:
         """Begin."""
@@ -34,13 +34,13 @@ class Instruments:
 
     Attributes:
         predict: (micro-batch, its samples) -> its predicted peak; raises `PredictionError`.
-        limit: what is free now.
+        limit: reads the free memory.
         meter: of memory.
         now: a point in time, without waiting for the device.
         seconds: the time between two such points; may wait for the device.
         retries: how often the allocator had to empty its caches to continue.
         holes: bytes that the C library's heap keeps although they are free; 0 on an accelerator.
-        clean: gives back what an allocator of the device keeps, so that a size is measured by itself.
+        clean: empties the cache of the device's allocator, so that a size is measured by itself.
     """
 
     predict: Callable[[Any, int], Peak]
@@ -111,7 +111,7 @@ def _now() -> tuple[float, float]:
 
 
 def _seconds(start: tuple[float, float], end: tuple[float, float]) -> float:
-    """Between two points in time; where torch has one thread, what others do meanwhile does not count."""
+    """Return the time between two points; with one thread of torch, that of this thread alone."""
     wall, alone = (after - before for before, after in zip(start, end, strict=True))
     return alone if torch.get_num_threads() == 1 else wall
 

@@ -35,7 +35,7 @@ from ..window.validation import (
 from .fake import GuessValues, PredictionError, faked
 from .stand_ins import stand_ins
 
-# What allocators round to: posix_memalign(64) on the CPU, 512-byte blocks of the caching allocator on CUDA.
+# Allocators round up: posix_memalign(64) on the CPU, 512-byte blocks of the caching allocator on CUDA.
 _ROUNDED = {"cpu": 64, "cuda": 512}
 
 
@@ -54,25 +54,25 @@ def predict_peak(
     """Predict the peak memory of a window of micro-batches like this one, on fake tensors.
 
     Two micro-batches and the update run as the Accumulator runs them, but no operation computes anything:
-    memory is counted as each would allocate it. What cannot be known this way is not in the figure: what a
-    kernel allocates and frees inside one operation, and what an allocator loses between blocks. Compare
+    memory is counted as each would allocate it. Two things are not in the figure: memory that a
+    kernel allocates and frees inside one operation, and gaps between an allocator's blocks. Compare
     `Peak.first` with one measured micro-batch to see how much that is.
 
     Nothing real is touched: parameters, `.grad`, buffers, Python attributes of the modules and random state
-    are as before. `loss_fn` is called, so what it does beyond torch and the modules happens.
+    are as before. `loss_fn` is called, so its effects beyond torch and the modules happen.
 
     Args:
         loss_fn: ``loss_fn(microbatch) -> loss``, or ``(loss, weight)``, a closure over the models.
         microbatch: of the size in question, real; its memory counts only where it is moved to `device`.
-        models: what `loss_fn` computes with.
-        optimizers: what makes the update; without any, gradients of all parameters are summed and no update
+        models: modules that `loss_fn` computes with.
+        optimizers: of the update; without any, gradients of all parameters are summed and no update
             is made.
         device: where micro-batches are moved, and whose memory is counted; None leaves them where they are
             and counts the memory of the models' device.
         samples: of the micro-batch; None counts them.
         gradient_sum: as the Accumulator's; ``"auto"`` is taken to be float32, the larger choice.
         masters: of the optimizer, from `fp32_masters`.
-        checkpointed: modules that are run in a gradient checkpoint, to see what that would save.
+        checkpointed: modules to run in a gradient checkpoint, for the memory that this would save.
 
     Returns:
         The peak, by phase.
@@ -103,7 +103,7 @@ def predict_peak(
     try:
         with stand_ins(optimizers) as lent:
             copies = list(chain.from_iterable(lent))
-            # What wraps others is only asked for its parameters.
+            # A wrapper gives its parameters alone.
             pairs = zip(optimizers, lent, strict=True)
             owners = [each[0] if type(each[0]) is type(one) else one for one, each in pairs]
             owned = (
@@ -126,7 +126,7 @@ def predict_peak(
                     phases = _microbatches(inputs, loss_fn, place, ledger).without(update.state)
     except SuperbatchError:
         raise
-    except Exception as error:  # fakes meet the user's own code, which may raise anything
+    except Exception as error:  # user code may raise anything on fake tensors
         raise _unpredictable(error) from error
     return _peak(samples, phases, update)
 
@@ -198,7 +198,7 @@ def _update(
         peak = ledger.restart()
         del gradients  # the sums live as long, also where the optimizer gets them in another dtype
         clear(owned)
-        place.begin()  # forgets what the last window made; and takes hooks off again:
+        place.begin()  # drops the state of the last window; `restore` removes hooks:
         place.restore()
     return _Update(peak, held, ledger.live)
 

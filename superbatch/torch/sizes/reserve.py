@@ -62,7 +62,7 @@ class Reserve:
         Raises:
             OutOfMemoryError: there is not.
         """
-        # Once all state exists and memory is not tight, an update needs what the last one needed.
+        # Once all state exists and memory is not tight, an update needs as much as the last one.
         states = sum([len(leaf.state) for leaf in self._leaves])
         if states == min(len(self._owned), self._share) and not self.tight:
             return
@@ -80,7 +80,7 @@ class Reserve:
             text = str(error)
         else:
             return
-        # The cache holds what was allocated for the check.
+        # The cache holds the blocks that were allocated for the check.
         release_caches(*(entry.target.device for entry in self._owned))
         raise OutOfMemoryError(_text(f"{needed / 2**20:.1f} MiB", text))
 
@@ -125,7 +125,7 @@ def raise_if_out_of_memory(error: BaseException, *, torn: Callable[[], None] | N
         torn: called where something has moved; None where nothing has.
 
     Raises:
-        OutOfMemoryError: the error says that memory ran out, and does not say yet what that means.
+        OutOfMemoryError: `error` is an allocator's error, not yet one of this library.
 
     Examples:
         >>> raise_if_out_of_memory(ValueError("something else"), torn=None)

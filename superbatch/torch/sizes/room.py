@@ -1,4 +1,4 @@
-"""Memory available to micro-batches, read from the limit and from what real ones leave of it."""
+"""Memory available to micro-batches, read from the limit and from measured micro-batches."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from superbatch.tuning.search import fit_curve
 
 from ..memory.ledger import Ledger
 from .instruments import Instruments
-from .trials import Known, most_of, reach
+from .trials import SizeHistory, most_of, reach
 
-# What is left free of what there is room for. At a limit that an allocation hits, as RLIMIT_AS is hit, a
+# Share of the room that is left free. At a limit that an allocation hits, as RLIMIT_AS is hit, a
 # failure can be recovered from; at others the system ends the process.
 DEADLY = 0.10
 LEAST_MARGIN = 2**19
@@ -27,17 +27,18 @@ LEAST_MARGIN = 2**19
 # Kernels, threads and libraries take memory at their first use, which no prediction knows.
 AT_FIRST = {"cpu": 128 * 2**20, "cuda": 256 * 2**20}
 
-# A heap that keeps what is freed falls to pieces, and needs a multiple of the tensors' own bytes: up to 2.5
+# A heap that keeps freed memory is fragmented, and needs a multiple of the tensors' own bytes: up to 2.5
 # was measured with glibc's malloc, whose threshold for mappings moves, on a conv net, a transformer, an MLP.
 # There is no telling when, so measurements say nothing; with MALLOC_MMAP_THRESHOLD_=65536 there are no holes.
 HOLES = 3.0
 _HOLED = 0.25
 _LEAST_HOLES = 2**24
 
-# So much more room, and sizes are looked for anew: the fastest, and after a start; the largest.
+# With more room by these factors a search starts anew: of the fastest size, and of the largest one while
+# nothing was run; and of the largest one later.
 _MUCH = 1.25
 _MORE = 1.05
-_LESS = 0.9  # of what was used, where there is less room than it seems
+_LESS = 0.9  # of the share used before, where there is less room than it seems
 _CALM = 100  # windows without trouble, after which as much is used as before
 _CLEANED = 2  # runs of each size: the first also holds what libraries try out
 
@@ -48,7 +49,7 @@ class Room:
     Args:
         device: whose memory.
         optimizers: whose state may not exist yet.
-        instruments: what to measure with.
+        instruments: of measurement.
         margin: the share that is left free.
     """
 
@@ -90,8 +91,8 @@ class Room:
         assert self.total is not None
         return self.top() if self._holed else (2 * int(self.total * self._share) + self.top()) // 3
 
-    def largest(self, known: Known) -> int:
-        """The largest size that may be run: one that was not run yet needs room for what it will keep too.
+    def largest(self, known: SizeHistory) -> int:
+        """Return the largest size that may be run; a new one also needs room for the memory that it keeps.
 
         It stays until a new size was run, it no longer fits, or clearly more does, so that sizes do not
         change with every reading.
@@ -100,20 +101,20 @@ class Room:
         stays = now and demand.at(now) + self._keeps(known, now) <= bound
         run = max((size for size in known.runs if demand.at(size) <= bound), default=0)
         found = max(self._largest_new(known), run)
-        # What everything needs once is not there yet while nothing was run, so there seems to be more room.
+        # Before the first run, memory that is needed once is still free, so there seems to be more room.
         if not stays or found > (_MORE if known.runs else _MUCH) * now:
             known.largest = found
         return known.largest
 
-    def with_new(self, known: Known, sizes: Sequence[int]) -> int:
-        """The largest of these sizes, or less if there is no room for it and for what new ones will keep."""
+    def with_new(self, known: SizeHistory, sizes: Sequence[int]) -> int:
+        """Return the largest of these sizes, or less without room for it and for the memory new ones keep."""
         keep = sum(self._keeps(known, size) for size in set(sizes))
         if known.demand().at(max(sizes)) + keep <= self._bound():
             return max(sizes)
-        return self._largest_new(known)  # after it sizes are looked for again: one new size at a time
+        return self._largest_new(known)  # one new size at a time: the next search follows it
 
-    def _largest_new(self, known: Known) -> int:
-        """The largest size for which, and for what it keeps if it is new, there is room."""
+    def _largest_new(self, known: SizeHistory) -> int:
+        """Return the largest size with room for it, and for the memory that it keeps if it is new."""
         demand, kernels, counts = known.demand(), self._kernels(known), not self._holed
 
         def needs(samples: int) -> int:
@@ -121,22 +122,22 @@ class Room:
 
         return max(1, bisect_right(range(1, most_of(known) + 1), self.top(), key=needs))
 
-    def _keeps(self, known: Known, samples: int) -> int:
+    def _keeps(self, known: SizeHistory, samples: int) -> int:
         """The bytes that a size is taken to keep from its first run on."""
         if samples in known.runs or self._holed:
             return 0
         return max(self._kernels(known), known.keeps_beyond(samples))
 
-    def _kernels(self, known: Known) -> int:
+    def _kernels(self, known: SizeHistory) -> int:
         """The bytes that any new size is taken to keep."""
         if self._holed or not known.runs:
             return 0
         return max(self._kept[-3:], default=known.kept_beyond[0])
 
-    def reach(self, known: Known, others: Iterator[Known]) -> int:
-        """The largest micro-batch that what was measured so far lets one dare (see `trials.reach`)."""
+    def reach(self, known: SizeHistory, others: Iterator[SizeHistory]) -> int:
+        """Return the largest micro-batch that the measurements so far allow (see `trials.reach`)."""
         assert self.total is not None
-        # What a new size keeps is not known before one was run that is not the first of its window.
+        # The memory that a new size keeps shows only in a micro-batch that is not the first of its window.
         top = self._bound() if self._kept else self.top()
         ratios = [max(o.needed.values()) / max(1, o.curve.at(o.tried)) for o in others if o.needed]
         return reach(
@@ -148,7 +149,7 @@ class Room:
             ratio=max(ratios, default=0.0),
         )
 
-    def is_tight(self, known: Known) -> bool:
+    def is_tight(self, known: SizeHistory) -> bool:
         """Return whether the allocator has had trouble since the last time although there seems to be room.
 
         Then less is used, until there was none for some windows. Retries in the first runs of a size are no
@@ -167,7 +168,7 @@ class Room:
 
     # -- the limit ---------------------------------------------------------------------------------------
 
-    def read(self, known: Known) -> None:
+    def read(self, known: SizeHistory) -> None:
         """Read the limit for the first time, and leave room for the state that the first update makes."""
         self.limit = self.limit or self._tools.limit()
         if known.peaks:
@@ -177,7 +178,7 @@ class Room:
             self._state = 0 if made else 2 * known.gradients
         self.look(known, ())
 
-    def look(self, known: Known, shapes: Iterable[Known]) -> None:
+    def look(self, known: SizeHistory, shapes: Iterable[SizeHistory]) -> None:
         """Read the limit between two windows."""
         self._note(known, self._tools.limit().bytes + self._held)
         if self._state_is_new:  # use also a little more than was guessed
@@ -185,7 +186,7 @@ class Room:
             for shape in shapes:
                 shape.largest = 0
 
-    def updated(self, known: Known | None) -> None:
+    def updated(self, known: SizeHistory | None) -> None:
         """Note that an update was made: the optimizer's state exists, and its size is no guess."""
         if self._state:
             self._state_is_new, self.checked = True, -math.inf
@@ -193,7 +194,7 @@ class Room:
         if known is not None and self._device.type == "cpu":
             self._held = known.gradients  # see update_rule.zero_grad
 
-    def _note(self, known: Known, free: int) -> None:
+    def _note(self, known: SizeHistory, free: int) -> None:
         """Record the free memory at the beginning of a window; search anew if a size no longer fits."""
         self.total = free - self._state
         if known.demand().at(known.size or 1) > self._bound() or self.total > _MUCH * known.total:
@@ -203,12 +204,12 @@ class Room:
 
     @contextmanager
     def measured(
-        self, known: Known, samples: int, *, first: bool, timed: Callable[[Any, Any], None]
+        self, known: SizeHistory, samples: int, *, first: bool, timed: Callable[[Any, Any], None]
     ) -> Iterator[None]:
         """Measure one micro-batch.
 
         Args:
-            known: what is known of its shape, where the result is noted.
+            known: history of its shape, where the result is noted.
             samples: of it.
             first: whether it is the first one of its window.
             timed: called when it began and ended, by the clock of the instruments.
@@ -246,7 +247,7 @@ class Room:
         timed(start, end)
 
     @contextmanager
-    def probed(self, known: Known, samples: int, *, first: bool) -> Iterator[None]:
+    def probed(self, known: SizeHistory, samples: int, *, first: bool) -> Iterator[None]:
         """Measure a small micro-batch of a model that cannot be predicted, by the tensors that it makes.
 
         Two of them make the curve. The first one of a window makes the gradients too, and is left out.

@@ -16,7 +16,7 @@ from ..window.validation import check_momentum
 from .fake import PredictionError
 from .predict import predict_peak
 
-# Less than this part of the peak is not worth a line.
+# Smaller savings, as a part of the peak, are left out.
 _WORTH = 0.01
 
 
@@ -45,7 +45,7 @@ def savings(
         options: the other arguments of `predict_peak`.
 
     Returns:
-        What saves 1 % of the peak or more, the largest saving first.
+        The options that save 1 % of the peak or more, the largest saving first.
 
     Raises:
         PredictionError: fake tensors cannot run the model.
@@ -122,7 +122,7 @@ def _checkpoints(predict: Callable[..., Peak], models: Sequence[nn.Module], now:
         return
     try:
         peak = predict(checkpointed=blocks)
-    except PredictionError:  # blocks may do what a checkpoint refuses
+    except PredictionError:  # some blocks cannot run in a checkpoint
         return
     how = (
         f"torch.utils.checkpoint around each of the {len(blocks)} blocks ({type(blocks[0]).__name__}): "

@@ -57,11 +57,11 @@ def signature(batch: Any, samples: int) -> Signature:
 
 
 def covers(known: Signature, asked: Signature) -> bool:
-    """Return whether samples of a known shape need at least the memory of those asked about.
+    """Return whether samples of a known shape need at least the memory of another shape's.
 
     Args:
-        known: the signature of what was measured.
-        asked: the signature of what comes.
+        known: the signature that was measured.
+        asked: the signature of the next batch.
 
     Returns:
         True if they have the same arrays, and no dimension is larger than the known one.

@@ -52,18 +52,18 @@ class Sizing(Protocol):
         ...
 
     def report(self) -> MemoryReport | None:
-        """Return a report on the sizes found, for people; None without any."""
+        """Return a readable report on the sizes found; None without any."""
         ...
 
 
 class Smaller:
     """The largest size that may be used for a while after memory ran out.
 
-    A failure may come from what else was in memory then, so larger sizes are tried again; the wait doubles
+    Other users of the memory may have caused the failure, so larger sizes are tried again; the wait doubles
     with each window that fails, so that a size that never fits is hardly ever tried.
 
     Attributes:
-        most: samples of a micro-batch; None: as many as otherwise.
+        most: samples of a micro-batch; None: no limit.
 
     Examples:
         >>> smaller = Smaller()
@@ -86,7 +86,7 @@ class Smaller:
             return 0
         half = (samples + 1) // 2
         self.most = half if self.most is None else min(self.most, half)
-        if not self._failed:  # further halvings in one window are the search for what fits
+        if not self._failed:  # further halvings in one window search for a size that fits
             self._until, self._wait, self._failed = self._wait, 2 * self._wait, True
         return self.most
 

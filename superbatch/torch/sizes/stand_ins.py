@@ -107,7 +107,7 @@ def _apart(value: Any, copied: dict[int, Any]) -> Any:
 
 
 def _contents(roots: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """List the containers and objects that can be reached, each with what it holds."""
+    """List the containers and objects in reach, each with its content."""
     seen: set[int] = set()
     left: list[Any] = list(roots)
     while left:

@@ -1,7 +1,7 @@
 """Measurements of micro-batches of one shape, and the largest size to try next.
 
-Bytes count from the beginning of a window, when there are no gradients yet. `total` is what there is room
-for at that point, once all optimizer state exists. Every measured micro-batch says what it needed, and what
+Bytes count from the beginning of a window, when there are no gradients yet. `total` is the room
+at that point, once all optimizer state exists. Every measured micro-batch gives its need and the room
 there was:
 
     first of a window:  needed = measured + gradients that its successors find   total = free
@@ -20,33 +20,33 @@ from superbatch.tuning.search import APART, MemoryCurve, corrected, fit_curve
 # Nothing measured: the prediction may be wrong by so much and the micro-batch still fits.
 _UNMEASURED = 0.5
 
-# The same with one small micro-batch measured, which shows what is needed once.
+# The same with one small micro-batch measured, which shows the memory that is needed once.
 _MEASURED = 0.6
 
 # From a measured micro-batch the next one goes this much of the way to the limit; to a near limit in one go,
-# and to one that is not near if what was measured rises as was predicted.
+# and to one that is not near if the measurements rise as predicted.
 _STRIDE = 0.75
 _NEAR = 0.15
 _STRAIGHT = 0.05
 _FAR = 0.35
 _ROUGH = 0.02
-_BEYOND = 0.1  # so much larger than others, and a size says what such ones keep
+_BEYOND = 0.1  # a size larger than all others by this share shows the memory that such sizes keep
 
 
 @dataclass
-class Known:
+class SizeHistory:
     """Measurements of micro-batches of one shape.
 
     Attributes:
         peaks: predicted, ascending in samples.
         how: they were predicted.
-        curve: what micro-batches need, by samples, as predicted.
-        first: what the first micro-batch of a window needs, before there are gradients, as predicted.
+        curve: predicted bytes of a micro-batch, by samples.
+        first: predicted bytes of a window's first micro-batch, before there are gradients.
         gradients: bytes of a window's gradients.
-        needed: what real ones needed, by samples.
-        rough: of these, what first micro-batches of windows needed, in which gradients are a guess.
+        needed: bytes of real ones, by samples.
+        rough: sizes among these of first micro-batches of windows, in which gradients are a guess.
         runs: how many were measured, by samples.
-        measured: their peaks beyond what was alive before each, by samples, for people.
+        measured: their peaks beyond the memory in use before each, by samples, for people.
         sizes: that are timed, ascending.
         timings: seconds per sample, by target size, in order.
         size: the size that was settled on; 0 before.
@@ -88,7 +88,8 @@ class Known:
     def note_kept(self, samples: int, kept: int) -> None:
         """Record the memory that a size beyond all others keeps, before it is given to `note`."""
         by = samples - max(self.runs, default=0)
-        (before, more) = (0, 0) if by > _BEYOND * samples else self.kept_beyond  # a little more says nothing
+        # A slightly larger size alone shows nothing: it is added to those before.
+        (before, more) = (0, 0) if by > _BEYOND * samples else self.kept_beyond
         self.kept_beyond = before + kept, more + by
 
     def keeps_beyond(self, samples: int) -> int:
@@ -107,7 +108,7 @@ class Known:
 
         Args:
             samples: of it.
-            peak: its measured peak beyond what was alive before it; None where it cannot be known.
+            peak: its measured peak beyond the memory in use before it; None where it cannot be known.
             first: whether it was the first one of its window.
             kept: bytes that stay in use from now on, such as kernels that were made for this size.
         """
@@ -126,7 +127,7 @@ class Known:
         self.needed[samples] = max(needed, self.needed.get(samples, 0)) if runs > 2 else needed
         if first:
             self.rough.add(samples)
-            # The gradients made meanwhile hide what is smaller than they are, and so the slope from there.
+            # The gradients made meanwhile hide smaller amounts, and so the slope from there.
             self._drop(other for other in self.rough if other < samples and self._hidden(other))
             return
         self.rough.discard(samples)
@@ -142,7 +143,7 @@ class Known:
             del self.needed[size]
 
 
-def known_from(peaks: Sequence[Peak], how: How) -> Known:
+def known_from(peaks: Sequence[Peak], how: How) -> SizeHistory:
     """Begin with predicted peaks.
 
     Args:
@@ -150,7 +151,7 @@ def known_from(peaks: Sequence[Peak], how: How) -> Known:
         how: they were predicted.
 
     Returns:
-        What is known so far.
+        The history with predictions alone.
 
     Examples:
         >>> peak = Peak(
@@ -170,7 +171,7 @@ def known_from(peaks: Sequence[Peak], how: How) -> Known:
         (500, 50)
     """
     ordered = sorted(peaks, key=lambda peak: peak.samples)
-    return Known(
+    return SizeHistory(
         peaks=ordered,
         how=how,
         curve=fit_curve([(peak.samples, max(peak.forward, peak.backward)) for peak in ordered]),
@@ -179,15 +180,17 @@ def known_from(peaks: Sequence[Peak], how: How) -> Known:
     )
 
 
-def reach(known: Known, *, total: int, top: int, at_first: int, each: int = 0, ratio: float = 0.0) -> int:
+def reach(
+    known: SizeHistory, *, total: int, top: int, at_first: int, each: int = 0, ratio: float = 0.0
+) -> int:
     """The largest micro-batch that may be run next.
 
     A micro-batch far beyond everything measured rests on the prediction alone, so sizes rise in strides: the
     first one is to need at most half of the total by the prediction, the next ones go three quarters of the
-    way to the limit, or all of it where what was measured rises as predicted.
+    way to the limit, or all of it where the measurements rise as predicted.
 
     Args:
-        known: what is known of this shape.
+        known: history of this shape.
         total: bytes that there is room for.
         top: bytes that may be used of these: the margin is the difference.
         at_first: bytes that kernels and threads may take at their first use, which no prediction knows.
@@ -222,7 +225,7 @@ def reach(known: Known, *, total: int, top: int, at_first: int, each: int = 0, r
         share = 0.8 / max(ratio, 1.0) if ratio else _UNMEASURED
         return max(1, known.curve.largest(int(min(top, share * total)) - at_first, most_of(known)))
     demand, highest = known.demand(), max(known.needed.values())
-    # One small micro-batch has shown what is needed once, such as kernels.
+    # One small micro-batch has shown the memory that is needed once, such as kernels.
     if highest < 0.3 * total:
         budget = _MEASURED * total
     elif top - highest <= _NEAR * total or (highest > _FAR * total and _rises_as_predicted(known, each)):
@@ -232,7 +235,7 @@ def reach(known: Known, *, total: int, top: int, at_first: int, each: int = 0, r
     return max(1, demand.largest(int(min(top, budget)), most_of(known)))
 
 
-def _rises_as_predicted(known: Known, each: int) -> bool:
+def _rises_as_predicted(known: SizeHistory, each: int) -> bool:
     low, high = min(known.needed), known.tried
     # Sizes that are near each other show no slope.
     if low > APART * high:
@@ -241,15 +244,15 @@ def _rises_as_predicted(known: Known, each: int) -> bool:
     return abs(known.needed[high] - known.needed[low] - rise) <= _STRAIGHT * rise + each
 
 
-def most_of(known: Known) -> int:
-    """The largest size that a curve is asked about: far beyond what was predicted it says nothing."""
+def most_of(known: SizeHistory) -> int:
+    """Return the largest size that a curve is used for: far beyond the predictions it says nothing."""
     return 16 * max(known.curve.points[-1][0], known.tried)
 
 
-def state_of(known: Known) -> dict[str, Any]:
+def state_of(known: SizeHistory) -> dict[str, Any]:
     """Plain containers from which `known_of` makes the same again.
 
-    Peaks are left out: they are for people.
+    Peaks are left out: only reports show them.
     """
     # Without `runs`: a resumed run measures each size anew, maybe on another machine.
     return {
@@ -266,16 +269,16 @@ def state_of(known: Known) -> dict[str, Any]:
     }
 
 
-def known_of(state: dict[str, Any]) -> Known:
-    """Make again what was stored by `state_of`.
+def known_of(state: dict[str, Any]) -> SizeHistory:
+    """Restore a history from the result of `state_of`.
 
     Examples:
         >>> curve = fit_curve([(1, 10), (2, 20)])
-        >>> known = Known(peaks=[], how="fake tensors", curve=curve, first=curve, gradients=3, size=7)
+        >>> known = SizeHistory(peaks=[], how="fake tensors", curve=curve, first=curve, gradients=3, size=7)
         >>> known_of(state_of(known)) == known
         True
     """
-    return Known(
+    return SizeHistory(
         peaks=[],
         how=state["how"],
         curve=fit_curve([(n, size) for n, size in state["curve"]]),

@@ -27,13 +27,13 @@ from .untouched import changed_state, module_state
 _COUPLINGS = ("batchnorm", "coupled", "coupled_loss", "weight")
 _STATED = ("sum", "mean", "weight")
 _CHECK = "parts of a micro-batch"
-_NOISE = 30.0  # multiples of what two equal passes differ by
+_NOISE = 30.0  # multiples of the difference of two equal passes
 _MOST_PROBED = 97
 _SEEDS = 8  # one coin for a whole batch is the same under half of them
 
 
 class Diagnosis(NamedTuple):
-    """The causes, the first to be fixed first; what the probes found; and what could not be determined."""
+    """Causes in the order in which to fix them, findings of the probes, and notes on open questions."""
 
     causes: tuple[Finding, ...]
     findings: tuple[Finding, ...]
@@ -55,7 +55,7 @@ def judge(setting: Setting, size: Size) -> tuple[Finding, ...]:
 
 
 def diagnose(setting: Setting, size: Size, *, tolerance: float) -> Diagnosis:
-    """Find what breaks exactness.
+    """Find the causes of a gradient that is not exact.
 
     Args:
         setting: a batch whose accumulated gradient differs from the batch's; it must fit in memory.
@@ -184,7 +184,7 @@ def _statement_or_coupling(
 
 
 def _elsewhere(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Leave out what the mixed difference said of the loss as a whole: the declaration was judged since."""
+    """Leave out the mixed difference's findings on the whole loss: its declaration was judged since."""
     return tuple(finding for finding in findings if finding.module != "loss_fn" or finding.kind == "coupled")
 
 

@@ -22,7 +22,7 @@ from superbatch.torch.devices import in_float64, where_float64_is
 
 @dataclass(frozen=True)
 class Mixing:
-    """A module in which samples of a batch meet.
+    """A module that couples the samples of a batch.
 
     Args:
         module: its path; `"loss_fn"` outside every module.
@@ -106,7 +106,7 @@ def watched(samples: int) -> tuple[int, int]:
 
 
 def watch(model: nn.Module, run: Callable[[], Any], samples: int) -> list[Watched]:
-    """Run a forward pass and keep what every module got and gave for the watched samples.
+    """Run a forward pass and keep every module's inputs and outputs for the watched samples.
 
     Args:
         model: its modules are watched; the hooks are gone afterwards.
@@ -140,7 +140,7 @@ def watch(model: nn.Module, run: Callable[[], Any], samples: int) -> list[Watche
 def first_difference(a: list[Watched], b: list[Watched], *, tolerance: float) -> Mixing | None:
     """The first module at which watched samples differ between two passes that differ in other samples only.
 
-    A difference counts where it also shows in what the calling module gives: rows that a router hands to an
+    A difference counts where it also shows in the calling module's output: rows that a router hands to an
     expert differ between passes, but mean no mixing as long as each sample gets its own result back.
 
     Args:
@@ -149,7 +149,7 @@ def first_difference(a: list[Watched], b: list[Watched], *, tolerance: float) ->
         tolerance: the largest relative difference that counts as rounding.
 
     Returns:
-        Where samples meet: the module itself where its output differs but its input does not, the calling
+        The coupling module: the module itself where its output differs but its input does not, the calling
         module where already the input differs. None if nowhere.
 
     Examples:
@@ -236,7 +236,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in nested containers and dataclasses, in order.
 
     Args:
-        value: what a module got or gave.
+        value: inputs or outputs of a module.
 
     Returns:
         Its tensors.
@@ -305,7 +305,7 @@ def _change(one: Watched, other: Watched) -> float | None:
     # A pass may return fewer tensors than the other; only pairs are compared.
     pairs = zip(one.tensors, other.tensors, strict=False)
     comparable = [(a.readings, b.readings) for a, b in pairs if a.shape == b.shape and a.readings]
-    # Under the reading that shows the least: a wrong reading shows mixing where there is none.
+    # The smallest change of all readings: a wrong reading shows mixing where there is none.
     return max((min(map(_relative, *readings)) for readings in comparable), default=None)
 
 
@@ -317,13 +317,13 @@ def _relative(a: Tensor, b: Tensor) -> float:
         return 0.0
     if bool(a.isnan().logical_xor(b.isnan()).any()):
         return 1.0  # a NaN came through, or was lost: all of the value changed
-    # inf - inf is NaN; neither NaN nor inf has a size.
+    # inf - inf is NaN; a difference of NaN or inf has no size.
     difference = difference.nan_to_num(0.0, 0.0, 0.0).amax()
     return float(difference / size) if size.isfinite() and size > 0 else float(difference)
 
 
 def _differentiable(value: Any) -> Any:
-    """Let gradients be taken towards floating-point inputs, which data does not ask for by itself."""
+    """Make floating-point inputs require gradients, as data does not."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and not value.requires_grad and torch.is_grad_enabled():
             # Multiplied, because a leaf would refuse in-place layers.

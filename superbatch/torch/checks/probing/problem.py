@@ -29,14 +29,14 @@ class Problem:
     """A model and a loss, with the declaration that the accumulation under test relies on.
 
     Args:
-        model: what has the parameters and modules.
+        model: module with the parameters.
         loss_fn: from a micro-batch to a scalar tensor, or to (loss, weight) where `weight="returned"`.
         reduction: what `loss_fn` returns.
         weight: how micro-batches are weighted (None: by samples).
         unsplit: paths of the batch that are kept whole.
         per_sample: paths of lists with one entry for each sample.
         dtype: of the floating-point parts of batches; None keeps their own.
-        state: keeps what a forward moves; None: nothing is known of it yet.
+        state: keeper of the state that a forward changes; None: no forward has been watched yet.
         terms: what each loss is where `loss_fn` returns several by name (`by_term`); then `reduction` and
             `weight` have no meaning.
         announce: called before each forward, where forwards wait for those of other ranks (`in_step`); then
@@ -108,11 +108,11 @@ def forward(problem: Problem, batch: Any) -> Any:
     """Call the loss function on a batch in the problem's dtype, on the model's device.
 
     Args:
-        problem: what to call.
+        problem: with the loss function.
         batch: a (micro-)batch, on any device.
 
     Returns:
-        What `loss_fn` returns, unchecked.
+        Result of `loss_fn`, unchecked.
 
     Examples:
         >>> forward(Problem(nn.Linear(1, 1), lambda x: x.sum()), torch.ones(2))
@@ -129,7 +129,7 @@ def evaluate(problem: Problem, batch: Any) -> tuple[Tensor, Number]:
     """Call the loss function once.
 
     Args:
-        problem: what to evaluate.
+        problem: to be evaluated.
         batch: a (micro-)batch, on any device.
 
     Returns:

@@ -35,7 +35,7 @@ MIXING = ("batchnorm", "coupled", "coupled_loss", "unknown")
 
 
 class _Outcome(NamedTuple):
-    """The two gradients in one dtype; `against` says what the reference is."""
+    """Both gradients in one dtype; `against` names the kind of the reference."""
 
     dtype: torch.dtype
     against: Literal["batch", "splits"]
@@ -48,7 +48,7 @@ class Request:
     """Options of `verify`, checked.
 
     Attributes:
-        probes: where the gradients agree, look for what this split does not show.
+        probes: where the gradients agree, search for causes that this split does not show.
     """
 
     problem: Problem
@@ -63,7 +63,7 @@ class Request:
     probes: bool = True
 
     def setting(self, dtype: torch.dtype | None, reset: Any) -> Setting:
-        """Return what a gradient is measured with, in a dtype; None: the model's own.
+        """Return the setting of a measurement in a dtype; None: the model's own.
 
         Args:
             dtype: of the parameters.
@@ -225,7 +225,7 @@ def _compare(
 
 
 def _index_of_judge(outcomes: list[_Outcome]) -> int:
-    """The comparison that tells the structure of the problem from rounding: that in the widest dtype."""
+    """Return the index of the widest dtype, whose comparison separates errors from rounding."""
     return max(range(len(outcomes)), key=lambda index: outcomes[index].dtype == torch.float64)
 
 
@@ -236,7 +236,7 @@ def _coupling(request: Request) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
 
 
 def _by_chance(request: Request, outcome: _Outcome) -> tuple[Finding, ...]:
-    """A wrong declaration that this batch does not show, cut as it is: the check cuts it otherwise too."""
+    """Return a wrong declaration that this split of the batch does not show; the check has other splits."""
     # Cut in other ways too, on as many samples as are known to fit.
     batch, size = _in_memory(request, outcome)
     with untouched(request.problem.model) as reset:

@@ -123,7 +123,7 @@ def same_values(a: Any, b: Any) -> bool:
         b: another of the same structure.
 
     Returns:
-        True when no tensor differs; what is no tensor is compared with `==`.
+        True when no tensor differs; other objects are compared with `==`.
 
     Examples:
         >>> same_values([torch.ones(2)], [torch.ones(2)]), same_values([torch.ones(2)], [torch.zeros(2)])

@@ -54,7 +54,7 @@ class Probe(NamedTuple):
         samples: how many are probed, a prime.
         tolerance: the largest relative difference that counts as rounding.
         reset: makes the working copies of the model anew.
-        notes: what could not be probed is added here.
+        notes: probes that were not possible are added here.
     """
 
     problem: Problem
@@ -83,7 +83,7 @@ class Probe(NamedTuple):
         return evaluate(self.problem, batch)
 
     def watch(self, batch: Any) -> list[Watched]:
-        """Evaluate the loss, and keep what each module got and gave for the watched samples."""
+        """Evaluate the loss, and keep each module's inputs and outputs for the watched samples."""
         self.begin()
         # The loss alone: the weight of a poisoned batch may be refused.
         return watch(self.problem.model, lambda: forward(self.problem, batch), self.samples)
@@ -94,7 +94,7 @@ def find_mixing(probe: Probe, base: list[Watched]) -> dict[str, Mixed]:
 
     Args:
         probe: the samples and how to run them.
-        base: what the modules got and gave for the base samples.
+        base: inputs and outputs of the modules for the base samples.
 
     Returns:
         The modules that mix samples, by path; `"loss_fn"` for code outside every module.
@@ -135,7 +135,7 @@ def innermost(found: dict[str, Mixed], known: Collection[str]) -> dict[str, Mixe
 
 
 def loss_coupling(probe: Probe) -> Iterator[Finding]:
-    """Take the mixed difference of the loss, BatchNorm frozen so that it does not hide what else there is.
+    """Take the mixed difference of the loss, with BatchNorm frozen so that it hides no other coupling.
 
     Args:
         probe: the samples and how to run them.
@@ -175,7 +175,7 @@ def failure_of(run: Callable[[], Any]) -> str | None:
         run: the code.
 
     Returns:
-        None if it ran, else what it raised, as a text. Errors of this library are let through.
+        None if it ran, else its error as a text. Errors of this library are raised.
 
     Examples:
         >>> failure_of(lambda: 1 / 0), failure_of(lambda: 1)
@@ -307,7 +307,7 @@ def _explained(probe: Probe, results: list[list[_Sum]], evidence: float) -> Find
     for text, weigh in weight_candidates(probe.problem, probe.batch):
         # The likeliest candidate under which the loss is a sum over samples.
         if _mixed(results, [[weigh(batch) for _, _, batch in four] for four in results]) <= probe.tolerance:
-            detail = f"the loss is a mean over something else than what it is weighted by; it fits {text}"
+            detail = f"the loss is a mean over another count than its weight; it fits {text}"
             return Finding("weight", "loss_fn", evidence, "mixed difference", detail, f"pass weight={text}")
     detail = "the loss is no weighted mean over samples"
     return Finding("coupled_loss", "loss_fn", evidence, "mixed difference", detail, _COUPLED_LOSS)

@@ -28,7 +28,7 @@ from superbatch.torch.window.participants.snapshot import (
 
 from ..introspection import run_eagerly
 
-# What torch itself keeps in a module; everything else in its `__dict__` is the user's.
+# Attributes of torch itself; all others in a module's `__dict__` are the user's.
 _INTERNAL = frozenset(nn.Module().__dict__)
 _CONTAINERS = (list, dict, set, deque)
 
@@ -131,7 +131,7 @@ def state_restorer(model: nn.Module) -> Callable[[], None]:
 def held_parameter(model: nn.Module) -> str | None:
     """A parameter whose dtype must not be changed, not even for a while, in a distributed program.
 
-    Autograd makes anew what it keeps with a parameter when the dtype changes, and with it go the hooks by
+    A change of the dtype makes autograd replace the node of a parameter, and with it go the hooks by
     which DistributedDataParallel reduces gradients.
 
     Args:
@@ -148,7 +148,7 @@ def held_parameter(model: nn.Module) -> str | None:
         return None
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            # The node is made for each question, unless somebody holds it, as DDP does: then the mark is
+            # The node is made for each call, unless it is held already, as by DDP: then the mark is
             # found. (The stub says that `metadata` is a method; it is a dict.)
             node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
             node.metadata["superbatch"] = True
