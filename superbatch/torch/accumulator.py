@@ -172,7 +172,7 @@ class Accumulator:
             The record of the update.
 
         Raises:
-            InputError, SplitError: the batch cannot be worked through; nothing has changed.
+            InputError, SplitError: the batch cannot be split; nothing has changed.
             LossSpecError, CoupledSamplesError: the loss is not what was declared; nothing has changed.
             NonFiniteError: a loss or gradient is not finite (with ``nonfinite="raise"``); all is as before.
         """
@@ -194,7 +194,7 @@ class Accumulator:
             ``update`` afterwards. Left by an exception, or before the last backward, it is discarded.
 
         Raises:
-            InputError, SplitError: the batch cannot be worked through.
+            InputError, SplitError: the batch cannot be split.
             WindowError: another window of this accumulator is open.
             LossSpecError, CoupledSamplesError: as for a call.
 
@@ -240,7 +240,7 @@ class Accumulator:
 
         Args:
             state: from `state_dict`. The model and the optimizer must be loaded from the same moment, in any
-                order, and the next batch must be the one that was being worked through.
+                order, and the next batch must be the one of the window in flight.
 
         Raises:
             InputError: it is no such state, its noise was averaged otherwise, or its masters do not fit.

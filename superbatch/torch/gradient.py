@@ -133,7 +133,7 @@ class Gradient:
             The record: loss, weight, samples, norm of the gradient that was added; no learning rates.
 
         Raises:
-            InputError, SplitError: the batch cannot be worked through; nothing has changed.
+            InputError, SplitError: the batch cannot be split; nothing has changed.
             LossSpecError, CoupledSamplesError: the loss is not what was declared; nothing has changed.
             NonFiniteError: a loss or gradient is not finite (with ``nonfinite="raise"``); all is as before.
         """
@@ -283,7 +283,7 @@ class WholeGradient:
             The record, as `Gradient`'s; one loss has the weight 1.
 
         Raises:
-            InputError, SplitError: the batch cannot be worked through; nothing has changed.
+            InputError, SplitError: the batch cannot be split; nothing has changed.
             NonFiniteError: the loss or gradient is not finite (with ``nonfinite="raise"``); all is as before.
         """
         return self.engine.update(batch)

@@ -27,7 +27,7 @@ class WholeBatch:
     """Updates a model by a loss whose samples are coupled, at the memory of micro-batches.
 
     BatchNorm in training mode, contrastive losses, the hardest samples of a batch: `loss_fn` is called once,
-    with the whole batch, which is worked through in micro-batches below autograd (see `virtual_batch`). The
+    with the whole batch, which is computed in micro-batches below autograd (see `virtual_batch`). The
     update is that of the real large batch; nothing is weighted, and there is nothing to check.
 
     Args:
@@ -129,7 +129,7 @@ class WholeBatch:
             The record of the update.
 
         Raises:
-            InputError, SplitError: the batch cannot be worked through; nothing has changed.
+            InputError, SplitError: the batch cannot be split; nothing has changed.
             NonFiniteError: the loss or gradient is not finite (with ``nonfinite="raise"``); all is as before.
             CoupledSamplesError: `loss_fn` couples the samples of this rank, and not those of the others.
         """

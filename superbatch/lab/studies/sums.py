@@ -33,9 +33,9 @@ def kahan(gradients: Tensor) -> Tensor:
     """Compensated: a second buffer of the same dtype keeps what rounding took, error 2u."""
     total, lost = torch.zeros_like(gradients[0]), torch.zeros_like(gradients[0])
     for gradient in gradients:
-        mended = gradient - lost
-        grown = total + mended
-        lost = (grown - total) - mended
+        corrected = gradient - lost
+        grown = total + corrected
+        lost = (grown - total) - corrected
         total = grown
     return total
 

@@ -29,7 +29,7 @@ class Checkpoint:
     Attributes:
         path: its folder.
         updates: that had been made.
-        samples: of the data that had been worked through, as `save_checkpoint` was told.
+        samples: of the data that had been used, as passed to `save_checkpoint`.
         extra: the program's own state.
         ranks: that wrote it.
         in_flight: whether it was written within a window, which the next call resumes.

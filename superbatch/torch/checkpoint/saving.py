@@ -46,7 +46,7 @@ def save_checkpoint(
     Args:
         folder: of the checkpoints of one training; each is a folder in it, ``000007-update-1200``.
         accumulate: an `Accumulator` or a `WholeBatch`. Between windows, or after a ``backward`` of one.
-        samples: of the data that all ranks together have worked through, for the program to find its place.
+        samples: of the data that all ranks together have used, for the program to find its place.
         extra: more state: numbers, texts, tensors, lists, tuples and dicts, equal on all ranks.
         generators: random generators of the program's own, by names.
         keep: how many checkpoints stay; older ones are deleted when the new one is whole.
@@ -120,9 +120,7 @@ def _check(accumulate: object, samples: object, keep: object) -> None:
             f"accumulate is of type {type(accumulate).__name__}. Pass the Accumulator or the WholeBatch."
         )
     if not isinstance(samples, int) or isinstance(samples, bool) or samples < 0:
-        raise InputError(
-            f"samples is {samples!r}. Pass the number of samples that were worked through, an int."
-        )
+        raise InputError(f"samples is {samples!r}. Pass the number of samples that were used, an int.")
     if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
         raise InputError(f"keep is {keep!r}. Pass how many checkpoints stay, 1 or more.")
 
