@@ -101,17 +101,16 @@ def _compare(model: Any, options: Options, step: Any, mapping: Mapping, batch: A
     first = _comparison(model, options, probe.shifted(mapping), mapping, (batch, chosen, parts))
     if first is not None and first.agrees():
         return
-    # A loss of neighbours is exact where micro-batches hold all of them: their true size and order decide.
-    size = max(1, min(size, TRUE_SIZE, rows // 2))
-    length = min(rows, 3 * size)
-    true = (batch, [*range(length)], [[*part] for part in step.cut(length, size)])
-    # At two places of the weights: the means of a few micro-batches may agree at one of them by chance.
-    values = [probe.shifted(mapping), mapping]
-    found = [_comparison(model, options, each, mapping, true) for each in values]
-    if found[0] is None or found[1] is None:
-        return
     if first is not None and first.differs_in_declared():
-        found = [first]  # such a mean may agree where true micro-batches happen to count the same
+        found = [first]  # its means may agree where true micro-batches happen to count the same
+    else:
+        # A loss of neighbours is exact where micro-batches hold all of them: their true size and order
+        # decide, at two places of the weights, as the means of a few micro-batches may agree by chance.
+        size = max(1, min(size, TRUE_SIZE, rows // 2))
+        length = min(rows, 3 * size)
+        true = (batch, [*range(length)], [[*part] for part in step.cut(length, size)])
+        values = [probe.shifted(mapping), mapping]
+        found = [_comparison(model, options, each, mapping, true) for each in values]
     for comparison in found:
         if comparison is not None and not comparison.agrees() and comparison.repeats():
             comparison.refuse()

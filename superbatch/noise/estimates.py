@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..errors import InputError, explain
+from ..errors import InputError
 
 
 class Estimate(NamedTuple):
@@ -42,11 +42,8 @@ def estimate(a2: float, b2: float, q: float) -> Estimate:
     """
     if not 0 < q < 1:
         raise InputError(
-            explain(
-                f"a window with sum w_i^2 = {q}",
-                "noise is seen by the differences between micro-batches, of which there must be two",
-                "use at least two micro-batches, on one rank or on several",
-            )
+            f"Noise shows in the differences between micro-batches, and a window with sum w_i^2 = {q} has "
+            "one. Use at least two micro-batches, on one rank or on several."
         )
     return Estimate((b2 - a2) / (1 - q), (a2 - q * b2) / (1 - q))
 
@@ -77,11 +74,8 @@ def homogeneous_estimate(
     """
     if len(weights) < 2:
         raise InputError(
-            explain(
-                f"{len(weights)} micro-batch",
-                "noise is seen by the differences between micro-batches",
-                "give two or more",
-            )
+            f"Noise shows in the differences between micro-batches, and there is {len(weights)}. Give two or "
+            "more."
         )
     q = sum(w * w / n for w, n in zip(weights, samples, strict=True))
     of_one_sample = (a1 - b2) / (sum(w / n for w, n in zip(weights, samples, strict=True)) - q)

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..errors import InputError, explain
+from ..errors import InputError
 from ..results.noise import Noise, NoiseOfGroup, NoiseOfModel, NoiseProxy
 from .estimates import Estimate as Estimate
 from .estimates import effective_samples as effective_samples
@@ -97,12 +97,12 @@ class NoiseMeter:
         proxy: bool = False,
     ) -> None:
         if isinstance(beta, bool) or not isinstance(beta, (int, float)) or not 0 < beta < 1:  # pyright: ignore[reportUnnecessaryIsInstance]  (a caller without types)
-            raise InputError(explain(f"beta={beta!r}", "an average remembers a part", "pass 0 < beta < 1"))
+            raise InputError(f"beta={beta!r} is not between 0 and 1. Pass 0 < beta < 1.")
         for name, value in (("every", every), ("data_size", data_size)):
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:  # pyright: ignore[reportUnnecessaryIsInstance]  (a caller without types)
-                raise InputError(explain(f"{name}={value!r}", "it is a count", "pass a positive int"))
+                raise InputError(f"{name}={value!r} is not a positive int. Pass one.")
         self.beta, self.every, self.data_size = beta, every, data_size
         self.preconditioned, self.proxy = bool(preconditioned), bool(proxy)
         self._begin()
@@ -141,20 +141,14 @@ class NoiseMeter:
         """
         if self._windows and estimates.keys() != self._groups.keys():
             raise InputError(
-                explain(
-                    f"a window with the groups {sorted(estimates)}",
-                    f"those before had {sorted(self._groups)}",
-                    "make a new NoiseMeter when parameter groups change",
-                )
+                f"The window has the groups {sorted(estimates)}, and those before it had "
+                f"{sorted(self._groups)}. Make a new NoiseMeter when parameter groups change."
             )
         numbers = [samples, *(number for one in estimates.values() for number in one)]
         if not estimates or samples <= 0 or not all(map(math.isfinite, numbers)):
             raise InputError(
-                explain(
-                    f"a window with {dict(estimates)} from {samples} samples",
-                    "one that is not finite would never leave the average",
-                    "leave it out",
-                )
+                f"The window gave {dict(estimates)} from {samples} samples, and a value that is not finite "
+                "would never leave the average. Leave the window out."
             )
         self._windows += 1
         self._samples = self._moved(self._samples, samples)
@@ -311,11 +305,8 @@ class NoiseMeter:
             )
         if state.get("beta") != self.beta:
             raise InputError(
-                explain(
-                    f"a saved average with beta={state.get('beta')!r}",
-                    f"this one has beta={self.beta!r}, and two memories do not mix",
-                    "make the NoiseMeter with the same beta, or load no state into it",
-                )
+                f"The saved average has beta={state.get('beta')!r}, and this NoiseMeter beta={self.beta!r}. "
+                "Make the NoiseMeter with the same beta, or load no state into it."
             )
         try:
             passed, windows, samples = int(state["passed"]), int(state["windows"]), float(state["samples"])
@@ -327,11 +318,7 @@ class NoiseMeter:
             test = IndependenceTest() if losses is None else IndependenceTest.of_state(losses)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise InputError(
-                explain(
-                    f"a saved average that is not whole ({error!r})",
-                    "it cannot be gone on from",
-                    "load what `state_dict()` returned",
-                )
+                f"The saved average is incomplete ({error!r}). Load what `state_dict()` returned."
             ) from None
         self.passed, self._windows, self._samples = passed, windows, samples
         self._seen, self._total, self._groups = seen, total, groups

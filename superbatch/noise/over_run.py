@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from ..errors import InputError, explain
+from ..errors import InputError
 
 
 def noise_over_run(
@@ -35,11 +35,8 @@ def noise_over_run(
     counts = [1.0] * len(scales) if samples is None else list(samples)
     if not scales or min(scales) <= 0 or batch_size <= 0:
         raise InputError(
-            explain(
-                f"noise scales {scales} of a run with batch {batch_size}",
-                "a mean of inverses takes positive numbers, and at least one",
-                "leave out stretches without a determined noise scale",
-            )
+            f"The noise scales {scales} of a run with batch {batch_size} have no mean of inverses: it takes "
+            "positive numbers, at least one. Leave out stretches without a determined noise scale."
         )
     progress = [n / (1 + batch_size / each) for n, each in zip(counts, scales, strict=True)]
     return math.fsum(progress) / math.fsum(p / each for p, each in zip(progress, scales, strict=True))

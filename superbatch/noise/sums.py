@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import SupportsFloat
 
-from ..errors import InputError, explain
+from ..errors import InputError
 from .meter import LEAST_SPREAD, NoiseMeter, estimate
 
 
@@ -34,11 +34,8 @@ def add_sums(
     """
     if meter.preconditioned or meter.proxy:
         raise InputError(
-            explain(
-                f"a NoiseMeter(preconditioned={meter.preconditioned}, proxy={meter.proxy}) outside of torch",
-                "only superbatch.torch measures by Adam's preconditioner and single samples' gradients",
-                "leave these options out",
-            )
+            f"NoiseMeter(preconditioned={meter.preconditioned}, proxy={meter.proxy}) works in "
+            "superbatch.torch alone. Leave these options out."
         )
     meter.passed += 1
     numbers = [float(number) for number in (a2, b2, q, samples)]

@@ -56,7 +56,7 @@ class Accumulator:
         scheduler: a learning-rate scheduler, or a list of them, stepped once per update that was made.
         scaler: a `torch.amp.GradScaler`; an overflow skips the update and the scheduler.
         nonfinite: what to do with NaN and infinity: ``"raise"``; ``"skip_microbatch"`` leaves a micro-batch
-            and its weight out (its gradient is looked at before it is added); ``"skip_update"`` gives up the
+            and its weight out (its gradient is checked before it is added); ``"skip_update"`` gives up the
             window.
         device: where micro-batches are moved: ``"auto"`` (the model's device), a device, or None.
         gradient_sum: dtype that gradients of bfloat16/float16 parameters are summed in. ``"auto"``: float32
@@ -95,6 +95,7 @@ class Accumulator:
         (10, 3, True)
     """
 
+    # Before the signature is checked: accumulation_steps= gets advice in place of Python's TypeError.
     @name_unknown_options
     def __init__(
         self,
@@ -118,6 +119,7 @@ class Accumulator:
         check: bool = True,
         sync: SyncOption = "auto",
     ) -> None:
+        # Options are one frozen object: this class, Gradient and WholeBatch share their validation.
         options = Options(
             microbatch_size=microbatch_size,
             reduction=reduction,
@@ -135,6 +137,7 @@ class Accumulator:
             check=check,
             sync=sync,
         )
+        # All state is the engine's: nothing is kept here that a checkpoint would miss.
         self.engine: Engine = engine_of(model, optimizer, loss_fn, options)
 
     @property
@@ -176,6 +179,7 @@ class Accumulator:
         return self.engine.update(batch)
 
     @overload
+    # Two overloads, so that a type checker knows what the loop over a Window yields.
     def window(self, batch: Window[T]) -> OpenWindow[T]: ...
     @overload
     def window(self, batch: T) -> OpenWindow[T]: ...
@@ -207,7 +211,7 @@ class Accumulator:
         return self.engine.open(batch)
 
     def discard(self) -> None:
-        """Forget a window that was loaded or that an interrupt kept from its end, and restore its changes.
+        """Discard a window that was loaded or that an interrupt left open, and restore its changes.
 
         A window whose optimizers had stepped is finished instead.
 

@@ -32,6 +32,7 @@ def check_coupled(
     Raises:
         InputError: one of them has the wrong type or value.
     """
+    # Required here: a coupled loss cannot be taken micro-batch by micro-batch from an owned loop.
     if not callable(loss_fn):
         raise InputError(
             f"loss_fn={loss_fn!r} cannot be called. Pass a function batch -> loss: it is called once, with "
@@ -43,11 +44,13 @@ def check_coupled(
             "None for all at once; the update does not depend on it."
         )
     check_choice(rng, "rng", Rng)
+    # A row of the batch that is not finite has reached the loss of all the others.
     if nonfinite == "skip_microbatch":
         raise InputError(
             "A micro-batch cannot be left out where samples are coupled. "
             'Pass nonfinite="skip_update" or "raise".'
         )
+    # Any other object is checked as a participant when the engine is made.
     for each in participants if isinstance(participants, Sequence) else ():
         if isinstance(each, GhostBatchNorm):
             raise InputError(

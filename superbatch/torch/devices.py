@@ -31,6 +31,7 @@ def resolved(device: torch.device) -> torch.device:
         >>> resolved(torch.device("cuda:1")), resolved(torch.device("cpu"))
         (device(type='cuda', index=1), device(type='cpu'))
     """
+    # An empty tensor has the index of the current device, and takes no memory.
     return device if device.index is not None else torch.empty(0, device=device).device
 
 
@@ -45,8 +46,10 @@ def accelerators(models: Iterable[nn.Module], *others: Tensor | torch.device | N
         >>> accelerators([nn.Linear(1, 1), nn.Linear(1, 1, device="meta")])
         [device(type='meta')]
     """
+    # Buffers too: a model without parameters may still draw on its device.
     tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
     named = (one.device if isinstance(one, Tensor) else one for one in others if one is not None)
+    # dict.fromkeys keeps the order, so that saved states list devices as the models have them.
     found = dict.fromkeys((*(tensor.device for tensor in tensors), *named))
     return [device for device in found if device.type != "cpu"]
 
@@ -63,6 +66,7 @@ def generator_states(devices: Iterable[torch.device]) -> dict[str, Tensor]:
     states: dict[str, Tensor] = {}
     for device in devices:
         module = None if device.type == "cpu" else module_of(device)
+        # meta has no generator, and mps has one in its own module.
         state_of = getattr(module, "get_rng_state", None)
         if state_of is not None:
             states[str(device)] = state_of(device)
@@ -84,7 +88,7 @@ def module_of(device: torch.device) -> Any:
 
 @contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed a device's default generator for a while, and put its state back.
+    """Seed a device's default generator for a while, and restore its state afterwards.
 
     Args:
         device: that the numbers are drawn on.
@@ -98,6 +102,7 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
         >>> draws[0] == draws[1]
         True
     """
+    # The default generator only: a generator= of the user's own is not touched.
     generator = generator_of(device)
     state = generator.get_state()
     generator.manual_seed(seed)
@@ -131,6 +136,7 @@ def generator_of(device: torch.device) -> Any:
         raise NotImplementedError(f"random numbers on {device}: torch has no generator for that device")
     generators = getattr(module, "default_generators", ())  # empty before the first use of the device
     if generators:
+        # CUDA keeps one generator for each index.
         return generators[module.current_device() if device.index is None else device.index]
     return _ByModule(module, device)
 
@@ -160,6 +166,7 @@ def alike(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
+        # foreach kernels take lists of one device and one dtype.
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return list(groups.values())
 
@@ -173,10 +180,12 @@ def copy_alike(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         >>> targets[1]
         tensor([1., 1.])
     """
+    # Grouping is stable, so that equal lists give equal groups.
     for into, of in zip(alike(targets), alike(sources), strict=True):
         fastpaths.copy(into, of)
 
 
+# Metal has no double precision.
 NO_FLOAT64 = {"mps"}  # kinds of devices where a float64 tensor cannot be made
 
 
@@ -222,4 +231,5 @@ def local_part(tensor: Tensor) -> Tensor:
         tensor([1., 1.])
     """
     part: Any = tensor
+    # No copy: the local tensor shares the memory of the shard.
     return part.to_local() if hasattr(part, "to_local") else tensor

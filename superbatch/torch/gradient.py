@@ -88,6 +88,7 @@ class Gradient:
         sync: SyncOption = "auto",
     ) -> None:
         options = Options(
+            # Without loss_fn no size can be tried.
             microbatch_size=_size(microbatch_size, loss_fn),
             reduction=reduction,
             weight=weight,
@@ -101,8 +102,10 @@ class Gradient:
             split=split,
             check=check,
             sync=sync,
+            # No optimizer: the gradient stays in .grad, scaled where losses are.
             steps=False,
         )
+        # None in place of an optimizer; the owned parameters are all trainable ones of the models.
         self.engine: Engine = engine_of(models, None, loss_fn, options)
 
     @property
@@ -158,7 +161,7 @@ class Gradient:
         return self.engine.open(batch)
 
     def discard(self) -> None:
-        """Forget a window that was loaded or that an interrupt kept from its end, and restore its changes."""
+        """Discard a window that was loaded or that an interrupt left open, and restore its changes."""
         self.engine.discard()
 
     def state_dict(self) -> dict[str, Any]:
@@ -198,6 +201,7 @@ def gradient(
         >>> record.samples, model.weight.grad is not None
         (10, True)
     """
+    # Nothing outlives the call: sizes are searched and the loss is checked again each time.
     return Gradient(models, loss_fn, **options)(batch)
 
 
@@ -244,6 +248,7 @@ class WholeGradient:
         weight: Callable[[Any], Any] | None = None,
         sync: CoupledSync = "auto",
     ) -> None:
+        # Before Options, whose messages speak of micro-batches.
         check_coupled(loss_fn, microbatch_size, rng, nonfinite, participants, weight)
         options = Options(
             microbatch_size=microbatch_size,
@@ -252,8 +257,10 @@ class WholeGradient:
             nonfinite=nonfinite,
             device=device,
             participants=participants,
+            # A weight of 0 would leave this rank out, while the others wait for its forward.
             weight=None if weight is None else positive_weight(weight),
             sync=sync,
+            # Coupled: the engine evaluates loss_fn once, on a virtual batch.
             coupled=rng,
             steps=False,
         )
@@ -262,6 +269,7 @@ class WholeGradient:
     @property
     def coupling(self) -> CouplingReport | None:
         """Coupling points of the last batch; None before the first."""
+        # `coupled=` makes the engine's work a Coupled.
         assert isinstance(self.engine.work, Coupled)
         return self.engine.work.report
 
@@ -281,7 +289,7 @@ class WholeGradient:
         return self.engine.update(batch)
 
     def discard(self) -> None:
-        """Forget a window that an interrupt kept from its end, and restore its changes."""
+        """Discard a window that an interrupt left open, and restore its changes."""
         self.engine.discard()
 
     def state_dict(self) -> dict[str, Any]:
@@ -303,4 +311,5 @@ class WholeGradient:
 
 def _size(microbatch_size: Any, loss_fn: object) -> Any:
     """Return the default for a loop that the user owns: nothing can be tried there, so batches stay whole."""
+    # "auto" is the default here, so it cannot be told from a choice of the user.
     return None if loss_fn is None and microbatch_size == "auto" else microbatch_size

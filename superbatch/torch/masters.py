@@ -13,6 +13,7 @@ from ..errors import InputError
 from .window.participants.gradient_sum import LOW_PRECISION, ManagedParameter
 from .window.validation import as_models
 
+# A version tells whether anybody has written since the last copy.
 # Name -> versions of a parameter and its master.
 Written = dict[str, tuple[int, int]]
 
@@ -42,6 +43,7 @@ class MasterWeights:
     masters: Mapping[Tensor, Tensor]
 
     def __post_init__(self) -> None:
+        # A list of tensors is a common slip: fp32_masters(model).values().
         if not isinstance(self.masters, Mapping):
             raise InputError(
                 f"The masters are a {type(self.masters).__name__}. Pass what fp32_masters(model) returned."
@@ -73,6 +75,7 @@ def fp32_masters(model: nn.Module) -> dict[Tensor, Tensor]:
     """
     (checked,) = as_models(model)
     return {
+        # A wider parameter is its own master: the optimizer gets one list for all.
         parameter: nn.Parameter(parameter.detach().float()) if parameter.dtype in LOW_PRECISION else parameter
         for parameter in checked.parameters()
         if parameter.requires_grad
@@ -97,8 +100,10 @@ def masters_at_first(owned: list[ManagedParameter]) -> Written:
     """
     for entry in owned:
         parameter, master = entry.parameter, entry.target
+        # On the meta device there are no values to compare.
         if master is parameter or parameter.is_meta or master.is_meta:
             continue
+        # A master may be on another device, e.g. on the CPU to save memory.
         if not _rounds_to(master.to(parameter.device), parameter):
             raise InputError(
                 f"The master of {entry.name!r} differs from the parameter by more than rounding, so the "
@@ -117,20 +122,24 @@ def take_over(owned: list[ManagedParameter], written: Written) -> None:
     for entry in owned:
         parameter, master = entry.parameter, entry.target
         noted = written.get(entry.name)
+        # Nobody has written: no comparison, which would read both tensors.
         if master is parameter or noted == (parameter._version, master._version):
             continue
         if not _rounds_to(master, parameter):
+            # The parameter is as the last copy left it, so the master is what changed.
             only_master = noted is not None and noted[0] == parameter._version
             with torch.no_grad():
                 if only_master:
                     parameter.copy_(master)
                 else:
                     master.copy_(parameter)
+        # After the copy, whose own write moves a version.
         written[entry.name] = (parameter._version, master._version)
 
 
 def _rounds_to(master: Tensor, parameter: Tensor) -> bool:
     rounded = master.detach().to(parameter.dtype)
+    # torch.equal first: one kernel, and NaN is rare.
     return torch.equal(rounded, parameter) or bool(  # NaN is not equal to itself
         ((rounded == parameter) | (rounded.isnan() & parameter.isnan())).all()
     )
@@ -175,6 +184,7 @@ def masters_loader(
         >>> masters[layer.bias].tolist()
         [1.0]
     """
+    # By name: a state is loaded in another process, with other tensors.
     here = _by_name(models, masters)
     if saved is None:
         return lambda: None
@@ -183,12 +193,14 @@ def masters_loader(
             "The saved masters are no mapping of names to tensors. Pass what state_dict() returned."
         )
     if saved.keys() != here.keys():
+        # The smallest name, so that the message is the same in each run.
         name = min(saved.keys() ^ here.keys())
         where = "the saved state" if name in saved else "this Accumulator"
         raise InputError(
             f"Only {where} has a float32 master of {name!r}. "
             "Make the Accumulator with MasterWeights(optimizer, fp32_masters(model)) of the same model."
         )
+    # All are checked before one is copied.
     for name, master in here.items():
         _check_saved(name, saved[name], master)
 
@@ -215,6 +227,7 @@ def _check_saved(name: str, saved: Tensor, master: Tensor) -> None:
     if saved.is_meta:
         raise InputError(f"The saved master of {name!r} is on the meta device. Load a state that has values.")
     # What is infinite on purpose (a mask) is so in both.
+    # Compared elementwise: -inf in a mask is no error.
     wrong = ~torch.isfinite(saved) & (saved != master.detach().to(saved.device))
     if wrong.any():
         raise InputError(
@@ -228,6 +241,7 @@ def _by_name(models: Sequence[nn.Module], masters: Mapping[Tensor, Tensor]) -> d
     for number, model in enumerate(models):
         for name, parameter in model.named_parameters():
             master = masters.get(parameter)
+            # A parameter that is its own master is saved with the model.
             if master is not None and master is not parameter:
                 found[name if number == 0 else f"models[{number}].{name}"] = master
     return found

@@ -16,6 +16,7 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
         >>> list(parameters_of(nn.Linear(2, 3, bias=False)).items())[1]
         ('bias', None)
     """
+    # Private to torch, and used for reading only where nothing public does the same.
     return module._parameters
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 
+# A dtype, a word or None: the type is what checkers show to a user.
 GradientSumOption = torch.dtype | Literal["auto", "momentum"] | None
 
 
@@ -96,6 +97,7 @@ class Split:
     per_sample: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        # frozen=True forbids assignment; the stored value is a tuple, whatever sequence was given.
         object.__setattr__(self, "unsplit", _paths(self.unsplit, "unsplit"))
         object.__setattr__(self, "per_sample", _paths(self.per_sample, "per_sample"))
 
@@ -126,6 +128,7 @@ class ClipValue:
 
     def __post_init__(self) -> None:
         limit = self.limit
+        # `not limit > 0` refuses NaN as well.
         if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
             raise InputError(f"ClipValue({limit!r}) limits nothing. Pass a positive number.")
 
@@ -135,6 +138,7 @@ class ClipValue:
         Raises:
             InputError: a tensor is complex: complex numbers have no order.
         """
+        # In place: .grad may be a view of a flat buffer.
         for gradient in gradients:
             if gradient.is_complex():
                 raise InputError(
@@ -144,6 +148,7 @@ class ClipValue:
 
 
 def _modules(modules: Sequence[object], name: str) -> tuple[nn.Module, ...]:
+    # Classes are no modules: FrozenBatchNorm(nn.BatchNorm2d) is refused.
     found = tuple(module for module in modules if isinstance(module, nn.Module))
     if len(found) != len(modules):
         raise InputError(f"{name}() takes modules. Pass the model, or some of its BatchNorms.")
@@ -151,6 +156,7 @@ def _modules(modules: Sequence[object], name: str) -> tuple[nn.Module, ...]:
 
 
 def _paths(paths: object, name: str) -> tuple[str, ...]:
+    # A string is a sequence of strings: unsplit="anchors" would be seven paths.
     if isinstance(paths, Sequence) and not isinstance(paths, str) and all(isinstance(p, str) for p in paths):
         return tuple(paths)
     raise InputError(f'{name}={paths!r} is no sequence of paths. Pass {name}=["path"].')

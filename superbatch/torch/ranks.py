@@ -37,6 +37,7 @@ def until_all_end(batches: Iterable[Batch]) -> Iterator[Batch | None]:
         >>> list(until_all_end([1, 2]))  # one process: the batches
         [1, 2]
     """
+    # One process: no exchange.
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         yield from batches
         return
@@ -44,15 +45,18 @@ def until_all_end(batches: Iterable[Batch]) -> Iterator[Batch | None]:
     ended = False
     while True:
         batch = None
+        # A rank that has ended keeps exchanging, so that the others are not left waiting.
         if not ended:
             try:
                 batch = next(remaining)
             except StopIteration:
                 ended = True
+            # KeyboardInterrupt too: the others wait for this rank.
             except BaseException:
                 with suppress(RankError):  # where they cannot be reached, the error here says more
                     _sum(active=False, failed=True)  # the others wait in this exchange
                 raise
+        # One sum for both numbers.
         active, failed = _sum(active=not ended, failed=False)
         if failed:
             raise RankError(
@@ -70,12 +74,15 @@ def _sum(*, active: bool, failed: bool) -> list[int]:
     Raises:
         RankError: a rank cannot be reached.
     """
+    # nccl reduces tensors on the GPU only.
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     numbers = torch.tensor([active, failed], dtype=torch.int32, device=device)
     try:
         dist.all_reduce(numbers)
     except RuntimeError as error:
+        # Lack of memory is this rank's own error, not a broken connection.
         if out_of_memory(error):
             raise
+        # After a failed collective the connection cannot be used again.
         raise Position().lose(error) from error
     return numbers.tolist()

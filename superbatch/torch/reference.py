@@ -48,11 +48,13 @@ def gradient(
     total = [torch.zeros_like(parameter) for parameter in parameters]
     losses: list[float] = []
     for reduction, loss_fn, weights in terms:
+        # One divisor for the batch: this is what makes unequal micro-batches exact.
         divided_by = normalize.window_weight(normalize.total_weight(weights), reduction=reduction)
         for microbatch, weight in zip(microbatches, weights, strict=True):
             if not normalize.takes_part(weight, reduction=reduction):
                 continue  # a mean over nothing may be NaN
             scaled = loss_fn(microbatch) * normalize.scale(weight, divided_by, reduction=reduction)
+            # A parameter that a term does not use has a gradient of None.
             _add(total, torch.autograd.grad(scaled, parameters, allow_unused=True))
             losses.append(scaled.item())
     return total, sum(losses)
@@ -81,10 +83,12 @@ def coupled_gradient(
     parameters = list(parameters)
     with torch.no_grad():  # first pass: embeddings without a graph
         embeddings = [encode(microbatch) for microbatch in microbatches]
+    # Each embedding becomes a leaf, whose gradient is the cotangent of the second pass.
     leaves = [embedding.requires_grad_() for embedding in embeddings]
     loss = loss_fn(torch.cat(leaves))
     cotangents = torch.autograd.grad(loss, leaves)  # of the loss with respect to each embedding
     total = [torch.zeros_like(parameter) for parameter in parameters]
+    # The graph of one micro-batch at a time: this is where memory is saved.
     for microbatch, cotangent in zip(microbatches, cotangents, strict=True):  # second pass
         _add(total, torch.autograd.grad(encode(microbatch), parameters, cotangent, allow_unused=True))
     return total, loss.item()

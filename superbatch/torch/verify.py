@@ -21,6 +21,7 @@ from .options import NOT_DECLARED, FrozenBatchNorm, PerSampleRandom, Split
 from .window.options import check_lists, check_split
 from .window.validation import as_models, check_choice
 
+# float64 rounding of sums of some thousand terms stays below this.
 TOLERANCE = 1e-12
 
 
@@ -129,6 +130,7 @@ def verify_sizes(
     declared = declare(reduction, weight)
     for index, size in enumerate(sizes):
         request = _request(model, loss_fn, batch, declared, participants, split, microbatch_size=size)
+        # The largest size comes first, and the check of the declared loss shows most there.
         yield verified(replace(request, probes=index == 0))
 
 
@@ -150,21 +152,26 @@ def _request(
     check_lists(participants=participants)
     models = as_models(model)
     problem = Problem(
+        # One module for the comparison; several models have separate names in a list.
         models[0] if len(models) == 1 else nn.ModuleList(models),
         loss_fn,
         declared.reduction,
+        # None means: by samples, which the verification counts itself.
         None if declared.weigh == "samples" else declared.weigh,
         tuple(split.unsplit),
         tuple(split.per_sample),
         terms=declared.terms,
     )
+    # A stream per sample in both passes makes dropout comparable.
     sample_rng = any(isinstance(each, PerSampleRandom) for each in participants)
     frozen = any(isinstance(each, FrozenBatchNorm) for each in participants)
     check_model(problem.model)
+    # Each term is verified by itself: a large one would hide the others.
     for one in (problem, *by_term(problem).values()):
         check_options(one, tolerance)
     check_choice(against, "against", Against)
     check_choice(dtype, "dtype", Dtype)
+    # PerSampleRandom and FrozenBatchNorm are the participants that change a gradient.
     samples, batchnorm = count_samples(batch, **split.paths), "frozen" if frozen else "per_microbatch"
     request = Request(
         problem, batch, samples, microbatch_size, sample_rng, batchnorm, against, dtype, tolerance
@@ -174,6 +181,7 @@ def _request(
 
 
 def _check_split(request: Request) -> None:
+    # A TokenBudget decides by lengths, so the cut itself is counted.
     parts = sizes(request.batch, request.samples, request.microbatch_size)
     if len(parts) < 2:
         raise InputError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 
+# The frames of torch and contextlib lie between the user's call and ours.
 _INSIDE = ("superbatch", "torch", "contextlib", "functools")
 
 
@@ -22,6 +23,7 @@ def warn(text: str) -> None:
         'memory ran out'
     """
     level, frame = 0, inspect.currentframe()
+    # By module name: a user's own package may lie in any folder.
     while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _INSIDE:
         level, frame = level + 1, frame.f_back
     warnings.warn(text, UserWarning, stacklevel=level + 1)

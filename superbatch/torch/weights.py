@@ -38,6 +38,7 @@ def count_tokens(where: Where, *, ignore_index: int = -100, shift: bool = False)
         >>> count_tokens("labels", shift=True)({"labels": torch.tensor([[5, 6, -100], [7, -100, -100]])})
         1
     """
+    # Checked at once: an error in the first window would come after the data were loaded.
     read = _reader(where)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int) or not isinstance(shift, bool):
         raise InputError(
@@ -50,10 +51,12 @@ def count_tokens(where: Where, *, ignore_index: int = -100, shift: bool = False)
 
     def weight(microbatch: Any) -> int:
         labels = read(microbatch)
+        # -100 does not exist in uint8: the comparison would be with 156.
         labels = labels.long() if labels.dtype == torch.uint8 else labels  # where -100 would be 156
         if shift:
             if not labels.ndim:
                 raise _no_labels(labels, "shift=True drops the first label of each sequence")
+            # The last dimension: labels may be [samples, choices, sequence].
             labels = labels[..., 1:]
         return int((labels != ignore_index).sum())
 
@@ -74,6 +77,7 @@ def sample_weights(where: Where) -> Weight:
         2.5
     """
     read = _reader(where)
+    # In float64: the weights of many samples are added, and then divided by.
     return lambda microbatch: float(where_float64_is(read(microbatch)).sum(dtype=torch.float64))
 
 
@@ -97,6 +101,7 @@ def class_weights(weight: Tensor, where: Where, *, ignore_index: int = -100) -> 
         >>> class_weights(torch.tensor([1.0, 3.0]), "1")((None, torch.tensor([0, 1, 1])))
         7.0
     """
+    # Values too: a NaN weight would spread to the whole update.
     right = isinstance(weight, Tensor) and weight.ndim == 1 and weight.is_floating_point()
     if not right or not bool(((weight >= 0) & weight.isfinite()).all()):
         raise InputError(
@@ -106,6 +111,7 @@ def class_weights(weight: Tensor, where: Where, *, ignore_index: int = -100) -> 
                 "pass the 1-d tensor that CrossEntropyLoss(weight=...) gets",
             )
         )
+    # On the host: weights are needed before any forward, and labels are small.
     read, per_class = _reader(where), weight.detach().cpu().double()
 
     def weigh(microbatch: Any) -> float:
@@ -114,6 +120,7 @@ def class_weights(weight: Tensor, where: Where, *, ignore_index: int = -100) -> 
             raise _no_labels(labels, "a class is an integer")
         labels = labels.long()  # uint8 would select as a mask
         counted = labels[labels != ignore_index]
+        # An index out of range would otherwise be an IndexError without the class.
         if counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < len(per_class):
             raise _no_labels(counted, f"there are weights for the classes 0..{len(per_class) - 1}")
         return float(per_class[counted].sum())
@@ -134,6 +141,7 @@ def _reader(where: Where) -> Callable[[Any], Tensor]:
     def read(microbatch: Any) -> Tensor:
         found = where(microbatch) if callable(where) else get(microbatch, where)
         try:
+            # as_tensor takes lists and arrays too, without a copy of an array.
             return torch.as_tensor(found)
         except (TypeError, ValueError, RuntimeError) as error:
             raise InputError(

@@ -82,6 +82,7 @@ class WholeBatch:
         weight: Callable[[Any], Any] | None = None,
         sync: CoupledSync = "auto",
     ) -> None:
+        # Before Options, whose messages speak of micro-batches.
         check_coupled(loss_fn, microbatch_size, rng, nonfinite, participants, weight)
         options = Options(
             microbatch_size=microbatch_size,
@@ -92,8 +93,10 @@ class WholeBatch:
             nonfinite=nonfinite,
             device=device,
             participants=participants,
+            # A weight of 0 would leave this rank out, while the others wait for its forward.
             weight=None if weight is None else positive_weight(weight),
             sync=sync,
+            # Coupled: the engine evaluates loss_fn once, on a virtual batch.
             coupled=rng,
         )
         self.engine: Engine = engine_of(model, optimizer, loss_fn, options)
@@ -111,6 +114,7 @@ class WholeBatch:
     @property
     def coupling(self) -> CouplingReport | None:
         """Coupling points of the last window; None before the first."""
+        # `coupled=` makes the engine's work a Coupled.
         assert isinstance(self.engine.work, Coupled)
         return self.engine.work.report
 
@@ -132,7 +136,7 @@ class WholeBatch:
         return self.engine.update(batch)
 
     def discard(self) -> None:
-        """Forget a window that an interrupt kept from its end, and restore its changes."""
+        """Discard a window that an interrupt left open, and restore its changes."""
         self.engine.discard()
 
     def state_dict(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import InputError, explain
+from ..errors import InputError
 from ..integers import positive_int
 from ..results.noise import Noise
 from ..schedule import check_update
@@ -137,9 +137,7 @@ def ratio_at_cosine(cosine: float) -> float:
         0.5
     """
     if not 0 < cosine < 1:
-        raise InputError(
-            explain(f"cosine={cosine!r}", "no finite batch reaches it", "pass a number between 0 and 1")
-        )
+        raise InputError(f"cosine={cosine!r} is reached by no finite batch. Pass a number between 0 and 1.")
     return (1 / cosine - 1) / 2
 
 
@@ -210,11 +208,7 @@ class Controller:
         self._steps, self._update = positive_int("start", start), -1
         if not self._least <= start <= self._most:
             raise InputError(
-                explain(
-                    f"start={start} with least={least} and most={most}",
-                    "the first window is no exception",
-                    "give least <= start <= most",
-                )
+                f"start={start} is not from least={least} to most={most}. Give least <= start <= most."
             )
 
     @property
@@ -275,12 +269,13 @@ class Controller:
         """
         if state.get("version") != 1:
             raise InputError(
-                explain("a state without version 1", "it is not of a Controller", "pass its own")
+                "The state has no version 1, so it is not of a Controller. Pass what its state_dict() "
+                "returned."
             )
         self._steps, self._update = int(state["steps"]), int(state["update"])
 
 
 def _positive(name: str, value: float) -> float:
     if isinstance(value, bool) or not (value > 0 and math.isfinite(value)):
-        raise InputError(explain(f"{name}={value!r}", "it is a positive number", "pass one"))
+        raise InputError(f"{name}={value!r} is not a positive number. Pass one.")
     return value

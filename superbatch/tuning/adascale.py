@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..errors import InputError, explain
+from ..errors import InputError
 from ..results.noise import Noise
 from .noise_range import noise_range
 from .scaling import gain
@@ -45,7 +45,7 @@ class AdaScale:
     def __init__(self, rate: Callable[[float], float], base_batch: float, *, power: float = 1.0) -> None:
         for name, value in (("base_batch", base_batch), ("power", power)):
             if isinstance(value, bool) or not 0 < value < float("inf"):
-                raise InputError(explain(f"{name}={value!r}", "it is a positive number", "pass one"))
+                raise InputError(f"{name}={value!r} is not a positive number. Pass one.")
         self._rate, self._base, self._power = rate, base_batch, power
         self._progress, self._gain = 0.0, 1.0
 
@@ -93,5 +93,7 @@ class AdaScale:
             InputError: it is no such state.
         """
         if state.get("version") != 1:
-            raise InputError(explain("a state without version 1", "it is not of AdaScale", "pass its own"))
+            raise InputError(
+                "The state has no version 1, so it is not of AdaScale. Pass what its state_dict() returned."
+            )
         self._progress, self._gain = float(state["progress"]), float(state["gain"])

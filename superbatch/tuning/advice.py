@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ..errors import InputError, explain
+from ..errors import InputError
 from ..integers import positive_int
 from ..noise.meter import relative_time
 from ..results.advice import Advice, AdviceOfModel, Steps, Verdict, number_text
@@ -160,9 +160,7 @@ def advise(
     """
     batch = positive_int("microbatch_size", microbatch_size) * positive_int("ranks", ranks)
     if positive_int("accumulation_steps", accumulation_steps) < 2:
-        raise InputError(
-            explain("accumulation_steps=1", "that is no accumulation", "give the number in question")
-        )
+        raise InputError("accumulation_steps=1 is no accumulation. Give the number in question.")
     _check_times(times)
     known = noise if isinstance(noise, NoiseRange) else noise_range(noise)
     models = tuple(models) or (noise.models if isinstance(noise, Noise) else ())
@@ -295,4 +293,4 @@ def _check_times(times: Times) -> None:
     ):
         fine = value > 0 if least == "more than 0" else value >= 0
         if isinstance(value, bool) or not fine or not math.isfinite(value):
-            raise InputError(explain(f"{name}={value!r} seconds", "it is a time", f"give {least}"))
+            raise InputError(f"{name}={value!r} is no time in seconds. Give {least}.")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, SupportsFloat, get_args
 
-from ..errors import InputError, explain
+from ..errors import InputError
 from ..integers import positive_int
 from ..results.noise import Noise
 from ..schedule import check_update
@@ -87,11 +87,8 @@ class GrowingBatch:
         self._peak = _checked(factor, decay_from)
         if not self._peak > 0:
             raise InputError(
-                explain(
-                    f"a rate schedule that is {self._peak!r} at sample {decay_from:g}",
-                    "what it decays from is not positive",
-                    "give decay_from, the sample from which the rate decays",
-                )
+                f"The rate schedule is {self._peak!r} at sample {decay_from:g}, where the decay begins. Give "
+                "decay_from, the sample from which a positive rate decays."
             )
         # (update, samples seen before it, accumulation steps), wherever the steps change or an epoch begins.
         self._marks: list[tuple[int, int, int]] = [(0, 0, self._steps_at(0))]
@@ -157,11 +154,8 @@ class GrowingBatch:
         cap = max(self.cap.samples, self.batch)
         if math.isinf(min(wanted, cap)):
             raise InputError(
-                explain(
-                    f"a rate that is 0 at sample {samples:g}, and no cap",
-                    "the batch would grow without end",
-                    "give largest=, dataset= or a noise scale with an upper end",
-                )
+                f"The rate is 0 at sample {samples:g} and nothing caps the batch, which would grow without "
+                "end. Give largest=, dataset= or a noise scale with an upper end."
             )
         steps = max(1, round(min(wanted, cap) / self.microbatch))
         # Rounded up, a cap would be broken, or (near a whole data set) the rate be far above its peak.
@@ -259,11 +253,8 @@ def grow_batch(
     start = batch * _hotter(momentum)
     if form == "exact" and (dataset is None or start >= dataset):
         raise InputError(
-            explain(
-                f'form="exact" with dataset={dataset!r} and a first batch of {start:g}',
-                "it counts the noise of batches drawn without replacement from a data set",
-                "give dataset=, its samples, more than those of a batch",
-            )
+            f'form="exact" with dataset={dataset!r} and a first batch of {start:g} has no meaning: it is for '
+            "batches drawn without replacement. Give dataset=, its samples, more than those of a batch."
         )
     limits = [
         "Only noise is cooled: a rate that decays for another reason (a loss whose curvature grows) has no "
@@ -341,17 +332,14 @@ def _check_options(
         ("tail", tail, Tail),
     ):
         if value not in get_args(known):
-            raise InputError(explain(f"{name}={value!r}", "unknown", f"pass one of {get_args(known)}"))
+            raise InputError(f"{name}={value!r} is unknown. Pass one of {get_args(known)}.")
     if microbatch > batch:
         raise InputError(
-            explain(
-                f"microbatch={microbatch} and batch={batch}",
-                "the batch is already smaller than a micro-batch",
-                "give smaller micro-batches, or the batch that the rate is for",
-            )
+            f"batch={batch} is smaller than microbatch={microbatch}. Give smaller micro-batches, or the "
+            "batch that the rate is for."
         )
     if not decay_from >= 0:
-        raise InputError(explain(f"decay_from={decay_from!r}", "it is a sample", "pass 0 or more"))
+        raise InputError(f"decay_from={decay_from!r} is no number of samples. Pass 0 or more.")
 
 
 def _cap(form: Form, dataset: int | None, largest: int | None, noise: Noise | float | None) -> Cap:
@@ -374,7 +362,7 @@ def _hotter(momentum: tuple[float, float] | None) -> float:
     for value in momentum:
         if not 0 <= value < 1:
             raise InputError(
-                explain(f"momentum={momentum!r}", "it lies from 0 to below 1", "pass (old, new)")
+                f"momentum={momentum!r} is not a pair of numbers from 0 to below 1. Pass (old, new)."
             )
     old, new = momentum
     return (1 - old) / (1 - new)
@@ -383,17 +371,14 @@ def _hotter(momentum: tuple[float, float] | None) -> float:
 def _checked(factor: Callable[[float], float], samples: float) -> float:
     given: object = factor(samples) if callable(factor) else "no function"
     if not isinstance(given, SupportsFloat):
-        wrong = "it is a function of the samples seen, and returns a number"
         raise InputError(
-            explain(f"a rate schedule that is {given!r} at sample {samples:g}", wrong, "pass one")
+            f"The rate schedule gives {given!r} at sample {samples:g}. Pass a function of the samples seen "
+            "that returns a number."
         )
     value = float(given)
     if not (value >= -1e-9 and math.isfinite(value)):  # a cosine may end a rounding error below 0
         raise InputError(
-            explain(
-                f"a rate schedule that is {value!r} at sample {samples:g}",
-                "a factor of the rate is not negative, and finite",
-                "correct the schedule, which is a function of the samples seen",
-            )
+            f"The rate schedule gives {value!r} at sample {samples:g}. Correct it: a function of the samples "
+            "seen that returns a finite factor, 0 or more."
         )
     return max(0.0, value)

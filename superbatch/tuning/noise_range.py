@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from numbers import Real
 
-from ..errors import InputError, explain
+from ..errors import InputError
 from ..results.noise import Noise, NoiseOfModel
 
 
@@ -66,10 +66,7 @@ def noise_range(noise: Noise | float | None) -> NoiseRange:
         return NoiseRange(noise.batch_size if noise.determined else None, noise.low, noise.high)
     if isinstance(noise, bool) or not isinstance(noise, Real) or not noise > 0:  # pyright: ignore[reportUnnecessaryIsInstance]  (of any caller)
         raise InputError(
-            explain(
-                f"noise={noise!r}",
-                "a noise scale is a batch size, in samples",
-                "pass a positive number, what an Accumulator with observers=[NoiseMeter()] measured, or None",
-            )
+            f"noise={noise!r} is no batch size in samples. Pass a positive number, what an Accumulator with "
+            "observers=[NoiseMeter()] measured, or None."
         )
     return NoiseRange(float(noise), float(noise), float(noise))

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Literal, get_args
 
-from ..errors import InputError, explain
+from ..errors import InputError
 from ..results.noise import Noise
 from ..results.scaling import Scaling
 from .noise_range import noise_range
@@ -63,9 +63,7 @@ def gain(kappa: float, ratio: float) -> float:
     """
     _positive("kappa", kappa)
     if not ratio >= 0:
-        raise InputError(
-            explain(f"ratio={ratio!r}", "noise over signal is not negative", "pass B_noise / B, or infinity")
-        )
+        raise InputError(f"ratio={ratio!r} is negative. Pass B_noise / B, or infinity.")
     return float(kappa) if math.isinf(ratio) else (1 + ratio) / (1 + ratio / kappa)
 
 
@@ -119,7 +117,7 @@ def warmup_updates(updates: float, kappa: float) -> int:
         (250, 1, 0)
     """
     if not updates >= 0:
-        raise InputError(explain(f"updates={updates!r}", "a warm-up has a length", "pass 0 or more"))
+        raise InputError(f"updates={updates!r} is no length of a warm-up. Pass 0 or more.")
     return max(1, round(updates / _positive("kappa", kappa))) if updates else 0
 
 
@@ -195,26 +193,18 @@ def choose(optimizer: Family, rule: Rule | None, ratio: float | None) -> Rule:
         ('sqrt', 'gain', 'linear')
     """
     if optimizer not in get_args(Family):
-        raise InputError(
-            explain(f"optimizer={optimizer!r}", "no rule is known for it", f"pass one of {get_args(Family)}")
-        )
+        raise InputError(f"optimizer={optimizer!r} is unknown. Pass one of {get_args(Family)}.")
     if rule is None:
         return "gain" if ratio is not None else RULES[optimizer][0]
     if rule not in RULES[optimizer]:
         raise InputError(
-            explain(
-                f"rule={rule!r} for {optimizer}",
-                wrong_rule(optimizer, rule),
-                f"pass one of {RULES[optimizer]}",
-            )
+            f"rule={rule!r} is not for {optimizer}: {wrong_rule(optimizer, rule)}. Pass one of "
+            f"{RULES[optimizer]}."
         )
     if rule == "gain" and ratio is None:
         raise InputError(
-            explain(
-                'rule="gain" without a noise scale that is determined',
-                "the gain is a function of noise over signal",
-                f'measure it, give it as a number, or pass rule="{RULES[optimizer][0]}"',
-            )
+            'rule="gain" needs a noise scale that is determined. Measure it, give it as a number, or pass '
+            f'rule="{RULES[optimizer][0]}".'
         )
     return rule
 
@@ -283,15 +273,11 @@ def scale_config(
         value = config[name]
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise InputError(
-                explain(
-                    f"{name}={value!r}",
-                    "only numbers are scaled here",
-                    "scale the numbers that the schedule is made of, and its lengths by "
-                    "from_batch / to_batch",
-                )
+                f"{name}={value!r} is not a number. Scale the numbers that the schedule is made of, and its "
+                "lengths by from_batch / to_batch."
             )
         if ours in numbers:
-            raise InputError(explain(f"{name} beside another name of it", "one of them holds", "pass one"))
+            raise InputError(f"{name} stands beside another name of the same setting. Pass one of them.")
         numbers[ours] = value
     kappa = _positive("to_batch", to_batch) / _positive("from_batch", from_batch)
     value = noise_range(noise).value
@@ -334,9 +320,9 @@ def _limits(
 def _change(name: str, value: float, optimizer: Family, rule: Rule, kappa: float, rate: float) -> float:
     """One setting for the new batch."""
     if name not in set(_NAMES.values()):
-        raise InputError(explain(f"the setting {name!r}", "no rule is known for it", "leave it out"))
+        raise InputError(f"No rule is known for the setting {name!r}. Leave it out.")
     if name in ("lr", "eps", "eps_root", "weight_decay") and not (value >= 0 and math.isfinite(value)):
-        raise InputError(explain(f"{name}={value!r}", "it is not negative, and finite", "correct it first"))
+        raise InputError(f"{name}={value!r} is negative or not finite. Correct it first.")
     adam = optimizer != "sgd"
     changes: Mapping[str, Callable[[], float]] = {
         "lr": lambda: value * rate,
@@ -355,11 +341,11 @@ def _is_number(value: object) -> bool:
 
 def _positive(name: str, value: float) -> float:
     if not _is_number(value) or not (value > 0 and math.isfinite(value)):
-        raise InputError(explain(f"{name}={value!r}", "it is a positive number", "pass one"))
+        raise InputError(f"{name}={value!r} is not a positive number. Pass one.")
     return value
 
 
 def _below_one(name: str, value: float) -> float:
     if not _is_number(value) or not 0 < value < 1:
-        raise InputError(explain(f"{name}={value!r}", "it lies between 0 and 1", "pass such a number"))
+        raise InputError(f"{name}={value!r} is not between 0 and 1. Pass a number that is.")
     return value

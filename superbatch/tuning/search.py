@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import ceil, floor, inf
 
 from ..batch.split import positive_int
-from ..errors import InputError, explain
+from ..errors import InputError
 
 # A size is preferred to a larger one only if it is faster by this share: less is within the noise, and a
 # larger micro-batch means fewer of them.
@@ -123,7 +123,7 @@ def fit_curve(points: Sequence[tuple[int, int]]) -> MemoryCurve:
         0.067
     """
     if not points:
-        raise InputError(explain("no point", "a curve needs at least one", "measure or predict one size"))
+        raise InputError("There is no point to make a curve from. Measure or predict at least one size.")
     highest: dict[int, int] = {}
     for samples, size in points:
         samples = positive_int("samples", samples)
@@ -255,7 +255,7 @@ def fastest(timings: Mapping[int, Sequence[float]]) -> int:
     """
     times = {size: time_per_sample(seconds) for size, seconds in timings.items() if seconds}
     if not times:
-        raise InputError(explain("no timing", "nothing was measured", "time at least one micro-batch"))
+        raise InputError("There is no timing. Time at least one micro-batch.")
     best = min(times.values())
     return max(size for size, seconds in times.items() if seconds * (1 - FASTER) <= best)
 

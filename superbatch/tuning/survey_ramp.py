@@ -12,7 +12,7 @@ import math
 from numbers import Real
 from typing import Any
 
-from ..errors import InputError, explain
+from ..errors import InputError
 from ..results.survey import What
 
 LEAST_UPDATES = 12
@@ -39,11 +39,8 @@ def exponential(low: float, high: float, updates: int) -> tuple[float, ...]:
     """
     if isinstance(updates, bool) or not isinstance(updates, int) or updates < LEAST_UPDATES:  # pyright: ignore[reportUnnecessaryIsInstance]  (a caller may not be typed)
         raise InputError(
-            explain(
-                f"updates={updates!r}",
-                "the first 5 points and the last 3 are left out of the suggestions, and a curve must be left",
-                f"give at least {LEAST_UPDATES}; 100 is usual",
-            )
+            f"updates={updates!r} are too few: suggestions leave out the first 5 points and the last 3. Give "
+            f"at least {LEAST_UPDATES}; 100 is usual."
         )
     ends: list[Any] = [low, high]
     numbers = all(isinstance(end, Real) and end is not True for end in ends)  # False is not above 0
@@ -79,11 +76,8 @@ def values_of(what: What, low: float, high: float, updates: int) -> tuple[float,
         return exponential(low, high, updates)
     if not 0 <= low < high < 1:
         raise InputError(
-            explain(
-                f"a momentum from {low!r} to {high!r}",
-                "a momentum lies between 0 and 1",
-                "give 0 <= low < high < 1, such as low=0.0, high=0.999",
-            )
+            f"A momentum cannot run from {low!r} to {high!r}. Give 0 <= low < high < 1, such as low=0.0, "
+            "high=0.999."
         )
     inner = exponential(to_axis(what, low), to_axis(what, high), updates)[1:-1]
     return (low, *(from_axis(what, x) for x in inner), high)

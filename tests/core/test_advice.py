@@ -190,11 +190,11 @@ def test_the_report_is_written_and_read() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"accumulation_steps": 1}, "that is no accumulation"),
+        ({"accumulation_steps": 1}, "is no accumulation"),
         ({"microbatch_size": 0}, "microbatch_size=0"),
         ({"noise": -1.0}, "noise=-1.0"),
-        ({"times": Times(microbatch=0.0, update=1.0)}, "microbatch=0.0 seconds"),
-        ({"times": Times(microbatch=1.0, update=math.nan)}, "update=nan seconds"),
+        ({"times": Times(microbatch=0.0, update=1.0)}, "microbatch=0.0 is no time in seconds"),
+        ({"times": Times(microbatch=1.0, update=math.nan)}, "update=nan is no time in seconds"),
     ],
 )
 def test_numbers_that_cannot_be(change: dict[str, object], message: str) -> None:

@@ -205,14 +205,14 @@ def test_batches_for_a_loader_of_samples() -> None:
     ("change", "message"),
     [
         ({"batch": 0}, "batch=0"),
-        ({"microbatch": 65}, "already smaller than a micro-batch"),
+        ({"microbatch": 65}, "batch=64 is smaller than microbatch=65"),
         ({"form": "exact"}, "Give dataset="),
         ({"form": "exact", "dataset": 64}, "more than those of a batch"),
         ({"form": "other"}, "form='other'"),
         ({"decay_from": -1.0}, "decay_from"),
         ({"momentum": (0.9, 1.0)}, "momentum"),
         ({"factor": lambda seen: -1.0}, "-1.0 at sample 0"),
-        ({"factor": lambda seen: 0.0}, "decays from is not positive"),
+        ({"factor": lambda seen: 0.0}, "is 0.0 at sample 0, where the decay begins"),
         ({"factor": lambda seen: math.nan}, "nan at sample 0"),
     ],
 )

@@ -137,5 +137,5 @@ def test_a_state_of_another_form_is_refused() -> None:
         InputError, match=r"saved in form 1, and this superbatch reads form 3\. Begin with a new"
     ):
         meter.load_state_dict({**meter.state_dict(), "version": 1})
-    with pytest.raises(InputError, match="not whole"):
+    with pytest.raises(InputError, match="is incomplete"):
         meter.load_state_dict({**meter.state_dict(), "total": {"values": [0.0] * 7, "last": [], "count": 0}})

@@ -230,7 +230,7 @@ def test_a_state_that_is_not_whole_is_refused() -> None:
     meter = measured(np.random.default_rng(1), 30, shared=0.0)
     state = meter.state_dict()
     for change in ({"means": [0.0]}, {"waiting": [[0.0, 0.0]] * 3}):
-        with pytest.raises(InputError, match="not whole"):
+        with pytest.raises(InputError, match="is incomplete"):
             NoiseMeter().load_state_dict({**state, "losses": {**state["losses"], **change}})
 
 

@@ -180,10 +180,10 @@ def test_it_says_where_it_stops_holding() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rule": "gain"}, "without a noise scale"),
+        ({"rule": "gain"}, "needs a noise scale that is determined"),
         ({"rule": "linear"}, "shakes the weights"),
         ({"rule": "cubic"}, "there is no such rule"),
-        ({"optimizer": "lion"}, "no rule is known for it"),
+        ({"optimizer": "lion"}, "optimizer='lion' is unknown"),
         ({"kappa": 0}, "kappa=0"),
         ({"kappa": math.inf}, "kappa=inf"),
         ({"settings": {"lr": math.nan}}, "lr=nan"),
@@ -208,7 +208,7 @@ def test_configurations_of_other_libraries() -> None:
     assert [new[name] for name in ("learning_rate", "b1", "b2", "eps", "weight_decay")] == list(ours.values())
     keras = {"learning_rate": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": None}
     assert scale_config(keras, 32, 64, optimizer="sgd") == keras | {"learning_rate": 0.02}
-    with pytest.raises(InputError, match="only numbers are scaled"):
+    with pytest.raises(InputError, match="is not a number"):
         scale_config({"learning_rate": lambda count: 0.1}, 32, 64, optimizer="sgd")
     with pytest.raises(InputError, match="another name"):
         scale_config({"learning_rate": 0.1, "lr": 0.1}, 32, 64, optimizer="sgd")
@@ -232,7 +232,7 @@ def test_a_noise_scale_that_is_not_determined_is_not_used() -> None:
     assert noise_range(noise).low == 50.0
     assert scale_config({"learning_rate": 0.1}, 32, 128, optimizer="sgd", noise=noise)["learning_rate"] == 0.4
     for wrong in (0.0, -1.0, math.nan):
-        with pytest.raises(InputError, match="a noise scale is a batch size"):
+        with pytest.raises(InputError, match="is no batch size in samples"):
             noise_range(wrong)
 
 

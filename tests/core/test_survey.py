@@ -65,7 +65,7 @@ def test_what_is_no_ramp(low: float, high: float, updates: int, message: str) ->
 
 
 def test_what_is_no_momentum() -> None:
-    with pytest.raises(InputError, match="between 0 and 1"):
+    with pytest.raises(InputError, match="cannot run from"):
         values_of("momentum", 0.5, 1.0, 100)
 
 

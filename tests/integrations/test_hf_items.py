@@ -56,9 +56,7 @@ def test_the_update_is_that_of_the_large_batch(name: str, tmp_path: Path) -> Non
 
 def test_labels_that_a_model_does_not_shift_are_an_error(tmp_path: Path) -> None:
     for size, steps in ((2, 4), (1, 8)):
-        with pytest.raises(
-            LossSpecError, match=r"than the declared weight.* weight_of.* BartForCausalLM"
-        ):
+        with pytest.raises(LossSpecError, match=r"than the declared weight.* weight_of.* BartForCausalLM"):
             train(ExactTrainer, Case(bart, text), size, steps, tmp_path)
 
 

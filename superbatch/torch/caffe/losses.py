@@ -52,16 +52,20 @@ def softmax_loss(
         >>> round(softmax_loss(scores, labels, ignore_label=9, normalization="FULL").item(), 4)
         0.3466
     """
+    # Checked by the list of the type: one source for checker and message.
     if normalization not in get_args(Normalization):
         known = ", ".join(get_args(Normalization))
         raise InputError(
             explain(f"normalization={normalization!r}", f"Caffe knows {known}", "pass one of these")
         )
     ignored = _IGNORE_NOTHING if ignore_label is None else ignore_label
+    # "sum" first: each normalization is one division of it.
     total = torch.nn.functional.cross_entropy(scores, labels, ignore_index=ignored, reduction="sum")
     if normalization == "VALID":
+        # clamp on the device: reading the count would wait for the GPU.
         return total / (labels != ignored).sum().clamp(min=1)
     sizes = {"FULL": labels.numel(), "BATCH_SIZE": labels.shape[0], "NONE": 1}
+    # Caffe divides by at least 1 (softmax_loss_layer.cpp, get_normalizer).
     return total / max(1, sizes[normalization])
 
 
@@ -97,5 +101,6 @@ def loss_weight(where: Where, *, ignore_label: int | None = None, average: Avera
             )
         )
     if average == "caffe":
+        # A constant: the mean of means of micro-batches, as Caffe's iter_size makes it.
         return lambda microbatch: 1
     return count_tokens(where, ignore_index=_IGNORE_NOTHING if ignore_label is None else ignore_label)

@@ -24,7 +24,7 @@ class CaffeOptimizer(Optimizer):
 
     Each step: clip the gradient, add the weight decay (L2 or L1) to it, update by the rule of the solver
     (`superbatch.torch.caffe.rules`). A group's ``lr`` is Caffe's local rate, ``rate * lr_mult``; `CaffeRate`
-    sets it. As in Caffe, a parameter without a gradient has one of zeros: its decay and its momentum go on.
+    sets it. As in Caffe, a parameter without a gradient has one of zeros: its decay and momentum continue.
 
     Args:
         parameters: parameters, or parameter groups: dicts with ``"params"`` and, as a layer's ``param`` in
@@ -62,6 +62,7 @@ class CaffeOptimizer(Optimizer):
                     'pass clip="caffe" (the sum) or clip="mean"',
                 )
             )
+        # Into the groups: torch saves groups in state_dict(), and a schedule may change each.
         defaults = {
             "lr": rate_schedule(config)(0),
             "lr_mult": 1.0,
@@ -73,6 +74,7 @@ class CaffeOptimizer(Optimizer):
             "delta": config.delta,
             "weight_decay": config.weight_decay,
             "regularization_type": config.regularization_type,
+            # In units of the mean gradient, which is what an Accumulator hands over.
             "max_norm": _largest_norm(config, clip),
             "iteration": 0,
         }
@@ -81,6 +83,7 @@ class CaffeOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its ``lr`` follows from its ``lr_mult`` where it is not given."""
         given = dict(param_group)
+        # A multiplier is rounded to float32, in which Caffe stores it.
         for name in ("lr_mult", "decay_mult"):
             value = given.get(name, 1.0)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -88,6 +91,7 @@ class CaffeOptimizer(Optimizer):
                     explain(f"{name}={value!r}", "it multiplies the solver's number", "pass a number")
                 )
             given[name] = float32(float(value))
+        # After the multiplier: the local rate is rate * lr_mult.
         given.setdefault("lr", self.defaults["lr"] * given["lr_mult"])
         super().add_param_group(given)
 
@@ -106,13 +110,16 @@ class CaffeOptimizer(Optimizer):
         """
         loss = None
         if closure is not None:
+            # torch calls a closure with gradients enabled; step() runs without.
             with torch.enable_grad():
                 loss = closure()
+        # Over all groups: Caffe clips by one norm of the whole net.
         factor = _clip_factor(self.param_groups)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad:
                     self._update(parameter, group, factor)
+            # Per group: torch saves it there, and Adam's correction counts from it.
             group["iteration"] += 1
         return loss
 
@@ -122,9 +129,12 @@ class CaffeOptimizer(Optimizer):
         for name in names:
             if name not in state:
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        # Caffe steps such a parameter too: its history decays.
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         if factor is not None:
+            # A copy: .grad stays as the Accumulator left it.
             gradient = gradient * factor.to(gradient.device)
+        # After clipping, as in Caffe: the decay is not clipped.
         decay = group["weight_decay"] * group["decay_mult"]
         if decay:
             toward = parameter if group["regularization_type"] == "L2" else parameter.sign()
@@ -148,6 +158,7 @@ def _clip_factor(groups: list[dict[str, Any]]) -> Tensor | None:
         for parameter in group["params"]
         if parameter.requires_grad and parameter.grad is not None
     ]
+    # Before any parameter has moved.
     for gradient in gradients:
         if gradient.is_sparse:
             raise OptimizerError(
@@ -156,6 +167,8 @@ def _clip_factor(groups: list[dict[str, Any]]) -> Tensor | None:
     largest = groups[0]["max_norm"]
     if largest is None or not gradients:
         return None
+    # On one device, for one norm; the factor moves back to each gradient's own.
     norms = [torch.linalg.vector_norm(gradient).to(gradients[0].device) for gradient in gradients]
     norm = torch.linalg.vector_norm(torch.stack(norms))
+    # where() in place of an if: the host does not wait.
     return torch.where(norm > largest, largest / norm, torch.ones_like(norm))

@@ -35,14 +35,17 @@ class CaffeRate(LRScheduler):
     """
 
     def __init__(self, optimizer: Optimizer, config: SolverConfig, last_epoch: int = -1) -> None:
+        # Before super(): its constructor calls get_lr().
         self._rate = rate_schedule(config)
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[Any]:
         """Return the rates of the groups for the update that comes next."""
         rate = self._rate(self.last_epoch)
+        # From the policy, not from the last rate: rounding does not add up.
         return [rate * group.get("lr_mult", 1.0) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save: the number of the next update. The policy is the solver file's."""
+        # A closure cannot be pickled, and the solver file has the policy.
         return {name: value for name, value in super().state_dict().items() if name != "_rate"}

@@ -27,6 +27,7 @@ Rule = Callable[[Tensor, dict[str, Tensor], Mapping[str, Any], int], Tensor]
 
 def sgd(gradient: Tensor, history: dict[str, Tensor], group: Mapping[str, Any], iteration: int) -> Tensor:
     """SGD with momentum: a rate that changes acts on what comes, not on what the buffer holds."""
+    # The rate lies inside the buffer, unlike torch.optim.SGD: a change of it leaves old terms as they are.
     return history["history"].mul_(group["momentum"]).add_(gradient, alpha=group["lr"])
 
 
@@ -34,6 +35,7 @@ def nesterov(
     gradient: Tensor, history: dict[str, Tensor], group: Mapping[str, Any], iteration: int
 ) -> Tensor:
     """Nesterov's momentum: step back, then over step."""
+    # Before the buffer changes: it is the old history.
     back = history["history"] * -group["momentum"]
     history["history"].mul_(group["momentum"]).add_(gradient, alpha=group["lr"])
     return back.add_(history["history"], alpha=1.0 + group["momentum"])
@@ -67,6 +69,7 @@ def adam(gradient: Tensor, history: dict[str, Tensor], group: Mapping[str, Any],
     beta1, beta2, count = group["momentum"], group["momentum2"], iteration + 1
     history["history"].mul_(beta1).add_(gradient, alpha=1.0 - beta1)
     _average(history["squares"], gradient, beta2)
+    # Caffe corrects the rate and not the moments, so delta is added to the raw root.
     correction = math.sqrt(1.0 - beta2**count) / (1.0 - beta1**count)
     update = history["history"] / history["squares"].sqrt().add_(group["delta"])
     return update.mul_(group["lr"] * correction)

@@ -58,11 +58,13 @@ def solver(config: SolverConfig, parameters: Iterable[Any], *, clip: Clip = "caf
         >>> [accumulate(window).samples for window in windows(torch.randn(8, 5, 3), caffe.accumulation_steps)]
         [20, 20]
     """
+    # The optimizer first: the scheduler writes its initial rates.
     optimizer = CaffeOptimizer(parameters, config, clip=clip)
     return CaffeSolver(
         config=config,
         optimizer=optimizer,
         scheduler=CaffeRate(optimizer, config),
+        # Caffe's iter_size counts micro-batches of one update.
         accumulation_steps=config.iter_size,
         smoothed_loss=SmoothedLoss(config.average_loss),
     )

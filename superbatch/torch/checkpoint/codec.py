@@ -13,6 +13,7 @@ from torch import Tensor
 
 from superbatch.errors import CheckpointError
 
+# Exact types: bool and int stay what they are, and a subclass may have more state.
 _SCALARS = (type(None), bool, int, str)
 
 
@@ -52,9 +53,11 @@ class Encoder:
         Raises:
             CheckpointError: there is something else in it; the text names its place.
         """
+        # type, not isinstance: an IntEnum would come back as an int.
         if type(value) in _SCALARS:
             return value
         if isinstance(value, float):
+            # JSON has no infinity and no NaN.
             return float(value) if math.isfinite(value) else {"float": repr(float(value))}
         if isinstance(value, Tensor):
             return self._tensor(value, where)
@@ -63,11 +66,14 @@ class Encoder:
         return self._tagged(value, where)
 
     def _tagged(self, value: Any, where: str) -> dict[str, Any]:
+        # Tagged: torch.Size is a subclass of tuple, and JSON would make a list of it.
         if isinstance(value, torch.Size):
             return {"size": list(value)}
         if type(value) is tuple:
+            # A namedtuple is refused below: its class could not be restored.
             return {"tuple": [self.encode(each, f"{where}.{i}") for i, each in enumerate(value)]}
         if isinstance(value, Mapping):
+            # Pairs, since JSON's keys are texts and optimizers have int keys.
             items = [[self.encode(k, where), self.encode(v, f"{where}.{k}")] for k, v in value.items()]
             return {"dict": items}
         if type(value) is set:
@@ -79,8 +85,10 @@ class Encoder:
         if isinstance(value, torch.device):
             return {"device": str(value)}
         numpy: Any = sys.modules.get("numpy")
+        # NumPy scalars are numbers in an optimizer's groups, e.g. a rate that NumPy computed.
         if numpy is not None and isinstance(value, numpy.generic):
             return self.encode(value.item(), where)
+        # Arrays of objects would need pickle.
         if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype != object:
             return {"array": self.encode(torch.from_numpy(numpy.ascontiguousarray(value)), where)}
         raise CheckpointError(
@@ -89,6 +97,7 @@ class Encoder:
         )
 
     def _tensor(self, tensor: Tensor, where: str) -> dict[str, Any]:
+        # By the attribute: importing DTensor is slow, and most programs have none.
         if hasattr(tensor, "device_mesh"):
             return self._shards(tensor, where)
         if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
@@ -96,11 +105,14 @@ class Encoder:
                 f"{where} is a tensor that has no plain values ({tensor.layout}, {tensor.device}), so it "
                 "cannot be saved. Make it a dense tensor on a device first."
             )
+        # safetensors has no complex dtypes: stored as pairs of reals.
         if tensor.is_complex():
             return {"complex": self._tensor(torch.view_as_real(tensor.detach().resolve_conj()), where)}
         form = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        # Tied weights share memory and form. Empty tensors all have the address 0.
         place = (tensor.data_ptr(), *form) if tensor.numel() else (where, *form)
         name = self._names.setdefault(place, where)
+        # The first name is kept: decoding gives both places the same tensor.
         self.tensors.setdefault(name, tensor.detach())
         return {"tensor": name}
 
@@ -109,6 +121,7 @@ class Encoder:
         if like is None:  # no parameter will tell how to shard it again
             return self._tensor(tensor.full_tensor(), where)
         self.sharded[where] = tensor.detach()
+        # The form is saved, because a reader may not have this parameter.
         form = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
         return {"sharded": where, "like": like, **form}
 
@@ -131,6 +144,7 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return [decode(each, tensors) for each in value]
     if not isinstance(value, dict):
         return value
+    # Each tagged value is a dict of one known key, which comes first.
     kind = next(iter(value), "")
     read = _READ.get(kind)
     try:
@@ -152,6 +166,7 @@ def sharded_in(value: Any) -> dict[str, dict[str, Any]]:
         return {name: entry for each in value for name, entry in sharded_in(each).items()}
     if not isinstance(value, dict):
         return {}
+    # The entry itself, not its parts.
     if "sharded" in value:
         return {value["sharded"]: value}
     return {name: entry for each in value.values() for name, entry in sharded_in(each).items()}

@@ -29,8 +29,10 @@ def write_json(path: Path, value: Any) -> None:
         ...     read_json(Path(folder) / "a.json")
         {'updates': 3}
     """
+    # allow_nan=False: Python would write NaN, which is no JSON.
     text = json.dumps(value, allow_nan=False)
     path.write_text(text, encoding="utf-8")
+    # Before the rename that publishes the folder.
     flush(path)
 
 
@@ -59,8 +61,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     storages: set[int] = set()
     whole: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
+        # To the host, with conjugation and negation done: safetensors writes raw bytes.
         contiguous = tensor.cpu().resolve_conj().resolve_neg().contiguous()
         storage = contiguous.untyped_storage()
+        # A view of a larger memory would be written with all of it.
         if storage.data_ptr() in storages or storage.nbytes() != contiguous.nbytes:
             contiguous = contiguous.clone()  # safetensors takes no part of a memory, and none twice
         storages.add(contiguous.untyped_storage().data_ptr())
@@ -88,6 +92,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def flush(path: Path) -> None:
     """Make the disk have a file, or the names in a folder, before anything else happens."""
+    # fsync works on folders too, where it makes names durable.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -122,6 +127,7 @@ def check_sums(folder: Path, sums: Mapping[str, Any]) -> None:
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{path} is missing. {OLDER}")
+        # The size first: it costs no read of the file.
         if path.stat().st_size != size:
             raise CheckpointError(
                 f"{path} has {path.stat().st_size} bytes, and {size} were written: it is truncated or "
@@ -138,6 +144,7 @@ def digest_of_json(value: Any) -> str:
         >>> digest_of_json({"a": 1, "b": 2}) == digest_of_json({"b": 2, "a": 1})
         True
     """
+    # Sorted keys: the digest does not depend on the order in a file.
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -156,6 +163,7 @@ OLDER = "Pass the folder of an older checkpoint to load_checkpoint()."
 def _sha256(path: Path) -> str:
     found = hashlib.sha256()
     with path.open("rb") as file:
+        # In pieces: a file may be larger than memory.
         while piece := file.read(_PIECE):
             found.update(piece)
     return found.hexdigest()
@@ -163,6 +171,7 @@ def _sha256(path: Path) -> str:
 
 def _safetensors() -> Any:
     try:
+        # Imported where it is used: it is an optional dependency.
         import safetensors.torch
     except ImportError:
         raise CheckpointError(

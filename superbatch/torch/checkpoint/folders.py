@@ -27,6 +27,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
     """
     if not folder.is_dir():
         return []
+    # Sorted by number, not by name: numbers may outgrow six digits.
     found = [(int(m[1]), path) for path in folder.iterdir() if (m := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found)]
 
@@ -43,6 +44,7 @@ def place_of(folder: Path, updates: int) -> tuple[Path, Path]:
         ['.000001-update-120.writing', '000001-update-120']
     """
     earlier = checkpoints_in(folder)
+    # Not the number of folders: older ones are deleted.
     number = 1 + (int(earlier[-1].name.split("-")[0]) if earlier else 0)
     name = f"{number:06d}-update-{updates}"
     return folder / f".{name}.writing", folder / name
@@ -51,6 +53,7 @@ def place_of(folder: Path, updates: int) -> tuple[Path, Path]:
 def prepare(aside: Path) -> None:
     """Make the folder that a checkpoint is written in, and delete what killed programs left there."""
     aside.parent.mkdir(parents=True, exist_ok=True)
+    # A kill leaves at most these names; folders of users are not touched.
     for path in aside.parent.iterdir():
         if _ASIDE.fullmatch(path.name):
             shutil.rmtree(path)
@@ -60,6 +63,7 @@ def prepare(aside: Path) -> None:
 def write_head(aside: Path, facts: Mapping[str, Any]) -> None:
     """Write the file that makes a folder a checkpoint, with a checksum of its own."""
     head = {"format": FORMAT, "version": VERSION, **facts}
+    # The checksum is part of the file and is taken without itself.
     write_json(aside / HEAD, {**head, "sum": digest_of_json(head)})
 
 
@@ -74,6 +78,7 @@ def read_head(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is not a checkpoint: it has no {HEAD}. Pass what save_checkpoint() returned."
         )
+    # Format before version: the version of another program's file says nothing.
     head = read_json(file)
     if not isinstance(head, dict) or head.get("format") != FORMAT:
         raise CheckpointError(f"{file} was not written by save_checkpoint(). Pass a folder that it returned.")
@@ -89,8 +94,10 @@ def read_head(path: Path) -> dict[str, Any]:
 
 def publish(aside: Path, final: Path) -> None:
     """Give a whole checkpoint its name, on the disk too."""
+    # The names in the folder must be on the disk before the folder has its final name.
     flush(aside)
     aside.rename(final)
+    # The rename itself is durable once the parent is flushed.
     flush(final.parent)
 
 
@@ -102,6 +109,7 @@ def keep_last(folder: Path, count: int) -> None:
     """
     for path in checkpoints_in(folder)[:-count]:
         aside = path.with_name(f".{path.name}.deleting")
+        # A rename is atomic, and deleting a folder is not.
         path.rename(aside)  # one that is half deleted is no checkpoint
         shutil.rmtree(aside)
 
@@ -116,6 +124,7 @@ def newest(path: Path) -> Path | None:
         >>> newest(Path("no such folder")) is None
         True
     """
+    # One checkpoint may be passed by its own path.
     if (path / HEAD).is_file():
         return path
     if path.is_dir() and _NAME.fullmatch(path.name):

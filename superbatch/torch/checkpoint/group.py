@@ -38,9 +38,11 @@ class Group:
         """
         try:
             result = work()
+        # BaseException: a Ctrl-C on one rank must not leave the others waiting.
         except BaseException as error:
             self.gather(f"{type(error).__name__}: {error}")  # the others wait for this
             raise
+        # Every rank gathers exactly once, on success and on failure.
         _raise_for(self.gather(None))
         return result
 
@@ -54,6 +56,7 @@ class Group:
             try:
                 result = work()
             except BaseException as error:
+                # The message goes to all; the error itself is raised here only.
                 self.gather((f"{type(error).__name__}: {error}", None))
                 raise
             return self.gather((None, result))[0][1]
@@ -64,6 +67,7 @@ class Group:
 
 def group_of(sync: Sync, models: Sequence[nn.Module]) -> Group:
     """Return the ranks that share a model: all where it is sharded, else those that share a window."""
+    # Shards: a rank without its part of them cannot write a checkpoint.
     sharded = any(hasattr(p, "device_mesh") for model in models for p in model.parameters())
     if not sharded:
         return Group(sync.index, sync.count, sync.gather)

@@ -52,7 +52,7 @@ def load_checkpoint(
     """Load the newest checkpoint of a folder into a program that was just set up; all ranks together.
 
     At the boundary of windows any number of ranks, another wrapping of the model (none, DDP, FSDP2) and any
-    micro-batch size may go on: updates are those of the training that was never stopped, to rounding, where
+    micro-batch size may continue: updates are those of an uninterrupted training, to rounding, where
     no random operation depends on the split. Each rank restores the random generators that it had; those of a
     rank that is new stay as they are. A window in flight is resumed by the same number of ranks, with the
     same batch.
@@ -85,15 +85,20 @@ def load_checkpoint(
         )
     engine, own_generators = accumulate.engine, generators or {}
     group = group_of(engine.config.sync, engine.config.models)
+    # Rank 0 chooses: on a shared disk, ranks may see a new folder at different times.
     found = group.first(lambda: folders.newest(Path(path)))
     if found is None:
         return None
+    # On every rank before the first collective: one may lack the package.
     group.each(files.require_safetensors)
     head = group.each(lambda: _checked_head(found, group))
     tree = group.each(lambda: files.read_json(found / "state.json"))
+    # A collective, so outside of `each`.
     shards = read_shards(found, sharded_in(tree), engine.config.models)
     shared, own = group.each(lambda: _decoded(found, head, group, tree, shards))
+    # Ranks beyond those that wrote have no random state of their own.
     had_this_rank = group.rank < head["ranks"]
+    # To undo a load that fails on another rank.
     before = engine.state_dict()
 
     def check() -> None:
@@ -101,8 +106,11 @@ def load_checkpoint(
         if had_this_rank:
             check_generators(own["random"], own_generators)
 
+    # All ranks check before one loads.
     group.each(check)
+    # A Ctrl-C between two loads would leave half a state.
     with DeferredInterrupts():
+        # First, since it may still refuse; the rest was checked to fit.
         _load_own(engine, group, own["accumulator"], shared["masters"], before)
         load_shared(engine, shared)
         if had_this_rank:
@@ -116,10 +124,13 @@ def _checked_head(path: Path, group: Group) -> dict[str, Any]:
 
     Each rank checks what all ranks read, and its share of the rest.
     """
+    # Its own checksum first: it names the other files.
     head = folders.read_head(path)
     files.check_sums(path, head["files"])
+    # Shared among ranks: each file is hashed once.
     for rank in range(group.rank, head["ranks"], group.count):
         files.check_sums(path, files.read_json(path / f"rank-{rank}.json")["files"])
+    # Positions inside a window belong to ranks, and cannot be dealt out again.
     if head["in_flight"] and head["ranks"] != group.count:
         raise CheckpointError(
             f"{path} was written within a window by {head['ranks']} ranks, and here are {group.count}. Start "
@@ -149,9 +160,11 @@ def _load_own(
     state = {**own, "masters": masters_here(engine, masters)}
     loaded = False
     try:
+        # On all ranks or, after an error on one, on none.
         group.each(lambda: engine.load_state_dict(state))
         loaded = True
     except SuperbatchError as error:
+        # One type for the caller, with the accumulator's own text.
         raise error if isinstance(error, CheckpointError) else CheckpointError(str(error)) from error
     finally:
         if not loaded:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+# These names are torch's own, wherever they stand; "module" may also be a user's.
 _ALWAYS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}  # no one else's names
 
 
@@ -24,6 +25,7 @@ def plain_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
         >>> plain_names(nn.DataParallel(nn.Linear(1, 1)), ["module.weight", "module._orig_mod.bias"])
         {'module.weight': 'weight', 'module._orig_mod.bias': 'bias'}
     """
+    # Found by type: a submodule of the user's may be named "module" as well.
     wrappers = {
         f"{path}.module" if path else "module"
         for path, module in model.named_modules(remove_duplicate=False)

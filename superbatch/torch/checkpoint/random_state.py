@@ -26,11 +26,13 @@ def random_state(models: Sequence[nn.Module], generators: Mapping[str, torch.Gen
         >>> sorted(random_state([], {"data": torch.Generator()}))
         ['devices', 'generators', 'numpy', 'python', 'torch']
     """
+    # Only if the program has imported it: without NumPy nothing draws from it.
     numpy: Any = sys.modules.get("numpy")
     return {
         "torch": torch.get_rng_state(),
         "devices": generator_states(accelerators(models)),
         "python": random.getstate(),
+        # legacy=False: a dict of plain values; the tuple form has no names.
         "numpy": None if numpy is None else numpy.random.get_state(legacy=False),
         "generators": {name: generator.get_state() for name, generator in generators.items()},
     }
@@ -47,6 +49,7 @@ def check_generators(state: Mapping[str, Any], generators: Mapping[str, torch.Ge
         Traceback (most recent call last):
         superbatch.errors.CheckpointError: The checkpoint has the generator 'data', and none is given here...
     """
+    # Symmetric difference: missing on either side.
     for name in state["generators"].keys() ^ generators.keys():
         saved, here = ("has", "none is") if name in state["generators"] else ("lacks", "one is")
         raise CheckpointError(

@@ -80,15 +80,20 @@ def save_checkpoint(
     _check(accumulate, samples, keep)
     engine = accumulate.engine
     group = group_of(engine.config.sync, engine.config.models)
+    # On every rank before the first collective: one may lack the package.
     group.each(files.require_safetensors)
+    # Sharded tensors are named by a parameter, as which they are sharded again on loading.
     encoder = Encoder(sharding_names(engine.config.models))
+    # state_dict() may raise between forward and backward, on one rank only.
     state = group.each(engine.state_dict)
     shared = encoder.encode(shared_state(engine.config, state, extra or {}), "state")
     own = Encoder()
     tree = group.each(lambda: own.encode(_of_rank(engine, state, generators or {}), "rank"))
+    # Rank 0 makes the folder; the others hear its name.
     aside, final = group.first(lambda: _begin(Path(folder), engine.updates))
     try:
         if encoder.sharded:
+            # A collective of torch.distributed.checkpoint: every rank calls it.
             write_shards(aside, encoder.sharded)
         group.each(lambda: _write_own(aside, group, tree, own))
         facts = {
@@ -99,8 +104,10 @@ def save_checkpoint(
             "ranks": group.count,
         }
         in_flight = any(group.gather(state["window"] is not None))
+        # Last: the head file makes the folder a checkpoint.
         group.first(lambda: _finish(aside, final, {**facts, "in_flight": in_flight}, shared, encoder, keep))
     except BaseException:
+        # On rank 0 only: others may still be writing, and two deletions would collide.
         if group.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
         raise
@@ -124,6 +131,7 @@ def _of_rank(
     engine: Engine, state: dict[str, Any], generators: Mapping[str, torch.Generator]
 ) -> dict[str, Any]:
     return {
+        # Masters are equal on all ranks, and stand in the shared state.
         "accumulator": {**state, "masters": None},
         "random": random_state(engine.config.models, generators),
     }
@@ -139,9 +147,12 @@ def _write_own(aside: Path, group: Group, tree: Any, own: Encoder) -> None:
     """Write what this rank has of its own, and the checksums of all files that it wrote."""
     name = f"rank-{group.rank}.safetensors"
     files.write_tensors(aside / name, own.tensors)
+    # torch names a rank's files "__<rank>_<number>.distcp".
     shards = [f"{FOLDER}/{path.name}" for path in sorted((aside / FOLDER).glob(f"__{group.rank}_*"))]
     if group.rank == 0 and (aside / FOLDER).is_dir():
+        # The index of all shards is written by rank 0.
         shards.append(f"{FOLDER}/.metadata")
+    # torch does not flush them.
     for shard in shards:
         files.flush(aside / shard)
     sums = files.sums_of(aside, [name, *shards])
@@ -154,9 +165,11 @@ def _finish(
     """Write what all ranks share and the file that makes it a checkpoint, and give it its name."""
     files.write_tensors(aside / "state.safetensors", encoder.tensors)
     files.write_json(aside / "state.json", shared)
+    # The folder's names, after the files in it.
     if (aside / FOLDER).is_dir():
         files.flush(aside / FOLDER)
     names = ["state.json", "state.safetensors", *(f"rank-{rank}.json" for rank in range(facts["ranks"]))]
     folders.write_head(aside, {**facts, "files": files.sums_of(aside, names)})
     folders.publish(aside, final)
+    # After publishing: until then the older ones are all there is.
     folders.keep_last(final.parent, keep)

@@ -24,6 +24,7 @@ def sharding_names(models: Sequence[nn.Module]) -> Callable[[Tensor], str | None
         >>> sharding_names([nn.Linear(1, 1)])(torch.ones(1)) is None
         True
     """
+    # The first parameter of a sharding stands for all that are sharded alike.
     known: dict[Any, str] = {}
     for parameter, name in parameter_names(models).items():
         if hasattr(parameter, "device_mesh"):
@@ -36,6 +37,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
     Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
     """
+    # Imported here: it takes longer than this library.
     from torch.distributed.checkpoint.state_dict_saver import save
 
     save(dict(tensors), checkpoint_id=str(folder / FOLDER))
@@ -55,13 +57,16 @@ def read_shards(
 
     if not entries:
         return {}
+    # By plain name: the wrapping may have changed since.
     parameters = {name: parameter for parameter, name in parameter_names(models).items()}
     tensors: dict[str, Any] = {}
     for name, entry in entries.items():
         like, dtype = parameters.get(entry["like"]), as_dtype(entry["dtype"])
+        # Sharded as the parameter is now, which may be over another number of ranks.
         if like is not None and list(like.shape) == entry["shape"]:
             tensors[name] = torch.empty_like(like.detach(), dtype=dtype, requires_grad=False)
         else:
+            # No such parameter here: each rank reads it whole.
             tensors[name] = torch.empty(entry["shape"], dtype=dtype)
     with warnings.catch_warnings():  # one process reads what several have written: that is meant
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
@@ -76,6 +81,7 @@ def placed(value: Any, here: Any) -> Any:
         >>> placed(torch.ones(1), torch.zeros(1))
         tensor([1.])
     """
+    # Optimizer state of a sharded parameter, saved by a program that did not shard.
     if not isinstance(value, Tensor) or not hasattr(here, "device_mesh") or hasattr(value, "device_mesh"):
         return value
     from torch.distributed.tensor import distribute_tensor

@@ -25,6 +25,7 @@ def shared_state(config: Config, state: Mapping[str, Any], extra: Mapping[str, A
         state: of the accumulator, which has the masters.
         extra: of the program.
     """
+    # Plain names: a checkpoint loads with or without DDP and torch.compile.
     names = _names(config)
     return {
         "models": [_model_state(model) for model in config.models],
@@ -34,6 +35,7 @@ def shared_state(config: Config, state: Mapping[str, Any], extra: Mapping[str, A
         ],
         "schedulers": [{"kind": _kind(each), "state": each.state_dict()} for each in config.rule.schedulers],
         "scaler": None if config.rule.scaler is None else config.rule.scaler.state_dict(),
+        # By plain name too, as masters belong to parameters.
         "masters": _by_plain_name(config, state["masters"]),
         "extra": dict(extra),
     }
@@ -51,17 +53,21 @@ def check_shared(engine: Engine, saved: Mapping[str, Any]) -> None:
         ("optimizers", config.rule.optimizers),
         ("schedulers", config.rule.schedulers),
     ):
+        # Numbers first: zip(strict=True) would say less.
         if len(saved[what]) != len(here):
             raise _other(f"{len(saved[what])} {what}, and the Accumulator has {len(here)}")
     for number, (model, state) in enumerate(zip(config.models, saved["models"], strict=True)):
+        # "model 0" only where there are several.
         where = f"model {number}" if len(config.models) > 1 else "the model"
         _check_model(where, _model_state(model)["state"], state["state"])
     names = _names(config)
     for optimizer, state in zip(config.rule.optimizers, saved["optimizers"], strict=True):
+        # The class: state of another optimizer may load and mean something else.
         _check_kind("optimizer", optimizer, state["kind"])
         _check_groups(_groups(optimizer, names), state["parameters"])
     for scheduler, state in zip(config.rule.schedulers, saved["schedulers"], strict=True):
         _check_kind("scheduler", scheduler, state["kind"])
+    # XOR: a scaler on one side only.
     if (saved["scaler"] is None) != (config.rule.scaler is None):
         has, lacks = ("a scaler", "none") if config.rule.scaler is None else ("no scaler", "one")
         raise _other(f"{has}, and the Accumulator has {lacks}")
@@ -73,6 +79,7 @@ def load_shared(engine: Engine, saved: Mapping[str, Any]) -> None:
     for model, state in zip(config.models, saved["models"], strict=True):
         _load_model(model, state)
     for optimizer, state in zip(config.rule.optimizers, saved["optimizers"], strict=True):
+        # In the order of the groups, which is how torch numbers an optimizer's state.
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         optimizer.load_state_dict(_placed_state(parameters, state["state"]))
     for scheduler, state in zip(config.rule.schedulers, saved["schedulers"], strict=True):
@@ -88,6 +95,7 @@ def masters_here(engine: Engine, saved: Mapping[str, Tensor] | None) -> dict[str
     names, found = _plain_master_names(engine.config), dict(saved)
     here = engine.state_dict()["masters"] or {}
     for name, master in here.items():
+        # Others stay: `load_state_dict` names what does not fit.
         if names[name] in found:
             found[name] = placed(found.pop(names[name]), master)
     return found
@@ -116,8 +124,10 @@ def _load_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
     state = model.state_dict()
     for key, plain in plain_names(model, state).items():
         state[key] = placed(saved["state"][plain], state[key])
+    # Modules read their version from it, e.g. BatchNorm since num_batches_tracked.
     for path, plain in _modules(model, state).items():
         if plain in saved["metadata"]:
+            # torch keeps versions in an attribute of the mapping.
             state._metadata[path] = saved["metadata"][plain]  # type: ignore[attr-defined]
     model.load_state_dict(state)
 
@@ -126,6 +136,7 @@ def _placed_state(parameters: Sequence[Tensor], state: dict[str, Any]) -> dict[s
     """Return an optimizer's state with the tensors of sharded parameters sharded as these are."""
     of_each = {
         index: {
+            # Only tensors of the parameter's shape are sharded: "step" is a scalar.
             key: placed(value, parameters[index]) if _has_shape_of(value, parameters[index]) else value
             for key, value in values.items()
         }
@@ -143,6 +154,7 @@ def _has_shape_of(value: object, parameter: Tensor) -> bool:
 def _names(config: Config) -> dict[Tensor, str]:
     """Return the plain names of parameters, and of the masters that are updated in their place."""
     names = parameter_names(config.models)
+    # The optimizer has the masters, and a checkpoint names them by their parameters.
     return {**names, **{master: names[p] for p, master in config.masters.items() if p in names}}
 
 
@@ -164,6 +176,7 @@ def _by_plain_name(config: Config, masters: Mapping[str, Tensor] | None) -> dict
 
 
 def _groups(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[list[str]]:
+    # An empty name for a tensor outside of the models.
     return [[names.get(p, "") for p in group["params"]] for group in optimizer.param_groups]
 
 
@@ -178,6 +191,7 @@ def _check_model(where: str, here: Mapping[str, Any], saved: Mapping[str, Any]) 
     for name, value in here.items():
         other = saved[name]
         if isinstance(value, Tensor) and isinstance(other, Tensor):
+            # dtype too: copying would round silently.
             for form in ("shape", "dtype"):
                 one, two = getattr(other, form), getattr(value, form)
                 if one != two:

@@ -47,10 +47,12 @@ class StopSignals:
         self._earlier: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
+        # Entering again would record our own handler as the earlier one.
         if self._earlier:
             raise WindowError("This StopSignals context is entered already. Make a new one.")
         self.exit_code = 0
         for number in SIGNALS:
+            # Noted one by one: an error leaves those that were set to be restored.
             self._earlier[number] = signal.signal(number, self._note)
         return self
 
@@ -67,9 +69,11 @@ class StopSignals:
         Args:
             accumulate: whose ranks agree, by an exchange of one number.
         """
+        # A vote, because a signal may reach one rank only.
         return accumulate.engine.config.sync.vote(self.exit_code > 0)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        # A handler only notes: it may run inside any C call.
         if not self.exit_code:
             self.exit_code, self._first = 128 + number, time.monotonic()
             return

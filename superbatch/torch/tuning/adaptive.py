@@ -51,14 +51,17 @@ def controller(
         >>> steps(0), steps(1)  # nothing is known: held
         (4, 4)
     """
+    # Finds DDP: all ranks of the model must open windows of one length.
     sync: Sync = find_sync([model])
     return Controller(
         noise,
+        # Of all ranks: the noise scale is in samples of the effective batch.
         microbatch=microbatch * sync.count,
         start=start,
         target=target,
         least=least,
         most=most,
+        # Rank 0's decision: measured noise is rounded differently on each.
         first=sync.first,
     )
 
@@ -105,6 +108,7 @@ class AdaptiveBatch:
     def __call__(self, update: int) -> int:
         """Return the accumulation steps of an update, and scale the optimizer to them."""
         steps = self._steps(update)
+        # Not at the first call: the settings are for the first batch.
         if self._last is not None and steps != self._last:
             rescale(self._optimizer, self._last, steps, rule=self._rule, scheduler=self._scheduler)
         self._last = steps
@@ -155,10 +159,13 @@ class AdaScaleRate:
     ) -> None:
         self._optimizer, self._noise = optimizer, noise
         self._batch = batch if callable(batch) else lambda update: batch
+        # initial_lr where a scheduler has changed lr already.
         self._rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
         adam = isinstance(optimizer, Adam | AdamW)  # no subclass of Adam in older releases
+        # The step of Adam does not grow with the gradient, so the rate takes the root of the gain.
         self._adascale = AdaScale(factor, base_batch, power=0.5 if adam else 1.0)
         self._update = 0
+        # The first update already has its gain.
         self._apply()
 
     @property
@@ -173,6 +180,7 @@ class AdaScaleRate:
 
     def step(self) -> None:
         """Note an update, and set the rate of the next one; called by the Accumulator."""
+        # Before the rate is set: tau is that of the update that comes next.
         self._adascale.advance()
         self._update += 1
         self._apply()
@@ -193,4 +201,5 @@ class AdaScaleRate:
     def _apply(self) -> None:
         factor = self._adascale.rate(self._batch(self._update), self._noise())
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            # In place where the rate is a tensor: a captured graph reads that tensor.
             set_number(group, "lr", rate * factor)

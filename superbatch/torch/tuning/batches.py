@@ -59,12 +59,15 @@ class Batches:
             InputError: there is not a single one.
         """
         if self._iterator is not None:
+            # A for loop with a return: next() with a default would hide a batch that is None.
             for batch in self._iterator:
                 self._taken += 1
                 return batch
+        # The old iterator first: two of them would keep twice the workers.
         self.close()
         self.epochs += 1
         loader = self._begin()
+        # Schedules count updates of the survey, over the ends of the loader.
         grouped = None if self._steps is None else windows(loader, self._steps, first_update=self._taken)
         self._iterator = iter(loader if grouped is None else grouped)
         for batch in self._iterator:
@@ -79,7 +82,8 @@ class Batches:
         )
 
     def close(self) -> None:
-        """Let the iterator go: workers of a loader end with it."""
+        """Drop the iterator: workers of a loader end with it."""
+        # Generators have close(); a DataLoader's iterator ends with its last reference.
         close = getattr(self._iterator, "close", None)
         if callable(close):
             close()
@@ -91,7 +95,7 @@ def keep_position(batches: Any, undo: ExitStack) -> None:
 
     Args:
         batches: of the user.
-        undo: what puts everything back.
+        undo: an ExitStack that restores the position when it is closed.
 
     Examples:
         >>> import torch
@@ -105,10 +109,12 @@ def keep_position(batches: Any, undo: ExitStack) -> None:
         True
     """
     holders, with_state = _holders(batches), _has_state(batches)
+    # A loader with a state of its own restores it whole.
     for holder in holders:
         if not (holder is batches and with_state):
             _keep_attributes(holder, undo)
     if with_state:
+        # A copy: a loader may return its live state.
         undo.callback(batches.load_state_dict, copy.deepcopy(batches.state_dict()))
     if isinstance(batches, DataLoader):
         # Persistent workers continue their epoch afterwards, unaware of those that serve the survey.
@@ -126,12 +132,14 @@ def _holders(batches: Any) -> list[Any]:
     waiting = [batches]
     while waiting:
         one = waiting.pop(0)
+        # Functions hold no position, and objects without __dict__ no attributes.
         if id(one) in found or not hasattr(one, "__dict__") or isinstance(one, FunctionType):
             continue
         found[id(one)] = one
         waiting += [
             getattr(one, name) for name in ("sampler", "batch_sampler", "dataset") if hasattr(one, name)
         ]
+        # ConcatDataset and ChainDataset.
         several = getattr(one, "datasets", ())
         waiting += several if isinstance(several, list | tuple) else ()
     return list(found.values())
@@ -141,6 +149,7 @@ def _keep_attributes(holder: Any, undo: ExitStack) -> None:
     """Its counters, and the generators it draws from. Not its containers: a cache may keep growing."""
     attributes = vars(holder)
     plain = {name: value for name, value in attributes.items() if isinstance(value, _PLAIN)}
+    # update and not replace: attributes that were added since may be caches.
     undo.callback(attributes.update, plain)
     for value in attributes.values():
         restore = generator_restorer(value)
@@ -149,6 +158,7 @@ def _keep_attributes(holder: Any, undo: ExitStack) -> None:
 
 
 def _beginner(batches: Any) -> Callable[[], Iterable[Any]]:
+    # Iterator before Iterable: every iterator is iterable.
     if isinstance(batches, Iterator):
         raise InputError(
             explain(

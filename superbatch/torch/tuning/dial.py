@@ -44,6 +44,7 @@ class Dial:
     def __init__(self, optimizers: Sequence[Optimizer], what: What) -> None:
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._set = _SETTERS[what]
+        # Before anything is set: a survey changes all groups or none.
         if any(_key(group, what) not in group for group in self._groups):
             raise OptimizerError(
                 explain(
@@ -52,6 +53,7 @@ class Dial:
                     'survey what="lr", or use an optimizer that has it',
                 )
             )
+        # Momentum is not scaled by ratio: 0.9 and 0.45 are no halves of one thing.
         self.ratios = (1.0,) * len(self._groups) if what == "momentum" else _ratios(self._groups, what)
 
     def turn(self, value: float) -> None:
@@ -79,11 +81,13 @@ def range_of(optimizers: Sequence[Optimizer], what: What) -> tuple[float, float]
     """
     if what != "lr":
         return RANGES[what]
+    # Adam's step has the size of the rate, SGD's that of rate times gradient.
     return (1e-6, 10.0) if all(isinstance(optimizer, SGD) for optimizer in optimizers) else (1e-7, 1.0)
 
 
 def _ratios(groups: Sequence[dict[str, Any]], what: What) -> tuple[float, ...]:
     values = [float(group[what]) for group in groups]
+    # A warm-up starts at 0, and the ratios are then those of the initial rates.
     if what == "lr" and not any(values):
         values = [float(group.get("initial_lr", 0.0)) for group in groups]
     largest = max(values)

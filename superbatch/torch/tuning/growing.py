@@ -79,6 +79,7 @@ class GrowBatch:
         _require_temperature(optimizer, schedule.temperature_of)
         self._optimizer, self._schedule, self._update = optimizer, schedule, 0
         groups = optimizer.param_groups
+        # initial_lr where a scheduler has changed lr already.
         self._rates = [float(group.get("initial_lr", group["lr"])) for group in groups]
         self._betas = [float(group["betas"][1]) if "betas" in group else None for group in groups]
         if schedule.momentum is not None:
@@ -112,15 +113,18 @@ class GrowBatch:
         rate = self._schedule.rate(self._update)
         groups = self._optimizer.param_groups
         for group, base, beta2 in zip(groups, self._rates, self._betas, strict=True):
+            # From the base and not from the last rate: rounding does not add up.
             set_number(group, "lr", base * rate)
             if beta2 is None:
                 continue
             new = self._schedule.beta2(beta2, self._update)
+            # Unchanged in most updates: the state is left alone.
             if new != float(group["betas"][1]):
                 for change in change_betas(self._optimizer, group, beta1=float(group["betas"][0]), beta2=new):
                     change()
 
     def _set_momentum(self, momentum: float) -> None:
+        # All groups are checked before one is changed.
         for group in self._optimizer.param_groups:
             if "momentum" not in group:
                 raise InputError(
@@ -155,12 +159,14 @@ class _Simulated:
 
     def __init__(self, scheduler: LRScheduler, samples_per_step: int) -> None:
         self._scheduler, self._samples = scheduler, samples_per_step
+        # Schedulers write initial_lr when they are made.
         self._bases = [float(group["initial_lr"]) for group in scheduler.optimizer.param_groups]
         self._factors = [self._factor()]
         self._over = False
 
     def __call__(self, samples: float) -> float:
         step = int(samples // self._samples)
+        # As far as is asked, and each step once: schedules ask for rising samples.
         while len(self._factors) <= step and not self._over:
             self._advance()
         return self._factors[min(step, len(self._factors) - 1)]
@@ -182,6 +188,7 @@ class _Simulated:
             float(group["lr"]) / base if base else 0.0
             for group, base in zip(groups, self._bases, strict=True)
         ]
+        # Relative: rates of 1e-6 differ by less than 1e-9 in rounding alone.
         if max(found) - min(found) > 1e-9 * max(map(abs, found)):
             raise InputError(
                 explain(
@@ -223,6 +230,7 @@ def _throwaway(scheduler: Any) -> LRScheduler:
                 "pass a new one",
             )
         )
+    # Parameters of one element: the copy needs groups, not weights.
     groups = [
         {**group, "params": [torch.nn.Parameter(torch.zeros(1))]}
         for group in scheduler.optimizer.param_groups

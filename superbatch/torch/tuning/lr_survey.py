@@ -31,7 +31,7 @@ def lr_survey(
     accumulation_steps: int | Schedule | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Survey:
-    """Survey learning rates: train while the rate grows from update to update, then put everything back.
+    """Survey learning rates: train while the rate grows from update to update, then restore everything.
 
     Point t makes one update of the accumulator - the whole batch, all its micro-batches and weights - with
     the rate ``low (high / low)^(t / (updates - 1))``, and notes the window's weighted mean loss before it.
@@ -43,7 +43,7 @@ def lr_survey(
     Afterwards all is as before, bit for bit, also after an exception or Ctrl-C: parameters, masters, buffers,
     attributes and modes of the models, `.grad`, optimizer, GradScaler, random state (torch, Python, NumPy),
     the accumulator's counters and sizes. Its schedulers and its noise meter are left alone. What is read is
-    put back where it can be: counters and generators of a loader, its samplers and its datasets, an epoch of
+    restored where it can be: counters and generators of a loader, its samplers and its datasets, an epoch of
     its workers, a loader with `state_dict`.
 
     Args:
@@ -57,7 +57,7 @@ def lr_survey(
         high: last value; 10 for SGD's rate, 1 for others', 0.999 for momentum, 1 for weight decay.
         updates: points of the ramp.
         accumulation_steps: for a loader of micro-batches: group this many into a window, as `windows` does. A
-            schedule counts the survey's updates, from 0, and goes on where the loader begins again.
+            schedule counts the survey's updates, from 0, and continues where the loader begins again.
         progress: told (points done, points at most) after each.
 
     Returns:
@@ -87,16 +87,20 @@ def lr_survey(
         L. N. Smith, 2015, https://arxiv.org/abs/1506.01186
     """
     start = time.perf_counter()
+    # Before an accumulator is made of a tuple.
     check_choice(what, "what", What)
     accumulator = _as_accumulator(accumulator)
     stream = Batches(batches, accumulation_steps)
+    # Counters and sizes of the training's own accumulator stay as they are.
     twin = accumulator.engine.twin()
     config = twin.config
     optimizers = config.rule.optimizers
+    # Raises where a group has no such option, before anything is recorded.
     dial = Dial(optimizers, what)
     default = range_of(optimizers, what)
     sweep = Sweep(what, default[0] if low is None else low, default[1] if high is None else high, updates)
     skipped: list[int] = []
+    # Recorded before the first update, restored also after Ctrl-C.
     with put_back(
         config.models,
         optimizers,
@@ -108,10 +112,11 @@ def lr_survey(
         undo.callback(stream.close)
         for point, value in enumerate(sweep.values):
             batch = stream.take()
+            # Before the update: the loss that it records was computed before the step.
             dial.turn(value)
             go_on = _point(twin.update, batch, sweep, skipped, point)
             progress(point + 1, updates)
-            # The ranks' losses are one number, but none may go on alone where rounding made it two.
+            # The ranks' losses are one number, but none may continue alone where rounding made it two.
             if config.sync.vote(not go_on):
                 sweep.stop("another rank stopped")
                 break
@@ -123,7 +128,7 @@ def lr_survey(
 def _point(
     accumulate: Callable[[Any], Update], batch: Any, sweep: Sweep, skipped: list[int], point: int
 ) -> bool:
-    """Make one update and note its loss; return whether to go on."""
+    """Make one update and note its loss; return whether to continue."""
     try:
         update = accumulate(batch)
     except NonFiniteError as error:
@@ -132,6 +137,7 @@ def _point(
     if update.dropped:
         sweep.stop("a micro-batch was left out: its loss or gradient is not finite")
         return False
+    # A batch without weight has no loss, so the curve would have a hole.
     if not update.weight and update.skipped is not None:
         raise InputError(
             explain(
@@ -140,6 +146,7 @@ def _point(
                 "survey on batches in which something counts",
             )
         )
+    # E.g. an overflow of the scaler: the point is kept, and listed as skipped.
     if not update.made:
         if update.skipped is not None and update.skipped.startswith("not finite"):
             sweep.stop(update.skipped)

@@ -93,18 +93,21 @@ def rescale(
     kappa = _positive("to_batch", to_batch) / from_batch
     value = noise_range(noise).value
     ratio = None if value is None else value / from_batch
+    # Computed for all groups first: whatever raises, nothing has changed.
     done = [
         _scaled(group, family_of(optimizer, group, rule), kappa, ratio, rule, known=known)
         for group in optimizer.param_groups
     ]
     if not known:
         done = [_rate_only(each, type(optimizer).__name__) for each in done]
+    # Then prepared for all groups, for the same reason.
     changes: list[Change] = []
     for group, scaling in zip(optimizer.param_groups, done, strict=True):
         changes += _group_changes(optimizer, group, scaling)
     if schedulers:
         rates = {scaling.rate for scaling in done}
         changes += [partial(_scale_scheduler, each, rates) for each in schedulers]
+        # Schedulers keep one base rate for each group, and others for all.
         if len(rates) > 1:
             raise InputError(
                 explain(
@@ -113,6 +116,7 @@ def rescale(
                     "name one rule for all of them",
                 )
             )
+    # From here on nothing can fail.
     for change in changes:
         change()
     return tuple(done)
@@ -137,6 +141,7 @@ def family_of(optimizer: Optimizer, group: Mapping[str, Any], rule: Rule | None 
     """
     if isinstance(optimizer, SGD):
         return "sgd"
+    # Adam(decoupled_weight_decay=True) is AdamW in newer releases.
     if isinstance(optimizer, AdamW) or group.get("decoupled_weight_decay"):
         return "adamw"
     return "adam" if isinstance(optimizer, Adam) or rule in ("sqrt", "power") else "sgd"
@@ -173,13 +178,16 @@ def change_betas(optimizer: Optimizer, group: dict[str, Any], *, beta1: float, b
     changes: list[Change] = []
     for parameter in group["params"]:
         state = optimizer.state.get(parameter, {})
+        # A float or a tensor, by the options of the optimizer.
         updates = float(state.get("step", 0))
         for names, old, new in (
             (("exp_avg",), old1, beta1),
             (("exp_avg_sq", "max_exp_avg_sq"), old2, beta2),
         ):
+            # Before the first step there is nothing to correct.
             if updates and old != new:
                 factor = (1 - new**updates) / (1 - old**updates)
+                # max_exp_avg_sq exists with amsgrad only.
                 changes += [partial(state[name].mul_, factor) for name in names if name in state]
     return [*changes, partial(_set_betas, group, beta1, beta2)]
 
@@ -219,6 +227,7 @@ def schedulers_of(scheduler: Any) -> list[Any]:
         return []
     if isinstance(scheduler, list | tuple):
         return [inner for each in scheduler for inner in schedulers_of(each)]
+    # SequentialLR and ChainedScheduler keep theirs in _schedulers.
     return [scheduler, *schedulers_of(list(getattr(scheduler, "_schedulers", ())))]
 
 
@@ -233,6 +242,7 @@ def _scaled(
 ) -> Scaling:
     settings = {"lr": float(group["lr"])}
     if known and family == "sgd":
+        # An unknown optimizer's settings may mean something else, so only the rate is read.
         settings["momentum"] = float(group["momentum"])
     elif known:
         settings["beta1"], settings["beta2"] = (float(beta) for beta in group["betas"])
@@ -258,6 +268,7 @@ def _group_changes(optimizer: Optimizer, group: dict[str, Any], scaling: Scaling
         if name in after:
             changes.append(partial(set_number, group, name, after[name]))
     for name in RATES_OF_GROUPS:
+        # Schedulers read these from the group at each step.
         if name in group:
             changes.append(partial(set_number, group, name, float(group[name]) * scaling.rate))
     return changes
@@ -265,6 +276,7 @@ def _group_changes(optimizer: Optimizer, group: dict[str, Any], scaling: Scaling
 
 def _set_betas(group: dict[str, Any], beta1: float, beta2: float) -> None:
     betas = group["betas"]
+    # Tensors with capturable=True: in place, for the captured graph.
     if any(isinstance(beta, Tensor) for beta in betas):
         for beta, value in zip(betas, (beta1, beta2), strict=True):
             beta.fill_(value)
@@ -275,6 +287,7 @@ def _set_betas(group: dict[str, Any], beta1: float, beta2: float) -> None:
 def _require_schedulers(optimizer: Optimizer, schedulers: Iterable[Any]) -> None:
     schedulers = list(schedulers)
     for each in schedulers:
+        # By identity: the rates of another optimizer would be changed.
         if getattr(each, "optimizer", None) is not optimizer:
             raise InputError(
                 explain(
@@ -283,6 +296,7 @@ def _require_schedulers(optimizer: Optimizer, schedulers: Iterable[Any]) -> None
                     "pass the scheduler that was made with it",
                 )
             )
+    # initial_lr is left by the constructor of every torch scheduler.
     if not schedulers and any("initial_lr" in group for group in optimizer.param_groups):
         raise InputError(
             explain(

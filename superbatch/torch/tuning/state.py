@@ -1,4 +1,4 @@
-"""Let a survey change everything that training changes, and put it back bit for bit, whatever happens.
+"""Change everything that training changes, for a survey, and restore it bit for bit, whatever happens.
 
 Each part notes what it will restore *before* anything is changed, and is restored by itself: an error in
 one leaves no other behind. Tensors keep their identity: contents are copied back into them.
@@ -31,7 +31,7 @@ def put_back(
     owned: Sequence[ManagedParameter] = (),
     devices: Iterable[torch.device] = (),
 ) -> Iterator[ExitStack]:
-    """Run the body, then put everything back as it was, also after an exception or Ctrl-C.
+    """Run the body, then restore everything as it was, also after an exception or Ctrl-C.
 
     Inside, the optimizers have no state (momentum and moments start fresh) and no parameter has a gradient.
 
@@ -53,6 +53,7 @@ def put_back(
         >>> bool((layer.weight == before).all())
         True
     """
+    # Before anything changes: whatever cannot be recorded raises here.
     tensors = _tensors(models, optimizers, owned)
     undo = ExitStack()  # what is noted first is restored last
     try:
@@ -66,6 +67,7 @@ def put_back(
         for optimizer in optimizers:
             _begin_afresh(optimizer, undo)
         yield undo
+    # Restoring runs to its end: a second Ctrl-C waits.
     finally:
         with _interrupts_wait():
             undo.close()
@@ -78,6 +80,7 @@ def _interrupts_wait() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield  # other threads are not interrupted; where nobody listens, or C code does, nothing is raised
         return
+    # Noted and raised afterwards, by the handler that was there.
     pressed: list[tuple[int, FrameType | None]] = []
     signal.signal(signal.SIGINT, lambda number, frame: pressed.append((number, frame)))
     try:
@@ -91,6 +94,7 @@ def _interrupts_wait() -> Iterator[None]:
 def _tensors(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer], owned: Sequence[ManagedParameter]
 ) -> list[Tensor]:
+    # By id: a master or a tied weight is copied once.
     found = {id(p): p for model in models for p in model.parameters()}
     found |= {id(t): t for entry in owned for t in (entry.parameter, entry.target)}
     found |= {
@@ -112,6 +116,7 @@ def _keep_contents(tensors: Sequence[Tensor], undo: ExitStack) -> None:
 
 
 def _set_gradients_aside(tensors: Sequence[Tensor], undo: ExitStack) -> None:
+    # Only leaves have a .grad of their own.
     leaves = [tensor for tensor in tensors if tensor.is_leaf]
     gradients = [tensor.grad for tensor in leaves]
 
@@ -126,6 +131,7 @@ def _set_gradients_aside(tensors: Sequence[Tensor], undo: ExitStack) -> None:
 
 def _begin_afresh(optimizer: Optimizer, undo: ExitStack) -> None:
     """Empty the state of an optimizer; what comes back is the old one, which nothing has touched."""
+    # A shallow copy: the old tensors are not written, for they are taken out.
     state = dict(optimizer.state)
     _keep_attributes(optimizer, undo)
     for group in optimizer.param_groups:

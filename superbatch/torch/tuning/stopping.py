@@ -77,6 +77,7 @@ def update_until(
         >>> done.factor == 8 * done.microbatches / 64, done.stopped
         (True, True)
     """
+    # Everything that can be refused is, before a micro-batch is taken from the iterator.
     _check(model, optimizer, reduction, planned, target)
     least, most = max(2, positive_int("least", least)), positive_int("most", most)
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -85,6 +86,7 @@ def update_until(
     for microbatch in microbatches:
         seen.add(loss_fn(microbatch), float(weight(microbatch)))
         ratio = seen.ratio()
+        # At least `least`: an early ratio is mostly noise.
         stopped = seen.count >= least and ratio is not None and ratio <= target
         if stopped or seen.count >= most:
             break
@@ -92,11 +94,13 @@ def update_until(
         raise InputError(
             explain("an iterator without micro-batches", "the data have ended", "make a new one")
         )
+    # The norm of the sum: one infinity anywhere shows.
     norm = norm_of(seen.sums)
     if norm is None or not math.isfinite(float(norm)):
         raise NonFiniteError(
             explain("a gradient that is not finite, or none at all", "no update was made", "look at the loss")
         )
+    # By the planned weight and not by that of this window: this is what keeps it unbiased.
     _update(optimizer, parameters, [None if g is None else g / planned for g in seen.sums])
     return StoppedUpdate(
         loss=seen.loss / seen.weight,
@@ -119,6 +123,7 @@ class _Seen:
         self._weights = 0.0  # sum n_i^2
 
     def add(self, loss: Tensor, weight: float) -> None:
+        # grad() and not backward(): .grad of the user is left alone.
         gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
         norm = norm_of(gradients)
         for index, gradient in enumerate(gradients):
@@ -141,6 +146,7 @@ class _Seen:
         if self.count < 2 or norm is None or not self.weight:
             return None
         whole = self.weight**2
+        # The variance of one sample cannot be estimated.
         if self._weights >= whole:  # all the weight is on one micro-batch
             return None
         found = estimate(self._squares / whole, float(norm) ** 2 / whole, self._weights / whole)
@@ -151,12 +157,14 @@ def _update(optimizer: Optimizer, parameters: list[Tensor], gradients: list[Tens
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     try:
+        # Also after an error in step(): a gradient left behind would be added to.
         optimizer.step()
     finally:
         optimizer.zero_grad(set_to_none=True)
 
 
 def _check(model: nn.Module, optimizer: Optimizer, reduction: str, planned: float, target: float) -> None:
+    # The mean of a window that stops by its own noise is biased.
     if reduction != "sum":
         raise InputError(
             explain(
@@ -185,4 +193,5 @@ def _check(model: nn.Module, optimizer: Optimizer, reduction: str, planned: floa
                 "use superbatch.torch.tuning.controller, whose windows are one length on all ranks",
             )
         )
+    # Ghost statistics would change with the length of the window.
     norms.refuse(norms.find_batchnorms([model]))
