@@ -10,7 +10,7 @@ from torch import nn
 
 from ..batch.split import TokenBudget, sizes
 from ..batch.tree import count_samples
-from ..errors import InputError, explain
+from ..errors import InputError
 from ..normalize import Reduction
 from ..results.verification import Verification
 from .checks.probing.options import check_model, check_options
@@ -185,9 +185,7 @@ def _check_split(request: Request) -> None:
     parts = sizes(request.batch, request.samples, request.microbatch_size)
     if len(parts) < 2:
         raise InputError(
-            explain(
-                f"microbatch_size={request.microbatch_size!r} for a batch of {request.samples} samples",
-                "the batch is one micro-batch, so there is nothing to compare",
-                "pass a larger batch, or a smaller microbatch_size",
-            )
+            f"With microbatch_size={request.microbatch_size!r} and {request.samples} samples the "
+            "batch is one micro-batch, so there is nothing to compare. Pass a larger batch, or a "
+            "smaller microbatch_size."
         )

@@ -42,11 +42,8 @@ def count_tokens(where: Where, *, ignore_index: int = -100, shift: bool = False)
     read = _reader(where)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int) or not isinstance(shift, bool):
         raise InputError(
-            explain(
-                f"ignore_index={ignore_index!r}, shift={shift!r}",
-                "a label is an integer, and labels are shifted or not",
-                "pass an int and a bool",
-            )
+            f"ignore_index={ignore_index!r} must be an int and shift={shift!r} a bool. Pass such as "
+            "ignore_index=-100, shift=True."
         )
 
     def weight(microbatch: Any) -> int:
@@ -105,11 +102,8 @@ def class_weights(weight: Tensor, where: Where, *, ignore_index: int = -100) -> 
     right = isinstance(weight, Tensor) and weight.ndim == 1 and weight.is_floating_point()
     if not right or not bool(((weight >= 0) & weight.isfinite()).all()):
         raise InputError(
-            explain(
-                f"class weights {weight!r}",
-                "there must be one finite floating-point weight per class, none of them negative",
-                "pass the 1-d tensor that CrossEntropyLoss(weight=...) gets",
-            )
+            f"The class weights are {weight!r}, but a class needs one finite floating-point weight "
+            "that is not negative. Pass the 1-d tensor that CrossEntropyLoss(weight=...) gets."
         )
     # On the host: weights are needed before any forward, and labels are small.
     read, per_class = _reader(where), weight.detach().cpu().double()
@@ -131,11 +125,8 @@ def class_weights(weight: Tensor, where: Where, *, ignore_index: int = -100) -> 
 def _reader(where: Where) -> Callable[[Any], Tensor]:
     if not callable(where) and not isinstance(where, str):
         raise InputError(
-            explain(
-                f"a place of type {type(where).__name__}",
-                "the labels or weights must be found in each micro-batch",
-                'pass a path such as "labels" or "1", or a function of the micro-batch',
-            )
+            f"The place of labels or weights is of type {type(where).__name__}. Pass a path such as "
+            '"labels" or "1", or a function of the micro-batch.'
         )
 
     def read(microbatch: Any) -> Tensor:
@@ -145,11 +136,8 @@ def _reader(where: Where) -> Callable[[Any], Tensor]:
             return torch.as_tensor(found)
         except (TypeError, ValueError, RuntimeError) as error:
             raise InputError(
-                explain(
-                    f"{where!r}, at which there is a {type(found).__name__}",
-                    "labels and weights are numbers",
-                    "name a tensor, an array or a list of numbers",
-                )
+                f"{where!r} names a {type(found).__name__}, but labels and weights are numbers. Name a "
+                "tensor, an array or a list of numbers."
             ) from error
 
     return read

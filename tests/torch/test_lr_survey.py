@@ -427,7 +427,7 @@ def test_a_wrong_statement_is_refused_and_nothing_has_moved() -> None:
 @pytest.mark.parametrize(
     ("batches", "message"),
     [
-        (iter([1, 2]), "an iterator .*cannot be begun with again.*Pass the DataLoader"),
+        (iter([1, 2]), "an iterator .*cannot begin again.*Pass the DataLoader"),
         ((n for n in range(3)), "generator"),
         (windows([1, 2], 2), r"lambda: windows\(loader, 8\)"),
         (3, "batches of type int"),

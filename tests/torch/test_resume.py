@@ -452,7 +452,7 @@ def test_something_else_than_a_state_is_refused(state: Any):
     task = Task("dropout")
     task.run(BATCHES[0])
     before = task.fingerprint()
-    with pytest.raises(InputError, match=r"a state of type .*\. Pass what state_dict\(\) returned"):
+    with pytest.raises(InputError, match=r"A state of type .*\. Pass what state_dict\(\) returned"):
         task.accumulate.load_state_dict(state)
     assert_unchanged(before, task.fingerprint())
     assert task.run(BATCHES[1]).made

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from superbatch.caffe import SolverConfig
 from superbatch.caffe.config import float32
 from superbatch.caffe.rates import rate_schedule
-from superbatch.errors import InputError, OptimizerError, explain
+from superbatch.errors import InputError, OptimizerError
 
 from .rules import RULES
 
@@ -48,19 +48,13 @@ class CaffeOptimizer(Optimizer):
     def __init__(self, parameters: Iterable[Any], config: SolverConfig, *, clip: Clip = "caffe") -> None:
         if not isinstance(config, SolverConfig):
             raise InputError(
-                explain(
-                    f"a solver of type {type(config).__name__}",
-                    "its fields must be known",
-                    'pass superbatch.caffe.read_solver("solver.prototxt")',
-                )
+                f"config is not a solver of type SolverConfig but a {type(config).__name__}. Pass "
+                'superbatch.caffe.read_solver("solver.prototxt").'
             )
         if clip not in get_args(Clip):
             raise InputError(
-                explain(
-                    f"clip={clip!r}",
-                    "clip_gradients bounds the norm of the sum of a window, or of its mean",
-                    'pass clip="caffe" (the sum) or clip="mean"',
-                )
+                f'clip={clip!r} is no norm that clip_gradients can bound. Pass clip="caffe" (the sum of a '
+                'window) or clip="mean".'
             )
         # Into the groups: torch saves groups in state_dict(), and a schedule may change each.
         defaults = {
@@ -87,9 +81,7 @@ class CaffeOptimizer(Optimizer):
         for name in ("lr_mult", "decay_mult"):
             value = given.get(name, 1.0)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise InputError(
-                    explain(f"{name}={value!r}", "it multiplies the solver's number", "pass a number")
-                )
+                raise InputError(f"{name}={value!r} is no number to multiply the solver's by. Pass a number.")
             given[name] = float32(float(value))
         # After the multiplier: the local rate is rate * lr_mult.
         given.setdefault("lr", self.defaults["lr"] * given["lr_mult"])
@@ -162,7 +154,8 @@ def _clip_factor(groups: list[dict[str, Any]]) -> Tensor | None:
     for gradient in gradients:
         if gradient.is_sparse:
             raise OptimizerError(
-                explain("a sparse gradient", "Caffe's solvers have none", "make the layer with sparse=False")
+                "A parameter has a sparse gradient, which Caffe's solvers do not know. Make the layer "
+                "with sparse=False."
             )
     largest = groups[0]["max_norm"]
     if largest is None or not gradients:

@@ -161,12 +161,10 @@ def _beginner(batches: Any) -> Callable[[], Iterable[Any]]:
     # Iterator before Iterable: every iterator is iterable.
     if isinstance(batches, Iterator):
         raise InputError(
-            explain(
-                f"batches that are an iterator ({type(batches).__name__})",
-                "what a survey takes from it is lost to the training, and it cannot be begun with again",
-                "pass the DataLoader or list itself (accumulation_steps=K makes windows of it), or a "
-                "function that returns a new iterator: lambda: windows(loader, 8)",
-            )
+            f"The batches are an iterator ({type(batches).__name__}), which cannot begin again: the "
+            "training would lack what the survey takes. Pass the DataLoader or list itself "
+            "(accumulation_steps=K makes windows of it), or a function that returns a new iterator: "
+            "lambda: windows(loader, 8)."
         )
     if isinstance(batches, Iterable):
         return lambda: batches
@@ -174,9 +172,6 @@ def _beginner(batches: Any) -> Callable[[], Iterable[Any]]:
         make: Callable[[], Any] = batches
         return make
     raise InputError(
-        explain(
-            f"batches of type {type(batches).__name__}",
-            "a survey iterates over them",
-            "pass a DataLoader, a list of batches, or a function that returns an iterator",
-        )
+        f"A survey cannot iterate over batches of type {type(batches).__name__}. Pass a "
+        "DataLoader, a list of batches, or a function that returns an iterator."
     )

@@ -143,7 +143,7 @@ def engine_of(
         # Those that no participant handles are an error in training mode, at each window.
         refused = {path: each for path, each in batchnorms.items() if path not in handled}
         work: Work = ByMicrobatch(config, sizing, given.split.paths, refused)
-        # A size that is searched for goes to the limit of memory, so the update's own memory is reserved.
+        # A size that is searched for goes to the limit of memory: each update checks for room for its step.
         config.reserve.tight = not isinstance(sizing, Fixed)
     else:
         assert loss_fn is not None

@@ -46,7 +46,6 @@ def work_in_step(window: OpenWindow) -> None:
         OutOfMemoryError: a single sample does not fit on some rank, or micro-batches cannot be cut smaller.
         RankError: another rank has failed.
     """
-    # The same forward and backward as in the loop without ranks.
     one = backward_of(window)
     while (failure := _until_failure(window, one)) is not None:
         progress = window.transaction.progress
@@ -100,12 +99,11 @@ def _until_failure(window: OpenWindow, one: Callable[[Any], None]) -> Failure | 
     try:
         for microbatch in window:
             one(microbatch)
-            # The loop's name would keep the micro-batch alive while memory is short.
             microbatch = None  # the iteration takes it apart where memory is short
     except BaseException as error:
         if not out_of_memory(error):
             raise
-        # Its frame is cleared below, and this one is still running.
+        # clear_frames() skips this frame, which is still running: the reference goes by hand.
         microbatch = None
         catch_up(transaction, error)
         traceback.clear_frames(error.__traceback__)

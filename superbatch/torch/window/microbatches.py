@@ -256,7 +256,7 @@ def pieces_of(
         [2, 2, 1]
     """
     if not isinstance(sizing, Fixed):
-        # "auto" with a Window was refused before: its sizes are the loader's.
+        # `ByMicrobatch.cut` gives a Window a Fixed sizing: its sizes are those of the loader.
         assert not isinstance(batch, Window)
         planned = plan_of(batch, **paths)
         sizes = sizing.plan(batch, planned.samples, sync.agree_size if sync.in_step else None)

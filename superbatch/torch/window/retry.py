@@ -124,7 +124,7 @@ def _go_on_smaller(window: Transaction, index: int, failure: str) -> None:
     # The weights of the pieces add up to that of the micro-batch.
     progress.weigh_again()
     progress.failures += 1
-    # From now on the memory of the step is reserved before the forward.
+    # From now on each update checks that there is memory for the step of the optimizers.
     config.reserve.tight = True
     warn(
         f"memory ran out in micro-batch {index} ({samples} samples); the window "

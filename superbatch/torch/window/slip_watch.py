@@ -43,7 +43,7 @@ class SlipWatch:
             samples: of each micro-batch; None for a `Window`, whose micro-batches are the loader's.
         """
         if self._schedulers:
-            # Between two windows a count may grow by one or two: a call by hand, or per batch and epoch.
+            # One or two steps since the last window: scheduler.step() was called by hand as well.
             self._compare(self._counts, least=1, most=2)  # a state that was loaded goes further
             self._opened = self._read()
         if self._size is not None:

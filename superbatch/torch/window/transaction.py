@@ -96,7 +96,6 @@ class Transaction:
     def begin(self) -> None:
         """Begin all participants; if this raises, the caller must call `restore`."""
         if self.noise is not None:
-            # Sizes are known from here on.
             self.noise.expect(self.progress.microbatches, shared=self.config.sync.shared)
         for participant in self._participants:
             self._begun += 1  # one that fails counts
@@ -111,7 +110,6 @@ class Transaction:
 
     def rollback(self) -> bool:
         """Restore the savepoint; False where that is impossible: then `restart`."""
-        # Reverse order; all() stops at the first that cannot.
         return all(participant.rollback() for participant in reversed(self._participants[: self._begun]))
 
     def drop(self) -> None:
@@ -171,7 +169,7 @@ class Transaction:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from the states of all participants."""
-        # A saved scale without a scaler here would be used by nobody.
+        # Without a scaler here no participant checks the saved scale.
         if self.scale is None:
             require_scale(None, state)
         take_each(*(partial(each.load_state_dict, state) for each in self._participants))

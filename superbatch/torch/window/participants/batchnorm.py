@@ -104,11 +104,9 @@ class Frozen:
         for path, module in batchnorms.items():
             if module.running_mean is None:
                 raise CoupledSamplesError(
-                    explain(
-                        f"FrozenBatchNorm and {path!r}, a BatchNorm without running statistics",
-                        "it normalises with what it sees in evaluation mode too",
-                        "give it track_running_stats=True, or replace it by GroupNorm or LayerNorm",
-                    )
+                    f"FrozenBatchNorm cannot freeze {path!r}, a BatchNorm without running statistics: it "
+                    "normalises with its input's own in evaluation mode too. Give it "
+                    "track_running_stats=True, or replace it by GroupNorm or LayerNorm."
                 )
         self._modules = list(batchnorms.values())
         self._training: list[bool] = []
@@ -165,11 +163,9 @@ class Pooled:
         # A forward that communicates deadlocks where one rank has 3 micro-batches and another 2.
         if sync.shared and any(isinstance(module, nn.SyncBatchNorm) for module in batchnorms.values()):
             raise CoupledSamplesError(
-                explain(
-                    "GhostBatchNorm with SyncBatchNorm",
-                    "it communicates in every forward, but ranks may have different numbers of micro-batches",
-                    "use BatchNorm: its running statistics are pooled over the ranks here",
-                )
+                "GhostBatchNorm cannot be used with SyncBatchNorm, which communicates in every forward: "
+                "ranks may have different numbers of micro-batches. Use BatchNorm; GhostBatchNorm pools "
+                "its running statistics over the ranks."
             )
         self._sync = sync
         self._modules = [module for module in batchnorms.values() if module.track_running_stats]

@@ -274,12 +274,9 @@ def run_backward(
         # torch's text for inputs= with a reentrant checkpoint; there is no error type to catch.
         if inputs is not None and "use_reentrant" in str(error):
             raise OptimizerError(
-                explain(
-                    "a reentrant checkpoint in models that also have parameters of other optimizers",
-                    "the backward must leave those parameters alone, which reentrant checkpoints do not "
-                    "allow",
-                    "pass use_reentrant=False to torch.utils.checkpoint, or freeze the other parameters",
-                )
+                "The model has a reentrant checkpoint and parameters of other optimizers, which the "
+                "backward must leave alone; a reentrant checkpoint does not allow that. Pass "
+                "use_reentrant=False to torch.utils.checkpoint, or freeze the other parameters."
             ) from error
         raise
 
