@@ -44,11 +44,9 @@ from .setting import Setting
 
 DEFAULTS = Options()
 
-ROUNDS = 20
-"""Windows that are timed."""
+ROUNDS = 20  # windows that are timed
 
-PARTS = 8
-"""Micro-batches that a batch is cut into while its noise is measured."""
+PARTS = 8  # micro-batches that a batch is cut into while its noise is measured
 
 
 @dataclass(frozen=True)
@@ -61,11 +59,7 @@ class Progress:
 
 
 class AdviceInterrupted(KeyboardInterrupt):
-    """An advice was interrupted by Ctrl-C; what it had found out by then is in `report`.
-
-    Args:
-        report: marked as partial.
-    """
+    """An advice was interrupted by Ctrl-C; what it had found out by then is in `report`."""
 
     def __init__(self, report: Advice) -> None:
         self.report = report
@@ -77,26 +71,7 @@ def advise(
     *,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Advice:
-    """Find out whether accumulation pays for a recipe, or for numbers of a machine that is elsewhere.
-
-    Args:
-        recipe: a name that `lab.recipes.load_recipe` takes, or a recipe; None: all numbers are given.
-        options: what is in question, and the numbers that are known.
-        progress: called now and then, in this thread.
-
-    Returns:
-        The report.
-
-    Raises:
-        InputError: an option cannot be used, or a number is missing.
-        AdviceInterrupted: on Ctrl-C, once times are known; it carries the partial report.
-
-    Examples:
-        >>> report = advise(None, Options(microbatch_size=4, accumulation_steps=16, ranks=8, noise=4000,
-        ...     microbatch_seconds=0.1, update_seconds=0.05, all_reduce_seconds=1.0))
-        >>> report.verdict
-        'helps'
-    """
+    """Find out whether accumulation pays for a recipe, or for numbers of a machine that is elsewhere."""
     start = time.monotonic()
     loaded = load_recipe(recipe, data=options.data) if isinstance(recipe, str) else recipe
     given, stated = given_noise(options), options

@@ -17,45 +17,22 @@ DTYPES = ("float32", "float64", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of a fit; None stands for the recipe's own value.
+    """Options of a fit; None stands for the recipe's own value."""
 
-    Attributes:
-        batch_size: samples of one update.
-        limit: bytes that may be used beyond what is in use; None: what the device has.
-        optimizer: one that the recipe allows.
-        dtype: ``"float32"``, ``"float64"`` or ``"bfloat16"``.
-        sizes: of the micro-batches to measure; None: the largest that fits and its halves.
-        device: ``"cpu"`` or ``"cuda"`` (not run on a GPU yet).
-        threads: of torch; None: as many as torch takes.
-        seconds: for measuring, roughly; what has not been measured by then stays predicted.
-        data: folder of data, for a recipe that reads one.
-
-    Examples:
-        >>> Options(limit=2 * 2**30).limit
-        2147483648
-    """
-
-    batch_size: int | None = None
-    limit: int | None = None
-    optimizer: str | None = None
-    dtype: str = "float32"
+    batch_size: int | None = None  # samples of one update
+    limit: int | None = None  # bytes that may be used beyond what is in use; None: what the device has
+    optimizer: str | None = None  # one that the recipe allows
+    dtype: str = "float32"  # "float32", "float64" or "bfloat16"
+    # of the micro-batches to measure; None: the largest that fits and its halves
     sizes: Sequence[int] | None = None
-    device: str = "cpu"
-    threads: int | None = None
-    seconds: float = 30.0
-    data: str | Path | None = None
+    device: str = "cpu"  # "cpu" or "cuda" (not run on a GPU yet)
+    threads: int | None = None  # of torch; None: as many as torch takes
+    seconds: float = 30.0  # for measuring, roughly; what has not been measured by then stays predicted
+    data: str | Path | None = None  # folder of data, for a recipe that reads one
 
 
 def check_options(recipe: Recipe, options: Options) -> None:
-    """Refuse values that cannot be used.
-
-    Args:
-        recipe: what is trained.
-        options: what was asked.
-
-    Raises:
-        InputError: with what was given, what is wrong with it and what to do.
-    """
+    """Refuse values that cannot be used."""
     for name in ("batch_size", "limit", "threads"):
         value = getattr(options, name)
         if value is not None and (type(value) is not int or value < 1):
@@ -89,17 +66,6 @@ def check_options(recipe: Recipe, options: Options) -> None:
 
 
 def asked(options: Options) -> dict[str, str]:
-    """The options as a report keeps them.
-
-    Args:
-        options: what was asked.
-
-    Returns:
-        Name -> value, as text, without those that were left out.
-
-    Examples:
-        >>> asked(Options(limit=1024, seconds=1))
-        {'limit': '1024', 'dtype': 'float32', 'device': 'cpu', 'seconds': '1'}
-    """
+    """The options as a report keeps them."""
     values = {each.name: getattr(options, each.name) for each in fields(options)}
     return {name: str(value) for name, value in values.items() if value is not None}

@@ -33,54 +33,34 @@ from .rehearsal import prepare
 from .setting import Setting
 
 POINTS = 40
-MICROBATCHES = 8
-"""Micro-batches of a window, unless their size is stated."""
+MICROBATCHES = 8  # micro-batches of a window, unless their size is stated
 
 MOST_STEPS = 64
 TIMED_WINDOWS = 12
 
+# Remark at points whose number is withheld; a note has the whole sentence.
 SHARED = "micro-batches share noise"
-"""Remark at points whose number is withheld; a note has the whole sentence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of a study; None stands for the recipe's own value.
+    """Options of a study; None stands for the recipe's own value."""
 
-    Attributes:
-        batch_size: samples of one update.
-        microbatch_size: samples of a micro-batch; None: an eighth of the batch.
-        updates: length of the run.
-        optimizer: one that the recipe allows.
-        learning_rate: None: the recipe's for that optimizer.
-        seed: of the weights and of the order of samples.
-        threads: of torch; None: as many as torch takes.
-        data: folder of data, for a recipe that reads one.
-
-    Examples:
-        >>> Options(updates=100).updates
-        100
-    """
-
-    batch_size: int | None = None
-    microbatch_size: int | None = None
-    updates: int | None = None
-    optimizer: str | None = None
-    learning_rate: float | None = None
-    seed: int = 0
-    threads: int | None = None
-    data: str | Path | None = None
+    batch_size: int | None = None  # samples of one update
+    microbatch_size: int | None = None  # samples of a micro-batch; None: an eighth of the batch
+    updates: int | None = None  # length of the run
+    optimizer: str | None = None  # one that the recipe allows
+    learning_rate: float | None = None  # None: the recipe's for that optimizer
+    seed: int = 0  # of the weights and of the order of samples
+    threads: int | None = None  # of torch; None: as many as torch takes
+    data: str | Path | None = None  # folder of data, for a recipe that reads one
 
 
 DEFAULTS = Options()
 
 
 class NoiseInterrupted(KeyboardInterrupt):
-    """A study was interrupted by Ctrl-C; what it had found out by then is in `report`.
-
-    Args:
-        report: marked as partial.
-    """
+    """A study was interrupted by Ctrl-C; what it had found out by then is in `report`."""
 
     def __init__(self, report: NoiseStudy) -> None:
         self.report = report
@@ -103,27 +83,7 @@ def noise(
     *,
     progress: Callable[[int, int, str], None] = lambda *_: None,
 ) -> NoiseStudy:
-    """Train a recipe while measuring how noisy its gradient is.
-
-    Args:
-        recipe: a name that `superbatch.lab.recipes.load_recipe` takes, or a recipe.
-        options: what differs from the recipe's own values.
-        progress: called now and then with (done, total, what has just been finished).
-
-    Returns:
-        The report.
-
-    Raises:
-        InputError: an option cannot be used.
-        SuperbatchError: the accumulator refuses the recipe.
-        NoiseInterrupted: on Ctrl-C; it carries the partial report. (A plain KeyboardInterrupt before anything
-            is known.)
-
-    Examples:
-        >>> report = noise("digits", Options(updates=60, seed=1))
-        >>> len(report.points), report.steps[0].time in (1.0, None)
-        (30, True)
-    """
+    """Train a recipe while measuring how noisy its gradient is."""
     start = time.monotonic()
     loaded = load_recipe(recipe, data=options.data) if isinstance(recipe, str) else recipe
     setting, size = _checked(loaded, options)

@@ -31,8 +31,7 @@ from .splits import Split, parse_splits
 from .survey_arms import HOW, SurveyArmPlan, SurveySetting, SurveyWay, survey_seed
 from .survey_tests import DECADES, FACTOR, curve_test, decades_of, paired_difference, suggestion_test
 
-PAIRS = 2
-"""Seeds of each split for which the real batch is surveyed from the same weights and samples."""
+PAIRS = 2  # seeds of each split for which the real batch is surveyed from the same weights and samples
 
 CAVEAT = (
     "Coinciding curves are weak evidence. With a fixed number of points a curve depends on the size of the "
@@ -42,64 +41,36 @@ CAVEAT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of a survey study; None stands for the recipe's own value, or the optimizer's.
+    """Options of a survey study; None stands for the recipe's own value, or the optimizer's."""
 
-    Attributes:
-        splits: ``"10x10,20x5"`` or a sequence of such; the real batch is added where it is missing.
-        repeats: surveys of each arm.
-        updates: points of the ramp.
-        what: ``"lr"``, ``"momentum"`` or ``"weight_decay"``.
-        low: first value of the ramp.
-        high: last value of the ramp.
-        dtype: ``"float32"`` or ``"float64"``.
-        optimizer: one that the recipe allows.
-        learning_rate: where another option is surveyed.
-        batch_size: samples of one update; by default what the splits make.
-        include_wrong: add arms that must be told apart.
-        threads: of torch.
-        data: folder of data, for a recipe that reads one.
-
-    Examples:
-        >>> Options(repeats=3).updates
-        100
-    """
-
+    # "10x10,20x5" or a sequence of such; the real batch is added where it is missing
     splits: str | Sequence[str] | None = None
-    repeats: int = 20
-    updates: int = 100
-    what: What = "lr"
-    low: float | None = None
-    high: float | None = None
-    dtype: str = "float32"
-    optimizer: str | None = None
-    learning_rate: float | None = None
-    batch_size: int | None = None
-    include_wrong: bool = False
-    threads: int = 1
-    data: str | Path | None = None
+    repeats: int = 20  # surveys of each arm
+    updates: int = 100  # points of the ramp
+    what: What = "lr"  # "lr", "momentum" or "weight_decay"
+    low: float | None = None  # first value of the ramp
+    high: float | None = None  # last value of the ramp
+    dtype: str = "float32"  # "float32" or "float64"
+    optimizer: str | None = None  # one that the recipe allows
+    learning_rate: float | None = None  # where another option is surveyed
+    batch_size: int | None = None  # samples of one update; by default what the splits make
+    include_wrong: bool = False  # add arms that must be told apart
+    threads: int = 1  # of torch
+    data: str | Path | None = None  # folder of data, for a recipe that reads one
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a study.
+    """Progress of a study."""
 
-    Attributes:
-        done: points surveyed, or left out where a survey stopped early.
-        total: points of all surveys.
-        finished: the survey that has just been completed: (seed, arm, suggestion); None between.
-    """
-
-    done: int
-    total: int
+    done: int  # points surveyed, or left out where a survey stopped early
+    total: int  # points of all surveys
+    # the survey that has just been completed: (seed, arm, suggestion); None between
     finished: tuple[int, str, float | None] | None = None
 
 
 class SurveyInterrupted(KeyboardInterrupt):
-    """A study was interrupted by Ctrl-C; what it had measured by then is in `report`.
-
-    Args:
-        report: with the surveys that were finished, marked as partial.
-    """
+    """A study was interrupted by Ctrl-C; what it had measured by then is in `report`."""
 
     def __init__(self, report: Surveys) -> None:
         self.report = report
@@ -111,28 +82,7 @@ def survey(
     *,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Surveys:
-    """Survey a recipe with the real batch and with each split, and say whether they can be told apart.
-
-    Args:
-        recipe: a name that `superbatch.lab.recipes.load_recipe` takes, or a recipe.
-        options: what differs from the defaults.
-        progress: called after every point.
-
-    Returns:
-        The report.
-
-    Raises:
-        InputError: an option cannot be used.
-        SuperbatchError: the accumulator refuses the recipe.
-        SurveyInterrupted: on Ctrl-C; it carries the partial report.
-
-    Examples:
-        >>> report = survey("digits", Options(splits="10x10", repeats=2, updates=20, dtype="float64"))
-        >>> [arm.name for arm in report.arms]
-        ['1x100', '1x100 again', '10x10']
-        >>> max(report.arms[2].pairs) <= report.tolerance
-        True
-    """
+    """Survey a recipe with the real batch and with each split, and say whether they can be told apart."""
     start = time.monotonic()
     loaded = load_recipe(recipe, data=options.data) if isinstance(recipe, str) else recipe
     setting, plans = settle(loaded, options)
@@ -163,18 +113,7 @@ def survey(
 
 
 def settle(recipe: Recipe, options: Options) -> tuple[SurveySetting, list[SurveyArmPlan]]:
-    """Fill in what the options leave open, and refuse what cannot be.
-
-    Args:
-        recipe: what is trained.
-        options: what was asked.
-
-    Returns:
-        The setting of all surveys, and the arms.
-
-    Raises:
-        InputError: with what was given, what is wrong with it and what to do.
-    """
+    """Fill in what the options leave open, and refuse what cannot be."""
     _check(options)
     splits = parse_splits(options.splits) if options.splits is not None else None
     size = options.batch_size or (sum(splits[0].sizes) if splits else recipe.batch_size)

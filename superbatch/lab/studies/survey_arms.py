@@ -42,26 +42,15 @@ HOW: dict[SurveyWay, str] = {
 
 @dataclass(frozen=True)
 class SurveyArmPlan:
-    """A split, and how it is surveyed.
+    """A split, and how it is surveyed."""
 
-    Attributes:
-        split: of the batch of one update.
-        way: how updates are made.
-        claim: what the arm says of itself.
-    """
-
-    split: Split
-    way: SurveyWay
-    claim: SurveyClaim
+    split: Split  # of the batch of one update
+    way: SurveyWay  # how updates are made
+    claim: SurveyClaim  # what the arm says of itself
 
     @property
     def name(self) -> str:
-        """The split, and the way where the split does not say it.
-
-        Examples:
-            >>> SurveyArmPlan(Split("2x5", (5, 5)), "missing 1/K", "wrong").name
-            '2x5 missing 1/K'
-        """
+        """The split, and the way where the split does not say it."""
         said = {"real batch again": " again", "missing 1/K": " missing 1/K"}
         return self.split.name + said.get(self.way, "")
 
@@ -73,42 +62,21 @@ class SurveyArmPlan:
 
 @dataclass(frozen=True)
 class SurveySetting:
-    """Setting common to all surveys of a study.
+    """Setting common to all surveys of a study."""
 
-    Attributes:
-        what: the option that is surveyed.
-        low: its first value.
-        high: its last value.
-        updates: points.
-        dtype: name of a torch dtype.
-        optimizer: one of the recipe's.
-        learning_rate: of the optimizer, where another option is surveyed.
-    """
-
-    what: What
-    low: float
-    high: float
-    updates: int
-    dtype: str
-    optimizer: str
-    learning_rate: float
+    what: What  # the option that is surveyed
+    low: float  # its first value
+    high: float  # its last value
+    updates: int  # points
+    dtype: str  # name of a torch dtype
+    optimizer: str  # one of the recipe's
+    learning_rate: float  # of the optimizer, where another option is surveyed
 
 
 def survey_seed(
     recipe: Recipe, setting: SurveySetting, arm: SurveyArmPlan, seed: int, *, tick: Tick = lambda: None
 ) -> Survey:
-    """Survey one arm from one seed.
-
-    Args:
-        recipe: what is trained.
-        setting: how.
-        arm: how the updates are made.
-        seed: of the initial weights and the order of the samples.
-        tick: called after each update.
-
-    Returns:
-        What was found; the random state of the caller is left alone.
-    """
+    """Survey one arm from one seed."""
     with torch.random.fork_rng(devices=[]):
         model = recipe.model(seed).to(getattr(torch, setting.dtype))
         optimizer = recipe.optimizers[setting.optimizer](model.parameters(), setting.learning_rate)
