@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,14 +15,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from superbatch._version import __version__
 from superbatch.errors import InputError, OptimizerError
 from superbatch.noise.meter import NoiseMeter
 from superbatch.results.advice import Advice
 from superbatch.results.memory import Limit
 from superbatch.results.noise import Noise
 from superbatch.results.scaling import Scaling
-from superbatch.torch import Accumulator
 from superbatch.torch.memory.limits import memory_limit
 from superbatch.torch.sizes.predict import PredictionError, predict_peak
 from superbatch.torch.tuning.scaling import rescale
@@ -34,35 +31,22 @@ from superbatch.tuning.search import time_per_sample
 
 from ..recipes import OPTIMIZERS, Recipe, load_recipe
 from .advise_options import Options as Options
-from .advise_options import Question, asked, given_noise, question
+from .advise_options import Question, given_noise, question
 from .exchange import check_ranks, exchanged, started_on
 from .fit import CARE, busy
 from .on_torch import orders, torch_threads
-from .participants import participants_of
+from .participants import accumulator
 from .rehearsal import Rehearsal, microbatches_to_time, prepare, refusal
 from .setting import Setting
+from .shared_options import Interrupted, asked
+from .shared_options import Progress as Progress
+from .versions import versions
 
 DEFAULTS = Options()
 
 ROUNDS = 20  # windows that are timed
 
 PARTS = 8  # micro-batches that a batch is cut into while its noise is measured
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Progress of an advice: pieces of work done, of all that are planned, and the latest of them."""
-
-    done: int
-    total: int
-    finished: str
-
-
-class AdviceInterrupted(KeyboardInterrupt):
-    """An advice was interrupted by Ctrl-C; what it had found out by then is in `report`."""
-
-    def __init__(self, report: Advice) -> None:
-        self.report = report
 
 
 def advise(
@@ -87,7 +71,7 @@ def advise(
         except KeyboardInterrupt:
             if found.times is None:
                 raise
-            raise AdviceInterrupted(_report(found, start, partial=True)) from None
+            raise Interrupted(_report(found, start, partial=True)) from None
     return _report(found, start, partial=False)
 
 
@@ -241,27 +225,15 @@ def _noise(recipe: Recipe, options: Options, updates: int) -> Iterator[Noise]:
     rate = own or recipe.learning_rates[name]
     with _seeded():
         model = recipe.model(0).to(options.device)
-    accumulate = Accumulator(
+    meter = NoiseMeter(max(0.98, 1 - 4 / updates), every=1, data_size=recipe.samples, preconditioned=True)
+    accumulate = accumulator(
+        recipe,
         model,
         recipe.optimizers[name](model.parameters(), rate),
-        recipe.loss_fn(model),
         microbatch_size=-(-recipe.batch_size // PARTS),
-        reduction=recipe.reduction,
-        weight=recipe.weight,
-        participants=participants_of(recipe.batchnorm),
-        observers=[
-            NoiseMeter(max(0.98, 1 - 4 / updates), every=1, data_size=recipe.samples, preconditioned=True)
-        ],
+        observers=[meter],
     )
-    setting = Setting(
-        arms=(),
-        updates=updates,
-        batch_size=recipe.batch_size,
-        tail=None,
-        dtype="float32",
-        optimizer=name,
-        learning_rate=rate,
-    )
+    setting = Setting(updates, recipe.batch_size, name, rate)
     end = time.monotonic() + options.seconds
     for indices in orders(recipe.samples, setting, seed=0):
         accumulate(recipe.batch(indices))
@@ -287,6 +259,7 @@ def _report(found: _Found, start: float, *, partial: bool) -> Advice:
     notes = found.notes
     if isinstance(found.noise, Noise) and found.noise.reason is not None:
         notes += (f"No noise scale was found: {found.noise.reason}.",)
+    made_with = versions(torch=torch.__version__)
     report = judge(
         microbatch_size=asked_for.microbatch_size,
         accumulation_steps=asked_for.accumulation_steps,
@@ -303,12 +276,7 @@ def _report(found: _Found, start: float, *, partial: bool) -> Advice:
     )
     return replace(
         report,
-        versions={
-            "superbatch": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "platform": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        },
+        versions={**made_with, "platform": f"{made_with['platform']}, {os.cpu_count()} cores"},
         command=asked(found.stated or options),
         notes=notes,
         recipe=None if found.recipe is None else found.recipe.name,

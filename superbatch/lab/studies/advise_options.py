@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
-
-import torch
 
 from superbatch.errors import InputError
 from superbatch.tuning.noise_range import NoiseRange
 
 from ..recipes import Recipe
+from .shared_options import check_counts, check_memory_device
 
 STEPS = 8  # accumulation steps in question, where nothing is said
 
@@ -58,10 +57,7 @@ COUNTS = ("microbatch_size", "accumulation_steps", "batch_size", "ranks", "param
 
 def check_options(options: Options) -> None:
     """Refuse numbers that cannot be used, before anything is measured."""
-    for name in COUNTS:
-        value = getattr(options, name)
-        if value is not None and (type(value) is not int or value < 1):
-            raise InputError(f"{name}={value!r} is no count. Give a positive int.")
+    check_counts(options, *COUNTS)
     for names, fine, do in (
         (
             ("learning_rate", "microbatch_seconds", "seconds"),
@@ -79,12 +75,7 @@ def check_options(options: Options) -> None:
             value = getattr(options, name)
             if value is not None and not fine(value):
                 raise InputError(f"{name}={value!r} is out of range. Give {do}.")
-    if options.device.split(":")[0] not in ("cpu", "cuda"):
-        raise InputError(
-            f"device={options.device!r}: memory is counted on CPU and CUDA only. Use cpu or cuda."
-        )
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
-        raise InputError(f"device={options.device!r}, but torch sees no CUDA device here. Use cpu.")
+    check_memory_device(options.device)
 
 
 class Question(NamedTuple):
@@ -160,9 +151,3 @@ def given_noise(options: Options) -> NoiseRange | None:
             "Give --noise-low <= --noise <= --noise-high."
         )
     return NoiseRange(value, low, high)
-
-
-def asked(options: Options) -> dict[str, str]:
-    """The options as a report keeps them."""
-    values = {each.name: getattr(options, each.name) for each in fields(options)}
-    return {name: str(value) for name, value in values.items() if value is not None}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from superbatch.errors import InputError
@@ -12,6 +11,7 @@ from superbatch.errors import InputError
 from ..recipes import Recipe
 from ..report.comparison import TOLERANCES
 from .backends import check_backend
+from .shared_options import check_counts, check_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +37,8 @@ class Options:
 
 def check_options(recipe: str | Recipe, options: Options) -> None:
     """Refuse values that no recipe can take."""
-    for name in ("updates", "runs", "batch_size", "threads", "workers"):
-        value = getattr(options, name)
-        if value is not None and (type(value) is not int or value < 1):
-            raise InputError(f"{name}={value!r} is no count. Give an integer of at least 1.")
-    for name in ("margin", "learning_rate"):
-        value = getattr(options, name)
-        if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
-            raise InputError(f"{name}={value!r} is not positive. Give a number above 0.")
+    check_counts(options, "updates", "runs", "batch_size", "threads", "workers")
+    check_positive(options, "margin", "learning_rate")
     if options.dtype not in TOLERANCES:
         raise InputError(
             f"dtype={options.dtype!r}: "
@@ -58,10 +52,3 @@ def check_options(recipe: str | Recipe, options: Options) -> None:
             "a worker process loads the recipe by its name. "
             "Pass the name, such as package.module:function or file.py:function, or workers=1."
         )
-
-
-def asked(options: Options) -> dict[str, str]:
-    """Return the options as a report keeps them."""
-    values = {field.name: getattr(options, field.name) for field in fields(options)}
-    values["splits"] = options.splits if isinstance(options.splits, str | None) else ",".join(options.splits)
-    return {name: str(value) for name, value in values.items() if value is not None}

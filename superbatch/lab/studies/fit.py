@@ -27,9 +27,11 @@ from ..recipes import Recipe, load_recipe
 from ..report.fitting import Fitting
 from .findings import Findings
 from .fit_options import Options as Options
-from .fit_options import asked, check_options
+from .fit_options import check_options
 from .on_torch import torch_threads
 from .rehearsal import Rehearsal, Trainer, microbatches_to_time, prepare, refusal
+from .shared_options import Interrupted, asked
+from .shared_options import Progress as Progress
 from .versions import versions
 
 DEFAULTS = Options()
@@ -41,22 +43,6 @@ ROUNDS = 20  # windows of each size that are timed, where there is time for them
 MARGIN, CARE = 0.01, 0.10
 BUSY = 0.75  # load average per core from which others are in the way
 HOPELESS = 2.0  # a size this many times slower than the fastest is not timed further
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Progress of a fit: pieces of work done, of all that are planned, and the latest of them."""
-
-    done: int
-    total: int
-    finished: str
-
-
-class FitInterrupted(KeyboardInterrupt):
-    """A fit was interrupted by Ctrl-C; what it had found out by then is in `report`."""
-
-    def __init__(self, report: Fitting) -> None:
-        self.report = report
 
 
 def fit(
@@ -90,7 +76,7 @@ def fit(
             if not found.probes and not found.measured:
                 raise
             report = _report(rehearsal, options, found, time.monotonic() - start, partial=True)
-            raise FitInterrupted(report) from None
+            raise Interrupted(report) from None
         return _report(rehearsal, options, found, time.monotonic() - start, partial=False)
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from superbatch.errors import InputError
 
 from ..recipes import Recipe
+from .shared_options import check_counts, check_memory_device
 
 DTYPES = ("float32", "float64", "bfloat16")
 
@@ -33,10 +32,7 @@ class Options:
 
 def check_options(recipe: Recipe, options: Options) -> None:
     """Refuse values that cannot be used."""
-    for name in ("batch_size", "limit", "threads"):
-        value = getattr(options, name)
-        if value is not None and (type(value) is not int or value < 1):
-            raise InputError(f"{name}={value!r} is no count. Give an integer of at least 1.")
+    check_counts(options, "batch_size", "limit", "threads")
     if not options.seconds > 0:
         raise InputError(f"seconds={options.seconds!r}: nothing is measured in that time. Give more.")
     for name, value, known in (
@@ -49,12 +45,7 @@ def check_options(recipe: Recipe, options: Options) -> None:
                 f"the recipe {recipe.name!r} cannot be fitted with it. "
                 f"Use one of {', '.join(known)}."
             )
-    if options.device.split(":")[0] not in ("cpu", "cuda"):
-        raise InputError(
-            f"device={options.device!r}: memory is counted on CPU and CUDA only. Use cpu or cuda."
-        )
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
-        raise InputError(f"device={options.device!r}, but torch sees no CUDA device here. Use cpu.")
+    check_memory_device(options.device)
     batch_size = options.batch_size or recipe.batch_size
     for size in options.sizes or ():
         if type(size) is not int or not 1 <= size <= batch_size:
@@ -63,9 +54,3 @@ def check_options(recipe: Recipe, options: Options) -> None:
                 f"the batch has {batch_size}, and a micro-batch is a part of it. "
                 f"Give sizes from 1 to {batch_size}, or a larger batch_size."
             )
-
-
-def asked(options: Options) -> dict[str, str]:
-    """The options as a report keeps them."""
-    values = {each.name: getattr(options, each.name) for each in fields(options)}
-    return {name: str(value) for name, value in values.items() if value is not None}

@@ -8,29 +8,28 @@
 from __future__ import annotations
 
 import math
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from superbatch._version import __version__
 from superbatch.errors import InputError
 from superbatch.noise.meter import NoiseMeter, noise_over_run, relative_time
 from superbatch.results.noise import Independence
-from superbatch.torch import Accumulator
 from superbatch.tuning.noise_range import noise_range_of
 
 from ..recipes import Recipe, load_recipe
 from ..report.noise_study import AtSteps, NoiseAt, NoiseStudy
 from .fit import busy
 from .on_torch import orders, torch_threads
-from .participants import participants_of
+from .participants import accumulator
 from .rehearsal import prepare
 from .setting import Setting
+from .shared_options import Interrupted, asked, check_counts, check_positive, offered_optimizer
+from .versions import versions
 
 POINTS = 40
 MICROBATCHES = 8  # micro-batches of a window, unless their size is stated
@@ -57,13 +56,6 @@ class Options:
 
 
 DEFAULTS = Options()
-
-
-class NoiseInterrupted(KeyboardInterrupt):
-    """A study was interrupted by Ctrl-C; what it had found out by then is in `report`."""
-
-    def __init__(self, report: NoiseStudy) -> None:
-        self.report = report
 
 
 @dataclass
@@ -98,7 +90,7 @@ def noise(
                 raise
             seconds = time.monotonic() - start
             report = _report(loaded, setting, size, options, found, notes, seconds=seconds, partial=True)
-            raise NoiseInterrupted(report) from None
+            raise Interrupted(report) from None
         seconds = time.monotonic() - start
         return _report(loaded, setting, size, options, found, notes, seconds=seconds, partial=False)
 
@@ -112,10 +104,7 @@ def _checked(recipe: Recipe, options: Options) -> tuple[Setting, int]:
             "own. "
             "Give a recipe of separate samples: a model without BatchNorm, a loss without pairs."
         )
-    for name in ("batch_size", "microbatch_size", "updates", "threads"):
-        value = getattr(options, name)
-        if value is not None and (type(value) is not int or value < 1):
-            raise InputError(f"{name}={value!r} is no count. Give a positive integer.")
+    check_counts(options, "batch_size", "microbatch_size", "updates", "threads")
     batch = options.batch_size or recipe.batch_size
     if batch < 2 or batch > recipe.samples:
         raise InputError(
@@ -132,28 +121,12 @@ def _checked(recipe: Recipe, options: Options) -> tuple[Setting, int]:
         )
     if options.learning_rate is None:
         recipe.require("learning_rates", by="superbatch noise without --lr")
-    optimizer = options.optimizer or recipe.default_optimizer
-    if optimizer not in recipe.offered:
-        raise InputError(
-            f"The optimizer {optimizer!r}: "
-            f"recipe {recipe.name!r} has no learning rate for it. "
-            f"Give one of {', '.join(recipe.offered)}."
-        )
-    rate = recipe.learning_rates[optimizer] if options.learning_rate is None else options.learning_rate
-    if not 0 < rate < math.inf:
-        raise InputError(f"learning_rate={rate!r} is not positive. Give a number above 0.")
+    optimizer = offered_optimizer(recipe, options.optimizer)
+    check_positive(options, "learning_rate")
+    rate = options.learning_rate or recipe.learning_rates[optimizer]
     if not -(2**63) <= options.seed < 2**64:
         raise InputError(f"seed={options.seed}: it is a number of 64 bits. Give a smaller one, such as 0.")
-    setting = Setting(
-        arms=(),
-        updates=options.updates or recipe.updates,
-        batch_size=batch,
-        tail=None,
-        dtype="float32",
-        optimizer=optimizer,
-        learning_rate=rate,
-    )
-    return setting, size
+    return Setting(options.updates or recipe.updates, batch, optimizer, rate), size
 
 
 def _train(
@@ -168,14 +141,11 @@ def _train(
     torch.manual_seed(seed)
     # The average remembers about a tenth of the run, and 20 windows at least.
     beta = max(0.9, 1 - 20 / (setting.updates + 10))
-    accumulate = Accumulator(
+    accumulate = accumulator(
+        recipe,
         model,
         recipe.optimizers[setting.optimizer](model.parameters(), setting.learning_rate),
-        recipe.loss_fn(model),
         microbatch_size=size,
-        reduction=recipe.reduction,
-        weight=recipe.weight,
-        participants=participants_of(recipe.batchnorm),
         observers=[NoiseMeter(beta, every=1, data_size=recipe.samples, preconditioned=True)],
     )
     losses: list[float] = []
@@ -341,16 +311,7 @@ def _report(
         models=models,
         seconds=seconds,
         partial=partial,
-        versions={
-            "superbatch": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "platform": f"{platform.system()} {platform.machine()}",
-        },
-        command={
-            each.name: str(getattr(options, each.name))
-            for each in fields(options)
-            if getattr(options, each.name) is not None
-        },
+        versions=versions(torch=torch.__version__),
+        command=asked(options),
         notes=tuple(notes),
     )

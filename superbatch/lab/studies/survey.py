@@ -7,18 +7,14 @@ lets them: every arm has seeds of its own, and two tests of equivalence compare 
 
 from __future__ import annotations
 
-import math
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from superbatch._version import __version__
 from superbatch.errors import InputError
 from superbatch.results.survey import What
 from superbatch.torch.tuning.dial import Dial, range_of
@@ -27,9 +23,12 @@ from superbatch.tuning.survey_ramp import from_axis, values_of
 from ..recipes import Recipe, load_recipe
 from ..report.surveys import PAIRED_TOLERANCES, SeededSurvey, SurveyArm, Surveys
 from .on_torch import torch_threads
-from .splits import Split, parse_splits
+from .shared_options import Interrupted, asked, check_counts, check_positive, offered_optimizer
+from .shared_options import Progress as Progress
+from .splits import Split, parse_splits, splits_of
 from .survey_arms import HOW, SurveyArmPlan, SurveySetting, SurveyWay, survey_seed
 from .survey_tests import DECADES, FACTOR, curve_test, decades_of, paired_difference, suggestion_test
+from .versions import versions
 
 PAIRS = 2  # seeds of each split for which the real batch is surveyed from the same weights and samples
 
@@ -57,23 +56,6 @@ class Options:
     include_wrong: bool = False  # add arms that must be told apart
     threads: int = 1  # of torch
     data: str | Path | None = None  # folder of data, for a recipe that reads one
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Progress of a study."""
-
-    done: int  # points surveyed, or left out where a survey stopped early
-    total: int  # points of all surveys
-    # the survey that has just been completed: (seed, arm, suggestion); None between
-    finished: tuple[int, str, float | None] | None = None
-
-
-class SurveyInterrupted(KeyboardInterrupt):
-    """A study was interrupted by Ctrl-C; what it had measured by then is in `report`."""
-
-    def __init__(self, report: Surveys) -> None:
-        self.report = report
 
 
 def survey(
@@ -108,36 +90,17 @@ def survey(
                         pairs[index].append(paired_difference(found, real))
                         count.finish(seed, plans[0].name, real.suggestion)
     except KeyboardInterrupt:
-        raise SurveyInterrupted(report(partial=True)) from None
+        raise Interrupted(report(partial=True)) from None
     return report(partial=False)
 
 
 def settle(recipe: Recipe, options: Options) -> tuple[SurveySetting, list[SurveyArmPlan]]:
     """Fill in what the options leave open, and refuse what cannot be."""
     _check(options)
-    splits = parse_splits(options.splits) if options.splits is not None else None
-    size = options.batch_size or (sum(splits[0].sizes) if splits else recipe.batch_size)
-    if splits and sum(splits[0].sizes) != size:
-        raise InputError(
-            f"batch_size={size} with the split {splits[0].name}: "
-            f"that split makes batches of {sum(splits[0].sizes)} samples. "
-            "Leave one of the two out."
-        )
-    if size > recipe.samples:
-        raise InputError(
-            f"A batch of {size} samples: "
-            f"the recipe {recipe.name!r} has {recipe.samples} training samples. "
-            "Use a smaller batch."
-        )
+    splits = splits_of(recipe, options.splits, options.batch_size, default=_some_splits)
     if options.learning_rate is None:
         recipe.require("learning_rates", by="superbatch survey without --lr")
-    name = options.optimizer or recipe.default_optimizer
-    if name not in recipe.offered:
-        raise InputError(
-            f"optimizer={name!r}: "
-            f"the recipe {recipe.name!r} does not offer it. "
-            f"Use one of {', '.join(recipe.offered)}."
-        )
+    name = offered_optimizer(recipe, options.optimizer)
     rate = options.learning_rate or recipe.learning_rates[name]
     optimizer = recipe.optimizers[name](recipe.model(0).parameters(), rate)
     Dial([optimizer], options.what)  # refuses an optimizer without the option
@@ -145,23 +108,18 @@ def settle(recipe: Recipe, options: Options) -> tuple[SurveySetting, list[Survey
     low, high = low if options.low is None else options.low, high if options.high is None else options.high
     values_of(options.what, low, high, options.updates)  # refuses what is no ramp
     setting = SurveySetting(options.what, low, high, options.updates, options.dtype, name, rate)
-    return setting, _plans(recipe, splits or _some_splits(size), include_wrong=options.include_wrong)
+    return setting, _plans(recipe, splits, include_wrong=options.include_wrong)
 
 
 def _check(options: Options) -> None:
-    for name in ("repeats", "updates", "threads", "batch_size"):
-        value = getattr(options, name)
-        if value is not None and (type(value) is not int or value < 1):
-            raise InputError(f"{name}={value!r} is no count. Give an integer of at least 1.")
+    check_counts(options, "repeats", "updates", "threads", "batch_size")
     if options.dtype not in PAIRED_TOLERANCES:
         raise InputError(
             f"dtype={options.dtype!r}: "
             "paired curves are held to the rounding of their dtype. "
             f"Use one of {', '.join(PAIRED_TOLERANCES)}."
         )
-    rate = options.learning_rate
-    if rate is not None and not (math.isfinite(rate) and rate > 0):
-        raise InputError(f"learning_rate={rate!r} is not positive. Give a number above 0.")
+    check_positive(options, "learning_rate")
 
 
 def _some_splits(size: int) -> list[Split]:
@@ -273,18 +231,7 @@ def _report(
         arms=arms,
         seconds=seconds,
         partial=partial,
-        versions={
-            "superbatch": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "platform": f"{platform.system()} {platform.machine()}",
-        },
-        command=_asked(options),
+        versions=versions(torch=torch.__version__),
+        command=asked(options),
         notes=(CAVEAT,),
     )
-
-
-def _asked(options: Options) -> dict[str, Any]:
-    values = {field.name: getattr(options, field.name) for field in fields(options)}
-    values["splits"] = options.splits if isinstance(options.splits, str | None) else ",".join(options.splits)
-    return {name: str(value) for name, value in values.items() if value is not None}

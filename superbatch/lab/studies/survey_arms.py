@@ -139,11 +139,8 @@ def _missing_divisor(
 def _batches(recipe: Recipe, setting: SurveySetting, arm: SurveyArmPlan, seed: int) -> Iterator[Any]:
     """As many batches as the ramp has points: those of every arm with this seed and batch size."""
     drawn = Setting(
-        arms=(),
         updates=setting.updates,
         batch_size=arm.batch_size,
-        tail=None,
-        dtype=setting.dtype,
         optimizer=setting.optimizer,
         learning_rate=setting.learning_rate,
     )
