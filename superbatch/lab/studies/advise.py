@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -38,7 +37,7 @@ from .on_torch import orders, torch_threads
 from .participants import accumulator
 from .rehearsal import Rehearsal, microbatches_to_time, prepare, refusal
 from .setting import Setting
-from .shared_options import Interrupted, asked
+from .shared_options import Interrupted, asked, offered_optimizer
 from .shared_options import Progress as Progress
 from .versions import versions
 
@@ -156,20 +155,14 @@ def _measure(found: _Found, progress: Callable[[Progress], None]) -> None:
         found.notes += (f"The noise scale was not measured, for samples influence each other: {coupled}",)
         return
     for update, noise in enumerate(_noise(recipe, options, updates), start=1):
-        found.noise, found.noise_from = (
-            noise,
-            f"measured over {update} updates of {recipe.batch_size} samples",
-        )
+        found.noise = noise
+        found.noise_from = f"measured over {update} updates of {recipe.batch_size} samples"
         progress(Progress(1 + ROUNDS + update, total, f"update {update}"))
 
 
 def _optimizer(recipe: Recipe, options: Options) -> str:
     recipe.require("learning_rates", by="superbatch advise")
-    name = options.optimizer or recipe.default_optimizer
-    if name not in recipe.learning_rates:
-        known = ", ".join(recipe.learning_rates)
-        raise InputError(f"optimizer={name!r}: the recipe {recipe.name!r} has no rate for it. Use {known}.")
-    return name
+    return offered_optimizer(recipe, options.optimizer)
 
 
 def _largest(rehearsal: Rehearsal, samples: int, limit: Limit) -> int:
@@ -182,14 +175,7 @@ def _largest(rehearsal: Rehearsal, samples: int, limit: Limit) -> int:
 def _peak(rehearsal: Rehearsal, samples: int) -> int | None:
     trainer = rehearsal.trainer()
     try:
-        return predict_peak(
-            trainer.loss_fn,
-            rehearsal.take(samples),
-            models=[rehearsal.model],
-            optimizers=[trainer.optimizer],
-            device=None if rehearsal.device.type == "cpu" else rehearsal.device,
-            gradient_sum="auto",
-        ).bytes
+        return predict_peak(trainer.loss_fn, rehearsal.take(samples), **rehearsal.as_trained(trainer)).bytes
     except PredictionError:
         return None
 
@@ -223,7 +209,8 @@ def _noise(recipe: Recipe, options: Options, updates: int) -> Iterator[Noise]:
     # A rate that is for another batch would not train this one.
     own = None if options.batch_stated else options.learning_rate
     rate = own or recipe.learning_rates[name]
-    with _seeded():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
         model = recipe.model(0).to(options.device)
     meter = NoiseMeter(max(0.98, 1 - 4 / updates), every=1, data_size=recipe.samples, preconditioned=True)
     accumulate = accumulator(
@@ -242,13 +229,6 @@ def _noise(recipe: Recipe, options: Options, updates: int) -> Iterator[Noise]:
         yield noise
         if time.monotonic() > end:
             return
-
-
-@contextmanager
-def _seeded() -> Iterator[None]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        yield
 
 
 def _report(found: _Found, start: float, *, partial: bool) -> Advice:

@@ -95,15 +95,13 @@ def question(recipe: Recipe | None, options: Options, *, largest: Callable[[int]
     size, steps, batch = options.microbatch_size, options.accumulation_steps, options.batch_size
     if None not in (size, steps, batch):
         raise InputError(
-            f"microbatch_size={size}, accumulation_steps={steps} and batch_size={batch}: "
-            "two of them say the third. "
-            "Leave one out."
+            f"microbatch_size={size}, accumulation_steps={steps} and batch_size={batch}: two of them say the "
+            "third. Leave one out."
         )
     if recipe is None and [size, steps, batch].count(None) > 1:
         raise InputError(
-            "An advice without a recipe: "
-            "it is not known how many micro-batches of how many samples are in question. "
-            "Give --microbatch-size, and --accumulation-steps or --batch-size."
+            "An advice without a recipe: it is not known how many micro-batches of how many samples are in "
+            "question. Give --microbatch-size, and --accumulation-steps or --batch-size."
         )
     if size is None:
         size = _size(recipe, options, largest)
@@ -114,9 +112,8 @@ def question(recipe: Recipe | None, options: Options, *, largest: Callable[[int]
             steps = STEPS
     if steps < 2:
         raise InputError(
-            f"A batch of {batch} in one micro-batch of {size} on each rank: "
-            "that is no accumulation, and nothing is in question. "
-            "Give smaller micro-batches, a larger batch, or --accumulation-steps."
+            f"A batch of {batch} in one micro-batch of {size} on each rank: that is no accumulation, and "
+            "nothing is in question. Give smaller micro-batches, a larger batch, or --accumulation-steps."
         )
     return Question(size, steps)
 
@@ -146,8 +143,7 @@ def given_noise(options: Options) -> NoiseRange | None:
     middle = low if value is None else value
     if not (0 <= low <= middle <= high and high > 0) or (value is not None and not 0 < value < math.inf):
         raise InputError(
-            f"noise={value!r} between {low!r} and {high!r}: "
-            "a noise scale is a number of samples, between the ends of its range. "
-            "Give --noise-low <= --noise <= --noise-high."
+            f"noise={value!r} between {low!r} and {high!r}: a noise scale is a number of samples, between "
+            "the ends of its range. Give --noise-low <= --noise <= --noise-high."
         )
     return NoiseRange(value, low, high)

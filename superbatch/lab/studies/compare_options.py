@@ -41,14 +41,12 @@ def check_options(recipe: str | Recipe, options: Options) -> None:
     check_positive(options, "margin", "learning_rate")
     if options.dtype not in TOLERANCES:
         raise InputError(
-            f"dtype={options.dtype!r}: "
-            "a comparison needs to know how far rounding can go. "
-            f"Use one of {', '.join(TOLERANCES)}."
+            f"dtype={options.dtype!r}: a comparison needs to know how far rounding can go. Use one of "
+            f"{', '.join(TOLERANCES)}."
         )
     check_backend(options.backend, recipe, data=options.data, threads=options.threads)
     if options.workers > 1 and options.runs > 1 and not isinstance(recipe, str):
         raise InputError(
-            f"workers={options.workers} with a Recipe object: "
-            "a worker process loads the recipe by its name. "
+            f"workers={options.workers} with a Recipe object: a worker process loads the recipe by its name. "
             "Pass the name, such as package.module:function or file.py:function, or workers=1."
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 from superbatch.errors import InputError
 
 from ..recipes import Recipe
-from .shared_options import check_counts, check_memory_device
+from .shared_options import check_counts, check_memory_device, offered_optimizer
 
 DTYPES = ("float32", "float64", "bfloat16")
 
@@ -35,22 +35,14 @@ def check_options(recipe: Recipe, options: Options) -> None:
     check_counts(options, "batch_size", "limit", "threads")
     if not options.seconds > 0:
         raise InputError(f"seconds={options.seconds!r}: nothing is measured in that time. Give more.")
-    for name, value, known in (
-        ("dtype", options.dtype, DTYPES),
-        ("optimizer", options.optimizer or recipe.default_optimizer, recipe.offered),
-    ):
-        if value not in known:
-            raise InputError(
-                f"{name}={value!r}: "
-                f"the recipe {recipe.name!r} cannot be fitted with it. "
-                f"Use one of {', '.join(known)}."
-            )
+    if options.dtype not in DTYPES:
+        raise InputError(f"dtype={options.dtype!r} cannot be fitted. Use one of {', '.join(DTYPES)}.")
+    offered_optimizer(recipe, options.optimizer)
     check_memory_device(options.device)
     batch_size = options.batch_size or recipe.batch_size
     for size in options.sizes or ():
         if type(size) is not int or not 1 <= size <= batch_size:
             raise InputError(
-                f"A micro-batch of {size!r} samples: "
-                f"the batch has {batch_size}, and a micro-batch is a part of it. "
-                f"Give sizes from 1 to {batch_size}, or a larger batch_size."
+                f"A micro-batch of {size!r} samples: the batch has {batch_size}, and a micro-batch is a part "
+                f"of it. Give sizes from 1 to {batch_size}, or a larger batch_size."
             )

@@ -99,18 +99,16 @@ def _checked(recipe: Recipe, options: Options) -> tuple[Setting, int]:
     """Return the setting of the training, and the samples of a micro-batch."""
     if recipe.coupled == "exact":
         raise InputError(
-            f"The recipe {recipe.name!r}, whose samples are coupled: "
-            "noise is estimated from the gradients of micro-batches, and there a micro-batch has none of its "
-            "own. "
-            "Give a recipe of separate samples: a model without BatchNorm, a loss without pairs."
+            f"The recipe {recipe.name!r}, whose samples are coupled: noise is estimated from the gradients "
+            "of micro-batches, and there a micro-batch has none of its own. Give a recipe of separate "
+            "samples: a model without BatchNorm, a loss without pairs."
         )
     check_counts(options, "batch_size", "microbatch_size", "updates", "threads")
     batch = options.batch_size or recipe.batch_size
     if batch < 2 or batch > recipe.samples:
         raise InputError(
-            f"A batch of {batch} samples: "
-            f"it is drawn from {recipe.samples} samples and cut into two micro-batches or more. "
-            f"Give a batch size between 2 and {recipe.samples}."
+            f"A batch of {batch} samples: it is drawn from {recipe.samples} samples and cut into two "
+            f"micro-batches or more. Give a batch size between 2 and {recipe.samples}."
         )
     size = options.microbatch_size or math.ceil(batch / min(batch, MICROBATCHES))
     if size >= batch:

@@ -26,7 +26,7 @@ from .on_torch import torch_threads
 from .shared_options import Interrupted, asked, check_counts, check_positive, offered_optimizer
 from .shared_options import Progress as Progress
 from .splits import Split, parse_splits, splits_of
-from .survey_arms import HOW, SurveyArmPlan, SurveySetting, SurveyWay, survey_seed
+from .survey_arms import HOW, SurveyArmPlan, SurveySetting, survey_seed
 from .survey_tests import DECADES, FACTOR, curve_test, decades_of, paired_difference, suggestion_test
 from .versions import versions
 
@@ -115,9 +115,8 @@ def _check(options: Options) -> None:
     check_counts(options, "repeats", "updates", "threads", "batch_size")
     if options.dtype not in PAIRED_TOLERANCES:
         raise InputError(
-            f"dtype={options.dtype!r}: "
-            "paired curves are held to the rounding of their dtype. "
-            f"Use one of {', '.join(PAIRED_TOLERANCES)}."
+            f"dtype={options.dtype!r}: paired curves are held to the rounding of their dtype. Use one of "
+            f"{', '.join(PAIRED_TOLERANCES)}."
         )
     check_positive(options, "learning_rate")
 
@@ -142,11 +141,10 @@ def _plans(recipe: Recipe, splits: Sequence[Split], *, include_wrong: bool) -> l
         longest = max(parts, key=lambda split: len(split.sizes), default=Split(f"{size}x1", (1,) * size))
         if len(longest.sizes) > 1:
             plans.append(SurveyArmPlan(longest, "missing 1/K", "wrong"))
-        others: list[tuple[int, SurveyWay]] = [(size // 10, "another batch"), (size // 2, "another batch")]
         plans += [
-            SurveyArmPlan(_whole(other), way, "wrong" if other < size // 2 else "other")
-            for other, way in others
-            if other >= 1
+            SurveyArmPlan(_whole(other), "another batch", "wrong" if other < size // 2 else "other")
+            for other in (size // 10, size // 2)
+            if other
         ]
     return plans
 

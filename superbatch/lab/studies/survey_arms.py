@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from superbatch.batch.tree import map_arrays
 from superbatch.results.survey import Survey, What
 from superbatch.torch.tuning.dial import Dial
 from superbatch.torch.tuning.lr_survey import lr_survey
@@ -24,7 +23,7 @@ from ..recipes import Recipe
 from ..report.surveys import SurveyClaim
 from .arms import UpdateFunction, accumulator_of, cut, mean_and_weight
 from .arms import update_function as update_of_comparison
-from .on_torch import orders
+from .on_torch import cast_batch, orders
 from .setting import ArmPlan, Setting
 from .splits import Split
 
@@ -138,18 +137,8 @@ def _missing_divisor(
 
 def _batches(recipe: Recipe, setting: SurveySetting, arm: SurveyArmPlan, seed: int) -> Iterator[Any]:
     """As many batches as the ramp has points: those of every arm with this seed and batch size."""
-    drawn = Setting(
-        updates=setting.updates,
-        batch_size=arm.batch_size,
-        optimizer=setting.optimizer,
-        learning_rate=setting.learning_rate,
-    )
-    wanted = getattr(torch, setting.dtype)
-
-    def cast(leaf: Any) -> Any:
-        return leaf.to(wanted) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
+    drawn = Setting(setting.updates, arm.batch_size, setting.optimizer, setting.learning_rate)
     for indices in orders(recipe.samples, drawn, seed):
-        batch = map_arrays(cast, recipe.batch(indices))
+        batch = cast_batch(recipe.batch(indices), setting.dtype)
         unequal = arm.way == "accumulator" and not arm.split.equal
         yield Window(cut(batch, arm.split.sizes)) if unequal else batch
