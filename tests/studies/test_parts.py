@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from superbatch.errors import InputError
 from superbatch.lab.recipes import load_recipe
 from superbatch.lab.report.study import StudyArm, StudyRun
 from superbatch.lab.studies import quick, rehearsal, sums
@@ -26,7 +29,8 @@ from superbatch.lab.studies.noise import noise
 from superbatch.lab.studies.on_torch import orders
 from superbatch.lab.studies.participants import participants_of
 from superbatch.lab.studies.setting import ArmPlan, Setting, batches, curve_updates
-from superbatch.lab.studies.splits import Split, default_splits, parse_split, parse_splits
+from superbatch.lab.studies.shared_options import asked
+from superbatch.lab.studies.splits import Split, default_splits, parse_split, parse_splits, splits_of
 from superbatch.lab.studies.statistics import (
     Summary,
     limits_of,
@@ -156,6 +160,25 @@ def test_commands_from_python() -> None:
     assert max(surveyed.arms[2].pairs) <= surveyed.tolerance
 
 
+def test_options_as_a_report_keeps_them() -> None:
+    assert asked(CompareOptions(splits=["5x20", "80/15/5"]))["splits"] == "5x20,80/15/5"
+    assert asked(SurveyOptions(splits="10x10"))["splits"] == "10x10"
+    kept = {"limit": "1024", "dtype": "float32", "device": "cpu", "seconds": "1"}
+    assert asked(FitOptions(limit=1024, seconds=1)) == kept
+    assert asked(AdviceOptions(noise=1500, updates=20))["noise"] == "1500"
+
+
+def test_splits_of_a_recipe() -> None:
+    recipe = load_recipe("digits")
+    assert splits_of(recipe, "5x20", None, default=default_splits) == [parse_split("5x20")]
+    assert splits_of(recipe, None, None, default=default_splits) == default_splits(recipe.batch_size)
+    assert splits_of(recipe, None, 32, default=default_splits) == default_splits(32)
+    with pytest.raises(InputError, match="batch_size=7 with the split 5x20: that split makes batches of 100"):
+        splits_of(recipe, "5x20", 7, default=default_splits)
+    with pytest.raises(InputError, match=r"A batch of 2000 samples.*1297 training samples"):
+        splits_of(recipe, "20x100", None, default=default_splits)
+
+
 def test_parts_of_an_advice() -> None:
     options = AdviceOptions(
         microbatch_size=4,
@@ -206,6 +229,13 @@ def test_statistics_of_known_values() -> None:
 )
 def test_length_of_a_quick_run(cost, most: int, length: tuple[int, bool]) -> None:
     assert quick.affordable(cost, least=100, most=most, turns=4) == length
+
+
+def test_a_quick_run_is_timed_and_noted() -> None:
+    assert 0.01 <= quick.seconds_of(lambda: time.sleep(0.01)) < 1
+    assert quick.note("1,200 samples", fits=True) == (
+        "--quick: 1,200 samples in each run, for all of them to end within a minute on this machine."
+    )
 
 
 def test_one_rank_exchanges_nothing() -> None:
