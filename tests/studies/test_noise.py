@@ -128,6 +128,11 @@ def test_what_cannot_be_asked_is_refused() -> None:
             study(plane(), options)
 
 
+def test_a_rate_of_the_recipe_is_checked_too() -> None:
+    with pytest.raises(InputError, match=r"learning_rate=-0\.1 is not positive"):
+        study(plane(learning_rates={"sgd": -0.1}), Options(updates=1))
+
+
 def test_samples_that_see_each_other_are_refused() -> None:
     with pytest.raises(InputError, match="a micro-batch has none of its own"):
         study(plane(coupled="exact"), OPTIONS)

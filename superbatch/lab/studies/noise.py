@@ -28,7 +28,7 @@ from .on_torch import orders, torch_threads
 from .participants import accumulator
 from .rehearsal import prepare
 from .setting import Setting
-from .shared_options import Interrupted, asked, check_counts, check_positive, offered_optimizer
+from .shared_options import Interrupted, asked, check_counts, offered_optimizer
 from .versions import versions
 
 POINTS = 40
@@ -120,8 +120,9 @@ def _checked(recipe: Recipe, options: Options) -> tuple[Setting, int]:
     if options.learning_rate is None:
         recipe.require("learning_rates", by="superbatch noise without --lr")
     optimizer = offered_optimizer(recipe, options.optimizer)
-    check_positive(options, "learning_rate")
-    rate = options.learning_rate or recipe.learning_rates[optimizer]
+    rate = recipe.learning_rates[optimizer] if options.learning_rate is None else options.learning_rate
+    if not 0 < rate < math.inf:  # a recipe's own rate is checked nowhere else
+        raise InputError(f"learning_rate={rate!r} is not positive. Give a number above 0.")
     if not -(2**63) <= options.seed < 2**64:
         raise InputError(f"seed={options.seed}: it is a number of 64 bits. Give a smaller one, such as 0.")
     return Setting(options.updates or recipe.updates, batch, optimizer, rate), size
