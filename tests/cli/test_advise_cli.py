@@ -100,7 +100,7 @@ def test_a_recipe_is_measured_and_json_is_all_that_is_printed(
         (("--noise", "many"), "Invalid value for '--noise'"),
         ((*CLUSTER, "--batch-size", "9"), "two of them say the third"),
         ((PLANE, "--microbatch-size", "20", "--batch-size", "20"), "nothing is in question"),
-        ((PLANE, "--optimizer", "lion"), "has no rate for it"),
+        ((PLANE, "--optimizer", "lion"), "does not offer it"),
         ((*CLUSTER, "--out", __file__), "is a file"),
         (("no-such-recipe",), "no-such-recipe"),
     ],

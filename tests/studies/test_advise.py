@@ -15,8 +15,9 @@ from superbatch.lab import plot
 from superbatch.lab.report.advice_text import alternative_table, findings, models_table
 from superbatch.lab.report.json import from_json, to_json
 from superbatch.lab.studies import advise as study
-from superbatch.lab.studies.advise import AdviceInterrupted, Options, advise
+from superbatch.lab.studies.advise import Options, advise
 from superbatch.lab.studies.advise_options import Question, given_noise, question
+from superbatch.lab.studies.shared_options import Interrupted
 from superbatch.noise.meter import NoiseMeter, estimate
 from superbatch.results.advice import Advice
 from superbatch.tuning.noise_range import NoiseRange
@@ -187,7 +188,7 @@ def test_an_interruption_keeps_what_is_known() -> None:
         if event.finished == "update 12":
             raise KeyboardInterrupt
 
-    with pytest.raises(AdviceInterrupted) as stopped:
+    with pytest.raises(Interrupted) as stopped:
         advise(own_recipe.plane(), Options(microbatch_size=5), progress=stop)
     report: Advice = stopped.value.report
     assert report.partial
@@ -198,7 +199,7 @@ def test_an_interruption_keeps_what_is_known() -> None:
 
     with pytest.raises(KeyboardInterrupt) as plain:
         advise(own_recipe.plane(), Options(microbatch_size=5), progress=at_once)
-    assert not isinstance(plain.value, AdviceInterrupted)
+    assert not isinstance(plain.value, Interrupted)
 
 
 @pytest.mark.usefixtures("quick")

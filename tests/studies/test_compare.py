@@ -20,9 +20,10 @@ from superbatch.lab.report.verdict import failures, verdict
 from superbatch.lab.studies import arms as arms_module
 from superbatch.lab.studies import on_torch
 from superbatch.lab.studies.arms import cut, update_function
-from superbatch.lab.studies.compare import ComparisonInterrupted, Options, Progress, compare, settle
+from superbatch.lab.studies.compare import Options, Progress, compare, settle
 from superbatch.lab.studies.on_torch import orders, weights_of
 from superbatch.lab.studies.setting import ArmPlan, Setting, curve_updates
+from superbatch.lab.studies.shared_options import Interrupted
 from superbatch.lab.studies.splits import Split, default_splits, parse_split, parse_splits
 from superbatch.lab.studies.training import difference, train_seed
 from tests.studies import own_recipe
@@ -400,7 +401,7 @@ def test_an_interrupt_carries_the_partial_report() -> None:
         if event.finished is not None and event.finished[:2] == (1, "4x5"):
             raise KeyboardInterrupt
 
-    with pytest.raises(ComparisonInterrupted) as caught:
+    with pytest.raises(Interrupted) as caught:
         compare(own_recipe.plane(), Options(splits="4x5,2x10", updates=4, runs=5), progress=stop)
     report = caught.value.report
     assert report.partial
@@ -415,7 +416,7 @@ def test_an_interrupt_before_the_first_run(monkeypatch: pytest.MonkeyPatch) -> N
         raise KeyboardInterrupt
 
     monkeypatch.setattr(on_torch, "peak_bytes", stop)
-    with pytest.raises(ComparisonInterrupted) as caught:
+    with pytest.raises(Interrupted) as caught:
         compare(own_recipe.plane(), Options(updates=4, runs=5))
     assert [each.mean for each in caught.value.report.arms] == [None] * len(caught.value.report.arms)
     assert verdict(caught.value.report)[0].startswith("Interrupted before")

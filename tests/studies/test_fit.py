@@ -21,7 +21,8 @@ from superbatch.lab.report.fitting_text import findings, reach_table, savings_ta
 from superbatch.lab.report.json import from_json, to_json
 from superbatch.lab.studies import fit as fit_module
 from superbatch.lab.studies.findings import Findings
-from superbatch.lab.studies.fit import FitInterrupted, Options, Progress, fit
+from superbatch.lab.studies.fit import Options, Progress, fit
+from superbatch.lab.studies.shared_options import Interrupted
 from superbatch.results.memory import Limit, binary_text
 from superbatch.torch import Accumulator
 from superbatch.torch.memory.meter import peak_bytes
@@ -365,7 +366,7 @@ def test_an_interruption_keeps_what_is_known(when: str) -> None:
         if event.finished.startswith(when):
             raise KeyboardInterrupt
 
-    with pytest.raises(FitInterrupted) as caught:
+    with pytest.raises(Interrupted) as caught:
         fit(wide(), QUICK, progress=stop)
     report = caught.value.report
     assert report.partial

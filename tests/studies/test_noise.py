@@ -14,8 +14,9 @@ from superbatch.lab import plot
 from superbatch.lab.report.json import from_json, to_json
 from superbatch.lab.report.noise_study import NoiseAt, NoiseStudy, findings, points_table, steps_table
 from superbatch.lab.studies import noise as module
-from superbatch.lab.studies.noise import NoiseInterrupted, Options
+from superbatch.lab.studies.noise import Options
 from superbatch.lab.studies.noise import noise as study
+from superbatch.lab.studies.shared_options import Interrupted
 from superbatch.noise.meter import noise_over_run, relative_time
 from tests.studies.own_recipe import plane
 
@@ -121,10 +122,15 @@ def test_what_cannot_be_asked_is_refused() -> None:
         (Options(batch_size=1), "between 2 and 240"),
         (Options(batch_size=8, microbatch_size=8), "differences between micro-batches"),
         (Options(updates=0), "is no count"),
-        (Options(optimizer="lion"), "no learning rate for it"),
+        (Options(optimizer="lion"), "optimizer='lion'.*does not offer it.*Use one of"),
     ):
         with pytest.raises(InputError, match=text):
             study(plane(), options)
+
+
+def test_a_rate_of_the_recipe_is_checked_too() -> None:
+    with pytest.raises(InputError, match=r"learning_rate=-0\.1 is not positive"):
+        study(plane(learning_rates={"sgd": -0.1}), Options(updates=1))
 
 
 def test_samples_that_see_each_other_are_refused() -> None:
@@ -137,7 +143,7 @@ def test_an_interruption_leaves_what_is_known() -> None:
         if done >= 30:
             raise KeyboardInterrupt
 
-    with pytest.raises(NoiseInterrupted) as caught:
+    with pytest.raises(Interrupted) as caught:
         study(plane(), OPTIONS, progress=stop)
     report = caught.value.report
     assert (report.partial, report.updates, report.steps) == (True, 30, ())

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from superbatch.errors import InputError
 from superbatch.lab.recipes import load_recipe
 from superbatch.lab.report.study import StudyArm, StudyRun
-from superbatch.lab.studies import rehearsal, sums
+from superbatch.lab.studies import quick, rehearsal, sums
+from superbatch.lab.studies.advise import advise
 from superbatch.lab.studies.advise_options import Options as AdviceOptions
+from superbatch.lab.studies.advise_options import Question, check_options, given_noise, question
 from superbatch.lab.studies.backends import load_backend
 from superbatch.lab.studies.catalogue import entry_of
 from superbatch.lab.studies.compare import Options as CompareOptions
@@ -19,20 +24,38 @@ from superbatch.lab.studies.exchange import check_ranks, exchange_seconds, excha
 from superbatch.lab.studies.findings import Findings
 from superbatch.lab.studies.fit import Options as FitOptions
 from superbatch.lab.studies.fit import busy, fit
+from superbatch.lab.studies.noise import Options as NoiseOptions
+from superbatch.lab.studies.noise import noise
 from superbatch.lab.studies.on_torch import orders
 from superbatch.lab.studies.participants import participants_of
 from superbatch.lab.studies.setting import ArmPlan, Setting, batches, curve_updates
-from superbatch.lab.studies.splits import default_splits, parse_split, parse_splits
+from superbatch.lab.studies.shared_options import asked
+from superbatch.lab.studies.splits import Split, default_splits, parse_split, parse_splits, splits_of
+from superbatch.lab.studies.statistics import (
+    Summary,
+    limits_of,
+    runs_needed,
+    smallest_gap,
+    summarise,
+    tost_paired,
+    tost_welch,
+)
 from superbatch.lab.studies.study import Options, turns_of
 from superbatch.lab.studies.study_common import compared, diverged, rate_of, smooth, stream
 from superbatch.lab.studies.study_coupled import checked_device
 from superbatch.lab.studies.study_critical_batch import predicted_waste
+from superbatch.lab.studies.survey import Options as SurveyOptions
+from superbatch.lab.studies.survey import survey
+from superbatch.lab.studies.survey_arms import SurveyArmPlan
+from superbatch.lab.studies.survey_tests import paired_difference
 from superbatch.lab.studies.train import Options as TrainOptions
 from superbatch.lab.studies.train import batches_from, train
 from superbatch.lab.studies.versions import versions
 from superbatch.results.memory import Limit
 from superbatch.torch.options import FrozenBatchNorm
 from superbatch.torch.window.sync.local import Local
+from superbatch.tuning.noise_range import NoiseRange
+from superbatch.tuning.survey import Sweep
 
 
 def test_splits_are_read() -> None:
@@ -129,6 +152,90 @@ def test_commands_from_python() -> None:
     assert fitted.largest == 100
     assert fitted.of(50).predicted == fitted.of(50).measured
     assert train(load_recipe("digits"), TrainOptions(updates=2, microbatch_size=50)).updates == 2
+    measured = noise("digits", NoiseOptions(updates=60, seed=1))
+    assert len(measured.points) == 30
+    assert measured.steps[0].time in (1.0, None)
+    surveyed = survey("digits", SurveyOptions(splits="10x10", repeats=2, updates=20, dtype="float64"))
+    assert [arm.name for arm in surveyed.arms] == ["1x100", "1x100 again", "10x10"]
+    assert max(surveyed.arms[2].pairs) <= surveyed.tolerance
+
+
+def test_options_as_a_report_keeps_them() -> None:
+    assert asked(CompareOptions(splits=["5x20", "80/15/5"]))["splits"] == "5x20,80/15/5"
+    assert asked(SurveyOptions(splits="10x10"))["splits"] == "10x10"
+    kept = {"limit": "1024", "dtype": "float32", "device": "cpu", "seconds": "1"}
+    assert asked(FitOptions(limit=1024, seconds=1)) == kept
+    assert asked(AdviceOptions(noise=1500, updates=20))["noise"] == "1500"
+
+
+def test_splits_of_a_recipe() -> None:
+    recipe = load_recipe("digits")
+    assert splits_of(recipe, "5x20", None, default=default_splits) == [parse_split("5x20")]
+    assert splits_of(recipe, None, None, default=default_splits) == default_splits(recipe.batch_size)
+    assert splits_of(recipe, None, 32, default=default_splits) == default_splits(32)
+    with pytest.raises(InputError, match="batch_size=7 with the split 5x20: that split makes batches of 100"):
+        splits_of(recipe, "5x20", 7, default=default_splits)
+    with pytest.raises(InputError, match=r"A batch of 2000 samples.*1297 training samples"):
+        splits_of(recipe, "20x100", None, default=default_splits)
+
+
+def test_parts_of_an_advice() -> None:
+    options = AdviceOptions(
+        microbatch_size=4,
+        accumulation_steps=16,
+        ranks=8,
+        noise=4000,
+        microbatch_seconds=0.1,
+        update_seconds=0.05,
+        all_reduce_seconds=1.0,
+    )
+    advice = advise(None, options)
+    assert (advice.verdict, advice.command["noise"]) == ("helps", "4000")
+    check_options(AdviceOptions(beta2=0.95, learning_rate=1e-3))
+    assert question(None, AdviceOptions(microbatch_size=4, batch_size=512, ranks=8)) == Question(4, 16)
+    assert given_noise(AdviceOptions(noise=1500, noise_high=3000)) == NoiseRange(1500, 1500, 3000)
+    assert given_noise(AdviceOptions(noise_low=200)) == NoiseRange(None, 200, np.inf)
+
+
+def test_parts_of_a_survey() -> None:
+    assert SurveyArmPlan(Split("2x5", (5, 5)), "missing 1/K", "wrong").name == "2x5 missing 1/K"
+    sweeps = [Sweep("lr", 1e-3, 1.0, 20) for _ in range(2)]
+    for sweep, loss in zip(sweeps * 2, (2.0, 2.1, 1.0, 1.0), strict=True):
+        sweep.add(loss)
+    assert paired_difference(sweeps[1].report(), sweeps[0].report()) == pytest.approx(0.05)
+
+
+def test_statistics_of_known_values() -> None:
+    assert summarise([1.0, 2.0, 3.0]) == Summary(mean=2.0, sd=1.0, runs=3)
+    assert tost_paired([0.1, -0.1, 0.2, 0.0], margin=0.5).equivalent
+    assert round(tost_paired([0.4, 0.4, 0.4], margin=0.5, step=0.2).p_value, 2) == 0.17
+    real, split = Summary(95.0, 0.172, 10), Summary(95.2, 0.303, 10)
+    assert round(tost_welch(split, real, margin=0.5).p_value, 4) == 0.0081
+    assert smallest_gap([95.0, 95.5, 95.0, 97.0]) == 0.5
+    assert smallest_gap([95.0, 95.0]) == 0.0
+    assert runs_needed(0.35, margin=0.5) == 9
+    assert limits_of([]) == ()
+    assert "63 % of all seeds" in limits_of([tost_paired([0.0, 0.1, 0.0], margin=1.0)])[0]
+
+
+@pytest.mark.parametrize(
+    ("cost", "most", "length"),
+    [
+        (lambda samples: samples / 100, 5000, (1000, True)),
+        (lambda samples: 1 + samples / 1000, 50000, (9000, True)),
+        (lambda samples: samples / 10000, 5000, (5000, True)),
+        (lambda samples: samples / 2, 5000, (100, False)),
+    ],
+)
+def test_length_of_a_quick_run(cost, most: int, length: tuple[int, bool]) -> None:
+    assert quick.affordable(cost, least=100, most=most, turns=4) == length
+
+
+def test_a_quick_run_is_timed_and_noted() -> None:
+    assert 0.01 <= quick.seconds_of(lambda: time.sleep(0.01)) < 1
+    assert quick.note("1,200 samples", fits=True) == (
+        "--quick: 1,200 samples in each run, for all of them to end within a minute on this machine."
+    )
 
 
 def test_one_rank_exchanges_nothing() -> None:

@@ -20,8 +20,10 @@ from superbatch.lab.report.study import Quantity, Study, StudyArm, StudyRun
 from superbatch.lab.report.study_text import equivalence_table, study_table
 from superbatch.lab.studies import study_critical_batch, study_grow_batch, study_momentum, study_precision
 from superbatch.lab.studies.catalogue import DOCUMENTATION, STUDIES
-from superbatch.lab.studies.study import Options, Progress, StudyInterrupted, study
+from superbatch.lab.studies.shared_options import Interrupted
+from superbatch.lab.studies.study import Options, Progress, study
 from superbatch.lab.studies.study_common import compared, stream
+from superbatch.results.noise import ASSUMPTION
 from superbatch.tuning.growing import GrowingBatch
 from tests.studies import own_recipe
 
@@ -354,7 +356,7 @@ def test_critical_batch_concludes_from_the_numbers() -> None:
     text = conclude_critical((1.0, 1.0, 1.01, 1.2, 1.5))
     assert text.startswith("The critical batch by branching is 32:")
     # 64 samples of noise: (1 + 64/64) / (1 + 8/64).
-    assert "64 samples, says that batch 64 needs x 1.78 the samples, measured x 1.2" in text
+    assert f"64 samples {ASSUMPTION}, says that batch 64 needs x 1.78 the samples, measured x 1.2" in text
     assert conclude_critical((1.0, 1.1, 1.0, 1.0, 1.0)).startswith("Already batch 16 is not shown")
     # Not shown to match, and not shown not to: its interval holds the margin.
     assert conclude_critical((1.0, 1.0, 1.01, 1.05, 1.5)).startswith(
@@ -479,7 +481,7 @@ def test_an_interruption_leaves_what_was_finished(name: str) -> None:
         if event.finished is not None and event.finished.startswith("seed 1"):
             raise KeyboardInterrupt
 
-    with pytest.raises(StudyInterrupted) as caught:
+    with pytest.raises(Interrupted) as caught:
         study(name, own_recipe.plane(), Options(runs=3, samples=256), progress=stop)
     report = caught.value.report
     assert report.partial

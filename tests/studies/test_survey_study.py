@@ -18,7 +18,8 @@ from superbatch.lab.report.json import from_json, to_json
 from superbatch.lab.report.survey_text import conclusions, failures, headline, suggestion, surveys_table
 from superbatch.lab.report.surveys import SurveyArm, Surveys
 from superbatch.lab.studies import survey_arms
-from superbatch.lab.studies.survey import Options, Progress, SurveyInterrupted, survey
+from superbatch.lab.studies.shared_options import Interrupted
+from superbatch.lab.studies.survey import Options, Progress, survey
 from superbatch.lab.studies.survey_tests import curve_test, paired_difference, suggestion_test
 from superbatch.results.survey import Survey
 from superbatch.tuning.survey import Sweep
@@ -341,7 +342,7 @@ def test_an_interrupted_study_keeps_what_is_finished() -> None:
         if event.finished is not None and event.finished[:2] == (1, "1x20"):
             raise KeyboardInterrupt
 
-    with pytest.raises(SurveyInterrupted) as caught:
+    with pytest.raises(Interrupted) as caught:
         survey(own_recipe.plane(), SMALL, progress=interrupt)
     report = caught.value.report
     assert report.partial
@@ -355,7 +356,7 @@ def test_a_study_that_is_interrupted_at_once_can_be_shown() -> None:
     def interrupt(event: Progress) -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(SurveyInterrupted) as caught:
+    with pytest.raises(Interrupted) as caught:
         survey(own_recipe.plane(), SMALL, progress=interrupt)
     report = caught.value.report
     assert headline(report) == "nothing was compared"

@@ -1,6 +1,7 @@
 """Draw reports: a frozen report in, a matplotlib `Figure` out; no pyplot, no window, no global style.
 
-A figure is 10 inches wide, one of a single survey 8; save it with `png` or ``figure.savefig``.
+A report may be partial; ``dark=True`` draws light on dark. A figure is 10 inches wide,
+one of a single survey 8; save it with `png` or ``figure.savefig``.
 """
 
 from .advice import advice as advice

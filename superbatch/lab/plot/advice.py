@@ -19,10 +19,6 @@ HARDLY = 0.05
 def advice(report: Advice, *, dark: bool = False) -> Figure:
     """Draw an advice: W(K)/W(1) with its range, the best K, and the samples that a larger batch needs.
 
-    Args:
-        report: of an advice, whole or partial.
-        dark: light on dark instead of dark on light.
-
     Examples:
         >>> from superbatch.tuning.advice import Times, advise
         >>> figure = advice(advise(microbatch_size=8, accumulation_steps=4, noise=100.0,

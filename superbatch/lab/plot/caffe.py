@@ -14,10 +14,6 @@ from .ticks import logarithmic
 def caffe_rate(report: CaffeExplained, *, dark: bool = False) -> Figure:
     """Draw the learning-rate curve of a solver file; logarithmic where it spans more than a factor of 30.
 
-    Args:
-        report: of `superbatch caffe`.
-        dark: light on dark instead of dark on light.
-
     Examples:
         >>> from superbatch.caffe import explain_solver, parse_solver
         >>> text = 'base_lr: 1 lr_policy: "step" gamma: 0.1 stepsize: 10 max_iter: 100'

@@ -22,10 +22,6 @@ ZERO = 1e-19  # where a difference of exactly zero is drawn on a logarithmic axi
 def comparison(report: Comparison, *, dark: bool = False) -> Figure:
     """Draw a comparison: training loss over updates, the metric with its margin, the weights' differences.
 
-    Args:
-        report: of a comparison, whole or partial.
-        dark: light on dark instead of dark on light.
-
     Examples:
         >>> from superbatch.lab.studies.compare import Options, compare
         >>> figure = comparison(compare("digits", Options(splits="5x20", updates=3, runs=2)))

@@ -22,10 +22,6 @@ FAR_ABOVE = 8
 def fitting(report: Fitting, *, dark: bool = False) -> Figure:
     """Draw a fit: predicted and measured peak with the limit, and below it the time per sample.
 
-    Args:
-        report: of a fit, whole or partial.
-        dark: light on dark instead of dark on light.
-
     Examples:
         >>> from superbatch.lab.studies.fit import Options, fit
         >>> figure = fitting(fit("digits", Options(seconds=1)))

@@ -30,10 +30,6 @@ MODELS = "band of Adam's models, q = 0, 1, 2"
 def noise(report: NoiseStudy, *, dark: bool = False) -> Figure:
     """Draw a noise study.
 
-    Args:
-        report: whole or partial.
-        dark: light on dark instead of dark on light.
-
     Examples:
         >>> from superbatch.lab.studies.noise import Options
         >>> from superbatch.lab.studies.noise import noise as study

@@ -25,10 +25,6 @@ FAR = 8  # margins from the reference beyond which an arm is named at the edge, 
 def study(report: Study, *, dark: bool = False) -> Figure:
     """Draw a study.
 
-    Args:
-        report: whole or partial.
-        dark: light on dark instead of dark on light.
-
     Examples:
         >>> from superbatch.lab.studies.study import Options, study as run
         >>> figure = study(run("precision", options=Options(runs=1, quick=True)))

@@ -39,10 +39,6 @@ ABOVE = 1.2  # the axis ends so far above the first points, in units of the fall
 def surveys(report: Surveys, *, dark: bool = False) -> Figure:
     """Draw a study of surveys: the smoothed curves with bands, and below them what each survey suggests.
 
-    Args:
-        report: whole or partial.
-        dark: light on dark instead of dark on light.
-
     Examples:
         >>> from superbatch.lab.studies.survey import Options, survey
         >>> figure = surveys(survey("digits", Options(splits="4x25", repeats=2, updates=20)))
@@ -65,10 +61,6 @@ def surveys(report: Surveys, *, dark: bool = False) -> Figure:
 
 def one_survey(report: Survey, *, dark: bool = False) -> Figure:
     """Draw one survey: losses as dots, the smoothed curve, the suggestions, where it stopped.
-
-    Args:
-        report: of `superbatch.torch.tuning.lr_survey`.
-        dark: light on dark instead of dark on light.
 
     Examples:
         >>> from superbatch.tuning.survey import Sweep

@@ -8,22 +8,18 @@
 from __future__ import annotations
 
 import os
-import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
-from superbatch._version import __version__
 from superbatch.errors import InputError, OptimizerError
 from superbatch.noise.meter import NoiseMeter
 from superbatch.results.advice import Advice
 from superbatch.results.memory import Limit
 from superbatch.results.noise import Noise
 from superbatch.results.scaling import Scaling
-from superbatch.torch import Accumulator
 from superbatch.torch.memory.limits import memory_limit
 from superbatch.torch.sizes.predict import PredictionError, predict_peak
 from superbatch.torch.tuning.scaling import rescale
@@ -34,41 +30,22 @@ from superbatch.tuning.search import time_per_sample
 
 from ..recipes import OPTIMIZERS, Recipe, load_recipe
 from .advise_options import Options as Options
-from .advise_options import Question, asked, given_noise, question
+from .advise_options import Question, given_noise, question
 from .exchange import check_ranks, exchanged, started_on
 from .fit import CARE, busy
 from .on_torch import orders, torch_threads
-from .participants import participants_of
+from .participants import accumulator
 from .rehearsal import Rehearsal, microbatches_to_time, prepare, refusal
 from .setting import Setting
+from .shared_options import Interrupted, asked, offered_optimizer
+from .shared_options import Progress as Progress
+from .versions import versions
 
 DEFAULTS = Options()
 
-ROUNDS = 20
-"""Windows that are timed."""
+ROUNDS = 20  # windows that are timed
 
-PARTS = 8
-"""Micro-batches that a batch is cut into while its noise is measured."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Progress of an advice: pieces of work done, of all that are planned, and the latest of them."""
-
-    done: int
-    total: int
-    finished: str
-
-
-class AdviceInterrupted(KeyboardInterrupt):
-    """An advice was interrupted by Ctrl-C; what it had found out by then is in `report`.
-
-    Args:
-        report: marked as partial.
-    """
-
-    def __init__(self, report: Advice) -> None:
-        self.report = report
+PARTS = 8  # micro-batches that a batch is cut into while its noise is measured
 
 
 def advise(
@@ -77,26 +54,7 @@ def advise(
     *,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Advice:
-    """Find out whether accumulation pays for a recipe, or for numbers of a machine that is elsewhere.
-
-    Args:
-        recipe: a name that `lab.recipes.load_recipe` takes, or a recipe; None: all numbers are given.
-        options: what is in question, and the numbers that are known.
-        progress: called now and then, in this thread.
-
-    Returns:
-        The report.
-
-    Raises:
-        InputError: an option cannot be used, or a number is missing.
-        AdviceInterrupted: on Ctrl-C, once times are known; it carries the partial report.
-
-    Examples:
-        >>> report = advise(None, Options(microbatch_size=4, accumulation_steps=16, ranks=8, noise=4000,
-        ...     microbatch_seconds=0.1, update_seconds=0.05, all_reduce_seconds=1.0))
-        >>> report.verdict
-        'helps'
-    """
+    """Find out whether accumulation pays for a recipe, or for numbers of a machine that is elsewhere."""
     start = time.monotonic()
     loaded = load_recipe(recipe, data=options.data) if isinstance(recipe, str) else recipe
     given, stated = given_noise(options), options
@@ -112,7 +70,7 @@ def advise(
         except KeyboardInterrupt:
             if found.times is None:
                 raise
-            raise AdviceInterrupted(_report(found, start, partial=True)) from None
+            raise Interrupted(_report(found, start, partial=True)) from None
     return _report(found, start, partial=False)
 
 
@@ -197,20 +155,14 @@ def _measure(found: _Found, progress: Callable[[Progress], None]) -> None:
         found.notes += (f"The noise scale was not measured, for samples influence each other: {coupled}",)
         return
     for update, noise in enumerate(_noise(recipe, options, updates), start=1):
-        found.noise, found.noise_from = (
-            noise,
-            f"measured over {update} updates of {recipe.batch_size} samples",
-        )
+        found.noise = noise
+        found.noise_from = f"measured over {update} updates of {recipe.batch_size} samples"
         progress(Progress(1 + ROUNDS + update, total, f"update {update}"))
 
 
 def _optimizer(recipe: Recipe, options: Options) -> str:
     recipe.require("learning_rates", by="superbatch advise")
-    name = options.optimizer or recipe.default_optimizer
-    if name not in recipe.learning_rates:
-        known = ", ".join(recipe.learning_rates)
-        raise InputError(f"optimizer={name!r}: the recipe {recipe.name!r} has no rate for it. Use {known}.")
-    return name
+    return offered_optimizer(recipe, options.optimizer)
 
 
 def _largest(rehearsal: Rehearsal, samples: int, limit: Limit) -> int:
@@ -223,14 +175,7 @@ def _largest(rehearsal: Rehearsal, samples: int, limit: Limit) -> int:
 def _peak(rehearsal: Rehearsal, samples: int) -> int | None:
     trainer = rehearsal.trainer()
     try:
-        return predict_peak(
-            trainer.loss_fn,
-            rehearsal.take(samples),
-            models=[rehearsal.model],
-            optimizers=[trainer.optimizer],
-            device=None if rehearsal.device.type == "cpu" else rehearsal.device,
-            gradient_sum="auto",
-        ).bytes
+        return predict_peak(trainer.loss_fn, rehearsal.take(samples), **rehearsal.as_trained(trainer)).bytes
     except PredictionError:
         return None
 
@@ -264,29 +209,18 @@ def _noise(recipe: Recipe, options: Options, updates: int) -> Iterator[Noise]:
     # A rate that is for another batch would not train this one.
     own = None if options.batch_stated else options.learning_rate
     rate = own or recipe.learning_rates[name]
-    with _seeded():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
         model = recipe.model(0).to(options.device)
-    accumulate = Accumulator(
+    meter = NoiseMeter(max(0.98, 1 - 4 / updates), every=1, data_size=recipe.samples, preconditioned=True)
+    accumulate = accumulator(
+        recipe,
         model,
         recipe.optimizers[name](model.parameters(), rate),
-        recipe.loss_fn(model),
         microbatch_size=-(-recipe.batch_size // PARTS),
-        reduction=recipe.reduction,
-        weight=recipe.weight,
-        participants=participants_of(recipe.batchnorm),
-        observers=[
-            NoiseMeter(max(0.98, 1 - 4 / updates), every=1, data_size=recipe.samples, preconditioned=True)
-        ],
+        observers=[meter],
     )
-    setting = Setting(
-        arms=(),
-        updates=updates,
-        batch_size=recipe.batch_size,
-        tail=None,
-        dtype="float32",
-        optimizer=name,
-        learning_rate=rate,
-    )
+    setting = Setting(updates, recipe.batch_size, name, rate)
     end = time.monotonic() + options.seconds
     for indices in orders(recipe.samples, setting, seed=0):
         accumulate(recipe.batch(indices))
@@ -297,13 +231,6 @@ def _noise(recipe: Recipe, options: Options, updates: int) -> Iterator[Noise]:
             return
 
 
-@contextmanager
-def _seeded() -> Iterator[None]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        yield
-
-
 def _report(found: _Found, start: float, *, partial: bool) -> Advice:
     assert found.times is not None and found.asked_for is not None
     options, asked_for = found.options, found.asked_for
@@ -312,6 +239,7 @@ def _report(found: _Found, start: float, *, partial: bool) -> Advice:
     notes = found.notes
     if isinstance(found.noise, Noise) and found.noise.reason is not None:
         notes += (f"No noise scale was found: {found.noise.reason}.",)
+    made_with = versions(torch=torch.__version__)
     report = judge(
         microbatch_size=asked_for.microbatch_size,
         accumulation_steps=asked_for.accumulation_steps,
@@ -328,12 +256,7 @@ def _report(found: _Found, start: float, *, partial: bool) -> Advice:
     )
     return replace(
         report,
-        versions={
-            "superbatch": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "platform": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        },
+        versions={**made_with, "platform": f"{made_with['platform']}, {os.cpu_count()} cores"},
         command=asked(found.stated or options),
         notes=notes,
         recipe=None if found.recipe is None else found.recipe.name,

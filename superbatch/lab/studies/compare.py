@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from superbatch.errors import InputError
 
@@ -17,31 +16,16 @@ from ..report.comparison import Comparison, Run
 from .assembly import arm_report, notes_on
 from .backends import Backend, load_backend
 from .compare_options import Options as Options
-from .compare_options import asked, check_options
+from .compare_options import check_options
 from .setting import ArmPlan, Setting, curve_updates
-from .splits import Split, default_splits, parse_split, parse_splits
+from .shared_options import Interrupted, asked, offered_optimizer
+from .shared_options import Progress as Progress
+from .splits import Split, default_splits, parse_split, splits_of
 from .versions import versions
 from .workers import Finished, receiver, train_seeds
 
 DEFAULTS = Options()
 TAIL = 0.4  # share of the batch that an epoch's short last batch has, where there is one
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Progress of a comparison."""
-
-    done: int  # micro-batches processed
-    total: int  # micro-batches of the whole comparison
-    # the run that has just been completed, as (seed, name of the arm, metric); None between runs
-    finished: tuple[int, str, float] | None = None
-
-
-class ComparisonInterrupted(KeyboardInterrupt):
-    """A comparison was interrupted by Ctrl-C; what it had measured by then is in `report`."""
-
-    def __init__(self, report: Comparison) -> None:
-        self.report = report
 
 
 def compare(
@@ -78,25 +62,14 @@ def compare(
                 peaks[index] = backend.peak_of_update(loaded, setting, arm)
             train_seeds(recipe, loaded, setting, seeds, receive, options=options, backend=options.backend)
     except KeyboardInterrupt:
-        raise ComparisonInterrupted(report(partial=True)) from None
+        raise Interrupted(report(partial=True)) from None
     return report(partial=False)
 
 
 def settle(recipe: Recipe, options: Options) -> Setting:
     """Fill in what the options leave to the recipe, and refuse what cannot be."""
-    splits = parse_splits(options.splits) if options.splits is not None else None
-    size = options.batch_size or (sum(splits[0].sizes) if splits else recipe.batch_size)
-    splits = splits or default_splits(size)
-    if sum(splits[0].sizes) != size:
-        raise InputError(
-            f"batch_size={size} with the split {splits[0].name}: that split makes batches of "
-            f"{sum(splits[0].sizes)} samples. Leave one of the two out."
-        )
-    if size > recipe.samples:
-        raise InputError(
-            f"A batch of {size} samples: the recipe {recipe.name!r} has {recipe.samples} training samples. "
-            "Use a smaller batch."
-        )
+    splits = splits_of(recipe, options.splits, options.batch_size, default=default_splits)
+    size = sum(splits[0].sizes)
     tail = max(1, round(TAIL * size)) if options.include_wrong else None
     if tail is not None and size + tail > recipe.samples:
         raise InputError(
@@ -122,12 +95,7 @@ def _optimizer(recipe: Recipe, options: Options) -> tuple[str, float]:
         recipe.require("margin", by="superbatch compare without --margin")
     if options.learning_rate is None:
         recipe.require("learning_rates", by="superbatch compare without --lr")
-    name = options.optimizer or recipe.default_optimizer
-    if name not in recipe.offered:
-        raise InputError(
-            f"optimizer={name!r}: the recipe {recipe.name!r} does not offer it. Use one of "
-            f"{', '.join(recipe.offered)}."
-        )
+    name = offered_optimizer(recipe, options.optimizer)
     return name, options.learning_rate or recipe.learning_rates[name]
 
 

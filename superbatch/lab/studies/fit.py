@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -27,9 +26,11 @@ from ..recipes import Recipe, load_recipe
 from ..report.fitting import Fitting
 from .findings import Findings
 from .fit_options import Options as Options
-from .fit_options import asked, check_options
+from .fit_options import check_options
 from .on_torch import torch_threads
-from .rehearsal import Rehearsal, Trainer, microbatches_to_time, prepare, refusal
+from .rehearsal import Rehearsal, microbatches_to_time, prepare, refusal
+from .shared_options import Interrupted, asked
+from .shared_options import Progress as Progress
 from .versions import versions
 
 DEFAULTS = Options()
@@ -41,22 +42,6 @@ ROUNDS = 20  # windows of each size that are timed, where there is time for them
 MARGIN, CARE = 0.01, 0.10
 BUSY = 0.75  # load average per core from which others are in the way
 HOPELESS = 2.0  # a size this many times slower than the fastest is not timed further
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Progress of a fit: pieces of work done, of all that are planned, and the latest of them."""
-
-    done: int
-    total: int
-    finished: str
-
-
-class FitInterrupted(KeyboardInterrupt):
-    """A fit was interrupted by Ctrl-C; what it had found out by then is in `report`."""
-
-    def __init__(self, report: Fitting) -> None:
-        self.report = report
 
 
 def fit(
@@ -90,7 +75,7 @@ def fit(
             if not found.probes and not found.measured:
                 raise
             report = _report(rehearsal, options, found, time.monotonic() - start, partial=True)
-            raise FitInterrupted(report) from None
+            raise Interrupted(report) from None
         return _report(rehearsal, options, found, time.monotonic() - start, partial=False)
 
 
@@ -138,7 +123,7 @@ class _Work:
                 continue
             try:
                 found.probes[samples] = predict_peak(
-                    trainer.loss_fn, self.rehearsal.take(samples), **self._as_trained(trainer)
+                    trainer.loss_fn, self.rehearsal.take(samples), **self.rehearsal.as_trained(trainer)
                 )
             except PredictionError as error:
                 if found.probes:  # larger ones could be predicted, so it is the size that is to blame
@@ -226,21 +211,10 @@ class _Work:
         trainer = self.rehearsal.trainer()
         try:
             found.savings = tuple(
-                savings(trainer.loss_fn, self.rehearsal.take(samples), **self._as_trained(trainer))
+                savings(trainer.loss_fn, self.rehearsal.take(samples), **self.rehearsal.as_trained(trainer))
             )
         except PredictionError as error:
             found.notes.append(f"What would lower the peak is not known: {error}")
-
-    def _as_trained(self, trainer: Trainer) -> dict[str, Any]:
-        """The arguments of a prediction of what this trainer does."""
-        device = self.rehearsal.device
-        return {
-            "models": [self.rehearsal.model],
-            "optimizers": [trainer.optimizer],
-            # The batch lies on the host: elsewhere micro-batches are copies.
-            "device": None if device.type == "cpu" else device,
-            "gradient_sum": "auto",
-        }
 
     def _hopeless(self, samples: int) -> bool:
         """Return True if a size is much slower than the fastest: more windows of it would be a waste."""

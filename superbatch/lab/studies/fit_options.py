@@ -3,103 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from superbatch.errors import InputError
 
 from ..recipes import Recipe
+from .shared_options import check_counts, check_memory_device, offered_optimizer
 
 DTYPES = ("float32", "float64", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of a fit; None stands for the recipe's own value.
+    """Options of a fit; None stands for the recipe's own value."""
 
-    Attributes:
-        batch_size: samples of one update.
-        limit: bytes that may be used beyond what is in use; None: what the device has.
-        optimizer: one that the recipe allows.
-        dtype: ``"float32"``, ``"float64"`` or ``"bfloat16"``.
-        sizes: of the micro-batches to measure; None: the largest that fits and its halves.
-        device: ``"cpu"`` or ``"cuda"`` (not run on a GPU yet).
-        threads: of torch; None: as many as torch takes.
-        seconds: for measuring, roughly; what has not been measured by then stays predicted.
-        data: folder of data, for a recipe that reads one.
-
-    Examples:
-        >>> Options(limit=2 * 2**30).limit
-        2147483648
-    """
-
-    batch_size: int | None = None
-    limit: int | None = None
-    optimizer: str | None = None
-    dtype: str = "float32"
+    batch_size: int | None = None  # samples of one update
+    limit: int | None = None  # bytes that may be used beyond what is in use; None: what the device has
+    optimizer: str | None = None  # one that the recipe allows
+    dtype: str = "float32"  # "float32", "float64" or "bfloat16"
+    # of the micro-batches to measure; None: the largest that fits and its halves
     sizes: Sequence[int] | None = None
-    device: str = "cpu"
-    threads: int | None = None
-    seconds: float = 30.0
-    data: str | Path | None = None
+    device: str = "cpu"  # "cpu" or "cuda" (not run on a GPU yet)
+    threads: int | None = None  # of torch; None: as many as torch takes
+    seconds: float = 30.0  # for measuring, roughly; what has not been measured by then stays predicted
+    data: str | Path | None = None  # folder of data, for a recipe that reads one
 
 
 def check_options(recipe: Recipe, options: Options) -> None:
-    """Refuse values that cannot be used.
-
-    Args:
-        recipe: what is trained.
-        options: what was asked.
-
-    Raises:
-        InputError: with what was given, what is wrong with it and what to do.
-    """
-    for name in ("batch_size", "limit", "threads"):
-        value = getattr(options, name)
-        if value is not None and (type(value) is not int or value < 1):
-            raise InputError(f"{name}={value!r} is no count. Give an integer of at least 1.")
+    """Refuse values that cannot be used."""
+    check_counts(options, "batch_size", "limit", "threads")
     if not options.seconds > 0:
         raise InputError(f"seconds={options.seconds!r}: nothing is measured in that time. Give more.")
-    for name, value, known in (
-        ("dtype", options.dtype, DTYPES),
-        ("optimizer", options.optimizer or recipe.default_optimizer, recipe.offered),
-    ):
-        if value not in known:
-            raise InputError(
-                f"{name}={value!r}: "
-                f"the recipe {recipe.name!r} cannot be fitted with it. "
-                f"Use one of {', '.join(known)}."
-            )
-    if options.device.split(":")[0] not in ("cpu", "cuda"):
-        raise InputError(
-            f"device={options.device!r}: memory is counted on CPU and CUDA only. Use cpu or cuda."
-        )
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
-        raise InputError(f"device={options.device!r}, but torch sees no CUDA device here. Use cpu.")
+    if options.dtype not in DTYPES:
+        raise InputError(f"dtype={options.dtype!r} cannot be fitted. Use one of {', '.join(DTYPES)}.")
+    offered_optimizer(recipe, options.optimizer)
+    check_memory_device(options.device)
     batch_size = options.batch_size or recipe.batch_size
     for size in options.sizes or ():
         if type(size) is not int or not 1 <= size <= batch_size:
             raise InputError(
-                f"A micro-batch of {size!r} samples: "
-                f"the batch has {batch_size}, and a micro-batch is a part of it. "
-                f"Give sizes from 1 to {batch_size}, or a larger batch_size."
+                f"A micro-batch of {size!r} samples: the batch has {batch_size}, and a micro-batch is a part "
+                f"of it. Give sizes from 1 to {batch_size}, or a larger batch_size."
             )
-
-
-def asked(options: Options) -> dict[str, str]:
-    """The options as a report keeps them.
-
-    Args:
-        options: what was asked.
-
-    Returns:
-        Name -> value, as text, without those that were left out.
-
-    Examples:
-        >>> asked(Options(limit=1024, seconds=1))
-        {'limit': '1024', 'dtype': 'float32', 'device': 'cpu', 'seconds': '1'}
-    """
-    values = {each.name: getattr(options, each.name) for each in fields(options)}
-    return {name: str(value) for name, value in values.items() if value is not None}

@@ -8,82 +8,54 @@
 from __future__ import annotations
 
 import math
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from superbatch._version import __version__
 from superbatch.errors import InputError
 from superbatch.noise.meter import NoiseMeter, noise_over_run, relative_time
 from superbatch.results.noise import Independence
-from superbatch.torch import Accumulator
 from superbatch.tuning.noise_range import noise_range_of
 
 from ..recipes import Recipe, load_recipe
 from ..report.noise_study import AtSteps, NoiseAt, NoiseStudy
 from .fit import busy
 from .on_torch import orders, torch_threads
-from .participants import participants_of
+from .participants import accumulator
 from .rehearsal import prepare
 from .setting import Setting
+from .shared_options import Interrupted, asked, check_counts, offered_optimizer
+from .versions import versions
 
 POINTS = 40
-MICROBATCHES = 8
-"""Micro-batches of a window, unless their size is stated."""
+MICROBATCHES = 8  # micro-batches of a window, unless their size is stated
 
 MOST_STEPS = 64
 TIMED_WINDOWS = 12
 
+# Remark at points whose number is withheld; a note has the whole sentence.
 SHARED = "micro-batches share noise"
-"""Remark at points whose number is withheld; a note has the whole sentence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of a study; None stands for the recipe's own value.
+    """Options of a study; None stands for the recipe's own value."""
 
-    Attributes:
-        batch_size: samples of one update.
-        microbatch_size: samples of a micro-batch; None: an eighth of the batch.
-        updates: length of the run.
-        optimizer: one that the recipe allows.
-        learning_rate: None: the recipe's for that optimizer.
-        seed: of the weights and of the order of samples.
-        threads: of torch; None: as many as torch takes.
-        data: folder of data, for a recipe that reads one.
-
-    Examples:
-        >>> Options(updates=100).updates
-        100
-    """
-
-    batch_size: int | None = None
-    microbatch_size: int | None = None
-    updates: int | None = None
-    optimizer: str | None = None
-    learning_rate: float | None = None
-    seed: int = 0
-    threads: int | None = None
-    data: str | Path | None = None
+    batch_size: int | None = None  # samples of one update
+    microbatch_size: int | None = None  # samples of a micro-batch; None: an eighth of the batch
+    updates: int | None = None  # length of the run
+    optimizer: str | None = None  # one that the recipe allows
+    learning_rate: float | None = None  # None: the recipe's for that optimizer
+    seed: int = 0  # of the weights and of the order of samples
+    threads: int | None = None  # of torch; None: as many as torch takes
+    data: str | Path | None = None  # folder of data, for a recipe that reads one
 
 
 DEFAULTS = Options()
-
-
-class NoiseInterrupted(KeyboardInterrupt):
-    """A study was interrupted by Ctrl-C; what it had found out by then is in `report`.
-
-    Args:
-        report: marked as partial.
-    """
-
-    def __init__(self, report: NoiseStudy) -> None:
-        self.report = report
 
 
 @dataclass
@@ -103,27 +75,7 @@ def noise(
     *,
     progress: Callable[[int, int, str], None] = lambda *_: None,
 ) -> NoiseStudy:
-    """Train a recipe while measuring how noisy its gradient is.
-
-    Args:
-        recipe: a name that `superbatch.lab.recipes.load_recipe` takes, or a recipe.
-        options: what differs from the recipe's own values.
-        progress: called now and then with (done, total, what has just been finished).
-
-    Returns:
-        The report.
-
-    Raises:
-        InputError: an option cannot be used.
-        SuperbatchError: the accumulator refuses the recipe.
-        NoiseInterrupted: on Ctrl-C; it carries the partial report. (A plain KeyboardInterrupt before anything
-            is known.)
-
-    Examples:
-        >>> report = noise("digits", Options(updates=60, seed=1))
-        >>> len(report.points), report.steps[0].time in (1.0, None)
-        (30, True)
-    """
+    """Train a recipe while measuring how noisy its gradient is."""
     start = time.monotonic()
     loaded = load_recipe(recipe, data=options.data) if isinstance(recipe, str) else recipe
     setting, size = _checked(loaded, options)
@@ -138,7 +90,7 @@ def noise(
                 raise
             seconds = time.monotonic() - start
             report = _report(loaded, setting, size, options, found, notes, seconds=seconds, partial=True)
-            raise NoiseInterrupted(report) from None
+            raise Interrupted(report) from None
         seconds = time.monotonic() - start
         return _report(loaded, setting, size, options, found, notes, seconds=seconds, partial=False)
 
@@ -147,21 +99,16 @@ def _checked(recipe: Recipe, options: Options) -> tuple[Setting, int]:
     """Return the setting of the training, and the samples of a micro-batch."""
     if recipe.coupled == "exact":
         raise InputError(
-            f"The recipe {recipe.name!r}, whose samples are coupled: "
-            "noise is estimated from the gradients of micro-batches, and there a micro-batch has none of its "
-            "own. "
-            "Give a recipe of separate samples: a model without BatchNorm, a loss without pairs."
+            f"The recipe {recipe.name!r}, whose samples are coupled: noise is estimated from the gradients "
+            "of micro-batches, and there a micro-batch has none of its own. Give a recipe of separate "
+            "samples: a model without BatchNorm, a loss without pairs."
         )
-    for name in ("batch_size", "microbatch_size", "updates", "threads"):
-        value = getattr(options, name)
-        if value is not None and (type(value) is not int or value < 1):
-            raise InputError(f"{name}={value!r} is no count. Give a positive integer.")
+    check_counts(options, "batch_size", "microbatch_size", "updates", "threads")
     batch = options.batch_size or recipe.batch_size
     if batch < 2 or batch > recipe.samples:
         raise InputError(
-            f"A batch of {batch} samples: "
-            f"it is drawn from {recipe.samples} samples and cut into two micro-batches or more. "
-            f"Give a batch size between 2 and {recipe.samples}."
+            f"A batch of {batch} samples: it is drawn from {recipe.samples} samples and cut into two "
+            f"micro-batches or more. Give a batch size between 2 and {recipe.samples}."
         )
     size = options.microbatch_size or math.ceil(batch / min(batch, MICROBATCHES))
     if size >= batch:
@@ -172,28 +119,13 @@ def _checked(recipe: Recipe, options: Options) -> tuple[Setting, int]:
         )
     if options.learning_rate is None:
         recipe.require("learning_rates", by="superbatch noise without --lr")
-    optimizer = options.optimizer or recipe.default_optimizer
-    if optimizer not in recipe.offered:
-        raise InputError(
-            f"The optimizer {optimizer!r}: "
-            f"recipe {recipe.name!r} has no learning rate for it. "
-            f"Give one of {', '.join(recipe.offered)}."
-        )
+    optimizer = offered_optimizer(recipe, options.optimizer)
     rate = recipe.learning_rates[optimizer] if options.learning_rate is None else options.learning_rate
-    if not 0 < rate < math.inf:
+    if not 0 < rate < math.inf:  # a recipe's own rate is checked nowhere else
         raise InputError(f"learning_rate={rate!r} is not positive. Give a number above 0.")
     if not -(2**63) <= options.seed < 2**64:
         raise InputError(f"seed={options.seed}: it is a number of 64 bits. Give a smaller one, such as 0.")
-    setting = Setting(
-        arms=(),
-        updates=options.updates or recipe.updates,
-        batch_size=batch,
-        tail=None,
-        dtype="float32",
-        optimizer=optimizer,
-        learning_rate=rate,
-    )
-    return setting, size
+    return Setting(options.updates or recipe.updates, batch, optimizer, rate), size
 
 
 def _train(
@@ -208,14 +140,11 @@ def _train(
     torch.manual_seed(seed)
     # The average remembers about a tenth of the run, and 20 windows at least.
     beta = max(0.9, 1 - 20 / (setting.updates + 10))
-    accumulate = Accumulator(
+    accumulate = accumulator(
+        recipe,
         model,
         recipe.optimizers[setting.optimizer](model.parameters(), setting.learning_rate),
-        recipe.loss_fn(model),
         microbatch_size=size,
-        reduction=recipe.reduction,
-        weight=recipe.weight,
-        participants=participants_of(recipe.batchnorm),
         observers=[NoiseMeter(beta, every=1, data_size=recipe.samples, preconditioned=True)],
     )
     losses: list[float] = []
@@ -381,16 +310,7 @@ def _report(
         models=models,
         seconds=seconds,
         partial=partial,
-        versions={
-            "superbatch": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "platform": f"{platform.system()} {platform.machine()}",
-        },
-        command={
-            each.name: str(getattr(options, each.name))
-            for each in fields(options)
-            if getattr(options, each.name) is not None
-        },
+        versions=versions(torch=torch.__version__),
+        command=asked(options),
         notes=tuple(notes),
     )

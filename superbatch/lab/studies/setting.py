@@ -40,13 +40,13 @@ class ArmPlan:
 class Setting:
     """Setting common to all runs of a comparison. It can be sent to another process."""
 
-    arms: tuple[ArmPlan, ...]  # the real batch first
     updates: int  # of each run
     batch_size: int  # samples of one update
-    tail: int | None  # samples of the short batch at the end of each epoch; None: epochs run into each other
-    dtype: str  # ``"float32"`` or ``"float64"``; on torch any name of a dtype
     optimizer: str  # one of the recipe's
     learning_rate: float  # constant over the run
+    arms: tuple[ArmPlan, ...] = ()  # the real batch first
+    tail: int | None = None  # samples of each epoch's short last batch; None: epochs run into each other
+    dtype: str = "float32"  # or "float64"; on torch any name of a dtype
     backend: str = "torch"  # what trains
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from superbatch.batch.split import near_equal
 from superbatch.errors import InputError
+
+from ..recipes import Recipe
 
 FORMS = "Write KxM for K micro-batches of M samples (5x20), or each size (80/15/5)"
 
@@ -83,3 +85,26 @@ def default_splits(batch_size: int) -> list[Split]:
     if counts == {batch_size} and batch_size > 3:  # a prime number: add a split into two parts
         names.insert(1, f"{batch_size - batch_size // 2}/{batch_size // 2}")
     return parse_splits(names)
+
+
+def splits_of(
+    recipe: Recipe,
+    texts: str | Sequence[str] | None,
+    batch_size: int | None,
+    *,
+    default: Callable[[int], list[Split]],
+) -> list[Split]:
+    """Return the splits that were asked for, or the default ones; refuse another size of the batch."""
+    splits = default(batch_size or recipe.batch_size) if texts is None else parse_splits(texts)
+    size = sum(splits[0].sizes)
+    if batch_size not in (None, size):
+        raise InputError(
+            f"batch_size={batch_size} with the split {splits[0].name}: that split makes batches of {size} "
+            "samples. Leave one of the two out."
+        )
+    if size > recipe.samples:
+        raise InputError(
+            f"A batch of {size} samples: the recipe {recipe.name!r} has {recipe.samples} training samples. "
+            "Use a smaller batch."
+        )
+    return splits

@@ -43,12 +43,7 @@ POWER = 0.8
 
 @dataclass(frozen=True)
 class Summary:
-    """Mean, standard deviation (n - 1) and number of runs.
-
-    Examples:
-        >>> Summary(mean=95.0, sd=0.2, runs=10).runs
-        10
-    """
+    """Mean, standard deviation (n - 1) and number of runs."""
 
     mean: float
     sd: float
@@ -56,21 +51,7 @@ class Summary:
 
 
 def summarise(values: Sequence[float]) -> Summary:
-    """Mean and standard deviation of at least two values.
-
-    Args:
-        values: one per run.
-
-    Returns:
-        Their summary; NaN where a value is not finite.
-
-    Raises:
-        InputError: there are fewer than two.
-
-    Examples:
-        >>> summarise([1.0, 2.0, 3.0])
-        Summary(mean=2.0, sd=1.0, runs=3)
-    """
+    """Mean and standard deviation of at least two values."""
     if len(values) < 2:
         raise InputError(f"{len(values)} value(s): a standard deviation needs two. Run at least two seeds.")
     if not all(math.isfinite(value) for value in values):
@@ -85,28 +66,8 @@ def tost_paired(
 
     ``t = (mean(d) ± margin) / (sd / sqrt(n))`` with n - 1 degrees of freedom, where sd is that of d, and at
     least ``step / sqrt(2)``. Where all differences are the same and `step` is 0 there is no sampling error: p
-    is 0 inside the margin, else 1.
-
-    Args:
-        differences: one per pair of runs of the same seed, at least two.
-        margin: positive, in the unit of the differences.
-        alpha: level of the test.
-        step: of the metric: 100 / m for a percentage of m samples, 0 for a loss. None: `smallest_gap` of 0
-            and the differences.
-
-    Returns:
-        The test's result; without a verdict if there are fewer than `FEWEST_RUNS` differences.
-
-    Raises:
-        InputError: fewer than two differences, or the margin is not positive.
-
-    Examples:
-        >>> tost_paired([0.1, -0.1, 0.2, 0.0], margin=0.5).equivalent
-        True
-        >>> tost_paired([0.0, 0.0, 0.0], margin=0.5).p_value
-        0.0
-        >>> round(tost_paired([0.4, 0.4, 0.4], margin=0.5, step=0.2).p_value, 2)
-        0.17
+    is 0 inside the margin, else 1. The step of a metric is 100 / m for a percentage of m samples and 0 for a
+    loss; None: `smallest_gap` of 0 and the differences.
     """
     d = summarise(differences)
     grid = smallest_gap([0.0, *differences]) if step is None else step
@@ -131,28 +92,6 @@ def tost_welch(
 
     ``t = (m1 - m2 ± margin) / sqrt(s1²/n1 + s2²/n2)`` with Welch's degrees of freedom, each s at least
     ``step / 2``.
-
-    Args:
-        first: the group in question.
-        second: the group it is compared with.
-        margin: positive, in the unit of the means.
-        alpha: level of the test.
-        step: of the metric: 100 / m for a percentage of m samples, 0 for a loss; see `smallest_gap`.
-
-    Returns:
-        The test's result; `runs` is the smaller group's, and without a verdict if it has fewer than
-        `FEWEST_RUNS`.
-
-    Raises:
-        InputError: the margin is not positive.
-
-    Examples:
-        The table that the first source published, 10 runs each:
-
-        >>> real = Summary(95.0, 0.172, 10)
-        >>> split = [Summary(94.9, 0.325, 10), Summary(95.1, 0.36, 10), Summary(95.2, 0.303, 10)]
-        >>> [round(tost_welch(arm, real, margin=0.5).p_value, 4) for arm in split]
-        [0.0021, 0.0037, 0.0081]
     """
     sds = [_at_least(group.sd, step / 2) for group in (first, second)]
     a, b = sds[0] ** 2 / first.runs, sds[1] ** 2 / second.runs
@@ -175,18 +114,9 @@ def smallest_gap(values: Sequence[float]) -> float:
     """The smallest distance of two values that differ: the step of a metric as far as the values show it.
 
     It is a multiple of the true step, and next to nothing for a metric without one.
-
-    Args:
-        values: any; those that are not finite are left out.
-
-    Returns:
-        The gap; 0 if all values are the same, to rounding.
-
-    Examples:
-        >>> smallest_gap([95.0, 95.5, 95.0, 97.0]), smallest_gap([95.0, 95.0])
-        (0.5, 0.0)
     """
     known = sorted(value for value in values if math.isfinite(value))
+    # Values that differ by rounding alone are the same step.
     rounding = 1e-9 * max((abs(value) for value in known), default=0.0)
     return min((b - a for a, b in pairwise(known) if b - a > rounding), default=0.0)
 
@@ -198,23 +128,6 @@ def runs_needed(
 
     ``n = groups (z_{1-alpha} + z_{1-(1-power)/2})² (sd / margin)²``, which is 17.1 (sd/margin)² for two
     groups, 5 % and 80 %; at least `FEWEST_RUNS`.
-
-    Args:
-        sd: of the metric over runs (two groups), or of the paired differences (one group).
-        margin: positive, in the same unit.
-        groups: 2 for independent arms, 1 for pairs.
-        alpha: level of the test.
-        power: probability to find equivalence.
-
-    Returns:
-        Runs per arm; None if the sd is not finite.
-
-    Raises:
-        InputError: the margin is not positive.
-
-    Examples:
-        >>> runs_needed(0.35, margin=0.5)
-        9
     """
     _check_margin(margin)
     if not math.isfinite(sd):
@@ -224,18 +137,7 @@ def runs_needed(
 
 
 def limits_of(tests: Iterable[Equivalence]) -> tuple[str, ...]:
-    """Describe for the reader of a report the differences that tests of equivalence cannot exclude.
-
-    Args:
-        tests: of the report.
-
-    Returns:
-        One text; none without tests, and where there are too few runs for a verdict.
-
-    Examples:
-        >>> limits_of([]), "63 % of all seeds" in limits_of([tost_paired([0.0, 0.1, 0.0], margin=1.0)])[0]
-        ((), True)
-    """
+    """Describe for the reader of a report the differences that tests of equivalence cannot exclude."""
     runs = min((test.runs for test in tests), default=0)
     if runs < FEWEST_RUNS:
         return ()

@@ -11,7 +11,7 @@ import importlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from ..report.surveys import Surveys
 from . import quick
 from .catalogue import DOCUMENTATION, entry_of
 from .on_torch import torch_threads
+from .shared_options import Interrupted, asked, check_counts, check_positive
+from .shared_options import Progress as Progress
 from .statistics import limits_of
 from .versions import versions
 from .workers import Finished, Train, receiver, train_seeds
@@ -71,22 +73,6 @@ class Options:
     threads: int = 1
     workers: int = 1
     data: str | Path | None = None
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Progress of a study."""
-
-    done: int  # work that is done, in units of the study's own
-    total: int  # of the whole study
-    finished: str | None = None  # what has just been completed; None between runs
-
-
-class StudyInterrupted(KeyboardInterrupt):
-    """A study was interrupted by Ctrl-C; what it had measured by then is in `report`."""
-
-    def __init__(self, report: Study) -> None:
-        self.report = report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +128,7 @@ def study(
 
     Raises:
         InputError: there is no such study, or an option cannot be used with it.
-        StudyInterrupted: on Ctrl-C; it carries the partial report.
+        Interrupted: on Ctrl-C; it carries the partial report.
 
     Examples:
         >>> report = study("precision", options=Options(runs=1, quick=True))
@@ -218,7 +204,7 @@ def run_design(
     try:
         train_seeds(recipe, what, plan.setting, seeds, receive, options=options, train=plan.train)
     except KeyboardInterrupt:
-        raise StudyInterrupted(report(partial=True)) from None
+        raise Interrupted(report(partial=True)) from None
     return report(partial=False)
 
 
@@ -270,12 +256,6 @@ def reading(name: str) -> str:
     )
 
 
-def asked(options: Options) -> dict[str, str]:
-    """The options that were given, as text."""
-    values = {each.name: getattr(options, each.name) for each in fields(options)}
-    return {name: str(value) for name, value in values.items() if value is not None}
-
-
 def _check(name: str, recipe: str | Recipe, options: Options) -> None:
     """Refuse what this study cannot take."""
     entry = entry_of(name)
@@ -285,14 +265,8 @@ def _check(name: str, recipe: str | Recipe, options: Options) -> None:
             f"The study {name!r} has no use for {useless[0]}={getattr(options, useless[0])!r}. Leave it out; "
             f"this study takes {', '.join(entry.takes) or 'runs only'}."
         )
-    for option in ("runs", "samples", "batch_size", "threads", "workers"):
-        value = getattr(options, option)
-        if value is not None and (type(value) is not int or value < 1):
-            raise InputError(f"{option}={value!r} is no count. Give an integer of at least 1.")
-    for option in ("learning_rate", "margin", "tolerance"):
-        value = getattr(options, option)
-        if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
-            raise InputError(f"{option}={value!r} is not positive. Give a number above 0.")
+    check_counts(options, "runs", "samples", "batch_size", "threads", "workers")
+    check_positive(options, "learning_rate", "margin", "tolerance")
     if options.workers > 1 and not isinstance(recipe, str):
         raise InputError(
             f"workers={options.workers} with a Recipe object: each worker loads the recipe by its name. Pass "

@@ -31,6 +31,7 @@ from ..report.study import Quantity, StudyArm, StudyRun, StudyTest
 from . import study_common as common
 from .arms import plain_update
 from .participants import accumulator
+from .shared_options import offered_optimizer
 from .study import Design, Findings, Options
 
 SAMPLES, QUICK_SAMPLES = 12_000, 6_000
@@ -76,12 +77,7 @@ class Setting:
 def design(recipe: Recipe, *, options: Options) -> Design:
     """Plan the branches."""
     common.separable(recipe, "critical-batch")
-    optimizer = options.optimizer or recipe.default_optimizer
-    if optimizer not in recipe.learning_rates:
-        raise InputError(
-            f"optimizer={optimizer!r}: the recipe {recipe.name!r} does not offer it. Use one of "
-            f"{', '.join(recipe.learning_rates)}."
-        )
+    optimizer = offered_optimizer(recipe, options.optimizer)
     samples = options.samples or (QUICK_SAMPLES if options.quick else SAMPLES)
     batch = options.batch_size or max(1, recipe.batch_size // PART_OF_BATCH)
     if samples < KS[-1] * batch:

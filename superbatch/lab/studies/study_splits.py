@@ -10,7 +10,8 @@ from ..report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
 from ..report.verdict import verdict
 from . import compare as comparing
 from . import quick
-from .study import Options, Progress, Show, StudyInterrupted, as_study, loaded, seeds_of, turns_of
+from .shared_options import Interrupted, Progress
+from .study import Options, Show, as_study, loaded, seeds_of, turns_of
 from .study_common import COLUMNS, UPDATES, column_of_metric
 
 QUICK_UPDATES, SHORTEST = 200, 20
@@ -52,8 +53,8 @@ def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
 
     try:
         return _study(comparing.compare(recipe, wanted, progress=receive), options, notes)
-    except comparing.ComparisonInterrupted as stopped:
-        raise StudyInterrupted(_study(stopped.report, options, notes)) from None
+    except Interrupted as stopped:
+        raise Interrupted(_study(stopped.report, options, notes)) from None
 
 
 def _updates(recipe: str | Recipe, wanted: comparing.Options, most: int, *, turns: int) -> tuple[int, bool]:

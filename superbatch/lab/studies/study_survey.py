@@ -10,7 +10,8 @@ from ..report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
 from ..report.survey_text import conclusions
 from ..report.surveys import SeededSurvey, SurveyArm, Surveys
 from . import survey as surveying
-from .study import Options, Progress, Show, StudyInterrupted, as_study, seeds_of
+from .shared_options import Interrupted, Progress
+from .study import Options, Show, as_study, seeds_of
 
 RATE, PAIRS, CURVES = "suggested lr", "pairs differ by", "curves alike, p"
 
@@ -34,8 +35,8 @@ def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
 
     try:
         return _study(surveying.survey(recipe, wanted, progress=receive), options)
-    except surveying.SurveyInterrupted as stopped:
-        raise StudyInterrupted(_study(stopped.report, options)) from None
+    except Interrupted as stopped:
+        raise Interrupted(_study(stopped.report, options)) from None
 
 
 def _study(report: Surveys, options: Options) -> Study:

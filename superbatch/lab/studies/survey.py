@@ -7,18 +7,14 @@ lets them: every arm has seeds of its own, and two tests of equivalence compare 
 
 from __future__ import annotations
 
-import math
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from superbatch._version import __version__
 from superbatch.errors import InputError
 from superbatch.results.survey import What
 from superbatch.torch.tuning.dial import Dial, range_of
@@ -27,12 +23,14 @@ from superbatch.tuning.survey_ramp import from_axis, values_of
 from ..recipes import Recipe, load_recipe
 from ..report.surveys import PAIRED_TOLERANCES, SeededSurvey, SurveyArm, Surveys
 from .on_torch import torch_threads
-from .splits import Split, parse_splits
-from .survey_arms import HOW, SurveyArmPlan, SurveySetting, SurveyWay, survey_seed
+from .shared_options import Interrupted, asked, check_counts, check_positive, offered_optimizer
+from .shared_options import Progress as Progress
+from .splits import Split, parse_splits, splits_of
+from .survey_arms import HOW, SurveyArmPlan, SurveySetting, survey_seed
 from .survey_tests import DECADES, FACTOR, curve_test, decades_of, paired_difference, suggestion_test
+from .versions import versions
 
-PAIRS = 2
-"""Seeds of each split for which the real batch is surveyed from the same weights and samples."""
+PAIRS = 2  # seeds of each split for which the real batch is surveyed from the same weights and samples
 
 CAVEAT = (
     "Coinciding curves are weak evidence. With a fixed number of points a curve depends on the size of the "
@@ -42,67 +40,22 @@ CAVEAT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of a survey study; None stands for the recipe's own value, or the optimizer's.
+    """Options of a survey study; None stands for the recipe's own value, or the optimizer's."""
 
-    Attributes:
-        splits: ``"10x10,20x5"`` or a sequence of such; the real batch is added where it is missing.
-        repeats: surveys of each arm.
-        updates: points of the ramp.
-        what: ``"lr"``, ``"momentum"`` or ``"weight_decay"``.
-        low: first value of the ramp.
-        high: last value of the ramp.
-        dtype: ``"float32"`` or ``"float64"``.
-        optimizer: one that the recipe allows.
-        learning_rate: where another option is surveyed.
-        batch_size: samples of one update; by default what the splits make.
-        include_wrong: add arms that must be told apart.
-        threads: of torch.
-        data: folder of data, for a recipe that reads one.
-
-    Examples:
-        >>> Options(repeats=3).updates
-        100
-    """
-
+    # "10x10,20x5" or a sequence of such; the real batch is added where it is missing
     splits: str | Sequence[str] | None = None
-    repeats: int = 20
-    updates: int = 100
-    what: What = "lr"
-    low: float | None = None
-    high: float | None = None
-    dtype: str = "float32"
-    optimizer: str | None = None
-    learning_rate: float | None = None
-    batch_size: int | None = None
-    include_wrong: bool = False
-    threads: int = 1
-    data: str | Path | None = None
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Progress of a study.
-
-    Attributes:
-        done: points surveyed, or left out where a survey stopped early.
-        total: points of all surveys.
-        finished: the survey that has just been completed: (seed, arm, suggestion); None between.
-    """
-
-    done: int
-    total: int
-    finished: tuple[int, str, float | None] | None = None
-
-
-class SurveyInterrupted(KeyboardInterrupt):
-    """A study was interrupted by Ctrl-C; what it had measured by then is in `report`.
-
-    Args:
-        report: with the surveys that were finished, marked as partial.
-    """
-
-    def __init__(self, report: Surveys) -> None:
-        self.report = report
+    repeats: int = 20  # surveys of each arm
+    updates: int = 100  # points of the ramp
+    what: What = "lr"  # "lr", "momentum" or "weight_decay"
+    low: float | None = None  # first value of the ramp
+    high: float | None = None  # last value of the ramp
+    dtype: str = "float32"  # "float32" or "float64"
+    optimizer: str | None = None  # one that the recipe allows
+    learning_rate: float | None = None  # where another option is surveyed
+    batch_size: int | None = None  # samples of one update; by default what the splits make
+    include_wrong: bool = False  # add arms that must be told apart
+    threads: int = 1  # of torch
+    data: str | Path | None = None  # folder of data, for a recipe that reads one
 
 
 def survey(
@@ -111,28 +64,7 @@ def survey(
     *,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Surveys:
-    """Survey a recipe with the real batch and with each split, and say whether they can be told apart.
-
-    Args:
-        recipe: a name that `superbatch.lab.recipes.load_recipe` takes, or a recipe.
-        options: what differs from the defaults.
-        progress: called after every point.
-
-    Returns:
-        The report.
-
-    Raises:
-        InputError: an option cannot be used.
-        SuperbatchError: the accumulator refuses the recipe.
-        SurveyInterrupted: on Ctrl-C; it carries the partial report.
-
-    Examples:
-        >>> report = survey("digits", Options(splits="10x10", repeats=2, updates=20, dtype="float64"))
-        >>> [arm.name for arm in report.arms]
-        ['1x100', '1x100 again', '10x10']
-        >>> max(report.arms[2].pairs) <= report.tolerance
-        True
-    """
+    """Survey a recipe with the real batch and with each split, and say whether they can be told apart."""
     start = time.monotonic()
     loaded = load_recipe(recipe, data=options.data) if isinstance(recipe, str) else recipe
     setting, plans = settle(loaded, options)
@@ -158,47 +90,17 @@ def survey(
                         pairs[index].append(paired_difference(found, real))
                         count.finish(seed, plans[0].name, real.suggestion)
     except KeyboardInterrupt:
-        raise SurveyInterrupted(report(partial=True)) from None
+        raise Interrupted(report(partial=True)) from None
     return report(partial=False)
 
 
 def settle(recipe: Recipe, options: Options) -> tuple[SurveySetting, list[SurveyArmPlan]]:
-    """Fill in what the options leave open, and refuse what cannot be.
-
-    Args:
-        recipe: what is trained.
-        options: what was asked.
-
-    Returns:
-        The setting of all surveys, and the arms.
-
-    Raises:
-        InputError: with what was given, what is wrong with it and what to do.
-    """
+    """Fill in what the options leave open, and refuse what cannot be."""
     _check(options)
-    splits = parse_splits(options.splits) if options.splits is not None else None
-    size = options.batch_size or (sum(splits[0].sizes) if splits else recipe.batch_size)
-    if splits and sum(splits[0].sizes) != size:
-        raise InputError(
-            f"batch_size={size} with the split {splits[0].name}: "
-            f"that split makes batches of {sum(splits[0].sizes)} samples. "
-            "Leave one of the two out."
-        )
-    if size > recipe.samples:
-        raise InputError(
-            f"A batch of {size} samples: "
-            f"the recipe {recipe.name!r} has {recipe.samples} training samples. "
-            "Use a smaller batch."
-        )
+    splits = splits_of(recipe, options.splits, options.batch_size, default=_some_splits)
     if options.learning_rate is None:
         recipe.require("learning_rates", by="superbatch survey without --lr")
-    name = options.optimizer or recipe.default_optimizer
-    if name not in recipe.offered:
-        raise InputError(
-            f"optimizer={name!r}: "
-            f"the recipe {recipe.name!r} does not offer it. "
-            f"Use one of {', '.join(recipe.offered)}."
-        )
+    name = offered_optimizer(recipe, options.optimizer)
     rate = options.learning_rate or recipe.learning_rates[name]
     optimizer = recipe.optimizers[name](recipe.model(0).parameters(), rate)
     Dial([optimizer], options.what)  # refuses an optimizer without the option
@@ -206,23 +108,17 @@ def settle(recipe: Recipe, options: Options) -> tuple[SurveySetting, list[Survey
     low, high = low if options.low is None else options.low, high if options.high is None else options.high
     values_of(options.what, low, high, options.updates)  # refuses what is no ramp
     setting = SurveySetting(options.what, low, high, options.updates, options.dtype, name, rate)
-    return setting, _plans(recipe, splits or _some_splits(size), include_wrong=options.include_wrong)
+    return setting, _plans(recipe, splits, include_wrong=options.include_wrong)
 
 
 def _check(options: Options) -> None:
-    for name in ("repeats", "updates", "threads", "batch_size"):
-        value = getattr(options, name)
-        if value is not None and (type(value) is not int or value < 1):
-            raise InputError(f"{name}={value!r} is no count. Give an integer of at least 1.")
+    check_counts(options, "repeats", "updates", "threads", "batch_size")
     if options.dtype not in PAIRED_TOLERANCES:
         raise InputError(
-            f"dtype={options.dtype!r}: "
-            "paired curves are held to the rounding of their dtype. "
-            f"Use one of {', '.join(PAIRED_TOLERANCES)}."
+            f"dtype={options.dtype!r}: paired curves are held to the rounding of their dtype. Use one of "
+            f"{', '.join(PAIRED_TOLERANCES)}."
         )
-    rate = options.learning_rate
-    if rate is not None and not (math.isfinite(rate) and rate > 0):
-        raise InputError(f"learning_rate={rate!r} is not positive. Give a number above 0.")
+    check_positive(options, "learning_rate")
 
 
 def _some_splits(size: int) -> list[Split]:
@@ -245,11 +141,10 @@ def _plans(recipe: Recipe, splits: Sequence[Split], *, include_wrong: bool) -> l
         longest = max(parts, key=lambda split: len(split.sizes), default=Split(f"{size}x1", (1,) * size))
         if len(longest.sizes) > 1:
             plans.append(SurveyArmPlan(longest, "missing 1/K", "wrong"))
-        others: list[tuple[int, SurveyWay]] = [(size // 10, "another batch"), (size // 2, "another batch")]
         plans += [
-            SurveyArmPlan(_whole(other), way, "wrong" if other < size // 2 else "other")
-            for other, way in others
-            if other >= 1
+            SurveyArmPlan(_whole(other), "another batch", "wrong" if other < size // 2 else "other")
+            for other in (size // 10, size // 2)
+            if other
         ]
     return plans
 
@@ -334,18 +229,7 @@ def _report(
         arms=arms,
         seconds=seconds,
         partial=partial,
-        versions={
-            "superbatch": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "platform": f"{platform.system()} {platform.machine()}",
-        },
-        command=_asked(options),
+        versions=versions(torch=torch.__version__),
+        command=asked(options),
         notes=(CAVEAT,),
     )
-
-
-def _asked(options: Options) -> dict[str, Any]:
-    values = {field.name: getattr(options, field.name) for field in fields(options)}
-    values["splits"] = options.splits if isinstance(options.splits, str | None) else ",".join(options.splits)
-    return {name: str(value) for name, value in values.items() if value is not None}

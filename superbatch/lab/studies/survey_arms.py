@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from superbatch.batch.tree import map_arrays
 from superbatch.results.survey import Survey, What
 from superbatch.torch.tuning.dial import Dial
 from superbatch.torch.tuning.lr_survey import lr_survey
@@ -24,7 +23,7 @@ from ..recipes import Recipe
 from ..report.surveys import SurveyClaim
 from .arms import UpdateFunction, accumulator_of, cut, mean_and_weight
 from .arms import update_function as update_of_comparison
-from .on_torch import orders
+from .on_torch import cast_batch, orders
 from .setting import ArmPlan, Setting
 from .splits import Split
 
@@ -42,26 +41,15 @@ HOW: dict[SurveyWay, str] = {
 
 @dataclass(frozen=True)
 class SurveyArmPlan:
-    """A split, and how it is surveyed.
+    """A split, and how it is surveyed."""
 
-    Attributes:
-        split: of the batch of one update.
-        way: how updates are made.
-        claim: what the arm says of itself.
-    """
-
-    split: Split
-    way: SurveyWay
-    claim: SurveyClaim
+    split: Split  # of the batch of one update
+    way: SurveyWay  # how updates are made
+    claim: SurveyClaim  # what the arm says of itself
 
     @property
     def name(self) -> str:
-        """The split, and the way where the split does not say it.
-
-        Examples:
-            >>> SurveyArmPlan(Split("2x5", (5, 5)), "missing 1/K", "wrong").name
-            '2x5 missing 1/K'
-        """
+        """The split, and the way where the split does not say it."""
         said = {"real batch again": " again", "missing 1/K": " missing 1/K"}
         return self.split.name + said.get(self.way, "")
 
@@ -73,42 +61,21 @@ class SurveyArmPlan:
 
 @dataclass(frozen=True)
 class SurveySetting:
-    """Setting common to all surveys of a study.
+    """Setting common to all surveys of a study."""
 
-    Attributes:
-        what: the option that is surveyed.
-        low: its first value.
-        high: its last value.
-        updates: points.
-        dtype: name of a torch dtype.
-        optimizer: one of the recipe's.
-        learning_rate: of the optimizer, where another option is surveyed.
-    """
-
-    what: What
-    low: float
-    high: float
-    updates: int
-    dtype: str
-    optimizer: str
-    learning_rate: float
+    what: What  # the option that is surveyed
+    low: float  # its first value
+    high: float  # its last value
+    updates: int  # points
+    dtype: str  # name of a torch dtype
+    optimizer: str  # one of the recipe's
+    learning_rate: float  # of the optimizer, where another option is surveyed
 
 
 def survey_seed(
     recipe: Recipe, setting: SurveySetting, arm: SurveyArmPlan, seed: int, *, tick: Tick = lambda: None
 ) -> Survey:
-    """Survey one arm from one seed.
-
-    Args:
-        recipe: what is trained.
-        setting: how.
-        arm: how the updates are made.
-        seed: of the initial weights and the order of the samples.
-        tick: called after each update.
-
-    Returns:
-        What was found; the random state of the caller is left alone.
-    """
+    """Survey one arm from one seed."""
     with torch.random.fork_rng(devices=[]):
         model = recipe.model(seed).to(getattr(torch, setting.dtype))
         optimizer = recipe.optimizers[setting.optimizer](model.parameters(), setting.learning_rate)
@@ -170,21 +137,8 @@ def _missing_divisor(
 
 def _batches(recipe: Recipe, setting: SurveySetting, arm: SurveyArmPlan, seed: int) -> Iterator[Any]:
     """As many batches as the ramp has points: those of every arm with this seed and batch size."""
-    drawn = Setting(
-        arms=(),
-        updates=setting.updates,
-        batch_size=arm.batch_size,
-        tail=None,
-        dtype=setting.dtype,
-        optimizer=setting.optimizer,
-        learning_rate=setting.learning_rate,
-    )
-    wanted = getattr(torch, setting.dtype)
-
-    def cast(leaf: Any) -> Any:
-        return leaf.to(wanted) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
+    drawn = Setting(setting.updates, arm.batch_size, setting.optimizer, setting.learning_rate)
     for indices in orders(recipe.samples, drawn, seed):
-        batch = map_arrays(cast, recipe.batch(indices))
+        batch = cast_batch(recipe.batch(indices), setting.dtype)
         unequal = arm.way == "accumulator" and not arm.split.equal
         yield Window(cut(batch, arm.split.sizes)) if unequal else batch

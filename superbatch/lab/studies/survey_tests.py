@@ -22,36 +22,17 @@ from ..report.comparison import FEWEST_RUNS, Equivalence
 from ..report.surveys import CurveTest
 from .statistics import ALPHA, smallest_gap, summarise, tost_welch
 
-FACTOR = 1.10
-"""Losses within 10 % of each other are alike."""
+FACTOR = 1.10  # losses within 10 % of each other are alike
 
-DECADES = 0.15
-"""Suggested rates within a factor of 1.41 of each other are alike."""
+DECADES = 0.15  # suggested rates within a factor of 1.41 of each other are alike
 
-SUGGESTING = 0.75
-"""Share of the surveys that must suggest a value, for the others may have lain elsewhere."""
+SUGGESTING = 0.75  # share of the surveys that must suggest a value, for the others may have lain elsewhere
 
-SHARE = 2 / 3
-"""Curves are compared up to this share of the value where the baseline is lowest."""
+SHARE = 2 / 3  # curves are compared up to this share of the value where the baseline is lowest
 
 
 def paired_difference(survey: Survey, real: Survey) -> float:
-    """The largest relative difference of two curves, up to the lowest point of the real one.
-
-    Args:
-        survey: in question.
-        real: from the same weights and samples.
-
-    Returns:
-        ``max |l - r| / |r|``; infinite where one ends before that point and the other does not.
-
-    Examples:
-        >>> from superbatch.tuning.survey import Sweep
-        >>> sweeps = [Sweep("lr", 1e-3, 1.0, 20) for _ in range(2)]
-        >>> _ = [sweep.add(loss) for sweep, loss in zip(sweeps * 2, (2.0, 2.1, 1.0, 1.0))]
-        >>> round(paired_difference(sweeps[1].report(), sweeps[0].report()), 3)
-        0.05
-    """
+    """Return ``max |l - r| / |r|`` up to the lowest point of `real`; infinite if one curve ends before."""
     end = 1 + real.smooth.index(min(real.smooth)) if real.smooth else 0
     if not end or len(survey.losses) < end:
         return math.inf
@@ -64,14 +45,8 @@ def curve_test(
 ) -> CurveTest | None:
     """Test that the loss is the baseline's within a factor, at every point before the lowest.
 
-    Args:
-        surveys: in question.
-        baseline: what they are compared with, on the same ramp.
-        factor: above 1.
-
-    Returns:
-        The test; None with fewer than `FEWEST_RUNS` of either, where a loss is not positive, so that it has
-        no logarithm, and where a baseline ended so early that no point counts.
+    None with fewer than `FEWEST_RUNS` of either, where a loss is not positive, so that it has no
+    logarithm, and where a baseline ended so early that no point counts.
     """
     if min(len(surveys), len(baseline)) < FEWEST_RUNS:
         return None
@@ -108,14 +83,7 @@ def suggestion_test(
 ) -> Equivalence | None:
     """Test that the suggested values are the baseline's within some decades.
 
-    Args:
-        surveys: in question.
-        baseline: what they are compared with, on the same ramp.
-        margin: in decades.
-
-    Returns:
-        The test, of the surveys that suggest a value; None with fewer than `FEWEST_RUNS` of either, and where
-        less than `SUGGESTING` of either do.
+    None with fewer than `FEWEST_RUNS` of either, and where less than `SUGGESTING` of either suggest a value.
     """
     found = [[value for value in decades_of(part) if value is not None] for part in (surveys, baseline)]
     for suggested, part in zip(found, (surveys, baseline), strict=True):
@@ -130,14 +98,7 @@ def suggestion_test(
 
 
 def decades_of(surveys: Sequence[Survey]) -> list[float | None]:
-    """Decimal logarithms of the suggestions; of a momentum, those of the updates it averages over.
-
-    Args:
-        surveys: any.
-
-    Returns:
-        One per survey, None where it suggests nothing.
-    """
+    """Decimal logarithms of the suggestions; of a momentum, those of the updates it averages over."""
     return [None if s.suggestion is None else math.log10(to_axis(s.what, s.suggestion)) for s in surveys]
 
 
