@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 
 from ..weights import Weight, Where, count_tokens
 
@@ -55,9 +55,7 @@ def softmax_loss(
     # Checked by the list of the type: one source for checker and message.
     if normalization not in get_args(Normalization):
         known = ", ".join(get_args(Normalization))
-        raise InputError(
-            explain(f"normalization={normalization!r}", f"Caffe knows {known}", "pass one of these")
-        )
+        raise InputError(f"normalization={normalization!r} is unknown. Pass one of {known}.")
     ignored = _IGNORE_NOTHING if ignore_label is None else ignore_label
     # "sum" first: each normalization is one division of it.
     total = torch.nn.functional.cross_entropy(scores, labels, ignore_index=ignored, reduction="sum")
@@ -94,11 +92,8 @@ def loss_weight(where: Where, *, ignore_label: int | None = None, average: Avera
     """
     if average not in get_args(Average):
         raise InputError(
-            explain(
-                f"average={average!r}",
-                "micro-batches count the same, or by their valid labels",
-                'pass average="caffe" or average="exact"',
-            )
+            f'average={average!r} is unknown. Pass average="caffe" (micro-batches count the same) or '
+            'average="exact" (they count by their valid labels).'
         )
     if average == "caffe":
         # A constant: the mean of means of micro-batches, as Caffe's iter_size makes it.

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from superbatch.caffe import SolverConfig
 from superbatch.caffe.config import float32
 from superbatch.caffe.rates import rate_schedule
-from superbatch.errors import InputError, OptimizerError, explain
+from superbatch.errors import InputError, OptimizerError
 
 from .rules import RULES
 
@@ -48,19 +48,13 @@ class CaffeOptimizer(Optimizer):
     def __init__(self, parameters: Iterable[Any], config: SolverConfig, *, clip: Clip = "caffe") -> None:
         if not isinstance(config, SolverConfig):
             raise InputError(
-                explain(
-                    f"a solver of type {type(config).__name__}",
-                    "its fields must be known",
-                    'pass superbatch.caffe.read_solver("solver.prototxt")',
-                )
+                f"A solver of type {type(config).__name__} has no known fields. Pass "
+                'superbatch.caffe.read_solver("solver.prototxt").'
             )
         if clip not in get_args(Clip):
             raise InputError(
-                explain(
-                    f"clip={clip!r}",
-                    "clip_gradients bounds the norm of the sum of a window, or of its mean",
-                    'pass clip="caffe" (the sum) or clip="mean"',
-                )
+                f"clip={clip!r} is unknown: clip_gradients bounds the norm of the sum of a window, or of its "
+                'mean. Pass clip="caffe" (the sum) or clip="mean".'
             )
         # Into the groups: torch saves groups in state_dict(), and a schedule may change each.
         defaults = {
@@ -88,7 +82,7 @@ class CaffeOptimizer(Optimizer):
             value = given.get(name, 1.0)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise InputError(
-                    explain(f"{name}={value!r}", "it multiplies the solver's number", "pass a number")
+                    f"{name}={value!r} is not a number, and it multiplies the solver's. Pass a number."
                 )
             given[name] = float32(float(value))
         # After the multiplier: the local rate is rate * lr_mult.
@@ -162,7 +156,8 @@ def _clip_factor(groups: list[dict[str, Any]]) -> Tensor | None:
     for gradient in gradients:
         if gradient.is_sparse:
             raise OptimizerError(
-                explain("a sparse gradient", "Caffe's solvers have none", "make the layer with sparse=False")
+                "The gradient is sparse, and Caffe's solvers take none that is. Make the layer with "
+                "sparse=False."
             )
     largest = groups[0]["max_norm"]
     if largest is None or not gradients:
