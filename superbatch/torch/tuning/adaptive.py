@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 from superbatch.results.noise import Noise
 from superbatch.tuning.adaptive import Controller
 from superbatch.tuning.adascale import AdaScale
@@ -95,11 +95,8 @@ class AdaptiveBatch:
     ) -> None:
         if rule == "gain":
             raise InputError(
-                explain(
-                    'rule="gain"',
-                    "the noise changes between two changes of the batch, and the rate would wander off",
-                    "use AdaScaleRate, whose gain is always that over one base batch",
-                )
+                'rule="gain" would let the rate wander off, because the noise changes between two changes '
+                "of the batch. Use AdaScaleRate, whose gain is always that over one base batch."
             )
         self._optimizer, self._steps, self._scheduler = optimizer, steps, scheduler
         self._rule: Rule = rule

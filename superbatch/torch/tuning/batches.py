@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 from superbatch.schedule import Schedule
 from superbatch.window import windows
 
@@ -74,11 +74,9 @@ class Batches:
             self._taken += 1
             return batch
         raise InputError(
-            explain(
-                "batches of which there is none" + (" the second time" if self.epochs > 1 else ""),
-                "a survey makes one update per point, and begins again where batches end",
-                "pass a loader that is not empty, or a function that makes a new iterator for each call",
-            )
+            f"The batches are empty{' the second time' if self.epochs > 1 else ''}, and a survey makes one "
+            "update per point. Pass a loader that is not empty, or a function that makes a new iterator for "
+            "each call."
         )
 
     def close(self) -> None:
@@ -161,12 +159,10 @@ def _beginner(batches: Any) -> Callable[[], Iterable[Any]]:
     # Iterator before Iterable: every iterator is iterable.
     if isinstance(batches, Iterator):
         raise InputError(
-            explain(
-                f"batches that are an iterator ({type(batches).__name__})",
-                "what a survey takes from it is lost to the training, and it cannot be begun with again",
-                "pass the DataLoader or list itself (accumulation_steps=K makes windows of it), or a "
-                "function that returns a new iterator: lambda: windows(loader, 8)",
-            )
+            f"The batches are an iterator ({type(batches).__name__}): what a survey takes from it is lost to "
+            "the training, and it cannot be begun with again. Pass the DataLoader or list itself "
+            "(accumulation_steps=K makes windows of it), or a function that returns a new iterator: lambda: "
+            "windows(loader, 8)."
         )
     if isinstance(batches, Iterable):
         return lambda: batches
@@ -174,9 +170,6 @@ def _beginner(batches: Any) -> Callable[[], Iterable[Any]]:
         make: Callable[[], Any] = batches
         return make
     raise InputError(
-        explain(
-            f"batches of type {type(batches).__name__}",
-            "a survey iterates over them",
-            "pass a DataLoader, a list of batches, or a function that returns an iterator",
-        )
+        f"Batches of type {type(batches).__name__} cannot be iterated over again and again. Pass a "
+        "DataLoader, a list of batches, or a function that returns an iterator."
     )

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from superbatch.errors import OptimizerError, explain
+from superbatch.errors import OptimizerError
 from superbatch.results.survey import What
 
 RANGES: dict[What, tuple[float, float]] = {"momentum": (0.0, 0.999), "weight_decay": (1e-6, 1.0)}
@@ -47,11 +47,9 @@ class Dial:
         # Before anything is set: a survey changes all groups or none.
         if any(_key(group, what) not in group for group in self._groups):
             raise OptimizerError(
-                explain(
-                    f"a survey of what={what!r} with {', '.join(type(o).__name__ for o in optimizers)}",
-                    "a parameter group has no such option",
-                    'survey what="lr", or use an optimizer that has it',
-                )
+                f"A parameter group of {', '.join(type(o).__name__ for o in optimizers)} has no option "
+                f"{what!r} to survey. "
+                'Survey what="lr", or use an optimizer that has it.'
             )
         # Momentum is not scaled by ratio: 0.9 and 0.45 are no halves of one thing.
         self.ratios = (1.0,) * len(self._groups) if what == "momentum" else _ratios(self._groups, what)

@@ -11,7 +11,7 @@ import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 from superbatch.integers import positive_int
 from superbatch.tuning.growing import GrowingBatch
 
@@ -128,11 +128,8 @@ class GrowBatch:
         for group in self._optimizer.param_groups:
             if "momentum" not in group:
                 raise InputError(
-                    explain(
-                        f"a schedule for momentum {momentum} and {type(self._optimizer).__name__}",
-                        "it has no momentum to change",
-                        "leave momentum= out, or train with SGD",
-                    )
+                    f"The schedule is for momentum {momentum}, and {type(self._optimizer).__name__} has none "
+                    "to change. Leave momentum= out, or train with SGD."
                 )
         for group in self._optimizer.param_groups:
             group["momentum"] = momentum
@@ -146,11 +143,8 @@ def _require_temperature(optimizer: Optimizer, temperature: str) -> None:
     ):
         if isinstance(optimizer, kinds) and temperature != name:
             raise InputError(
-                explain(
-                    f'a schedule with temperature="{temperature}" for {type(optimizer).__name__}',
-                    law,
-                    f'make it with grow_batch(..., temperature="{name}")',
-                )
+                f'A schedule with temperature="{temperature}" does not fit {type(optimizer).__name__}: '
+                f'{law}. Make it with grow_batch(..., temperature="{name}").'
             )
 
 
@@ -191,11 +185,8 @@ class _Simulated:
         # Relative: rates of 1e-6 differ by less than 1e-9 in rounding alone.
         if max(found) - min(found) > 1e-9 * max(map(abs, found)):
             raise InputError(
-                explain(
-                    f"a scheduler that multiplies the rates of groups by {found}",
-                    "there is one batch for all of them",
-                    "give one factor, as a function of the samples seen",
-                )
+                f"The scheduler multiplies the rates of groups by {found}, and there is one batch for all of "
+                "them. Give one factor, as a function of the samples seen."
             )
         return found[0]
 
@@ -203,20 +194,14 @@ class _Simulated:
 def _throwaway(scheduler: Any) -> LRScheduler:
     if isinstance(scheduler, ReduceLROnPlateau):
         raise InputError(
-            explain(
-                "a ReduceLROnPlateau",
-                "its rate depends on losses that are not known beforehand",
-                "pass a scheduler that depends on the number of its steps alone",
-            )
+            "The rate of a ReduceLROnPlateau depends on losses that are not known beforehand. Pass a "
+            "scheduler that depends on the number of its steps alone."
         )
     if not isinstance(scheduler, LRScheduler):
         if not callable(scheduler):
             raise InputError(
-                explain(
-                    f"a scheduler of type {type(scheduler).__name__}",
-                    "it cannot be simulated",
-                    "pass a torch scheduler, or a function that makes one for an optimizer",
-                )
+                f"A scheduler of type {type(scheduler).__name__} cannot be simulated. Pass a torch "
+                "scheduler, or a function that makes one for an optimizer."
             )
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9)
         return _throwaway(scheduler(optimizer))
@@ -224,11 +209,8 @@ def _throwaway(scheduler: Any) -> LRScheduler:
     stepped = max(getattr(each, "last_epoch", 0) for each in schedulers_of(scheduler))
     if stepped > 0:
         raise InputError(
-            explain(
-                f"a scheduler after {stepped} steps",
-                "the batch grows from the start of the schedule",
-                "pass a new one",
-            )
+            f"The scheduler has made {stepped} steps, and the batch grows from the start of the schedule. "
+            "Pass a new one."
         )
     # Parameters of one element: the copy needs groups, not weights.
     groups = [

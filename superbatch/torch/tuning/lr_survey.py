@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from superbatch.errors import InputError, NonFiniteError, explain
+from superbatch.errors import InputError, NonFiniteError
 from superbatch.results.survey import Survey, What
 from superbatch.results.update import Update
 from superbatch.schedule import Schedule
@@ -140,11 +140,8 @@ def _point(
     # A batch without weight has no loss, so the curve would have a hole.
     if not update.weight and update.skipped is not None:
         raise InputError(
-            explain(
-                "a batch without weight in a survey",
-                "it has no loss",
-                "survey on batches in which something counts",
-            )
+            "A batch of the survey has no weight, so it has no loss. Survey on batches in which something "
+            "counts."
         )
     # E.g. an overflow of the scaler: the point is kept, and listed as skipped.
     if not update.made:
@@ -161,9 +158,5 @@ def _as_accumulator(given: Any) -> Accumulator | WholeBatch:
     if isinstance(given, Sequence) and len(given) == 3:
         return Accumulator(*given)
     raise InputError(
-        explain(
-            f"a survey of a {type(given).__name__}",
-            "its updates are those of an accumulator",
-            "pass an Accumulator, or (model, optimizer, loss_fn)",
-        )
+        f"A {type(given).__name__} cannot be surveyed. Pass an Accumulator, or (model, optimizer, loss_fn)."
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from superbatch.errors import InputError, OptimizerError, explain
+from superbatch.errors import InputError, OptimizerError
 from superbatch.results.noise import Noise
 from superbatch.results.scaling import Scaling
 from superbatch.tuning.noise_range import noise_range
@@ -71,23 +71,16 @@ def rescale(
     """
     if not isinstance(optimizer, Optimizer):
         raise InputError(
-            explain(
-                f"an optimizer of type {type(optimizer).__name__}",
-                "it has no groups to scale",
-                "pass a torch one",
-            )
+            f"An optimizer of type {type(optimizer).__name__} has no groups to scale. Pass a torch one."
         )
     schedulers = schedulers_of(scheduler)
     _require_schedulers(optimizer, schedulers)
     known = isinstance(optimizer, SGD | Adam | AdamW)
     if not known and rule is None:
         raise OptimizerError(
-            explain(
-                f"an optimizer of type {type(optimizer).__name__}",
-                "no rule is known for its settings",
-                'name one for the rate alone: rule="sqrt" for optimizers of Adam\'s kind, rule="linear" for '
-                "those of SGD's",
-            )
+            f"No rule is known for the settings of an optimizer of type {type(optimizer).__name__}. "
+            'Name one for the rate alone: rule="sqrt" for optimizers of the kind of Adam, rule="linear" for '
+            "those of the kind of SGD."
         )
     _positive("from_batch", from_batch)
     kappa = _positive("to_batch", to_batch) / from_batch
@@ -110,11 +103,8 @@ def rescale(
         # Schedulers keep one base rate for each group, and others for all.
         if len(rates) > 1:
             raise InputError(
-                explain(
-                    f"groups whose rates change by different factors ({sorted(rates)}), and a scheduler",
-                    "it keeps some rates for all groups",
-                    "name one rule for all of them",
-                )
+                f"The rates of groups change by different factors ({sorted(rates)}), and the scheduler keeps "
+                "some rates for all groups. Name one rule for all of them."
             )
     # From here on nothing can fail.
     for change in changes:
@@ -290,20 +280,14 @@ def _require_schedulers(optimizer: Optimizer, schedulers: Iterable[Any]) -> None
         # By identity: the rates of another optimizer would be changed.
         if getattr(each, "optimizer", None) is not optimizer:
             raise InputError(
-                explain(
-                    f"a scheduler of type {type(each).__name__}",
-                    "it does not belong to this optimizer",
-                    "pass the scheduler that was made with it",
-                )
+                f"The scheduler of type {type(each).__name__} does not belong to this optimizer. Pass the "
+                "scheduler that was made with it."
             )
     # initial_lr is left by the constructor of every torch scheduler.
     if not schedulers and any("initial_lr" in group for group in optimizer.param_groups):
         raise InputError(
-            explain(
-                "an optimizer whose rate a scheduler sets",
-                "the scheduler would undo the change, or a part of it, when it is stepped next",
-                "pass it too: rescale(..., scheduler=scheduler)",
-            )
+            "A scheduler sets the rate of this optimizer and would undo the change, or a part of it, when "
+            "it is stepped next. Pass it too: rescale(..., scheduler=scheduler)."
         )
 
 
@@ -323,5 +307,5 @@ def _scale_scheduler(scheduler: Any, rates: set[float]) -> None:
 def _positive(name: str, value: float) -> float:
     number = isinstance(value, Real) and not isinstance(value, bool)
     if not number or not 0 < value < float("inf"):
-        raise InputError(explain(f"{name}={value!r}", "it is a number of samples", "pass a positive number"))
+        raise InputError(f"{name}={value!r} is no number of samples. Pass a positive number.")
     return value

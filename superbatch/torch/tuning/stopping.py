@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from superbatch.batch.tree import count_samples
-from superbatch.errors import InputError, NonFiniteError, OptimizerError, explain
+from superbatch.errors import InputError, NonFiniteError, OptimizerError
 from superbatch.integers import positive_int
 from superbatch.noise.meter import estimate
 from superbatch.results.stopping import StoppedUpdate
@@ -91,14 +91,12 @@ def update_until(
         if stopped or seen.count >= most:
             break
     if not seen.count:
-        raise InputError(
-            explain("an iterator without micro-batches", "the data have ended", "make a new one")
-        )
+        raise InputError("The iterator has no more micro-batches. Make a new one.")
     # The norm of the sum: one infinity anywhere shows.
     norm = norm_of(seen.sums)
     if norm is None or not math.isfinite(float(norm)):
         raise NonFiniteError(
-            explain("a gradient that is not finite, or none at all", "no update was made", "look at the loss")
+            "There is no gradient, or one that is not finite, and no update was made. Check the loss."
         )
     # By the planned weight and not by that of this window: this is what keeps it unbiased.
     _update(optimizer, parameters, [None if g is None else g / planned for g in seen.sums])
@@ -167,31 +165,23 @@ def _check(model: nn.Module, optimizer: Optimizer, reduction: str, planned: floa
     # The mean of a window that stops by its own noise is biased.
     if reduction != "sum":
         raise InputError(
-            explain(
-                f"reduction={reduction!r} for a window that ends when its gradient is good enough",
-                "the mean over such a window is biased: it ends early where the noise agrees with the signal",
-                'use reduction="sum" with a loss summed over samples, or choose windows from past ones with '
-                "superbatch.tuning.adaptive.Controller",
-            )
+            f"reduction={reduction!r} is biased in a window that ends when its gradient is good enough: it "
+            'ends early where the noise agrees with the signal. Use reduction="sum" with a loss summed over '
+            "samples, or choose windows from past ones with superbatch.tuning.adaptive.Controller."
         )
     if not isinstance(optimizer, SGD):
         raise OptimizerError(
-            explain(
-                f"{type(optimizer).__name__} for a window that ends when its gradient is good enough",
-                "only the sum is unbiased, and this optimizer may forget the length of a gradient",
-                "use torch.optim.SGD, or superbatch.tuning.adaptive.Controller",
-            )
+            f"{type(optimizer).__name__} may forget the length of a gradient, and in a window that ends when "
+            "its gradient is good enough only the sum is unbiased. Use torch.optim.SGD, or "
+            "superbatch.tuning.adaptive.Controller."
         )
     for name, value in (("planned", planned), ("target", target)):
         if isinstance(value, bool) or not 0 < value < math.inf:
-            raise InputError(explain(f"{name}={value!r}", "it is a positive number", "pass one"))
+            raise InputError(f"{name}={value!r} is not a positive number. Pass one.")
     if find_sync([model]).shared:
         raise InputError(
-            explain(
-                "a model on several ranks",
-                "each rank would end its window by itself",
-                "use superbatch.torch.tuning.controller, whose windows are one length on all ranks",
-            )
+            "The model is on several ranks, each of which would end its window by itself. Use "
+            "superbatch.torch.tuning.controller, whose windows are one length on all ranks."
         )
     # Ghost statistics would change with the length of the window.
     norms.refuse(norms.find_batchnorms([model]))
