@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from superbatch.errors import WindowError, explain
+from superbatch.errors import WindowError
 
 from .participants.buffer_gradients import BufferGradientSum
 from .transaction import Transaction
@@ -24,11 +24,8 @@ def keep_or_drop(window: Transaction, index: int, *, again: bool) -> None:
     # After a second backward the first one's gradient is already in the sum.
     if again:
         raise WindowError(
-            explain(
-                f"a second backward for micro-batch {index}",
-                'with nonfinite="skip_microbatch" a micro-batch is kept or left out as a whole',
-                "add its losses and call backward once",
-            )
+            f'Micro-batch {index} had a second backward, and nonfinite="skip_microbatch" keeps or leaves out '
+            "a micro-batch as a whole. Add its losses and call backward once."
         )
     # With a finite loss an infinite gradient is the scaler's overflow: it must reach the scaler.
     losses = progress.losses

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from superbatch.batch.split import TokenBudget
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 
 from ..devices import resolved
 from ..options import ClipValue, Split
@@ -33,20 +33,13 @@ def check_types(loss_fn: object, microbatch_size: object, gradient_sum: object) 
     # Before anything calls it: a string or a loss value would fail in the first window.
     if loss_fn is not None and not callable(loss_fn):
         raise InputError(
-            explain(
-                f"loss_fn of type {type(loss_fn).__name__}",
-                "it is called with each micro-batch",
-                "pass a function microbatch -> loss",
-            )
+            f"loss_fn of type {type(loss_fn).__name__} cannot be called. Pass a function microbatch -> loss."
         )
     check_loss_fn(loss_fn)
     if not is_size(microbatch_size) and not isinstance(microbatch_size, TokenBudget):
         raise InputError(
-            explain(
-                f"microbatch_size={microbatch_size!r}",
-                "a micro-batch has a whole number of samples, at least one",
-                'pass a positive int, a TokenBudget, "auto", "largest", or None for one piece',
-            )
+            f"microbatch_size={microbatch_size!r} is no size of a micro-batch. Pass a positive int, a "
+            'TokenBudget, "auto", "largest", or None for one piece.'
         )
     # An integer dtype would round each gradient to whole numbers.
     floating = isinstance(gradient_sum, torch.dtype) and gradient_sum.is_floating_point
@@ -112,20 +105,14 @@ def check_auto(
     """
     if loss_fn is None:
         raise InputError(
-            explain(
-                f"microbatch_size={mode!r} without loss_fn",
-                "how much memory a micro-batch needs is found out by running its loss",
-                "pass loss_fn, or a number of samples",
-            )
+            f"microbatch_size={mode!r} runs loss_fn to find how much memory a micro-batch needs, and there "
+            "is none. Pass loss_fn, or a number of samples."
         )
     # Frozen statistics do not depend on the size, so "auto" is allowed with them.
     if batchnorm == "per_microbatch":
         raise InputError(
-            explain(
-                f"microbatch_size={mode!r} with GhostBatchNorm",
-                "BatchNorm would normalise over as many samples as happen to fit, another function each time",
-                "state the number of samples",
-            )
+            f"microbatch_size={mode!r} with GhostBatchNorm would normalise over as many samples as happen to "
+            "fit, another function each time. State the number of samples."
         )
     return loss_fn
 
@@ -153,11 +140,8 @@ def as_device(device: object, owned: list[ManagedParameter]) -> torch.device | N
     # torch raises AssertionError for CUDA in a build without it.
     except (RuntimeError, TypeError, AssertionError) as error:
         raise InputError(
-            explain(
-                f"device={device!r}",
-                f"it is no device that torch has here ({str(error).partition(chr(10))[0]})",
-                'pass "auto", a torch.device, its name, or None',
-            )
+            f"device={device!r} is no device that torch has here ({str(error).partition(chr(10))[0]}). Pass "
+            '"auto", a torch.device, its name, or None.'
         ) from error
 
 
@@ -178,11 +162,8 @@ def as_schedulers(scheduler: Any) -> tuple[Any, ...]:
     for one in schedulers:
         if not callable(getattr(one, "step", None)):
             raise InputError(
-                explain(
-                    f"scheduler of type {type(one).__name__}",
-                    "a scheduler is stepped once per update",
-                    "pass a torch.optim.lr_scheduler, a list of them, or None",
-                )
+                f"A scheduler of type {type(one).__name__} has no step(). Pass a torch.optim.lr_scheduler, a "
+                "list of them, or None."
             )
     return schedulers
 
@@ -201,11 +182,8 @@ def check_scaler(scaler: Any) -> Any:
     if scaler is None or all(callable(getattr(scaler, name, None)) for name in needed):
         return scaler
     raise InputError(
-        explain(
-            f"scaler of type {type(scaler).__name__}",
-            "losses are scaled and gradients unscaled by it",
-            "pass a torch.amp.GradScaler or None",
-        )
+        f"A scaler of type {type(scaler).__name__} cannot scale losses and unscale gradients. Pass a "
+        "torch.amp.GradScaler or None."
     )
 
 
@@ -221,7 +199,7 @@ def check_bool(value: object, name: str) -> bool:
     """
     if isinstance(value, bool):
         return value
-    raise InputError(explain(f"{name}={value!r}", "it is switched on or off", "pass True or False"))
+    raise InputError(f"{name}={value!r} is not a bool. Pass True or False.")
 
 
 def check_callable(value: Any, name: str, wanted: str) -> Any:
@@ -273,11 +251,8 @@ def check_state(state: object) -> Mapping[str, Any]:
             check_structure(state["window"])
         return state
     raise InputError(
-        explain(
-            f"a state of type {type(state).__name__}",
-            "it was not made by Accumulator.state_dict() of this version",
-            "pass what state_dict() returned",
-        )
+        f"A state of type {type(state).__name__} was not made by Accumulator.state_dict() of this version. "
+        "Pass what state_dict() returned."
     )
 
 
@@ -329,11 +304,7 @@ def check_combinations(config: Config, *, gradient_sum: object) -> None:
     # torch clips elementwise by clamp, which complex tensors do not have.
     if isinstance(step.clip, ClipValue) and any(entry.parameter.is_complex() for entry in config.owned):
         raise InputError(
-            explain(
-                "ClipValue with complex parameters",
-                "complex numbers have no order",
-                "use max_grad_norm",
-            )
+            "ClipValue cannot clip complex parameters, whose numbers have no order. Use max_grad_norm."
         )
 
 
@@ -358,9 +329,6 @@ def _check_in_step(config: Config) -> None:
 def without_loss_fn() -> InputError:
     """Return the error for a batch where the loss is not known."""
     return InputError(
-        explain(
-            "a batch for an Accumulator without loss_fn",
-            "it does not know the loss",
-            "pass loss_fn, or own the loop: `with accumulator.window(batch) as window: ...`",
-        )
+        "This Accumulator was given a batch and has no loss_fn. Pass loss_fn, or own the loop: `with "
+        "accumulator.window(batch) as window: ...`."
     )

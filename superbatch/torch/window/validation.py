@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from superbatch.errors import InputError, OptimizerError, explain
+from superbatch.errors import InputError, OptimizerError
 
 from .participant import no_savepoint
 from .participants.gradient_sum import LOW_PRECISION, ManagedParameter, steps_in_backward
@@ -36,11 +36,7 @@ def as_models(model: object) -> tuple[nn.Module, ...]:
     # After the pipelines, whose stages may be modules and whose schedules are not.
     if not models or not all(isinstance(m, nn.Module) for m in models):
         raise InputError(
-            explain(
-                f"model of type {_types(models)}",
-                "gradients are accumulated for the parameters of torch modules",
-                "pass a torch.nn.Module, or a list of them",
-            )
+            f"A model of type {_types(models)} is no torch module. Pass a torch.nn.Module, or a list of them."
         )
     return models
 
@@ -58,23 +54,17 @@ def as_optimizers(optimizer: object) -> tuple[Optimizer, ...]:
     optimizers: tuple[Any, ...] = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
     if not optimizers or not all(isinstance(o, Optimizer) for o in optimizers):
         raise OptimizerError(
-            explain(
-                f"optimizer of type {_types(optimizers)}",
-                "an update is made by torch optimizers",
-                "pass a torch.optim.Optimizer, or a list of them",
-            )
+            f"An optimizer of type {_types(optimizers)} is none of torch. Pass a torch.optim.Optimizer, or a "
+            "list of them."
         )
     for one in optimizers:
         # The class's signature: an instance may have a scheduler's wrapper without it.
         closure = inspect.signature(type(one).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise OptimizerError(
-                explain(
-                    f"the optimizer {type(one).__name__}, whose step needs a closure",
-                    "it evaluates the loss several times per update, each time over the whole batch, "
-                    "which one pass over micro-batches cannot give it",
-                    "use an optimizer that steps on gradients (SGD, AdamW, ...)",
-                )
+                f"The step of the optimizer {type(one).__name__} needs a closure that evaluates the loss of "
+                "the whole batch several times per update, and micro-batches are evaluated once. Use an "
+                "optimizer that steps on gradients (SGD, AdamW, ...)."
             )
     return optimizers
 
@@ -100,11 +90,9 @@ def own_parameters(
                 # A set by identity: tensors hash so.
                 if target in seen:
                     raise OptimizerError(
-                        explain(
-                            f"a parameter in two optimizers ({names.get(target, 'outside the model')!r})",
-                            "one window makes one update of each parameter",
-                            "give each parameter to one optimizer",
-                        )
+                        f"Two optimizers have the parameter {names.get(target, 'outside the model')!r}, and "
+                        "one window makes one update of each parameter. Give each parameter to one "
+                        "optimizer."
                     )
                 seen.add(target)
                 # With masters the optimizer's tensor is the copy, and gradients arrive at the parameter.
@@ -118,22 +106,15 @@ def own_parameters(
     unused = [parameter for parameter, master in (masters or {}).items() if master not in seen]
     if unused and masters:
         raise OptimizerError(
-            explain(
-                f"a master of {names.get(unused[0], 'a frozen parameter')!r} that no optimizer updates",
-                "the parameter would not be updated through it",
-                "make the optimizer over masters.values(), not over model.parameters()",
-            )
+            f"No optimizer updates the master of {names.get(unused[0], 'a frozen parameter')!r}. Make the "
+            "optimizer over masters.values(), not over model.parameters()."
         )
     # Typical: the optimizer was made before model.to(), or of another model.
     if not any(entry.parameter in names for entry in owned):
         raise OptimizerError(
-            explain(
-                f"an optimizer over {len(seen)} tensors and a model with {len(names)} trainable parameters",
-                "none of them is a parameter of the model that needs a gradient, so no update could "
-                "change the model",
-                "make the optimizer with model.parameters(), or pass MasterWeights(optimizer, masters) for "
-                "float32 copies",
-            )
+            f"None of the {len(seen)} tensors of the optimizer is one of the {len(names)} trainable "
+            "parameters of the model, so no update could change it. Make the optimizer with "
+            "model.parameters(), or pass MasterWeights(optimizer, masters) for float32 copies."
         )
     for entry in owned:
         # torch's own mark, set by _apply_optimizer_in_backward.
@@ -248,9 +229,7 @@ def check_positive(value: object, name: str) -> float | None:
         return None
     # `not value > 0` is true for NaN as well, and refuses 0.
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or math.isnan(value):
-        raise InputError(
-            explain(f"{name}={value!r}", "a limit is a positive number", "pass a positive float or None")
-        )
+        raise InputError(f"{name}={value!r} is not a positive number. Pass a positive float or None.")
     return float(value)
 
 
@@ -270,7 +249,7 @@ def check_choice(value: object, name: str, choices: Any) -> Any:
     if isinstance(value, str) and value in allowed:
         return value
     listed = ", ".join(repr(choice) for choice in allowed)
-    raise InputError(explain(f"{name}={value!r}", "it is not one of the choices", f"pass one of {listed}"))
+    raise InputError(f"{name}={value!r} is unknown. Pass one of {listed}.")
 
 
 def check_momentum(step_optimizers: Sequence[Optimizer], **conflicts: object) -> None:
@@ -288,21 +267,15 @@ def check_momentum(step_optimizers: Sequence[Optimizer], **conflicts: object) ->
         reason = next(filter(None, map(_not_linear, optimizer.param_groups)), None)
     if reason:
         raise OptimizerError(
-            explain(
-                f'gradient_sum="momentum" with {type(optimizer).__name__}',
-                reason,
-                "leave gradient_sum out",
-            )
+            f'gradient_sum="momentum" cannot be used with {type(optimizer).__name__}: {reason}. Leave '
+            "gradient_sum out."
         )
     # Options that need the gradient as a whole.
     for name, value in conflicts.items():
         if value:
             raise InputError(
-                explain(
-                    f'gradient_sum="momentum" with {name}',
-                    "the gradient of the batch never exists on its own, so it cannot be looked at or changed",
-                    f"leave out gradient_sum, or {name}",
-                )
+                f'gradient_sum="momentum" cannot be used with {name}, because the gradient of the batch '
+                f"never exists on its own to be read or changed. Leave out gradient_sum, or {name}."
             )
 
 
@@ -347,13 +320,8 @@ def _parameters_by_target(
         known = parameter in names or (isinstance(parameter, Tensor) and not parameter.requires_grad)
         if not known or not isinstance(master, Tensor) or not _holds(master, parameter):
             raise InputError(
-                explain(
-                    "masters with an entry that is no trainable parameter of the model and a copy of its "
-                    "shape in its dtype or a wider one",
-                    "a master is the copy, in a wider dtype, that the optimizer updates in place of a "
-                    "parameter",
-                    "make them with fp32_masters(model)",
-                )
+                "masters has an entry that does not map a trainable parameter of the model to a copy of its "
+                "shape, in its dtype or a wider one. Make them with fp32_masters(model)."
             )
     return {master: parameter for parameter, master in masters.items()}
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
-from superbatch.errors import CoupledSamplesError, explain
+from superbatch.errors import CoupledSamplesError
 from superbatch.torch.checks.coupling import uses_batch_statistics
 from superbatch.torch.devices import in_float64
 
@@ -63,15 +63,12 @@ def refuse(batchnorms: dict[str, _BatchNorm]) -> None:
             f" and {len(coupled) - 3} more" if coupled[3:] else ""
         )
         raise CoupledSamplesError(
-            explain(
-                f"a model with BatchNorm in training mode ({named})",
-                "it normalises a sample by the other samples of what it sees, so micro-batches do not "
-                "give the gradient of the batch",
-                "choose superbatch.torch.WholeBatch (the batch's own statistics, exact), "
-                "participants=[FrozenBatchNorm()] (running statistics, exact), or "
-                "participants=[GhostBatchNorm()] (another function: normalised per micro-batch, running "
-                "statistics pooled over the batch)",
-            )
+            f"The model has BatchNorm in training mode ({named}), which normalises a sample by the other "
+            "samples that it sees, so micro-batches do not give the gradient of the batch. Choose "
+            "superbatch.torch.WholeBatch (the batch's own statistics, exact), "
+            "participants=[FrozenBatchNorm()] (running statistics, exact), or "
+            "participants=[GhostBatchNorm()] (another function: normalised per micro-batch, running "
+            "statistics pooled over the batch)."
         )
 
 
@@ -104,11 +101,9 @@ class Frozen:
         for path, module in batchnorms.items():
             if module.running_mean is None:
                 raise CoupledSamplesError(
-                    explain(
-                        f"FrozenBatchNorm and {path!r}, a BatchNorm without running statistics",
-                        "it normalises with what it sees in evaluation mode too",
-                        "give it track_running_stats=True, or replace it by GroupNorm or LayerNorm",
-                    )
+                    f"FrozenBatchNorm cannot freeze {path!r}, a BatchNorm without running statistics: it "
+                    "normalises with what it sees in evaluation mode too. Give it track_running_stats=True, "
+                    "or replace it by GroupNorm or LayerNorm."
                 )
         self._modules = list(batchnorms.values())
         self._training: list[bool] = []
@@ -165,11 +160,9 @@ class Pooled:
         # A forward that communicates deadlocks where one rank has 3 micro-batches and another 2.
         if sync.shared and any(isinstance(module, nn.SyncBatchNorm) for module in batchnorms.values()):
             raise CoupledSamplesError(
-                explain(
-                    "GhostBatchNorm with SyncBatchNorm",
-                    "it communicates in every forward, but ranks may have different numbers of micro-batches",
-                    "use BatchNorm: its running statistics are pooled over the ranks here",
-                )
+                "GhostBatchNorm cannot be used with SyncBatchNorm, which communicates in every forward, "
+                "because ranks may have different numbers of micro-batches. Use BatchNorm: its running "
+                "statistics are pooled over the ranks here."
             )
         self._sync = sync
         self._modules = [module for module in batchnorms.values() if module.track_running_stats]
