@@ -12,7 +12,7 @@ import struct
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..errors import InputError, explain
+from ..errors import InputError
 from .text_format import Message
 
 SolverType = Literal["SGD", "Nesterov", "AdaGrad", "RMSProp", "AdaDelta", "Adam"]
@@ -113,16 +113,16 @@ class SolverConfig:
         for name in FLOATS:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise _refused(f"{name}={value!r}", "it is no number", "pass a float")
+                raise InputError(f"{name}={value!r} is no number. Pass a float.")
             object.__setattr__(self, name, float32(float(value)))
         for name in INTS:
             value = getattr(self, name)
             if type(value) is not int:
-                raise _refused(f"{name}={value!r}", "it is no whole number", "pass an int")
+                raise InputError(f"{name}={value!r} is no whole number. Pass an int.")
         found = violation({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
         if found is not None:
             given = f"{found.field}={getattr(self, found.field)!r}"
-            raise _refused(given, found.wrong, found.do)
+            raise InputError(f"{given} is not allowed: {found.wrong}. {found.do}.")
 
 
 FLOATS = (
@@ -159,7 +159,7 @@ class Violation:
     Attributes:
         field: the field that is wrong, or missing.
         wrong: why.
-        do: the remedy.
+        do: the remedy, as a sentence without its full stop.
         because: the field that asks for it, where another one does.
     """
 
@@ -197,7 +197,7 @@ def _choices(values: dict[str, Any]) -> Violation | None:
     for name, known in choices.items():
         if values[name] not in known:
             wrong = f"Caffe knows {', '.join(known)}"
-            return Violation(name, wrong, f'write one of these, such as "{known[0]}"')
+            return Violation(name, wrong, f'Write one of these, such as "{known[0]}"')
     return None
 
 
@@ -205,12 +205,12 @@ def _numbers(values: dict[str, Any]) -> Violation | None:
     for name in FLOATS:
         value = values[name]
         if math.isnan(value) or (math.isinf(value) and name != "clip_gradients"):
-            return Violation(name, "every weight would become NaN", "write a finite number")
+            return Violation(name, "every weight would become NaN", "Write a finite number")
     for name in ("iter_size", "average_loss"):
         if values[name] < 1:
-            return Violation(name, "at least 1 is needed", "write 1 or more")
+            return Violation(name, "at least 1 is needed", "Write 1 or more")
     if values["max_iter"] < 0:
-        return Violation("max_iter", "updates are counted from 0", "write 0 or more")
+        return Violation("max_iter", "updates are counted from 0", "Write 0 or more")
     return None
 
 
@@ -218,15 +218,15 @@ def _policy(values: dict[str, Any]) -> Violation | None:
     policy = values["lr_policy"]
     if policy in ("step", "sigmoid") and values["stepsize"] < 1:
         return Violation(
-            "stepsize", f'lr_policy "{policy}" needs one above 0', "write stepsize: and updates", "lr_policy"
+            "stepsize", f'lr_policy "{policy}" needs one above 0', "Write stepsize: and updates", "lr_policy"
         )
     if policy not in ("fixed", "poly") and values["gamma"] < 0:
-        return Violation("gamma", f'lr_policy "{policy}" needs 0 or more', "write a gamma of 0 or more")
+        return Violation("gamma", f'lr_policy "{policy}" needs 0 or more', "Write a gamma of 0 or more")
     if policy == "poly" and values["max_iter"] < 1:
         return Violation(
             "max_iter",
             'lr_policy "poly" ends there',
-            "write max_iter: and the number of updates",
+            "Write max_iter: and the number of updates",
             "lr_policy",
         )
     return None
@@ -235,14 +235,10 @@ def _policy(values: dict[str, Any]) -> Violation | None:
 def _solver(values: dict[str, Any]) -> Violation | None:
     kind = values["type"]
     if kind in ("AdaGrad", "RMSProp") and values["momentum"] != 0:
-        return Violation("momentum", f"{kind} has none in Caffe", "take it out")
+        return Violation("momentum", f"{kind} has none in Caffe", "Take it out")
     if kind == "RMSProp" and not 0 <= values["rms_decay"] < 1:
-        return Violation("rms_decay", "it lies between 0 and 1, and below 1", "write 0.99, for example")
+        return Violation("rms_decay", "it lies between 0 and 1, and below 1", "Write 0.99, for example")
     if kind == "Adam" and not (0 <= values["momentum"] < 1 and 0 <= values["momentum2"] < 1):
         name = "momentum2" if 0 <= values["momentum"] < 1 else "momentum"
-        return Violation(name, "Adam divides by one minus its powers", "write a number from 0 to below 1")
+        return Violation(name, "Adam divides by one minus its powers", "Write a number from 0 to below 1")
     return None
-
-
-def _refused(given: str, wrong: str, do: str) -> InputError:
-    return InputError(explain(given, wrong, do))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError, explain
+from ..errors import InputError
 from .config import FLOATS, INTS, TYPES, NetState, SolverConfig, float32, violation
 from .text_format import Field, Message, Scalar, parse
 from .tokens import Token, shortened, tokens, wrong_at, wrong_token
@@ -60,7 +60,9 @@ def read_solver(path: str | os.PathLike[str], *, ignore_unknown: bool = False) -
 
 
 def _unreadable(path: str | os.PathLike[str], reason: str) -> InputError:
-    return InputError(explain(f"the solver file {os.fspath(path)!r}", reason, "name a solver.prototxt"))
+    return InputError(
+        f"The solver file {os.fspath(path)!r} cannot be read: {reason}. Name a solver.prototxt."
+    )
 
 
 def parse_solver(text: str, *, ignore_unknown: bool = False) -> SolverConfig:
@@ -92,7 +94,7 @@ def parse_solver(text: str, *, ignore_unknown: bool = False) -> SolverConfig:
     values, places = _message(message, _SOLVER, "a solver")
     if "solver_type" in values:
         if "type" in values:
-            raise wrong_token(places["solver_type"], "type is given too", "take out the old solver_type")
+            raise wrong_token(places["solver_type"], "type is given too", "Take out the old solver_type")
         values["type"], places["type"] = values.pop("solver_type"), places["solver_type"]
     defaults = {field.name: field.default for field in dataclasses.fields(SolverConfig)}
     found = violation({**defaults, "lr_policy": "", **values})
@@ -142,7 +144,7 @@ def _message(
         name = field.name.text
         if name not in schema:
             close = difflib.get_close_matches(shortened(name), schema, n=1, cutoff=_TYPO)
-            do = f"write {close[0]} or take it out" if close else "take it out"
+            do = f"Write {close[0]} or take it out" if close else "Take it out"
             do += "; ignore_unknown=True (--ignore-unknown) reads the file without it"
             raise wrong_token(field.name, f"{what} has no such field", do)
         read, repeated = schema[name]
@@ -151,10 +153,10 @@ def _message(
             raise wrong_token(
                 field.name,
                 f"it was given in line {first.line}, column {first.column} already",
-                "give it once",
+                "Give it once",
             )
         if not repeated and field.in_list:
-            raise wrong_token(field.name, "it has one value, not a list", f"write {name}: and one value")
+            raise wrong_token(field.name, "it has one value, not a list", f"Write {name}: and one value")
         value = _value(field, read)
         if repeated:
             several.setdefault(name, []).append(value)
@@ -169,9 +171,9 @@ def _value(field: Field, read: _Read | None) -> Any:
     if read is None:
         if isinstance(field.value, Message):
             return _net_state(field.value) if name in _STATES else field.value
-        raise wrong_token(field.value.token, f"{name} is a message", f"write {name} {{ ... }}")
+        raise wrong_token(field.value.token, f"{name} is a message", f"Write {name} {{ ... }}")
     if isinstance(field.value, Message):
-        raise wrong_token(field.name, f"{name} has a value, not fields", f"write {name}: and the value")
+        raise wrong_token(field.name, f"{name} has a value, not fields", f"Write {name}: and the value")
     return read(field, field.value)
 
 
@@ -187,7 +189,7 @@ def _mistyped(field: Field, value: Scalar, wanted: str, do: str) -> Exception:
 
 def _string(field: Field, value: Scalar) -> str:
     if value.string is None:
-        raise _mistyped(field, value, "a string", f'write {field.name.text}: "..."')
+        raise _mistyped(field, value, "a string", f'Write {field.name.text}: "..."')
     return value.string
 
 
@@ -196,7 +198,7 @@ def _bool(field: Field, value: Scalar) -> bool:
     words |= {"false": False, "False": False, "f": False, "0": False}
     if value.string is None and not value.negative and value.token.text in words:
         return words[value.token.text]
-    raise _mistyped(field, value, "a bool", "write true or false")
+    raise _mistyped(field, value, "a bool", "Write true or false")
 
 
 def _integer(value: Scalar) -> int | None:
@@ -216,9 +218,9 @@ def _int(bits: int) -> _Read:
     def read(field: Field, value: Scalar) -> int:
         number = _integer(value)
         if number is None:
-            raise _mistyped(field, value, "a whole number", "write an int, without a point or quotes")
+            raise _mistyped(field, value, "a whole number", "Write an int, without a point or quotes")
         if not -(2 ** (bits - 1)) <= number < 2 ** (bits - 1):
-            raise _mistyped(field, value, f"an int of {bits} bits", "write a smaller one")
+            raise _mistyped(field, value, f"an int of {bits} bits", "Write a smaller one")
         return number
 
     return read
@@ -233,7 +235,7 @@ def _float(field: Field, value: Scalar) -> float:
             return sign * words[text.lower()]
     octal = text[0] == "0" and text[1:2].isdigit()
     if value.string is not None or value.token.kind != "number" or text[1:2] in ("x", "X") or octal:
-        raise _mistyped(field, value, "a number", "write a decimal number, without quotes")
+        raise _mistyped(field, value, "a number", "Write a decimal number, without quotes")
     return float32(sign * float(text.rstrip("fF")))
 
 
@@ -245,7 +247,7 @@ def _enum(names: tuple[str, ...], values: tuple[str, ...] | None = None) -> _Rea
         if number is None and value.string is None and not value.negative and value.token.text in names:
             number = names.index(value.token.text)
         if number is None or not 0 <= number < len(names):
-            raise _mistyped(field, value, f"one of {', '.join(names)}", f"write {names[0]}, without quotes")
+            raise _mistyped(field, value, f"one of {', '.join(names)}", f"Write {names[0]}, without quotes")
         return (values or names)[number]
 
     return read

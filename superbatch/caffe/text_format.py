@@ -110,12 +110,12 @@ class _Reader:
                 raise wrong_token(
                     token,
                     f"the message that begins in line {opened.line}, column {opened.column} has no end",
-                    f"close it with {closes}",
+                    f"Close it with {closes}",
                 )
             if token.kind == "end" or (token.kind == "mark" and token.text == closes):
                 return
             if token.kind != "name":
-                raise wrong_token(token, "the name of a field is expected", "write name: value")
+                raise wrong_token(token, "the name of a field is expected", "Write name: value")
             yield from self._field(token, depth)
             if self._next.kind == "mark" and self._next.text in ",;":
                 self._take()
@@ -128,7 +128,7 @@ class _Reader:
             raise wrong_token(
                 self._next,
                 f"a colon is missing after {shortened(name.text)}",
-                f"write {shortened(name.text)}: and the value",
+                f"Write {shortened(name.text)}: and the value",
             )
         elif self._mark("["):
             yield from self._list(name, depth)
@@ -147,13 +147,13 @@ class _Reader:
                 raise wrong_token(
                     self._next,
                     f"a comma is missing in the list of {shortened(name.text)}",
-                    "write a comma or ]",
+                    "Write a comma or ]",
                 )
 
     def _message(self, depth: int) -> Message:
         opened = self._take()
         if depth == _DEEPEST:
-            raise wrong_token(opened, f"messages lie {depth} deep in each other", "make it flatter")
+            raise wrong_token(opened, f"messages lie {depth} deep in each other", "Make it flatter")
         return Message(tuple(self.fields(opened, depth + 1)))
 
     def _scalar(self, name: Token) -> Scalar:
@@ -166,10 +166,10 @@ class _Reader:
             try:
                 return Scalar(token, text.decode())
             except UnicodeDecodeError as error:
-                raise wrong_token(token, "the string is no UTF-8", "correct its escapes") from error
+                raise wrong_token(token, "the string is no UTF-8", "Correct its escapes") from error
         if token.kind not in ("name", "number"):
             raise wrong_token(
-                token, f"{shortened(name.text)} has no value here", "write a number, a word or a string"
+                token, f"{shortened(name.text)} has no value here", "Write a number, a word or a string"
             )
         return Scalar(self._take(), token.text, negative)
 
@@ -203,7 +203,7 @@ def _unescape(token: Token) -> bytes:
             return letter
         # As protobuf does in C++, which Caffe uses; in Python it takes them.
         raise wrong_token(
-            token, f"the string has the unknown escape {match.group().decode()}", r"write \\ for a backslash"
+            token, f"the string has the unknown escape {match.group().decode()}", r"Write \\ for a backslash"
         )
 
     return _ESCAPE.sub(replace, token.text[1:-1].encode())

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..errors import PrototxtError, explain
+from ..errors import PrototxtError
 
 Kind = Literal["name", "number", "string", "mark", "end"]
 
@@ -57,19 +57,19 @@ def wrong_at(line: int, column: int, given: str, wrong: str, do: str) -> Prototx
     """Make the error for a place of the file.
 
     Examples:
-        >>> print(wrong_at(3, 7, "gamma 0.1", "a colon is missing", "write gamma: 0.1"))
+        >>> print(wrong_at(3, 7, "gamma 0.1", "a colon is missing", "Write gamma: 0.1"))
         line 3, column 7: gamma 0.1: a colon is missing. Write gamma: 0.1.
     """
-    return PrototxtError(
-        explain(f"line {line}, column {column}: {given}", wrong, do), line=line, column=column
-    )
+    # A place before the sentences, as compilers write it: editors jump there.
+    text = f"line {line}, column {column}: {given}: {wrong}. {do}."
+    return PrototxtError(text, line=line, column=column)
 
 
 def wrong_token(token: Token, wrong: str, do: str) -> PrototxtError:
     """Make the error for a token: its place, and what is written there.
 
     Examples:
-        >>> wrong_token(Token("name", "gama", 3, 1), "there is no such field", "write gamma").column
+        >>> wrong_token(Token("name", "gama", 3, 1), "there is no such field", "Write gamma").column
         1
     """
     return wrong_at(token.line, token.column, token.shown, wrong, do)
@@ -120,7 +120,7 @@ def _token(text: str, place: int, line: int, column: int) -> Token:
                 column,
                 f"{shortened(number.text + after)!r}...",
                 "it begins like a number",
-                "correct the number",
+                "Correct the number",
             )
         return number
     if character in "\"'":
@@ -131,8 +131,8 @@ def _token(text: str, place: int, line: int, column: int) -> Token:
             column,
             repr(shortened(text[place : place + _LONGEST + 1].split("\n", 1)[0])),
             "the string has no end on its line",
-            f"close it with {character}",
+            f"Close it with {character}",
         )
     if character in _MARKS:
         return Token("mark", character, line, column)
-    raise wrong_at(line, column, repr(character), "no field or value begins with it", "take it out")
+    raise wrong_at(line, column, repr(character), "no field or value begins with it", "Take it out")

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from ..errors import InputError, explain
+from ..errors import InputError
 
 DTypeChoice = Literal["auto"] | None | Any
 
@@ -55,11 +55,8 @@ def check_sum_dtype(choice: DTypeChoice) -> DTypeChoice:
     except TypeError:
         pass
     raise InputError(
-        explain(
-            f"accumulator_dtype={choice!r}",
-            "gradients are summed in a floating-point type",
-            'pass "auto" (float32 or wider), None (that of the gradients) or a dtype such as jnp.float32',
-        )
+        f'accumulator_dtype={choice!r} is no floating-point type. Pass "auto" (float32 or wider), None (that '
+        "of the gradients) or a dtype such as jnp.float32."
     )
 
 
@@ -81,21 +78,15 @@ def as_weight(weight: Any, where: str) -> Any:
     array = jnp.asarray(weight)
     if array.shape != () or jnp.issubdtype(array.dtype, jnp.complexfloating):
         raise InputError(
-            explain(
-                f"{where} of shape {array.shape} and dtype {array.dtype}",
-                "a weight is one number: how much the micro-batch counts in the mean of its batch",
-                "return the number of samples or tokens as a scalar, such as mask.sum()",
-            )
+            f"The weight of a micro-batch is one real number, and {where} has the shape {array.shape} and "
+            f"dtype {array.dtype}. Return the number of samples or tokens as a scalar, such as mask.sum()."
         )
     if array.dtype == jnp.bool_:
         return array.astype(jnp.int32)
     if jnp.issubdtype(array.dtype, jnp.floating) and jnp.finfo(array.dtype).bits < 32:
         raise InputError(
-            explain(
-                f"{where} of dtype {array.dtype}",
-                "so short a floating-point type cannot count: bfloat16 ends at 256",
-                "count in float32 or int32: mask.sum(dtype=jnp.float32)",
-            )
+            f"A type as short as {array.dtype}, which {where} has, cannot count: bfloat16 ends at 256. Count "
+            "in float32 or int32: mask.sum(dtype=jnp.float32)."
         )
     if jnp.issubdtype(array.dtype, jnp.integer) and jnp.iinfo(array.dtype).bits < 32:
         return array.astype(jnp.int32)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..errors import LossSpecError, explain
+from ..errors import LossSpecError
 from . import arithmetic, loop, terms
 from .axes import Axes
 from .check import Checked, check_once
@@ -277,21 +277,15 @@ def joined_aux(by_group: list[PerMicrobatch], call: Call) -> Any:
             for leaf in jax.tree.leaves(part):
                 if leaf.ndim < 2 or leaf.shape[1] != group.size:
                     raise LossSpecError(
-                        explain(
-                            f"aux of shape {leaf.shape[1:]} from a micro-batch of {group.size} rows",
-                            'aux="concat" is for arrays with one entry for each row',
-                            'use aux="stack"',
-                        )
+                        f"The aux of a micro-batch of {group.size} rows has the shape {leaf.shape[1:]}, and "
+                        'aux="concat" is for arrays with one entry for each row. Use aux="stack".'
                     )
         parts = [rows_in_order(part, options.layout) for part in parts]
     shapes = [[leaf.shape[1:] for leaf in jax.tree.leaves(part)] for part in parts]
     if any(shape != shapes[0] for shape in shapes):
         raise LossSpecError(
-            explain(
-                f"aux of shapes {shapes[0]} and {shapes[-1]}",
-                "micro-batches of two sizes give arrays that cannot be stacked",
-                'use aux="concat" for arrays with one entry for each row, or return sums',
-            )
+            f"Micro-batches of two sizes gave aux of shapes {shapes[0]} and {shapes[-1]}, which cannot be "
+            'stacked. Use aux="concat" for arrays with one entry for each row, or return sums.'
         )
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .. import normalize
-from ..errors import InputError, explain
+from ..errors import InputError
 from . import arithmetic
 from .axes import Axes, check_axes
 from .outcome import Form
@@ -120,20 +120,15 @@ def checked(options: Options) -> Options:
         weight = options.weight_of(term)
         if not (weight is None or weight == "returned" or callable(weight)):
             raise InputError(
-                explain(
-                    f"weight={weight!r}" + (f" for the term {term!r}" if term else ""),
-                    "the weight of a micro-batch is computed from it, or by the function",
-                    'pass None (its samples), a function of the micro-batch, or "returned"',
-                )
+                f"weight={weight!r}{f' for the term {term!r}' if term else ''} is no function. "
+                'Pass None (its samples), a function of the micro-batch, or "returned".'
             )
     for name, value, allowed in (
         ("aux", options.aux, ("stack", "concat")),
         ("nonfinite", options.nonfinite, ("propagate", "skip_microbatch")),
     ):
         if value not in allowed:
-            raise InputError(
-                explain(f"{name}={value!r}", "there is no such choice", f"pass one of {allowed}")
-            )
+            raise InputError(f"{name}={value!r} is unknown. Pass one of {allowed}.")
     return options
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from ..errors import LossSpecError, explain
+from ..errors import LossSpecError
 from . import arithmetic
 
 
@@ -71,16 +71,18 @@ def read(result: Any, form: Form) -> Outcome:
     """
     head, aux, carry = result, None, None
     if form.has_aux or form.has_carry:
-        head, second = _parts(result, (2,), "has_aux or carry_argnum is given", "return (loss, aux)")
+        head, second = _parts(result, (2,), "has_aux or carry_argnum is given", "Return (loss, aux)")
         if form.has_aux and form.has_carry:
-            aux, carry = _parts(second, (2,), "both has_aux and carry_argnum", "return (loss, (aux, carry))")
+            aux, carry = _parts(
+                second, (2,), "has_aux and carry_argnum are both given", "Return (loss, (aux, carry))"
+            )
         else:
             aux, carry = (second, None) if form.has_aux else (None, second)
     if form.terms or (form.returned and isinstance(head, Mapping)):
         return Outcome(*_terms(head, form), aux, carry)
     weight = None
     if form.returned:
-        wanted = "return (loss, weight), or a mapping from names to such pairs"
+        wanted = "Return (loss, weight), or a mapping from names to such pairs"
         head, weight = _parts(head, (2,), 'weight="returned" is given', wanted)
         weight = arithmetic.as_weight(weight, "the returned weight")
     elif isinstance(head, Mapping):
@@ -123,7 +125,7 @@ def _terms(head: Any, form: Form) -> tuple[dict[str, Any], dict[str, Any]]:
 def _parts(value: Any, lengths: tuple[int, ...], why: str, do: str) -> tuple[Any, ...]:
     if isinstance(value, tuple | list) and len(value) in lengths:
         return tuple(value)
-    raise LossSpecError(explain(f"a function that returns {type(value).__name__}", why, do))
+    raise LossSpecError(f"The function returns a {type(value).__name__}, and {why}. {do}.")
 
 
 def _scalar(value: Any, what: str) -> Any:
@@ -132,7 +134,6 @@ def _scalar(value: Any, what: str) -> Any:
         return array
     given = type(value).__name__ if array is None else f"shape {array.shape} and dtype {array.dtype}"
     raise LossSpecError(
-        explain(
-            f"a {what} of {given}", "a gradient is that of one real number", "return a floating-point scalar"
-        )
+        f"The function returns a {what} of {given}, and a gradient is that of one real number. Return a "
+        "floating-point scalar."
     )

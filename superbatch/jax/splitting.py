@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..errors import InputError, SplitError, explain
+from ..errors import InputError, SplitError
 from ..integers import positive_int
 
 Layout = Literal["strided", "contiguous"]
@@ -54,11 +54,8 @@ def groups(samples: int, *, microbatch_size: int | None = None, steps: int | Non
     """
     if samples < (steps or 1):
         raise SplitError(
-            explain(
-                f"a batch of {samples} samples" + (f" for steps={steps}" if steps else ""),
-                "every micro-batch needs a sample",
-                "give a larger batch" + (" or fewer steps" if steps else ""),
-            )
+            f"A batch of {samples} samples{f' for steps={steps}' if steps else ''} is too small: every "
+            f"micro-batch needs a sample. Give a larger batch{' or fewer steps' if steps else ''}."
         )
     if steps is not None:
         size, larger = divmod(samples, steps)
@@ -87,21 +84,16 @@ def check_split(microbatch_size: int | None, steps: int | None, layout: str) -> 
     """
     if (microbatch_size is None) == (steps is None):
         raise InputError(
-            explain(
-                f"microbatch_size={microbatch_size!r} and steps={steps!r}",
-                "the one follows from the other and the batch",
-                "pass microbatch_size= (rows of a micro-batch) or steps= (how many there are), not both",
-            )
+            f"microbatch_size={microbatch_size!r} and steps={steps!r} are both given or both missing, and "
+            "one follows from the other and the batch. Pass microbatch_size= (rows of a micro-batch) or "
+            "steps= (how many there are), not both."
         )
     name, value = ("microbatch_size", microbatch_size) if steps is None else ("steps", steps)
     positive_int(name, value)
     if layout not in ("strided", "contiguous"):
         raise InputError(
-            explain(
-                f"layout={layout!r}",
-                "rows are dealt out to micro-batches in turn, or cut into blocks",
-                'pass layout="strided" (keeps sharded rows where they are) or layout="contiguous"',
-            )
+            f'layout={layout!r} is unknown. Pass layout="strided" (keeps sharded rows where they are) or '
+            'layout="contiguous".'
         )
 
 

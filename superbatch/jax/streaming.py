@@ -14,7 +14,7 @@ import optax
 from jax import lax
 
 from .. import normalize
-from ..errors import InputError, explain
+from ..errors import InputError
 from ..schedule import check_steps
 from . import arithmetic
 
@@ -133,7 +133,7 @@ def multi_steps(
         check_steps(every, "every")
     if nonfinite not in ("propagate", "skip_microbatch", "skip_update"):
         choices = "'propagate', 'skip_microbatch' or 'skip_update'"
-        raise InputError(explain(f"nonfinite={nonfinite!r}", "there is no such choice", f"pass {choices}"))
+        raise InputError(f"nonfinite={nonfinite!r} is unknown. Pass {choices}.")
     inner = optax.with_extra_args_support(optimizer)
     plan = _Plan(inner, every, reduction, accumulator_dtype, nonfinite, should_skip_update_fn)
     return optax.GradientTransformationExtraArgs(partial(_init, plan), partial(_update, plan))

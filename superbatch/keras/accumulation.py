@@ -15,7 +15,7 @@ from typing import Any
 
 import keras
 
-from ..errors import InputError, explain
+from ..errors import InputError
 from . import first_check, recompiling, refusals, sharing, survey
 from .options import BatchNorm, LossWeight, NonFinite, Options
 from .options import check as check_options
@@ -110,11 +110,8 @@ def _step_of(backend: str) -> str:
     if backend in STEPS:
         return STEPS[backend]
     raise InputError(
-        explain(
-            f"Keras' backend {backend}",
-            "it cannot train",
-            "set KERAS_BACKEND to tensorflow, jax or torch before Keras is imported",
-        )
+        f"Keras' backend {backend} cannot train. Set KERAS_BACKEND to tensorflow, jax or torch before Keras "
+        "is imported."
     )
 
 

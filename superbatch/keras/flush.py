@@ -16,7 +16,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from ..errors import OptimizerError, explain
+from ..errors import OptimizerError
 
 
 class FlushTail(keras.callbacks.Callback):
@@ -56,11 +56,8 @@ class FlushTail(keras.callbacks.Callback):
         """Refuse an optimizer that does not accumulate."""
         if not _inner(self.model.optimizer).gradient_accumulation_steps:
             raise OptimizerError(
-                explain(
-                    "FlushTail with an optimizer that does not accumulate",
-                    "there is no tail to flush",
-                    "give the optimizer gradient_accumulation_steps=, or leave FlushTail out",
-                )
+                "FlushTail has no tail to flush: the optimizer does not accumulate. Give the optimizer "
+                "gradient_accumulation_steps=, or leave FlushTail out."
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

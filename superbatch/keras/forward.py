@@ -15,7 +15,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from ..errors import InputError, LossSpecError, explain
+from ..errors import InputError, LossSpecError
 from . import arithmetic
 from .options import LossWeight, Options
 from .taking import take
@@ -61,12 +61,10 @@ def terms_of(model: Any, microbatch: Any, y_pred: Any, options: Options, plan: P
         terms = take(model._compile_loss, y, y_pred, sample_weight, stated, rows, plan)
     if stated is not None and not any(term.stated for term in terms):
         raise LossSpecError(
-            explain(
-                "loss_weight, and losses of which Keras knows what they are divided by",
-                "a second statement could only contradict Keras: " + ", ".join(term.name for term in terms),
-                "leave loss_weight out; sample_weight with the reduction 'mean_with_sample_weight' gives a "
-                "mean over weights",
-            )
+            "loss_weight is given, and Keras knows what these losses are divided by: "
+            f"{', '.join(term.name for term in terms)}. "
+            "Leave loss_weight out; sample_weight with the reduction 'mean_with_sample_weight' gives a mean "
+            "over weights."
         )
     own = data_losses(model)
     if own:
@@ -75,7 +73,7 @@ def terms_of(model: Any, microbatch: Any, y_pred: Any, options: Options, plan: P
         terms.append(Term("add_loss", "rows", total, count))
     if not terms:
         raise LossSpecError(
-            explain("a model without a loss", "there is nothing to minimise", "pass loss= to compile()")
+            "The model has no loss, so there is nothing to minimise. Pass loss= to compile()."
         )
     return terms
 
@@ -114,10 +112,7 @@ def as_weight(loss_weight: LossWeight, microbatch: Any) -> Any:
     weight = ops.convert_to_tensor(loss_weight(*microbatch))
     if len(weight.shape) != 0:
         raise InputError(
-            explain(
-                f"loss_weight, which returns an array of shape {tuple(weight.shape)}",
-                "a weight is one number: how much the micro-batch counts in the mean of its batch",
-                "return a scalar, such as keras.ops.sum(mask)",
-            )
+            f"loss_weight returns an array of shape {tuple(weight.shape)}, and the weight of a micro-batch "
+            "is one number. Return a scalar, such as keras.ops.sum(mask)."
         )
     return arithmetic.checked(ops.cast(weight, arithmetic.wide(keras.config.floatx())))

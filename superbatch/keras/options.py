@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ..errors import InputError, explain
+from ..errors import InputError
 from ..integers import positive_int
 
 LossWeight = Callable[[Any, Any, Any], Any]
@@ -38,18 +38,13 @@ def check(options: Options) -> Options:
     positive_int("microbatch_size", options.microbatch_size)
     if options.loss_weight is not None and not callable(options.loss_weight):
         raise InputError(
-            explain(
-                f"loss_weight={options.loss_weight!r}",
-                "the weight of a micro-batch is computed from it",
-                "pass a function (x, y, sample_weight) -> scalar, or None",
-            )
+            f"loss_weight={options.loss_weight!r} is no function. Pass a function (x, y, sample_weight) -> "
+            "scalar, or None."
         )
     for name, allowed in (("batchnorm", get_args(BatchNorm)), ("nonfinite", get_args(NonFinite))):
         value = getattr(options, name)
         if value not in allowed:
-            raise InputError(
-                explain(f"{name}={value!r}", "there is no such choice", f"pass one of {allowed}")
-            )
+            raise InputError(f"{name}={value!r} is unknown. Pass one of {allowed}.")
     if not isinstance(options.check, bool):
         raise InputError(f"check={options.check!r} is no bool. Pass True, or False to leave the check out.")
     return options

@@ -14,7 +14,7 @@ from typing import Any
 
 import keras
 
-from ..errors import CoupledSamplesError, InputError, OptimizerError, explain
+from ..errors import CoupledSamplesError, InputError, OptimizerError
 from .options import Options
 
 # The methods that make an update; the second is of the JAX trainer.
@@ -34,19 +34,12 @@ def check_model(model: Any) -> None:
     """
     if not isinstance(model, keras.Model):
         raise InputError(
-            explain(
-                f"a {type(model).__module__}.{type(model).__qualname__}",
-                "only a keras.Model has fit",
-                "pass a keras.Model",
-            )
+            f"A {type(model).__module__}.{type(model).__qualname__} has no fit of Keras. Pass a keras.Model."
         )
     if not model.compiled:
         raise InputError(
-            explain(
-                f"the model {model.name!r}, which is not compiled",
-                "the update is that of its compiled loss and optimizer",
-                "call model.compile(...) first",
-            )
+            f"The model {model.name!r} is not compiled, so it has no loss and no optimizer. Call "
+            "model.compile(...) first."
         )
     for method in OVERRIDES:
         if method in vars(model) or getattr(type(model), method, None) is not getattr(
@@ -72,13 +65,10 @@ def check_layers(model: Any, options: Options) -> None:
     names = [layer.name for layer in batchnorms(model)]
     if names:
         raise CoupledSamplesError(
-            explain(
-                f"a model with BatchNormalization in training: {', '.join(names)}",
-                "it normalises each sample by its micro-batch, so that micro-batches cannot give the "
-                "gradient of the batch",
-                "use GroupNormalization or LayerNormalization, freeze it (layer.trainable = False), or pass "
-                'batchnorm="per_microbatch" to train with the statistics of micro-batches',
-            )
+            f"The model has BatchNormalization in training ({', '.join(names)}), which normalises each "
+            "sample by its micro-batch, so micro-batches cannot give the gradient of the batch. Use "
+            "GroupNormalization or LayerNormalization, freeze it (layer.trainable = False), or pass "
+            'batchnorm="per_microbatch" to train with the statistics of micro-batches.'
         )
 
 
@@ -87,19 +77,15 @@ def _check_forwards(model: Any) -> None:
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.SpectralNormalization):
             raise InputError(
-                explain(
-                    f"a model with SpectralNormalization: {layer.name}",
-                    "every forward overwrites its weights: the next micro-batch would see others",
-                    "take it out of the model, or train with whole batches",
-                )
+                f"The model has SpectralNormalization ({layer.name}), which overwrites its weights in every "
+                "forward, so the next micro-batch would see others. Take it out of the model, or train with "
+                "whole batches."
             )
         if getattr(layer, "stateful", False):
             raise InputError(
-                explain(
-                    f"a model with a stateful layer: {layer.name}",
-                    "its state has one entry for each row of a batch, and a micro-batch has other rows",
-                    "pass stateful=False to the layer, or train with whole batches",
-                )
+                f"The model has a stateful layer ({layer.name}), whose state has one entry for each row of a "
+                "batch, and a micro-batch has other rows. Pass stateful=False to the layer, or train with "
+                "whole batches."
             )
 
 
@@ -121,16 +107,11 @@ def check_optimizer(model: Any) -> None:
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     if optimizer is None:
         raise OptimizerError(
-            explain(
-                f"the model {model.name!r} without an optimizer", "nothing would be updated", "compile it"
-            )
+            f"The model {model.name!r} has no optimizer, so nothing would be updated. Compile it with one."
         )
     steps = optimizer.gradient_accumulation_steps
     if steps:
         raise OptimizerError(
-            explain(
-                f"an optimizer with gradient_accumulation_steps={steps}",
-                "it would make one update of several batches, each of which is a whole batch here",
-                "leave gradient_accumulation_steps out",
-            )
+            f"The optimizer has gradient_accumulation_steps={steps}, so it would make one update of several "
+            "batches, each of which is a whole batch here. Leave gradient_accumulation_steps out."
         )

@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ..errors import InputError, explain
+from ..errors import InputError
 from . import forward, refusals
 
 
@@ -33,19 +33,13 @@ def check(model: Any) -> None:
         return
     if refusals.batchnorms(model):
         raise InputError(
-            explain(
-                "BatchNormalization in training on several replicas",
-                "its moving statistics cannot be written inside the loop of a replica",
-                "freeze it (layer.trainable = False) or use GroupNormalization",
-            )
+            "BatchNormalization trains on several replicas, and its moving statistics cannot be written "
+            "inside the loop of a replica. Freeze it (layer.trainable = False) or use GroupNormalization."
         )
     if forward.owns_compute_loss(model):
         raise InputError(
-            explain(
-                f"the model {model.name!r} with a compute_loss of its own on several replicas",
-                "it is not known whether it divides by the number of replicas",
-                "compile a loss instead",
-            )
+            f"The model {model.name!r} has a compute_loss of its own on several replicas, and it is not "
+            "known whether it divides by their number. Compile a loss instead."
         )
 
 

@@ -21,7 +21,7 @@ import keras
 from keras import ops
 from keras.src import backend
 
-from ..errors import LossSpecError, explain
+from ..errors import LossSpecError
 
 ROWS = 2  # where their number is not known
 
@@ -119,9 +119,7 @@ def _named(shape: tuple[int | None, ...]) -> str:
 
 def _of_all_rows(name: str, words: str) -> LossSpecError:
     return LossSpecError(
-        explain(
-            f"the loss {name!r}, which returns {words}",
-            "such a loss is no mean over samples: each of its numbers is made of all rows of a micro-batch",
-            "return one number for each sample or token, for example with an axis= that leaves out axis 0",
-        )
+        f"The loss {name!r} is no mean over samples: it returns {words}, and each number is made of all rows "
+        "of a micro-batch. Return one number for each sample or token, for example with an axis= that "
+        "leaves out axis 0."
     )

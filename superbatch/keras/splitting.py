@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import keras
 
 from ..batch.split import near_equal
-from ..errors import SplitError, explain
+from ..errors import SplitError
 
 
 class Group(NamedTuple):
@@ -53,28 +53,20 @@ def leaves(data: Any) -> list[Any]:
     """
     found = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
     if not found:
-        raise SplitError(explain("a batch without arrays", "there is nothing to split", "pass arrays"))
+        raise SplitError("The batch has no arrays, so there is nothing to split. Pass arrays.")
     for leaf in found:
         if type(leaf).__name__ in ("SparseTensor", "RaggedTensor", "JAXSparse", "BCOO", "BCSR"):
             raise SplitError(
-                explain(
-                    f"a {type(leaf).__name__} in the batch",
-                    "it cannot be cut along its rows inside a compiled step",
-                    "pass it dense, padded and masked: tensor.to_tensor() of a ragged one",
-                )
+                f"The batch has a {type(leaf).__name__}, which cannot be cut along its rows inside a "
+                "compiled step. Pass it dense, padded and masked: tensor.to_tensor() of a ragged one."
             )
         if len(leaf.shape) == 0:
-            raise SplitError(
-                explain("a scalar in the batch", "it has no rows", "give it one entry for each row")
-            )
+            raise SplitError("The batch has a scalar, which has no rows. Give it one entry for each row.")
     known = [leaf.shape[0] for leaf in found if leaf.shape[0] is not None]
     if len(set(known)) > 1:
         raise SplitError(
-            explain(
-                f"arrays of {known} rows in one batch",
-                "every array is split, and needs one entry for each row",
-                "give all arrays the same number of rows",
-            )
+            f"The arrays of the batch have {known} rows, and every array is split by rows. Give all arrays "
+            "the same number of rows."
         )
     return found
 

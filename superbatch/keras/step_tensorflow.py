@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from ..errors import explain
 from . import arithmetic, batchnorm, forward, replicas, splitting, survey, tracking, window
 from .first_check import First
 from .options import Options
@@ -89,11 +88,8 @@ def _length(data: Any) -> Any:
     same = tf.debugging.Assert(
         tf.reduce_all(lengths == lengths[0]),
         [
-            explain(
-                "arrays of unequal numbers of rows in one batch (below)",
-                "every array is split, and needs one entry for each row",
-                "give all arrays the same number of rows",
-            ),
+            "The arrays of the batch differ in their number of rows (below), and every array is split by "
+            "rows. Give all arrays the same number of rows.",
             lengths,
         ],
     )

@@ -26,7 +26,7 @@ from keras import ops
 from keras.src import backend
 from keras.src.losses.loss import squeeze_or_expand_to_same_rank
 
-from ..errors import CoupledSamplesError, LossSpecError, explain
+from ..errors import CoupledSamplesError, LossSpecError
 from . import arithmetic, rowwise
 
 Kind = Literal["rows", "counted", "sum"]
@@ -91,11 +91,9 @@ def term_of(
         return stated_term(name, loss(y, y_pred, sample_weight), stated, sample_weight)
     if loss.reduction in (None, "none"):
         raise LossSpecError(
-            explain(
-                f"the loss {name!r} with reduction={loss.reduction!r}",
-                "an update is that of one number, and this loss is one number for each sample",
-                'give the loss reduction="sum_over_batch_size", "mean_with_sample_weight" or "sum"',
-            )
+            f"The loss {name!r} with reduction={loss.reduction!r} is one number for each sample, and an "
+            'update needs one number. Give the loss reduction="sum_over_batch_size", '
+            '"mean_with_sample_weight" or "sum".'
         )
     y_pred_, y_ = (
         keras.tree.map_structure(lambda leaf: ops.convert_to_tensor(leaf, dtype=loss.dtype), part)
@@ -145,20 +143,15 @@ def stated_term(name: str, value: Any, stated: Any, sample_weight: Any) -> Term:
     """
     if stated is None:
         raise LossSpecError(
-            explain(
-                f"the loss {name!r}, which returns one number for a micro-batch",
-                "Keras does not know what this number was divided by",
-                "return one number for each sample or token, or state the weight of a micro-batch: "
-                "loss_weight=lambda x, y, sample_weight: keras.ops.shape(y)[0] for a mean over rows",
-            )
+            f"The loss {name!r} returns one number for a micro-batch, and Keras does not know what it was "
+            "divided by. Return one number for each sample or token, or state the weight of a micro-batch: "
+            "loss_weight=lambda x, y, sample_weight: keras.ops.shape(y)[0] for a mean over rows."
         )
     if sample_weight is not None:
         raise LossSpecError(
-            explain(
-                f"the loss {name!r}, which returns one number, with a mask or sample weights",
-                "Keras multiplies the finished mean with the weights, and such products do not add up",
-                "return one number for each sample or token, which the weights can be applied to",
-            )
+            f"The loss {name!r} returns one number, and Keras multiplies such a mean with its mask or sample "
+            "weights, which gives products that do not add up. Return one number for each sample or token, "
+            "which the weights can be applied to."
         )
     return Term(name, "counted", value, stated, stated=True)
 

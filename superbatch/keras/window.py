@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from ..errors import InputError, explain
+from ..errors import InputError
 from . import arithmetic
 from .options import Options
 from .rowwise import Numbers
@@ -87,20 +87,14 @@ def plan_of(terms: list[Term], options: Options, *, scaled: bool) -> Plan:
     if options.nonfinite == "skip_microbatch":
         if counting or len(set(kinds)) > 1:
             raise InputError(
-                explain(
-                    'nonfinite="skip_microbatch" and a loss of several means: '
-                    + ", ".join(f"{term.name} ({term.kind})" for term in terms),
-                    "their shares are set before it is known what will be left out",
-                    'use nonfinite="propagate"',
-                )
+                'nonfinite="skip_microbatch" sets the shares of several means before it knows what is left '
+                f"out, and the loss has {', '.join(f'{term.name} ({term.kind})' for term in terms)}. Use "
+                'nonfinite="propagate".'
             )
         if scaled:
             raise InputError(
-                explain(
-                    'nonfinite="skip_microbatch" and a LossScaleOptimizer',
-                    "it finds its scale by what overflows",
-                    'use nonfinite="propagate": the optimizer leaves out updates that are not finite',
-                )
+                'nonfinite="skip_microbatch" hides the overflows by which a LossScaleOptimizer finds its '
+                'scale. Use nonfinite="propagate": the optimizer leaves out updates that are not finite.'
             )
     dtypes = [str(arithmetic.wide(term.value.dtype)) for term in terms]
     dtype = "float64" if "float64" in dtypes else "float32"

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from .. import normalize
-from ..errors import InputError, WindowError, explain
+from ..errors import InputError, WindowError
 from . import arithmetic
 from .options import Options
 from .state import NAMES, State
@@ -46,11 +46,8 @@ def check(gradients: Any, weight: Any, loss: Any, samples: Any, options: Options
             f"{len(gradients)}" if isinstance(gradients, list | tuple) else f"a {type(gradients).__name__}"
         )
         raise InputError(
-            explain(
-                f"{given} as gradients of {count} variables",
-                "there is one gradient, or None, for each variable",
-                "pass tape.gradient(loss, variables) with the variables that the accumulator was made with",
-            )
+            f"add() was given {given} as gradients of {count} variables. Pass tape.gradient(loss, variables) "
+            "with the variables that the accumulator was made with: one gradient, or None, for each."
         )
     checked = [
         None if gradient is None else _gradient(gradient, variable, options.name_of(index))
@@ -70,11 +67,8 @@ def check(gradients: Any, weight: Any, loss: Any, samples: Any, options: Options
 def _gradient(gradient: Any, variable: Any, name: str) -> Any:
     if isinstance(gradient, tf.distribute.DistributedValues):
         raise WindowError(
-            explain(
-                f"the gradients of {name!r} on all replicas",
-                "each replica adds its own",
-                "call add() in the function that strategy.run runs",
-            )
+            f"The gradients of {name!r} are those of all replicas, and each replica adds its own. Call add() "
+            "in the function that strategy.run runs."
         )
     sparse = isinstance(gradient, tf.IndexedSlices)
     if not sparse:
@@ -82,31 +76,23 @@ def _gradient(gradient: Any, variable: Any, name: str) -> Any:
             gradient = tf.convert_to_tensor(gradient)
         except (TypeError, ValueError) as error:
             raise InputError(
-                explain(
-                    f"a gradient of {name!r} of type {type(gradient).__name__}",
-                    "it is no tensor",
-                    "pass what tape.gradient returns",
-                )
+                f"The gradient of {name!r} of type {type(gradient).__name__} is no tensor. Pass what "
+                "tape.gradient returns."
             ) from error
     shape, wanted = (
         (gradient.values.shape[1:], variable.shape[1:]) if sparse else (gradient.shape, variable.shape)
     )
     if not shape.is_compatible_with(wanted):
         raise InputError(
-            explain(
-                f"a gradient of shape {shape} for {name!r}" + (" (a row of it)" if sparse else ""),
-                f"the variable has the shape {wanted}",
-                "pass gradients in the order of the variables that the accumulator was made with",
-            )
+            f"The gradient of {name!r}{' (a row of it)' if sparse else ''} has the shape {shape}, and the "
+            f"variable {wanted}. Pass gradients in the order of the variables that the accumulator was made "
+            "with."
         )
     fits = gradient.dtype.is_floating or gradient.dtype.is_complex
     if not fits or (gradient.dtype.is_complex and not variable.dtype.is_complex):
         raise InputError(
-            explain(
-                f"a gradient of dtype {gradient.dtype.name} for {name!r}",
-                f"the variable is of dtype {variable.dtype.name}",
-                "pass what tape.gradient returns",
-            )
+            f"The gradient of {name!r} is of dtype {gradient.dtype.name}, and the variable of dtype "
+            f"{variable.dtype.name}. Pass what tape.gradient returns."
         )
     return gradient
 
@@ -121,11 +107,8 @@ def _loss(loss: Any) -> Any:
         value = tf.constant("")
     if not (value.dtype.is_floating and value.shape.is_compatible_with(())):
         raise InputError(
-            explain(
-                f"loss={loss!r}",
-                "the loss of a micro-batch is one real number",
-                "pass what the tape differentiated, without a loss scale, or None",
-            )
+            f"loss={loss!r} is not one real number. Pass what the tape differentiated, without a loss scale, "
+            "or None."
         )
     return tf.cast(value, tf.float64)
 
@@ -155,7 +138,7 @@ def _requirements(microbatch: Microbatch) -> list[Any]:
     return [
         tf.debugging.Assert(
             arithmetic.countable(value),
-            [explain(f"a {name} below", "it must be finite and not negative", "pass a count"), value],
+            [f"The {name} below must be finite and not negative. Pass a count.", value],
         )
         for name, value in traced.items()
         if tf.is_tensor(value)

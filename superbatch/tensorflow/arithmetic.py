@@ -10,7 +10,7 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from .. import normalize
-from ..errors import InputError, explain
+from ..errors import InputError
 
 DTypeChoice = Literal["auto"] | None | Any
 TOO_SHORT_TO_COUNT = (tf.bfloat16, tf.float16)
@@ -54,11 +54,8 @@ def check_sum_dtype(choice: DTypeChoice) -> DTypeChoice:
     except TypeError:
         pass
     raise InputError(
-        explain(
-            f"accumulator_dtype={choice!r}",
-            "gradients are summed in a floating-point type",
-            'pass "auto" (float32 or wider), None (that of the variables) or a dtype such as tf.float32',
-        )
+        f'accumulator_dtype={choice!r} is no floating-point type. Pass "auto" (float32 or wider), None (that '
+        "of the variables) or a dtype such as tf.float32."
     )
 
 
@@ -78,19 +75,14 @@ def as_count(value: Any, name: str) -> Any:
     value = tf.convert_to_tensor(value)  # a variable is a tensor, too
     if value.dtype in TOO_SHORT_TO_COUNT or value.dtype.is_complex or value.dtype == tf.bool:
         raise InputError(
-            explain(
-                f"{name} of dtype {value.dtype.name}",
-                "so short a type cannot count: bfloat16 ends at 256",
-                "count in int32, int64, float32 or float64: tf.reduce_sum(tf.cast(mask, tf.float32))",
-            )
+            f"{name} has the dtype {value.dtype.name}, which is too short to count in (bfloat16 ends at 256) "
+            "or no real number. Count in int32, int64, float32 or float64: tf.reduce_sum(tf.cast(mask, "
+            "tf.float32))."
         )
     if not value.shape.is_compatible_with(()):
         raise InputError(
-            explain(
-                f"{name} of shape {value.shape}",
-                "a weight is one number: how much the micro-batch counts in the mean of its batch",
-                "pass the number of samples or tokens as a scalar, such as tf.reduce_sum(mask)",
-            )
+            f"{name} has the shape {value.shape}, and the weight of a micro-batch is one number. Pass the "
+            "number of samples or tokens as a scalar, such as tf.reduce_sum(mask)."
         )
     if known(value):
         return normalize.check_weight(value.numpy(), f"a micro-batch ({name}=)")

@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ..errors import LossSpecError, NonFiniteError, OptimizerError, WindowError, explain
+from ..errors import LossSpecError, NonFiniteError, OptimizerError, WindowError
 from . import arithmetic, optimizers, presence
 from .options import Options
 from .outcome import Applied
@@ -81,9 +81,7 @@ def means(state: State, options: Options, patterns: Iterable[presence.Pattern]) 
     weight = totals.counts["weight"]
     if tf.executing_eagerly() and weight == 0:
         raise WindowError(
-            explain(
-                "a window in which nothing has weight", "it has no mean", "call add() before, with weight"
-            )
+            "In this window nothing has weight, so it has no mean. Call add() before, with weight."
         )
     possible = _possible(totals, patterns, len(options.variables))
     there = frozenset().union(*possible)
@@ -158,11 +156,8 @@ def _require(condition: Any, error: Exception) -> None:
 
 def _no_gradient() -> OptimizerError:
     return OptimizerError(
-        explain(
-            "a window whose losses gave no gradient to any variable",
-            "an update would change nothing",
-            "check that the loss depends on the variables that the accumulator was made with",
-        )
+        "The losses of this window gave no gradient to any variable, so an update would change nothing. "
+        "Check that the loss depends on the variables that the accumulator was made with."
     )
 
 
@@ -175,11 +170,9 @@ def _no_divisor() -> LossSpecError:
 
 def _unknown_pattern() -> WindowError:
     return WindowError(
-        explain(
-            "a window with gradients of other variables than any call of add() had when apply() was traced",
-            "the graph of apply() has no branch for them; nothing was updated, and the window was given up",
-            "call each function that adds before the first call of the one that applies",
-        )
+        "The window has gradients of other variables than any call of add() had when apply() was traced, so "
+        "the graph of apply() has no branch for them; nothing was updated, and the window was given up. "
+        "Call each function that adds before the first call of the one that applies."
     )
 
 
@@ -189,10 +182,8 @@ def _not_finite(totals: Totals | None, some: list[int], options: Options) -> Non
         bad = [index for index in some if not arithmetic.all_finite([totals.sums[index]])]
         where = f" (the first variable with such a gradient is {options.name_of(bad[0])!r})" if bad else ""
     return NonFiniteError(
-        explain(
-            "a window with a micro-batch whose gradient is not finite",
-            f"its mean is not finite{where}; nothing was updated, and the window was given up",
-            'look at its micro-batches; nonfinite="skip_microbatch" leaves such a one (and its weight) out, '
-            'nonfinite="skip_update" gives up the whole update',
-        )
+        f"A micro-batch of this window has a gradient that is not finite, so the mean is not finite{where}; "
+        "nothing was updated, and the window was given up. "
+        'Check its micro-batches; nonfinite="skip_microbatch" leaves such a one (and its weight) out, '
+        'nonfinite="skip_update" gives up the whole update.'
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ..errors import OptimizerError, explain
+from ..errors import OptimizerError
 from .options import Options
 
 
@@ -22,29 +22,21 @@ def check(optimizer: Any, options: Options) -> None:
     """
     if not callable(getattr(optimizer, "apply_gradients", None)):
         raise OptimizerError(
-            explain(
-                f"an optimizer of type {type(optimizer).__name__}",
-                "it has no apply_gradients",
-                "pass an optimizer of Keras, or of tf.compat.v1.train",
-            )
+            f"The optimizer of type {type(optimizer).__name__} has no apply_gradients. Pass an optimizer of "
+            "Keras, or of tf.compat.v1.train."
         )
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     steps = getattr(inner, "gradient_accumulation_steps", None)
     if steps:
         raise OptimizerError(
-            explain(
-                f"an optimizer with gradient_accumulation_steps={steps}",
-                "it would accumulate what is accumulated already, and update once in several windows",
-                "make it without gradient_accumulation_steps",
-            )
+            f"The optimizer has gradient_accumulation_steps={steps}, so it would accumulate what is "
+            "accumulated already and update once in several windows. Make it without "
+            "gradient_accumulation_steps."
         )
     if scales_by_itself(optimizer) and options.nonfinite == "skip_microbatch":
         raise OptimizerError(
-            explain(
-                f'a {type(optimizer).__name__} with nonfinite="skip_microbatch"',
-                "it lowers its scale when it sees an overflow, which would be left out",
-                'make the accumulator with nonfinite="raise" or "skip_update"',
-            )
+            f'nonfinite="skip_microbatch" hides the overflows by which a {type(optimizer).__name__} lowers '
+            'its scale. Make the accumulator with nonfinite="raise" or "skip_update".'
         )
 
 
@@ -69,11 +61,9 @@ def check_scale(optimizer: Any, *, traced: bool) -> None:
     """
     if traced and scales_by_itself(optimizer) and not getattr(optimizer, "built", True):
         raise OptimizerError(
-            explain(
-                f"a {type(optimizer).__name__} that was not built before add() was traced",
-                "the graph may have kept its initial scale as a constant, while the scale changes",
-                "call optimizer.build(variables) before the first call of the function that adds",
-            )
+            f"The {type(optimizer).__name__} was not built before add() was traced, so the graph may have "
+            "kept its initial scale as a constant. Call optimizer.build(variables) before the first call of "
+            "the function that adds."
         )
 
 
@@ -106,9 +96,6 @@ def build(optimizer: Any, variables: Sequence[Any], strategy: Any | None) -> Non
         if strategy is None:
             raise
         raise OptimizerError(
-            explain(
-                f"an optimizer of type {type(optimizer).__name__} that cannot be built within the strategy",
-                str(error),
-                "create it within strategy.scope(), as the model",
-            )
+            f"The optimizer of type {type(optimizer).__name__} cannot be built within the strategy "
+            f"({error}). Create it within strategy.scope(), as the model."
         ) from error

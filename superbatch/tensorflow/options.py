@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import tensorflow as tf
 
 from .. import normalize
-from ..errors import InputError, explain
+from ..errors import InputError
 from . import arithmetic
 
 NonFinite = Literal["raise", "skip_microbatch", "skip_update"]
@@ -49,22 +49,15 @@ def check(options: Options) -> Options:
     arithmetic.check_sum_dtype(options.accumulator_dtype)
     if options.nonfinite not in get_args(NonFinite):
         choices = ", ".join(repr(choice) for choice in get_args(NonFinite))
-        raise InputError(
-            explain(f"nonfinite={options.nonfinite!r}", "there is no such choice", f"pass one of {choices}")
-        )
+        raise InputError(f"nonfinite={options.nonfinite!r} is unknown. Pass one of {choices}.")
     for name, value in (("max_grad_norm", options.max_grad_norm), ("max_grad_value", options.max_grad_value)):
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (number and value > 0 and math.isfinite(value)):
-            raise InputError(
-                explain(f"{name}={value!r}", "a limit is a positive number", "pass a positive float, or None")
-            )
+            raise InputError(f"{name}={value!r} is not a positive number. Pass a positive float, or None.")
     if options.max_grad_value is not None and any(v.dtype.is_complex for v in options.variables):
         raise InputError(
-            explain(
-                f"max_grad_value={options.max_grad_value} with complex variables",
-                "complex numbers have no order to clip by",
-                "pass max_grad_norm",
-            )
+            f"max_grad_value={options.max_grad_value} cannot clip complex variables, whose numbers have no "
+            "order. Pass max_grad_norm."
         )
     return options
 
@@ -81,25 +74,19 @@ def as_variables(given: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """
     if isinstance(given, tf.Variable) or not isinstance(given, Iterable):
         raise InputError(
-            explain(
-                f"variables of type {type(given).__name__}",
-                "one gradient is summed for each variable of a list",
-                "pass model.trainable_variables, or a list of variables",
-            )
+            f"The variables are of type {type(given).__name__}, which is no list. Pass "
+            "model.trainable_variables, or a list of variables."
         )
     listed = tuple(given)
     behind = tuple(_behind(variable, index) for index, variable in enumerate(listed))
     if not behind:
         raise InputError(
-            explain(
-                "no variables",
-                "there is nothing to sum gradients of",
-                "pass model.trainable_variables of a model that is built (called once on data)",
-            )
+            "There are no variables to sum gradients of. Pass model.trainable_variables of a model that is "
+            "built (called once on data)."
         )
     if len({id(variable) for variable in behind}) < len(behind):
         raise InputError(
-            explain("a variable twice", "its gradient would be applied twice", "pass each variable once")
+            "The list has a variable twice, and its gradient would be applied twice. Pass each variable once."
         )
     return listed, behind
 
@@ -109,26 +96,17 @@ def _behind(variable: Any, index: int) -> Any:
     found = variable if isinstance(variable, tf.Variable) else getattr(variable, "value", None)
     if not isinstance(found, tf.Variable):
         raise InputError(
-            explain(
-                f"variables[{index}] of type {type(variable).__name__}",
-                "it is no variable of TensorFlow",
-                "pass tf.Variable, or variables of Keras with the backend tensorflow",
-            )
+            f"variables[{index}] of type {type(variable).__name__} is no variable of TensorFlow. Pass "
+            "tf.Variable, or variables of Keras with the backend tensorflow."
         )
     if not (found.dtype.is_floating or found.dtype.is_complex):
         raise InputError(
-            explain(
-                f"variables[{index}] of dtype {found.dtype.name}",
-                "it has no gradient",
-                "pass the trainable variables only",
-            )
+            f"variables[{index}] of dtype {found.dtype.name} has no gradient. Pass the trainable variables "
+            "only."
         )
     if not found.shape.is_fully_defined():
         raise InputError(
-            explain(
-                f"variables[{index}] of shape {found.shape}",
-                "the sum needs a shape",
-                "build the model first",
-            )
+            f"variables[{index}] has the shape {found.shape}, and its sum needs all dimensions. Build the "
+            "model first."
         )
     return found

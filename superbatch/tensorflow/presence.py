@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ..errors import WindowError, explain
+from ..errors import WindowError
 
 Pattern = frozenset[int]
 MOST = 16
@@ -44,13 +44,10 @@ def unions(patterns: Iterable[Pattern]) -> list[Pattern]:
         found |= {pattern} | {pattern | other for other in found}
         if len(found) > MOST:
             raise WindowError(
-                explain(
-                    "micro-batches whose gradients are None for other variables each time",
-                    f"a window can end with more than {MOST} sets of variables that had one, and a graph "
-                    "would need a branch for each",
-                    "call apply() eagerly, or pass zeros in place of None for variables that shall be "
-                    "updated in every window",
-                )
+                "The gradients of micro-batches are None for other variables each time: a window can end "
+                f"with more than {MOST} sets of variables that had one, and a graph would need a branch for "
+                "each. Call apply() eagerly, or pass zeros in place of None for variables that shall be "
+                "updated in every window."
             )
     return sorted(found, key=lambda pattern: (len(pattern), sorted(pattern)))
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ..errors import WindowError, explain
+from ..errors import WindowError
 from . import arithmetic
 
 # Counters are float64: exact to 2**53, and what a restored checkpoint deals out to replicas can be halved.
@@ -82,19 +82,15 @@ def check_adding(strategy: Any | None) -> None:
     if strategy is None:
         if tf.distribute.get_strategy().num_replicas_in_sync > 1:
             raise WindowError(
-                explain(
-                    "add() in a replica, to an accumulator of variables that are not spread over replicas",
-                    "all replicas would add to one sum, and each would wait for the others",
-                    "create the model within strategy.scope(), and the accumulator from its variables",
-                )
+                "add() was called in a replica, and the variables of the accumulator are not spread over "
+                "replicas: all would add to one sum, and each would wait for the others. Create the model "
+                "within strategy.scope(), and the accumulator from its variables."
             )
     elif not tf.distribute.has_strategy() or tf.distribute.in_cross_replica_context():
         raise WindowError(
-            explain(
-                f"add() outside of strategy.run, to variables on {strategy.num_replicas_in_sync} replicas",
-                "each replica adds its own gradients to its own sum",
-                "call add() in the function that strategy.run runs",
-            )
+            "add() was called outside of strategy.run, and the variables are on "
+            f"{strategy.num_replicas_in_sync} replicas, each of which adds to its own sum. Call add() in the "
+            "function that strategy.run runs."
         )
 
 
@@ -106,11 +102,9 @@ def check_outside(what: str) -> None:
     """
     if tf.distribute.has_strategy():
         raise WindowError(
-            explain(
-                f"{what} inside of strategy.run or strategy.scope()",
-                "there an optimizer reduces gradients once more, and cannot update under a condition",
-                f"call {what} after strategy.run, outside of both; a tf.function around the two is fine",
-            )
+            f"{what} was called inside of strategy.run or strategy.scope(), where an optimizer reduces "
+            f"gradients once more and cannot update under a condition. Call {what} after strategy.run, "
+            "outside of both; a tf.function around the two is fine."
         )
 
 

@@ -74,7 +74,7 @@ def test_a_file_as_people_have_it(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no\.prototxt': No such file or directory. Name a"):
+    with pytest.raises(InputError, match=r"no\.prototxt' cannot be read: No such file or directory. Name a"):
         read_solver(tmp_path / "no.prototxt")
     (tmp_path / "model").write_bytes(b"\xff\x00")
     with pytest.raises(InputError, match="it is a binary file"):
@@ -199,7 +199,7 @@ def test_a_mistake_is_found_where_it_is(text: str, line: int, column: int, messa
     assert (error.line, error.column) == (line, column), error
     assert message in str(error)
     assert re.fullmatch(
-        rf"line {line}, column {column}: .+: .+\. (Close|Give|Leave|Make|Mend|Take|Write) .+\.", str(error)
+        rf"line {line}, column {column}: .+: .+\. (Close|Correct|Give|Leave|Make|Take|Write) .+\.", str(error)
     )
 
 
@@ -245,11 +245,13 @@ def place_of_error(text: str) -> tuple[int, int] | None:
 
 
 def test_a_config_by_hand_is_checked_as_well() -> None:
-    with pytest.raises(InputError, match=r"iter_size=0: at least 1 is needed"):
+    with pytest.raises(
+        InputError, match=r"iter_size=0 is not allowed: at least 1 is needed\. Write 1 or more\."
+    ):
         SolverConfig(lr_policy="fixed", iter_size=0)
-    with pytest.raises(InputError, match=r"base_lr='0\.1'.*it is no number"):
+    with pytest.raises(InputError, match=r"base_lr='0\.1' is no number\. Pass a float"):
         SolverConfig(lr_policy="fixed", base_lr="0.1")  # pyright: ignore[reportArgumentType]  (the mistake)
-    with pytest.raises(InputError, match=r"max_iter=1\.5.*it is no whole number"):
+    with pytest.raises(InputError, match=r"max_iter=1\.5 is no whole number\. Pass an int"):
         SolverConfig(lr_policy="fixed", max_iter=1.5)  # pyright: ignore[reportArgumentType]  (the mistake)
     with pytest.raises(InputError, match="lr_policy='cosine'"):
         SolverConfig(lr_policy="cosine")  # pyright: ignore[reportArgumentType]  (the mistake)

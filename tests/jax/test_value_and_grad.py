@@ -333,7 +333,12 @@ def test_options_that_cannot_be(options: Any, message: str) -> None:
             LossSpecError,
             "one entry for each row",
         ),
-        (mse, {"weight": lambda b: b["y"]}, InputError, "a weight is one number"),
+        (
+            mse,
+            {"weight": lambda b: b["y"]},
+            InputError,
+            "weight of a micro-batch is one real number, and .* has the shape",
+        ),
         (mse, {"weight": lambda b: b["y"].sum(dtype=jnp.bfloat16)}, InputError, "bfloat16 ends at 256"),
     ],
 )

@@ -74,7 +74,7 @@ def case_losses_that_say_too_little() -> None:
     weights = np.ones(21)
     stated = {"loss_weight": count_known}
     one = fit(dense(loss=Halving()), options=stated, sample_weight=weights)
-    raises(LossSpecError, "Keras multiplies the finished mean with the weights", one)
+    raises(LossSpecError, "Keras multiplies such a mean with its mask or sample weights", one)
     each = dense(loss=keras.losses.MeanSquaredError(reduction="none"))
     raises(LossSpecError, 'Give the loss reduction="sum_over_batch_size"', fit(each))
     raises(LossSpecError, "Leave loss_weight out", fit(dense(), options=stated))
@@ -87,7 +87,7 @@ def case_losses_over_the_batch() -> None:
     of_classes = lambda y_true, y_pred: ops.sum((y_true - y_pred) ** 2, axis=0)  # noqa: E731
     for check in (True, False):
         classes = fit(dense(loss=of_classes), options={"check": check})
-        raises(LossSpecError, "each of its numbers is made of all rows of a micro-batch", classes)
+        raises(LossSpecError, "each number is made of all rows of a micro-batch", classes)
 
 
 def case_layers_that_one_forward_changes_for_the_next() -> None:
@@ -113,7 +113,11 @@ def case_what_cannot_be_left_out() -> None:
     skip = {"nonfinite": "skip_microbatch"}
     model = text(cross_entropy())
     model.layers[-1].activity_regularizer = keras.regularizers.L2(0.1)
-    raises(InputError, "their shares are set before it is known", fit(model, TOKENS, LABELS, options=skip))
+    raises(
+        InputError,
+        "sets the shares of several means before it knows",
+        fit(model, TOKENS, LABELS, options=skip),
+    )
 
 
 def case_arrays_that_do_not_split() -> None:

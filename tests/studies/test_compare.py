@@ -366,7 +366,7 @@ def test_a_recipe_object_cannot_be_sent_to_workers() -> None:
 
 def test_a_loss_that_is_no_number_is_an_error_of_ours() -> None:
     with pytest.raises(
-        SuperbatchError, match=r"with loss inf: its loss is not finite.*\. Look at that micro-batch"
+        SuperbatchError, match=r"with loss inf, the loss is not finite.*\. Check that micro-batch"
     ):
         compare(own_recipe.plane(), Options(learning_rate=1e30, updates=30, runs=1))
 
@@ -391,7 +391,7 @@ def test_worker_processes_give_the_same_numbers() -> None:
 
 def test_an_error_in_a_worker_reaches_the_caller() -> None:
     with pytest.raises(
-        SuperbatchError, match=r"with loss inf: its loss is not finite.*\. Look at that micro-batch"
+        SuperbatchError, match=r"with loss inf, the loss is not finite.*\. Check that micro-batch"
     ):
         compare(f"{OWN}:plane", Options(learning_rate=1e30, updates=30, runs=2, workers=2))
 

@@ -537,7 +537,7 @@ def test_a_batch_whose_tensors_are_not_one_row_per_sample() -> None:
     twins = Twins()
     packed = {"x": torch.ones(6, 2), "cu_seqlens": torch.tensor([0, 2, 6], dtype=torch.int32)}
     with pytest.raises(
-        SplitError, match=r"a batch of 2 coupled samples with a tensor of length 6.*Give a padded batch"
+        SplitError, match=r"^A batch of 2 coupled samples has a tensor of length 6.*Give a padded batch"
     ):
         twins.accumulate(packed)
 
@@ -552,8 +552,8 @@ def test_a_batch_whose_tensors_are_not_one_row_per_sample() -> None:
             "lists of per-sample targets.*Pad them to",
         ),
         (3, "nothing to split.*Pass tensors with one row for each sample"),
-        ({"x": numpy.ones((6, 2)), "name": "six"}, "6 coupled samples without a tensor.*torch.from_numpy"),
-        (["a", "b"], "2 coupled samples without a tensor.*Make tensors of them before the call"),
+        ({"x": numpy.ones((6, 2)), "name": "six"}, "6 coupled samples has no tensor.*torch.from_numpy"),
+        (["a", "b"], "2 coupled samples has no tensor.*Make tensors of them before the call"),
     ],
 )
 def test_a_batch_that_cannot_be_a_virtual_one(batch: Any, text: str) -> None:
@@ -665,7 +665,7 @@ def test_what_is_not_finite(where: str) -> None:
         one.loss = spoilt
     before = fingerprint(twins.model, twins.ours, twins.accumulate)
     with pytest.raises(
-        NonFiniteError, match=f"a batch with loss .* its {where} is not finite.*Look at that batch; "
+        NonFiniteError, match=f"a batch with loss .* the {where} is not finite.*Check that batch; "
     ):
         twins.accumulate(second)
     assert_unchanged(before, fingerprint(twins.model, twins.ours, twins.accumulate))
@@ -673,8 +673,8 @@ def test_what_is_not_finite(where: str) -> None:
     update = skipping.accumulate(second)
     assert_unchanged(before, fingerprint(skipping.model, skipping.ours))
     assert not update.made and update.microbatches == 6
-    assert update.skipped is not None and f"its {where} is not finite" in update.skipped
-    assert update.skipped.endswith("Look at that batch.")
+    assert update.skipped is not None and f"the {where} is not finite" in update.skipped
+    assert update.skipped.endswith("Check that batch.")
     for one in (twins, skipping):
         one.loss = classify
         assert one.accumulate(third).made

@@ -322,7 +322,9 @@ def test_one_sample_says_nothing() -> None:
 def test_models_without_such_layers_are_refused_and_it_is_off_by_default() -> None:
     model = nn.Linear(4, 3)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(InputError, match=r"without a LayerNorm or RMSNorm that is trained"):
+    with pytest.raises(
+        InputError, match=r"needs a LayerNorm or RMSNorm that is trained, and the models have none"
+    ):
         Accumulator(model, sgd, observers=[NoiseMeter(proxy=True)])
     for parameter in (frozen := nn.LayerNorm(4)).parameters():
         parameter.requires_grad = False

@@ -95,7 +95,7 @@ BAD: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "-inf": (
         lambda b: (b[0], torch.where(torch.arange(9).unsqueeze(1) == 8, -1e200, b[1])),
         "micro-batch 2 of 0..2 with loss inf",
-        "its loss is not finite",
+        "the loss is not finite",
     ),
     "finite loss, infinite gradient": (
         lambda b: spoil_input(b, 0, 1e7),
@@ -167,7 +167,7 @@ def test_skip_update_goes_on_exactly():
     assert not skipped.made and skipped.grad_norm is None and math.isnan(skipped.loss)
     assert skipped.skipped is not None and "micro-batch 1 of 0..2 with loss nan" in skipped.skipped
     assert skipped.skipped.endswith(
-        'Look at that micro-batch; nonfinite="skip_microbatch" leaves it (and its weight) out.'
+        'Check that micro-batch; nonfinite="skip_microbatch" leaves it (and its weight) out.'
     )
     accumulate(BATCHES[2])
     assert accumulate.updates == 2

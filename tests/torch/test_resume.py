@@ -345,7 +345,9 @@ def test_micro_batches_that_cannot_be_cut_as_the_saved_ones_are_refused():
             break
     resuming = Accumulator(task.model, task.optimizer, microbatch_size=5)
     resuming.load_state_dict(state)
-    with pytest.raises(WindowError, match=r"have \[5, 5\] samples.*window in flight has \[3, 3, 2, 2\]"):
+    with pytest.raises(
+        WindowError, match=r"have \[5, 5\] samples, and .*window in flight \[3, 3, 2, 2\]\. Resume with"
+    ):
         resuming.window(BATCHES[0])
 
 

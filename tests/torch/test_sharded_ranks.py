@@ -148,8 +148,8 @@ def test_the_rank_of_a_loss_that_is_not_finite_names_its_micro_batch(found: Foun
     (one,), (other,) = (each["nan"]["errors"] for each in found)
     assert one[0] == other[0] == "NonFiniteError"
     assert one[2] and other[2], "nothing has changed"
-    assert "on another rank, or one that cannot be told" in one[1]
-    assert f"micro-batch {ranks.BAD} of 0..3 with loss nan: " in other[1]
+    assert "on another rank, or an unknown one" in one[1]
+    assert f"micro-batch {ranks.BAD} of 0..3 with loss nan, " in other[1]
 
 
 def test_both_ranks_name_the_turn_and_the_parameter_of_a_gradient_that_is_not_finite(found: Found) -> None:
@@ -157,7 +157,7 @@ def test_both_ranks_name_the_turn_and_the_parameter_of_a_gradient_that_is_not_fi
         ((kind, text, unchanged),) = each["bad gradient"]["errors"]
         assert (kind, unchanged) == ("NonFiniteError", True)
         assert f"micro-batch {ranks.BAD} of 0..3 with loss" in text
-        assert "(on this rank; or that of another rank): its gradient is not finite" in text
+        assert "(on this rank; or that of another rank), the gradient is not finite" in text
         assert "(the first parameter with such a gradient is 'shards." in text
         assert "skip_microbatch" not in text, "which sharded ranks cannot do"
 
@@ -213,4 +213,4 @@ def test_an_infinite_element_of_one_shard_stops_both_ranks(found: Found) -> None
     for each in found:
         ((kind, text, unchanged),) = each["infinite"]["errors"]
         assert (kind, unchanged) == ("NonFiniteError", True)
-        assert "its gradient is not finite" in text
+        assert "the gradient is not finite" in text

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 from superbatch.schedule import Schedule
 from superbatch.window import windows
 
@@ -74,11 +74,9 @@ class Batches:
             self._taken += 1
             return batch
         raise InputError(
-            explain(
-                "batches of which there is none" + (" the second time" if self.epochs > 1 else ""),
-                "a survey makes one update per point, and begins again where batches end",
-                "pass a loader that is not empty, or a function that makes a new iterator for each call",
-            )
+            f"The batches are empty{' the second time' if self.epochs > 1 else ''}, and a survey makes one "
+            "update per point. Pass a loader that is not empty, or a function that makes a new iterator for "
+            "each call."
         )
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from superbatch.errors import InputError, OptimizerError, explain
+from superbatch.errors import InputError, OptimizerError
 from superbatch.results.noise import Noise
 from superbatch.results.scaling import Scaling
 from superbatch.tuning.noise_range import noise_range
@@ -78,12 +78,9 @@ def rescale(
     known = isinstance(optimizer, SGD | Adam | AdamW)
     if not known and rule is None:
         raise OptimizerError(
-            explain(
-                f"an optimizer of type {type(optimizer).__name__}",
-                "no rule is known for its settings",
-                'name one for the rate alone: rule="sqrt" for optimizers of Adam\'s kind, rule="linear" for '
-                "those of SGD's",
-            )
+            f"No rule is known for the settings of an optimizer of type {type(optimizer).__name__}. "
+            'Name one for the rate alone: rule="sqrt" for optimizers of the kind of Adam, rule="linear" for '
+            "those of the kind of SGD."
         )
     _positive("from_batch", from_batch)
     kappa = _positive("to_batch", to_batch) / from_batch

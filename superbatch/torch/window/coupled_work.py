@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from superbatch import normalize
 from superbatch.batch.split import near_equal
 from superbatch.batch.tree import count_samples, map_arrays
-from superbatch.errors import InputError, OutOfMemoryError, SplitError, explain, instruction
+from superbatch.errors import InputError, OutOfMemoryError, SplitError
 from superbatch.results.coupling import CouplingReport
 from superbatch.results.update import Update
 from superbatch.window import Window
@@ -279,12 +279,10 @@ class Coupled:
         most = transaction.sizing.failed(failed)
         if not most:
             raise OutOfMemoryError(
-                explain(
-                    f"a batch of {samples} samples, one at a time, for which there was no memory ({failure})",
-                    "coupled samples share memory, and a single sample is the least to work on; "
-                    "nothing was updated, everything is as before the window",
-                    "make the batch or the samples smaller, use gradient checkpointing or a lower precision",
-                )
+                f"There was no memory for a batch of {samples} samples, one at a time ({failure}), and a "
+                "single sample is the least to work on; nothing was updated, everything is as before the "
+                "window. Make the batch or the samples smaller, use gradient checkpointing or a lower "
+                "precision."
             )
         return failed, most
 
@@ -304,8 +302,9 @@ def _samples_of(batch: Any) -> int:
                 "them to one "
                 "tensor with a row per sample, or keep them out of the batch and let loss_fn look them up."
             ) from None
-        found = str(error).partition(". ")[0]
-        raise SplitError(f"{found}. {instruction(_ROWS)}.") from None
+        # The rest names unsplit=, which batches of coupled samples do not have.
+        found = str(error).partition(". ")[0].partition(": it holds")[0]
+        raise SplitError(f"{found}. {_ROWS}.") from None
     tensors: list[Tensor] = []
 
     def note(leaf: Any) -> Any:
@@ -316,22 +315,15 @@ def _samples_of(batch: Any) -> int:
     map_arrays(note, batch)
     if not tensors:
         raise SplitError(
-            explain(
-                f"a batch of {samples} coupled samples without a tensor",
-                "arrays and lists are given to loss_fn as they are, so nothing would be worked through in "
-                "micro-batches",
-                "make tensors of them before the call (torch.from_numpy)",
-            )
+            f"A batch of {samples} coupled samples has no tensor, and arrays and lists are given to loss_fn "
+            "as they are, never in micro-batches. Make tensors of them before the call (torch.from_numpy)."
         )
     # 0-dimensional tensors are not in the list: they belong to no sample.
     for tensor in tensors:
         if len(tensor) != samples:
             raise SplitError(
-                explain(
-                    f"a batch of {samples} coupled samples with a tensor of length {len(tensor)}",
-                    "what is worked through in micro-batches has one row for each sample",
-                    "give a padded batch",
-                )
+                f"A batch of {samples} coupled samples has a tensor of length {len(tensor)}, and "
+                "micro-batches need one row for each sample. Give a padded batch."
             )
     return samples
 
@@ -365,13 +357,13 @@ def _checked(returned: Any) -> Tensor:
 
 
 _ROWS = (
-    "pass tensors with one row for each sample, padded where lengths differ, and let loss_fn close over what "
+    "Pass tensors with one row for each sample, padded where lengths differ, and let loss_fn close over what "
     "belongs to no sample"
 )
-_APART = explain(
-    "a loss_fn that computes nothing from the tensors of the whole batch",
-    "the loss is of tensors that it closes over, makes or copies, so the whole batch was worked on at once",
-    "compute the loss from the tensors of the batch that loss_fn is given",
+_APART = (
+    "loss_fn computes nothing from the tensors of the whole batch but from tensors that it closes over, "
+    "makes or copies, so the whole batch was evaluated at once. Compute the loss from the tensors of the "
+    "batch that loss_fn is given."
 )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from superbatch.batch.containers import array_shape, children, is_flat, is_scalar, rebuilder
 from superbatch.batch.tree import count_samples
-from superbatch.errors import SplitError, explain
+from superbatch.errors import SplitError
 
 
 def joined(microbatches: Sequence[Any]) -> Any:
@@ -38,12 +38,12 @@ def joined(microbatches: Sequence[Any]) -> Any:
     batch = _joined(microbatches, "")
     # E.g. a list of per-batch numbers that was concatenated as if it were per sample.
     if count_samples(batch) != sum(counts):
-        raise _cannot(f"of {counts} samples", f"together they would have {count_samples(batch)}")
+        raise _cannot(f"they have {counts} samples", f"together they would have {count_samples(batch)}")
     return batch
 
 
 def _joined(parts: Sequence[Any], path: str) -> Any:
-    first, where = parts[0], f"whose parts {path!r}" if path else "that"
+    first, where = parts[0], f"their parts {path!r}" if path else "they"
     # type, not isinstance: a subclass may have another structure.
     if any(type(part) is not type(first) for part in parts):
         raise _cannot(f"{where} are of different types", "they have no structure in common")
@@ -85,9 +85,6 @@ def _concatenated(parts: Sequence[Any], where: str) -> Any:
 
 def _cannot(given: str, wrong: str) -> SplitError:
     return SplitError(
-        explain(
-            f"a window of micro-batches {given}",
-            wrong,
-            "pad them to one shape, or give the batch itself in place of a window",
-        )
+        f"The micro-batches of a window cannot be joined: {given}; {wrong}. Pad them to one shape, or give "
+        "the batch itself in place of a window."
     )

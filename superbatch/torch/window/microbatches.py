@@ -13,7 +13,7 @@ from superbatch.batch.plan import Plan as BatchPlan
 from superbatch.batch.split import TokenBudget, cut, cut_packed, near_equal, packing_of, sizes_of
 from superbatch.batch.tree import count_samples
 from superbatch.batch.tree import plan as plan_of
-from superbatch.errors import InputError, SplitError, WindowError, explain
+from superbatch.errors import InputError, SplitError, WindowError
 from superbatch.normalize import Number
 from superbatch.window import Window
 
@@ -291,11 +291,8 @@ def cut_large(pieces: MicrobatchList, start: int, most: int) -> None:
 
 def _other_batch(mine: Sequence[int], saved: Sequence[int]) -> WindowError:
     return WindowError(
-        explain(
-            f"a window whose micro-batches have {list(mine)} samples",
-            f"the saved window in flight has {list(saved)}",
-            "go on with the same batch and micro-batches, or call discard() first",
-        )
+        f"The micro-batches of this window have {list(mine)} samples, and those of the saved window in "
+        f"flight {list(saved)}. Resume with the same batch and micro-batches, or call discard() first."
     )
 
 

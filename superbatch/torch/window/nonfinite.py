@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from superbatch.errors import explain
-
 from .participants.gradient_sum import ManagedParameter, all_finite, clear
 
 
@@ -44,31 +42,29 @@ class Culprit:
 
         Examples:
             >>> Culprit(1, math.nan, "fc.weight").text(4)[:38]
-            'micro-batch 1 of 0..3 with loss nan: i'
+            'In micro-batch 1 of 0..3 with loss nan'
         """
         # Several texts, because the advice differs: a whole batch has no index.
         if self.whole:
             given = f"a batch with loss {self.loss:g}"
         elif self.index is None:
-            given = (
-                "a window with a micro-batch that is not finite (on another rank, or one that cannot be told)"
-            )
+            given = "a micro-batch of this window (on another rank, or an unknown one)"
         else:
             of = f" of the term {self.term!r}" if self.term else ""
             rank = " (on this rank; or that of another rank)" if self.any_rank else ""
             given = f"micro-batch {self.index} of 0..{count - 1} with loss {self.loss:g}{of}{rank}"
         # A finite loss with an infinite gradient, e.g. sqrt at 0.
-        what = "its loss" if self.loss is not None and not math.isfinite(self.loss) else "its gradient"
+        what = "the loss" if self.loss is not None and not math.isfinite(self.loss) else "the gradient"
         where = f" (the first parameter with such a gradient is {self.parameter!r})" if self.parameter else ""
         drop = ['nonfinite="skip_microbatch" leaves it (and its weight) out']
         # Dropping is only advised where the options allow it.
         others = drop if self.droppable and not self.whole else []
         others += [] if skipping else ['nonfinite="skip_update" gives up the whole update']
-        look = f"look at that {'batch' if self.whole else 'micro-batch'}"
-        return explain(
-            given,
-            f"{what} is not finite{where}; nothing was updated, everything is as before the window",
-            "; ".join(filter(None, [look, ", ".join(others)])),
+        check = f"Check that {'batch' if self.whole else 'micro-batch'}"
+        advice = "; ".join(filter(None, [check, ", ".join(others)]))
+        return (
+            f"In {given}, {what} is not finite{where}; nothing was updated, everything is as before the "
+            f"window. {advice}."
         )
 
 

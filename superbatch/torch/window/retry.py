@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, Protocol
 
-from superbatch.errors import OutOfMemoryError, SplitError, explain
+from superbatch.errors import OutOfMemoryError, SplitError
 
 from ..loss.losses import alone
 from ..memory.out_of_memory import out_of_memory, release_caches
@@ -117,7 +117,8 @@ def _go_on_smaller(window: Transaction, index: int, failure: str) -> None:
         cut_large(pieces, progress.next, most)
     except SplitError as error:
         raise OutOfMemoryError(
-            explain(f"micro-batch {index}, for which there was no memory ({failure})", str(error), _DO)
+            f"There was no memory for micro-batch {index} ({failure}), and it cannot be cut smaller. {error} "
+            f"{_DO}."
         ) from None
     # Its versions are those of the larger piece.
     progress.hand_out_again(index)
@@ -170,13 +171,10 @@ def require_restorable(window: Transaction, failed: str) -> None:
     if lost:
         others = f" and {len(lost) - 1} more" if lost[1:] else ""
         raise OutOfMemoryError(
-            explain(
-                failed,
-                f"the window cannot begin again: it has moved the state {lost[0]!r}{others} for the first "
-                "time, which was not copied and cannot be restored. Nothing was updated, everything else is "
-                "as before the window",
-                "restore that state, as from a checkpoint, and call again: from now on it is copied",
-            )
+            f"The window cannot begin again after {failed}: it has moved the state {lost[0]!r}{others} for "
+            "the first time, which was not copied and cannot be restored. Nothing was updated, everything "
+            "else is as before the window. Restore that state, as from a checkpoint, and call again: from "
+            "now on it is copied."
         )
 
 
@@ -199,7 +197,7 @@ def but_unseen(window: Transaction) -> str:
 _BUT_RANDOM = (
     ", apart from random numbers that the loss draws: they depend on the split without PerSampleRandom"
 )
-_DO = "make the samples smaller, use gradient checkpointing or a lower precision, or free memory"
+_DO = "Make the samples smaller, use gradient checkpointing or a lower precision, or free memory"
 
 
 def give_up(window: Transaction, index: int, samples: int | None, failure: str) -> NoReturn:
@@ -217,19 +215,16 @@ def give_up(window: Transaction, index: int, samples: int | None, failure: str) 
     # In this order: the first reason that holds is the one to act on.
     if window.pooled is not None:
         wrong = "with GhostBatchNorm smaller pieces would be another update"
-        do = "state a smaller microbatch_size"
+        do = "State a smaller microbatch_size"
     elif samples is None:
-        wrong, do = "its samples cannot be counted, so it cannot be cut smaller", "give smaller micro-batches"
+        wrong, do = "its samples cannot be counted, so it cannot be cut smaller", "Give smaller micro-batches"
     else:
         wrong, do = "a single sample is the smallest micro-batch there is", _DO
     held = _bytes_of_state(window)
     raise OutOfMemoryError(
-        explain(
-            f"micro-batch {index} of {'some' if samples is None else samples} samples, for which there was "
-            f"no memory ({failure}) beside {held / 2**20:.1f} MiB of parameters and their gradients",
-            f"{wrong}; nothing was updated, everything is as before the window",
-            do,
-        )
+        f"There was no memory for micro-batch {index} of {'some' if samples is None else samples} samples "
+        f"({failure}) beside {held / 2**20:.1f} MiB of parameters and their gradients, and {wrong}; nothing "
+        f"was updated, everything is as before the window. {do}."
     )
 
 

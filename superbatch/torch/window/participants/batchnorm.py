@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
-from superbatch.errors import CoupledSamplesError, explain
+from superbatch.errors import CoupledSamplesError
 from superbatch.torch.checks.coupling import uses_batch_statistics
 from superbatch.torch.devices import in_float64
 
@@ -63,15 +63,12 @@ def refuse(batchnorms: dict[str, _BatchNorm]) -> None:
             f" and {len(coupled) - 3} more" if coupled[3:] else ""
         )
         raise CoupledSamplesError(
-            explain(
-                f"a model with BatchNorm in training mode ({named})",
-                "it normalises a sample by the other samples of what it sees, so micro-batches do not "
-                "give the gradient of the batch",
-                "choose superbatch.torch.WholeBatch (the batch's own statistics, exact), "
-                "participants=[FrozenBatchNorm()] (running statistics, exact), or "
-                "participants=[GhostBatchNorm()] (another function: normalised per micro-batch, running "
-                "statistics pooled over the batch)",
-            )
+            f"The model has BatchNorm in training mode ({named}), which normalises a sample by the other "
+            "samples that it sees, so micro-batches do not give the gradient of the batch. Choose "
+            "superbatch.torch.WholeBatch (the batch's own statistics, exact), "
+            "participants=[FrozenBatchNorm()] (running statistics, exact), or "
+            "participants=[GhostBatchNorm()] (another function: normalised per micro-batch, running "
+            "statistics pooled over the batch)."
         )
 
 

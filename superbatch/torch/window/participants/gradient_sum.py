@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from superbatch.errors import OptimizerError, WindowError, explain
+from superbatch.errors import OptimizerError, WindowError
 from superbatch.torch import fastpaths
 from superbatch.torch.devices import alike, local_part
 
@@ -134,15 +134,10 @@ def clear(owned: list[ManagedParameter]) -> None:
 def foreign_gradient(name: str) -> WindowError:
     """Return the error for a gradient that is not the window's own."""
     return WindowError(
-        explain(
-            f"the gradient of {name!r}, changed inside a window but not by its backward(loss)",
-            "the sum of the window is no longer that of its micro-batches",
-            "do not call zero_grad() or another backward inside a window; where two windows are open at "
-            "the same "
-            "time (a GAN), give both models to both accumulators, as [generator, critic], so that each "
-            "touches its "
-            "own gradients only",
-        )
+        f"The gradient of {name!r} was changed inside a window but not by its backward(loss), so the sum of "
+        "the window is no longer that of its micro-batches. Do not call zero_grad() or another backward "
+        "inside a window; where two windows are open at the same time (a GAN), give both models to both "
+        "accumulators, as [generator, critic], so that each touches its own gradients only."
     )
 
 
@@ -251,12 +246,9 @@ def take_gradient(entry: ManagedParameter, *, inside: bool) -> Tensor:
 def steps_in_backward(name: str) -> OptimizerError:
     """Return the error for an optimizer that changes a parameter inside the backward of a micro-batch."""
     return OptimizerError(
-        explain(
-            f"the parameter {name!r}, which an optimizer steps inside the backward",
-            "it would be updated once per micro-batch, by gradients that are only parts of the batch's",
-            "step the optimizer once per window: remove the hook (register_post_accumulate_grad_hook, "
-            "register_hook, _apply_optimizer_in_backward)",
-        )
+        f"An optimizer steps the parameter {name!r} inside the backward, so it would be updated once per "
+        "micro-batch, by gradients that are only parts of the batch's. Step the optimizer once per window: "
+        "remove the hook (register_post_accumulate_grad_hook, register_hook, _apply_optimizer_in_backward)."
     )
 
 

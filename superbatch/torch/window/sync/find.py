@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 
 from ...warn import warn
 from ..wrapped_models import INSTEAD, refuse_comm_hooks, refuse_static_graphs, sharded_part
@@ -59,11 +59,8 @@ def find_sync(
     groups = [wrapper.process_group for wrapper in wrappers] + [group] * (group is not None)
     if len(set(map(id, groups))) > 1:
         raise InputError(
-            explain(
-                "models wrapped in DDP over different process groups",
-                "one window has one set of ranks to sum over",
-                "use one process group, or one Accumulator per model",
-            )
+            "The models are wrapped in DDP over different process groups, and one window has one set of "
+            "ranks to sum over. Use one process group, or one Accumulator per model."
         )
     part = sharded_part(models)
     if part is not None and sharded is None:

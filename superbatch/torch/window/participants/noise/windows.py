@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from superbatch import normalize
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 from superbatch.noise.meter import (
     LEAST_SPREAD,
     POWERS,
@@ -367,10 +367,7 @@ def noise_of(
         )
     if meter.proxy and not norm_layers(models, owned):
         raise InputError(
-            explain(
-                "NoiseMeter(proxy=True) with models without a LayerNorm or RMSNorm that is trained",
-                "only of those the gradients of single samples are at hand",
-                "leave proxy out, and use two micro-batches or more",
-            )
+            "NoiseMeter(proxy=True) needs a LayerNorm or RMSNorm that is trained, and the models have none. "
+            "Leave proxy out, and use two micro-batches or more."
         )
     return NoiseOfWindows(meter, owned, optimizers, models)
