@@ -103,14 +103,14 @@ class Ending:
             window.restore()
             self._record(found, rates, skipped="no weight: every micro-batch was left out or has weight 0")
             return
-        if look and shown is not None:
-            self._look_again(shown)
-            announced = None  # it runs models
         # The scaler belongs to the user, who may have updated it inside the window.
         if window.scale is not None:
             window.scale.require()
         divisor = found.divisor
         gradients = update_rule.ready(rule, window.gradients, config.sync, config.owned, divisor, announced)
+        # Behind the reduction: a check on shards drops gradients that are not reduced yet.
+        if look and shown is not None:
+            self._look_again(shown)
         # The gradient exists nowhere on its own, so there is no norm to clip by.
         if isinstance(window.gradients, MomentumGradientSum):
             gradients, norm = window.gradients.sums(), None
