@@ -46,7 +46,6 @@ def check_once(call: Call, checked: Checked) -> None:
     key = (structure, shapes, bool(traced))
     if key in checked:
         return
-    checked.add(key)
     if sum(leaf.size for leaf in traced) > MOST_ELEMENTS:
         return
     programs: Programs = {}
@@ -56,6 +55,8 @@ def check_once(call: Call, checked: Checked) -> None:
     doubted: set[str] = set()
     for draw in draws:
         doubted |= _check_on(call, draw, programs, doubted)
+    # Only now: a call that is repeated after the error, as a cell of a notebook is, raises it again.
+    checked.add(key)
 
 
 def _check_on(call: Call, draw: Draw, programs: Programs, doubted: set[str]) -> set[str]:

@@ -275,3 +275,13 @@ def test_once_for_each_structure() -> None:
         counts.append(len(traced))
         traced.clear()
     assert counts[0] > counts[1] and counts[2] > counts[1], counts
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_call_that_is_repeated_after_the_error_raises_it_again(jitted: bool) -> None:
+    """As when a cell of a notebook is run twice: the second call would be silently wrong."""
+    call = value_and_grad(lambda p, batch: jnp.sum(errors(p, batch)), microbatch_size=4)
+    call = jax.jit(call) if jitted else call
+    for _ in range(2):
+        with pytest.raises(LossSpecError, match="is a sum"):
+            call(params(), ROWS)
