@@ -306,6 +306,8 @@ class NoiseMeter:
         Raises:
             InputError: it is no such state; nothing has changed.
         """
+        if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  (of any caller)
+            raise InputError(f"{state!r} is no saved average. Load what `state_dict()` returned.")
         if state.get("version") not in (2, STATE_VERSION):
             raise InputError(
                 f"This average was saved in form {state.get('version')!r}, and this superbatch reads form "
