@@ -35,6 +35,19 @@ FEWEST_TRIPLES = 20
 MEMORY = 0.9
 """Of the scale by which triples are weighed: losses become less noisy in the course of a training."""
 
+JUMP = 1e4
+"""Times the scale that a triple must explain to begin the test anew: what came before said nothing.
+
+Such as micro-batches of one loss, where the last layer begins with zeros, or a rate that begins with 0: sums
+in units of their rounding would outweigh all that follows, for ever.
+"""
+
+NOTHING = 1e-6
+"""Of d_1: what micro-batches explain below this share is rounding. Copies of one sample explain nothing."""
+
+_LARGEST = 1e100
+"""Sums of squares of more would overflow."""
+
 _KINDS = ((1.0, 0.0, 0), (0.0, 1.0, 1), (4 / 3, -1 / 3, 0))
 """F_1, F_2 and F_0: shares of d_1 and d_2 in the numerator, and which e is the denominator."""
 
@@ -104,7 +117,8 @@ class IndependenceTest:
             return
         (a, va), (b, vb) = self._waiting
         self._waiting = []  # the next triple has none of the noise of this one
-        squares = ((a - b) ** 2, (b - mean) ** 2, (a - mean) ** 2)
+        # Products, for a power of floats that overflows raises.
+        squares = ((a - b) * (a - b), (b - mean) * (b - mean), (a - mean) * (a - mean))
         self.add_triple(squares, (va, vb, explained))
 
     def add_triple(self, squares: tuple[float, float, float], explained: tuple[float, float, float]) -> None:
@@ -132,8 +146,10 @@ class IndependenceTest:
         low = min(low for low, _ in ends)
         high = max(high for _, high in ends[:2])
         verdict = "shared" if low > SHARED else "even" if high < EVEN * (1 - min(drawn, 1.0)) else None
-        d_1, _, e_1, _ = self._means
-        ratio = d_1 / e_1 if e_1 > 0 else None
+        d_1, _, e_1, e_2 = self._means
+        if min(e_1, e_2) < 0:  # weights and losses go together: there is nothing to compare with
+            verdict = None
+        ratio = d_1 / e_1 if e_1 > 0 else math.inf if verdict else None
         return Independence(verdict=verdict, ratio=ratio, low=low, high=high, triples=self._count)
 
     def state(self) -> dict[str, Any]:
@@ -164,13 +180,22 @@ class IndependenceTest:
     def _take(self, *triple: float) -> None:
         # A ratio of means stays what it is under weights that are known before the triple. Without them the
         # first windows of a training, whose losses are the noisiest, would outweigh all others.
-        explained = max(triple[2], 0.0)
-        if not self._scale:
+        if not all(map(math.isfinite, triple)):  # it would never leave the means
+            return
+        least = NOTHING * triple[0]
+        triple = (*triple[:2], *(0.0 if abs(each) < least else each for each in triple[2:]))
+        explained = max(triple[2], least)
+        if explained > JUMP * self._scale:
+            # What is left out hangs on what comes after it, which draws of one window do not know.
+            self._means, self._products, self._count = [0.0] * 4, [0.0] * 10, 0
             self._scale = explained
-            if not explained:  # nothing to compare with: losses that do not differ
-                return
+        if not self._scale:  # nothing to compare: losses that do not differ
+            return
         scaled = [each / self._scale for each in triple]
-        self._scale = MEMORY * self._scale + (1 - MEMORY) * explained
+        if max(map(abs, scaled)) > _LARGEST:
+            return
+        if explained:  # a rest without any spread must not make the next triple the heaviest of all
+            self._scale = MEMORY * self._scale + (1 - MEMORY) * explained
         self._count += 1
         before = [each - mean for each, mean in zip(scaled, self._means, strict=True)]
         self._means = [mean + off / self._count for mean, off in zip(self._means, before, strict=True)]

@@ -73,6 +73,18 @@ def fieller(
         >>> fieller(10.0, 0.1, s_xx=0.01, s_yy=0.01, s_xy=0.0, quantile=2.0)[1]
         inf
     """
+    # In units that are powers of 2, which round nothing: the fourth powers below may under- or overflow.
+    sizes = (max(abs(mean), math.sqrt(abs(square))) for mean, square in ((x, s_xx), (y, s_yy)))
+    unit_x, unit_y = (math.ldexp(0.5, math.frexp(size)[1]) for size in sizes)
+    x, y, s_xx, s_yy = x / unit_x, y / unit_y, s_xx / unit_x / unit_x, s_yy / unit_y / unit_y
+    s_xy = s_xy / unit_x / unit_y
+    low, high = _fieller(x, y, s_xx, s_yy, s_xy, quantile)
+    return low * unit_x / unit_y, high * unit_x / unit_y
+
+
+def _fieller(
+    x: float, y: float, s_xx: float, s_yy: float, s_xy: float, quantile: float
+) -> tuple[float, float]:
     a = y * y - quantile**2 * s_yy
     b = x * y - quantile**2 * s_xy
     c = x * x - quantile**2 * s_xx

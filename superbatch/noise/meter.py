@@ -45,6 +45,8 @@ FEWEST_WINDOWS = 8
 LEAST_SPREAD = 0.05
 """A window is measured where ``1 - Q`` is at least this: below, one micro-batch has nearly all the weight."""
 
+LARGEST = 1e150
+"""Of the squared gradients of a window times its samples: averages of their squares would overflow."""
 
 STATE_VERSION = 3
 """Of `NoiseMeter.state_dict`: averages of differences over several windows came with 2, the test of
@@ -158,14 +160,14 @@ class NoiseMeter:
         self._total.add(variance * samples, signal, self.beta)
 
     def add_beside(self, name: str, one: Estimate, *, samples: float) -> None:
-        """Take in what else a window says: nothing where it is not finite.
+        """Take in what else a window says: nothing where its squares are not finite.
 
         Args:
             name: of the average.
             one: from `estimate`.
             samples: the window's `effective_samples`.
         """
-        if all(map(math.isfinite, (*one, samples))):
+        if all(abs(each) * samples < LARGEST for each in one):  # or NaN
             self._beside.setdefault(name, Moments()).add(one.variance * samples, one.signal, self.beta)
 
     @property
@@ -298,6 +300,8 @@ class NoiseMeter:
         Raises:
             InputError: it is no such state; nothing has changed.
         """
+        if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  (of any caller)
+            raise InputError(f"{state!r} is no saved average. Load what `state_dict()` returned.")
         if state.get("version") not in (2, STATE_VERSION):
             raise InputError(
                 f"This average was saved in form {state.get('version')!r}, and this superbatch reads form "

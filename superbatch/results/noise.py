@@ -20,7 +20,7 @@ class Independence:
             too small. ``"even"``: windows are more even than chance makes them, so that it comes out too
             large. None: nothing is said, either for want of evidence or because all is well.
         ratio: how many times as much the losses of windows differ as the spread of their micro-batches
-            explains; 1 for independent draws; None: not known.
+            explains; 1 for independent draws; infinite where micro-batches are copies; None: not known.
         low: smallest lower end of the intervals that decide (see `superbatch.noise.independence`).
         high: largest upper end.
         triples: of windows that were compared; a verdict takes 20.
@@ -44,6 +44,8 @@ class Independence:
             return None
         seen = (
             f"{self.by} of whole windows differ {self.ratio:.2g} times as much as their micro-batches explain"
+            if math.isfinite(self.ratio)
+            else f"{self.by} of whole windows differ, and those of the micro-batches of a window do not"
         )
         see = self.updates_see
         as_they_are = "" if see is None else f"; as they are, updates see a noise scale of about {see:.2g}"

@@ -236,6 +236,8 @@ class Controller:
         Args:
             noise: as measured; None: not measured.
         """
+        if not self._least <= self._steps <= self._most:  # loaded from a run with other bounds
+            return int(min(max(self._steps, self._least), self._most))
         if noise is None:
             return self._steps
         if noise.batch_size is not None and noise.determined:
@@ -265,14 +267,20 @@ class Controller:
             state: from `state_dict`.
 
         Raises:
-            InputError: it is no such state.
+            InputError: it is no such state; nothing has changed.
         """
-        if state.get("version") != 1:
+        if not isinstance(state, Mapping) or state.get("version") != 1:  # pyright: ignore[reportUnnecessaryIsInstance]  (of any caller)
             raise InputError(
                 "The state has no version 1, so it is not of a Controller. Pass what its state_dict() "
                 "returned."
             )
-        self._steps, self._update = int(state["steps"]), int(state["update"])
+        steps, update = state.get("steps"), state.get("update")
+        if type(steps) is not int or steps < 1 or type(update) is not int or update < -1:
+            raise InputError(
+                f"A saved Controller with steps={steps!r} and update={update!r} is not whole. "
+                "Load what `state_dict()` returned."
+            )
+        self._steps, self._update = steps, update
 
 
 def _positive(name: str, value: float) -> float:

@@ -342,3 +342,28 @@ def test_adascale_goes_on_after_a_restart() -> None:
         each.advance()
     assert first.progress == second.progress > 2
     assert first.rate(64, 10.0) == second.rate(64, 10.0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"steps": None}, {"steps": "x"}, {"steps": 0}, {"steps": math.nan}, {"update": -2}, {"update": None}],
+)
+def test_a_controller_that_is_not_whole_is_refused_and_nothing_changes(wrong: dict[str, object]) -> None:
+    steps = Controller(lambda: noise(80.0), microbatch=10, start=4)
+    whole = steps.state_dict()
+    with pytest.raises(InputError, match=r"is not whole. Load what `state_dict\(\)` returned"):
+        steps.load_state_dict({**whole, **wrong})
+    with pytest.raises(InputError, match="not of a Controller"):
+        steps.load_state_dict(None)  # pyright: ignore[reportArgumentType]
+    assert steps.state_dict() == whole
+
+
+@pytest.mark.parametrize("known", [None, noise(1000.0)])
+def test_a_controller_resumed_with_other_bounds_keeps_to_them(known: Noise | None) -> None:
+    """The window in flight keeps its length; the next is within the bounds, however small the change."""
+    saved = Controller(lambda: known, microbatch=10, start=100)
+    saved(0)
+    for least, most, expected in ((1, 95, 95), (105, 200, 105), (1, 8, 8)):
+        steps = Controller(lambda: known, microbatch=10, start=least, least=least, most=most)
+        steps.load_state_dict(saved.state_dict())
+        assert (steps(0), steps(1)) == (100, expected)

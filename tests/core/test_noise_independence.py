@@ -229,6 +229,9 @@ def test_a_state_from_before_the_test_is_read() -> None:
 def test_a_state_that_is_not_whole_is_refused() -> None:
     meter = measured(np.random.default_rng(1), 30, shared=0.0)
     state = meter.state_dict()
+    for no_state in (None, [1]):
+        with pytest.raises(InputError, match="is no saved average"):
+            NoiseMeter().load_state_dict(no_state)  # pyright: ignore[reportArgumentType]
     for change in ({"means": [0.0]}, {"waiting": [[0.0, 0.0]] * 3}):
         with pytest.raises(InputError, match="is incomplete"):
             NoiseMeter().load_state_dict({**state, "losses": {**state["losses"], **change}})

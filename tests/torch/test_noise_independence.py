@@ -176,3 +176,11 @@ def test_too_few_batches_and_windows_of_one_micro_batch_are_refused() -> None:
     with pytest.raises(InputError, match="could not be measured: 0 windows measured; 8 needed"):
         training.at_rest("alike", microbatch_size=None)
     assert all(p.grad is None for p in training.model.parameters())
+
+
+@pytest.mark.parametrize("windows", [0, -3, 2, True, "60", 60.5])
+def test_a_number_of_windows_that_makes_no_triple_is_refused(windows: Any) -> None:
+    with pytest.raises(InputError, match=f"windows={windows!r} is (a|below|too few)"):
+        Training(0).at_rest("independent", windows=windows)
+    with pytest.raises(InputError, match="Leave observers= out"):
+        Training(0).at_rest("independent", observers=[NoiseMeter()])

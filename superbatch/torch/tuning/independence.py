@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.errors import InputError
+from superbatch.integers import positive_int
 from superbatch.noise.independence import FEWEST_TRIPLES, IndependenceTest
 from superbatch.noise.meter import NoiseMeter
 from superbatch.results.noise import Independence
@@ -45,7 +46,7 @@ def independence_at_rest(
         The verdict, with the noise scale that updates see as windows are now.
 
     Raises:
-        InputError: there are fewer batches, or a window has one micro-batch.
+        InputError: there are fewer batches, a window has one micro-batch, or an option cannot be used.
 
     Examples:
         >>> _ = torch.manual_seed(0)
@@ -63,6 +64,13 @@ def independence_at_rest(
         >>> independence_at_rest(model, loss_fn, shuffled, microbatch_size=4).verdict is None
         True
     """
+    if positive_int("windows", windows) < 3:
+        raise InputError(
+            f"windows={windows} is too few to compare three at a time. Pass {3 * FEWEST_TRIPLES} or more "
+            "for a verdict."
+        )
+    if "observers" in options:
+        raise InputError("The test makes its own NoiseMeter. Leave observers= out.")
     meter = NoiseMeter(every=1)
     fresh = meter.state_dict()
     gradient = Gradient(models, loss_fn, observers=[meter], **options)
@@ -72,7 +80,7 @@ def independence_at_rest(
     before = [p.grad for p in owned]
     source = iter(batches)
     try:
-        for _ in range(max(1, windows // 3)):
+        for _ in range(windows // 3):
             seen.triple(test, [_one(gradient, meter, fresh, owned, source, windows) for _ in range(3)])
     finally:
         for parameter, grad in zip(owned, before, strict=True):

@@ -165,11 +165,12 @@ class SeenGradients:
         for index, group, factor, _ in self._norms:
             row = self._squares.setdefault(index, [0.0] * columns)
             for column in (group, *range(count, count + powers)):
-                row[column] += (factor * next(on_hosts)) ** 2
+                norm = factor * next(on_hosts)
+                row[column] += norm * norm  # a power that overflows raises; infinity is left out
         for index, factor, norms in self._per_sample:
             assert self._samples is not None
             seen = self._samples.judge(*(next(on_hosts) for _ in norms))
-            self._squares.setdefault(index, [0.0] * columns)[-1] = (factor * seen) ** 2
+            self._squares.setdefault(index, [0.0] * columns)[-1] = factor * seen * (factor * seen)
         self._norms, self._per_sample = [], []
         return self._squares
 

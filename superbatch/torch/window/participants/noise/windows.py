@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from superbatch import normalize
 from superbatch.errors import InputError
 from superbatch.noise.meter import (
+    LARGEST,
     LEAST_SPREAD,
     POWERS,
     PROXY,
@@ -281,7 +282,7 @@ class NoiseOfWindows:
         if 1 - q < LEAST_SPREAD:
             return _Found(ALONE, samples)
         a2 = a2[: len(b2)]
-        if not all(map(math.isfinite, [*a2, *b2])):
+        if not all(each * samples < LARGEST for each in [*a2, *b2]):  # or NaN
             return _Found("the squares of its gradients are not finite", samples)
         found = {name: estimate(a, b, q) for name, a, b in zip(self._names, a2, b2, strict=True)}
         return _Found(found, samples)
@@ -298,7 +299,7 @@ class NoiseOfWindows:
             norms = [self._metric.norms(place, gradient) for place, gradient in present]
             for power, a, of_power in zip(POWERS, seen, zip(*norms, strict=True), strict=False):
                 scale = mean**power
-                b2 = math.fsum(norm**2 for norm in on_host(of_power))
+                b2 = math.fsum(norm * norm for norm in on_host(of_power))
                 beside[power_name(power)] = estimate(scale * a, scale * b2, q)
         if self._samples is None:
             return beside, "there is no LayerNorm or RMSNorm that is trained"
@@ -309,18 +310,18 @@ class NoiseOfWindows:
         places = {id(parameter) for parameter in self._samples.parameters()}
         own = [g for entry, g in zip(self._owned, gradients, strict=True) if id(entry.parameter) in places]
         norm = norm_of(own)
-        one = estimate(seen[-1], 0.0 if norm is None else float(norm) ** 2, q_per_sample)
+        one = estimate(seen[-1], 0.0 if norm is None else float(norm) * float(norm), q_per_sample)
         beside |= {PROXY: one} | ({PROXY_BESIDE: one} if 1 - q >= LEAST_SPREAD else {})
         return beside, None
 
     def _b2(self, gradients: list[Tensor | None], norm: float) -> list[float]:
         if len(self._names) == 1:
-            return [norm**2]
+            return [norm * norm]  # a product is infinite where a power raises OverflowError
         of_groups: list[list[Tensor | None]] = [[] for _ in self._names]
         for group, gradient in zip(self._groups, gradients, strict=True):
             of_groups[group].append(gradient)
         norms = [norm_of(each) for each in of_groups]
-        return [0.0 if each is None else float(each) ** 2 for each in norms]
+        return [0.0 if each is None else float(each) * float(each) for each in norms]
 
     def _name_groups(self) -> None:
         # By identity: the entries hold tensors, which do not compare as a whole.
