@@ -25,6 +25,7 @@ from .. import fastpaths
 from ..devices import local_part
 from ..memory.out_of_memory import out_of_memory, release_caches
 from .before_step import BeforeStep, has_plain_step
+from .hooks import after_hooks
 from .norm import elements_of
 from .participants.gradient_sum import GradientSum, ManagedParameter, clear, values
 from .participants.momentum_gradients import MomentumGradientSum
@@ -197,7 +198,8 @@ class OptimizerSteps:
         if scaler is not None:
             self._scaler_update = Once(scaler.update)
             self._calls.append(self._update_scaler)
-        if agree is not None and self._calls and len(self._calls) == len(self._steps):
+        # Sums in momentum buffers are applied before any hook runs.
+        if agree is not None and self._optimizers and not isinstance(gradients, MomentumGradientSum):
             first = self._optimizers[0]
             self._hooked = first if before.has_hooks(first) else None
 
@@ -211,13 +213,13 @@ class OptimizerSteps:
             BaseException: an optimizer broke inside its step, or something between two steps.
             OptimizerError: some have stepped and some have not.
         """
-        handle = None
+        end_hooks = None
         if self._hooked is not None:
             self._before.begin(hooks=True)
-            handle = self._hooked.register_step_pre_hook(self._after_hooks)  # the last one
+            end_hooks = after_hooks(self._hooked, self._after_hooks)
+        elif self._agree is not None:
+            self._after_hooks()
         else:
-            if self._agree is not None:
-                self._agree()
             self._before.begin()
         grad = torch.is_grad_enabled()
         try:
@@ -235,10 +237,9 @@ class OptimizerSteps:
             if not no_memory:
                 raise
         finally:
-            if handle is not None:
-                handle.remove()
-        idle = self._idle() if self._watched else []
-        return self._before.not_made(idle, half=self._any_moved(idle)) if idle else None
+            if end_hooks is not None:
+                end_hooks()
+        return self._left_out() if self._watched else None
 
     @property
     def begun(self) -> bool:
@@ -249,6 +250,13 @@ class OptimizerSteps:
     def made(self) -> bool:
         """True once all steps were made, and each has done its work."""
         return all(step.returned for step in self._all_steps()) and not self._idle()
+
+    def _left_out(self) -> str | None:
+        """Return why no update was made although the optimizers were called."""
+        if self._agree is not None:  # no step was seen, and the others wait for the vote
+            self._after_hooks()
+        idle = self._idle()
+        return self._before.not_made(idle, half=self._any_moved(idle)) if idle else None
 
     def _after_hooks(self, *_: object) -> None:
         """Agree with the other ranks, right before the first optimizer's step."""
