@@ -20,7 +20,7 @@ from .differentiated import refuse_what_has_no_gradient
 from .loop import Call, PerMicrobatch
 from .options import Aux, NonFinite, Options, Positions, Reduction, Weight, checked, named
 from .roles import roles_of
-from .sharding import AxisName, names, summed, varying
+from .sharding import AxisName, names, refuse_unbound, summed, varying
 from .splitting import Layout, groups, refuse_more_than_there_are, rows_in_order
 from .state_in_aux import refuse_state_in_aux
 from .stats import Stats, noise_sums
@@ -169,6 +169,7 @@ def in_microbatches(fun: Callable[..., Any], options: Options) -> Callable[..., 
 
 def call_of(fun: Callable[..., Any], options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """Inspect the arguments of one call: the role of each, and the division of the batch."""
+    refuse_unbound(options.axis_name)
     roles, args, kwargs = roles_of(fun, options, args, kwargs)
     division = groups(roles.samples, microbatch_size=options.microbatch_size, steps=options.steps)
     refuse_more_than_there_are(options.num_real_microbatches, division)

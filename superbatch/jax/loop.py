@@ -19,8 +19,9 @@ from .options import Options
 from .outcome import Outcome, read
 from .parts import fold_in, part_of
 from .roles import Roles
-from .sharding import key_of_device, varying
+from .sharding import key_of_device, varying, varying_like
 from .splitting import Group
+from .state import next_state
 
 Body = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -179,7 +180,7 @@ def run_real(call: Call, group: Group, body: Body, state: Any) -> tuple[Any, Any
 
     # A scan has a fixed length: it would step through the padding, too.
     real = jnp.clip(call.real_count - group.first, 0, group.count).astype(jnp.int32)
-    return lax.fori_loop(0, real, step, (state, varying(stacked, call.options.axis_name)))
+    return lax.fori_loop(0, real, step, (state, varying_like(stacked, one)))
 
 
 def first_carry(call: Call) -> Any:
@@ -217,7 +218,7 @@ def gradients(call: Call, body_of: Callable[[Call, Group], Body]) -> tuple[Any, 
         ),
         chosen_of(call),
     )
-    zeros = varying(zeros, call.options.axis_name)
+    zeros = varying_like(varying(zeros, call.options.axis_name), chosen_of(call))
     state = (zeros, first_carry(call))
     (sums, carry), found = run_call(call, lambda group: body_of(call, group), state)
     return sums, carry, found
@@ -249,7 +250,8 @@ def microbatch_body(call: Call, group: Group) -> Body:
             finite = arithmetic.all_finite((outcome.loss, gradient))
             keep, weight = keep & finite, jnp.where(finite, weight, jnp.zeros_like(weight))
         part = contribution(gradient, sums, weight, keep, options)
-        new = kept(outcome.carry, carry, keep) if options.may_leave_out else outcome.carry
+        new = next_state(outcome.carry, carry, alone=call.count == 1)
+        new = kept(new, carry, keep) if options.may_leave_out else new
         square = arithmetic.square_norm(part) if options.noise else None
         found = PerMicrobatch(outcome.loss, weight, keep, outcome.aux, square)
         return (jax.tree.map(jnp.add, sums, part), new), found

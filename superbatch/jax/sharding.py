@@ -4,10 +4,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax import lax
+
+from ..errors import InputError
 
 AxisName = str | tuple[str, ...] | None
 
@@ -36,14 +39,58 @@ def varying(tree: Any, axis_name: AxisName) -> Any:
         {'w': 1.0}
     """
     mapped = [name for name in names(axis_name) if name in jax.sharding.get_abstract_mesh().manual_axes]
+    return jax.tree.map(lambda leaf: _cast(leaf, mapped), tree) if mapped else tree
 
-    def one(leaf: Any) -> Any:
-        type_of = jax.typeof(leaf)
-        known = type_of.mat.varying if hasattr(type_of, "mat") else type_of.vma  # as older releases call it
-        missing = tuple(name for name in mapped if name not in known)
-        return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
-    return jax.tree.map(one, tree) if mapped else tree
+def varying_like(tree: Any, other: Any) -> Any:
+    """Mark arrays as differing between devices where those of another tree of the same structure do.
+
+    Parameters may be spread over an axis of the model, beside that of the batch: so are their gradients.
+
+    Examples:
+        >>> varying_like({"w": 1.0}, {"w": 2.0})
+        {'w': 1.0}
+    """
+    return jax.tree.map(lambda leaf, like: _cast(leaf, axes_of_type(like)), tree, other)
+
+
+def axes_of_type(leaf: Any) -> tuple[str, ...]:
+    """Return the axes of `jax.shard_map` over which an array is known to differ.
+
+    Examples:
+        >>> axes_of_type(1.0)
+        ()
+    """
+    type_of = jax.typeof(leaf)
+    # As older releases call it.
+    return tuple(sorted(type_of.mat.varying if hasattr(type_of, "mat") else type_of.vma))
+
+
+def _cast(leaf: Any, axes: Sequence[str]) -> Any:
+    known = axes_of_type(leaf)
+    missing = tuple(name for name in axes if name not in known)
+    return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+
+def refuse_unbound(axis_name: AxisName) -> None:
+    """Refuse an axis that is none where the function is called.
+
+    Raises:
+        InputError: there is no such axis.
+
+    Examples:
+        >>> refuse_unbound(None)
+    """
+    for name in names(axis_name):
+        # JAX raises a NameError without a remedy, from within the loop.
+        try:
+            lax.axis_size(name)
+        except NameError as error:  # noqa: PERF203  (one or two axes)
+            raise InputError(
+                f"axis_name={axis_name!r}, and there is no axis {name!r} where the function is called. Call "
+                f"it inside jax.shard_map over a mesh with this axis, or jax.vmap(..., axis_name={name!r}). "
+                "Under jax.jit alone leave axis_name out."
+            ) from error
 
 
 def summed(tree: Any, axis_name: AxisName) -> Any:

@@ -26,6 +26,7 @@ from .options import refuse_with_terms
 from .outcome import Outcome
 from .sharding import summed
 from .splitting import Group
+from .state import next_state
 
 ByTerm = dict[str, Any]
 
@@ -79,7 +80,8 @@ def plan_of(call: Call) -> Plan | None:
             if not (options.form.returned or options.form.with_weight):
                 return carry, arguments.weight  # known without a call of the function
             outcome = call.evaluate(arguments)
-            return kept(outcome.carry, carry, _takes_part(call, outcome.weight)), outcome.weight
+            new = next_state(outcome.carry, carry, alone=call.count == 1)
+            return kept(new, carry, _takes_part(call, outcome.weight)), outcome.weight
 
         return body
 
@@ -158,7 +160,8 @@ def body(call: Call, group: Group, plan: Plan) -> Body:
                 part = lax.cond(every, lambda: part, lambda: each_apart(outcome))
         keep = _takes_part(call, outcome.weight)
         found = PerMicrobatch(outcome.loss, outcome.weight, keep, outcome.aux, None)
-        return (jax.tree.map(jnp.add, sums, part), kept(outcome.carry, carry, keep)), found
+        new = next_state(outcome.carry, carry, alone=call.count == 1)
+        return (jax.tree.map(jnp.add, sums, part), kept(new, carry, keep)), found
 
     return one
 
