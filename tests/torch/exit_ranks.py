@@ -69,6 +69,7 @@ class Loop:
         if not self.is_wrong:
             return self.owned(x) if self.case in OWNED else self.accumulate(x)
         wrong: dict[str, Any] = {
+            "None": None,
             "empty window": Window([]),
             "empty list": [],
             "no rows": x[:0],
@@ -106,7 +107,7 @@ CASES = {
         *("check", *OWNED),
     ),
     "FSDP2": ("empty window", "empty list", "lengths", "weight", "used twice", "after"),
-    "WholeBatch": ("empty window", "empty list", "no rows", "iterator"),
+    "WholeBatch": ("None", "empty window", "empty list", "no rows", "iterator"),
 }
 
 

@@ -13,10 +13,11 @@ from tests.torch.two_ranks import found_by_both
 EARLY, INSIDE, END = "before its first micro-batch", "in micro-batch 0", "at the end of its window"
 # What the bad rank raises, and where the others hear that it has failed.
 OUTCOMES = {
+    "None": ("InputError: A batch of coupled samples is None, and every rank needs some.", EARLY),
     "empty window": ("InputError: A Window without micro-batches makes no update.", EARLY),
     "empty list": ("SplitError: ", EARLY),
     "no rows": ("SplitError: ", EARLY),
-    "lengths": ("SplitError: parts of different lengths", EARLY),
+    "lengths": ("SplitError: Parts of the batch differ in length", EARLY),
     "iterator": ("InputError: A list_iterator is not a batch", EARLY),
     "object": ("SplitError: ", EARLY),
     "weight": ("InputError: ", EARLY),

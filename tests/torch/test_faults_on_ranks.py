@@ -14,7 +14,7 @@ from tests.torch.two_ranks import found_by_both
 Found = list[dict[str, Any]]
 FAILED = "RankError: Rank {} {}, so no rank makes this update; all is as before it. Correct the error there; "
 TORN = "OptimizerError: The last update broke inside the optimizer's step"
-SPLIT = "SplitError: parts of different lengths"
+SPLIT = "SplitError: Parts of the batch differ in length"
 ROWS = "SplitError: "
 # What the bad rank raises, and what the other one tells of it.
 OUTCOMES = {

@@ -97,9 +97,14 @@ class Coupled:
 
         Raises:
             SplitError: samples cannot be counted or are in no tensors, or micro-batches not joined.
-            InputError: a `Window` has no micro-batches.
+            InputError: there is no batch, or a `Window` has no micro-batches.
         """
         size: Size | None = self._size
+        if batch is None:  # without samples a rank cannot take part in what couples those of the others
+            raise InputError(
+                "A batch of coupled samples is None, and every rank needs some. Divide the samples among all "
+                "ranks, or leave the update out on all of them."
+            )
         if isinstance(batch, Window):
             microbatches = list(batch)
             if not microbatches:
