@@ -127,8 +127,9 @@ class Comparison:
 
     def _coupled(self, whole: list[Any], apart: list[Any]) -> bool:
         """Return True if an array has other rows at once than in parts."""
+        # Other shapes decide nothing here: text trimmed to the longest row has them, with the same loss.
         return any(
-            a is not None and b is not None and not _same(a, b, self.bound)
+            a is not None and b is not None and a.shape == b.shape and not _same(a, b, self.bound)
             for a, b in zip(whole, apart, strict=False)
         )
 
@@ -146,8 +147,11 @@ class Comparison:
         if any(len(part) != len(whole) for part in parts):
             return None
         for number, (layer, outputs) in enumerate(whole):
-            at_once = _joined([outputs], self._at_once())
-            if self._coupled(at_once, _joined([part[number][1] for part in parts], self.parts)):
+            of_parts = [part[number][1] for part in parts]
+            # A matrix of all pairs of rows: no two sizes of a batch give the same number of columns.
+            if any(_shapes(outputs) != _shapes(each) for each in of_parts):
+                return layer
+            if self._coupled(_joined([outputs], self._at_once()), _joined(of_parts, self.parts)):
                 return layer
         return None
 
@@ -223,14 +227,17 @@ def _by_path(model: Any, state: dict[int, Any]) -> dict[str, Any]:
 
 
 def _joined(outputs: list[list[Any]], parts: list[list[int]]) -> list[Any]:
-    """Join arrays of parts in the order of the rows; None for one without a row for each sample."""
+    """Join arrays of parts in the order of the rows; None for those that are no rows of one shape."""
     order = [0] * sum(len(part) for part in parts)
     for place, row in enumerate(row for part in parts for row in part):
         order[row] = place
     found = []
     for leaves in zip(*outputs, strict=True):
         by_rows = all(
-            hasattr(leaf, "shape") and len(leaf.shape) and leaf.shape[0] == len(part)
+            hasattr(leaf, "shape")
+            and len(leaf.shape)
+            and leaf.shape[0] == len(part)
+            and leaf.shape[1:] == leaves[0].shape[1:]
             for leaf, part in zip(leaves, parts, strict=True)
         )
         if not by_rows or not backend.is_float_dtype(backend.standardize_dtype(leaves[0].dtype)):
@@ -238,6 +245,11 @@ def _joined(outputs: list[list[Any]], parts: list[list[int]]) -> list[Any]:
         else:
             found.append(leaves[0] if len(leaves) == 1 else ops.take(ops.concatenate(leaves), order, axis=0))
     return found
+
+
+def _shapes(outputs: list[Any]) -> list[tuple[int, ...]]:
+    """The shapes of arrays without their first axis; an array without axes has the empty one."""
+    return [tuple(leaf.shape[1:]) for leaf in outputs if hasattr(leaf, "shape")]
 
 
 def _bound(model: Any) -> float:

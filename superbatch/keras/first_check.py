@@ -87,7 +87,7 @@ def check(model: Any, options: Options, step: Any, first: First) -> bool:
     if rows < 2:
         return False
     with ExitStack() as conditions:
-        conditions.enter_context(step.without_gradients())
+        conditions.enter_context(step.untouched(model))
         conditions.enter_context(probe.constant_draws())
         if options.batchnorm == "per_microbatch":
             conditions.enter_context(probe.accepted_batchnorms(model))

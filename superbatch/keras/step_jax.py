@@ -27,7 +27,7 @@ from .splitting import Group
 from .window import Plan
 
 Values = list[Any]
-without_gradients = nullcontext
+untouched = nullcontext
 TAKES_STATE = True  # Keras takes the values out of the variables and hands them to its function
 
 

@@ -24,7 +24,7 @@ from .options import Options
 from .window import Plan
 
 Values = list[Any]
-without_gradients = nullcontext
+untouched = nullcontext
 TAKES_STATE = False
 
 

@@ -11,7 +11,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -23,8 +24,31 @@ from .first_check import First
 from .options import Options
 from .window import Plan
 
-without_gradients = torch.no_grad
 TAKES_STATE = False
+
+
+@contextmanager
+def untouched(model: Any) -> Iterator[None]:
+    """Evaluate without gradients, and restore what Keras does not know of.
+
+    It knows neither torch's generators nor the buffers of a module in a `TorchModuleWrapper`, such as the
+    statistics of `torch.nn.BatchNorm1d`: no scope of Keras keeps a forward from changing them.
+    """
+    buffers = [
+        (buffer, buffer.detach().clone())
+        for layer in model._flatten_layers()
+        if isinstance(layer, torch.nn.Module)
+        for buffer in layer.buffers()
+    ]
+    # Only the present device: to fork all of several is slow, and torch warns.
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices), torch.no_grad():
+            yield
+    finally:
+        for buffer, value in buffers:
+            with torch.no_grad():
+                buffer.copy_(value)
 
 
 def train_step(model: Any, options: Options, data: Any) -> Any:

@@ -182,6 +182,17 @@ def case_layers_that_couple_rows() -> None:
         coupled(name)
 
 
+def case_as_many_columns_as_rows() -> None:
+    """Shapes that differ between parts are named, and are no error of the framework."""
+    refused(Program(programs.attending), CoupledSamplesError, "The output of Scores ")
+    scored = Program(lambda: programs.attending(programs.among_the_batch))
+    for size in (4, 5):  # equal parts, and unequal ones
+        ours = accumulate(scored.build(), microbatch_size=size)
+        words = "The loss 'among_the_batch' of a row depends on the other rows of the batch: it is "
+        raises(CoupledSamplesError, words, lambda ours=ours: ours.fit(scored.x, scored.y, **FIT))
+    assert difference(scored) > 1e-3, "the premise: it is wrong without the check"
+
+
 def case_a_coupled_layer_of_a_subclassed_model() -> None:
     class Own(keras.Model):
         def __init__(self) -> None:

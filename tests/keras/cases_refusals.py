@@ -16,7 +16,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from superbatch.errors import InputError, LossSpecError, OptimizerError, SplitError
+from superbatch.errors import CoupledSamplesError, InputError, LossSpecError, OptimizerError, SplitError
 from superbatch.keras import accumulate
 from tests.keras.cases_exact import Halving, count_known
 from tests.keras.helpers import LABELS, TOKENS, X, Y, cross_entropy, dense, raises, text
@@ -144,3 +144,30 @@ def case_targets_that_are_more_than_rows() -> None:
     for kind, check in ((SplitError, True), (tf.errors.InvalidArgumentError, False)):
         ours = accumulate(dense(), microbatch_size=2, check=check)
         raises(kind, wrong, lambda ours=ours: ours.fit(data, shuffle=False, verbose=0))
+
+
+def case_the_check_leaves_the_state_of_torch() -> None:
+    """Its generator and the buffers of its modules, of which Keras' scopes know nothing."""
+    if keras.backend.backend() != "torch":
+        return
+    import torch
+
+    def wrapped(*modules: Any) -> tuple[Any, Any]:
+        module = torch.nn.Sequential(torch.nn.Linear(3, 3, dtype=torch.float64), *modules)
+        wrapper = keras.layers.TorchModuleWrapper(module)
+        model = keras.Sequential([wrapper, keras.layers.Dense(2)])
+        model(X[:2], training=False)
+        model.compile("sgd", "mse")
+        return model, module
+
+    norm = torch.nn.BatchNorm1d(3, dtype=torch.float64)
+    before = {name: value.clone() for name, value in norm.state_dict().items()}
+    raises(CoupledSamplesError, "The output of TorchModuleWrapper ", fit(wrapped(norm)[0]))
+    assert all(torch.equal(value, before[name]) for name, value in norm.state_dict().items())
+    results = []
+    for check in (True, False):
+        keras.utils.set_random_seed(1)
+        model, module = wrapped(torch.nn.Dropout(0.5))
+        fit(model, options={"check": check}, shuffle=False, epochs=1)()
+        results.append(module[0].weight.detach().clone())
+    assert torch.equal(*results), "the same draws of dropout with and without the check"
