@@ -60,24 +60,6 @@ class RankError(SuperbatchError, RuntimeError):
     """Another rank failed or ended, or the ranks are not at the same window."""
 
 
-def explain(given: str, wrong: str, do: str) -> str:
-    """Compose an error text: what was given, what is wrong with it, what to do.
-
-    Args:
-        given: what the caller passed, with its value.
-        wrong: why that cannot work.
-        do: the remedy, as an instruction.
-
-    Returns:
-        One text of two sentences.
-
-    Examples:
-        >>> explain("microbatch_size=0", "a micro-batch needs a sample", "pass a positive int")
-        'microbatch_size=0: a micro-batch needs a sample. Pass a positive int.'
-    """
-    return f"{given}: {wrong}. {instruction(do)}."
-
-
 def instruction(text: str) -> str:
     """Return a remedy as the sentence that begins with it: its first word, unless it is code, with a capital.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..batch.tree import get
-from ..errors import InputError, explain
+from ..errors import InputError
 from .devices import where_float64_is
 
 Weight = Callable[[Any], int | float]
@@ -146,11 +146,8 @@ def _reader(where: Where) -> Callable[[Any], Tensor]:
 def _no_labels(labels: Tensor, wrong: str) -> InputError:
     spread = f"from {labels.min().item()} to {labels.max().item()}" if labels.numel() else "none"
     return InputError(
-        explain(
-            f"labels of dtype {labels.dtype} and shape {tuple(labels.shape)}, {spread}",
-            wrong,
-            "name the labels that the loss is given, and its ignore_index",
-        )
+        f"Labels of dtype {labels.dtype} and shape {tuple(labels.shape)}, {spread}, cannot be weighed: "
+        f"{wrong}. Name the labels that the loss is given, and its ignore_index."
     )
 
 

@@ -158,14 +158,14 @@ def frozen(model: nn.Module) -> nn.Module:
 
 def test_a_model_without_parameters():
     with pytest.raises(
-        OptimizerError, match=r"^None of the .* is one of the .* trainable parameters of the model"
+        OptimizerError, match=r"none of them is a parameter of the model .*: it is a model with \d trainable"
     ):
         Accumulator(nn.ReLU(), sgd(mlp().parameters()))
 
 
 def test_a_model_without_gradients():
     model = frozen(mlp())
-    with pytest.raises(OptimizerError, match="one of the 0 trainable parameters of the model"):
+    with pytest.raises(OptimizerError, match="it is a model with 0 trainable parameters"):
         Accumulator(model, torch.optim.SGD(model.parameters()))
 
 
@@ -173,7 +173,7 @@ def test_an_optimizer_of_another_model():
     model, optimizer = mlp(), sgd(mlp().parameters())
     before = fingerprint(model, optimizer)
     with pytest.raises(
-        OptimizerError, match=r"^None of the .* is one of the .* trainable parameters of the model"
+        OptimizerError, match=r"none of them is a parameter of the model .*: it is a model with \d trainable"
     ):
         Accumulator(model, optimizer, lambda mb: mse(model, mb))
     assert_unchanged(before, fingerprint(model, optimizer))
@@ -181,7 +181,9 @@ def test_an_optimizer_of_another_model():
 
 def test_two_optimizers_of_one_parameter():
     model = mlp()
-    with pytest.raises(OptimizerError, match=r"^Two optimizers have the parameter '0\.weight'"):
+    with pytest.raises(
+        OptimizerError, match=r"^A parameter is in two optimizers, .* Give '0\.weight' to one optimizer"
+    ):
         Accumulator(model, [sgd(model.parameters()), sgd(model.parameters())])
 
 
@@ -415,7 +417,9 @@ def test_a_weight_that_is_a_mean():
 
 def test_a_call_without_loss_fn():
     model = mlp()
-    with pytest.raises(InputError, match="was given a batch and has no loss_fn"):
+    with pytest.raises(
+        InputError, match=r"^An Accumulator without loss_fn cannot make an update from a batch"
+    ):
         Accumulator(model, sgd(model.parameters()))(BATCH)
 
 
@@ -424,11 +428,17 @@ def test_a_weight_where_none_is_expected_and_none_where_one_is():
     optimizer = sgd(model.parameters())
     before = fingerprint(model, optimizer)
     ahead = Accumulator(model, optimizer, microbatch_size=3)
-    with pytest.raises(InputError, match="a loss with a weight"), ahead.window(BATCH) as window:
+    with (
+        pytest.raises(InputError, match=r"^backward\(\) was given a weight \(3\)"),
+        ahead.window(BATCH) as window,
+    ):
         for microbatch in window:
             window.backward(mse(model, microbatch), 3)
     returned = Accumulator(model, optimizer, microbatch_size=3, weight="returned")
-    with pytest.raises(InputError, match="a loss without a weight"), returned.window(BATCH) as window:
+    with (
+        pytest.raises(InputError, match=r"^A loss came without its weight"),
+        returned.window(BATCH) as window,
+    ):
         for microbatch in window:
             window.backward(mse(model, microbatch))
     with pytest.raises(InputError, match="a second weight"), returned.window(BATCH) as window:

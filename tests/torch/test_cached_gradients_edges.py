@@ -110,21 +110,27 @@ class Running(nn.Module):
 @pytest.mark.parametrize("seen", [True, False])
 def test_a_buffer_that_takes_up_samples_is_refused_by_name(seen: bool, size: int):
     model = nn.Sequential(Running(seen=seen), nn.Tanh())
-    text = r"'mean' of the module '0'.*depends on the samples.*virtual_batch.*eval\(\).*GroupNorm"
+    text = r"of the module '0' changes the buffer 'mean' by the samples.*virtual_batch.*eval\(\).*GroupNorm"
     refused(CoupledSamplesError, text, model, ring, normal(7, 6), size)
 
 
 @pytest.mark.parametrize("samples", [6, 7])
 def test_a_buffer_that_counts_samples_is_refused(samples: int):
     """Also where every micro-batch has the same number of them, and leaves the same count."""
-    refused(CoupledSamplesError, "'mean' of the module", Running(counts=True), ring, normal(samples, 6))
+    refused(
+        CoupledSamplesError,
+        "changes the buffer 'mean' by the samples",
+        Running(counts=True),
+        ring,
+        normal(samples, 6),
+    )
 
 
 def test_running_statistics_that_no_version_counter_shows():
     model = nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()).to(F64)
     refused(
         CoupledSamplesError,
-        "'running_mean' of the module '0'",
+        "of the module '0' changes the buffer 'running_mean'",
         model,
         lambda z: z.square().sum(),
         normal(7, 2, 3),
@@ -132,7 +138,7 @@ def test_running_statistics_that_no_version_counter_shows():
 
 
 def test_a_function_needs_its_models():
-    refused(InputError, r"without models.*Pass models=\[\.\.\.\]", lambda b: b, ring, normal(7, 6))
+    refused(InputError, r"has no models.*Pass models=\[\.\.\.\]", lambda b: b, ring, normal(7, 6))
     model, hidden = tower(), tower(4)
     refused(
         InputError,
@@ -148,16 +154,16 @@ def test_a_function_needs_its_models():
 @pytest.mark.parametrize(
     ("output", "match"),
     [
-        (lambda z: z.mean(), r"shape \(\).*first dimension is not the samples.*loss_fn"),
-        (lambda z: z.T, r"shape \(4, 3\).*first dimension is not the samples"),
+        (lambda z: z.mean(), r"shape \(\).*does not have the samples as its first dimension.*loss_fn"),
+        (lambda z: z.T, r"shape \(4, 3\).*does not have the samples as its first dimension"),
         (lambda z: torch.cat([z, z]), r"shape \(6, 4\).*for a micro-batch of 3 samples"),
         (lambda z: {"z": z, "aux": z.sum()}, r"at path 'aux' of shape \(\)"),
-        (lambda z: (z, z.detach().numpy()), r"at path '1' of type ndarray"),
-        (lambda z: [z, object()], r"at path '1' of type object"),
+        (lambda z: (z, z.detach().numpy()), r"at path '1' is of type ndarray"),
+        (lambda z: [z, object()], r"at path '1' is of type object"),
         (lambda z: None, "returned no tensor"),
         (lambda z: z.to_sparse(), "layout torch.sparse_coo"),
         (lambda z: nn.utils.rnn.pack_sequence([z]), "of type PackedSequence"),
-        (lambda z: z[:, : 1 + (len(z) == 3)], r"micro-batch 1.*\(samples, 1\).*\(samples, 2\)"),
+        (lambda z: z[:, : 1 + (len(z) == 3)], r"\(samples, 1\) for micro-batch 1; .*\(samples, 2\)"),
         (lambda z: (z, len(z)), r"1=2.*1=3"),
         (lambda z: z if len(z) == 3 else z.float(), r"torch.float32.*torch.float64"),
         (lambda z: [z] * (len(z) - 1), "do not fit together"),
@@ -197,8 +203,8 @@ def test_batches_and_arguments():
     model = tower()
     refused(SplitError, "sample", model, ring, normal(0, 6))
     refused(SplitError, "samples", lambda b: model(b[0]), ring, (normal(7, 6), normal(6, 6)), models=model)
-    refused(InputError, "a Tensor in place of a function", normal(7), ring, normal(7, 6), models=model)
-    refused(InputError, "a Tensor in place of a function", model, normal(7), normal(7, 6))
+    refused(InputError, "A Tensor stands in place of a function", normal(7), ring, normal(7, 6), models=model)
+    refused(InputError, "A Tensor stands in place of a function", model, normal(7), normal(7, 6))
     with pytest.raises(InputError, match="model of type str"):
         cached_gradients(model, ring, normal(7, 6), 3, models="model")  # type: ignore[arg-type]  (the mistake)
     for scale in ("2", True, None, 1j, math.nan, math.inf):
@@ -211,11 +217,17 @@ def test_batches_and_arguments():
         {"a": normal(7, 6)},
         unsplit=("b",),
     )
-    refused(InputError, r"with a graph in the batch", model, ring, normal(7, 6).requires_grad_() * 2)
+    refused(
+        InputError,
+        r"The batch of encode has a tensor of shape .* with a graph",
+        model,
+        ring,
+        normal(7, 6).requires_grad_() * 2,
+    )
     both = {"a": model, "b": model}
     refused(
         InputError,
-        r"encoders \['a', 'b'\] and a batch \['a', 'c'\]",
+        r"encoders are \['a', 'b'\], and the batch is \['a', 'c'\]",
         both,
         ring,
         {"a": 1, "c": 2},
@@ -243,7 +255,7 @@ def test_a_generator_of_its_own_is_noticed():
     model, own = tower(), torch.Generator().manual_seed(1)
     refused(
         InputError,
-        r"other embeddings of micro-batch 2 from the second pass.*torch\.Generator",
+        r"The second pass of encode gave other embeddings of micro-batch 2.*torch\.Generator",
         lambda b: model(b) * torch.rand(len(b), 1, generator=own),
         ring,
         normal(7, 6),

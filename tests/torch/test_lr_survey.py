@@ -341,7 +341,7 @@ def test_weight_decay_is_surveyed_in_the_groups_that_have_it() -> None:
 
 def test_an_optimizer_without_the_option_is_refused() -> None:
     _, accumulate = simple(torch.optim.Adagrad)
-    with pytest.raises(OptimizerError, match=r"has no option .* to survey"):
+    with pytest.raises(OptimizerError, match=r"a parameter group has no such option"):
         lr_survey(accumulate, rows(6, 2), what="momentum")
     assert accumulate.updates == 0
 
@@ -430,7 +430,7 @@ def test_a_wrong_statement_is_refused_and_nothing_has_moved() -> None:
         (iter([1, 2]), "an iterator .*cannot begin again.*Pass the DataLoader"),
         ((n for n in range(3)), "generator"),
         (windows([1, 2], 2), r"lambda: windows\(loader, 8\)"),
-        (3, "Batches of type int cannot be iterated"),
+        (3, "A survey cannot iterate over batches of type int"),
         ([], "batches are empty, and"),
         (lambda: iter([]), "batches are empty, and"),
     ],
@@ -475,14 +475,14 @@ def test_options_that_make_no_survey(options: dict[str, Any], message: str) -> N
 
 
 def test_what_is_no_accumulator_is_refused() -> None:
-    with pytest.raises(InputError, match="A Linear cannot be surveyed"):
+    with pytest.raises(InputError, match="cannot make a survey of a Linear"):
         lr_survey(nn.Linear(1, 1), [])  # pyright: ignore[reportArgumentType]
 
 
 def test_an_owned_loop_has_no_loss_to_survey() -> None:
     model = mlp()
     accumulate = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(InputError, match="was given a batch and has no loss_fn"):
+    with pytest.raises(InputError, match="An Accumulator without loss_fn cannot make an update from a batch"):
         lr_survey(accumulate, rows(4, 1))
 
 

@@ -466,12 +466,12 @@ def test_a_reading_that_another_microbatch_contradicts_is_refused():
 
 def test_one_draw_whose_shape_changes_is_refused():
     lengths = iter([7, 9])
-    with pytest.raises(InputError, match=r"shape \(7,\) .* shape \(9,\)"):
+    with pytest.raises(InputError, match=r"shape \(7,\) .* and \(9,\) in one"):
         window(lambda n: torch.rand(next(lengths)), [4, 4])
 
 
 def test_two_readings_are_refused():
-    with pytest.raises(InputError, match=r"shape \(8, 4, 3\).*more than one dimension.*samples_along\(dim\)"):
+    with pytest.raises(InputError, match=r"More than one dimension.*shape \(8, 4, 3\).*samples_along\(dim\)"):
         window(lambda n: torch.rand(8, 4, 3), [4])
 
 
@@ -549,7 +549,9 @@ def test_attention_without_dropout_keeps_its_kernel():
 
 def test_a_path_that_depends_on_the_data_is_refused():
     draws = iter([lambda n: torch.rand(n), lambda n: torch.randn(n)])
-    with pytest.raises(InputError, match=r"aten.randn.default where another .* called aten.rand.default"):
+    with pytest.raises(
+        InputError, match=r"aten.randn.default was called where another .* called aten.rand.default"
+    ):
         window(lambda n: next(draws)(n), [4, 4])
 
 
@@ -565,11 +567,11 @@ def test_places_that_do_not_exist_are_refused(first: int, samples: int):
 @pytest.mark.parametrize(
     ("places", "text"),
     [
-        ({}, r"first_sample=None, samples=None: "),
-        ({"first_sample": 0}, r"first_sample=0, samples=None: "),
-        ({"indices": []}, r"samples=None, indices=\[\]: "),
-        ({"indices": [0, -1]}, r"indices=\[0, -1\]: "),
-        ({"first_sample": 0, "samples": 2, "indices": [0, 1]}, r"samples=2, indices=\[0, 1\]: "),
+        ({}, r"first_sample=None, samples=None is no place"),
+        ({"first_sample": 0}, r"first_sample=0, samples=None is no place"),
+        ({"indices": []}, r"samples=None, indices=\[\] is no place"),
+        ({"indices": [0, -1]}, r"indices=\[0, -1\] is no place"),
+        ({"first_sample": 0, "samples": 2, "indices": [0, 1]}, r"samples=2, indices=\[0, 1\] is no place"),
     ],
 )
 def test_places_that_are_not_stated_once_are_refused(places: Any, text: str):

@@ -122,7 +122,7 @@ def test_mutant_reads_the_context_of_the_thread_alone(monkeypatch: pytest.Monkey
         return sample_layout.sample_axis(op, shape, samples, before, stated)
 
     monkeypatch.setattr(sample_layout.Reading, "axis", axis)
-    with pytest.raises(InputError, match="more than one dimension could run"):
+    with pytest.raises(InputError, match=r"More than one dimension of .* could run"):
         test_a_recomputed_call_is_read_as_in_the_forward(_around, [4, 4])
-    with pytest.raises(InputError, match="more than one dimension could run"):
+    with pytest.raises(InputError, match=r"More than one dimension of .* could run"):
         _drawn([4, 4], empty=True)

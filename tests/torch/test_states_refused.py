@@ -38,7 +38,7 @@ def test_sizes_that_cannot_be_read_are_refused(sizing: Any) -> None:
     before, other = accumulate.state_dict(), accumulator(observers=[NoiseMeter()])
     other(torch.randn(4, 2))
     assert other.state_dict() != before, "the premise: there is something to load"
-    with pytest.raises(InputError, match=r"(sizes of micro-batches cannot be read|not made by Accumulator)"):
+    with pytest.raises(InputError, match=r"The state has sizes of micro-batches that cannot be read"):
         accumulate.load_state_dict({**other.state_dict(), "sizing": sizing})
     assert accumulate.state_dict() == before
 
@@ -70,7 +70,7 @@ def test_what_is_no_number_scales_nothing(arguments: tuple[Any, ...], text: str)
     with pytest.raises(InputError, match=text):
         rescale(optimizer, *arguments)
     assert optimizer.param_groups[0]["lr"] == 0.1
-    with pytest.raises(InputError, match=r"^An optimizer of type int has no groups to scale"):
+    with pytest.raises(InputError, match=r"^rescale\(\) cannot scale an optimizer of type int"):
         rescale(3, 32, 64)  # type: ignore[arg-type]  (that is the case)
 
 

@@ -317,7 +317,7 @@ def test_a_model_that_cannot_run_in_float64() -> None:
     assert report.notes[0].startswith(
         "float64 was not measured: RuntimeError: expected m1 and m2 to have the same"
     )
-    with pytest.raises(InputError, match=r'dtype="float64": the model or the loss does not run'):
+    with pytest.raises(InputError, match=r'With dtype="float64" the model or the loss does not run'):
         check(problem, dtype="float64")
 
 
@@ -397,7 +397,7 @@ def test_the_hooks_of_ddp_stay_on(tmp_path: Path) -> None:
     assert lines[0].startswith("True (")
     assert "float64 was not measured: RuntimeError: DistributedDataParallel" in lines[0]
     assert lines[1] == "[3]"
-    assert lines[2].startswith("a DistributedDataParallel model (the model itself): ")
+    assert lines[2].startswith("DistributedDataParallel (the model itself) reduces gradients over ranks")
 
 
 # -- nothing is changed --------------------------------------------------------------------------------------
@@ -623,17 +623,17 @@ def test_wrong_options(options: dict[str, Any], error: type[Exception], match: s
 
 def test_wrong_model_loss_and_batch() -> None:
     problem = EXACT[0].make()
-    with pytest.raises(InputError, match="is no torch module"):
+    with pytest.raises(InputError, match="torch modules, not for a model of type function"):
         verify(problem.loss_fn, problem.loss_fn, problem.batch, microbatch_size=4)  # pyright: ignore[reportArgumentType] - the point
     with pytest.raises(InputError, match="loss_fn=3"):
         verify(problem.model, 3, problem.batch, microbatch_size=4)  # pyright: ignore[reportArgumentType] - the point
-    with pytest.raises(InputError, match=r"a loss_fn that returns a tensor of shape \(12, 4\)"):
+    with pytest.raises(InputError, match=r"loss_fn returned a tensor of shape \(12, 4\)"):
         verify(problem.model, lambda b: problem.model(b[0]), problem.batch, microbatch_size=4)
     with pytest.raises(InputError, match="The loss is a float, not a tensor"):
         verify(problem.model, lambda b: 1.0, problem.batch, microbatch_size=4)
     with pytest.raises(SplitError):
         verify(problem.model, problem.loss_fn, (torch.ones(3, 6), torch.ones(4)), microbatch_size=2)
-    with pytest.raises(InputError, match="a Sequential without parameters that need a gradient"):
+    with pytest.raises(InputError, match="A Sequential without parameters that need a gradient"):
         verify(
             problem.model.requires_grad_(requires_grad=False),
             problem.loss_fn,

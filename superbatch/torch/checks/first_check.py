@@ -12,7 +12,7 @@ from torch import nn
 
 from superbatch.batch.split import cut, near_equal
 from superbatch.batch.tree import plan as plan_of
-from superbatch.errors import CoupledSamplesError, LossSpecError, SplitError, explain
+from superbatch.errors import CoupledSamplesError, LossSpecError, SplitError
 
 from ..devices import accelerators
 from ..memory.out_of_memory import out_of_memory, release_caches
@@ -166,11 +166,8 @@ def _told(sync: Sync) -> Iterator[None]:
     # RankError with its text in the vote here.
     if sync.vote(raised=False):
         raise LossSpecError(
-            explain(
-                "a loss that contradicts its statement on another rank",
-                "no rank can go on without it",
-                "look at that rank's error",
-            )
+            "The loss on another rank contradicts what was declared, so no rank makes this update. Correct "
+            "what the error of that rank names."
         )
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.batch.split import TokenBudget
-from superbatch.errors import InputError, WindowError, explain
+from superbatch.errors import InputError, WindowError
 
 from ..window.participants.buffers import BufferKeeper
 from ..window.sync.find import find_sync
@@ -238,12 +238,10 @@ class _Call:
             # A parameter outside of the models would miss the sum over ranks, and the restore of an error.
             if not self._gradients.knows(leaf) and (isinstance(leaf, nn.Parameter) or self._sync.shared):
                 raise InputError(
-                    explain(
-                        f"an encoder with a parameter of shape {tuple(leaf.shape)}, and models without it "
-                        f"({', '.join(type(model).__name__ for model in self._models)})",
-                        "its buffers, its BatchNorm and its gradient over ranks would be missed",
-                        "pass models=[...] with every module that encode uses",
-                    )
+                    f"encode has a parameter of shape {tuple(leaf.shape)} that is not in the models "
+                    f"({', '.join(type(model).__name__ for model in self._models)}), so its buffers, its "
+                    "BatchNorm and its gradient over ranks would be missed. Pass models=[...] with every "
+                    "module that encode uses."
                 )
             self._gradients.hold(leaf)
 
@@ -261,9 +259,7 @@ def _together(sync: Sync, work: Callable[[], Any]) -> Any:
     if error is not None:
         raise error
     if failed:
-        raise WindowError(
-            explain("ranks that share a batch", "another rank has failed", "see the error on that rank")
-        )
+        raise WindowError("Another rank that shares the batch has failed. See the error on that rank.")
     return result
 
 
@@ -271,11 +267,9 @@ def _check_callables(*functions: Any) -> None:
     for function in functions:
         if not callable(function):
             raise InputError(
-                explain(
-                    f"a {type(function).__name__} in place of a function",
-                    "encode is called with micro-batches, and loss_fn with all embeddings",
-                    "pass functions or modules, encode also as a mapping of names to them",
-                )
+                f"A {type(function).__name__} stands in place of a function: encode is called with "
+                "micro-batches, loss_fn with all embeddings. Pass functions or modules, encode also as a "
+                "mapping of names to them."
             )
 
 
@@ -293,11 +287,11 @@ def _as_scale(scale: Any) -> Callable[[Any], Any]:
 
 def _check_loss(loss: Any) -> None:
     given = wrong = ""
-    do = "return one number computed from the embeddings: a mean or a sum of the losses"
+    do = "Return one number computed from the embeddings: a mean or a sum of the losses"
     if isinstance(loss, Mapping):
         given = f"a loss of type {type(loss).__name__}"
         wrong = "the gradient is that of one tensor, and a total or a metric among these would be added to it"
-        do = "return one number: sum(losses.values()), if they are parts"
+        do = "Return one number: sum(losses.values()), if they are parts"
     elif not isinstance(loss, Tensor):
         given, wrong = f"a loss of type {type(loss).__name__}", "the gradient is that of one tensor"
     elif loss.numel() != 1 or not loss.is_floating_point():
@@ -305,7 +299,7 @@ def _check_loss(loss: Any) -> None:
     elif torch.is_grad_enabled() and not loss.requires_grad:
         given, wrong = "a loss without a graph", "it depends on nothing that needs a gradient"
     if wrong:
-        raise InputError(explain(given, wrong, do))
+        raise InputError(f"loss_fn returned {given}: {wrong}. {do}.")
 
 
 def _check_agreement(losses: list[float]) -> None:
@@ -313,9 +307,7 @@ def _check_agreement(losses: list[float]) -> None:
     # A NaN is no disagreement by itself: it is returned as the loss.
     if any(not math.isclose(loss, losses[0], rel_tol=1e-3) for loss in losses if loss == loss):
         raise InputError(
-            explain(
-                f"losses {losses} of the same embeddings on the ranks that share a batch",
-                "each rank runs backward from its own, so the gradients would not be those of one loss",
-                "compute the same loss on every rank: no random numbers, and the same parameters",
-            )
+            f"The ranks that share a batch computed the losses {losses} of the same embeddings, so the "
+            "gradients would not be those of one loss. Compute the same loss on every rank: no random "
+            "numbers, and the same parameters."
         )

@@ -17,7 +17,7 @@ from torch import Tensor
 from superbatch.batch.containers import array_shape, children, is_scalar, is_torch_packed_sequence
 from superbatch.batch.paths import join
 from superbatch.batch.tree import map_leaves
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 
 from ..window.sync.sync import Sync
 
@@ -52,11 +52,8 @@ def tensors_of(output: Any, where: str) -> tuple[Found, dict[str, Any]]:
             scalars[path] = leaf
         else:
             raise InputError(
-                explain(
-                    f"an output of {where}{_at(path)} of type {type(leaf).__name__}",
-                    "embeddings are joined and differentiated as tensors",
-                    "return tensors, or dicts, lists, tuples or dataclasses of them",
-                )
+                f"An output of {where}{_at(path)} is of type {type(leaf).__name__}, and embeddings are "
+                "joined as tensors. Return tensors, or dicts, lists, tuples or dataclasses of them."
             )
     return tensors, scalars
 
@@ -180,11 +177,9 @@ class Embeddings:
         # All but the number of samples.
         if any(message[1:] != messages[0][1:] for message in messages):
             raise InputError(
-                explain(
-                    f"embeddings of {self._where} of other forms on other ranks: {[m[1] for m in messages]}",
-                    "one loss is computed over those of all ranks",
-                    "return the same structure, dtypes and sizes (but for the samples) on every rank",
-                )
+                f"The embeddings of {self._where} have other forms on other ranks: "
+                f"{[m[1] for m in messages]}. Return the same structure, dtypes and sizes (but for the "
+                "samples) on every rank."
             )
         counts = [message[0] for message in messages]
         start = sum(counts[: sync.index])
@@ -200,23 +195,14 @@ class Embeddings:
     def _check_rows(self, tensors: Found) -> None:
         rows = self._counts[len(self._pieces)]
         if not tensors:
-            raise InputError(
-                explain(
-                    f"{self._where} returned no tensor",
-                    "there is nothing to compute a loss of",
-                    "return embeddings",
-                )
-            )
+            raise InputError(f"{self._where} returned no tensor. Return embeddings.")
         for path, tensor in tensors:
             if tensor.layout is not torch.strided or not tensor.ndim or len(tensor) != rows:
                 raise InputError(
-                    explain(
-                        f"an output of {self._where}{_at(path)} of shape {tuple(tensor.shape)}, layout "
-                        f"{tensor.layout}, for a micro-batch of {rows} samples",
-                        "its first dimension is not the samples, so such outputs cannot be joined",
-                        "return one row for each sample (several of a sample as (samples, several, size)); "
-                        "compute what belongs to the whole batch in loss_fn",
-                    )
+                    f"An output of {self._where}{_at(path)} of shape {tuple(tensor.shape)}, layout "
+                    f"{tensor.layout}, for a micro-batch of {rows} samples does not have the samples as its "
+                    "first dimension. Return one row for each sample (several of a sample as (samples, "
+                    "several, size)); compute what belongs to the whole batch in loss_fn."
                 )
 
     def _check_like_first(self, tensors: Found, scalars: dict[str, Any]) -> None:
@@ -226,14 +212,10 @@ class Embeddings:
         if here != first or scalars != self._scalars:
             index = len(self._pieces)
             raise InputError(
-                explain(
-                    f"outputs of {self._where} for micro-batch {index}: {_form(here, scalars)}; for the "
-                    f"first: {_form(first, self._scalars)}",
-                    "micro-batches' outputs are joined, and these do not fit together",
-                    "return the same structure, dtypes and sizes (but for the samples) for every one: pad to "
-                    "one length inside encode; what differs by micro-batch is no plain scalar but a "
-                    "tensor with one row for each sample",
-                )
+                f"Outputs of {self._where} do not fit together: {_form(here, scalars)} for micro-batch "
+                f"{index}; {_form(first, self._scalars)} for the first. Return the same structure, dtypes "
+                "and sizes (but for the samples) for every one: pad to one length inside encode; what "
+                "differs by micro-batch is no plain scalar but a tensor with one row for each sample."
             )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from superbatch.batch.containers import is_flat
 from superbatch.batch.split import TokenBudget, positive_int
 from superbatch.batch.tree import map_arrays, take
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 from superbatch.window import Window
 
 from ..window.microbatches import Paths, microbatches_of
@@ -186,13 +186,10 @@ class Encoder:
 
     def _not_repeated(self, what: str) -> InputError:
         return InputError(
-            explain(
-                f"{what} from the second pass of {self._where}",
-                "the cached gradients belong to the first pass, which the second one must repeat",
-                "let encode depend on its micro-batch, the models and the global generators (torch, Python, "
-                "NumPy) alone, and leave these as they are: no torch.Generator or counter of its own, no "
-                "operation in place on the micro-batch",
-            )
+            f"The second pass of {self._where} gave {what}, and it must repeat the first, to which the "
+            "cached gradients belong. Let encode depend on its micro-batch, the models and the global "
+            "generators (torch, Python, NumPy) alone, and leave these as they are: no torch.Generator or "
+            "counter of its own, no operation in place on the micro-batch."
         )
 
 
@@ -232,11 +229,9 @@ def _refuse_graph(batch: Any, where: str) -> None:
         # A leaf is fine: its gradient adds up over the micro-batches.
         if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
             raise InputError(
-                explain(
-                    f"a tensor of shape {tuple(leaf.shape)} with a graph in the batch of {where}",
-                    "every micro-batch would run backward through that graph, which exists only once",
-                    "detach it, or compute it from its inputs inside encode",
-                )
+                f"The batch of {where} has a tensor of shape {tuple(leaf.shape)} with a graph, through which "
+                "every micro-batch would run backward. Detach it, or compute it from its inputs inside "
+                "encode."
             )
         return leaf
 
@@ -284,12 +279,9 @@ def all_models(encoders: Iterable[Encode], loss_fn: Any, models: Any) -> list[nn
     unknown = [encode for encode in encoders if not modules_of(encode)]
     if models is None and unknown:
         raise InputError(
-            explain(
-                f"encode={unknown[0]!r} without models",
-                "its parameters and buffers cannot be found in a function, and without them a failed call "
-                "cannot be undone and BatchNorm cannot be found",
-                "pass models=[...], every module that encode uses, and the loss's if it has any",
-            )
+            f"encode={unknown[0]!r} has no models, and without its parameters and buffers a failed call "
+            "cannot be undone, or BatchNorm found. Pass models=[...], every module that encode uses, and "
+            "the loss's if it has any."
         )
     found = [*named, *modules_of(*encoders, loss_fn)]
     # A part belongs to its model; its buffers would be kept twice.
@@ -349,11 +341,8 @@ def _check_names(what: str, given: Any, names: list[str]) -> None:
     found = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
     if found != sorted(names) or not names:
         raise InputError(
-            explain(
-                f"encoders {names} and a {what} {found}",
-                f"each encoder has its own {what}",
-                f"pass a mapping with the same names as {what}",
-            )
+            f"The encoders are {names}, and the {what} is {found}: each encoder has its own {what}. Pass a "
+            f"mapping with the same names as {what}."
         )
 
 
@@ -362,11 +351,8 @@ def _below(name: str, paths: Mapping[str, Collection[str]], names: list[str]) ->
     for path in (path for declared in paths.values() for path in declared):
         if path.partition(".")[0] not in names or not path.partition(".")[2]:
             raise InputError(
-                explain(
-                    f"the path {path!r} with encoders {names}",
-                    "it names no part of one encoder's batch",
-                    'begin with the encoder\'s name: "query.ids"',
-                )
+                f"The path {path!r} names no part of one encoder's batch (encoders {names}). Begin with the "
+                "encoder's name, as in 'query.ids'."
             )
     # With the dot: "query" is no beginning of "query_ids.x".
     prefix = f"{name}."

@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from superbatch.errors import CoupledSamplesError, explain
+from superbatch.errors import CoupledSamplesError
 
 from ..checks.coupling import changes_state, uses_batch_statistics
 from ..module_tables import buffers_of
 from ..window.participants.buffers import BufferKeeper
 
 _CHOICES = (
-    "compute the whole batch's own statistics with virtual_batch(...), freeze the module (module.eval(): its "
+    "Compute the whole batch's own statistics with virtual_batch(...), freeze the module (module.eval(): its "
     "running statistics, exact), or use GroupNorm or LayerNorm instead"
 )
 
@@ -127,12 +127,10 @@ def _differing(changed: dict[str, Tensor], after: dict[str, Tensor]) -> Iterator
 def _refusal(path: str, buffer: Tensor, where: str) -> CoupledSamplesError:
     module, _, name = path.rpartition(".")
     return CoupledSamplesError(
-        explain(
-            f"the buffer {name!r} of the module {module!r}, which the forward changes",
-            f"its new content depends on the samples ({where} left another one than the first micro-batch), "
-            "so it cannot be that of the whole batch, and later samples would read it",
-            f"{_CHOICES}; a statistic that no sample sees can be updated outside of encode",
-        )
+        f"The forward of the module {module!r} changes the buffer {name!r} by the samples ({where} left "
+        "another content than the first micro-batch), so it cannot be that of the whole batch, and later "
+        f"samples would read it. {_CHOICES}; a statistic that no sample sees can be updated outside of "
+        "encode."
     )
 
 
@@ -157,10 +155,6 @@ def refuse_batch_statistics(models: Sequence[nn.Module]) -> None:
     if coupled:
         named = ", ".join(map(repr, coupled[:3])) + (f" and {len(coupled) - 3} more" if coupled[3:] else "")
         raise CoupledSamplesError(
-            explain(
-                f"an encoder with BatchNorm in training mode ({named})",
-                "it normalises a sample by the other samples of its input, so embeddings of micro-batches "
-                "are not those of the batch",
-                _CHOICES,
-            )
+            f"The encoder has BatchNorm in training mode ({named}), which normalises a sample by the others "
+            f"of its input, so embeddings of micro-batches are not those of the batch. {_CHOICES}."
         )

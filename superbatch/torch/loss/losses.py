@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from superbatch import normalize
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 
 from ..window.slips import without_tensor
 from ..window.sync.sync import Sync
@@ -165,12 +165,9 @@ def over_ranks(
     # Raised on every rank: one that continued alone would wait for the others.
     if marks_differ:
         raise InputError(
-            explain(
-                f"{sync.count} ranks that measure the noise, but do not agree on which windows",
-                "it is measured on all of them together; a state was loaded, or `noise` was passed, on some "
-                "ranks only",
-                "load the same state_dict() on every rank, and make every Accumulator with the same `noise`",
-            )
+            f"{sync.count} ranks measure the noise, and do not agree on which windows: a state was loaded, "
+            "or a NoiseMeter passed, on some ranks only. Load the same state_dict() on every rank, and make "
+            "every Accumulator with the same observers."
         )
     columns = zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
     return (
@@ -213,28 +210,19 @@ def check_loss(loss: object) -> None:
         raise without_tensor(loss)
     if loss.numel() != 1:
         raise InputError(
-            explain(
-                f"a loss of shape {tuple(loss.shape)}",
-                "a micro-batch has one loss",
-                'return its mean (reduction="mean") or its sum (reduction="sum")',
-            )
+            f"loss_fn returned a loss of shape {tuple(loss.shape)}, and a micro-batch has one loss. Return "
+            'its mean (reduction="mean") or its sum (reduction="sum").'
         )
     if not loss.is_floating_point():
         raise InputError(
-            explain(
-                f"a loss of dtype {loss.dtype}",
-                "a loss is a real number, so that it can be made smaller",
-                "return its absolute value or real part",
-            )
+            f"loss_fn returned a loss of dtype {loss.dtype}, and a loss is a real number. Return its "
+            "absolute value or real part."
         )
     # Autograd would raise later, without the cause.
     if not loss.requires_grad:
         raise InputError(
-            explain(
-                "a loss without a graph",
-                "it depends on no parameter that needs a gradient, so there is nothing to accumulate",
-                "compute it from the model outside torch.no_grad(), with parameters that require gradients",
-            )
+            "loss_fn returned a loss without a graph: it depends on no parameter that needs a gradient. "
+            "Compute it from the model outside torch.no_grad(), with parameters that require gradients."
         )
 
 
@@ -252,11 +240,8 @@ def pair_of(returned: Any) -> tuple[Any, Any]:
     if isinstance(returned, tuple) and len(returned) == 2:
         return returned
     raise InputError(
-        explain(
-            f"a loss_fn that returned {type(returned).__name__}",
-            'weight="returned" declares that it returns a pair',
-            "return (loss, weight)",
-        )
+        f'loss_fn returned {type(returned).__name__}, and weight="returned" declares that it returns a pair. '
+        "Return (loss, weight)."
     )
 
 
@@ -282,9 +267,6 @@ def alone(returned: Any) -> Any:
             f"is a mean over, as in weight={{{names}}}, or return one tensor."
         )
     raise InputError(
-        explain(
-            "a loss_fn that returned a tuple",
-            "weight= does not say that the loss comes with its weight",
-            'return the loss alone, or pass weight="returned" and return (loss, weight)',
-        )
+        "loss_fn returned a tuple, and weight= does not say that the loss comes with its weight. Return the "
+        'loss alone, or pass weight="returned" and return (loss, weight).'
     )

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from superbatch import normalize
-from superbatch.errors import InputError, LossSpecError, explain
+from superbatch.errors import InputError, LossSpecError
 
 from ..window.sync.sync import Sync
 from .losses import Losses, Sum, WindowLoss, check_loss
@@ -110,21 +110,15 @@ class Weights:
         if self.ahead is not None:
             if weight is not None:
                 raise InputError(
-                    explain(
-                        f"a loss with a weight ({weight!r})",
-                        "the weight of each micro-batch is already declared, and known before the first "
-                        "backward",
-                        'return the loss alone, or pass weight="returned"',
-                    )
+                    f"backward() was given a weight ({weight!r}), and the weight of each micro-batch is "
+                    'already declared. Return the loss alone, or pass weight="returned".'
                 )
             return normalize.scale(self.ahead[index], self.planned, reduction=self.reduction)
         if weight is None or index in self.returned:
+            slip = "A loss came without its weight" if weight is None else "A micro-batch got a second weight"
             raise InputError(
-                explain(
-                    "a loss without a weight" if weight is None else "a second weight for one micro-batch",
-                    'weight="returned" declares that each micro-batch\'s loss comes with its weight, once',
-                    "return (loss, weight) from loss_fn, or call backward(loss, weight)",
-                )
+                f'{slip}, and weight="returned" declares that each loss comes with one. Return (loss, '
+                "weight) from loss_fn, or call backward(loss, weight)."
             )
         self.returned[index] = normalize.check_weight(weight, f"micro-batch {index}")
         # The total is not known yet: the boundary divides by it.

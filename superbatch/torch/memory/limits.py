@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 from superbatch.results.memory import Limit, binary_text
 
 from .cgroups import cgroup_limits
@@ -210,9 +210,6 @@ def _cuda_limit(device: torch.device) -> Limit:
 
 def _unknown(device: torch.device) -> InputError:
     return InputError(
-        explain(
-            f"device={str(device)!r}",
-            "its memory is not known here, only that of CPU and CUDA",
-            "pass microbatch_size as an int",
-        )
+        f"The memory of device={str(device)!r} is not known here, only that of CPU and CUDA. Pass "
+        "microbatch_size as an int."
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 
 from .ledger import Ledger
 
@@ -46,9 +46,8 @@ def peak_bytes(fn: Callable[[], object], *, device: torch.device | str = "cpu") 
     if device.type == "cuda":
         return _cuda_peak(fn, device)
     raise InputError(
-        explain(
-            f"device={str(device)!r}", "memory is counted on CPU and CUDA only", 'pass device="cpu" or "cuda"'
-        )
+        f'Memory of device={str(device)!r} cannot be counted, only that of CPU and CUDA. Pass device="cpu" '
+        'or "cuda".'
     )
 
 

@@ -17,14 +17,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 
 _NOT_STATED = "not stated"
 Stated = int | str | None  # a dimension; None: one draw for the batch; a word: nothing is stated
 _stated: ContextVar[Stated] = ContextVar("superbatch_samples_along", default=_NOT_STATED)
 _reading: ContextVar[Reading | None] = ContextVar("superbatch_reading", default=None)
 _REMEDY = (
-    "state it around the call: `with samples_along(dim):`, or samples_along(None) for one draw per batch"
+    "State it around the call: `with samples_along(dim):`, or samples_along(None) for one draw per batch"
 )
 
 
@@ -166,11 +166,9 @@ def _check_stated(op: str, shape: tuple[int, ...], samples: int, dim: int | None
     axis = dim + len(shape) if dim < 0 else dim
     if not 0 <= axis < len(shape) or shape[axis] % samples:
         raise InputError(
-            explain(
-                f"samples_along({dim}) around {op} of shape {shape}, in a micro-batch of {samples} samples",
-                "that dimension does not exist or is not a multiple of the number of samples",
-                "state the dimension that runs over the samples",
-            )
+            f"samples_along({dim}) around {op} of shape {shape} in a micro-batch of {samples} samples names "
+            "a dimension that does not exist, or is no multiple of the number of samples. State the "
+            "dimension that runs over the samples."
         )
     return axis
 
@@ -196,11 +194,8 @@ def _convention(op: str, shape: tuple[int, ...], samples: int) -> int | None:
         return 0
     if len(others) > 1 or (others and shape[0] % samples == 0):
         raise InputError(
-            explain(
-                f"{op} of shape {shape} in a micro-batch of {samples} samples",
-                "more than one dimension could run over the samples",
-                _REMEDY,
-            )
+            f"More than one dimension of {op} of shape {shape} could run over the {samples} samples of its "
+            f"micro-batch. {_REMEDY}."
         )
     return others[0] if others else None
 
@@ -214,10 +209,8 @@ def _agree(shape: tuple[int, ...], samples: int, axis: int | None, before: Call)
 
 
 def _contradiction(op: str, shape: tuple[int, ...], samples: int, before: Call) -> str:
-    return explain(
-        f"{op} of shape {before.shape} in a micro-batch of {before.samples} samples, "
-        f"and of shape {shape} in one of {samples} samples",
-        "the two do not show which dimension runs over the samples (packed sequences, noise on weights, "
-        "a different path through the model?)",
-        _REMEDY,
+    return (
+        f"{op} has shape {before.shape} in a micro-batch of {before.samples} samples, and {shape} in one of "
+        f"{samples} samples, which does not show the dimension that runs over the samples (packed sequences, "
+        f"noise on weights, a different path through the model?). {_REMEDY}."
     )

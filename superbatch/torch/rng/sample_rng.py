@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 
 from ..interrupts import EnteredOrLeft
 from ..modes import Modes
@@ -124,11 +124,9 @@ def _places(first: int | None, samples: int | None, indices: Sequence[int] | Non
     if not places:
         given = "" if indices is None else f", indices={indices!r}"
         raise InputError(
-            explain(
-                f"first_sample={first}, samples={samples}{given}",
-                "a micro-batch has at least one sample, and samples are counted from 0",
-                "pass the micro-batch's place in the effective batch: first_sample and samples, or indices",
-            )
+            f"first_sample={first}, samples={samples}{given} is no place of a micro-batch, which has at "
+            "least one sample, counted from 0. Pass its place in the effective batch: first_sample and "
+            "samples, or indices."
         )
     return places
 
@@ -293,20 +291,15 @@ def _draws_nothing(named: Arguments) -> bool:
 
 def _own_generator(op: str) -> InputError:
     return InputError(
-        explain(
-            f"{op} with a generator under PerSampleRandom",
-            "a generator moves on with every micro-batch, so its numbers depend on the split",
-            "leave out generator=, or leave PerSampleRandom out",
-        )
+        f"{op} was called with a generator under PerSampleRandom. A generator moves on with every "
+        "micro-batch, so its numbers depend on the split. Leave out generator=, or leave PerSampleRandom "
+        "out."
     )
 
 
 def _other_call(op: str, before: Call) -> InputError:
     return InputError(
-        explain(
-            f"{op} where another micro-batch of the window called {before.op}",
-            "random calls must come in the same order in every micro-batch, so the path through the model "
-            "must not depend on the data or on Python's random numbers",
-            "make the choice per sample with torch's random numbers, or leave PerSampleRandom out",
-        )
+        f"{op} was called where another micro-batch of the window called {before.op}, and random calls must "
+        "come in the same order in all. Make the choice per sample with torch's random numbers, or leave "
+        "PerSampleRandom out."
     )

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 
 from ..devices import in_float64, where_float64_is
 from .counter import below, integers, normal, uniform
@@ -128,11 +128,8 @@ def _real(dtype: torch.dtype) -> torch.dtype:
     """Let through the types that `counter.uniform` and `counter.normal` can make."""
     if dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         raise InputError(
-            explain(
-                f"random numbers of {dtype} under PerSampleRandom",
-                "only real numbers of 16, 32 or 64 bits are drawn",
-                "draw real numbers and convert them",
-            )
+            f"Random numbers of {dtype} cannot be drawn under PerSampleRandom, only real numbers of 16, 32 "
+            "or 64 bits. Draw real numbers and convert them."
         )
     return dtype
 
@@ -250,15 +247,15 @@ RULES: dict[str, Rule] = {
 
 
 _WHY = {
-    "randperm": ("a permutation belongs to the whole batch", "permute where the batch is made"),
-    "multinomial": ("a draw among the samples of a batch couples them", "draw where the batch is made"),
+    "randperm": ("a permutation belongs to the whole batch", "Permute where the batch is made"),
+    "multinomial": ("a draw among the samples of a batch couples them", "Draw where the batch is made"),
     "attention": (
         "the fused kernel draws its dropout itself",
-        "call torch.nn.functional.scaled_dot_product_attention, which is then run by the math backend",
+        "Call torch.nn.functional.scaled_dot_product_attention, which is then run by the math backend",
     ),
     "PackedSequence": (
         "its rows mix samples and times, in an order that depends on the other samples",
-        "use padded sequences, or single layers with dropout on the padded output between them",
+        "Use padded sequences, or single layers with dropout on the padded output between them",
     ),
 }
 
@@ -273,12 +270,15 @@ def refusal(op: str) -> InputError:
         The error, to be raised.
 
     Examples:
-        >>> str(refusal("aten.randperm.default"))[:32]
-        'aten.randperm.default under PerS'
+        >>> str(refusal("aten.randperm.default"))[:44]
+        'aten.randperm.default cannot be drawn sample'
     """
     other = (
-        "its numbers cannot be drawn sample by sample",
-        "use uniform, normal or Bernoulli numbers instead",
+        "no rule is known for it",
+        "Use uniform, normal or Bernoulli numbers instead",
     )
     wrong, do = next((why for part, why in _WHY.items() if part in op), other)
-    return InputError(explain(f"{op} under PerSampleRandom", wrong, f"{do}, or leave PerSampleRandom out"))
+    return InputError(
+        f"{op} cannot be drawn sample by sample under PerSampleRandom: {wrong}. {do}, or leave "
+        "PerSampleRandom out."
+    )

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from superbatch.errors import SuperbatchError, explain
+from superbatch.errors import SuperbatchError
 
 from ..checks.introspection import run_eagerly
 from ..checks.probing.untouched import _restore_python, _slots
@@ -195,11 +195,8 @@ def _refuse_hidden_workspace(func: Any, args: tuple[Any, ...]) -> None:
     onednn = name == "lstm" and first.dtype != torch.float64 and torch.backends.mkldnn.is_available()
     if first.device.type == "cuda" or (first.device.type == "cpu" and onednn):
         raise PredictionError(
-            explain(
-                f"a recurrent layer ({name}) on {first.device.type}",
-                "the library that computes it keeps a workspace of unknown size for its backward",
-                "measure small micro-batches instead",
-            )
+            f"A recurrent layer ({name}) on {first.device.type} cannot be predicted: its library keeps a "
+            "workspace of unknown size for its backward. Measure small micro-batches instead."
         )
 
 
@@ -228,17 +225,11 @@ def _refuse_strange(models: Sequence[nn.Module]) -> None:
         for name, parameter in model.named_parameters():
             if getattr(parameter, "device_mesh", None) is not None:
                 raise PredictionError(
-                    explain(
-                        f"the parameter {name!r}, which is spread over several processes",
-                        "running it on fake tensors would communicate",
-                        "measure small micro-batches instead",
-                    )
+                    f"The parameter {name!r} is spread over several processes, and running it on fake "
+                    "tensors would communicate. Measure small micro-batches instead."
                 )
         if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
             raise PredictionError(
-                explain(
-                    "a scripted module",
-                    "its parameters cannot be exchanged for fakes",
-                    "measure small micro-batches instead",
-                )
+                "The parameters of a scripted module cannot be exchanged for fakes. Measure small "
+                "micro-batches instead."
             )

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from superbatch.batch.tree import count_samples
-from superbatch.errors import InputError, SuperbatchError, explain
+from superbatch.errors import InputError, SuperbatchError
 from superbatch.results.memory import Peak
 
 from ..memory.ledger import Ledger
@@ -246,17 +246,12 @@ def _device_of(models: Sequence[nn.Module]) -> torch.device:
 def _require_there(device: torch.device) -> None:
     # Autograd ends the process where a fake tensor is on a device that this torch was built without.
     if device.type != "cpu" and not torch.get_device_module(device).is_available():
-        raise InputError(
-            explain(f"device={str(device)!r}", "there is none here", "predict on a machine that has one")
-        )
+        raise InputError(f"There is no device={str(device)!r} here. Predict on a machine that has one.")
 
 
 def _unpredictable(error: Exception) -> PredictionError:
     text = " ".join(str(error).split())
     return PredictionError(
-        explain(
-            "a model and a loss to be run on fake tensors",
-            f"they could not: {type(error).__name__}: {text[:300]}",
-            "measure small micro-batches instead; if this error comes in a real run too, fix it first",
-        )
+        f"The model and the loss could not be run on fake tensors: {type(error).__name__}: {text[:300]}. "
+        "Measure small micro-batches instead; if this error comes in a real run too, correct it first."
     )

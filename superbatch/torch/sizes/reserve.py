@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from superbatch.errors import OutOfMemoryError, explain
+from superbatch.errors import OutOfMemoryError
 
 from ..memory.ledger import Ledger
 from ..memory.out_of_memory import out_of_memory, release_caches
@@ -136,18 +136,16 @@ def raise_if_out_of_memory(error: BaseException, *, torn: Callable[[], None] | N
         raise OutOfMemoryError(_text("memory", str(error))) from None
     torn()
     raise OutOfMemoryError(
-        explain(
-            f"an update for which there was no memory ({error})",
-            "the optimizer had begun: some parameters or states have moved, others have not",
-            "load a checkpoint; leave the optimizer more memory (foreach=False, a smaller microbatch_size)",
-        )
+        f"Memory ran out inside the optimizer's step ({error}): some parameters or states have moved, others "
+        "have not. Load a checkpoint; leave the optimizer more memory (foreach=False, a smaller "
+        "microbatch_size)."
     ) from None
 
 
 def _text(needed: str, failure: str) -> str:
-    return explain(
-        f"an update that needs {needed} for the optimizer's state and its temporary tensors ({failure})",
-        "there is no such memory; parameters, state and everything else are as before the window",
-        "use an optimizer with less state, foreach=False or fused=True, gradients or parameters of lower "
-        "precision, or free memory: a smaller micro-batch does not help here",
+    return (
+        f"There is no memory for an update: the optimizer's state and its temporary tensors need {needed} "
+        f"({failure}). All is as before the window. Use an optimizer with less state, foreach=False or "
+        "fused=True, gradients or parameters of lower precision, or free memory: a smaller micro-batch does "
+        "not help here."
     )

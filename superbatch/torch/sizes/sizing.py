@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 from superbatch.batch.split import TokenBudget
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 
 if TYPE_CHECKING:
     from superbatch.results.memory import MemoryReport
@@ -206,11 +206,8 @@ def load_sizing(state: Mapping[str, Any], sizing: Sizing) -> Fixed:
         # After an error both are as before.
         sizing.load_state_dict(before)
         raise InputError(
-            explain(
-                f"a state whose sizes of micro-batches cannot be read ({type(error).__name__}: {error})",
-                "it was not made by Accumulator.state_dict() of this version",
-                "pass what state_dict() returned",
-            )
+            f"The state has sizes of micro-batches that cannot be read ({type(error).__name__}: {error}). "
+            "Pass what Accumulator.state_dict() of this version returned."
         ) from None
     return of_windows
 

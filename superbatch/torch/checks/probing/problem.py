@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.batch.tree import count_samples
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 from superbatch.normalize import Number, Reduction, check_weight
 from superbatch.torch.loss.declared import Declared, read_terms
 from superbatch.torch.loss.losses import pair_of
@@ -148,11 +148,8 @@ def evaluate(problem: Problem, batch: Any) -> tuple[Tensor, Number]:
         raise without_tensor(loss)
     if loss.numel() != 1:
         raise InputError(
-            explain(
-                f"a loss_fn that returns a tensor of shape {tuple(loss.shape)}",
-                "the loss of a micro-batch is one number with a graph",
-                'return a scalar tensor, or (loss, weight) with weight="returned"',
-            )
+            f"loss_fn returned a tensor of shape {tuple(loss.shape)}, and the loss of a micro-batch is one "
+            'number with a graph. Return a scalar tensor, or (loss, weight) with weight="returned".'
         )
     stated = problem.weight == "returned"
     # A returned weight is known after the forward only.

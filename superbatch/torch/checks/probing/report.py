@@ -12,7 +12,7 @@ from torch import nn
 
 from superbatch.batch.split import TokenBudget
 from superbatch.batch.tree import take
-from superbatch.errors import InputError, SuperbatchError, explain
+from superbatch.errors import InputError, SuperbatchError
 from superbatch.results.coupling import CouplingPoint
 from superbatch.results.verification import Finding, GradientComparison, Verification, united
 
@@ -187,12 +187,9 @@ def _accumulated(setting: Setting, size: int | TokenBudget) -> Measured:
         if out_of_memory(error):
             raise
         raise InputError(
-            explain(
-                f"microbatch_size={size!r}",
-                "the model runs on the whole batch but not on its micro-batches "
-                f"({type(error).__name__}: {error})",
-                "pass a larger microbatch_size, or change what refuses small batches, as BatchNorm does",
-            )
+            f"With microbatch_size={size!r} the model runs on the whole batch, but not on its micro-batches "
+            f"({type(error).__name__}: {error}). Pass a larger microbatch_size, or change what refuses small "
+            "batches, as BatchNorm does."
         ) from error
 
 
@@ -311,9 +308,6 @@ def _other_size(size: int | TokenBudget) -> int:
 
 def _no_float64(error: Exception) -> InputError:
     return InputError(
-        explain(
-            'dtype="float64"',
-            f"the model or the loss does not run in float64 ({type(error).__name__}: {error})",
-            'pass dtype="own"',
-        )
+        f'With dtype="float64" the model or the loss does not run ({type(error).__name__}: {error}). Pass '
+        'dtype="own".'
     )

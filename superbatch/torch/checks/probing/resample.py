@@ -10,7 +10,7 @@ from torch import Tensor
 
 from superbatch.batch.containers import children, rebuilder
 from superbatch.batch.tree import Leaf, leaves, map_leaves
-from superbatch.errors import SplitError, explain
+from superbatch.errors import SplitError
 
 from .untouched import as_dtype
 
@@ -161,9 +161,6 @@ def _checked(node: Any, leaf: Leaf) -> Any:
     if len(node) == leaf.length:
         return node
     raise SplitError(
-        explain(
-            f"the part {leaf.path!r} with {len(node)} rows for {leaf.length} samples",
-            "samples of a packed sequence cannot be exchanged for others",
-            "probe an unpacked batch of the same samples",
-        )
+        f"The part {leaf.path!r} is packed ({len(node)} rows for {leaf.length} samples), and its samples "
+        "cannot be exchanged for others. Probe an unpacked batch of the same samples."
     )
