@@ -211,7 +211,7 @@ def test_the_optimizer_refuses_what_it_cannot_do() -> None:
     config, layer = parse_solver('base_lr: 0.5 lr_policy: "fixed"'), nn.Embedding(3, 2, sparse=True)
     optimizer = CaffeOptimizer(layer.parameters(), config)
     layer(torch.tensor([1])).sum().backward()
-    with pytest.raises(OptimizerError, match="gradient is sparse, and Caffe"):
+    with pytest.raises(OptimizerError, match="has a sparse gradient, which Caffe"):
         optimizer.step()
     with pytest.raises(InputError, match=r"clip='sum'.* Pass clip=\"caffe\""):
         solver(config, layer.parameters(), clip="sum")  # pyright: ignore[reportArgumentType]  (the mistake)

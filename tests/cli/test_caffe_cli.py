@@ -98,7 +98,7 @@ def test_a_mistake_in_the_file_is_one_line(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("none.prototxt",), "the solver file 'none.prototxt': No such file or directory"),
+        (("none.prototxt",), "The solver file 'none.prototxt' cannot be read: No such file or directory"),
         ((), "Missing argument"),
         (("solver.prototxt", "--batch-size", "0"), "batch_size=0"),
         (

@@ -233,12 +233,13 @@ def test_batches_and_arguments():
         {"a": 1, "c": 2},
         models=model,
     )
-    refused(InputError, r"encoders \['a', 'b'\] and a batch Tensor", both, ring, normal(7, 6), models=model)
+    text = r"encoders are \['a', 'b'\], and the batch is Tensor"
+    refused(InputError, text, both, ring, normal(7, 6), models=model)
     batch = {"a": normal(7, 6), "b": normal(7, 6)}
-    refused(InputError, r"microbatch_size \['a'\]", both, ring, batch, {"a": 3}, models=model)
+    refused(InputError, r"the microbatch_size is \['a'\]", both, ring, batch, {"a": 3}, models=model)
     refused(InputError, r"path 'x'.*query\.ids", both, ring, batch, unsplit=["x"], models=model)
     refused(InputError, "path 'a'", both, ring, batch, unsplit=["a"], models=model)
-    refused(InputError, "a batch", {}, ring, {}, models=model)
+    refused(InputError, "the batch is", {}, ring, {}, models=model)
 
 
 def test_an_optimizer_inside_the_backward():

@@ -31,7 +31,7 @@ def test_a_gradient_changed_by_others_is_named_and_nothing_is_updated(change, na
                 if index == after:  # found before the next backward, and at the window's end
                     change(model.get_parameter(name))
 
-    with pytest.raises(WindowError, match=f"the gradient of '{name}', changed inside a window"):
+    with pytest.raises(WindowError, match=f"The gradient of '{name}' was changed inside a window"):
         train()
     assert accumulate.updates == 0
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
@@ -61,7 +61,7 @@ def test_a_gradient_taken_away_for_one_backward_is_named(names):
                         parameter.grad = taken[name]
                 window.backward(model(microbatch).square().mean())
 
-    with pytest.raises(WindowError, match=r"the gradient of '0\.weight', changed inside a window"):
+    with pytest.raises(WindowError, match=r"The gradient of '0\.weight' was changed inside a window"):
         train()
     assert accumulate.updates == 1
 
@@ -78,5 +78,5 @@ def test_a_gradient_put_where_there_was_none_is_named():
                 assert unused.grad is None
                 unused.grad = torch.zeros_like(unused)
 
-    with pytest.raises(WindowError, match=r"the gradient of '1\.weight', changed inside a window"):
+    with pytest.raises(WindowError, match=r"The gradient of '1\.weight' was changed inside a window"):
         train()

@@ -171,7 +171,7 @@ def test_batches_that_are_none(wrong: float) -> None:
     optimizer = two_groups(SGD)
     before = everything(optimizer)
     for batches in ((wrong, 8), (8, wrong)):
-        with pytest.raises(InputError, match="is no number of samples"):
+        with pytest.raises(InputError, match="is not a number of samples"):
             rescale(optimizer, *batches)
     assert_same(before, everything(optimizer))
 

@@ -164,7 +164,7 @@ def test_the_report_says_when_nothing_was_worked_out() -> None:
     with virtual_batch(model, N) as batch:
         pass
     F.cross_entropy(model(X), Y)
-    assert "nothing was worked out" in str(batch.report()), "the batch was not used"
+    assert "nothing was computed" in str(batch.report()), "the batch was not used"
 
 
 def test_the_report_names_what_is_gathered_for_a_number_alone() -> None:
