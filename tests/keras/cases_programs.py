@@ -363,7 +363,7 @@ def case_ragged_batches() -> None:
         model = keras.Sequential([layers.Embedding(5, 4), layers.GlobalAveragePooling1D(), layers.Dense(1)])
         model.compile("sgd", "mse")
         ours = accumulate(model, microbatch_size=SIZE)
-        words = "a RaggedTensor in the batch"
+        words = "The batch has a RaggedTensor"
         raises(SplitError, words, lambda ours=ours, data=data: ours.fit(*data, verbose=0, shuffle=False))
 
 

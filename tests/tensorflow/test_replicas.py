@@ -84,12 +84,18 @@ def test_a_window_goes_on_from_a_checkpoint(found: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("an optimizer from outside", "OptimizerError: an optimizer of type SGD that cannot be built"),
-        ("add outside", "WindowError: add() outside of strategy.run, to variables on 2 replicas"),
-        ("apply inside", "WindowError: apply() inside of strategy.run or strategy.scope()"),
+        (
+            "an optimizer from outside",
+            "OptimizerError: The optimizer of type SGD cannot be built",
+        ),
+        (
+            "add outside",
+            "WindowError: add() was called outside of strategy.run, and the variables are on 2 replicas",
+        ),
+        ("apply inside", "WindowError: apply() was called inside of strategy.run or strategy.scope()"),
         (
             "plain variables",
-            "WindowError: add() in a replica, to an accumulator of variables that are",
+            "WindowError: add() was called in a replica, and the variables of the accumulator are not",
         ),
     ],
 )
