@@ -70,7 +70,8 @@ def refused(program: Program, kind: type[Exception], words: str, *, wrong: bool 
     raises(kind, words, lambda: ours.fit(program.x, program.y, **(FIT | program.fit)))
     assert int(ours.optimizer.iterations) == 0, "before the first update"
     if wrong:
-        assert difference(program) > 1e-3, "the premise: it is wrong without the check"
+        found = difference(program)
+        assert found > 1e-3, f"the premise: it is wrong without the check ({words}, {found})"
 
 
 EXACT_LOSSES = {
