@@ -19,9 +19,7 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -30,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_processes import found_by_ranks
 from ranks_cost import KINDS, NETWORKS, Exchange, Kind, Network, counted, scaled_up, seconds
 from ranks_work import PEERS, SMALL, Contestant, Setting, Shape, contestants, missing_peers
 from rounds import in_rounds
@@ -103,22 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _on_ranks(count: int, options: argparse.Namespace) -> tuple[list[Row], dict[Kind, Network]]:
     """Start the ranks; return what the first one has found."""
-    with tempfile.TemporaryDirectory() as folder:
-        own = ["--ranks", str(count), "--rounds", str(options.rounds), "--peers", options.peers]
-        own += ["--folder", folder, *(["--small"] if options.small else [])]
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        ranks = [
-            subprocess.Popen([sys.executable, __file__, *own, "--rank", str(rank)], env=environment)
-            for rank in range(count)
-        ]
-        try:
-            codes = [rank.wait(timeout=1800) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        if any(codes):
-            raise SystemExit(f"a rank has ended with an error: {codes}")
-        found = json.loads(Path(folder, "found.json").read_text())
+    own = ["--ranks", str(count), "--rounds", str(options.rounds), "--peers", options.peers]
+    found = found_by_ranks(__file__, count, [*own, *(["--small"] if options.small else [])])
     rows = [Row(**{**row, "exchanges": [Exchange(**e) for e in row["exchanges"]]}) for row in found["rows"]]
     return rows, {kind: Network(**each) for kind, each in found["network"].items()}
 

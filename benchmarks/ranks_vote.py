@@ -17,9 +17,7 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -28,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_processes import found_by_ranks
 from ranks_cost import counted
 from rounds import in_rounds
 from tables import print_table
@@ -54,21 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.rank is not None:
         _one_rank(options)
-    with tempfile.TemporaryDirectory() as folder:
-        own = ["--rounds", str(options.rounds), "--folder", folder, *(["--small"] if options.small else [])]
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        ranks = [
-            subprocess.Popen([sys.executable, __file__, *own, "--rank", str(rank)], env=environment)
-            for rank in range(RANKS)
-        ]
-        try:
-            codes = [rank.wait(timeout=1800) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        if any(codes):
-            raise SystemExit(f"a rank has ended with an error: {codes}")
-        found = json.loads(Path(folder, "found.json").read_text())
+    own = ["--rounds", str(options.rounds), *(["--small"] if options.small else [])]
+    found = found_by_ranks(__file__, RANKS, own)
     _print(found)
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1))

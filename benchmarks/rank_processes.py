@@ -1,0 +1,38 @@
+"""Real gloo processes that run a benchmark as ranks, and what the first of them has found."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PATIENCE = 1800.0  # seconds: a rank that waits for one that has ended waits for ever
+
+
+def found_by_ranks(script: str, count: int, arguments: Sequence[str]) -> Any:
+    """Run a script as `count` ranks; return what the first one wrote to ``found.json`` of ``--folder``.
+
+    Args:
+        script: also gets ``--rank`` and ``--folder``.
+        count: of the ranks.
+        arguments: of all of them.
+
+    Raises:
+        SystemExit: a rank has ended with an error.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        own = [sys.executable, script, *arguments, "--folder", folder]
+        # One thread each: ranks that share cores would otherwise disturb each other.
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        ranks = [subprocess.Popen([*own, "--rank", str(rank)], env=environment) for rank in range(count)]
+        try:
+            codes = [rank.wait(timeout=PATIENCE) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        if any(codes):
+            raise SystemExit(f"a rank has ended with an error: {codes}")
+        return json.loads(Path(folder, "found.json").read_text())
