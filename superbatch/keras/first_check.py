@@ -97,20 +97,19 @@ def check(model: Any, options: Options, step: Any, first: First) -> bool:
 
 def _compare(model: Any, options: Options, step: Any, mapping: Mapping, batch: Any) -> None:
     rows, size = int(splitting.leaves(batch)[0].shape[0]), options.microbatch_size
-    chosen, parts = _spread(rows, size, step)
-    first = _comparison(model, options, probe.shifted(mapping), mapping, (batch, chosen, parts))
-    if first is not None and first.agrees():
+    # Two places of the weights: the means of a few rows may agree by chance at one of them.
+    places = [probe.shifted(mapping), mapping]
+    spread = (batch, *_spread(rows, size, step))
+    found = [_comparison(model, options, place, mapping, spread) for place in places]
+    if all(each is not None and each.agrees() for each in found):
         return
-    if first is not None and first.differs_in_declared():
-        found = [first]  # its means may agree where true micro-batches happen to count the same
-    else:
-        # A loss of neighbours is exact where micro-batches hold all of them: their true size and order
-        # decide, at two places of the weights, as the means of a few micro-batches may agree by chance.
+    # In a declared weight true micro-batches may happen to count the same, so that only these rows show it.
+    if not any(each is not None and each.differs_in_declared() for each in found):
+        # A loss of neighbours is exact where micro-batches hold all of them: their true size and order count.
         size = max(1, min(size, TRUE_SIZE, rows // 2))
         length = min(rows, 3 * size)
         true = (batch, [*range(length)], [[*part] for part in step.cut(length, size)])
-        values = [probe.shifted(mapping), mapping]
-        found = [_comparison(model, options, each, mapping, true) for each in values]
+        found = [_comparison(model, options, place, mapping, true) for place in places]
     for comparison in found:
         if comparison is not None and not comparison.agrees() and comparison.repeats():
             comparison.refuse()

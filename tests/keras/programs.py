@@ -17,9 +17,8 @@ import keras
 import numpy as np
 from keras import ops
 
-from tests.keras.helpers import draw
-
 ROWS, CLASSES = 12, 4
+draw = np.random.default_rng(4)  # its own: a shared one would give other data beside other files of cases
 X = draw.normal(size=(ROWS, 3))
 Y = np.abs(draw.normal(size=(ROWS, CLASSES))) + 0.1
 SHARES = Y / Y.sum(axis=-1, keepdims=True)
