@@ -19,7 +19,7 @@ class FrameSum:
 
     def __init__(self, frame: Tensor, group: Any) -> None:
         count = dist.get_world_size(group)
-        # Gloo's all-reduce passes a tensor around a ring twice, in 2 (count - 1) messages one after the other.
+        # Gloo's all-reduce passes a tensor around a ring twice: 2 (count - 1) messages one after the other.
         # Sent to every rank directly, the numbers arrive in the time of one message: half of it on two ranks.
         if dist.get_backend(group) == "gloo":
             self._rows = frame.new_empty(count, len(frame))
