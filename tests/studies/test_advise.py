@@ -16,7 +16,7 @@ from superbatch.lab.report.advice_text import alternative_table, findings, model
 from superbatch.lab.report.json import from_json, to_json
 from superbatch.lab.studies import advise as study
 from superbatch.lab.studies.advise import Options, advise
-from superbatch.lab.studies.advise_options import Question, given_noise, question
+from superbatch.lab.studies.advise_question import Question, given_noise, question
 from superbatch.lab.studies.shared_options import Interrupted
 from superbatch.noise.meter import NoiseMeter, estimate
 from superbatch.results.advice import Advice

@@ -23,6 +23,7 @@ from .fit import fit
 from .help import OVERVIEW, Command, Group, paragraphs, usage_text
 from .init import init
 from .noise import noise
+from .options import command_of
 from .study import study
 from .survey import survey
 from .train import train
@@ -39,7 +40,7 @@ app = typer.Typer(
 
 # One per command; each lies in a file of its own.
 for _function in (advise, caffe, compare, fit, init, noise, study, survey, train, verify):
-    app.command(_function.__name__, cls=Command, help=paragraphs(_function))(_function)
+    app.command(_function.__name__, cls=Command, help=paragraphs(_function))(command_of(_function))
 
 
 def _print_version(wanted: bool) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
     from ..report.pages import Page, Report
 
 Result = TypeVar("Result")
-Filled = TypeVar("Filled")
 
 # Report -> the function of `superbatch.lab.plot` that draws it.
 PLOTS = {
@@ -42,18 +39,6 @@ def folder_for(out: Path | None, default: Path, *, as_json: bool) -> Path | None
     return folder
 
 
-def options_from(kind: Callable[..., Filled], given: Mapping[str, Any], **changed: Any) -> Filled:
-    """Fill the options of a study with the parameters of a command, which have the names of its fields."""
-    return kind(
-        **{each.name: given[each.name] for each in fields(cast(Any, kind)) if each.name in given} | changed
-    )
-
-
-def workers_of(given: int | None) -> int:
-    """Processes of a command: by default two, where the machine has two cores."""
-    return min(2, os.cpu_count() or 1) if given is None else given
-
-
 def measured(title: str, study: Callable[[Show], Result]) -> Result:
     """Run a study and show its progress; after Ctrl-C return its partial report, if it has one."""
     with progress(title) as show:
@@ -63,6 +48,20 @@ def measured(title: str, study: Callable[[Show], Result]) -> Result:
             if not hasattr(stopped, "report"):  # nothing had been measured
                 raise
             return stopped.report  # pyright: ignore[reportAttributeAccessIssue] - just looked for
+
+
+def run(
+    title: str,
+    study: Callable[[Show], Report],
+    folder: Path | None,
+    *,
+    as_json: bool,
+    failures: Callable[[Any], Sequence[str]] | None = None,
+) -> None:
+    """Run a study, publish its report, and end with its exit code; `failures` is the check asked for."""
+    report = measured(title, study)
+    publish(report, folder, as_json=as_json)
+    raise typer.Exit(exit_code(report, failures(report) if failures else ()))
 
 
 def exit_code(report: Report, failures: Sequence[str] = ()) -> int:

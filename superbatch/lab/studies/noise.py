@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 
@@ -25,6 +24,7 @@ from ..recipes import Recipe, load_recipe
 from ..report.noise_study import AtSteps, NoiseAt, NoiseStudy
 from .fit import busy
 from .on_torch import orders, torch_threads
+from .options import NoiseOptions as Options
 from .participants import accumulator
 from .rehearsal import prepare
 from .setting import Setting
@@ -39,20 +39,6 @@ TIMED_WINDOWS = 12
 
 # Remark at points whose number is withheld; a note has the whole sentence.
 SHARED = "micro-batches share noise"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Options of a study; None stands for the recipe's own value."""
-
-    batch_size: int | None = None  # samples of one update
-    microbatch_size: int | None = None  # samples of a micro-batch; None: an eighth of the batch
-    updates: int | None = None  # length of the run
-    optimizer: str | None = None  # one that the recipe allows
-    learning_rate: float | None = None  # None: the recipe's for that optimizer
-    seed: int = 0  # of the weights and of the order of samples
-    threads: int | None = None  # of torch; None: as many as torch takes
-    data: str | Path | None = None  # folder of data, for a recipe that reads one
 
 
 DEFAULTS = Options()
