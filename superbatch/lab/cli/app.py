@@ -5,6 +5,7 @@ Commands import torch and matplotlib when they run, so that ``superbatch --help`
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback as tracebacks
 from collections.abc import Sequence
@@ -65,6 +66,7 @@ def _options(
 
 
 TRACEBACK = "--traceback"
+COMPLETION = "_SUPERBATCH_COMPLETE"
 
 # What typer raises for an unknown option or a value of the wrong type; it has no public name in all releases.
 _UsageError: Any = typer.BadParameter.__mro__[1]
@@ -79,17 +81,22 @@ def main(arguments: Sequence[str]) -> int:
         0
     """
     shown = TRACEBACK in arguments
+    given = [argument for argument in arguments if argument != TRACEBACK]
+    if COMPLETION in os.environ:  # the shell asks for names
+        app(args=given, prog_name="superbatch")
+    command = typer.main.get_command(app)
     try:
-        given = [argument for argument in arguments if argument != TRACEBACK]
-        return app(args=given, prog_name="superbatch", standalone_mode=False) or 0
+        # Not app(): it would answer Ctrl-C and a closed pipe itself, with a silent exit code.
+        with command.make_context("superbatch", given) as context:
+            return command.invoke(context) or 0
+    except typer.Exit as done:
+        return done.exit_code
     except SuperbatchError as error:
         if shown:
             tracebacks.print_exc()
         return _fail(str(error))
     except _UsageError as error:
         return _fail(usage_text(error))
-    except typer.Abort:  # Ctrl-C while arguments are read
-        raise KeyboardInterrupt from None
     except Exception as error:  # a recipe is the user's code, which may raise anything
         from ..recipes.failing import recipe_failure
 

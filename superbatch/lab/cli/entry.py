@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return _pipe_closed()
     except SystemExit as error:
-        if isinstance(error.__context__, BrokenPipeError):  # typer's own answer is exit code 1
+        if isinstance(error.__context__, BrokenPipeError):  # rich's own answer is exit code 1
             return _pipe_closed()
         raise
     except OSError as error:
