@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-import typer
 from rich.console import Console
 
+from superbatch.results.advice import Advice
+
+from ..report.advice_text import answer, caveats
+from ..report.page import Page
 from ..studies.options import AdviseOptions
 from .options import AsJson, out_option, recipe_argument
 from .printing import print_sentences, print_table
-from .progress import receiver
-from .publish import exit_code, folder_for, measured, publish
-
-if TYPE_CHECKING:
-    from ..report.page import Page
+from .publish import folder_for, run
 
 OUT = Path("superbatch-advise")
 
@@ -28,7 +28,7 @@ def advise(
     options: AdviseOptions,
     out: Annotated[Path | None, out_option(OUT)] = None,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Decide by the time to the same loss whether accumulation helps, is wasteful, or is undetermined.
 
     Measures times and the noise scale on a recipe, or takes them as options, for example for a cluster.
@@ -36,25 +36,22 @@ def advise(
     and a page. Exit code: 0 done, 2 wrong input, 130 interrupted (a partial report is written).
     """
     folder = folder_for(out, OUT, as_json=as_json)
-    from ..report.advice_text import answer, caveats
     from ..studies.advise import advise as study
 
     if _further_rank(recipe, options):
-        return
+        return 0
     title = "advise" if recipe is None else f"advise {Path(recipe).name}"
-    report = measured(title, lambda show: study(recipe, options, progress=receiver(show)))
+    return run(title, partial(study, recipe, options), folder, as_json=as_json, show=_show)
 
-    def show(page: Page, console: Console) -> None:
-        """The verdict, the tables, and the main caveats: the page has every finding."""
-        print_sentences(answer(report), console)
+
+def _show(report: Advice, page: Page, console: Console) -> None:
+    """Print the verdict, the tables, and the main caveats: the page has every finding."""
+    print_sentences(answer(report), console)
+    print(file=console.file)
+    for table in filter(lambda table: table.rows, page.tables):
+        print_table(table, console)
         print(file=console.file)
-        for table in filter(lambda table: table.rows, page.tables):
-            print_table(table, console)
-            print(file=console.file)
-        print_sentences(caveats(report), console)
-
-    publish(report, folder, as_json=as_json, show=show)
-    raise typer.Exit(exit_code(report))
+    print_sentences(caveats(report), console)
 
 
 def _further_rank(recipe: str | None, options: AdviseOptions) -> bool:

@@ -91,16 +91,12 @@ def main(arguments: Sequence[str]) -> int:
             return command.invoke(context) or 0
     except typer.Exit as done:
         return done.exit_code
-    except SuperbatchError as error:
-        if shown:
-            tracebacks.print_exc()
-        return _fail(str(error))
     except _UsageError as error:
         return _fail(usage_text(error))
     except Exception as error:  # a recipe is the user's code, which may raise anything
         from ..recipes.failing import recipe_failure
 
-        failure = recipe_failure(error)
+        failure = error if isinstance(error, SuperbatchError) else recipe_failure(error)
         if failure is None:  # an error of superbatch or of a library, whose traceback is wanted
             raise
         if shown:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from ..studies.options import CompareOptions
 from .aliases import in_our_words, recipe_of
 from .options import AsJson, option, out_option, recipe_argument
-from .progress import receiver
 from .publish import folder_for, run
 
 OUT = Path("superbatch-compare")
@@ -31,7 +31,7 @@ def compare(
     iterations: Annotated[int | None, option("micro-batches of a run, instead of --updates")] = None,
     recipe_name: Annotated[str | None, option("alias of the argument RECIPE", "--recipe")] = None,
     batchnorm: BatchNorm = False,
-) -> None:
+) -> int:
     """Train a recipe with the real batch and with each split of it, from the same weights and samples.
 
     Shows accuracy, time, memory, the difference of the weights and a test of equivalence; writes a JSON
@@ -48,9 +48,9 @@ def compare(
     from ..studies.compare import compare as study
 
     where = "" if options.backend == "torch" else f" on {options.backend}"
-    run(
+    return run(
         f"compare {Path(name).name}{where}",
-        lambda show: study(name, options, progress=receiver(show)),
+        partial(study, name, options),
         folder,
         as_json=as_json,
         failures=failures if check else None,  # a CI fails only on request

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from ..studies.options import FitOptions
 from .options import AsJson, Recipe, out_option
-from .progress import receiver
 from .publish import folder_for, run
 
 OUT = Path("superbatch-fit")
@@ -19,7 +19,7 @@ def fit(
     options: FitOptions,
     out: Annotated[Path | None, out_option(OUT)] = None,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Find the micro-batch size: predict and measure memory, and measure time, for several sizes.
 
     Shows the largest that fits, the fastest, the effective batches within reach and what would lower the
@@ -30,4 +30,4 @@ def fit(
     from ..studies.fit import fit as study
 
     title = f"fit {Path(recipe).name}"
-    run(title, lambda show: study(recipe, options, progress=receiver(show)), folder, as_json=as_json)
+    return run(title, partial(study, recipe, options), folder, as_json=as_json)

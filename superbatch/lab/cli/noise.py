@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,7 @@ def noise(
     options: NoiseOptions,
     out: Annotated[Path | None, out_option(OUT)] = None,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Train a recipe and measure the noise scale of its gradient: is a larger batch worth it?
 
     Shows the noise scale during training with its interval, or the reason why it has none, and the time to a
@@ -29,4 +30,4 @@ def noise(
     from ..studies.noise import noise as study
 
     title = f"noise {Path(recipe).name}"
-    run(title, lambda show: study(recipe, options, progress=show), folder, as_json=as_json)
+    return run(title, partial(study, recipe, options), folder, as_json=as_json)

@@ -17,7 +17,7 @@ OWN = "or your own file.py:function or package.module:function, whose code is ru
 RECIPE_HELP = f"{', '.join(RECIPES)}; {OWN}"
 
 
-def command_of(function: Callable[..., None]) -> Callable[..., None]:
+def command_of(function: Callable[..., int | None]) -> Callable[..., int | None]:
     """Make the function that typer reads: each field of the parameter `options` is a parameter of its own.
 
     Typer reads names, types and defaults from a signature, so that one is made; the values come back as
@@ -34,11 +34,11 @@ def command_of(function: Callable[..., None]) -> Callable[..., None]:
         else:
             parameters.append(each.replace(annotation=hints[each.name]))
 
-    def command(**given: Any) -> None:
+    def command(**given: Any) -> int | None:
         if kind is not None:
             read = {each.name: _read(each, given.pop(each.name)) for each in own}
             given["options"] = kind(**read)
-        function(**given)
+        return function(**given)
 
     command.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     command.__annotations__ = {each.name: each.annotation for each in parameters}

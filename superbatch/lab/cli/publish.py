@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import typer
 from rich.console import Console
 
 from .exits import CHECK_FAILED, INTERRUPTED
 from .printing import check_folder, print_sentences, print_table, write_file
-from .progress import Show, duration, progress
+from .progress import duration, progress
 
 if TYPE_CHECKING:
     from ..report.pages import Page, Report
 
-Result = TypeVar("Result")
+Result = TypeVar("Result", bound="Report")
 
 # Report -> the function of `superbatch.lab.plot` that draws it.
 PLOTS = {
@@ -39,29 +40,28 @@ def folder_for(out: Path | None, default: Path, *, as_json: bool) -> Path | None
     return folder
 
 
-def measured(title: str, study: Callable[[Show], Result]) -> Result:
-    """Run a study and show its progress; after Ctrl-C return its partial report, if it has one."""
-    with progress(title) as show:
-        try:
-            return study(show)
-        except KeyboardInterrupt as stopped:
-            if not hasattr(stopped, "report"):  # nothing had been measured
-                raise
-            return stopped.report  # pyright: ignore[reportAttributeAccessIssue] - just looked for
-
-
 def run(
     title: str,
-    study: Callable[[Show], Report],
+    study: Callable[..., Result],
     folder: Path | None,
     *,
     as_json: bool,
-    failures: Callable[[Any], Sequence[str]] | None = None,
-) -> None:
-    """Run a study, publish its report, and end with its exit code; `failures` is the check asked for."""
-    report = measured(title, study)
-    publish(report, folder, as_json=as_json)
-    raise typer.Exit(exit_code(report, failures(report) if failures else ()))
+    show: Callable[[Result, Page, Console], None] | None = None,
+    failures: Callable[[Result], Sequence[str]] | None = None,
+) -> int:
+    """Run a study with its progress on show, publish its report, whole or partial, and return the exit code.
+
+    `show` prints it otherwise than `print_page`. `failures` is a check that was asked for.
+    """
+    with progress(title) as receive:
+        try:
+            report = study(progress=receive)
+        except KeyboardInterrupt as stopped:
+            if not hasattr(stopped, "report"):  # nothing had been measured
+                raise
+            report = stopped.report  # pyright: ignore[reportAttributeAccessIssue] - just looked for
+    publish(report, folder, as_json=as_json, show=partial(show, report) if show else print_page)
+    return exit_code(report, failures(report) if failures else ())
 
 
 def exit_code(report: Report, failures: Sequence[str] = ()) -> int:
@@ -73,12 +73,22 @@ def exit_code(report: Report, failures: Sequence[str] = ()) -> int:
     return CHECK_FAILED if failures else 0
 
 
+def print_page(page: Page, console: Console) -> None:
+    """Print the tables of a page, and below them its sentences: there a terminal is read first."""
+    tables = [table for table in page.tables if table.rows]
+    for table in tables:
+        print_table(table, console)
+        if len(page.tables) > 1 or page.code:
+            print(file=console.file)
+    print_sentences([*page.verdict, *page.findings], console)
+
+
 def publish(
     report: Report,
     folder: Path | None,
     *,
     as_json: bool,
-    show: Callable[[Page, Console], None] | None = None,
+    show: Callable[[Page, Console], None] = print_page,
     files: Mapping[str, str] | None = None,
 ) -> None:
     """Print a report, as JSON alone or by `show`, and write its files and `files`.
@@ -100,22 +110,12 @@ def publish(
         if as_json:
             print(text)
         else:
-            (show or print_page)(page, Console())
+            show(page, Console())
         if folder is not None:
             _write(report, page, folder, files or {})
     except KeyboardInterrupt:
         print(f"superbatch: interrupted after the last measurement; the report is {kept}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
-
-
-def print_page(page: Page, console: Console) -> None:
-    """Print the tables of a page, and below them its sentences: there a terminal is read first."""
-    tables = [table for table in page.tables if table.rows]
-    for table in tables:
-        print_table(table, console)
-        if len(page.tables) > 1 or page.code:
-            print(file=console.file)
-    print_sentences([*page.verdict, *page.findings], console)
 
 
 def _write(report: Report, page: Page, folder: Path, files: Mapping[str, str]) -> None:

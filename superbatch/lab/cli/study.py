@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,8 +18,7 @@ from ..studies.catalogue import STUDIES, entry_of
 from ..studies.options import StudyOptions
 from .options import AsJson, out_option, recipe_argument
 from .printing import print_table
-from .progress import receiver
-from .publish import exit_code, folder_for, measured, publish
+from .publish import folder_for, run
 
 OUT = Path("superbatch-study")
 
@@ -42,7 +42,7 @@ def study(
     options: StudyOptions,
     out: Annotated[Path | None, out_option(OUT / "NAME")] = None,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Answer an open question about batch sizes with an experiment on a recipe.
 
     Shows a table, tests and a conclusion in one sentence; writes a JSON report, a plot and a page. Exit code:
@@ -50,7 +50,7 @@ def study(
     """
     if name is None:
         show_studies(Console())
-        return
+        return 0
     recipes = entry_of(name).recipes if recipe is None else (recipe,)
     if as_json and len(recipes) > 1:
         raise InputError(
@@ -63,16 +63,15 @@ def study(
             f"--data {options.data}."
         )
     folder = folder_for(out, OUT / name, as_json=as_json)
-    from ..studies.study import study as run
+    from ..studies.study import study as answer
 
+    code = 0
     for each in recipes:
-        report = measured(
-            f"study {name}", lambda show, each=each: run(name, each, options, progress=receiver(show))
-        )
         own = folder / each if folder is not None and len(recipes) > 1 else folder
-        publish(report, own, as_json=as_json)
-        if report.partial:  # Ctrl-C ends the command, not one of its studies
-            raise typer.Exit(exit_code(report))
+        code = run(f"study {name}", partial(answer, name, each, options), own, as_json=as_json)
+        if code:  # Ctrl-C ends the command, not one of its studies
+            break
+    return code
 
 
 def show_studies(console: Console) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from ..studies.options import SurveyOptions
 from .options import AsJson, Recipe, option, out_option
-from .progress import receiver
 from .publish import folder_for, run
 
 OUT = Path("superbatch-survey")
@@ -20,7 +20,7 @@ def survey(
     out: Annotated[Path | None, out_option(OUT)] = None,
     as_json: AsJson = False,
     check: Annotated[bool, option("exit code 1 unless paired curves agree to rounding", "--check")] = False,
-) -> None:
+) -> int:
     """Survey learning rates with the real batch and with each split of it, and compare the curves.
 
     Every point of a survey is one update; the rate grows from point to point. Shows the suggested values and
@@ -31,9 +31,9 @@ def survey(
     from ..report.survey_text import failures
     from ..studies.survey import survey as study
 
-    run(
+    return run(
         f"survey {Path(recipe).name}",
-        lambda show: study(recipe, options, progress=receiver(show)),
+        partial(study, recipe, options),
         folder,
         as_json=as_json,
         failures=failures if check else None,

@@ -8,8 +8,6 @@ from os import environ
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
 from superbatch.errors import InputError
 
 from ..studies.options import TrainOptions
@@ -20,7 +18,7 @@ if TYPE_CHECKING:  # torch takes seconds to import: not for --help
     from ..studies.train import Trained
 
 
-def train(*, recipe: Recipe, options: TrainOptions) -> None:
+def train(*, recipe: Recipe, options: TrainOptions) -> int:
     """Train a recipe: the update of the real large batch, in micro-batches that fit.
 
     Under torchrun the same command trains on all ranks; with --checkpoints a restart resumes, on any number
@@ -40,7 +38,7 @@ def train(*, recipe: Recipe, options: TrainOptions) -> None:
         _show(report, f"{loaded.metric} {{:.4g}} {loaded.unit}".rstrip())
     if report.exit_code and report.rank == 0:
         _show_stop(report, saved=options.checkpoints is not None)
-    raise typer.Exit(report.exit_code)
+    return report.exit_code
 
 
 def _show(report: Trained, metric: str) -> None:

@@ -28,7 +28,7 @@ from .options import NoiseOptions as Options
 from .participants import accumulator
 from .rehearsal import prepare
 from .setting import Setting
-from .shared_options import Interrupted, asked, check_counts, offered_optimizer
+from .shared_options import Interrupted, Progress, asked, check_counts, offered_optimizer
 from .versions import versions
 
 POINTS = 40
@@ -59,7 +59,7 @@ def noise(
     recipe: str | Recipe,
     options: Options = DEFAULTS,
     *,
-    progress: Callable[[int, int, str], None] = lambda *_: None,
+    progress: Callable[[Progress], None] = lambda _: None,
 ) -> NoiseStudy:
     """Train a recipe while measuring how noisy its gradient is."""
     start = time.monotonic()
@@ -120,7 +120,7 @@ def _train(
     size: int,
     seed: int,
     found: _Found,
-    progress: Callable[[int, int, str], None],
+    progress: Callable[[Progress], None],
 ) -> None:
     model = recipe.model(seed)
     torch.manual_seed(seed)
@@ -156,7 +156,7 @@ def _train(
             )
         )
         losses.clear()
-        progress(found.updates, setting.updates, f"update {found.updates}")
+        progress(Progress(found.updates, setting.updates, f"update {found.updates}"))
 
 
 def _time(recipe: Recipe, setting: Setting, size: int, found: _Found) -> None:

@@ -31,6 +31,7 @@ from ..recipes import Recipe, load_recipe
 from .on_torch import cast_batch
 from .options import TrainOptions as Options
 from .participants import accumulator
+from .shared_options import Progress
 from .train_log import TrainLog
 
 PRECISIONS = ("float32", "float64", "bf16")
@@ -54,7 +55,7 @@ def train(
     recipe: str | Recipe,
     options: Options,
     *,
-    progress: Callable[[int, int, str | None], None] = lambda *_: None,
+    progress: Callable[[Progress], None] = lambda _: None,
 ) -> Trained:
     """Train a recipe, on one device or, started by torchrun, on as many as there are ranks."""
     recipe = load_recipe(recipe, data=options.data) if isinstance(recipe, str) else recipe
@@ -71,7 +72,7 @@ def _trained(
     batch_size: int,
     updates: int,
     place: tuple[int, int, torch.device],
-    progress: Callable[[int, int, str | None], None],
+    progress: Callable[[Progress], None],
 ) -> Trained:
     """Train in a function of its own: when it returns, nothing uses the process group any more."""
     rank, ranks, device = place
@@ -93,7 +94,8 @@ def _trained(
             if log is not None:
                 due = options.evaluate_every and done % options.evaluate_every == 0
                 log.write(done, update, samples, _metric(recipe, model) if due else None)
-                progress(done - first, updates - first, f"update {done} of {updates}, loss {loss:.4g}")
+                text = f"update {done} of {updates}, loss {loss:.4g}"
+                progress(Progress(done - first, updates - first, text))
             if options.checkpoints and (end or done == updates or done % options.every == 0):
                 facts = {"recipe": recipe.name, "seed": options.seed}
                 save_checkpoint(
