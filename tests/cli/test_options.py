@@ -86,6 +86,6 @@ def test_an_error_of_reading_names_the_flag() -> None:
 
 
 def test_workers_are_two_from_the_command_line_and_one_from_python() -> None:
-    (flag,) = [each.metadata["flag"] for each in fields(options.CompareOptions) if each.name == "workers"]
-    assert flag.default == min(2, os.cpu_count() or 1)
+    (flag,) = [each.metadata for each in fields(options.CompareOptions) if each.name == "workers"]
+    assert flag["default"] == min(2, os.cpu_count() or 1)
     assert options.CompareOptions().workers == options.StudyOptions().workers == 1

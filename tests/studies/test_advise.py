@@ -224,7 +224,7 @@ def test_the_meter_and_the_advice_speak_of_the_same_samples() -> None:
 @pytest.mark.parametrize(
     ("changed", "match"),
     [
-        ({"learning_rate": 0.0}, "learning_rate=0.0.*more than 0"),
+        ({"learning_rate": 0.0}, "learning_rate=0.0 is not positive. Give a number above 0"),
         ({"learning_rate": -1.0}, "learning_rate=-1.0"),
         ({"beta2": 1.5}, "beta2=1.5.*between 0 and 1"),
         ({"weight_decay": -1.0}, "weight_decay=-1.0"),

@@ -22,9 +22,7 @@ OUT = Path("superbatch-advise")
 
 def advise(
     *,
-    recipe: Annotated[
-        str | None, recipe_argument(default="none: all numbers are given", show_default=False)
-    ] = None,
+    recipe: Annotated[str | None, recipe_argument(default="none: all numbers are given")] = None,
     options: AdviseOptions,
     out: Annotated[Path | None, out_option(OUT)] = None,
     as_json: AsJson = False,

@@ -22,7 +22,7 @@ BatchNorm = Annotated[bool, option("add BatchNorm to the recipe digits or digits
 
 def compare(
     *,
-    recipe: Annotated[str | None, recipe_argument(default="digits", show_default=False)] = None,
+    recipe: Annotated[str | None, recipe_argument(default="digits")] = None,
     options: CompareOptions,
     out: Annotated[Path | None, out_option(OUT)] = None,
     as_json: AsJson = False,

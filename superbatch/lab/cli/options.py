@@ -11,7 +11,6 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from ..recipes import COUPLED, RECIPES
-from ..studies.options import Flag
 
 OWN = "or your own file.py:function or package.module:function, whose code is run"
 RECIPE_HELP = f"{', '.join(RECIPES)}; {OWN}"
@@ -24,9 +23,9 @@ def command_of(function: Callable[..., int | None]) -> Callable[..., int | None]
     keywords, and those of `options` are put together to an object of its class.
     """
     hints = get_type_hints(function, include_extras=True)
-    kind = hints.get("options")
-    own = [] if kind is None else fields(kind)
-    types = {} if kind is None else get_type_hints(kind)
+    if "options" not in hints:
+        return function
+    kind, own, types = hints["options"], fields(hints["options"]), get_type_hints(hints["options"])
     parameters: list[inspect.Parameter] = []
     for each in inspect.signature(function).parameters.values():
         if each.name == "options":
@@ -35,10 +34,8 @@ def command_of(function: Callable[..., int | None]) -> Callable[..., int | None]
             parameters.append(each.replace(annotation=hints[each.name]))
 
     def command(**given: Any) -> int | None:
-        if kind is not None:
-            read = {each.name: _read(each, given.pop(each.name)) for each in own}
-            given["options"] = kind(**read)
-        return function(**given)
+        read = {each.name: _read(each, given.pop(each.name)) for each in own}
+        return function(**given, options=kind(**read))
 
     command.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
@@ -47,25 +44,22 @@ def command_of(function: Callable[..., int | None]) -> Callable[..., int | None]
 
 def _parameter(field: Field[Any], hint: Any) -> inspect.Parameter:
     """The field of options as a parameter with an option of typer's."""
-    flag: Flag = field.metadata["flag"]
+    text, default, typed = (field.metadata[key] for key in ("help", "default", "typed"))
     # Typer would give a bool a second flag, --no-..., where its name is not stated.
-    names = [flag.name or _name(field)] if flag.name or hint is bool else []
-    kind = hint if flag.typed is None else flag.typed if flag.default is not None else flag.typed | None
-    stated = "(default: " in flag.help
-    option = typer.Option(*names, help=flag.help, show_default=not stated)
-    annotation = Annotated[kind, option]
-    return inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=flag.default, annotation=annotation
-    )
+    names = [_name(field)] if field.metadata["name"] or hint is bool else []
+    option = typer.Option(*names, help=text, show_default="(default: " not in text)
+    if typed is not None:
+        hint = typed if default is not None else typed | None
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(field.name, kind, default=default, annotation=Annotated[hint, option])
 
 
 def _read(field: Field[Any], value: Any) -> Any:
-    flag: Flag = field.metadata["flag"]
-    return None if value is None else flag.read(value, flag.name or _name(field))
+    return None if value is None else field.metadata["read"](value, _name(field))
 
 
 def _name(field: Field[Any]) -> str:
-    return f"--{field.name.replace('_', '-')}"
+    return field.metadata["name"] or f"--{field.name.replace('_', '-')}"
 
 
 def option(text: str, *flags: str) -> Any:
@@ -84,10 +78,10 @@ def complete_recipe(incomplete: str) -> list[str]:
     return [name for name in (*RECIPES, *COUPLED, *files) if name.startswith(incomplete)]
 
 
-def recipe_argument(*, default: str | None = None, show_default: bool = True) -> Any:
-    """Make the argument that names a recipe."""
+def recipe_argument(*, default: str | None = None) -> Any:
+    """Make the argument that names a recipe; the help states a default that is None to typer."""
     text = RECIPE_HELP if default is None else f"{RECIPE_HELP} (default: {default})"
-    return typer.Argument(help=text, show_default=show_default, autocompletion=complete_recipe)
+    return typer.Argument(help=text, autocompletion=complete_recipe)
 
 
 def out_option(default: Path, files: str = "report.json, plot.png and report.html") -> Any:

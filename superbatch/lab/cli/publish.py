@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import typer
 from rich.console import Console
 
+from ..studies.shared_options import Interrupted
 from .exits import CHECK_FAILED, INTERRUPTED
 from .printing import check_folder, print_sentences, print_table, write_file
 from .progress import duration, progress
@@ -56,21 +57,15 @@ def run(
     with progress(title) as receive:
         try:
             report = study(progress=receive)
-        except KeyboardInterrupt as stopped:
-            if not hasattr(stopped, "report"):  # nothing had been measured
-                raise
-            report = stopped.report  # pyright: ignore[reportAttributeAccessIssue] - just looked for
+        except Interrupted as stopped:  # any other interrupt: nothing had been measured
+            report = stopped.report
     publish(report, folder, as_json=as_json, show=partial(show, report) if show else print_page)
-    return exit_code(report, failures(report) if failures else ())
-
-
-def exit_code(report: Report, failures: Sequence[str] = ()) -> int:
-    """The exit code of a command; what a check found wrong is printed, unless the study was interrupted."""
     if report.partial:
         return INTERRUPTED
-    for sentence in failures:  # on the standard error: the output may be JSON
+    wrong = failures(report) if failures else ()
+    for sentence in wrong:  # on the standard error: the output may be JSON
         print(f"superbatch: check failed: {sentence}", file=sys.stderr)
-    return CHECK_FAILED if failures else 0
+    return CHECK_FAILED if wrong else 0
 
 
 def print_page(page: Page, console: Console) -> None:

@@ -8,8 +8,6 @@ from os import environ
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from superbatch.errors import InputError
-
 from ..studies.options import TrainOptions
 from .options import Recipe
 from .progress import progress
@@ -25,8 +23,6 @@ def train(*, recipe: Recipe, options: TrainOptions) -> int:
     of them. Ctrl-C and SIGTERM end the update at hand and save. Exit code: 0 done, 2 wrong input, 130 stopped
     by Ctrl-C, 143 by SIGTERM.
     """
-    if options.device not in ("cpu", "cuda"):
-        raise InputError(f"--device {options.device} is unknown. Use cpu or cuda.")
     from ..recipes import load_recipe
     from ..studies.train import train as study
 

@@ -11,34 +11,22 @@ from superbatch.tuning.noise_range import NoiseRange
 
 from ..recipes import Recipe
 from .options import AdviseOptions as Options
-from .shared_options import check_counts, check_memory_device
+from .shared_options import check_counts, check_memory_device, check_positive
 
 STEPS = 8  # accumulation steps in question, where nothing is said
-
-
 COUNTS = ("microbatch_size", "accumulation_steps", "batch_size", "ranks", "parameters", "updates", "threads")
 
 
 def check_options(options: Options) -> None:
     """Refuse numbers that cannot be used, before anything is measured."""
     check_counts(options, *COUNTS)
-    for names, fine, do in (
-        (
-            ("learning_rate", "microbatch_seconds", "seconds"),
-            lambda value: 0 < value < math.inf,
-            "more than 0",
-        ),
-        (
-            ("update_seconds", "all_reduce_seconds", "weight_decay"),
-            lambda value: 0 <= value < math.inf,
-            "0 or more",
-        ),
-        (("beta2",), lambda value: 0 < value < 1, "a number between 0 and 1"),
-    ):
-        for name in names:
-            value = getattr(options, name)
-            if value is not None and not fine(value):
-                raise InputError(f"{name}={value!r} is out of range. Give {do}.")
+    check_positive(options, "learning_rate", "microbatch_seconds", "seconds")
+    for name in ("update_seconds", "all_reduce_seconds", "weight_decay"):
+        value = getattr(options, name)
+        if value is not None and not 0 <= value < math.inf:
+            raise InputError(f"{name}={value!r} is out of range. Give 0 or more.")
+    if options.beta2 is not None and not 0 < options.beta2 < 1:
+        raise InputError(f"beta2={options.beta2!r} is out of range. Give a number between 0 and 1.")
     check_memory_device(options.device)
 
 

@@ -15,18 +15,7 @@ from typing import Any, Literal
 
 from superbatch.results.survey import What
 
-from .quantities import parse_bytes, parse_microbatch, parse_sizes, parse_what
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flag:
-    """An option of the command line, in the metadata of the field that it fills."""
-
-    help: str  # names the default where the field's own says nothing
-    name: str | None  # where it is not made of the field's: "--lr"
-    default: Any  # on the command line
-    typed: Any  # type on the command line, where the field takes more, or `read` makes its value
-    read: Callable[[Any, str], Any]  # (what was typed, flag) -> value of the field
+from .quantities import parse_bytes, parse_sizes
 
 
 def option(
@@ -38,13 +27,26 @@ def option(
     typed: Any = None,
     read: Callable[[Any, str], Any] = lambda value, _: value,
 ) -> Any:
-    """Make a field of options that the command line has as a flag; `Flag` explains the arguments."""
-    shown = default if default_typed is None else default_typed
-    flag = Flag(help=help, name=name, default=shown, typed=typed, read=read)
-    return field(default=default, metadata={"flag": flag})
+    """Make a field of options that is an option of the command too.
+
+    Args:
+        help: of the command line; it names the default where the field's own says nothing.
+        name: where it is not made of the field's, such as `"--lr"`.
+        default: of the field.
+        default_typed: of the command line, where that is another.
+        typed: type on the command line, where the field takes more, or `read` makes its value.
+        read: takes what was typed and the name of the option, and returns the value of the field.
+    """
+    flag = {"help": help, "name": name, "default": default_typed or default, "typed": typed, "read": read}
+    return field(default=default, metadata=flag)
 
 
-def _count(value: float, _: str) -> Any:
+def _size(value: str, _: str) -> int | str:
+    """Read a size, or the word for one; other words are refused with the other options."""
+    return int(value) if value.isdecimal() else value
+
+
+def _count(value: float, _: str) -> float:
     """Round a count, which may be written as 1.3e9; what is not finite is refused with the other options."""
     return round(value) if math.isfinite(value) else value
 
@@ -217,9 +219,7 @@ class SurveyOptions:
     )
     repeats: int = option("surveys of each arm, with different seeds", default=20)
     updates: int = option("points of the ramp, one update each", default=100)
-    what: What = option(
-        "quantity to survey: lr, momentum or weight_decay", typed=str, read=parse_what, default="lr"
-    )
+    what: What = option("quantity to survey: lr, momentum or weight_decay", typed=str, default="lr")
     low: float | None = option("first value (default: 1e-6 for SGD's rate, 1e-7 for others')")
     high: float | None = option("last value (default: 10 for SGD's rate, 1 for others')")
     dtype: str = option(DTYPE, default="float32")
@@ -237,7 +237,7 @@ class TrainOptions:
 
     batch_size: int | None = option("samples of one update, on all ranks (default: the recipe's)")
     microbatch_size: int | Literal["auto", "largest"] = option(
-        "samples of a micro-batch, auto or largest", typed=str, read=parse_microbatch, default="auto"
+        "samples of a micro-batch, auto or largest", typed=str, read=_size, default="auto"
     )
     updates: int | None = option("length of the training (default: the recipe's)")
     optimizer: str | None = option(OPTIMIZER)

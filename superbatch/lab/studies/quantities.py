@@ -1,12 +1,10 @@
-"""Values of options as people write them: ``2GiB``, ``500 MB``, ``8,16,32``, ``auto``."""
+"""Values of options as people write them: ``2GiB``, ``500 MB``, ``8,16,32``."""
 
 from __future__ import annotations
 
 import re
-from typing import Literal, cast, get_args
 
 from superbatch.errors import InputError
-from superbatch.results.survey import What
 
 _UNITS = {"": 1, "b": 1} | {
     f"{prefix}{ending}": base**power
@@ -40,29 +38,3 @@ def parse_sizes(text: str, flag: str) -> tuple[int, ...]:
     if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
         raise InputError(f"{flag} {text}: sizes are whole numbers of samples. Write them as 8,16,32.")
     return tuple(map(int, parts))
-
-
-def parse_microbatch(text: str, flag: str) -> int | Literal["auto", "largest"]:
-    """Read the size of a micro-batch, or how it is found.
-
-    Examples:
-        >>> parse_microbatch("8", "--microbatch-size"), parse_microbatch("auto", "--microbatch-size")
-        (8, 'auto')
-    """
-    if text == "auto" or text == "largest":
-        return text
-    if not text.isdecimal():
-        raise InputError(f"{flag} {text} is no size. Pass a number, auto or largest.")
-    return int(text)
-
-
-def parse_what(text: str, flag: str) -> What:
-    """Read the name of a quantity that can be surveyed.
-
-    Examples:
-        >>> parse_what("momentum", "--what")
-        'momentum'
-    """
-    if text not in get_args(What):
-        raise InputError(f"{flag} {text}: that cannot be surveyed. Give one of {', '.join(get_args(What))}.")
-    return cast("What", text)

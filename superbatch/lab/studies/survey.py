@@ -10,10 +10,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import get_args
 
 import torch
 
 from superbatch.errors import InputError
+from superbatch.results.survey import What
 from superbatch.torch.tuning.dial import Dial, range_of
 from superbatch.tuning.survey_ramp import from_axis, values_of
 
@@ -91,6 +93,10 @@ def settle(recipe: Recipe, options: Options) -> tuple[SurveySetting, list[Survey
 
 
 def _check(options: Options) -> None:
+    if options.what not in get_args(What):
+        raise InputError(
+            f"--what {options.what}: that cannot be surveyed. Give one of {', '.join(get_args(What))}."
+        )
     check_counts(options, "repeats", "updates", "threads", "batch_size")
     if options.dtype not in PAIRED_TOLERANCES:
         raise InputError(

@@ -36,6 +36,7 @@ from .train_log import TrainLog
 
 PRECISIONS = ("float32", "float64", "bf16")
 SCHEDULES = ("constant", "linear", "cosine")
+DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,12 +131,17 @@ def batches_from(samples: int, seed: int, start: int, size: int) -> Iterator[Ten
 
 def _check(recipe: Recipe, options: Options, batch_size: int) -> None:
     recipe.require("evaluate", "metric", "learning_rates", by="superbatch train")
+    if isinstance(options.microbatch_size, str) and options.microbatch_size not in ("auto", "largest"):
+        raise InputError(
+            f"--microbatch-size {options.microbatch_size} is no size. Pass a number, auto or largest."
+        )
     fewest = int(os.environ.get("WORLD_SIZE", "1"))  # a sample for each rank
     if not fewest <= batch_size <= recipe.samples:
         raise InputError(f"--batch-size {batch_size} is not possible. Pass {fewest} to {recipe.samples}.")
     for name, value, choices in (
         ("--precision", options.precision, PRECISIONS),
         ("--schedule", options.schedule, SCHEDULES),
+        ("--device", options.device, DEVICES),
         ("--optimizer", options.optimizer or recipe.default_optimizer, recipe.offered),
     ):
         if value not in choices:
