@@ -82,7 +82,7 @@ class AdviseOptions:
     batch_size: int | None = option(
         "samples of the update to judge, on all ranks (default: eight micro-batches)"
     )
-    ranks: int = option("number of ranks", default=1)
+    ranks: int = option("number of ranks", default=1)  # that work at the same time
     noise: float | None = option("noise scale in samples (default: measured on the recipe)")
     # The ends are `noise` where that is given; else the upper one is infinite.
     noise_low: float | None = option("lower end of the interval of the noise scale")
@@ -129,7 +129,7 @@ class CompareOptions:
     )
     updates: int | None = option("updates of each run (default: the recipe's)")
     runs: int = option("seeds: each gives one run of every arm", default=10)  # 0, 1, ...
-    dtype: str = option(DTYPE, default="float32")
+    dtype: str = option(DTYPE, default="float32")  # float64 tells rounding from a mistake
     optimizer: str | None = option(OPTIMIZER)
     learning_rate: float | None = option(LEARNING_RATE, "--lr")
     # None: what the splits make.
@@ -138,7 +138,7 @@ class CompareOptions:
     include_wrong: bool = option("add two wrong ways: mean of means, fixed tail divisor", default=False)
     margin: float | None = option(MARGIN)
     backend: str = option("torch; for the recipe digits also jax, tensorflow or keras", default="torch")
-    threads: int = option(THREADS_EACH, default=1)
+    threads: int = option(THREADS_EACH, default=1)  # workers would share the cores
     workers: int = option(WORKERS, default_typed=CORES, default=1)  # 1 trains in this process
     data: str | Path | None = option(DATA, typed=Path)
 
@@ -147,21 +147,21 @@ class CompareOptions:
 class FitOptions:
     """Options of a fit; None stands for the recipe's own value."""
 
-    batch_size: int | None = option(BATCH_SIZE)
-    limit: int | None = option(
+    batch_size: int | None = option(BATCH_SIZE)  # no micro-batch is larger
+    limit: int | None = option(  # bytes
         "memory limit, beyond memory in use, such as 2GiB or 500MB (default: the machine's)",
         typed=str,
         read=parse_bytes,
     )
     optimizer: str | None = option(OPTIMIZER)
-    dtype: str = option("float32, float64 or bfloat16", default="float32")
+    dtype: str = option("float32, float64 or bfloat16", default="float32")  # of weights and data
     sizes: Sequence[int] | None = option(
         "micro-batches to measure, such as 8,16,32 (default: the largest that fits and its halves)",
         typed=str,
         read=parse_sizes,
     )
     device: str = option(DEVICE, default="cpu")
-    threads: int | None = option(THREADS)
+    threads: int | None = option(THREADS)  # as in training: times are of as many threads
     seconds: float = option("approximate time limit; sizes beyond it are predicted only", default=30.0)
     data: str | Path | None = option(DATA, typed=Path)
 
@@ -176,7 +176,7 @@ class NoiseOptions:
     optimizer: str | None = option(OPTIMIZER)
     learning_rate: float | None = option(LEARNING_RATE, "--lr")
     seed: int = option(SEED, default=0)
-    threads: int | None = option(THREADS)
+    threads: int | None = option(THREADS)  # as in training: times are of as many threads
     data: str | Path | None = option(DATA, typed=Path)
 
 
@@ -203,7 +203,7 @@ class StudyOptions:
     margin: float | None = option(MARGIN)
     tolerance: float | None = option("a relative difference of the loss that does not matter, such as 0.02")
     device: str | None = option("coupled: to train on, such as cuda (default: cpu)")
-    threads: int = option(THREADS_EACH, default=1)
+    threads: int = option(THREADS_EACH, default=1)  # workers would share the cores
     workers: int = option(WORKERS, default_typed=CORES, default=1)  # 1 trains in this process
     data: str | Path | None = option(DATA, typed=Path)
 
@@ -222,10 +222,10 @@ class SurveyOptions:
     what: What = option("quantity to survey: lr, momentum or weight_decay", typed=str, default="lr")
     low: float | None = option("first value (default: 1e-6 for SGD's rate, 1e-7 for others')")
     high: float | None = option("last value (default: 10 for SGD's rate, 1 for others')")
-    dtype: str = option(DTYPE, default="float32")
+    dtype: str = option(DTYPE, default="float32")  # float64 tells rounding from a mistake
     optimizer: str | None = option(OPTIMIZER)
     learning_rate: float | None = option("learning rate, if --what is momentum or weight_decay", "--lr")
-    batch_size: int | None = option(BATCH_SIZE)
+    batch_size: int | None = option(BATCH_SIZE)  # None: what the splits make, too
     include_wrong: bool = option("add wrong arms: a missing 1/K and other batch sizes", default=False)
     threads: int = option("torch threads", default=1)
     data: str | Path | None = option(DATA, typed=Path)
@@ -241,22 +241,22 @@ class TrainOptions:
     )
     updates: int | None = option("length of the training (default: the recipe's)")
     optimizer: str | None = option(OPTIMIZER)
-    learning_rate: float | None = option(LEARNING_RATE)  # at the start
+    learning_rate: float | None = option(LEARNING_RATE)  # at the start of the schedule
     precision: str = option("float32, float64 or bf16 (autocast)", default="float32")
     clip: float | None = option("largest norm of the gradient (default: none)")
     schedule: str = option("constant; linear or cosine: down to 0 at --updates", default="constant")
     noise: bool = option("measure the noise scale of the gradient", default=False)
-    sample_rng: bool = option(SAMPLE_RNG, default=False)
+    sample_rng: bool = option(SAMPLE_RNG, default=False)  # then no split changes the dropout
     checkpoints: Path | None = option(
         "folder; the same command resumes from its newest checkpoint (default: none)"
     )
     every: int = option("updates between checkpoints", default=100)
-    keep: int = option("checkpoints that stay", default=3)
+    keep: int = option("checkpoints that stay", default=3)  # the newest
     evaluate_every: int | None = option("updates between evaluations (default: at the end alone)")
     # Not --log, which torchrun takes for one of its own options, cut short.
     log: Path | None = option("file with a row of JSON for each update (default: none)", "--log-file")
     tensorboard: Path | None = option("folder for TensorBoard (default: none)")
-    seed: int = option(SEED, default=0)
+    seed: int = option(SEED, default=0)  # a training is resumed with its own seed only
     device: str = option(DEVICE, default="cpu")
     data: str | Path | None = option(DATA, typed=Path)
 
@@ -274,5 +274,5 @@ class VerifyOptions:
     against: str = option(
         "batch, splits (two splits), or auto (splits if the batch does not fit)", default="auto"
     )
-    sample_rng: bool = option(SAMPLE_RNG, default=False)
+    sample_rng: bool = option(SAMPLE_RNG, default=False)  # makes dropout exact
     data: str | Path | None = option(DATA, typed=Path)
