@@ -47,7 +47,8 @@ def _parameter(field: Field[Any], hint: Any) -> inspect.Parameter:
     text, default, typed = (field.metadata[key] for key in ("help", "default", "typed"))
     # Typer would give a bool a second flag, --no-..., where its name is not stated.
     names = [_name(field)] if field.metadata["name"] or hint is bool else []
-    option = typer.Option(*names, help=text, show_default="(default: " not in text)
+    stated = default is None or "(default: " in text
+    option = typer.Option(*names, help=text, show_default=not stated)
     if typed is not None:
         hint = typed if default is not None else typed | None
     kind = inspect.Parameter.KEYWORD_ONLY
@@ -79,9 +80,9 @@ def complete_recipe(incomplete: str) -> list[str]:
 
 
 def recipe_argument(*, default: str | None = None) -> Any:
-    """Make the argument that names a recipe; the help states a default that is None to typer."""
+    """Make the argument that names a recipe; `default` is what None stands for."""
     text = RECIPE_HELP if default is None else f"{RECIPE_HELP} (default: {default})"
-    return typer.Argument(help=text, autocompletion=complete_recipe)
+    return typer.Argument(help=text, show_default=default is None, autocompletion=complete_recipe)
 
 
 def out_option(default: Path, files: str = "report.json, plot.png and report.html") -> Any:
