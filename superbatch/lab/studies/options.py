@@ -1,6 +1,6 @@
 """Options of the studies: each stands here once, and the command line makes its flags of them.
 
-The file imports neither typer, which whoever calls a study from Python does not need, nor torch: `--help`
+The file imports no typer, which a call of a study from Python does not need, and no torch, so that `--help`
 answers at once.
 """
 
