@@ -11,6 +11,7 @@ import time
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -23,6 +24,7 @@ from superbatch.lab.report.comparison import Comparison
 from superbatch.lab.report.json import from_json
 from superbatch.lab.report.table import Column, Table
 from superbatch.lab.studies import arms as arms_module
+from superbatch.lab.studies.options import CompareOptions
 from superbatch.lab.studies.setting import ArmPlan
 from tests.cli import commands
 from tests.cli.commands import ONE_LINE, PLANE, PNG, first_line, on_a_terminal, without_colours
@@ -207,7 +209,7 @@ def test_flags_of_the_sources_are_one_arm(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_iterations_without_averaging_are_updates() -> None:
-    asked = in_our_words(splits=None, updates=None, batch_size=50, average_gradients=None, iterations=7)
+    asked = in_our_words(CompareOptions(batch_size=50), average_gradients=None, iterations=7)
     assert (asked.updates, asked.batch_size, asked.splits) == (7, 50, None)
 
 
@@ -229,10 +231,10 @@ def test_batch_size_and_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
         ({"iterations": -5}, "--iterations -5"),
     ],
 )
-def test_contradictions_of_flags(flags: dict[str, int | str], message: str) -> None:
-    nothing = dict.fromkeys(("splits", "updates", "batch_size", "average_gradients", "iterations"))
+def test_contradictions_of_flags(flags: dict[str, Any], message: str) -> None:
+    lengths = {name: flags.get(name) for name in ("average_gradients", "iterations")}
     with pytest.raises(InputError, match=message):
-        in_our_words(**(nothing | flags))  # pyright: ignore[reportArgumentType]  (keyword arguments by name)
+        in_our_words(CompareOptions(**{name: flags[name] for name in flags.keys() - lengths}), **lengths)
 
 
 @pytest.mark.parametrize(
