@@ -26,6 +26,7 @@ from superbatch.results.noise import Noise
 from superbatch.torch import Accumulator, WholeBatch
 from superbatch.torch.checkpoint import Checkpoint, StopSignals, load_checkpoint, save_checkpoint
 from superbatch.torch.options import PerSampleRandom
+from superbatch.torch.process_group import join_process_group
 
 from ..recipes import Recipe, load_recipe
 from .on_torch import cast_batch
@@ -168,7 +169,7 @@ def _ranks(device: str) -> Iterator[tuple[int, int, torch.device]]:
         return
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    join_process_group("nccl" if device == "cuda" else "gloo")
     yield dist.get_rank(), dist.get_world_size(), torch.device(device)
     dist.barrier()  # a rank that leaves first may abort the others in gloo; after an error none waits
     gc.collect()  # a group that is still held keeps gloo's threads, which may abort the process at its end
