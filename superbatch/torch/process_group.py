@@ -8,6 +8,7 @@ import uuid
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from superbatch.errors import InputError, RankError
@@ -45,11 +46,11 @@ def join_process_group(backend: str | None = None, *, timeout: timedelta | None 
     store, rank, ranks = next(rendezvous("env://", timeout=longest))
     if ranks > 1:
         name = _name_attempt(store, ranks, longest) if rank == 0 else _join_attempt(store, rank, longest)
-        store = dist.PrefixStore(name, store)
+        store = PrefixStore(name, store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
 
 
-def _name_attempt(store: dist.Store, ranks: int, timeout: timedelta) -> str:
+def _name_attempt(store: Store, ranks: int, timeout: timedelta) -> str:
     """Name the attempt, and give the name to each rank that asks for it."""
     name, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     answered: dict[int, str] = {}
@@ -66,7 +67,7 @@ def _name_attempt(store: dist.Store, ranks: int, timeout: timedelta) -> str:
     return name
 
 
-def _join_attempt(store: dist.Store, rank: int, timeout: timedelta) -> str:
+def _join_attempt(store: Store, rank: int, timeout: timedelta) -> str:
     """Return the name that rank 0 has given to this attempt."""
     # A new token: rank 0 of the attempt before has answered other ones.
     token = uuid.uuid4().hex

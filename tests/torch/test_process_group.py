@@ -1,4 +1,4 @@
-"""A restart finds the keys of the attempt before in torchrun's store, and must not wait for its dead ranks."""
+"""A restart finds keys of the attempt before in torchrun's store, and does not wait for its dead ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from datetime import timedelta
 
 import pytest
-import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from superbatch.errors import InputError
 from superbatch.torch.process_group import join_process_group
@@ -35,16 +35,21 @@ os._exit(0)
 
 
 def start(
-    store: dist.TCPStore, rank: int, ranks: int, imported: str, *, timeout: int, then: str = ""
+    store: TCPStore, rank: int, ranks: int, imported: str, *, timeout: int, then: str = ""
 ) -> subprocess.Popen[str]:
     """Start a rank as torchrun does: the store is the agent's, and outlives it."""
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM.format(imported=imported, timeout=timeout, then=then)],
         env={
             **os.environ,
-            **{"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"},
-            **{"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"},
-            **{"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            "RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "PYTHONPATH": str(ROOT),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
         },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -59,7 +64,7 @@ def line_of(program: subprocess.Popen[str]) -> str:
 
 def restarted(imported: str, *, ranks: int, timeout: int) -> list[tuple[int | None, str]]:
     """Kill two ranks that have met, and start again, rank 0 last; return how each rank has ended."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(minutes=2))
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(minutes=2))
     first = [start(store, rank, 2, imported, timeout=120, then="time.sleep(600)") for rank in range(2)]
     for each in first:
         assert [line_of(each), line_of(each)] == ["begins", "ranks: 2"], "the premise: they have met"
@@ -87,7 +92,7 @@ def test_the_premise_a_restart_with_init_process_group_does_not() -> None:
 
 
 def test_a_rank_that_does_not_start_is_named() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(minutes=2))
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(minutes=2))
     for rank, missing in ((0, "Rank 1"), (1, "Rank 0")):
         alone = start(store, rank, 2, OURS, timeout=2)
         said = alone.communicate(timeout=120)[0]
@@ -97,5 +102,7 @@ def test_a_rank_that_does_not_start_is_named() -> None:
 
 def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(InputError, match="^RANK is not set. Start the program by torchrun, which sets it.$"):
+    with pytest.raises(
+        InputError, match=r"^RANK is not set. Start the program by torchrun, which sets it\.$"
+    ):
         join_process_group("gloo")
