@@ -21,7 +21,7 @@ from ..window.participants.snapshot import random_state, restore_random_state
 from . import options
 from .collector import rarely_collecting
 from .ranks.reducer import RankReducer
-from .run.log import Meeting, OnGather
+from .run.log import LoggedPoint, OnGather
 from .session import Session
 from .trace.unsupported import RefuseVirtualData, sets_data
 from .trace.watching import Watching
@@ -72,9 +72,9 @@ class VirtualBatch:
         """
         return self._session.report()
 
-    def meetings(self) -> list[Meeting]:
+    def logged_points(self) -> list[LoggedPoint]:
         """Return the coupling points so far, with the result of each that is a single number."""
-        return self._session.log.meetings()
+        return self._session.log.logged_points()
 
     @property
     def ranks(self) -> RankReducer:
@@ -195,7 +195,7 @@ def open_block(models: Sequence[nn.Module], chosen: options.Options) -> Iterator
                 # Dynamo would trace into this recording: compiled models run eagerly, with a warning.
                 stack.enter_context(run_eagerly(say=True))
                 # After an in-place write autograd replays the view's own function, instead of as_strided, for
-                # which a layout of the samples is unknown.
+                # which a sharding of the samples is unknown.
                 stack.enter_context(_force_original_view_tracking(mode=True))
                 stack.enter_context(session.log.following())
                 stack.enter_context(Watching(lambda: session.recording, session.before_the_batch))

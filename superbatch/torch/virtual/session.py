@@ -188,5 +188,5 @@ def _leave_real(modules: Iterable[nn.Module], recording: Recording) -> None:
                 if item.virtual.recording is not recording:
                     continue
                 # A sharded attribute stays virtual: gathering it would take the memory of the whole batch.
-                if owned is buffers or current(recording, item).layout is None:
+                if owned is buffers or current(recording, item).shard is None:
                     owned[name] = recording.numbers(item).detach()

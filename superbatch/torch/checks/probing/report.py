@@ -21,8 +21,8 @@ from ...window.participants.moved_state import MovedState
 from ..coupling import probe_coupling
 from ..introspection import FloatingDtypes
 from ..measure import BatchNormChoice, Measured, Setting, accumulated, differences, largest, whole
+from .coupling_points import find_coupling_points
 from .diagnose import Diagnosis, diagnose, judge
-from .meetings import find_meetings
 from .problem import Problem, by_term, evaluate
 from .rounding import ROUNDING, measured_floor, rounding_of
 from .separability import failure_of
@@ -122,18 +122,18 @@ def _report(request: Request) -> Verification:
         causes,
         diagnosis.findings,
         (*notes, *diagnosis.notes),
-        _meetings(request, causes),
+        _coupling_points(request, causes),
     )
 
 
-def _meetings(request: Request, causes: tuple[Finding, ...]) -> tuple[CouplingPoint, ...]:
+def _coupling_points(request: Request, causes: tuple[Finding, ...]) -> tuple[CouplingPoint, ...]:
     """Return the points that couple samples: a second opinion, which fails silently."""
     problem = request.problem
-    # `find_meetings` needs samples in every leaf.
+    # `find_coupling_points` needs samples in every leaf.
     if not any(cause.kind in MIXING for cause in causes) or problem.unsplit or problem.per_sample:
         return ()
     found: list[CouplingPoint] = []
-    failure_of(lambda: found.extend(find_meetings(problem, request.batch)))
+    failure_of(lambda: found.extend(find_coupling_points(problem, request.batch)))
     return tuple(found)
 
 

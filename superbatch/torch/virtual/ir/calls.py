@@ -1,4 +1,4 @@
-"""Call of an operator on values, the recipe that a rule returns for it, and the shapes of its results."""
+"""Call of an operator on values, the strategy that a rule returns for it, and the shapes of its results."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .layout import Layout, Part
 from .reductions import Sums
+from .shard import Part, Shard
 from .strides import careful
 from .values import Operand, Reduction, Run, Value
 
@@ -69,12 +69,12 @@ def _arguments(func: Any) -> dict[str, tuple[int, Any]]:
     return {argument.name: (position, argument.default_value) for position, argument in arguments}
 
 
-class Recipe(NamedTuple):
-    """Recipe that makes a call micro-batch by micro-batch.
+class OpStrategy(NamedTuple):
+    """OpStrategy that makes a call micro-batch by micro-batch.
 
     Attributes:
         operands: the inputs, in the order of the tensors that `run` receives.
-        outputs: layout of each output; None: full, reduced over the micro-batches.
+        outputs: sharding of each output; None: full, reduced over the micro-batches.
         run: computes the outputs of one micro-batch.
         reduce: makes the reduction of the full outputs.
         view: the output shares the memory of its input.
@@ -85,7 +85,7 @@ class Recipe(NamedTuple):
     """
 
     operands: Sequence[Operand]
-    outputs: Sequence[Layout | None]
+    outputs: Sequence[Shard | None]
     run: Run
     reduce: Callable[[], Reduction] = Sums
     view: bool = False
@@ -93,8 +93,8 @@ class Recipe(NamedTuple):
     placed: bool = False
     results: int | None = None
 
-    def drawing(self, run: Run) -> Recipe:
-        """Return the recipe with a function that draws random numbers; it is never light."""
+    def drawing(self, run: Run) -> OpStrategy:
+        """Return the strategy with a function that draws random numbers; it is never light."""
         return self._replace(run=run, light=False)
 
 
@@ -187,7 +187,7 @@ def substituted(
     args: tuple[Any, ...], kwargs: dict[str, Any], paths: Iterable[Path], tensors: Iterable[Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     """Return copies of the arguments with other tensors at the given places."""
-    # Lists are copied, for the call's own are shared by all micro-batches and cached recipes.
+    # Lists are copied, for the call's own are shared by all micro-batches and cached strategies.
     new_args: list[Any] = [list(arg) if isinstance(arg, (list, tuple)) else arg for arg in args]
     new_kwargs = dict(kwargs)
     for path, tensor in zip(paths, tensors, strict=True):
@@ -242,13 +242,13 @@ def shapes(call: Call) -> Any:
     return _shapes(_Arguments(key, args, kwargs, call.func))
 
 
-def results(call: Call, recipe: Recipe | None) -> Any:
-    """Return `shapes` without the results that the recipe omits; None if one of the rest is no tensor."""
+def results(call: Call, strategy: OpStrategy | None) -> Any:
+    """Return `shapes` without the results that the strategy omits; None if one of the rest is no tensor."""
     metas = shapes(call)
     if isinstance(metas, Tensor):
         return metas
-    if recipe is not None and recipe.results is not None:
-        count = recipe.results
+    if strategy is not None and strategy.results is not None:
+        count = strategy.results
         return [*metas[:count], *(None if isinstance(item, Tensor) else item for item in metas[count:])]
     return metas if all(item is None or isinstance(item, Tensor) for item in metas) else None
 

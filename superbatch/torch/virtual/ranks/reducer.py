@@ -25,10 +25,10 @@ from superbatch.torch.window.sync.manual import Manual
 from superbatch.torch.window.sync.sync import Sync
 from superbatch.torch.window.wrapped_models import sharded_part
 
-from ..ir.calls import Recipe, blank
-from ..ir.layout import Layout, Part
+from ..ir.calls import OpStrategy, blank
 from ..ir.recorder import Recorder
 from ..ir.reductions import Moments
+from ..ir.shard import Part, Shard
 from ..ir.values import Operand, Value
 from ..trace.aliases import assign
 from ..trace.tensor import VirtualTensor
@@ -113,16 +113,16 @@ class RankReducer:
 
     # -- statistics -----------------------------------------------------------------------------------------
 
-    def layout_of(self, recording: Recorder, value: Value) -> Layout | None:
-        """Return the layout of the input of a BatchNorm over ranks; None for an InstanceNorm.
+    def shard_of(self, recording: Recorder, value: Value) -> Shard | None:
+        """Return the sharding of the input of a BatchNorm over ranks; None for an InstanceNorm.
 
         Raises:
             CoupledSamplesError: the samples are not in dimension 0.
         """
-        if value.layout is not None and value.layout.dim == 1:  # [1, N * C, ...], as InstanceNorm reshapes
+        if value.shard is not None and value.shard.dim == 1:  # [1, N * C, ...], as InstanceNorm reshapes
             return None
-        if value.layout is None and value.meta.shape[:1] == (recording.samples,):
-            return Layout(0)  # a full result of an operator without a rule
+        if value.shard is None and value.meta.shape[:1] == (recording.samples,):
+            return Shard(0)  # a full result of an operator without a rule
         raise CoupledSamplesError(
             f"The input of a BatchNorm over ranks, of shape {tuple(value.meta.shape)}, has its samples not "
             "in dimension 0. Move them there with permute()."
@@ -152,8 +152,10 @@ class RankReducer:
             # One flat tensor [2 * channels + 1]: one all-gather per layer.
             return [torch.cat([mean, squares, mean.new_full((1,), count)])]
 
-        recipe = Recipe([x], [None], lambda part, tensors: moments(part, tensors)[0], lambda: Moments(finish))
-        packed = recording.add("batch_norm", recipe, blank((2 * channels + 1,), (1,), dtype))
+        strategy = OpStrategy(
+            [x], [None], lambda part, tensors: moments(part, tensors)[0], lambda: Moments(finish)
+        )
+        packed = recording.add("batch_norm", strategy, blank((2 * channels + 1,), (1,), dtype))
 
         def combine(part: Part, tensors: list[Tensor]) -> Any:
             means, squares, counts = sync.all_gather(tensors[0]).split([channels, channels, 1], dim=1)
@@ -171,9 +173,9 @@ class RankReducer:
         self._totals[found[0]] = sync, count
         return found
 
-    def layout_back(self, recording: Recorder, value: Value, mean: Value) -> Layout | None:
-        """Return the layout of the input in the backward; None if the forward was not over ranks."""
-        return self.layout_of(recording, value) if self.spans(mean) else None
+    def shard_in_backward(self, recording: Recorder, value: Value, mean: Value) -> Shard | None:
+        """Return the sharding of the input in the backward; None if the forward was not over ranks."""
+        return self.shard_of(recording, value) if self.spans(mean) else None
 
     def spans(self, mean: Value) -> bool:
         """Return whether the mean of a BatchNorm was computed over several ranks."""
@@ -250,7 +252,7 @@ class RankReducer:
         operands = [
             Operand(value, None) for value in [*values, *([] if self._last is None else [self._last])]
         ]
-        results = recording.add(name, Recipe(operands, [None] * len(metas), issue), metas, once=True)
+        results = recording.add(name, OpStrategy(operands, [None] * len(metas), issue), metas, once=True)
         self._recording, self._last = weakref.ref(recording), results[-1]
         return results
 
@@ -266,7 +268,7 @@ class RankReducer:
     def catch_up(self) -> None:
         """Issue all recorded collectives, so that the next one comes after them on every rank."""
         recording = None if self._recording is None else self._recording()
-        if recording is not None and self._last is not None and self._last.whole is None:
+        if recording is not None and self._last is not None and self._last.full is None:
             recording.materialize([self._last])
 
     # -- the program's own collectives ----------------------------------------------------------------------

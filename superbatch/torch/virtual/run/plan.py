@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ..ir.layout import Layout
+from ..ir.shard import Shard
 from ..ir.values import Node, Value
 from .by_rows import cut_to_rows
 
@@ -27,17 +27,17 @@ class Plan(NamedTuple):
         sweeps: by stage, the operations that run for each micro-batch, in order.
         stage: stage of each node, in which its full outputs are computed.
         kept: values whose rows are stored, with the last stage that reads them.
-        apart: full results of sweeps that are read by rows only, with the layout of these reads and the last
-            stage that makes one.
-        meeting: coupling points: operations whose full results are read per micro-batch again.
+        apart: full results of sweeps that are read by rows only, with the sharding of these reads and the
+            last stage that makes one.
+        points: coupling points: operations whose full results are read per micro-batch again.
     """
 
     once: dict[int, list[Node]]
     sweeps: dict[int, list[Node]]
     stage: dict[Node, int]
     kept: dict[Value, int]
-    apart: dict[Value, tuple[Layout, int]]
-    meeting: list[Node]
+    apart: dict[Value, tuple[Shard, int]]
+    points: list[Node]
 
 
 def plan(targets: Iterable[Value], asked_for: Iterable[Value], *, by_rows: bool = False) -> Plan:
@@ -77,8 +77,8 @@ def plan(targets: Iterable[Value], asked_for: Iterable[Value], *, by_rows: bool 
         runs = _runs(node, stage, wanted, coupling, kept, id(node) in later)
         for number in runs:
             sweeps.setdefault(number, []).append(node)
-        for value, layout in node.operands:
-            if value.layout is not None and layout is not None and not value.there:
+        for value, shard in node.operands:
+            if value.shard is not None and shard is not None and not value.there:
                 wanted.setdefault(value, set()).update(runs)
                 if id(node) in feeds:
                     coupling.setdefault(value, set()).add(stage[node])
@@ -87,10 +87,10 @@ def plan(targets: Iterable[Value], asked_for: Iterable[Value], *, by_rows: bool 
         found.reverse()
     if moved:  # a moved sum delays the operations that read it
         stage = _stages(nodes, stage)
-    meeting = [node for node in nodes if id(node) in feeds]
+    points = [node for node in nodes if id(node) in feeds]
     readers = [(node, _LATER if id(node) in later else 0) for node in everything]
-    apart = {value: (layout, _last_reading(value, readers, sweeps)) for value, layout in cut.items()}
-    return Plan(_once(nodes, stage), sweeps, stage, kept, apart, meeting)
+    apart = {value: (shard, _last_reading(value, readers, sweeps)) for value, shard in cut.items()}
+    return Plan(_once(nodes, stage), sweeps, stage, kept, apart, points)
 
 
 def _last_reading(value: Value, readers: list[tuple[Node, int]], sweeps: dict[int, list[Node]]) -> int:
@@ -113,9 +113,9 @@ def _once(nodes: list[Node], stage: dict[Node, int]) -> dict[int, list[Node]]:
 
 def _stage_with_inputs(node: Node, earliest: int, wanted: dict[Value, set[int]]) -> int:
     """Return the stage of a sum that no sample waits for, such as a loss: the first that runs its inputs."""
-    if node.layouts.count(None) < len(node.layouts):  # it has rows as well, which their readers place
+    if node.shards.count(None) < len(node.shards):  # it has rows as well, which their readers place
         return earliest
-    inputs = [v for v, layout in node.operands if v.layout is not None and layout is not None and not v.there]
+    inputs = [v for v, shard in node.operands if v.shard is not None and shard is not None and not v.there]
     stages = [min(numbers) for v in inputs if (numbers := wanted.get(v))]
     return max([earliest, *stages])
 
@@ -143,7 +143,7 @@ def _stages(nodes: list[Node], least: dict[Node, int]) -> dict[Node, int]:
             if value.there or value.node is None:
                 continue
             made = value.node
-            waits = value.layout is None and not made.once  # a sum over samples is full after its sweep
+            waits = value.shard is None and not made.once  # a sum over samples is full after its sweep
             number = max(number, stage[made] + waits)
         stage[node] = number
     return stage
@@ -155,11 +155,11 @@ def _feeding(nodes: list[Node]) -> set[int]:
     feeding: set[int] = set()
     for node in reversed(nodes):
         outputs = [output() for output in node.outputs]
-        whole = any(value is not None and id(value) in fed for value in outputs)
-        if whole and not node.once:
+        full = any(value is not None and id(value) in fed for value in outputs)
+        if full and not node.once:
             feeding.add(id(node))
-        if whole or not node.once:
-            fed.update(id(value) for value, _ in node.operands if value.layout is None and not value.there)
+        if full or not node.once:
+            fed.update(id(value) for value, _ in node.operands if value.shard is None and not value.there)
     return feeding
 
 
@@ -172,10 +172,10 @@ def _runs(
     later: bool,
 ) -> set[int]:
     """Return the stages in which a node runs, and decide which of its outputs are stored."""
-    runs = {stage[node]} if None in node.layouts else set[int]()
+    runs = {stage[node]} if None in node.shards else set[int]()
     for output in node.outputs:
         value = output()
-        if value is None or value.layout is None or not (stages := wanted.get(value)):
+        if value is None or value.shard is None or not (stages := wanted.get(value)):
             continue
         first = min(stages)
         again = stages - {first}
@@ -196,7 +196,7 @@ def _cheap_to_recompute(node: Node) -> bool:
     """Return whether recomputing the output costs as much as reading it from the store."""
     # Follows views to their base, and accepts one light operation on stored rows.
     while node.view or node.light:
-        batch = [value for value, layout in node.operands if layout is not None]
+        batch = [value for value, shard in node.operands if shard is not None]
         if not batch:  # e.g. zeros, or an expanded full value
             return True
         if len(batch) != 1:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from superbatch.torch.window.transfer import SideStream, empty_on_host
 
-from ..ir.layout import Part
+from ..ir.shard import Part
 from .prefetch import Prefetcher
 
 ELSEWHERE = {"cuda", "xpu", "mps"}  # devices with their own memory, to which rows are prefetched

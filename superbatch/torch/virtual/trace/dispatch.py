@@ -130,11 +130,11 @@ def _write_with_numbers(recording: Recorder, func: Any, args: Any, kwargs: Any) 
     recording.readings.before(func, args, kwargs)
     virtual = [item for item in written if isinstance(item, VirtualTensor)]
     # The operator reads the rows of all samples at once, so the log names it as the one that gathers them.
-    wholes: list[Value] = []
+    full_values: list[Value] = []
 
     def take(item: VirtualTensor) -> None:
         owner = item.virtual.recording
-        wholes.append(owner.gathered(current(owner, item), "gathered", func))
+        full_values.append(owner.gathered(current(owner, item), "gathered", func))
 
     for arg in (*args, *kwargs.values()):
         mapped(arg, take, VirtualTensor)

@@ -109,8 +109,8 @@ def _compare(
 ) -> None:
     # Some kernels return 16-bit statistics where ours are float32.
     cast = [
-        whole.to(value.meta.dtype) if isinstance(value, Value) and isinstance(whole, Tensor) else whole
-        for value, whole in zip(ours, expected, strict=False)
+        full.to(value.meta.dtype) if isinstance(value, Value) and isinstance(full, Tensor) else full
+        for value, full in zip(ours, expected, strict=False)
     ]
     compare(recording, func, values, inputs, ours, cast)
 

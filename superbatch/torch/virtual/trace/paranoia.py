@@ -14,9 +14,9 @@ from superbatch.torch.devices import in_float64
 
 from ..ir.calls import Call, filled, substituted
 from ..ir.conjugates import conjugates_seen
-from ..ir.layout import Part
 from ..ir.recorder import Recorder
 from ..ir.references import REFERENCES, arguments_by_name
+from ..ir.shard import Part
 from ..ir.values import Value
 
 # Uninitialized memory is arbitrary and cannot be compared: it is zeroed.
@@ -93,9 +93,9 @@ def compare(
         # Materialized now, and kept: paranoid mode runs a sweep for each operation.
         (ours,) = recording.there([recording.gathered(value)])
         if ours.shape != whole.shape or ours.dtype != whole.dtype or not _close(ours, whole, scale):
-            shapes, layouts = [tuple(v.meta.shape) for v in values], [v.layout for v in values]
+            shapes, shards = [tuple(v.meta.shape) for v in values], [v.shard for v in values]
             raise WrongRuleError(
-                f"Output {index} of {func} on shapes {shapes} with samples in {layouts} differs by "
+                f"Output {index} of {func} on shapes {shapes} with samples in {shards} differs by "
                 f"micro-batches from that of the whole batch: {_difference(ours, whole)}. "
                 "Report it, and compute this operation outside the block until it is fixed."
             )

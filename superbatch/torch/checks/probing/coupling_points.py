@@ -14,7 +14,7 @@ from .untouched import untouched
 _SAMPLES, _SIZE = 7, 3  # unequal micro-batches, and a number that is hardly that of anything else
 
 
-def find_meetings(problem: Problem, batch: Any) -> tuple[CouplingPoint, ...]:
+def find_coupling_points(problem: Problem, batch: Any) -> tuple[CouplingPoint, ...]:
     """Return every point of the forward that couples samples: operator and module.
 
     Runs one forward and backward of a few samples in a `virtual_batch`. Unlike a probe that compares numbers
@@ -33,7 +33,7 @@ def find_meetings(problem: Problem, batch: Any) -> tuple[CouplingPoint, ...]:
         >>> from torch import nn
         >>> model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
         >>> problem = Problem(model, lambda x: model(x).square().mean(), "mean", None, (), ())
-        >>> [(point.module, point.operation) for point in find_meetings(problem, torch.randn(8, 2))]
+        >>> [(point.module, point.operation) for point in find_coupling_points(problem, torch.randn(8, 2))]
         [('1', 'batch_norm')]
     """
     few = take(batch, 0, min(_SAMPLES, count_samples(batch)))
