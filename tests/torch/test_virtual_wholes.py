@@ -153,8 +153,8 @@ def test_the_text_says_operator_place_and_bytes() -> None:
     model = nn.Sequential(nn.Linear(D, D), Pairs()).double()
     x = torch.randn(N, D).double()
     told = (
-        rf"^aten\.slice\.Tensor in 1 puts {BYTES // 2} bytes of the whole batch into one tensor\. "
-        r'Use operations that keep a row for each sample .* or pass on_gather="ok"\.$'
+        rf"^aten\.slice\.Tensor in 1 gathers {BYTES // 2} bytes of the whole batch into one tensor\. "
+        r'Use operations that keep one row per sample .* or pass on_gather="ok" to allow it\.$'
     )
     with (
         pytest.raises(CoupledSamplesError, match=told),

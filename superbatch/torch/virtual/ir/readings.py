@@ -22,7 +22,7 @@ def memory_of(tensor: Tensor) -> int | None:
 
 
 class Readings:
-    """Values that stand for real tensors, by the memory of these."""
+    """Values that stand for real tensors, by the memory of these tensors."""
 
     def __init__(self) -> None:
         # Weak: a value that no pending operation reads any more needs no copy.

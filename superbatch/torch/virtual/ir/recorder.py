@@ -42,7 +42,7 @@ class Recorder(Protocol):
         """Number of samples of the batch."""
         ...
 
-    # Read by `numbers`: after the block only values that were materialized in it can be read.
+    # After the block, `numbers` returns only values that were materialized in it.
     @property
     def open(self) -> bool:
         """Flag: the block has not ended."""
@@ -123,7 +123,7 @@ class Recorder(Protocol):
         """Return a real tensor with the numbers of a virtual one."""
         ...
 
-    def there(self, values: Iterable[Value]) -> list[Tensor]:
+    def materialized(self, values: Iterable[Value]) -> list[Tensor]:
         """Return the tensors of full values, materialized if need be."""
         ...
 
@@ -136,7 +136,7 @@ class Recorder(Protocol):
         """Write a value into a buffer once it is computed."""
         ...
 
-    # Asked before every operation on a real tensor, e.g. the program reads running_mean in the block.
+    # Called before every operation on a real tensor, e.g. if the program reads running_mean in the block.
     def settle_writes(self, args: Iterable[Any]) -> None:
         """Make the pending writes if one of the arguments shares memory with a buffer that waits."""
         ...

@@ -17,7 +17,7 @@ from superbatch.batch.split import near_equal
 
 
 class Shard(NamedTuple):
-    """Dimension of the samples, and the rows of each sample in it.
+    """Dimension that is sharded by samples, and the rows of each sample in it.
 
     Attributes:
         dim: the dimension, never negative.
@@ -60,7 +60,7 @@ class Part(NamedTuple):
 
 
 def parts_of(samples: int, size: int) -> list[Part]:
-    """Return the micro-batches of a batch: of near-equal sizes, none above the given one.
+    """Return the micro-batches of a batch: their sizes differ by at most 1, and none exceeds `size`.
 
     Examples:
         >>> parts_of(5, 3)

@@ -58,15 +58,15 @@ class Value:
     Attributes:
         meta: shape, strides and dtype, as a tensor on the meta device.
         device: device of the computation.
-        shard: dimension of the samples; None if the value is full.
+        shard: how the samples are sharded; None if the value is full.
         node: the operation that computes it; None if it is an input, or is stored.
         index: position among the outputs of the node.
         full: the full tensor, once it is materialized.
         source: the program's tensor that shares this memory, with its `_version` at the time of reading;
             None if the memory is our own.
         pieces: the rows by micro-batch, once they are stored.
-        gathered: the full value made of the rows, weakly.
-        grows: dimensions that grow with the number of samples, apart from that of the sharding.
+        gathered: weak reference to the full value that is joined from the rows.
+        grows: dimensions that grow with the number of samples, besides the sharded one.
         picked: number of batch rows in a full value, if it does not depend on the batch size.
         held: keeps the bytes of `full` in the store's count for as long as the value lives.
     """
@@ -105,7 +105,7 @@ class Value:
         self._handle: weakref.ref[Handle] | None = None
 
     @property
-    def there(self) -> bool:
+    def materialized(self) -> bool:
         """Return whether the value is materialized."""
         return self.full is not None or self.pieces is not None
 
@@ -123,7 +123,7 @@ class Value:
             self._handle = handle.reference
         return handle
 
-    # From the meta tensor: known before anything is computed, which the schedule and "auto" need.
+    # From the meta tensor, because the schedule and "auto" need it before anything is computed.
     @property
     def nbytes(self) -> int:
         """Bytes of all rows."""
@@ -159,7 +159,7 @@ _serial = itertools.count()  # one for all threads: `next` of it is atomic
 
 
 class Action(NamedTuple):
-    """Operation without its values: what all operations of the same form share.
+    """Operation without its values, shared by all operations of the same form.
 
     Attributes:
         metas: one meta tensor per result; None for an absent result, an int for a result that is a number.
@@ -216,7 +216,7 @@ class Node:
         single, once, shards, run, reduce, view, light, known: as in `Action`.
         gathers: the node gathers rows into a full tensor; "unknown" if an operator has no rule.
         where: path of the module whose forward recorded it.
-        by_rows: how to compute it by rows instead of once; None if it cannot be.
+        by_rows: alternative form that computes it by rows instead of once; None if there is none.
         backward: recorded during a backward pass.
     """
 

@@ -105,7 +105,7 @@ class Seeded(NamedTuple):
 
     def __call__(self, part: Part, tensors: list[Tensor]) -> Any:
         """Run the function with the seed of the micro-batch."""
-        # The sum may exceed 2**63, which the generator would take for another seed or refuse.
+        # The sum may exceed 2**63, for which the generator uses another seed or raises.
         with seeded(tensors[0].device, (self.seed + part.start) % 2**63):
             return self.run(part, tensors)
 

@@ -1,8 +1,8 @@
 """Rules for convolutions whose channels are the samples.
 
-The gradient of a convolution's weight is itself a convolution, of the input with the output's gradient, both
-with batch and channels exchanged. Autograd records it so if that gradient is differentiated again (a gradient
-penalty). It sums over its channels, which are the samples, so micro-batches add up.
+The gradient of a convolution's weight is itself a convolution: of the input with the output's gradient, both
+with batch and channels exchanged. Autograd records this convolution if the gradient is differentiated again
+(a gradient penalty). It sums over its channels, which are the samples, so results of micro-batches add up.
 """
 
 from __future__ import annotations

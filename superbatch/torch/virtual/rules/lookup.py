@@ -47,7 +47,7 @@ def find(call: Call) -> OpStrategy | None:
     Operands of the strategy may be sharded values that are read in full: the caller gathers them.
     """
     func = call.func
-    # The overload first: max.dim is a rule of its own, max.default another.
+    # The overload first: max.dim and max.default have different rules.
     own = OWN.get(func) or OWN.get(func.overloadpacket)
     if own is not None:
         strategy = own(call)

@@ -292,7 +292,7 @@ def _embedding_backward(call: Call) -> OpStrategy | None:
     grad, index = call.tensors
     shard = grad.shard or index.shard
     if shard is None or call.argument("scale_grad_by_freq", False):
-        return None  # a micro-batch does not know how often the whole batch uses a row
+        return None  # scale_grad_by_freq needs the counts of rows in the whole batch
     if not all(_rows_of(value, shard, call.samples) for value in (grad, index)):
         return None
     return OpStrategy([Operand(grad, shard), Operand(index, shard)], [None], filled(call))

@@ -13,7 +13,7 @@ from ..ir.calls import Call, OpStrategy, filled
 from ..ir.reductions import Joined
 from ..ir.shard import Part, Shard, sized
 from ..ir.values import Operand, Value
-from .told_sizes import backward_of_a_view, expanded
+from .shape_arguments import backward_of_a_view, expanded
 
 aten: Any = torch.ops.aten
 
@@ -222,8 +222,8 @@ def _cat(call: Call) -> OpStrategy | None:
 def _clone(call: Call) -> OpStrategy | None:
     if (found := _batch(call)) is None:
         return None
-    # Not a view, though nothing is written in place here: the clone is contiguous, and the views of it that
-    # follow would otherwise be copies.
+    # Not a view, although nothing is written in place here: later views of the clone need it to be
+    # contiguous, or they would be copies.
     return OpStrategy([Operand(*found)], [found[1]], filled(call), light=True)
 
 
@@ -244,7 +244,7 @@ def _new(call: Call) -> OpStrategy | None:
         args, kwargs = call.replaced(size=sized(size, output, part))
         return call.func(torch.empty(1, dtype=dtype, device=device), *args[1:], **kwargs)
 
-    # No operands: the new tensor does not wait for the numbers of the tensor that it is modelled on.
+    # No operands: the new tensor depends only on the shape of the other one, not on its numbers.
     return OpStrategy([], [output], run, light=True)
 
 

@@ -50,7 +50,7 @@ def largest_size(plan: Plan, samples: int, free: int, budget: int | None) -> int
     if not alive:  # nothing runs per micro-batch
         return samples
     carried = sum(
-        base.nbytes for base in {_base(value) for value in CarriedRows(plan).until} if not base.there
+        base.nbytes for base in {_base(value) for value in CarriedRows(plan).until} if not base.materialized
     )
     few = FEW if much_again(plan) else 1  # up to this number of micro-batches the last one carries its rows
     size = int(room * samples / (alive + carried))

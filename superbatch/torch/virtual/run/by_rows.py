@@ -1,8 +1,8 @@
 """Compute large full values one micro-batch at a time when every consumer reads them by rows.
 
-The gradient with respect to gathered embeddings is a sum over all samples, so it is full, and so is all that
-the backward computes from it: a transpose, a negation, a linear layer. Each has one row per sample, so it can
-be cut. Operations that enlarge their input are cut from the start; others if a device budget is set.
+The gradient with respect to gathered embeddings is a sum over all samples, so it is full. What the backward
+computes from it is full too: a transpose, a negation, a linear layer. Each of these has one row per sample,
+so it can be cut. Operations that enlarge their input are always cut; others if a device budget is set.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ def by_rows(form: Form) -> ByRows | None:
     Returns:
         None if the operation has to run once on the full values.
     """
-    if not going_back():  # the case that pays: in the backward, gradients of gathered values
+    if not going_back():  # only the backward has large full values: gradients of gathered ones
         return None
     # A computed value is in memory already: cutting it saves nothing.
     cut = {id(v): shard for v in form.tensors if v.full is None and (shard := _rows(v, form.samples))}
     if not cut:
         return None
-    # The rules decide on the shardings alone, so they are asked with values that pretend to be sharded.
+    # Rules depend only on the shardings, so they are called with stand-ins that are sharded.
     stand_ins = [Value(v.meta, v.device, cut[id(v)]) if id(v) in cut else v for v in form.tensors]
     args, kwargs = substituted(form.args, form.kwargs, form.paths, stand_ins)
     known = template(Form(form.func, tuple(args), kwargs, form.samples))
-    # Cutting gains nothing if the rule gathers an input again, or if a result is full all the same.
+    # Cutting gains nothing if the rule gathers an input again, or if a result is still full.
     if known is None or known.gathered or any(shard is None for shard in known.action.shards):
         return None
     return ByRows(known.action, _operands(known, form.tensors), _gets_larger(known, form, set(cut)))
@@ -47,8 +47,8 @@ def _rows(value: Value, samples: int) -> Shard | None:
     made = None if value.node is None else value.node.by_rows
     if made is not None:
         return made.action.shards[value.index]
-    # The size alone does not tell: a weight [N, d] of a layer as wide as the batch has N rows, but none is a
-    # sample's. `grows` excludes it.
+    # The size alone is ambiguous: the weight [N, d] of a layer as wide as the batch has N rows that are no
+    # samples. `grows` excludes it.
     return Shard(0) if 0 in value.grows and value.meta.shape[0] == samples else None
 
 
@@ -61,12 +61,12 @@ def _gets_larger(known: Template, form: Form, cut: set[int]) -> bool:
     return made >= 2 * sum(value.meta.numel() for value in form.tensors if id(value) in cut)
 
 
-def cut_to_rows(nodes: Iterable[Node], asked_for: set[Value]) -> dict[Value, Shard]:
+def cut_to_rows(nodes: Iterable[Node], readable: set[Value]) -> dict[Value, Shard]:
     """Switch operations on full values to their form by rows where every reader of the results reads rows.
 
     Args:
         nodes: all operations that may still run, in order; changed in place.
-        asked_for: values that the program may read.
+        readable: values that the program may read.
 
     Returns:
         Sums over samples that are read by rows only, with the sharding of these reads.
@@ -76,7 +76,7 @@ def cut_to_rows(nodes: Iterable[Node], asked_for: set[Value]) -> dict[Value, Sha
     for node in reversed(list(nodes)):  # backwards: readers are recorded after the producer
         outputs = [output() for output in node.outputs]
         read = [None if value is None else _only(readings.get(value)) for value in outputs]
-        free = not any(value in asked_for for value in outputs)
+        free = not any(value in readable for value in outputs)
         if node.by_rows is not None and free and read == list(node.by_rows.action.shards):
             _cut(node, node.by_rows)
         elif not node.once and free and not node.gathers:  # a gathered value may get more readers

@@ -41,7 +41,7 @@ class CarriedRows:
         for node, number in self.first.items():
             for value, shard in node.operands:
                 # Full values, materialized ones and stored ones are read from their own place.
-                made = None if value.shard is None or shard is None or value.there else value.node
+                made = None if value.shard is None or shard is None or value.materialized else value.node
                 if made is not None and value not in plan.kept and self.first[made] < number:
                     self.until[value] = max(number, self.until.get(value, 0))
 

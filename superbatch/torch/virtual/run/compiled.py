@@ -207,7 +207,7 @@ def _remembered(key: _Key) -> _Compiled | None:
 @lru_cache(maxsize=1 << 10)
 def _warn(reason: str) -> None:
     """Warn once for each reason."""
-    warn(f"virtual_batch(compile=True): some operations are not compiled and run as without it ({reason})")
+    warn(f"virtual_batch(compile=True) cannot compile some operations, which run uncompiled ({reason})")
 
 
 def _made(segment: Segment, form: Form) -> _Compiled | None:

@@ -11,7 +11,7 @@ from ..ir.values import Node, Value, going_back
 from .growth import mark_growth, values_of
 from .log import Log
 from .memo import Form
-from .store import Held, Store
+from .store import CountedBytes, Store
 
 
 class FullValues:
@@ -37,7 +37,7 @@ class FullValues:
         # A view of an input has no memory of its own: the input was counted.
         if tensor is None or value.held is not None or any(_share_memory(tensor, other) for other in read):
             return
-        value.held = Held(self._store, value.nbytes)
+        value.held = CountedBytes(self._store, value.nbytes)
         self._log.full_value(place, value.nbytes, value.picked)
 
 

@@ -2,8 +2,8 @@
 
 A batch statistic, a loss and the gradient of a weight have the same size for any batch. Half of a batch, a
 permuted batch or a gathered embedding grows with it and takes memory that a micro-batch does not.
-`Value.grows` lists those dimensions. How an operator passes them on is found by evaluating its shapes again
-with those dimensions twice as large.
+`Value.grows` lists those dimensions. For the results of an operator they are found by evaluating its shapes
+again with those dimensions twice as large.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def mark_growth(form: Form, results: Any, microbatch: int) -> bool:
     node = next((value.node for value in values if value.node is not None), None)
     read = {} if node is None else {id(v): shard for v, shard in node.operands if shard is not None}
     reads = tuple([read.get(id(value)) for value in form.tensors])
-    # An argument of a type whose equality is unknown: nothing is cached.
+    # Without a key nothing is cached: an argument has a type whose equality is unknown.
     if form.key is None:
         return _marked(form, values, reads, microbatch)
     # Growth of the inputs is no part of `form.key`: the same call may read a gathered value or a parameter.
@@ -127,7 +127,7 @@ def _remembered(key: _Key) -> _Growth:
 
 def _marked(form: Form, values: list[Value], reads: tuple[Shard | None, ...], microbatch: int) -> bool:
     dims = [_dims_read_whole(v, read, microbatch) for v, read in zip(form.tensors, reads, strict=True)]
-    # e.g. x[:100] or x[0]: the number of rows is in the arguments, so doubling the batch does not show it.
+    # e.g. x[:100] or x[0]: the arguments fix the number of rows, so doubling the batch does not change it.
     if form.func in _PICKS and len(values) == 1 and values[0].shard is None:
         _picked(form.call(), values[0], form.tensors[0], dims[0], microbatch)
         return form.tensors[0].shard is not None and bool(values[0].grows)
@@ -136,7 +136,7 @@ def _marked(form: Form, values: list[Value], reads: tuple[Shard | None, ...], mi
     if form.func.overloadpacket in _JOINS and sum(picked) > microbatch and values[0].shard is None:
         values[0].grows = ((form.call().argument("dim", 0)) % max(values[0].meta.dim(), 1),)
         return True
-    # The gradient of x[:100] is of the size of x, though its input is not.
+    # The gradient of x[:100] has the size of x, although its input has not.
     if form.func in _PLACES and max(picked) and not any(dims) and values[0].shard is None:
         dim = form.call().argument("dim") % max(values[0].meta.dim(), 1)
         if values[0].meta.shape[dim] > microbatch:

@@ -46,8 +46,8 @@ class LoggedPoint(NamedTuple):
 
     Attributes:
         point: the point, as in the report.
-        number: the result; None if it has dimensions or is not in memory any more.
-        counts: the number has an integer dtype, as a count of labels has.
+        number: the result; None if it has dimensions or was freed.
+        counts: the number has an integer dtype, e.g. a count of labels.
     """
 
     point: CouplingPoint
@@ -77,7 +77,7 @@ class Log:
         self._on_gather: OnGather = on_gather
         self._path: list[str] = []
         self._unknown: dict[int, int] = {}  # serial of the node that follows, and bytes
-        # By serial: a plan meets a node again in a later sweep, and reports are in the order of recording.
+        # By serial: later sweeps log a node again, and reports are in the order of recording.
         self._points: dict[int, CouplingPoint] = {}
         self._numbers: dict[int, Value] = {}  # results of coupling points that are one number
         self._aside: dict[int, CouplingPoint] = {}
@@ -126,9 +126,8 @@ class Log:
         if self._on_gather == "ok":
             return
         self._warn_or_raise(
-            f"{operator} in {self.where or 'no module'} has no rule for single samples, so it gathers "
-            f"{nbytes} bytes of the whole batch into one tensor. "
-            'Use another operator, or pass on_gather="ok".'
+            f"{operator} in {self.where or 'no module'} has no rule, so it gathers {nbytes} bytes of the "
+            'whole batch into one tensor. Use another operator, or pass on_gather="ok" to allow it.'
         )
 
     def full_value_needed(self, operator: str, nbytes: int) -> None:
@@ -141,9 +140,9 @@ class Log:
             return
         place = "the backward pass" if going_back() else self.where or "no module"
         self._warn_or_raise(
-            f"{operator} in {place} puts {nbytes} bytes of the whole batch into one tensor. Use operations "
-            "that keep a row for each sample (torch.where or a product with a mask instead of an index), or "
-            'pass on_gather="ok".'
+            f"{operator} in {place} gathers {nbytes} bytes of the whole batch into one tensor. Use "
+            "operations that keep one row per sample (torch.where or a product with a mask instead of an "
+            'index), or pass on_gather="ok" to allow it.'
         )
 
     def _warn_or_raise(self, text: str) -> None:

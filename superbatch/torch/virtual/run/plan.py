@@ -3,7 +3,7 @@
 A sweep visits all micro-batches once. An operation that reads a batch statistic waits for a sweep after the
 one that sums it: its *stage*. A result that several stages read is stored for all samples if a coupling point
 reads it (a BatchNorm's input, an embedding) or if more than `PATIENCE` later stages would recompute it; else
-it is recomputed. A contrastive loss thus runs the forward twice, as GradCache; BatchNorms run it once.
+it is recomputed. So a contrastive loss runs the forward twice, like GradCache; BatchNorms run it once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..ir.values import Node, Value
 from .by_rows import cut_to_rows
 
 PATIENCE = {True: 3, False: 1}  # recomputations of a light operation, and of any other, before it is stored
-_LATER = 1 << 30  # a stage after all others: the program still shows the value and may read it
+_LATER = 1 << 30  # a stage after all others, for values that the program may still read
 
 
 class Plan(NamedTuple):
@@ -40,23 +40,23 @@ class Plan(NamedTuple):
     points: list[Node]
 
 
-def plan(targets: Iterable[Value], asked_for: Iterable[Value], *, by_rows: bool = False) -> Plan:
+def plan(targets: Iterable[Value], readable: Iterable[Value], *, by_rows: bool = False) -> Plan:
     """Schedule the operations that compute full values.
 
     Args:
         targets: full values to compute.
-        asked_for: values that tensors of the program show, so that they may be read later.
+        readable: values that tensors of the program refer to, so that they may be read later.
         by_rows: compute full values by rows where all readers take rows: saves memory, costs kernel calls.
 
     Returns:
         The plan.
     """
-    targets, asked_for = set(targets), set(asked_for)
-    others = [value for value in asked_for if not value.there and value not in targets]
+    targets, readable = set(targets), set(readable)
+    others = [value for value in readable if not value.materialized and value not in targets]
     # With the values that may be read later: a read of a running mean alone does not show that samples wait
     # for the same statistic.
     everything = _ancestors([*targets, *others])
-    cut = cut_to_rows(everything, targets | asked_for) if by_rows else {}
+    cut = cut_to_rows(everything, targets | readable) if by_rows else {}
     # cut_to_rows changes operands, and with them the ancestors.
     nodes = _ancestors(targets) if by_rows or others else everything
     stage = _stages(nodes, {})
@@ -78,7 +78,7 @@ def plan(targets: Iterable[Value], asked_for: Iterable[Value], *, by_rows: bool 
         for number in runs:
             sweeps.setdefault(number, []).append(node)
         for value, shard in node.operands:
-            if value.shard is not None and shard is not None and not value.there:
+            if value.shard is not None and shard is not None and not value.materialized:
                 wanted.setdefault(value, set()).update(runs)
                 if id(node) in feeds:
                     coupling.setdefault(value, set()).add(stage[node])
@@ -115,7 +115,9 @@ def _stage_with_inputs(node: Node, earliest: int, wanted: dict[Value, set[int]])
     """Return the stage of a sum that no sample waits for, such as a loss: the first that runs its inputs."""
     if node.shards.count(None) < len(node.shards):  # it has rows as well, which their readers place
         return earliest
-    inputs = [v for v, shard in node.operands if v.shard is not None and shard is not None and not v.there]
+    inputs = [
+        v for v, shard in node.operands if v.shard is not None and shard is not None and not v.materialized
+    ]
     stages = [min(numbers) for v in inputs if (numbers := wanted.get(v))]
     return max([earliest, *stages])
 
@@ -124,13 +126,13 @@ def _ancestors(values: Iterable[Value]) -> list[Node]:
     """Return the operations that still have to run for the values, in the order of recording."""
     found: dict[int, Node] = {}
     # An explicit stack: the chain of nodes of a deep model exceeds Python's recursion limit.
-    todo = [value.node for value in values if not value.there and value.node is not None]
+    todo = [value.node for value in values if not value.materialized and value.node is not None]
     while todo:
         node = todo.pop()
         if node.serial in found:
             continue
         found[node.serial] = node
-        todo += [v.node for v, _ in node.operands if not v.there and v.node is not None]
+        todo += [v.node for v, _ in node.operands if not v.materialized and v.node is not None]
     return [found[serial] for serial in sorted(found)]
 
 
@@ -140,7 +142,7 @@ def _stages(nodes: list[Node], least: dict[Node, int]) -> dict[Node, int]:
     for node in nodes:
         number = 0 if node.once else least.get(node, 0)
         for value, _ in node.operands:
-            if value.there or value.node is None:
+            if value.materialized or value.node is None:
                 continue
             made = value.node
             waits = value.shard is None and not made.once  # a sum over samples is full after its sweep
@@ -159,7 +161,9 @@ def _feeding(nodes: list[Node]) -> set[int]:
         if full and not node.once:
             feeding.add(id(node))
         if full or not node.once:
-            fed.update(id(value) for value, _ in node.operands if value.shard is None and not value.there)
+            fed.update(
+                id(value) for value, _ in node.operands if value.shard is None and not value.materialized
+            )
     return feeding
 
 
@@ -183,8 +187,8 @@ def _runs(
             again = again | {_LATER}
         # e.g. the input of a BatchNorm: the next stage normalises it, so all of its rows are read at least
         # twice.
-        met = first in coupling.get(value, ())
-        if again and (met or len(again) > PATIENCE[node.light]) and not _cheap_to_recompute(node):
+        coupled = first in coupling.get(value, ())
+        if again and (coupled or len(again) > PATIENCE[node.light]) and not _cheap_to_recompute(node):
             kept[value] = max(again)
             runs.add(first)
         else:
@@ -202,7 +206,7 @@ def _cheap_to_recompute(node: Node) -> bool:
         if len(batch) != 1:
             return False
         value = batch[0]
-        if value.there:
+        if value.materialized:
             return True
         if value.node is None or not node.view:
             return False

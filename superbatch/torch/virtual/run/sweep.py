@@ -81,14 +81,14 @@ def unchanged(value: Value) -> Tensor:
     assert tensor is not None
     if value.source is not None and _is_written(*value.source, tensor):
         raise WindowError(
-            f"A tensor of shape {tuple(tensor.shape)} was written in place after the virtual batch had used "
-            "it. Change parameters and buffers after the block, or write into a clone."
+            f"A tensor of shape {tuple(tensor.shape)} was written in place after an operation of the virtual "
+            "batch had read it. Write into parameters and buffers after the block, or write into a clone."
         )
     return tensor
 
 
 def _is_written(source: Tensor, version: int, memory: Tensor) -> bool:
-    """Return whether the memory of a tensor was written, and not only replaced (`.data = ...`)."""
+    """Return whether the memory of a tensor was written, rather than replaced by `.data = ...`."""
     return source._version != version and memory_of(source) == memory_of(memory)
 
 
@@ -304,7 +304,7 @@ class _Program:
         single = node.single
         for index, shard in enumerate(node.shards):
             value = None if shard is None else node.outputs[index]()
-            if value is None or value.there:  # freed, or stored by an earlier sweep
+            if value is None or value.materialized:  # freed, or stored by an earlier sweep
                 continue
             slot = self._slots[id(value), shard] = len(self._registers)
             self._registers.append(None)
@@ -346,5 +346,5 @@ class _Program:
             return rows
         if value.full is not None:
             return cut(unchanged(value), load.shard, part)
-        assert self._carried is not None, "what a sweep reads is computed before it, or in it"
+        assert self._carried is not None, "a sweep reads only values that it or an earlier step computes"
         return self._carried.take(value, self._number)

@@ -160,7 +160,7 @@ def _by_channel(x: Tensor) -> Tensor:
 
 
 def _update(recording: Recorder, buffer: Tensor, value: Value, momentum: float) -> None:
-    """Record the update of a running statistic as one operation; its four operators would be four."""
+    """Record the update of a running statistic as one operation instead of four."""
     old, dtype = recording.given(buffer), buffer.dtype
 
     def moved(part: Part, tensors: list[Tensor]) -> Tensor:

@@ -61,7 +61,7 @@ def _nll_loss_forward(
     )
     if reduction == 0:  # torch gives 0 for the sum of weights; a recorded one would be a coupling point
         return total, torch.zeros((), dtype=x.dtype, device=x.device)
-    # The sum of weights depends on the targets alone: so the backward does not wait for the forward's sweep.
+    # Computed from the targets alone, so that the backward does not wait for the forward's sweep.
     counts = target != ignore_index
     if weight is None:
         weights = counts.sum().to(x.dtype)
@@ -147,7 +147,7 @@ def decomposed(recording: Recorder, call: Call) -> Any:
     try:
         return simpler(*args, **kwargs)
     except (NotImplementedError, RuntimeError, ValueError, AssertionError) as error:
-        # A decomposition may ask for a number or for a stride that does not exist: gathering always works.
+        # A decomposition may read a number, or a stride that does not exist; gathering always works.
         if out_of_memory(error) or isinstance(error, WrongRuleError):
             raise
         return NotImplemented

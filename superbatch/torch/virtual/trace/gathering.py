@@ -17,8 +17,8 @@ from ..run.log import Log
 
 aten: Any = torch.ops.aten
 
-ASKED = "gather"  # stands for the operator if the program or a collective reads the numbers
-# z @ z.T compares all samples with all: every exact method needs one side in full, so it is not logged.
+READ_BY_PROGRAM = "gather"  # in place of an operator, if the program or a collective reads the numbers
+# z @ z.T combines all pairs of samples: every exact method needs one side in full, so it is not logged.
 _PRODUCTS = {aten.mm, aten.bmm, aten.baddbmm, aten.addmm, aten.mv, aten.dot}
 _PRODUCTS |= {aten._cdist_forward, aten._cdist_backward}
 # Views that take the same arguments for rows and for the full tensor.
@@ -54,7 +54,7 @@ def gather(log: Log, value: Value, kind: CouplingKind, why: Any) -> Value:
     else:
         if kind == "unknown":
             log.unknown(str(why), value.nbytes)
-        elif why != ASKED and getattr(why, "overloadpacket", None) not in _PRODUCTS:
+        elif why != READ_BY_PROGRAM and getattr(why, "overloadpacket", None) not in _PRODUCTS:
             log.full_value_needed(str(why), value.nbytes)
         action = Action(
             (value.meta,), True, False, (None,), _itself, lambda: Joined(shard), True, False, True

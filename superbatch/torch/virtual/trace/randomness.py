@@ -105,7 +105,7 @@ def drawn_as_the_batch(recording: Recorder, call: Call) -> Any:
     # With the strides of the batch: a generator fills memory in order, so other strides are another mask.
     tensors = [empty_like(value.meta, value.device) for value in call.tensors]
     if (functional_of(call.func) or call.func) not in _SHAPE_ALONE:
-        numbers = recording.there([recording.gathered(value) for value in call.tensors])
+        numbers = recording.materialized([recording.gathered(value) for value in call.tensors])
         tensors = [empty.copy_(tensor) for empty, tensor in zip(tensors, numbers, strict=True)]
     new_args, new_kwargs = substituted(call.args, call.kwargs, call.paths, tensors)
 

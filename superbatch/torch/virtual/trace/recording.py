@@ -36,7 +36,7 @@ from ..run.sweep import run, unchanged
 from . import composites, paranoia
 from .aliases import current
 from .dispatch import dispatch
-from .gathering import ASKED, gather
+from .gathering import READ_BY_PROGRAM, gather
 from .leaves import Leaves
 from .randomness import Randomness, drawn_as_the_batch
 from .spreading import spread
@@ -95,7 +95,7 @@ class Recording:
         self._shown: list[weakref.ref[Handle]] = []
         self._writes = Writes()
         self.readings = Readings()
-        self._uneven: dict[torch.Size, Shard] = {}  # by shape; see `rules.told_sizes`
+        self._uneven: dict[torch.Size, Shard] = {}  # by shape; see `rules.shape_arguments`
 
     # -- recording --------------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class Recording:
             operands = [Operand(tensors[index], shard) for index, shard in known.operands]
         results = self._node(func, operands, known.action)
         if rows is not None and isinstance(results, Value) and results.node is not None:
-            results.node.by_rows = rows  # the plan decides: only it knows every reader
+            results.node.by_rows = rows  # the plan decides later, when every reader is known
         return results
 
     def _untemplated(self, call: Call, batch: bool, random: bool) -> Any:
@@ -232,7 +232,7 @@ class Recording:
             return Operand(self.gathered(value, kind, why), shard)
         return operand
 
-    def gathered(self, value: Value, kind: CouplingKind = "gathered", why: Any = ASKED) -> Value:
+    def gathered(self, value: Value, kind: CouplingKind = "gathered", why: Any = READ_BY_PROGRAM) -> Value:
         """Return a value as a full one.
 
         Args:
@@ -245,7 +245,7 @@ class Recording:
     def _run_now(self, call: Call) -> Any:
         """Run an operation immediately, on full tensors."""
         full = [self.gathered(value, "unknown", call.func) for value in call.tensors]
-        tensors = self.there(full)
+        tensors = self.materialized(full)
         with conjugates_seen():
             return mapped(filled(call)(Part(0, 0, self.samples), tensors), self.given)
 
@@ -316,7 +316,7 @@ class Recording:
         """Register a handle: while it lives, the program may read its value."""
         self._shown.append(handle.reference)
 
-    def _asked_for(self) -> list[Value]:
+    def _readable(self) -> list[Value]:
         """Return the values that tensors of the program show."""
         alive = {id(handle): handle for shown in self._shown if (handle := shown()) is not None}
         self._shown = [handle.reference for handle in alive.values()]
@@ -333,12 +333,12 @@ class Recording:
         if value.full is None and not owner.open:
             raise WindowError(
                 f"This virtual tensor of shape {tuple(tensor.shape)} was not materialized before its block "
-                "ended. Read it inside the block: tensor.item(), tensor.numpy()."
+                "ended. Read it inside the block with tensor.item() or tensor.numpy()."
             )
-        (full,) = owner.there([value])
+        (full,) = owner.materialized([value])
         return full
 
-    def there(self, values: Iterable[Value]) -> list[Tensor]:
+    def materialized(self, values: Iterable[Value]) -> list[Tensor]:
         """Return the tensors of full values, materialized if need be."""
         values = list(values)
         if any(value.full is None for value in values):
@@ -352,9 +352,9 @@ class Recording:
         writes = self._writes.take()
         wanted = [*targets, *(self.gathered(value) for _, value in writes), *self.pending()]
         wanted = [value for value in wanted if value.full is None]
-        # After the block rows cannot be read any more, though a variable may still show them.
-        asked_for = [] if self.ending else self._asked_for()
-        todo = plan(wanted, asked_for, by_rows=self.store.budget is not None)
+        # After the block rows cannot be read, even if a variable still refers to them.
+        readable = [] if self.ending else self._readable()
+        todo = plan(wanted, readable, by_rows=self.store.budget is not None)
         if not self.parts:
             size = microbatch_size(self.size, todo, self.samples, self.device, self.store.budget)
             self.parts = parts_of(self.samples, size)
@@ -388,4 +388,4 @@ class Recording:
 
     def pending(self) -> list[Value]:
         """Return the full values that the program may still read and that are not computed."""
-        return [value for value in self._asked_for() if value.shard is None and value.full is None]
+        return [value for value in self._readable() if value.shard is None and value.full is None]

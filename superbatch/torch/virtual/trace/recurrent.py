@@ -25,7 +25,7 @@ _STATES = ("hx", "cx", "grad_hy", "grad_cy")  # (layers, samples, features)
 
 def forward(recording: Recorder, *args: Any, **kwargs: Any) -> Any:
     """`_cudnn_rnn`: output, last states, and an empty reserve."""
-    named = _told(_FORWARD, args, kwargs)
+    named = _by_name(_FORWARD, args, kwargs)
     shard = _shard(recording, named)
     if shard is None:
         return NotImplemented
@@ -49,7 +49,7 @@ def forward(recording: Recorder, *args: Any, **kwargs: Any) -> Any:
 
 def backward(recording: Recorder, *args: Any, **kwargs: Any) -> Any:
     """`_cudnn_rnn_backward`: gradients of input, first states and weights."""
-    named = _told(_BACKWARD, args, kwargs)
+    named = _by_name(_BACKWARD, args, kwargs)
     shard = _shard(recording, named) if named["train"] else None  # cuDNN has no backward in eval mode
     if shard is None:
         return NotImplemented
@@ -76,7 +76,7 @@ def backward(recording: Recorder, *args: Any, **kwargs: Any) -> Any:
     return dx, dhx, dcx, weights
 
 
-def _told(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return all arguments by name."""
     names = [argument.name for argument in func._schema.arguments]
     return {**dict(zip(names, args, strict=False)), **kwargs}

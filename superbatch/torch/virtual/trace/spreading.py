@@ -10,7 +10,7 @@ import torch
 from ..ir.calls import shapes
 from ..ir.recorder import Recorder
 from ..ir.shard import Shard
-from ..rules import told_sizes
+from ..rules import shape_arguments
 from ..run.memo import Form
 from . import paranoia
 
@@ -31,7 +31,7 @@ def spread(recording: Recorder, form: Form, shards: Mapping[torch.Size, Shard]) 
     if value.meta is None or value.shard is not None or (value.full is None and like is None):
         return None
     # `like` is a hint only: `expanded` ignores it if the value cannot be repeated in that dimension.
-    strategy = told_sizes.expanded(call := form.call(), like)
+    strategy = shape_arguments.expanded(call := form.call(), like)
     if strategy is None:
         return None
     results = recording.add(call.func, strategy, shapes(call))
