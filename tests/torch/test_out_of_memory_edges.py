@@ -401,7 +401,7 @@ def test_memory_for_every_update_is_made_sure_of_where_micro_batches_fill_the_ma
     monkeypatch.setattr("superbatch.torch.sizes.reserve.torch.empty", limited)
     if asks:
         with pytest.raises(
-            OutOfMemoryError, match=r"the optimizer's state and its temporary tensors need .* MiB"
+            OutOfMemoryError, match=r"the optimizer's state and temporary tensors need .* MiB"
         ):
             accumulate(batch)
         assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
