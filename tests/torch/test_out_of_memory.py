@@ -633,7 +633,7 @@ def test_an_update_that_broke_half_way_is_told() -> None:
     accumulate = Accumulator(
         model, HalfWay(model.parameters(), lr=0.1), lambda mb: mse(model, mb), check=False
     )
-    with pytest.raises(OutOfMemoryError, match=r"some parameters or states have moved.*Load a checkpoint"):
+    with pytest.raises(OutOfMemoryError, match=r"some parameters or states have changed.*Load a checkpoint"):
         accumulate(rows(4)[0])
 
 

@@ -297,7 +297,7 @@ def test_the_verdict_of_an_inner_accumulator_is_not_swallowed() -> None:
         return mse(model, mb)
 
     accumulate = Accumulator(model, sgd(model.parameters()), loss, check=False, microbatch_size=4)
-    with pytest.raises(OutOfMemoryError, match=r"some parameters or states have moved"):
+    with pytest.raises(OutOfMemoryError, match=r"some parameters or states have changed"):
         accumulate(rows(8)[0])
     assert len(steps) == 1 and not out_of_memory(OutOfMemoryError("verdict"))
 
@@ -331,7 +331,7 @@ def test_numbers_of_an_optimizer_are_put_back() -> None:
     assert {state["step"] for state in optimizer.state.values()} == {1}
     assert optimizer.param_groups[0]["steps"] == 1
     optimizer.replaces = True
-    with pytest.raises(OutOfMemoryError, match="some parameters or states have moved"):
+    with pytest.raises(OutOfMemoryError, match="some parameters or states have changed"):
         accumulate(rows(4)[0])
 
 
@@ -354,7 +354,7 @@ def test_a_fused_step_of_one_group_of_two_is_told() -> None:
     optimizer = Second(groups, lr=0.1, momentum=0.9, fused=True)
     before, version = first.detach().clone(), first._version
     accumulate = Accumulator(model, optimizer, lambda mb: mse(model, mb), check=False)
-    with pytest.raises(OutOfMemoryError, match="some parameters or states have moved"):
+    with pytest.raises(OutOfMemoryError, match="some parameters or states have changed"):
         accumulate(rows(4)[0])
     assert not torch.equal(before, first) and first._version == version, "premise: it does not show"
 
