@@ -253,7 +253,7 @@ def test_contradictions_of_flags(flags: dict[str, Any], message: str) -> None:
         (("mnist",), "The recipe mnist needs a folder of data and downloads none"),
         (("--out", f"{__file__}/report"), r"test_compare.py' is a file. Give a folder"),
         (("nowhere.py:make",), "The recipe file 'nowhere.py' does not exist"),
-        ((CROWD, "--runs", "1"), "so samples influence each other|BatchNorm in training mode"),
+        ((CROWD, "--runs", "1"), "samples influence each other|BatchNorm in training mode"),
         (("text", "--batchnorm"), "--batchnorm with the recipe text.*no variant.*digits or digits-conv"),
         (("text", "--recipe", "digits"), "The recipe text and --recipe digits: both say what is"),
     ],

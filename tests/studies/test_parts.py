@@ -270,5 +270,5 @@ def test_parts_of_a_fit() -> None:
     )
     refused = rehearsal.refusal(pairs)
     assert refused is not None
-    assert refused.startswith("No weight explains the loss, so samples influence each other")
+    assert refused.startswith("No weight explains the loss: samples influence each other")
     assert "Instead use WholeBatch " in refused
