@@ -14,9 +14,9 @@ import pytest
 from superbatch.errors import InputError
 from superbatch.lab.cli.quantities import parse_bytes
 from superbatch.lab.report.fitting import Fitting
-from superbatch.lab.report.json import from_json
 from tests.cli import commands
 from tests.cli.commands import ONE_LINE, PLANE, PNG, first_line, on_a_terminal
+from tests.report_json import from_json
 
 QUICK = ("--threads", "1")
 

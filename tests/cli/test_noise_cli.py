@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from superbatch.lab.report.json import from_json
 from superbatch.lab.report.noise_study import NoiseStudy
 from tests.cli import commands
 from tests.cli.commands import PLANE, PNG
+from tests.report_json import from_json
 
 QUICK = ("--threads", "1", "--updates", "40", "--batch-size", "40")
 

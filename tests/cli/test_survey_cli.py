@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from superbatch.lab.report.json import from_json
 from superbatch.lab.report.surveys import Surveys
 from superbatch.lab.studies import survey_arms
 from tests.cli import commands
 from tests.cli.commands import ONE_LINE, PLANE, PNG, first_line
+from tests.report_json import from_json
 
 QUICK = ("--repeats", "2", "--updates", "20", "--splits", "4x5,13/5/2")
 

@@ -18,7 +18,7 @@ from superbatch.lab.report.advice_text import (
     tables,
     verdict_text,
 )
-from superbatch.lab.report.json import from_json, to_json
+from superbatch.lab.report.json import to_json
 from superbatch.lab.report.table import plain
 from superbatch.noise.meter import relative_time
 from superbatch.results.advice import Advice
@@ -27,6 +27,7 @@ from superbatch.results.noise import NoiseOfModel
 from superbatch.tuning.advice import Times, advise, best_steps, judge
 from superbatch.tuning.noise_range import NoiseRange
 from superbatch.tuning.scaling import scale
+from tests.report_json import from_json
 
 ALONE = Times(microbatch=0.1, update=0.002)
 CLUSTER = Times(microbatch=0.1, update=0.05, all_reduce=1.0)

@@ -13,7 +13,7 @@ from torch import nn
 from superbatch.errors import InputError
 from superbatch.lab import plot
 from superbatch.lab.report.advice_text import alternative_table, findings, models_table
-from superbatch.lab.report.json import from_json, to_json
+from superbatch.lab.report.json import to_json
 from superbatch.lab.studies import advise as study
 from superbatch.lab.studies.advise import Options, advise
 from superbatch.lab.studies.advise_options import Question, given_noise, question
@@ -22,6 +22,7 @@ from superbatch.noise.meter import NoiseMeter, estimate
 from superbatch.results.advice import Advice
 from superbatch.tuning.noise_range import NoiseRange
 from superbatch.tuning.scaling import gain
+from tests.report_json import from_json
 from tests.studies import own_recipe
 
 GIVEN: dict[str, Any] = {"microbatch_size": 4, "accumulation_steps": 16, "ranks": 8, "noise": 4000.0}

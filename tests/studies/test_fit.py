@@ -18,7 +18,7 @@ from superbatch.lab import plot
 from superbatch.lab.recipes import RECIPES, Recipe, load_recipe
 from superbatch.lab.report.fitting import Fitting
 from superbatch.lab.report.fitting_text import findings, reach_table, savings_table, sizes_table
-from superbatch.lab.report.json import from_json, to_json
+from superbatch.lab.report.json import to_json
 from superbatch.lab.studies import fit as fit_module
 from superbatch.lab.studies.findings import Findings
 from superbatch.lab.studies.fit import Options, Progress, fit
@@ -26,6 +26,7 @@ from superbatch.lab.studies.shared_options import Interrupted
 from superbatch.results.memory import Limit, binary_text
 from superbatch.torch import Accumulator
 from superbatch.torch.memory.meter import peak_bytes
+from tests.report_json import from_json
 from tests.studies import own_recipe
 
 KIB = 1024

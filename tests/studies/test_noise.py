@@ -11,13 +11,14 @@ import torch
 
 from superbatch.errors import InputError
 from superbatch.lab import plot
-from superbatch.lab.report.json import from_json, to_json
+from superbatch.lab.report.json import to_json
 from superbatch.lab.report.noise_study import NoiseAt, NoiseStudy, findings, points_table, steps_table
 from superbatch.lab.studies import noise as module
 from superbatch.lab.studies.noise import Options
 from superbatch.lab.studies.noise import noise as study
 from superbatch.lab.studies.shared_options import Interrupted
 from superbatch.noise.meter import noise_over_run, relative_time
+from tests.report_json import from_json
 from tests.studies.own_recipe import plane
 
 OPTIONS = Options(updates=60, threads=1, batch_size=40)

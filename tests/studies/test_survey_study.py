@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from superbatch import InputError
 from superbatch.lab import plot
-from superbatch.lab.report.json import from_json, to_json
+from superbatch.lab.report.json import to_json
 from superbatch.lab.report.survey_text import conclusions, failures, headline, suggestion, surveys_table
 from superbatch.lab.report.surveys import SurveyArm, Surveys
 from superbatch.lab.studies import survey_arms
@@ -23,6 +23,7 @@ from superbatch.lab.studies.survey import Options, Progress, survey
 from superbatch.lab.studies.survey_tests import curve_test, paired_difference, suggestion_test
 from superbatch.results.survey import Survey
 from superbatch.tuning.survey import Sweep
+from tests.report_json import from_json
 from tests.studies import own_recipe
 
 SMALL = Options(splits="4x5,13/5/2", repeats=3, updates=30, dtype="float64", high=3.0, low=1e-4)
