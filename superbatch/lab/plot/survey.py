@@ -12,8 +12,7 @@ from matplotlib.transforms import blended_transform_factory
 from superbatch.results.survey import Survey
 from superbatch.tuning.survey_ramp import to_axis
 
-from ..report.survey_text import NAMES, title_of
-from ..report.survey_text import headline as headline_of
+from ..report.survey_text import NAMES, conclusions, title_of
 from ..report.surveys import SurveyArm, Surveys
 from .arms import Role, Style, dots, mean_and_range, rows_for, styles_of
 from .style import (
@@ -55,7 +54,7 @@ def surveys(report: Surveys, *, dark: bool = False) -> Figure:
     styles = styles_of([ROLES.get(arm.claim, "split") for arm in arms], theme)
     _draw_curves(curves, arms, styles, theme)
     _draw_rates(rates, report, arms, styles, theme)
-    headline(figure, title_of(report), theme, headline_of(report), partial=report.partial, size=10)
+    headline(figure, title_of(report), theme, conclusions(report)[0], partial=report.partial, size=10)
     return figure
 
 
