@@ -90,7 +90,7 @@ def test_with_adam_the_models_of_its_preconditioner_are_a_band(report: NoiseStud
     assert [column.heading for column in table.columns][4:6] == ["q = 1", "q = 2"]
     assert {len(row) for row in table.rows} == {len(table.columns)}
     assert any(
-        "assumptions on Adam's preconditioner (q = 0, 1, 2) the noise scale is" in s for s in findings(adam)
+        "Adam's preconditioner to the power q = 0, 1, 2 the noise scale is" in s for s in findings(adam)
     )
     figure = plot.noise(adam)
     for axes in figure.axes:
@@ -99,7 +99,7 @@ def test_with_adam_the_models_of_its_preconditioner_are_a_band(report: NoiseStud
         assert any("Adam's models" in text.get_text() for text in legend.get_texts())
     assert from_json(NoiseStudy, to_json(adam)) == adam
     unknown = replace(adam, models=(adam.noise, None, None))
-    assert any("is not known (q = 1 and q = 2: not determined)" in s for s in findings(unknown))
+    assert any("not determined, not determined; q = 0" in s for s in findings(unknown))
 
 
 def test_a_noise_scale_that_is_not_determined_is_said_and_drawn(report: NoiseStudy) -> None:

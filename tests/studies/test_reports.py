@@ -18,7 +18,6 @@ from superbatch.lab.report.page import Page, render
 from superbatch.lab.report.table import (
     Column,
     Table,
-    bytes_text,
     comparison_table,
     difference_text,
     plain,
@@ -124,13 +123,6 @@ def test_sentences(report: Comparison) -> None:
     assert mean_of_means.startswith("16/3/1 mean of means: the weights are")
     assert "the exact update of 16/3/1 is" in mean_of_means
     assert tail.startswith("5x4 fixed tail divisor: the weights are")
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (1000, "1 kB"), (8110472, "8.11 MB"), (3 * 10**15, "3e+03 TB")]
-)
-def test_bytes(count: int, text: str) -> None:
-    assert bytes_text(count) == text
 
 
 @pytest.mark.parametrize(("value", "text"), [(math.inf, "inf"), (2.0, "2e+02 %"), (9e-5, "9.0e-05")])

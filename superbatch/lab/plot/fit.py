@@ -11,7 +11,8 @@ from matplotlib.transforms import blended_transform_factory
 from superbatch.results.memory import binary_text
 
 from ..report.fitting import Fitting
-from ..report.fitting_text import findings, seconds_text, title_of
+from ..report.fitting_text import findings, title_of
+from ..report.table import seconds_text
 from .style import BLUE, DASHED, GREEN, VERMILION, Theme, blank, caption, empty, headline, legend, plain_axes
 from .ticks import logarithmic, readable
 

@@ -7,9 +7,7 @@ from superbatch.results.memory import binary_text
 from superbatch.results.noise import ASSUMED, ASSUMPTION
 from superbatch.results.scaling import setting_text
 
-from .fitting_text import seconds_text
-from .noise_study import adam_said
-from .table import Column, Table, shown
+from .table import Column, Table, range_text, seconds_text, shown
 
 NOT_MEASURED = (
     "For Adam the noise scale hangs on what is assumed of its preconditioner (q = 0, 1, 2), which is "
@@ -18,6 +16,11 @@ NOT_MEASURED = (
 
 COUPLED = (
     "BatchNorm and in-batch negatives see a micro-batch, not the batch, unless WholeBatch makes the updates."
+)
+
+NO_SETTINGS = (
+    "Without accumulation beta2 becomes its K-th root, which keeps its half-life in samples; rate "
+    "and weight decay are scaled by superbatch.tuning.scaling (give --lr for numbers)."
 )
 
 
@@ -34,17 +37,19 @@ def steps_table(report: Advice) -> Table:
 
 
 def alternative_table(report: Advice) -> Table:
-    """The settings with accumulation, and those without."""
-    found = report.alternative
-    batch = report.microbatch_size * report.ranks
+    """The settings with accumulation, and those without; no rows where none are known."""
+    found, title = report.alternative, "The alternative: no accumulation"
+    if found is None:
+        return Table(title, (), ())
     columns = (
-        Column("setting", "of the optimizer"),
+        Column("setting", f'by the rule "{found.rule}": {found.why}'),
         Column(f"batch {report.of_asked.batch}", "with accumulation"),
-        Column(f"batch {batch}", "without"),
+        Column(f"batch {report.microbatch_size * report.ranks}", "without"),
     )
-    settings = [] if found is None else [(name, old, found.after[name]) for name, old in found.before.items()]
-    rows = tuple((name, setting_text(old), setting_text(new)) for name, old, new in settings)
-    return Table("The alternative: no accumulation", columns, rows)
+    rows = tuple(
+        (name, setting_text(old), setting_text(found.after[name])) for name, old in found.before.items()
+    )
+    return Table(title, columns, rows)
 
 
 def memory_table(report: Advice) -> Table:
@@ -119,51 +124,30 @@ def range_said(report: Advice) -> str:
     return f"the noise scale's interval, a factor of {report.systematic:g} beyond it{adam}"
 
 
-def range_text(value: float | None, low: float, high: float) -> str:
-    """A noise scale with its interval, where there is one.
-
-    Examples:
-        >>> range_text(100.0, 80.0, 130.0), range_text(None, 40.0, float("inf")), range_text(9.0, 9.0, 9.0)
-        ('100 (80 to 130)', 'not determined, at least 40', '9')
-    """
-    least, most = number_text(low), number_text(high)
-    if value is None:
-        return f"not determined, at least {least}" if low else "not determined"
-    return number_text(value) if least == most else f"{number_text(value)} ({least} to {most})"
-
-
-def findings(report: Advice) -> list[str]:
-    """Return the findings of an advice in words: the verdict first."""
-    return [
-        verdict_text(report),
-        _best(report),
-        *report.uncertainty[:1],
-        *_models(report),
-        _alternative(report),
-        *_limits(report),
-        *report.uncertainty[1:],
-        *report.notes,
-    ]
-
-
 def answer(report: Advice) -> list[str]:
     """The verdict, the best number of micro-batches, how sure that is, and what no table has."""
-    todo = [] if report.alternative is not None else [_alternative(report)]
-    return [verdict_text(report), _best(report), *report.uncertainty[:1], *todo]
+    between = f"between {number_text(report.best_low)} and {number_text(report.best_high)}"
+    if report.best is None:
+        best = f"The best number of micro-batches is {between}."
+    elif report.best <= 1:
+        best = f"None pays at the estimate: K* = {report.best:.2g} ({between})."
+    else:
+        best = f"Least time at K* = {report.best:.3g} ({between})."
+    settings = [] if report.alternative is not None else [NO_SETTINGS]
+    return [verdict_text(report), best, *report.uncertainty[:1], *settings]
 
 
-def caveats(report: Advice, most: int = 3) -> list[str]:
-    """Limits of the verdict: problems of this run first, general caveats last."""
+def caveats(report: Advice, most: int | None = 3) -> list[str]:
+    """Limits of the verdict, all or the first: problems of this run first, general caveats last."""
     # Of the memory only what changes the answer: too much, or no need to accumulate.
     memory = [row for row in memory_table(report).rows if row[2].startswith(("does not fit", "fits:"))]
-    said = [f"{what}: {takes}, {remark}." for what, takes, remark in memory]
+    said = [*report.notes, *(f"{what}: {takes}, {remark}." for what, takes, remark in memory)]
+    if report.alternative is not None and report.alternative.optimizer != "sgd" and not report.models:
+        said.append(NOT_MEASURED.format(report.systematic))
+    if report.verdict != "helps":
+        said.append(f"This does not apply where {'; or '.join(report.exceptions)}.")
     # How sure the verdict is stands beside it, in the answer.
-    return [*report.notes, *said, *_models(report), *_limits(report), *report.uncertainty[1:]][:most]
-
-
-def _limits(report: Advice) -> list[str]:
-    helps = report.verdict == "helps"
-    return [*([] if helps else [f"This does not apply where {'; or '.join(report.exceptions)}."]), COUPLED]
+    return [*said, COUPLED, *report.uncertainty[1:]][:most]
 
 
 def verdict_text(report: Advice) -> str:
@@ -174,31 +158,6 @@ def verdict_text(report: Advice) -> str:
         "undetermined": f"Whether accumulating {report.asked} micro-batches pays is undetermined.",
     }
     return f"{said[report.verdict]} {report.reason}"
-
-
-def _models(report: Advice) -> list[str]:
-    if report.models:
-        return adam_said([each.noise for each in report.models], report.systematic)
-    adam = report.alternative is not None and report.alternative.optimizer != "sgd"
-    return [NOT_MEASURED.format(report.systematic)] if adam else []
-
-
-def _best(report: Advice) -> str:
-    between = f"between {number_text(report.best_low)} and {number_text(report.best_high)}"
-    if report.best is None:
-        return f"The best number of micro-batches is {between}."
-    if report.best <= 1:
-        return f"None pays at the estimate: K* = {report.best:.2g} ({between})."
-    return f"Least time at K* = {report.best:.3g} ({between})."
-
-
-def _alternative(report: Advice) -> str:
-    if report.alternative is None:
-        return (
-            "Without accumulation beta2 becomes its K-th root, which keeps its half-life in samples; rate "
-            "and weight decay are scaled by superbatch.tuning.scaling (give --lr for numbers)."
-        )
-    return f'Settings without accumulation, by the rule "{report.alternative.rule}": {report.alternative.why}'
 
 
 def _row(each: Steps, report: Advice) -> tuple[str, ...]:

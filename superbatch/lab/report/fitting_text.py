@@ -7,7 +7,7 @@ from itertools import groupby
 from superbatch.results.memory import binary_text
 
 from .fitting import DRAWN_ON, Fitting, Reach, Size
-from .table import DASH, Column, Table, shown
+from .table import DASH, Column, Table, seconds_text, shown
 
 _KEPT_WHOLE = (
     "Keep the batch whole: its samples influence each other, so superbatch does not split it "
@@ -156,18 +156,3 @@ def _whole(each: Reach, report: Fitting) -> str:
     if each.whole is None:
         return DASH
     return binary_text(each.whole) + ("" if each.whole <= report.usable else " > limit")
-
-
-def seconds_text(seconds: float) -> str:
-    """A time, to three digits.
-
-    Examples:
-        >>> seconds_text(1.234e-5), seconds_text(0.0456), seconds_text(7.8), seconds_text(4000)
-        ('12.3 µs', '45.6 ms', '7.80 s', '67 min')
-    """
-    if seconds >= 600:
-        return f"{seconds / 60:.0f} min"
-    scale, unit = (1e6, "µs") if seconds < 1e-3 else (1e3, "ms") if seconds < 1 else (1, "s")
-    value = seconds * scale
-    digits = 2 if value < 10 else 1 if value < 100 else 0
-    return f"{value:.{digits}f} {unit}"

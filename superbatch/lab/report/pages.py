@@ -106,13 +106,13 @@ def _study(report: Study) -> Page:
 
 
 def _advice(report: Advice) -> Page:
-    first, *others = advice_text.findings(report)
+    first, *others = advice_text.answer(report)
     return Page(
         title=f"superbatch advise: {report.verdict}",
         guide="advice",
         partial="interrupted before the end." if report.partial else "",
         verdict=[first],
-        findings=others,
+        findings=[*others, *advice_text.caveats(report, most=None)],
         tables=advice_text.tables(report),
         details=[advice_text.memory_table(report)],
         plotted="Time to the same loss by number of micro-batches.",

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from superbatch.results.advice import number_text
+from superbatch.results.memory import binary_text
+
 from .comparison import Arm, Comparison, Equivalence
 
 ROUNDING = 1e-12
@@ -15,8 +18,6 @@ ROUNDING = 1e-12
 T = TypeVar("T")
 
 DASH = "–"  # what is not known, or was not measured
-
-_PREFIXES = ("B", "kB", "MB", "GB", "TB")
 
 
 @dataclass(frozen=True)
@@ -99,19 +100,43 @@ def margin_text(report: Comparison) -> str:
     return f"±{report.margin:g} {unit}".rstrip()
 
 
-def bytes_text(count: int | None) -> str:
-    """A number of bytes, to three digits.
+def seconds_text(seconds: float) -> str:
+    """A time, to three digits.
 
     Examples:
-        >>> bytes_text(20544), bytes_text(999), bytes_text(None)
-        ('20.5 kB', '999 B', '–')
+        >>> seconds_text(1.234e-5), seconds_text(0.0456), seconds_text(7.8), seconds_text(4000)
+        ('12.3 µs', '45.6 ms', '7.80 s', '67 min')
     """
-    if count is None:
-        return DASH
-    if count < 1000:
-        return f"{count} B"
-    power = min(int(math.log10(count) // 3), len(_PREFIXES) - 1)
-    return f"{count / 1000**power:.3g} {_PREFIXES[power]}"
+    if seconds >= 600:
+        return f"{seconds / 60:.0f} min"
+    scale, unit = (1e6, "µs") if seconds < 1e-3 else (1e3, "ms") if seconds < 1 else (1, "s")
+    value = seconds * scale
+    digits = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:.{digits}f} {unit}"
+
+
+def interval_text(low: float, high: float) -> str:
+    """An interval of batch sizes, that may have no upper end.
+
+    Examples:
+        >>> interval_text(10.0, 40.0), interval_text(10.0, math.inf), interval_text(0.0, math.inf)
+        ('10 to 40', '10 or more', '–')
+    """
+    if math.isinf(high):
+        return f"{number_text(low)} or more" if low > 0 else DASH
+    return f"{number_text(low)} to {number_text(high)}"
+
+
+def range_text(value: float | None, low: float, high: float) -> str:
+    """A noise scale with its interval, where there is one.
+
+    Examples:
+        >>> range_text(100.0, 80.0, 130.0), range_text(None, 40.0, math.inf), range_text(9.0, 9.0, 9.0)
+        ('100 (80 to 130)', 'not determined, at least 40', '9')
+    """
+    if value is None:
+        return f"not determined, at least {number_text(low)}" if low else "not determined"
+    return number_text(value) if low == high else f"{number_text(value)} ({interval_text(low, high)})"
 
 
 def metric_text(mean: float | None, sd: float | None, unit: str) -> str:
@@ -165,7 +190,7 @@ def _row(arm: Arm, report: Comparison) -> tuple[str, ...]:
         metric_text(arm.mean, arm.sd, report.unit),
         str(arm.updates),
         shown(arm.seconds, "{:.2f}".format),
-        bytes_text(arm.peak_bytes),
+        shown(arm.peak_bytes, binary_text),
         DASH if arm.claim == "real" else _apart(arm),
         DASH if arm.claim == "real" else equivalence_text(arm.paired),
     )
