@@ -43,8 +43,8 @@ def test_tables_sentences_and_files(tmp_path: Path, capsys: pytest.CaptureFixtur
     sizes = [line.split()[0] for line in lines[3 : lines.index("")]]
     assert sizes == ["1", "2", "3", "5", "10", "20"]
     assert "Effective batches within reach" in lines
-    assert re.search(r"^Use micro-batches of \d+: the fastest that fit", shown.out, re.MULTILINE)
-    said = "The whole batch fits in 2.00 MiB (asked for); so would one 100 times as large, and more."
+    assert re.search(r"^Use micro-batches of \d+: the fastest of those timed", shown.out, re.MULTILINE)
+    said = "The whole batch fits in 2.00 MiB (asked for); so would about 2000 samples or more."
     assert said in shown.out
     assert "\x1b" not in shown.out + shown.err, "no colours where there is no terminal"
     assert shown.err.splitlines()[-1].endswith(f"wrote {out / 'report.html'}, plot.png and report.json")

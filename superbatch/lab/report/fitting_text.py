@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import groupby
-
+from superbatch.results.advice import number_text
 from superbatch.results.memory import binary_text
 
-from .fitting import DRAWN_ON, Fitting, Reach, Size
-from .table import DASH, Column, Table, seconds_text, shown
+from .fitting import DRAWN_ON, Fitting, Size
+from .table import Column, Table, seconds_text, shown
 
 _KEPT_WHOLE = (
     "Keep the batch whole: its samples influence each other, so superbatch does not split it "
     "(`superbatch verify` names what does it)."
 )
-_PHASES = {"forward": "forward", "backward": "backward", "optimizer": "update"}
 
 
 def sizes_table(report: Fitting) -> Table:
@@ -49,12 +47,16 @@ def reach_table(report: Fitting) -> Table:
         Column("per update", "time"),
     )
     peak = None if report.fastest is None else report.of(report.fastest).peak
+
+    def whole(need: int) -> str:
+        return binary_text(need) + ("" if need <= report.usable else " > limit")
+
     rows = tuple(
         (
             str(each.batch),
             f"{each.microbatches} x {each.samples}",
             shown(peak, binary_text),
-            _whole(each, report),
+            shown(each.whole, whole),
             shown(each.seconds, seconds_text),
         )
         for each in report.reach
@@ -72,64 +74,44 @@ def savings_table(report: Fitting) -> Table:
 
 def findings(report: Fitting) -> list[str]:
     """Return the findings of a fit in words: the choice first."""
-    choice = _choice(report) if report.refused is None else _KEPT_WHOLE
-    sentences = [choice, _largest(report), *_phases(report)]
+    sentences = [_choice(report), _largest(report)] if report.largest else [_largest(report)]
+    if phases := sorted({size.probe.phase for size in report.sizes if size.probe is not None}):
+        sentences.append(f"Most memory is in use in the {' or '.join(phases)}.")
     if errors := [abs(size.error) for size in report.sizes if size.error is not None]:
         sentences.append(
             f"Predicted from {report.how}, without computing: within {100 * max(errors):.1f} % of what was "
             "measured."
         )
-    return [sentence for sentence in (*sentences, *report.notes) if sentence]
+    return [*sentences, *report.notes]
 
 
 def _choice(report: Fitting) -> str:
-    timed = [size for size in report.sizes if size.seconds is not None]
+    if report.refused is not None:
+        return _KEPT_WHOLE
+    timed = {size.samples: size.seconds for size in report.sizes if size.seconds is not None}
     if report.fastest is None or len(timed) < 2:
-        return "Which size is fastest is not known: fewer than two were timed." if report.largest else ""
-    fastest, top = report.of(report.fastest), timed[-1]
-    assert fastest.seconds is not None and top.seconds is not None
-    untimed = any(size.fits and size.seconds is None for size in report.sizes)
-    if any(size.fits and size.samples > top.samples for size in report.sizes):
+        return "Which size is fastest is not known: fewer than two were timed."
+    fastest, top = report.fastest, max(timed)
+    if any(size.fits and size.samples > top for size in report.sizes):
         # No advice: a larger micro-batch is often the faster one.
         return (
-            f"Micro-batches of {report.fastest} are the fastest of those timed, but larger ones fit that "
-            "were not timed: give more --seconds."
+            f"Micro-batches of {fastest} are the fastest of those timed, but larger ones fit that were not "
+            "timed: give more --seconds."
         )
-    which, top_is = ("of those timed", "largest timed") if untimed else ("that fit", "largest")
-    said = f"Use micro-batches of {report.fastest}: the fastest {which}"
-    if fastest is top:
-        return f"{said}, and the {top_is}."
-    return f"{said}, {top.seconds / fastest.seconds:.2f}x as fast as {top.samples}, the {top_is}."
+    gain = "" if fastest == top else f", {timed[top] / timed[fastest]:.2f}x as fast as {top}"
+    return f"Use micro-batches of {fastest}: the fastest of those timed{gain}."
 
 
 def _largest(report: Fitting) -> str:
-    limit = f"{binary_text(report.limit.bytes)} ({report.limit.by})"
     if not report.largest:
-        return f"Not even one sample fits in {limit}."
+        return f"Not even one sample fits in {report.limit}."
     if report.largest < report.batch_size:
-        return f"At most {report.largest} samples fit in {limit}."
-    said = f"The whole batch fits in {limit}"
+        return f"At most {report.largest} samples fit in {report.limit}."
     if report.beyond is None:
-        return f"{said}."
-    if report.beyond >= DRAWN_ON * report.batch_size:
-        return f"{said}; so would one {DRAWN_ON} times as large, and more."
-    return f"{said}; so would a batch of about {_round(report.beyond)} samples."
-
-
-def _phases(report: Fitting) -> list[str]:
-    """Return the phases of the predicted peak: one for all sizes, or one for each range of sizes."""
-    probed = [(_PHASES[size.probe.phase], size.samples) for size in report.sizes if size.probe is not None]
-    ranges = [(phase, [n for _, n in sizes]) for phase, sizes in groupby(probed, key=lambda each: each[0])]
-    if len(ranges) < 2:
-        return [f"Most memory is in use in the {phase}." for phase, _ in ranges]
-    ends = [(phase, f"{n[0]} to {n[-1]}" if n[1:] else f"{n[0]}") for phase, n in ranges]
-    return [f"Most memory is in use {', '.join(f'in the {phase} with {n} samples' for phase, n in ends)}."]
-
-
-def _round(count: int) -> str:
-    """A count that is extrapolated: two digits, and the thousands apart."""
-    power = 10 ** max(0, len(str(count)) - 2)
-    return f"{count // power * power:,}".replace(",", " ")
+        return f"The whole batch fits in {report.limit}."
+    more = " or more" if report.beyond >= DRAWN_ON * report.batch_size else ""
+    beyond = f"about {number_text(report.beyond)} samples{more}"
+    return f"The whole batch fits in {report.limit}; so would {beyond}."
 
 
 def _row(size: Size, report: Fitting) -> tuple[str, ...]:
@@ -150,9 +132,3 @@ def _mark(size: Size, report: Fitting) -> str:
         return " fastest"
     largest = max(each.samples for each in report.sizes if each.fits)
     return " largest" if size.samples == largest else ""
-
-
-def _whole(each: Reach, report: Fitting) -> str:
-    if each.whole is None:
-        return DASH
-    return binary_text(each.whole) + ("" if each.whole <= report.usable else " > limit")
