@@ -117,12 +117,18 @@ def test_a_partial_report_says_so(partial: Comparison) -> None:
 
 
 def test_sentences(report: Comparison) -> None:
-    right, mean_of_means, tail = verdict(report)
+    right, wrong = verdict(report)
     assert right.startswith("Every split trains like the real batch: weights within")
-    assert "TOST on pairs: p" in right
-    assert mean_of_means.startswith("16/3/1 mean of means: the weights are")
-    assert "the exact update of 16/3/1 is" in mean_of_means
-    assert tail.startswith("5x4 fixed tail divisor: the weights are")
+    assert wrong.startswith("Ways that are wrong on purpose end ")
+
+    def said(**changed: object) -> str:
+        arms = [replace(arm, paired=arm.paired and replace(arm.paired, **changed)) for arm in report.arms]
+        return verdict(replace(report, arms=tuple(arms)))[0]
+
+    assert said(identical=True).endswith(", squared error identical.")
+    assert ", squared error equivalent within ±0.2" in said(identical=False, equivalent=True)
+    assert "NOT shown to be equivalent" in said(identical=False, equivalent=False)
+    assert said(identical=False, runs=2).endswith("needs at least 3 runs for a test of equivalence.")
 
 
 @pytest.mark.parametrize(("value", "text"), [(math.inf, "inf"), (2.0, "2e+02 %"), (9e-5, "9.0e-05")])
