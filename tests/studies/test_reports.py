@@ -177,7 +177,7 @@ def test_a_page_escapes_texts_and_leaves_out_what_is_empty() -> None:
     page = Page(
         title=bad,
         lead=bad,
-        partial=bad,
+        partial=True,
         verdict=[bad],
         findings=[bad],
         tables=[Table(bad, (column, column), ((bad, bad),)), Table("without rows", (column,), ())],

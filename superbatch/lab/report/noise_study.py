@@ -178,6 +178,7 @@ def findings(report: NoiseStudy) -> list[str]:
             "plain gradient, is used."
         )
     if best is not None:
-        share = "" if best.accumulation_steps == 1 else f", in {best.time:.2f} of the time of K = 1"
-        sentences.append(f"Fastest is K = {best.accumulation_steps}, a batch of {best.batch}{share}.")
+        alone = best.accumulation_steps == 1
+        gain = "accumulation costs time here" if alone else f"in {best.time:.2f} of the time of K = 1"
+        sentences.append(f"Fastest is K = {best.accumulation_steps}, a batch of {best.batch}: {gain}.")
     return [*sentences, *report.notes]

@@ -72,20 +72,17 @@ def differences_table(report: Verification) -> Table:
 
 
 def _comparison(report: Comparison) -> Page:
-    done, asked = sum(len(arm.runs) for arm in report.arms), len(report.arms) * len(report.seeds)
-    few = "There are fewer than two runs per arm: no test can be made."
-    details = rows_with_details(report)
     return Page(
         title=f"superbatch compare: {report.recipe}",
         guide="compare",
         lead=report.description,
-        partial=f"interrupted after {done} of {asked} runs." if report.partial else "",
+        partial=report.partial,
         verdict=verdict(report),
         tables=[comparison_table(report)],
-        details=[details],
+        details=[rows_with_details(report)],
         plotted="Training loss over updates; metric of each arm with its margin; differences of the weights.",
-        notes=[*report.notes, *([] if details.rows else [few])],
-        arms=[(arm.name, f"{arm.how}; micro-batches of {_sizes(arm.sizes)} samples") for arm in report.arms],
+        notes=report.notes,
+        arms=[(arm.name, arm.how) for arm in report.arms],
         settings={"Setting": _setting(report), **_run(report)},
     )
 
@@ -95,7 +92,7 @@ def _study(report: Study) -> Page:
         title=report.question,
         guide="studies",
         lead=f"superbatch study {report.name}, {report.recipe}: {report.description}",
-        partial="interrupted before the last run." if report.partial else "",
+        partial=report.partial,
         verdict=[report.conclusion],
         tables=[study_text.study_table(report), study_text.equivalence_table(report)],
         plotted="The quantities of the table.",
@@ -110,7 +107,7 @@ def _advice(report: Advice) -> Page:
     return Page(
         title=f"superbatch advise: {report.verdict}",
         guide="advice",
-        partial="interrupted before the end." if report.partial else "",
+        partial=report.partial,
         verdict=[first],
         findings=[*others, *advice_text.caveats(report, most=None)],
         tables=advice_text.tables(report),
@@ -145,7 +142,7 @@ def _measured(
         title=f"superbatch {command}: {report.recipe}",
         guide={"fit": "memory"}.get(command, command),
         lead=report.description,
-        partial="interrupted before the end." if report.partial else "",
+        partial=report.partial,
         verdict=said[:1],
         findings=said[1:],
         tables=tables,
@@ -171,7 +168,3 @@ def _setting(report: Comparison) -> dict[str, str]:
         "margin": margin_text(report),
         "wall time": f"{report.seconds:.1f} s",
     }
-
-
-def _sizes(sizes: tuple[int, ...]) -> str:
-    return str(sizes[0]) if len(set(sizes)) == 1 else ", ".join(map(str, sizes))

@@ -11,7 +11,7 @@ from superbatch.tuning.survey_suggestions import still_falling
 
 from .comparison import Equivalence
 from .surveys import CurveTest, SurveyArm, Surveys
-from .table import DASH, Column, Table, difference_text, p_text, shown
+from .table import DASH, Column, Table, difference_text, named, p_text, shown
 
 NAMES: dict[What, str] = {"lr": "learning rate", "momentum": "momentum", "weight_decay": "weight decay"}
 
@@ -110,10 +110,9 @@ def failures(report: Surveys) -> list[str]:
 def _row(arm: SurveyArm) -> tuple[str, ...]:
     early = [run.survey for run in arm.runs if run.survey.stopped is not None]
     stopped = sorted(survey.values[-1] if survey.values else survey.low for survey in early)
-    names = {"real": f"{arm.name} (real batch)", "inexact": f"{arm.name} (not exact)"}
     spread = "" if arm.decades is None else f" (± {arm.decades:.2f} decades)"
     return (
-        names.get(arm.claim, arm.name),
+        named(arm.name, arm.claim),
         shown(arm.rate, "{:.3g}".format) + spread,
         f"{stopped[len(stopped) // 2]:.2g} ({len(stopped)} of {len(arm.runs)})" if stopped else DASH,
         _pairs_text(arm.pairs) if arm.pairs else DASH,

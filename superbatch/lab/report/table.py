@@ -94,6 +94,11 @@ def shown(value: T | None, text: Callable[[T], str]) -> str:
     return DASH if value is None else text(value)
 
 
+def named(arm: str, claim: str) -> str:
+    """The name of an arm, with what it says of itself where a reader must know."""
+    return arm + {"real": " (real batch)", "inexact": " (not exact)"}.get(claim, "")
+
+
 def margin_text(report: Comparison) -> str:
     """The margin of the equivalence tests with its unit: differences of percentages are percentage points."""
     unit = "percentage points" if report.unit == "%" else report.unit
@@ -139,20 +144,17 @@ def range_text(value: float | None, low: float, high: float) -> str:
     return number_text(value) if low == high else f"{number_text(value)} ({interval_text(low, high)})"
 
 
-def metric_text(mean: float | None, sd: float | None, unit: str) -> str:
-    """A mean and its standard deviation.
+def mean_text(mean: float | None, sd: float | None, form: str) -> str:
+    """A mean, and its standard deviation where there is one.
 
     Examples:
-        >>> metric_text(95.38, 0.358, "%"), metric_text(2.5, None, "bits/byte"), metric_text(None, None, "%")
+        >>> mean_text(95.38, 0.358, ".2f"), mean_text(2.5, None, ".4f"), mean_text(None, None, ".2f")
         ('95.38 ± 0.36', '2.5000', '–')
-        >>> metric_text(-0.001, None, "%")
-        '0.00'
     """
     if mean is None:
         return DASH
-    digits = 2 if unit == "%" else 4
-    mean = round(mean, digits) or 0.0  # no -0.00
-    return f"{mean:.{digits}f}" + ("" if sd is None else f" ± {sd:.{digits}f}")
+    text = number(mean, form)
+    return text if not sd or not math.isfinite(sd) else f"{text} ± {number(sd, form)}"
 
 
 def difference_text(difference: float | None) -> str:
@@ -167,6 +169,30 @@ def difference_text(difference: float | None) -> str:
     if difference == 0:
         return "0"
     return f"{100 * difference:.2g} %" if 0.001 <= difference < 10 else f"{difference:.1e}"
+
+
+def number(value: float, form: str = ".4g") -> str:
+    """A number as people read it.
+
+    Examples:
+        >>> number(2500.0, ",.0f"), number(float("nan")), number(float("inf")), number(-0.001, ".2f")
+        ('2,500', 'not a number', 'infinite', '0.00')
+    """
+    if math.isfinite(value):
+        text = format(value, form)
+        # What rounds to zero has no sign: "-0.00" reads as a loss.
+        return text if any(digit in text for digit in "123456789") else text.lstrip("-")
+    return "not a number" if math.isnan(value) else "infinite"
+
+
+def signed(difference: float, digits: int = 2) -> str:
+    """A difference with its sign; zero, or what rounding makes of ties, has none.
+
+    Examples:
+        >>> signed(0.0432), signed(-1.0), signed(-7e-15), signed(float("nan"))
+        ('+0.043', '-1', '0', 'not a number')
+    """
+    return "0" if abs(difference) < ROUNDING else number(difference, f"+.{digits}g")
 
 
 def equivalence_text(test: Equivalence | None) -> str:
@@ -184,20 +210,15 @@ def p_text(value: float) -> str:
 
 
 def _row(arm: Arm, report: Comparison) -> tuple[str, ...]:
-    names = {"real": f"{arm.name} (real batch)", "inexact": f"{arm.name} (not exact)"}
     return (
-        names.get(arm.claim, arm.name),
-        metric_text(arm.mean, arm.sd, report.unit),
+        named(arm.name, arm.claim),
+        mean_text(arm.mean, arm.sd, ".2f" if report.unit == "%" else ".4f"),
         str(arm.updates),
         shown(arm.seconds, "{:.2f}".format),
         shown(arm.peak_bytes, binary_text),
-        DASH if arm.claim == "real" else _apart(arm),
-        DASH if arm.claim == "real" else equivalence_text(arm.paired),
+        _apart(arm),
+        equivalence_text(arm.paired),
     )
-
-
-def _signed(value: float) -> str:
-    return "0" if abs(value) < ROUNDING else f"{value:+.3g}"
 
 
 def _apart(arm: Arm) -> str:
@@ -221,8 +242,8 @@ def rows_with_details(report: Comparison) -> Table:
         (
             arm.name,
             test.test,
-            _signed(test.difference),
-            f"{_signed(test.low)} … {_signed(test.high)}",
+            signed(test.difference, 3),
+            f"{signed(test.low, 3)} … {signed(test.high, 3)}",
             f"{test.p_value:.2g}",
             shown(test.runs_needed, str),
         )
