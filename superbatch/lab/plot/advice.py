@@ -10,7 +10,7 @@ from superbatch.results.advice import Advice
 
 from ..report.advice_text import range_said, title_of, verdict_text
 from .style import BLUE, DASHED, GREEN, VERMILION, Theme, blank, caption, hatched, headline, plain_axes
-from .ticks import readable
+from .ticks import logarithmic
 
 COLOURS = {"helps": GREEN, "wasteful": VERMILION, "undetermined": BLUE}
 HARDLY = 0.05
@@ -30,13 +30,12 @@ def advice(report: Advice, *, dark: bool = False) -> Figure:
     axes = figure.add_subplot()
     plain_axes(axes, theme)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
+    logarithmic(axes.yaxis, base=2)
     _curves(axes, report, theme)
     _marks(axes, report, theme)
     steps = [each.accumulation_steps for each in report.steps]
     axes.set_xticks(steps, [str(each) for each in steps])
     axes.minorticks_off()  # they would lie between the steps that were asked about
-    readable(axes.yaxis, base=2)
     each = report.microbatch_size * report.ranks
     axes.set_xlabel(f"accumulation steps K (batch = K x {each} samples)")
     axes.set_ylabel("relative to K = 1, to the same loss")

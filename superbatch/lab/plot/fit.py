@@ -14,7 +14,7 @@ from ..report.fitting import Fitting
 from ..report.fitting_text import findings, title_of
 from ..report.table import seconds_text
 from .style import BLUE, DASHED, GREEN, VERMILION, Theme, blank, caption, empty, headline, legend, plain_axes
-from .ticks import logarithmic, readable
+from .ticks import logarithmic
 
 # A limit beyond this many times the largest peak is named at the top, not drawn: the curve would be flat.
 FAR_ABOVE = 8
@@ -49,9 +49,8 @@ def _memory(axes: Axes, report: Fitting, theme: Theme) -> None:
     if measured:
         style = {"color": theme.ink, "markersize": 7, "fillstyle": "none", "label": "measured"}
         axes.plot(*zip(*measured, strict=True), "o", **style)
-    axes.set_yscale("log", base=2)
+    logarithmic(axes.yaxis, lambda value: binary_text(round(value)), base=2)
     _limit(axes, report, [value for _, value in (*predicted, *measured)])
-    readable(axes.yaxis, lambda value: binary_text(round(value)), base=2)
     axes.set_ylabel("peak memory")
     caption(axes, "Memory beyond the model: gradients, optimizer state, activations", theme)
     legend(axes, theme, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))

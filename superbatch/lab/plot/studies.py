@@ -15,7 +15,7 @@ from matplotlib.transforms import blended_transform_factory
 from ..report.study import Study, StudyArm
 from .arms import DASHES, Style, dots, mean_and_range, rows_for
 from .style import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, Theme, blank, headline, plain_axes
-from .ticks import logarithmic, readable
+from .ticks import logarithmic
 
 COLOURS = (BLUE, GREEN, VERMILION, PURPLE, ORANGE, SKY, "#999999")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -160,10 +160,8 @@ def _survey(figure: Figure, report: Study, theme: Theme) -> None:
     curves, rates = figure.subplots(1, 2, gridspec_kw={"width_ratios": (3, 2)})
     for index, arm in enumerate(report.arms):
         _curve(curves, arm, report.curve_at, index)
-    curves.set_xscale("log")
-    curves.set_yscale("log")
-    readable(curves.xaxis)
-    readable(curves.yaxis)
+    logarithmic(curves.xaxis)
+    logarithmic(curves.yaxis)
     curves.set_xlabel("value surveyed")
     curves.set_ylabel("smoothed training loss, mean over surveys")
     curves.set_title("Band: range over surveys")
