@@ -12,7 +12,7 @@ from matplotlib.transforms import blended_transform_factory
 from ..report.comparison import Arm, Comparison
 from ..report.table import margin_text
 from .arms import Role, Style, dots, mean_and_range, rows_for, styles_of
-from .style import Theme, blank, empty, headline, legend, plain_axes
+from .style import Theme, empty, headline, legend, panels
 from .ticks import logarithmic
 
 NOTHING = "no run was finished"
@@ -28,15 +28,10 @@ def comparison(report: Comparison, *, dark: bool = False) -> Figure:
         >>> [axes.get_xlabel() for axes in figure.axes][:2]
         ['updates (each of 100 samples)', 'test accuracy, %']
     """
-    height = 5.6 + 0.42 * len(report.arms) + 1.3
-    figure, theme = blank(height, dark=dark)
+    rows = 1.6 + 0.42 * len(report.arms)
+    ratios = (5.0, rows)
+    figure, (curves, metric, weights), theme = panels(5.3 + rows, "aa;bc", dark=dark, height_ratios=ratios)
     styles = styles_of(_roles(report.arms), theme)
-    grid = figure.add_gridspec(2, 2, height_ratios=(5.0, 1.6 + 0.42 * len(report.arms)))
-    curves = figure.add_subplot(grid[0, :])
-    metric = figure.add_subplot(grid[1, 0])
-    weights = figure.add_subplot(grid[1, 1])
-    for axes in (curves, metric, weights):
-        plain_axes(axes, theme)
     _draw_curves(curves, report, styles, theme)
     _draw_metric(metric, report, styles, theme)
     _draw_differences(weights, report, styles, theme)

@@ -13,7 +13,7 @@ from superbatch.results.memory import binary_text
 from ..report.fitting import Fitting
 from ..report.fitting_text import findings, title_of
 from ..report.table import seconds_text
-from .style import BLUE, DASHED, GREEN, VERMILION, Theme, blank, caption, empty, headline, legend, plain_axes
+from .style import BLUE, DASHED, GREEN, VERMILION, Theme, caption, empty, headline, legend_below, panels
 from .ticks import logarithmic
 
 # A limit beyond this many times the largest peak is named at the top, not drawn: the curve would be flat.
@@ -29,14 +29,13 @@ def fitting(report: Fitting, *, dark: bool = False) -> Figure:
         >>> figure.axes[1].get_xlabel()
         'samples of a micro-batch'
     """
-    figure, theme = blank(8, dark=dark)
-    memory, speed = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": (5, 4)})
+    figure, (memory, speed), theme = panels(8, "a;b", dark=dark, sharex=True, height_ratios=(5, 4))
     for axes in (memory, speed):
-        plain_axes(axes, theme)
         axes.set_xscale("log", base=2)
-        _choice(axes, report, theme, names=axes is memory)
+        _choice(axes, report, theme)
     _memory(memory, report, theme)
     _speed(speed, report, theme)
+    legend_below(figure, memory, theme, columns=4)
     headline(figure, title_of(report), theme, findings(report)[0], partial=report.partial)
     return figure
 
@@ -53,7 +52,6 @@ def _memory(axes: Axes, report: Fitting, theme: Theme) -> None:
     _limit(axes, report, [value for _, value in (*predicted, *measured)])
     axes.set_ylabel("peak memory")
     caption(axes, "Memory beyond the model: gradients, optimizer state, activations", theme)
-    legend(axes, theme, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
 
 
 def _limit(axes: Axes, report: Fitting, peaks: Sequence[int]) -> None:
@@ -92,21 +90,10 @@ def _speed(axes: Axes, report: Fitting, theme: Theme) -> None:
     logarithmic(axes.yaxis, seconds_text)
 
 
-def _choice(axes: Axes, report: Fitting, theme: Theme, *, names: bool) -> None:
-    """Lines through both panels at the fastest and the largest size that fit."""
-    sizes = [size.samples for size in report.sizes]
-    fitting = [size.samples for size in report.sizes if size.fits]
-    marks: dict[int, list[str]] = {}
-    if report.fastest is not None and report.refused is None:
-        marks.setdefault(report.fastest, []).append("fastest")
-    if fitting:
-        marks.setdefault(max(fitting), []).append("largest that fits")
-    where = blended_transform_factory(axes.transData, axes.transAxes)
-    for row, (samples, words) in enumerate(marks.items()):
-        colour = GREEN if "fastest" in words else theme.ink
-        axes.axvline(samples, color=colour, linewidth=1.2, linestyle=DASHED)
-        if names:
-            height = 0.1 - 0.06 * row  # one above the other: the two lines may be close
-            side = "left" if samples**2 < sizes[0] * sizes[-1] else "right"
-            style = {"transform": where, "fontsize": 10, "weight": "bold", "color": colour, "ha": side}
-            axes.text(samples, height, f" {' and '.join(words)}: {samples} ", **style)
+def _choice(axes: Axes, report: Fitting, theme: Theme) -> None:
+    """Lines at the fastest and the largest size that fit; the legend of the upper panel names them."""
+    marks = {} if report.refused is not None else {"fastest": (report.fastest, GREEN)}
+    largest = max((size.samples for size in report.sizes if size.fits), default=None)
+    for said, (samples, colour) in {**marks, "largest that fits": (largest, theme.ink)}.items():
+        if samples is not None:
+            axes.axvline(samples, color=colour, linewidth=1.2, linestyle=DASHED, label=f"{said}: {samples}")

@@ -8,20 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..report.noise_study import NoiseStudy, band_of, findings, title_of
-from .style import (
-    BLUE,
-    DASHED,
-    GREEN,
-    VERMILION,
-    Theme,
-    blank,
-    caption,
-    empty,
-    hatched,
-    headline,
-    legend,
-    plain_axes,
-)
+from .style import BLUE, DASHED, GREEN, VERMILION, Theme, caption, empty, hatched, headline, legend, panels
 from .ticks import logarithmic
 
 MODELS = "band of Adam's models, q = 0, 1, 2"
@@ -37,10 +24,7 @@ def noise(report: NoiseStudy, *, dark: bool = False) -> Figure:
         >>> figure.axes[0].get_xlabel()
         'updates'
     """
-    figure, theme = blank(8, dark=dark)
-    over_run, against_k = figure.subplots(2, 1, gridspec_kw={"height_ratios": (5, 4)})
-    for axes in (over_run, against_k):
-        plain_axes(axes, theme)
+    figure, (over_run, against_k), theme = panels(8, "a;b", dark=dark, height_ratios=(5, 4))
     _over_run(over_run, report, theme)
     _against_k(against_k, report, theme)
     headline(figure, title_of(report), theme, findings(report)[0], partial=report.partial, size=11)
@@ -109,8 +93,6 @@ def _against_k(axes: Axes, report: NoiseStudy, theme: Theme) -> None:
     else:
         times = [each.time or 0.0 for each in report.steps]
         axes.plot(k, times, "o-", color=GREEN, linewidth=2, markersize=6, label="time to target")
-        axes.plot([best.accumulation_steps], [best.time or 0.0], "o", color=VERMILION, markersize=10)
-        style = {"textcoords": "offset points", "xytext": (0, -18), "ha": "center", "weight": "bold"}
-        where = (best.accumulation_steps, best.time or 0.0)
-        axes.annotate(f"K = {best.accumulation_steps}", where, color=VERMILION, **style)
+        fastest = {"color": VERMILION, "markersize": 10, "label": f"fastest: K = {best.accumulation_steps}"}
+        axes.plot([best.accumulation_steps], [best.time or 0.0], "o", **fastest)
     legend(axes, theme, loc="upper left", bbox_to_anchor=(0.0, 0.86))

@@ -15,20 +15,7 @@ from superbatch.tuning.survey_ramp import to_axis
 from ..report.survey_text import NAMES, conclusions, title_of
 from ..report.surveys import SurveyArm, Surveys
 from .arms import Role, Style, dots, mean_and_range, rows_for, styles_of
-from .style import (
-    BLUE,
-    DASHED,
-    GREEN,
-    PURPLE,
-    VERMILION,
-    Theme,
-    blank,
-    caption,
-    empty,
-    headline,
-    legend,
-    plain_axes,
-)
+from .style import BLUE, DASHED, GREEN, PURPLE, VERMILION, Theme, caption, empty, headline, legend, panels
 from .ticks import logarithmic
 
 ROLES: Mapping[str, Role] = {"real": "real", "again": "again", "wrong": "wrong", "other": "wrong"}
@@ -45,11 +32,10 @@ def surveys(report: Surveys, *, dark: bool = False) -> Figure:
         ['log', 'log']
     """
     arms = [arm for arm in report.arms if arm.runs]
-    figure, theme = blank(6.2 + 0.3 * len(arms), dark=dark)
-    heights = (6.0, 1.0 + 0.45 * len(report.arms))
-    curves, rates = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": heights})
+    ratios = (6.0, 1.0 + 0.45 * len(report.arms))
+    height = 6.2 + 0.3 * len(arms)
+    figure, (curves, rates), theme = panels(height, "a;b", dark=dark, sharex=True, height_ratios=ratios)
     for axes in (curves, rates):
-        plain_axes(axes, theme)
         logarithmic(axes.xaxis)
     styles = styles_of([ROLES.get(arm.claim, "split") for arm in arms], theme)
     _draw_curves(curves, arms, styles, theme)
@@ -68,9 +54,7 @@ def one_survey(report: Survey, *, dark: bool = False) -> Figure:
         >>> one_survey(sweep.report()).axes[0].get_xlabel()
         'learning rate'
     """
-    figure, theme = blank(4.6, dark=dark, width=8)
-    axes = figure.subplots()
-    plain_axes(axes, theme)
+    figure, (axes,), theme = panels(4.6, dark=dark, width=8)
     logarithmic(axes.xaxis)
     x = [to_axis(report.what, value) for value in report.values]
     said = "each window, before its update"
