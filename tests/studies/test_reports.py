@@ -15,13 +15,13 @@ from superbatch.lab import plot
 from superbatch.lab.report.comparison import Comparison
 from superbatch.lab.report.json import to_json
 from superbatch.lab.report.page import Page, render
+from superbatch.lab.report.pages import page_of
 from superbatch.lab.report.table import (
     Column,
     Table,
     comparison_table,
     difference_text,
     plain,
-    rows_with_details,
 )
 from superbatch.lab.report.verdict import verdict
 from superbatch.lab.studies.compare import Options, compare
@@ -106,7 +106,9 @@ def test_the_table_has_a_row_per_arm_and_says_what_its_columns_mean(report: Comp
     lines = plain(table).splitlines()
     assert len(lines) == 3 + len(report.arms)
     assert lines[1].index("updates") == lines[3].index("6", lines[1].index("updates") - 1)
-    assert len(rows_with_details(report).rows) == 2 * (len(report.arms) - 1)
+    (details,) = page_of(report).details
+    assert len(details.rows) == 2 * (len(report.arms) - 1)
+    assert details.rows[1][0] == f"{report.arms[1].name} – 1x20, welch"
 
 
 def test_a_partial_report_says_so(partial: Comparison) -> None:

@@ -450,7 +450,7 @@ def test_reports_are_written_and_read_again(momentum: Study, grown: Study, preci
         table = study_table(report)
         assert len(table.rows) == len(report.arms)
         assert {len(row) for row in table.rows} == {1 + len(report.quantities)}
-        assert len(equivalence_table(report).rows) == len(report.tests)
+        assert len(equivalence_table(report.tests).rows) == len(report.tests)
         assert report.conclusion.endswith(".") and ". " not in report.conclusion, "one sentence"
         figure = plot.study(report, dark=report is momentum)
         assert plot.png(figure, dots_per_inch=30).startswith(b"\x89PNG")

@@ -80,8 +80,9 @@ def empty(axes: Axes, text: str, theme: Theme) -> None:
 
 
 def legend(axes: Axes, theme: Theme, **where: Any) -> None:
-    """A legend without a frame."""
-    axes.legend(frameon=False, labelcolor=theme.ink, fontsize=9, **where)
+    """A legend without a frame; none where nothing was drawn that has a name."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, labelcolor=theme.ink, fontsize=9, **where)
 
 
 def legend_below(figure: Figure, axes: Axes, theme: Theme, *, columns: int) -> None:

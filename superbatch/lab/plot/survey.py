@@ -14,7 +14,7 @@ from superbatch.tuning.survey_ramp import to_axis
 
 from ..report.survey_text import NAMES, conclusions, title_of
 from ..report.surveys import SurveyArm, Surveys
-from .arms import Role, Style, dots, mean_and_range, rows_for, styles_of
+from .arms import Role, Style, mean_and_range, runs_by_row, styles_of
 from .style import BLUE, DASHED, GREEN, PURPLE, VERMILION, Theme, caption, empty, headline, legend, panels
 from .ticks import logarithmic
 
@@ -110,21 +110,15 @@ def _draw_curves(axes: Axes, arms: Sequence[SurveyArm], styles: Sequence[Style],
 def _draw_rates(
     axes: Axes, report: Surveys, arms: Sequence[SurveyArm], styles: Sequence[Style], theme: Theme
 ) -> None:
-    rows = rows_for(axes, [arm.name for arm in arms])
     baseline = arms[0].rate if arms else None
-    if baseline is not None:
-        centre = to_axis(report.what, baseline)
-        low, high = centre / 10**report.margin, centre * 10**report.margin
-        axes.axvspan(low, high, color=theme.faint, alpha=0.4, linewidth=0)
-    for arm, style, y in zip(arms, styles, rows, strict=True):
-        found = [run.survey.suggestion for run in arm.runs]
-        dots(axes, [to_axis(report.what, value) for value in found if value is not None], y, style.colour)
-        if arm.rate is not None:
-            axes.plot([to_axis(report.what, arm.rate)], [y], "D", color=style.colour, markersize=6)
+    centre = None if baseline is None else to_axis(report.what, baseline)
+    band = None if centre is None else (centre / 10**report.margin, centre * 10**report.margin)
+    found = [[run.survey.suggestion for run in arm.runs] for arm in arms]
+    runs = [[to_axis(report.what, value) for value in each if value is not None] for each in found]
+    names = [arm.name for arm in arms]
+    runs_by_row(axes, list(zip(names, runs, styles, strict=True)), theme, band=band, log=True)
     axes.set_xlabel(_x_label(report.what))
-    said = (
-        f"Suggested (onset of the fall): dots surveys, diamond their mean; band ± {report.margin:g} decades"
-    )
+    said = f"Suggested (onset of the fall): dots surveys, large their mean; band ± {report.margin:g} decades"
     caption(axes, said, theme)
 
 

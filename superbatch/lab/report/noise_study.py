@@ -69,11 +69,6 @@ class NoiseStudy:
     models: tuple[float | None, ...] = ()  # ``B_noise`` of the run, as `NoiseAt.by_model`
 
     @property
-    def band(self) -> tuple[float, float] | None:
-        """The smallest and the largest noise scale under `models`; None where fewer than two have one."""
-        return band_of(self.models)
-
-    @property
     def best(self) -> AtSteps | None:
         """The K with the shortest time to target; None where the noise scale is not known."""
         known = [each for each in self.steps if each.time is not None]

@@ -13,9 +13,9 @@ from .comparison import Comparison
 from .fitting import Fitting
 from .noise_study import NoiseStudy
 from .page import Page
-from .study import Study
+from .study import Study, StudyTest
 from .surveys import Surveys
-from .table import Column, Table, comparison_table, margin_text, rows_with_details
+from .table import Column, Table, comparison_table, margin_text
 from .verdict import verdict
 
 Report = Comparison | Fitting | NoiseStudy | Surveys | Study | Advice | CaffeExplained
@@ -79,12 +79,28 @@ def _comparison(report: Comparison) -> Page:
         partial=report.partial,
         verdict=verdict(report),
         tables=[comparison_table(report)],
-        details=[rows_with_details(report)],
+        details=[study_text.equivalence_table(_tests(report))],
         plotted="Training loss over updates; metric of each arm with its margin; differences of the weights.",
         notes=report.notes,
         arms=[(arm.name, arm.how) for arm in report.arms],
         settings={"Setting": _setting(report), **_run(report)},
     )
+
+
+def _tests(report: Comparison) -> list[StudyTest]:
+    """The tests of each arm: by pairs of runs, and as if the seeds were independent."""
+    return [
+        StudyTest(
+            first=arm.name,
+            second=f"{report.arms[0].name}, {test.test}",
+            quantity=report.metric,
+            ratio=False,
+            result=test,
+        )
+        for arm in report.arms
+        for test in (arm.paired, arm.welch)
+        if test is not None
+    ]
 
 
 def _study(report: Study) -> Page:
@@ -94,7 +110,7 @@ def _study(report: Study) -> Page:
         lead=f"superbatch study {report.name}, {report.recipe}: {report.description}",
         partial=report.partial,
         verdict=[report.conclusion],
-        tables=[study_text.study_table(report), study_text.equivalence_table(report)],
+        tables=[study_text.study_table(report), study_text.equivalence_table(report.tests)],
         plotted="The quantities of the table.",
         notes=report.notes,
         arms=[(arm.name, arm.how) for arm in report.arms],
@@ -160,10 +176,7 @@ def _setting(report: Comparison) -> dict[str, str]:
     return {
         "backend": report.backend,
         "loss": report.statement,
-        "optimizer": f"{report.optimizer}, lr {report.learning_rate:g}",
-        "dtype": report.dtype,
-        "batch": f"{report.batch_size} samples" + ("" if report.tail is None else f", tail {report.tail}"),
-        "updates": str(report.updates),
+        "tail": "none" if report.tail is None else f"{report.tail} samples at the end of each epoch",
         "seeds": ", ".join(map(str, report.seeds)),
         "margin": margin_text(report),
         "wall time": f"{report.seconds:.1f} s",

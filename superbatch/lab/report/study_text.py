@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from .study import Quantity, Study, StudyArm, StudyTest
 from .table import Column, Table, equivalence_text, mean_text, number, signed
 
@@ -13,8 +15,8 @@ def study_table(report: Study) -> Table:
     return Table(title_of(report), columns, rows)
 
 
-def equivalence_table(report: Study) -> Table:
-    """The tests of a study: differences or ratios, their intervals, margins and verdicts."""
+def equivalence_table(tests: Iterable[StudyTest]) -> Table:
+    """Tests of equivalence: differences or ratios, their intervals, margins and verdicts."""
     columns = (
         Column("equivalence (TOST)", "the two arms; paired where their runs share seeds"),
         Column("of", "the quantity that is compared"),
@@ -23,7 +25,7 @@ def equivalence_table(report: Study) -> Table:
         Column("margin", "the largest difference that does not matter"),
         Column("equivalent", "two one-sided tests; p below 0.05 says yes"),
     )
-    return Table("Tests", columns, tuple(map(_test, report.tests)))
+    return Table("Tests", columns, tuple(map(_test, tests)))
 
 
 def title_of(report: Study) -> str:

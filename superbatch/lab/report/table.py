@@ -225,28 +225,3 @@ def _apart(arm: Arm) -> str:
     largest = difference_text(arm.weight_difference)
     median = difference_text(arm.median_difference)
     return largest if median == largest else f"{median} (max {largest})"
-
-
-def rows_with_details(report: Comparison) -> Table:
-    """The equivalence tests of a comparison in full: differences, intervals and both versions of the test."""
-    columns = (
-        Column("split", "the arm that is compared with the real batch"),
-        Column("test", "paired: runs of the same seed; welch: as if the seeds were independent"),
-        Column("difference", f"of the mean {report.metric}, in the margin's unit"),
-        Column("90 % interval", "equivalent means: the interval lies inside the margin"),
-        Column("p", "the larger of the two one-sided p-values"),
-        Column("runs needed", "per arm, for 80 % power if there is no difference"),
-    )
-    tests = [(arm, test) for arm in report.arms for test in (arm.paired, arm.welch) if test is not None]
-    rows = tuple(
-        (
-            arm.name,
-            test.test,
-            signed(test.difference, 3),
-            f"{signed(test.low, 3)} … {signed(test.high, 3)}",
-            f"{test.p_value:.2g}",
-            shown(test.runs_needed, str),
-        )
-        for arm, test in tests
-    )
-    return Table(f"Equivalence within {margin_text(report)}", columns, rows)
