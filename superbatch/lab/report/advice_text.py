@@ -7,7 +7,7 @@ from superbatch.results.memory import binary_text
 from superbatch.results.noise import ASSUMED, ASSUMPTION
 from superbatch.results.scaling import setting_text
 
-from .table import Column, Table, range_text, seconds_text, shown
+from .table import Column, Table, range_text, seconds_text, shown, table_of
 
 NOT_MEASURED = (
     "For Adam the noise scale hangs on what is assumed of its preconditioner (q = 0, 1, 2), which is "
@@ -26,30 +26,28 @@ NO_SETTINGS = (
 
 def steps_table(report: Advice) -> Table:
     """The table of an advice: one row per number of accumulation steps."""
-    columns = (
-        Column("K", "micro-batches of an update; the mark is at the one in question"),
-        Column("batch", "samples of an update, on all ranks"),
-        Column("time", "to the same loss, relative to K = 1: W(K)/W(1)"),
-        Column("range", f"over {range_said(report)}"),
-        Column("samples", "needed for the same loss, relative to K = 1: a lower bound"),
+    asked = report.asked
+    return table_of(
+        title_of(report),
+        report.steps,
+        ("K", "micro-batches of an update; the mark is at the one in question", lambda each: _k(each, asked)),
+        ("batch", "samples of an update, on all ranks", lambda each: str(each.batch)),
+        ("time", "to the same loss, relative to K = 1: W(K)/W(1)", lambda each: _three(each.time)),
+        ("range", f"over {range_said(report)}", _range),
+        ("samples", "needed for that, relative to K = 1: a lower bound", lambda each: _three(each.samples)),
     )
-    return Table(title_of(report), columns, tuple(_row(each, report) for each in report.steps))
 
 
 def alternative_table(report: Advice) -> Table:
     """The settings with accumulation, and those without; no rows where none are known."""
-    found, title = report.alternative, "The alternative: no accumulation"
-    if found is None:
-        return Table(title, (), ())
-    columns = (
-        Column("setting", f'by the rule "{found.rule}": {found.why}'),
-        Column(f"batch {report.of_asked.batch}", "with accumulation"),
-        Column(f"batch {report.microbatch_size * report.ranks}", "without"),
+    found = report.alternative
+    return table_of(
+        "The alternative: no accumulation",
+        [] if found is None else [(name, old, found.after[name]) for name, old in found.before.items()],
+        ("setting", "" if found is None else f'by the rule "{found.rule}": {found.why}', lambda row: row[0]),
+        (f"batch {report.of_asked.batch}", "with accumulation", lambda row: setting_text(row[1])),
+        (f"batch {report.microbatch_size * report.ranks}", "without", lambda row: setting_text(row[2])),
     )
-    rows = tuple(
-        (name, setting_text(old), setting_text(found.after[name])) for name, old in found.before.items()
-    )
-    return Table(title, columns, rows)
 
 
 def memory_table(report: Advice) -> Table:
@@ -75,24 +73,16 @@ def memory_table(report: Advice) -> Table:
 
 def models_table(report: Advice) -> Table:
     """The noise scale under each assumption about Adam's preconditioner."""
-    columns = (
-        Column("q", "power of Adam's preconditioner; the first is the plain gradient, which is used"),
-        Column("assumes that", "what the power takes for granted of the curvature"),
-        Column("noise scale", "samples of a batch with as much noise as signal, with its 95 % interval"),
-        Column("K*", "the best number of micro-batches"),
-        Column(f"time at K = {report.asked}", "to the same loss, relative to K = 1"),
+    times = {each.power: time for each, time in zip(report.models, report.of_asked.by_model, strict=True)}
+    return table_of(
+        "By the assumption on Adam's preconditioner",
+        report.models,
+        ("q", "power of Adam's preconditioner; 0, the plain gradient, is used", lambda each: str(each.power)),
+        ("assumes that", "of the curvature", lambda each: ASSUMED[each.power]),
+        ("noise scale", "with its 95 % interval", lambda each: range_text(each.noise, each.low, each.high)),
+        ("K*", "the best number of micro-batches", lambda each: _three(each.best)),
+        (f"time at K = {report.asked}", "relative to K = 1", lambda each: _three(times[each.power])),
     )
-    rows = tuple(
-        (
-            str(each.power),
-            ASSUMED[each.power],
-            range_text(each.noise, each.low, each.high),
-            shown(each.best, "{:.3g}".format),
-            shown(time, "{:.3g}".format),
-        )
-        for each, time in zip(report.models, report.of_asked.by_model, strict=True)
-    )
-    return Table("By the assumption on Adam's preconditioner", columns, rows)
 
 
 def tables(report: Advice) -> list[Table]:
@@ -160,13 +150,13 @@ def verdict_text(report: Advice) -> str:
     return f"{said[report.verdict]} {report.reason}"
 
 
-def _row(each: Steps, report: Advice) -> tuple[str, ...]:
-    alone = each.accumulation_steps == 1
-    mark = " <" if each.accumulation_steps == report.asked else ""
-    return (
-        f"{each.accumulation_steps}{mark}",
-        str(each.batch),
-        shown(each.time, "{:.3g}".format),
-        "" if alone else f"{each.low:.3g} to {each.high:.3g}",
-        shown(each.samples, "{:.3g}".format),
-    )
+def _k(each: Steps, asked: int) -> str:
+    return f"{each.accumulation_steps}{' <' if each.accumulation_steps == asked else ''}"
+
+
+def _range(each: Steps) -> str:
+    return "" if each.accumulation_steps == 1 else f"{each.low:.3g} to {each.high:.3g}"
+
+
+def _three(value: float | None) -> str:
+    return shown(value, "{:.3g}".format)

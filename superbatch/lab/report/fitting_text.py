@@ -6,7 +6,7 @@ from superbatch.results.advice import number_text
 from superbatch.results.memory import binary_text
 
 from .fitting import DRAWN_ON, Fitting, Size
-from .table import Column, Table, seconds_text, shown
+from .table import Table, bytes_text, seconds_text, shown, table_of
 
 _KEPT_WHOLE = (
     "Keep the batch whole: its samples influence each other, so superbatch does not split it "
@@ -16,15 +16,17 @@ _KEPT_WHOLE = (
 
 def sizes_table(report: Fitting) -> Table:
     """The table of a fit: one row per size of micro-batch."""
-    columns = (
-        Column("micro-batch", "samples; the marks name the choice"),
-        Column(f"batch of {report.batch_size}", f"micro-batches that make the batch of {report.batch_size}"),
-        Column("predicted", "peak memory beyond the model and the batch on the host"),
-        Column("measured", "the same of real micro-batches"),
-        Column("per sample", "forward and backward"),
-        Column("per update", f"of the batch of {report.batch_size}"),
+    batch = f"batch of {report.batch_size}"
+    return table_of(
+        title_of(report),
+        report.sizes,
+        ("micro-batch", "samples; the marks name the choice", lambda size: _marked(size, report)),
+        (batch, f"micro-batches that make the {batch}", lambda size: f"{size.microbatches} x {size.samples}"),
+        ("predicted", "peak memory beyond the model and the batch", lambda size: bytes_text(size.predicted)),
+        ("measured", "the same of real micro-batches", lambda size: bytes_text(size.measured)),
+        ("per sample", "forward and backward", lambda size: seconds_text(size.seconds)),
+        ("per update", f"of the {batch}", lambda size: seconds_text(size.update_seconds)),
     )
-    return Table(title_of(report), columns, tuple(_row(size, report) for size in report.sizes))
 
 
 def title_of(report: Fitting) -> str:
@@ -39,37 +41,32 @@ def title_of(report: Fitting) -> str:
 
 def reach_table(report: Fitting) -> Table:
     """Effective batches within reach: what they take in micro-batches and in one piece."""
-    columns = (
-        Column("effective batch", "samples of one update"),
-        Column("micro-batches", "samples of one micro-batch"),
-        Column("peak memory", "with these micro-batches"),
-        Column("in one piece", "what the batch would need without accumulation, by the curve"),
-        Column("per update", "time"),
-    )
     peak = None if report.fastest is None else report.of(report.fastest).peak
 
     def whole(need: int) -> str:
         return binary_text(need) + ("" if need <= report.usable else " > limit")
 
-    rows = tuple(
-        (
-            str(each.batch),
-            f"{each.microbatches} x {each.samples}",
-            shown(peak, binary_text),
-            shown(each.whole, whole),
-            shown(each.seconds, seconds_text),
-        )
-        for each in report.reach
+    return table_of(
+        "Effective batches within reach",
+        report.reach,
+        ("effective batch", "samples of one update", lambda each: str(each.batch)),
+        ("micro-batches", "and the samples of one", lambda each: f"{each.microbatches} x {each.samples}"),
+        ("peak memory", "with these micro-batches", lambda _: bytes_text(peak)),
+        ("in one piece", "what the batch would need, by the curve", lambda each: shown(each.whole, whole)),
+        ("per update", "time", lambda each: seconds_text(each.seconds)),
     )
-    return Table("Effective batches within reach", columns, rows)
 
 
 def savings_table(report: Fitting) -> Table:
     """Return the means that lower the peak, largest first."""
-    columns = (Column("saves about", "each by itself"), Column("what", "the means"), Column("how", "in code"))
-    rows = tuple((binary_text(each.bytes), each.name, each.how) for each in report.savings)
     samples = report.fastest or max((size.samples for size in report.sizes if size.fits), default=0)
-    return Table(f"What would lower the peak of micro-batches of {samples}", columns, rows)
+    return table_of(
+        f"What would lower the peak of micro-batches of {samples}",
+        report.savings,
+        ("saves about", "each by itself", lambda each: binary_text(each.bytes)),
+        ("what", "the means", lambda each: each.name),
+        ("how", "in code", lambda each: each.how),
+    )
 
 
 def findings(report: Fitting) -> list[str]:
@@ -114,21 +111,10 @@ def _largest(report: Fitting) -> str:
     return f"The whole batch fits in {report.limit}; so would {beyond}."
 
 
-def _row(size: Size, report: Fitting) -> tuple[str, ...]:
-    return (
-        f"{size.samples}{_mark(size, report)}",
-        f"{size.microbatches} x {size.samples}",
-        shown(size.predicted, binary_text),
-        shown(size.measured, binary_text),
-        shown(size.seconds, seconds_text),
-        shown(size.update_seconds, seconds_text),
-    )
-
-
-def _mark(size: Size, report: Fitting) -> str:
+def _marked(size: Size, report: Fitting) -> str:
+    largest = max((each.samples for each in report.sizes if each.fits), default=None)
     if not size.fits:
-        return " too large"
+        return f"{size.samples} too large"
     if size.samples == report.fastest and report.refused is None:
-        return " fastest"
-    largest = max(each.samples for each in report.sizes if each.fits)
-    return " largest" if size.samples == largest else ""
+        return f"{size.samples} fastest"
+    return f"{size.samples} largest" if size.samples == largest else str(size.samples)

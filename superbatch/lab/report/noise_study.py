@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from superbatch.results.advice import number_text
 from superbatch.results.noise import ASSUMED, ASSUMPTION
 
-from .table import Column, Table, interval_text, seconds_text, shown
+from .table import Column, Table, interval_text, seconds_text, shown, table_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,26 +126,14 @@ def points_table(report: NoiseStudy, rows: int = 12) -> Table:
 
 def steps_table(report: NoiseStudy) -> Table:
     """Time to target against K."""
-    columns = (
-        Column("micro-batches", f"K, of {report.microbatch_size} samples"),
-        Column("batch", "samples of one update"),
-        Column("time to target", "relative to one micro-batch per update: a lower bound"),
-        Column("range", "over the interval of the noise scale"),
-    )
-    rows = tuple(
-        (
-            str(each.accumulation_steps),
-            str(each.batch),
-            shown(each.time, "{:.2f}".format),
-            f"{each.low:.2f} to {each.high:.2f}",
-        )
-        for each in report.steps
-    )
-    return Table(
-        f"Time to the same loss: a micro-batch takes {seconds_text(report.microbatch_seconds)}, an update "
-        f"{seconds_text(report.update_seconds)}",
-        columns,
-        rows,
+    microbatch, update = seconds_text(report.microbatch_seconds), seconds_text(report.update_seconds)
+    return table_of(
+        f"Time to the same loss: a micro-batch takes {microbatch}, an update {update}",
+        report.steps,
+        ("micro-batches", "of an update: K", lambda each: str(each.accumulation_steps)),
+        ("batch", "samples of one update", lambda each: str(each.batch)),
+        ("time to target", "against K = 1: a lower bound", lambda each: shown(each.time, "{:.2f}".format)),
+        ("range", "over the noise scale's interval", lambda each: f"{each.low:.2f} to {each.high:.2f}"),
     )
 
 

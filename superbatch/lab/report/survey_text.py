@@ -11,26 +11,28 @@ from superbatch.tuning.survey_suggestions import still_falling
 
 from .comparison import Equivalence
 from .surveys import CurveTest, SurveyArm, Surveys
-from .table import DASH, Column, Table, difference_text, named, p_text, shown
+from .table import DASH, Table, difference_text, named, p_text, shown, table_of
 
 NAMES: dict[What, str] = {"lr": "learning rate", "momentum": "momentum", "weight_decay": "weight decay"}
 
 
 def surveys_table(report: Surveys) -> Table:
     """The table of a study: one row per arm."""
+    curve, share = "at every point of the fall: the largest p-value", 100 * (report.factor - 1)
     alike = f"rate within {report.margin:g} decades" if report.what == "lr" else "value alike"
-    seeds = "largest p-value, arms with seeds of their own"
-    suggested = "geometric mean over the surveys that suggest one, and their spread in decades"
     pairs = "largest relative difference to the lowest point, same weights and samples"
-    columns = (
-        Column("split", "micro-batches x samples; the first row is the baseline"),
-        Column(f"suggested {NAMES[report.what]}", suggested),
-        Column("stopped at", "median of the last values, where surveys stopped early"),
-        Column("pairs differ by", pairs),
-        Column(f"curve within {100 * (report.factor - 1):.0f} %", f"at every point of the fall: {seeds}"),
-        Column(alike, "equivalence of the suggestions, arms with seeds of their own"),
+    seeds = "arms with seeds of their own"
+    suggested = f"suggested {NAMES[report.what]}"
+    return table_of(
+        title_of(report),
+        report.arms,
+        ("split", "micro-batches x samples; first the baseline", lambda arm: named(arm.name, arm.claim)),
+        (suggested, "geometric mean over the surveys that suggest one, and spread", _suggested),
+        ("stopped at", "median of the last values, where surveys stopped early", _stopped),
+        ("pairs differ by", pairs, lambda arm: _pairs_text(arm.pairs) if arm.pairs else DASH),
+        (f"curve within {share:.0f} %", f"{curve}, {seeds}", lambda arm: shown(arm.curve, _yes)),
+        (alike, f"equivalence of the suggestions, {seeds}", lambda arm: shown(arm.suggested, _yes)),
     )
-    return Table(title_of(report), columns, tuple(_row(arm) for arm in report.arms))
 
 
 def title_of(report: Surveys) -> str:
@@ -107,18 +109,15 @@ def failures(report: Surveys) -> list[str]:
     return [*found, "the study was interrupted"] if report.partial else found
 
 
-def _row(arm: SurveyArm) -> tuple[str, ...]:
-    early = [run.survey for run in arm.runs if run.survey.stopped is not None]
-    stopped = sorted(survey.values[-1] if survey.values else survey.low for survey in early)
+def _suggested(arm: SurveyArm) -> str:
     spread = "" if arm.decades is None else f" (± {arm.decades:.2f} decades)"
-    return (
-        named(arm.name, arm.claim),
-        shown(arm.rate, "{:.3g}".format) + spread,
-        f"{stopped[len(stopped) // 2]:.2g} ({len(stopped)} of {len(arm.runs)})" if stopped else DASH,
-        _pairs_text(arm.pairs) if arm.pairs else DASH,
-        shown(arm.curve, _yes),
-        shown(arm.suggested, _yes),
-    )
+    return shown(arm.rate, "{:.3g}".format) + spread
+
+
+def _stopped(arm: SurveyArm) -> str:
+    early = [run.survey for run in arm.runs if run.survey.stopped is not None]
+    last = sorted(survey.values[-1] if survey.values else survey.low for survey in early)
+    return f"{last[len(last) // 2]:.2g} ({len(last)} of {len(arm.runs)})" if last else DASH
 
 
 def _yes(test: CurveTest | Equivalence) -> str:

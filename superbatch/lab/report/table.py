@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -43,22 +43,34 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
 
+def table_of(title: str, items: Iterable[T], *columns: tuple[str, str, Callable[[T], str]]) -> Table:
+    """A table with one row per item; a column is its heading, its meaning, and the text of its cell.
+
+    Examples:
+        >>> table_of("Primes", [2, 3], ("prime", "a number", str)).rows
+        (('2',), ('3',))
+    """
+    rows = tuple(tuple(cell(item) for _, _, cell in columns) for item in items)
+    return Table(title, tuple(Column(heading, meaning) for heading, meaning, _ in columns), rows)
+
+
 def comparison_table(report: Comparison) -> Table:
     """The table of a comparison: one row per arm."""
-    per = f", {report.unit}" if report.unit else ""
     within = f"inside {margin_text(report)}: two one-sided tests (TOST) on pairs of runs; p below 0.05: yes"
-    columns = (
-        Column("split", "micro-batches x samples, or samples of each micro-batch; first the real batch"),
-        Column(
-            f"{report.metric}{per}", "mean ± standard deviation over the runs, on held-out data at the end"
-        ),
-        Column("updates", "optimizer updates of each run, the same in all arms"),
-        Column("time, s", "mean time of a run's updates, without loading data and evaluation"),
-        Column("peak memory", "allocated in an update at most, beside weights, optimizer state and batch"),
-        Column("weights differ by", "|w - w_real| / |w_real| at the end, same seed: median (max) of runs"),
-        Column(f"equivalent within ±{report.margin:g}", within),
+    metric = f"{report.metric}, {report.unit}" if report.unit else report.metric
+    form = ".2f" if report.unit == "%" else ".4f"
+    apart = "|w - w_real| / |w_real| at the end, same seed: median (max) of runs"
+    return table_of(
+        title_of(report),
+        report.arms,
+        ("split", "micro-batches x samples; first the real batch", lambda arm: named(arm.name, arm.claim)),
+        (metric, "mean ± sd over the runs, held-out data", lambda arm: mean_text(arm.mean, arm.sd, form)),
+        ("updates", "of the optimizer in each run", lambda arm: str(arm.updates)),
+        ("time, s", "of a run's updates alone, the mean", lambda arm: shown(arm.seconds, "{:.2f}".format)),
+        ("peak memory", "of an update, beside weights and batch", lambda arm: bytes_text(arm.peak_bytes)),
+        ("weights differ by", apart, _apart),
+        (f"equivalent within ±{report.margin:g}", within, lambda arm: equivalence_text(arm.paired)),
     )
-    return Table(title_of(report), columns, tuple(_row(arm, report) for arm in report.arms))
 
 
 def title_of(report: Comparison) -> str:
@@ -99,19 +111,26 @@ def named(arm: str, claim: str) -> str:
     return arm + {"real": " (real batch)", "inexact": " (not exact)"}.get(claim, "")
 
 
+def bytes_text(count: int | None) -> str:
+    """A number of bytes in KiB, MiB, ...; a dash for None."""
+    return shown(count, binary_text)
+
+
 def margin_text(report: Comparison) -> str:
     """The margin of the equivalence tests with its unit: differences of percentages are percentage points."""
     unit = "percentage points" if report.unit == "%" else report.unit
     return f"±{report.margin:g} {unit}".rstrip()
 
 
-def seconds_text(seconds: float) -> str:
-    """A time, to three digits.
+def seconds_text(seconds: float | None) -> str:
+    """A time, to three digits; a dash for None.
 
     Examples:
         >>> seconds_text(1.234e-5), seconds_text(0.0456), seconds_text(7.8), seconds_text(4000)
         ('12.3 µs', '45.6 ms', '7.80 s', '67 min')
     """
+    if seconds is None:
+        return DASH
     if seconds >= 600:
         return f"{seconds / 60:.0f} min"
     scale, unit = (1e6, "µs") if seconds < 1e-3 else (1e3, "ms") if seconds < 1 else (1, "s")
@@ -207,18 +226,6 @@ def equivalence_text(test: Equivalence | None) -> str:
 def p_text(value: float) -> str:
     """A p-value, to three decimals."""
     return "p < 0.001" if value < 0.001 else f"p = {value:.3f}"
-
-
-def _row(arm: Arm, report: Comparison) -> tuple[str, ...]:
-    return (
-        named(arm.name, arm.claim),
-        mean_text(arm.mean, arm.sd, ".2f" if report.unit == "%" else ".4f"),
-        str(arm.updates),
-        shown(arm.seconds, "{:.2f}".format),
-        shown(arm.peak_bytes, binary_text),
-        _apart(arm),
-        equivalence_text(arm.paired),
-    )
 
 
 def _apart(arm: Arm) -> str:
