@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from matplotlib.axes import Axes
 
@@ -18,8 +18,6 @@ WRONG_COLOURS = (VERMILION, ORANGE, PURPLE)
 STUDY_COLOURS = (BLUE, GREEN, VERMILION, PURPLE, ORANGE, SKY, "#999999")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2)), (0, (1, 1)))
-
-Role = Literal["real", "again", "wrong", "split"]
 
 
 @dataclass(frozen=True)
@@ -33,16 +31,18 @@ class Style:
     alpha: float = 1.0
 
 
-def styles_of(roles: Iterable[Role], theme: Theme) -> list[Style]:
+def styles_of(claims: Sequence[str], theme: Theme) -> list[Style]:
     """The real batch is a broad pale line under the others; each split is narrower than the one before."""
     styles: list[Style] = []
     splits = wrong = 0
-    for role in roles:
-        if role == "real":
+    # Beside exact splits those that are known not to be exact are the wrong ones.
+    bad = ("wrong", "other", "inexact") if "exact" in claims else ("wrong", "other")
+    for claim in claims:
+        if claim == "real":
             styles.append(Style(theme.ink, "o", "solid", 7.0, 0.25))
-        elif role == "again":
+        elif claim == "again":
             styles.append(Style(theme.ink, "o", (0, (1, 1)), 1.4))  # the same batch: the same colour
-        elif role == "wrong":
+        elif claim in bad:
             styles.append(Style(WRONG_COLOURS[wrong % 3], "X", (0, (3, 1.5)), 1.6))
             wrong += 1
         else:

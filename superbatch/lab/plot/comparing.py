@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..report.comparison import Arm, Comparison
+from ..report.comparison import Comparison
 from ..report.table import margin_text
-from .arms import Role, Style, mean_and_range, rows_for, runs_by_row, styles_of
+from .arms import Style, mean_and_range, rows_for, runs_by_row, styles_of
 from .style import Theme, empty, headline, legend, panels
 from .ticks import logarithmic
 
@@ -30,18 +30,12 @@ def comparison(report: Comparison, *, dark: bool = False) -> Figure:
     rows = 1.6 + 0.42 * len(report.arms)
     ratios = (5.0, rows)
     figure, (curves, metric, weights), theme = panels(5.3 + rows, "aa;bc", dark=dark, height_ratios=ratios)
-    styles = styles_of(_roles(report.arms), theme)
+    styles = styles_of([arm.claim for arm in report.arms], theme)
     _draw_curves(curves, report, styles, theme)
     _draw_metric(metric, report, styles, theme)
     _draw_differences(weights, report, styles, theme)
     headline(figure, f"{report.trained}: {report.description}", theme, partial=report.partial)
     return figure
-
-
-def _roles(arms: Sequence[Arm]) -> list[Role]:
-    beside = any(arm.claim == "exact" for arm in arms)
-    roles: dict[str, Role] = {"real": "real", "wrong": "wrong", "inexact": "wrong" if beside else "split"}
-    return [roles.get(arm.claim, "split") for arm in arms]
 
 
 def _draw_curves(axes: Axes, report: Comparison, styles: Sequence[Style], theme: Theme) -> None:

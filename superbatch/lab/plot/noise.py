@@ -39,9 +39,10 @@ def _over_run(axes: Axes, report: NoiseStudy, theme: Theme) -> None:
     known = [each for each in report.points if each.batch_size]
     unknown = [each for each in report.points if each.batch_size is None]
     named = [each.batch_size or 1.0 for each in known]
-    lows = [each.low for each in report.points if each.low > 0]
-    heights = [value for each in report.points for value in each.by_model if value]
-    heights += [*named, *lows, *(each.high for each in known if math.isfinite(each.high)), report.batch_size]
+    # The upper end of a point that is not determined is not drawn.
+    ends = [each.low for each in report.points] + [each.high for each in known if math.isfinite(each.high)]
+    models = [size for each in report.points for size in each.by_model if size]
+    heights = [report.batch_size, *named, *filter(None, ends), *models]
     bottom, top = min(heights) / 2, max(heights) * 3
     axes.set_ylim(bottom, top)
     if unknown:

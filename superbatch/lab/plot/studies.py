@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import blended_transform_factory
 
-from ..report.study import Study, StudyArm
+from ..report.study import Study
 from .arms import DASHES, MARKERS, STUDY_COLOURS, Style, dots, mean_and_range, runs_by_row
 from .style import BLUE, VERMILION, Theme, blank, headline, legend, plain_axes
 from .ticks import logarithmic
@@ -77,24 +77,18 @@ def _below(axes: Axes, place: float, text: str, theme: Theme) -> None:
 
 def _grow_batch(figure: Figure, report: Study, theme: Theme) -> None:
     samples, updates = figure.subplots(1, 2, sharey=True)
-    for index, arm in enumerate(report.arms):
-        _curve(samples, arm, report.curve_at, index)
-        _curve(updates, arm, arm.curve_updates, index)
-    logarithmic(samples.yaxis)
+    _curves(samples, report, [report.curve_at] * len(report.arms), theme)
+    _curves(updates, report, [arm.curve_updates for arm in report.arms], theme)
     loss = "training loss, mean over seeds; band: range"
     samples.set(xlabel="samples seen", ylabel=loss, title="Against samples")
     updates.set(xlabel="updates made", title="Against updates")
-    legend(samples, theme)
 
 
 def _critical_batch(figure: Figure, report: Study, theme: Theme) -> None:
     loss, needed = figure.subplots(1, 2)
-    for index, arm in enumerate(report.arms):
-        _curve(loss, arm, report.curve_at, index)
-    logarithmic(loss.yaxis)
+    _curves(loss, report, [report.curve_at] * len(report.arms), theme)
     loss.set(xlabel="samples since the checkpoint", ylabel="smoothed training loss, mean over seeds")
     loss.set_title("Branches of one checkpoint: the same samples in the same order")
-    legend(loss, theme)
     points = [(_number(arm.name), arm.values("samples needed, x")) for arm in report.arms]
     points = [(batch, values) for batch, values in points if values]
     for batch, values in points:
@@ -123,8 +117,12 @@ def _number(name: str) -> float:
     return float(name.rpartition(" ")[2])
 
 
-def _curve(axes: Axes, arm: StudyArm, at: Sequence[float], index: int) -> None:
-    mean_and_range(axes, at, [run.curve for run in arm.runs], _style(index), arm.name)
+def _curves(axes: Axes, report: Study, at: Sequence[Sequence[float]], theme: Theme) -> None:
+    """The mean curve of each arm over its own places, with the range over the runs."""
+    for index, (arm, places) in enumerate(zip(report.arms, at, strict=True)):
+        mean_and_range(axes, places, [run.curve for run in arm.runs], _style(index), arm.name)
+    logarithmic(axes.yaxis)
+    legend(axes, theme)
 
 
 def _style(index: int) -> Style:
@@ -152,13 +150,10 @@ def _precision(figure: Figure, report: Study, theme: Theme) -> None:
 
 def _survey(figure: Figure, report: Study, theme: Theme) -> None:
     curves, rates = figure.subplots(1, 2, gridspec_kw={"width_ratios": (3, 2)})
-    for index, arm in enumerate(report.arms):
-        _curve(curves, arm, report.curve_at, index)
+    _curves(curves, report, [report.curve_at] * len(report.arms), theme)
     logarithmic(curves.xaxis)
-    logarithmic(curves.yaxis)
     curves.set(xlabel="value surveyed", ylabel="smoothed training loss, mean over surveys")
     curves.set_title("Band: range over surveys")
-    legend(curves, theme)
     _dots(rates, report, report.quantities[0].name, theme, log=True)
     rates.set_title("What each survey suggests")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -14,11 +14,10 @@ from superbatch.tuning.survey_ramp import to_axis
 
 from ..report.survey_text import NAMES, conclusions, title_of
 from ..report.surveys import SurveyArm, Surveys
-from .arms import Role, Style, mean_and_range, runs_by_row, styles_of
+from .arms import Style, mean_and_range, runs_by_row, styles_of
 from .style import BLUE, DASHED, GREEN, PURPLE, VERMILION, Theme, caption, empty, headline, legend, panels
 from .ticks import logarithmic
 
-ROLES: Mapping[str, Role] = {"real": "real", "again": "again", "wrong": "wrong", "other": "wrong"}
 ABOVE = 1.2  # the axis ends so far above the first points, in units of the fall from there to the lowest
 
 
@@ -37,7 +36,7 @@ def surveys(report: Surveys, *, dark: bool = False) -> Figure:
     figure, (curves, rates), theme = panels(height, "a;b", dark=dark, sharex=True, height_ratios=ratios)
     for axes in (curves, rates):
         logarithmic(axes.xaxis)
-    styles = styles_of([ROLES.get(arm.claim, "split") for arm in arms], theme)
+    styles = styles_of([arm.claim for arm in arms], theme)
     _draw_curves(curves, arms, styles, theme)
     _draw_rates(rates, report, arms, styles, theme)
     headline(figure, title_of(report), theme, conclusions(report)[0], partial=report.partial, size=10)

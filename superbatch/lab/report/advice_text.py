@@ -61,8 +61,7 @@ def memory_table(report: Advice) -> Table:
             ("sum of gradients", f"{binary_text(report.accumulator_bytes)} (4 bytes a parameter)", free)
         )
     if limit is not None and peak is not None:
-        fits = "fits in" if peak <= limit.bytes else "does not fit in"
-        remark = f"{fits} {binary_text(limit.bytes)} ({limit.by})"
+        remark = f"{'fits in' if peak <= limit.bytes else 'does not fit in'} {limit}"
         rows.append((f"a micro-batch of {report.microbatch_size}", binary_text(peak), remark))
     if limit is not None and whole is not None and whole <= limit.bytes:
         samples = f"{report.asked} x {report.microbatch_size} in one piece"
@@ -142,12 +141,10 @@ def caveats(report: Advice, most: int | None = 3) -> list[str]:
 
 def verdict_text(report: Advice) -> str:
     """The verdict with its reason."""
-    said = {
-        "helps": f"Accumulating {report.asked} micro-batches helps.",
-        "wasteful": f"Accumulating {report.asked} micro-batches is wasteful.",
-        "undetermined": f"Whether accumulating {report.asked} micro-batches pays is undetermined.",
-    }
-    return f"{said[report.verdict]} {report.reason}"
+    said = {"helps": "helps", "wasteful": "is wasteful"}.get(report.verdict)
+    if said is None:
+        return f"Whether accumulating {report.asked} micro-batches pays is undetermined. {report.reason}"
+    return f"Accumulating {report.asked} micro-batches {said}. {report.reason}"
 
 
 def _k(each: Steps, asked: int) -> str:
