@@ -432,7 +432,7 @@ def test_the_picture_shows_the_limit_and_the_choice(limited: Fitting) -> None:
 def test_the_picture_of_a_far_limit_does_not_flatten_the_curve() -> None:
     report = fit(wide(), quick(limit=2**40))
     assert plot.fitting(report).axes[0].get_ylim()[1] < 2**30
-    assert "↑ limit: 1.00 TiB (asked for)" in texts_of(report)
+    assert "limit: 1.00 TiB (asked for)" in texts_of(report)
 
 
 def test_a_picture_of_little_or_nothing(limited: Fitting) -> None:

@@ -123,7 +123,7 @@ def test_a_noise_scale_that_is_not_determined_is_said_and_drawn(report: NoiseStu
     figure = plot.noise(none)
     assert any("not determined" in text.get_text() for text in figure.axes[1].texts)
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]  # pyright: ignore[reportOptionalMemberAccess]  (there is one)
-    assert labels == ["not determined", "at least (no upper end)"]
+    assert labels == ["not determined", "at least (no upper end)", "the batch: 40"]
 
 
 def test_what_cannot_be_asked_is_refused() -> None:

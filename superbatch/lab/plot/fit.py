@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.transforms import blended_transform_factory
 
 from superbatch.results.memory import binary_text
 
@@ -16,7 +15,7 @@ from ..report.table import seconds_text
 from .style import BLUE, DASHED, GREEN, VERMILION, Theme, caption, empty, headline, legend_below, panels
 from .ticks import logarithmic
 
-# A limit beyond this many times the largest peak is named at the top, not drawn: the curve would be flat.
+# A limit beyond this many times the largest peak is outside the axes: the curve would be flat.
 FAR_ABOVE = 8
 
 
@@ -35,7 +34,7 @@ def fitting(report: Fitting, *, dark: bool = False) -> Figure:
         _choice(axes, report, theme)
     _memory(memory, report, theme)
     _speed(speed, report, theme)
-    legend_below(figure, memory, theme, columns=4)
+    legend_below(figure, memory, theme, columns=3)
     headline(figure, title_of(report), theme, findings(report)[0], partial=report.partial)
     return figure
 
@@ -55,21 +54,15 @@ def _memory(axes: Axes, report: Fitting, theme: Theme) -> None:
 
 
 def _limit(axes: Axes, report: Fitting, peaks: Sequence[int]) -> None:
-    """Shade the forbidden part if the limit is near; if it is far, state the distance."""
+    """Draw the limit and shade what is beyond; if it is far away, the legend alone states it."""
     if not peaks:
         return
-    limit, text = report.usable, f"limit: {binary_text(report.limit.bytes)} ({report.limit.by})"
-    low, high = min(peaks) / 1.5, max(peaks) * 1.8  # room for the words at the edges
-    if limit > FAR_ABOVE * max(peaks):
-        axes.set_ylim(low, high)
-        axes.text(0.01, 0.96, f"↑ {text}", transform=axes.transAxes, va="top", fontsize=9, color=VERMILION)
-        return
-    low, high = min(low, limit / 2), max(high, limit * 2.2)
+    limit, low, high = report.usable, min(peaks) / 1.5, max(peaks) * 1.8
+    if limit <= FAR_ABOVE * max(peaks):
+        low, high = min(low, limit / 2), max(high, limit * 2.2)
+    axes.axhspan(limit, max(high, limit), color=VERMILION, alpha=0.12, linewidth=0)
+    axes.axhline(limit, color=VERMILION, linewidth=1.6, label=f"limit: {report.limit}")
     axes.set_ylim(low, high)
-    axes.axhspan(limit, high, color=VERMILION, alpha=0.12, linewidth=0)
-    axes.axhline(limit, color=VERMILION, linewidth=1.6)
-    where = blended_transform_factory(axes.transAxes, axes.transData)
-    axes.text(0.01, limit * 1.06, text, transform=where, va="bottom", fontsize=9, color=VERMILION)
 
 
 def _speed(axes: Axes, report: Fitting, theme: Theme) -> None:

@@ -70,14 +70,14 @@ def one_survey(report: Survey, *, dark: bool = False) -> Figure:
     )
     for name, value, ends, colour in marks:
         if value is not None:
-            axes.axvline(to_axis(report.what, value), color=colour, linewidth=1.4, linestyle=DASHED)
-            axes.plot([], [], color=colour, linestyle=DASHED, label=f"{name}: {value:.3g}")
+            line = {"color": colour, "linewidth": 1.4, "linestyle": DASHED, "label": f"{name}: {value:.3g}"}
+            axes.axvline(to_axis(report.what, value), **line)
         if value is not None and ends is not None:
             at = [to_axis(report.what, end) for end in ends]
             axes.axvspan(*at, color=colour, alpha=0.12, linewidth=0)
     if report.stopped is not None and x:
-        axes.axvline(x[-1], color=VERMILION, linewidth=1.4)
-        axes.plot([], [], color=VERMILION, label=f"stopped at {report.values[-1]:.2g}")
+        said = f"stopped at {report.values[-1]:.2g}"
+        axes.axvline(x[-1], color=VERMILION, linewidth=1.4, label=said)
     axes.set(xlabel=_x_label(report.what), ylabel="loss of the window")
     legend(axes, theme)
     return figure
