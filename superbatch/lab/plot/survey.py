@@ -117,7 +117,7 @@ def _draw_rates(
     names = [arm.name for arm in arms]
     runs_by_row(axes, list(zip(names, runs, styles, strict=True)), theme, band=band, log=True)
     axes.set_xlabel(_x_label(report.what))
-    said = f"Suggested (onset of the fall): dots surveys, large their mean; band ± {report.margin:g} decades"
+    said = f"Suggested (onset of the fall): each survey, large their mean; band ± {report.margin:g} decades"
     caption(axes, said, theme)
 
 
