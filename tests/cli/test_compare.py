@@ -21,13 +21,13 @@ from superbatch.lab.cli import main
 from superbatch.lab.cli.aliases import in_our_words
 from superbatch.lab.cli.printing import print_table
 from superbatch.lab.report.comparison import Comparison
-from superbatch.lab.report.json import from_json
 from superbatch.lab.report.table import Column, Table
 from superbatch.lab.studies import arms as arms_module
 from superbatch.lab.studies.options import CompareOptions
 from superbatch.lab.studies.setting import ArmPlan
 from tests.cli import commands
 from tests.cli.commands import ONE_LINE, PLANE, PNG, first_line, on_a_terminal, without_colours
+from tests.report_json import from_json
 
 CROWD = PLANE.replace(":plane", ":crowd")
 QUICK = ("--runs", "2", "--updates", "4", "--workers", "1")
