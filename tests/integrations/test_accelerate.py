@@ -141,7 +141,7 @@ def test_a_call_inside_of_an_accumulation_that_does_not_step_is_refused() -> Non
     batches = list(loop.loader)
     loop.accelerator.gradient_state._set_sync_gradients(sync_gradients=False)
     with pytest.raises(
-        InputError, match=r"sync_gradients is False, so the prepared optimizer would leave its"
+        InputError, match=r"sync_gradients is False, so the prepared optimizer would skip its"
     ):
         gradient_of(Window(batches[:4]))
     assert all(parameter.grad is None for parameter in loop.bare.parameters())
@@ -156,7 +156,9 @@ def test_a_call_inside_of_an_accumulation_that_does_not_step_is_refused() -> Non
 def test_what_shards_the_model_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop("exact", fresh())
     monkeypatch.setattr(loop.accelerator.state, "distributed_type", DistributedType(kind))
-    with pytest.raises(InputError, match=f"Accelerate runs with {kind}, with which gradients cannot"):
+    with pytest.raises(
+        InputError, match=f"Accelerate runs with {kind}, which superbatch.integrations does not"
+    ):
         make_gradient(loop.accelerator, loop.model, loop.loss)
 
 

@@ -142,7 +142,7 @@ def _penalized(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any
 
 
 def test_a_loss_that_needs_the_number_of_items_and_has_another_term_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="needs num_items_in_batch, and is no sum that is divided by it"):
+    with pytest.raises(InputError, match="needs num_items_in_batch but is not a sum divided by it"):
         train(ExactTrainer, CASES["tokens"], 2, 4, tmp_path, more={"compute_loss_func": _penalized})
 
 
@@ -157,7 +157,7 @@ def test_an_optimizer_that_steps_in_the_backward_is_refused(
         return take(self, *given)
 
     monkeypatch.setattr(ExactTrainer, "get_batch_samples", with_it)
-    with pytest.raises(InputError, match=rf"optim='{name}' steps inside of each backward"):
+    with pytest.raises(InputError, match=rf"optim='{name}' steps during each backward"):
         train(ExactTrainer, CASES["classes"], 2, 4, tmp_path)
 
 

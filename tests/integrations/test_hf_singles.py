@@ -113,7 +113,7 @@ def test_a_second_mean_is_an_error_before_the_first_step(name: str, alike: bool,
     model = model_of(case)
     before = copies(model)
     with pytest.raises(
-        CoupledSamplesError, match=r"means over different counts.*In a Trainer: write `coupled = True`"
+        CoupledSamplesError, match=r"means over different counts.*In a Trainer, write `coupled = True`"
     ):
         train(ExactTrainer, case, 1, 8, tmp_path, model=model, **options)
     assert all(torch.equal(value, before[each]) for each, value in copies(model).items())
@@ -143,7 +143,7 @@ class _Counted(ExactTrainer):
 
 
 def test_a_wrong_weight_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(LossSpecError, match=r"In a Trainer: write `def weight_of.* BertForTokenClassific"):
+    with pytest.raises(LossSpecError, match=r"In a Trainer, define `weight_of.* BertForTokenClassific"):
         train(_Counted, CASES["tokens"], 1, 8, tmp_path, **OPTIONS)
 
 
@@ -218,7 +218,9 @@ class _OfOneSample(ExactTrainer):
 
 def test_a_weight_of_one_sample_is_not_checked_and_says_so(tmp_path: Path) -> None:
     big = train(Trainer, CASES["tokens"], 8, 1, tmp_path, **OPTIONS)
-    with pytest.warns(UserWarning, match=r"weight_of\(\) returns another weight for samples together than"):
+    with pytest.warns(
+        UserWarning, match=r"weight_of\(\) of joined samples differs from the sum of their weights"
+    ):
         ours = train(_OfOneSample, CASES["tokens"], 1, 8, tmp_path, **OPTIONS)
     assert gap(big, ours) <= 1e-12
 

@@ -180,10 +180,10 @@ def test_the_report_names_what_is_gathered_for_a_number_alone() -> None:
     assert [(p.operation, p.kind, p.gathered) for p in report.unknown] == [
         ("aten.histc.default", "unknown", N * 3 * 8)
     ]
-    assert (
-        "no coupled samples\non the whole batch, but without effect on samples\n  (no module): aten.histc.default"
-        in str(report)
+    expected = (
+        "no coupled samples\non the whole batch, but without effect on samples\n  (no module): aten.histc"
     )
+    assert expected in str(report)
 
 
 def test_a_warning_of_a_gathered_batch_is_at_the_line_of_the_program() -> None:
