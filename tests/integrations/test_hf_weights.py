@@ -60,7 +60,7 @@ def test_weight_is_what_the_loss_is_divided_by(
     ],
 )
 def test_what_is_not_known_is_refused(given: Any, inputs: dict[str, Any], why: str) -> None:
-    with pytest.raises(InputError, match=rf"{why}\. Write `def weight_of\(self, microbatch\)`"):
+    with pytest.raises(InputError, match=rf"{why}\. Define `weight_of\(self, microbatch\)`"):
         weigh(given, inputs)
 
 
