@@ -113,8 +113,7 @@ def checked_terms(terms: Terms, model: Any, inputs: Inputs, loss: Tensor, output
     if math.isfinite(mean) and abs(total - mean) > TOLERANCE * max(abs(mean), 1):
         raise LossSpecError(
             f"The loss of {type(model).__name__} is {mean:g}, but its terms {', '.join(found)} add up to "
-            f"{total:g}. Define `weight_of(self, microbatch)` in the trainer's class and return the number "
-            "of samples over which the loss is a mean."
+            f"{total:g}."  # the Trainer's error adds the remedy, `weight_of`
         )
     return found
 

@@ -56,7 +56,7 @@ def test_the_update_is_that_of_the_large_batch(name: str, tmp_path: Path) -> Non
 
 def test_labels_that_a_model_does_not_shift_are_an_error(tmp_path: Path) -> None:
     for size, steps in ((2, 4), (1, 8)):
-        with pytest.raises(LossSpecError, match=r"than the declared weight.* weight_of.* BartForCausalLM"):
+        with pytest.raises(LossSpecError, match=r"than the declared weight.*weight_of.* BartForCausalLM"):
             train(ExactTrainer, Case(bart, text), size, steps, tmp_path)
 
 
@@ -116,7 +116,7 @@ def test_a_name_of_a_loss_whose_inputs_are_others_is_refused(tmp_path: Path) -> 
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
     with pytest.raises(
-        InputError, match=r"ViltForQuestionAnswering has loss_type='ForQuestionAnswering'\. Wr"
+        InputError, match=r"ViltForQuestionAnswering has loss_type='ForQuestionAnswering'\. De"
     ):
         train(ExactTrainer, Case(model, answered, collate=together), 2, 4, tmp_path)
 

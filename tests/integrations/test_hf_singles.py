@@ -165,7 +165,7 @@ class _OwnMeanOfSamples(_OwnMean, ExactTrainer):
 def test_a_weight_that_single_samples_cannot_show_is_warned_of(tmp_path: Path) -> None:
     case = CASES["tokens"]
     large = train(_OwnMean, case, 8, 1, tmp_path, **OPTIONS)
-    with pytest.warns(UserWarning, match=r"do not show whether weight_of\(\) counts what it divides by"):
+    with pytest.warns(UserWarning, match=r"the divisor of the loss may differ from weight_of\(\)"):
         single = train(_OwnMeanOfSamples, case, 1, 8, tmp_path, **OPTIONS)
     assert gap(large, single) > 1e-3, "the premise: it is wrong"
 
@@ -199,7 +199,7 @@ class _OneAtATime(nn.Module):
 def test_a_model_that_takes_one_sample_is_not_checked_and_says_so(tmp_path: Path) -> None:
     case = CASES["tokens"]
     big = train(Trainer, case, 8, 1, tmp_path, **OPTIONS)
-    with pytest.warns(UserWarning, match=r"could not check .* makes? no batch here \(one sample, please\)"):
+    with pytest.warns(UserWarning, match=r"could not check .* could not be joined \(one sample, please\)"):
         ours = train(ExactTrainer, Case(_OneAtATime, case.row), 1, 8, tmp_path, **OPTIONS)
 
     ours.start, ours.parameters = (

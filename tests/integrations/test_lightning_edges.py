@@ -235,7 +235,7 @@ def test_what_cannot_be_accumulated_is_refused_before_the_first_step() -> None:
     module = Exact()
     module.automatic_optimization = False
     with pytest.raises(
-        InputError, match=r"automatic_optimization is False\. In a loop of your own, call superbatch"
+        InputError, match=r"automatic_optimization is False\. In manual optimization, call superbatch"
     ):
         train(module, 4, 1)
     with pytest.raises(

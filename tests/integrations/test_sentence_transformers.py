@@ -280,7 +280,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         cached(nn.MSELoss(), microbatch_size=4)
     with pytest.raises(InputError, match=r"microbatch_size"):
         cached(ranking, microbatch_size=0)
-    with pytest.raises(InputError, match=r"Wrap the outermost loss: cached\(MatryoshkaLoss\("):
+    with pytest.raises(InputError, match=r"Apply cached\(\) to the outermost loss: cached\(MatryoshkaLoss\("):
         losses.MatryoshkaLoss(model, cached(ranking, microbatch_size=4), [16, 8])(features, None)
     ranking.model = nn.DataParallel(model)
     with pytest.raises(
