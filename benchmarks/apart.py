@@ -1,4 +1,4 @@
-"""A contestant in a process of its own, as in a training, which works through windows when it is told to."""
+"""A contestant in its own process, as in a training, which runs windows on request."""
 
 import gc
 import json

@@ -1,4 +1,4 @@
-"""How much of an update with `virtual_batch` is not arithmetic: recording, planning, dispatching."""
+"""Share of an update with `virtual_batch` that is not arithmetic: recording, planning, dispatching."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Four trainings in which samples are coupled: through BatchNorm, through the loss, through both."""
+"""Four trainings with coupled samples: by BatchNorm, by the loss, by both."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

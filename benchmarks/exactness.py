@@ -1,13 +1,13 @@
-"""A scorecard: how far is the update of each tool from the update of the real large batch?
+"""Scorecard: error of each tool's update against the update of the real large batch.
 
     python benchmarks/exactness.py [--peers all|none|NAMES] [--dtypes float64,float32] [--json FILE]
         [--publish]
 
-Rows are cases, columns are ways of accumulating, each as its own documentation says. A cell is the relative
-error of the parameters' change, ``max over named parameters of ||change - truth|| / ||truth||``; the truth is
-the real large batch in plain torch and float64. The exit code is 1 if ours is out of its bounds in any case.
-The other libraries come with ``pip install superbatch[peers]``. ``--publish`` keeps the numbers in
-benchmarks/exactness.json and makes the tables of docs/exactness.md and README.md from them.
+Rows are cases, columns are tools, each used as its documentation describes. A cell is the relative error of
+the parameters' change, ``max over named parameters of ||change - truth|| / ||truth||``; the truth is the real
+large batch in plain torch and float64. The exit code is 1 if superbatch is outside its bounds in any case.
+Install the other libraries with ``pip install superbatch[peers]``. ``--publish`` writes the numbers to
+benchmarks/exactness.json and the tables of docs/exactness.md and README.md.
 """
 
 import argparse

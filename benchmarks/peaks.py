@@ -1,9 +1,9 @@
-"""The peak memory of training, in units of what it cannot do without.
+"""Peak memory of a training, in units of the logits of a micro-batch.
 
-A language model with a large vocabulary: nearly all of its activations are the logits of the micro-batch. The
-unit U is the bytes of these logits; P are the bytes of the gradients. The backward of cross entropy needs the
-log-probabilities, their gradient and that of the logits at once: 3 U. A loop whose outputs are in a variable
-needs 4 U.
+Nearly all activations of a language model with a large vocabulary are the logits of the micro-batch. The unit
+U is the bytes of these logits; P are the bytes of the gradients. The backward of cross entropy needs the
+log-probabilities, their gradient and that of the logits at once: 3 U. A loop that keeps its outputs in a
+variable needs 4 U.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Real gloo processes that run a benchmark as ranks, and what the first of them has found."""
+"""Real gloo processes that run a benchmark as ranks, and the results of the first rank."""
 
 import json
 import os
@@ -34,5 +34,5 @@ def found_by_ranks(script: str, count: int, arguments: Sequence[str]) -> Any:
             for rank in ranks:
                 rank.kill()
         if any(codes):
-            raise SystemExit(f"a rank has ended with an error: {codes}")
+            raise SystemExit(f"a rank ended with an error; exit codes: {codes}")
         return json.loads(Path(folder, "found.json").read_text())

@@ -1,8 +1,8 @@
-"""The update of `ranks.py` on one rank: one model, one window, and the loops that train it.
+"""Update of `ranks.py` on one rank: one model, one window, and the loops that train it.
 
-Every loop makes the update of the weighted mean over all ranks, clipped, by AdamW. The loops by hand are in
-the best form that we know: one exchange of the weights before the first backward, one of the loss after the
-last, and no communication in between that could be left out.
+Every loop makes the update of the weighted mean over all ranks, clipped, by AdamW. The loops by hand are the
+best we know: one exchange of the weights before the first backward, one of the loss after the last, and no
+avoidable communication in between.
 """
 
 import importlib.util

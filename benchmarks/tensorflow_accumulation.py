@@ -1,19 +1,19 @@
 # TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
-"""What does an update in micro-batches cost in TensorFlow, and is it that of the large batch?
+"""Cost and error of updates in micro-batches in TensorFlow.
 
     python benchmarks/tensorflow_accumulation.py [--rounds N] [--rows 1024] [--size 64] [--json FILE]
 
 An MLP on rows of unequal numbers of tokens (a mask), Adam, float32, steps in `tf.function`: the large batch;
-the loop of tutorials by hand (buffers around a GradientTape, divided by K); the same by hand and right
-(weighted); Keras' `gradient_accumulation_steps`; ours in two graphs, with the window as a loop in one graph,
-with the micro-batches written out in one graph (TensorFlow then works on several at once), and eager.
+the loop of tutorials (buffers around a GradientTape, divided by K); the same loop with weights; Keras'
+`gradient_accumulation_steps`; superbatch in two graphs, with the window as a loop in one graph, with the
+micro-batches unrolled in one graph (TensorFlow then runs several in parallel), and eager.
 
-Error: the largest difference of a variable from the large batch after some windows (the last one a tail), in
-units of the distance moved; in float64. Memory: the peak RSS of a process of its own, less what it has after
-variables and data were made, the least of three processes (--processes 0: not measured). Time: CPU time of a
-window, all threads, in rounds of random order in one process, the median of ratios to the loop of tutorials.
-Ends with exit code 1 if ours is beyond its bounds.
+Error: the largest difference of a variable from the large batch after some windows (the last one a tail),
+relative to its change, in float64. Memory: the peak RSS of a separate process minus that after making
+variables and data, the least of three processes (--processes 0: not measured). Time: CPU time of a window,
+all threads, in rounds of random order in one process, the median of ratios to the loop of tutorials. The exit
+code is 1 if superbatch is outside its bounds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The true limit: the largest micro-batch that fits, found with a fresh process for every trial."""
+"""Largest micro-batch that fits, found with a new process for every trial."""
 
 import json
 import os

@@ -1,13 +1,12 @@
-"""A process under a limit of memory: one size by hand, or one library's finder. `memory.py` starts it.
+"""Process under a memory limit, with one size by hand or one library's finder. `memory.py` starts it.
 
-    python benchmarks/under_limit.py WORK LIMIT accumulate SIZE    can the best loop by hand train like this?
-    python benchmarks/under_limit.py WORK LIMIT plain SIZE         ... and one without accumulation?
-    python benchmarks/under_limit.py WORK LIMIT find FINDER        what does this finder choose, at what cost?
+    python benchmarks/under_limit.py WORK LIMIT accumulate SIZE    try the best loop by hand with this size
+    python benchmarks/under_limit.py WORK LIMIT plain SIZE         try it without accumulation
+    python benchmarks/under_limit.py WORK LIMIT find FINDER        run a finder; print its size and its cost
 
-The limit (``RLIMIT_AS``, in bytes) is set when libraries and data are there and the model is not: from then
-on nobody gets more address space, and an allocation beyond it fails as it does on a full machine. What torch
-loads at its first update (some 70 MB, most of it Python modules) is loaded before. The last line of the
-output is JSON.
+The limit (``RLIMIT_AS``, in bytes) is set after libraries and data are loaded and before the model is made.
+Larger allocations then fail, as on a full machine. Modules that torch loads at its first update (some 70 MB)
+are loaded before. The last line of the output is JSON.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Five trainings: two where overhead dominates, two in the middle, one where it should vanish."""
+"""Five trainings: two dominated by overhead, two in the middle, and one in which overhead should vanish."""
 
 from dataclasses import replace
 
@@ -117,9 +117,9 @@ def works_named(names: str) -> list[Work]:
     for each in names.split(","):
         name, colon, count = each.partition(":")
         if name not in known:
-            raise ValueError(f"no work is called {name!r}; known: {', '.join(known)}")
+            raise ValueError(f"--work {name!r} is unknown. Pass one of {', '.join(known)}.")
         if colon and not (count.isdecimal() and int(count)):
-            raise ValueError(f"{each!r}: after the colon comes a number of micro-batches, as in {name}:16")
+            raise ValueError(f"--work {each!r} has no number after the colon. Pass one, such as {name}:16.")
         work = known[name]
         works.append(replace(work, name=each, batch=_repeated(work, int(count))) if colon else work)
     return works

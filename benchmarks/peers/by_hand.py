@@ -1,4 +1,4 @@
-"""The loops that a careful and a usual programmer write: what all others are measured against."""
+"""Hand-written loops, the best and the usual one, as baselines."""
 
 from .work import Window, Work, loss_of
 

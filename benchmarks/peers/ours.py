@@ -1,6 +1,6 @@
-"""superbatch in its three forms: windows of micro-batches, whole batches, and the loop that the user owns.
+"""superbatch in three forms: windows of micro-batches, whole batches, and the user's own loop.
 
-Every form is run and the scorecard shows the worst.
+Every form is run, and the scorecard shows the worst.
 """
 
 import io
