@@ -273,8 +273,8 @@ def token_dimension(shape: tuple[int, ...], path: str, packed: Packed) -> tuple[
     if first == packed.samples:
         return 0, None
     raise SplitError(
-        f"The array of shape {tuple(shape)} at path {path!r} has neither {_totals(packed)} tokens nor "
-        f"{packed.samples} entries, as the packed sequences at path {packed.path!r} have. Declare "
+        f"The array of shape {tuple(shape)} at path {path!r} does not fit the packed sequences at path "
+        f"{packed.path!r}, which have {_totals(packed)} tokens in {packed.samples} sequences. Declare "
         f"unsplit=({path!r},) to keep it whole, or move the tokens to its first dimension."
     )
 

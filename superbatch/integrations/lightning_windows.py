@@ -203,14 +203,14 @@ def _refuse(module: Any, step: Callable[..., Any], options: Mapping[str, Any]) -
 
 
 def refuse_strategy(strategy: Any, *supported: type) -> None:
-    """Check that a strategy neither shards the model nor accumulates gradients itself.
+    """Raise for a strategy that shards the model or accumulates gradients itself.
 
     Args:
         strategy: strategy of a Trainer or of Fabric.
         supported: supported classes of strategies.
 
     Raises:
-        InputError: it does.
+        InputError: it shards the model, or accumulates itself.
     """
     if not isinstance(strategy, supported) or getattr(strategy, "handles_gradient_accumulation", False):
         raise InputError(

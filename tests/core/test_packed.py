@@ -217,14 +217,14 @@ def test_offsets_are_checked(offsets: Any, wrong: str) -> None:
 def test_an_array_that_fits_neither_tokens_nor_sequences_is_named() -> None:
     batch = {**packed_batch(), "positions": torch.zeros(3, TOTAL)}
     with pytest.raises(
-        SplitError, match=r"\(3, 14\) at path 'positions' has neither 14 tokens nor 5 entries.*unsplit="
+        SplitError, match=r"\(3, 14\) at path 'positions' does not fit .* 14 tokens in 5 sequences.*unsplit="
     ):
         plan(batch)
     assert take(batch, 0, 1, unsplit=("positions",))["positions"] is batch["positions"]
 
 
 def test_padding_behind_the_last_offset_is_refused() -> None:
-    with pytest.raises(SplitError, match=r"\(1, 16\) at path 'input_ids' has neither 14 tokens"):
+    with pytest.raises(SplitError, match=r"\(1, 16\) at path 'input_ids' does not fit .* 14 tokens"):
         plan({"input_ids": torch.zeros(1, 16), "cu_seqlens": OFFSETS})
 
 
