@@ -35,7 +35,7 @@ from torch import nn
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A row: the task in a precision, what is done with it, and what must hold so that it says something."""
+    """A row: the task in a precision, the operation on it, and the premise that is checked."""
 
     name: str
     why: str

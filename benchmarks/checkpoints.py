@@ -92,7 +92,7 @@ def ways(training: Training) -> dict[str, Way]:
 
 
 def main() -> int:
-    """Measure, print, and check that what was loaded is what was saved."""
+    """Measure, print, and check that the loaded state equals the saved one."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

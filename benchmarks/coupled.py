@@ -45,7 +45,7 @@ GROWTH_SIZE = 16
 
 @dataclass(frozen=True)
 class Row:
-    """What one way costs.
+    """Cost of one method.
 
     Attributes:
         size: of a micro-batch; None: in one piece.
@@ -210,7 +210,7 @@ def inexact(rows: Sequence[Row]) -> list[Row]:
 
 
 def main() -> int:
-    """Measure, print, and write files if asked."""
+    """Measure, print, and write files on request."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -56,7 +56,7 @@ def _saving_to(host: Host) -> Iterator[None]:
 
 
 class _FromHost(Prefetcher):
-    """Copies what lies on the host, one tensor ahead, as on a device."""
+    """Copy of a tensor on the host, prefetched one tensor ahead, as on a device."""
 
     def __init__(self, host: Host) -> None:
         super().__init__(torch.device("cpu"))

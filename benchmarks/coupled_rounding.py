@@ -63,7 +63,7 @@ def row_of(own: Errors, full: Errors) -> list[str]:
 
 
 def main() -> int:
-    """Measure, print, and write JSON if asked."""
+    """Measure, print, and write JSON on request."""
     known = works()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -150,7 +150,7 @@ WAYS = (
 def gradient(
     way: Way, work: Work, samples: int, size: int, dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], CouplingReport | None]:
-    """The gradient of a fresh model, by the names of its parameters, and what is reported."""
+    """Return the gradient of a new model by parameter name, and the report."""
     model = work.build(dtype)
     report = way.run(work, model, work.batch(samples, dtype), size)
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

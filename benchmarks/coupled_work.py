@@ -55,7 +55,7 @@ class Work:
 
 
 class Blocks(nn.Module):
-    """A chain of blocks, each under `torch.utils.checkpoint` where that is asked for."""
+    """A chain of blocks, each under `torch.utils.checkpoint` on request."""
 
     checkpointed = False
 

@@ -156,7 +156,7 @@ class Faults:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the weights.
+    """Result of a training.
 
     Attributes:
         error: largest relative difference of a parameter's change, against no failures; None: training ended.
@@ -176,7 +176,7 @@ class Outcome:
 
 
 def _with_gradients(model: nn.Module) -> list[nn.Module]:
-    """The smallest modules that the model calls and that a gradient goes through, found with a copy of it."""
+    """Return the smallest called modules with a gradient, found with a copy of the model."""
     twin, called = copy.deepcopy(model), set[str]()
 
     def note(name: str, module: nn.Module, inputs: Any, output: Any) -> None:

@@ -75,7 +75,7 @@ class Switch:
 
 
 class Heap:
-    """What glibc has learnt, with the path and without."""
+    """State of glibc's heap, with the path and without."""
 
     def __init__(self, largest: int) -> None:
         self._largest, self._mallopt = largest, ctypes.CDLL(None).mallopt
@@ -172,7 +172,7 @@ def _gain(work: str, name: str, calls: float, plain: list[float], clever: list[f
 
 
 def main() -> int:
-    """Measure, print, and write JSON if asked."""
+    """Measure, print, and write JSON on request."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

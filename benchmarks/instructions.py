@@ -90,7 +90,7 @@ def measure(work: str, rows: list[Entry], peers: str, windows: int, warm_up: int
 
 
 def main() -> int:
-    """Count, print, and write JSON if asked."""
+    """Count, print, and write JSON on request."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

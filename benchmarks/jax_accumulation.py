@@ -266,7 +266,7 @@ def measure(contestants: list[Contestant], rounds: int) -> list[Row]:
 
 
 def beyond(rows: list[Row]) -> list[str]:
-    """What of ours is beyond its bounds."""
+    """Return the results of superbatch outside their bounds."""
     by_name = {row.name: row for row in rows}
     found = []
     for row in rows:
@@ -281,7 +281,7 @@ def beyond(rows: list[Row]) -> list[str]:
 
 
 def whole_numbers(text: str) -> list[int]:
-    """The micro-batch sizes of ``--sizes``; argparse tells the user of what is none."""
+    """Return the micro-batch sizes of ``--sizes``; argparse reports an invalid one."""
     return [int(number) for number in text.split(",")]
 
 

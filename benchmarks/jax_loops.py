@@ -177,7 +177,7 @@ def beyond(rows: list[Row]) -> list[str]:
 
 
 def names(text: str) -> list[str]:
-    """The models of ``--models``; argparse tells the user of one that there is not."""
+    """Return the models of ``--models``; argparse reports an unknown one."""
     listed = text.split(",")
     if not set(listed) <= set(MODELS):
         raise argparse.ArgumentTypeError(f"models are {', '.join(MODELS)}")

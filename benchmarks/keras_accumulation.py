@@ -86,7 +86,7 @@ def child(backend: str, *arguments: str) -> Any:
 
 
 def report(found: dict[str, Any]) -> None:
-    """Print what was found."""
+    """Print the results."""
     rows = [
         [backend, case, *(f"{error[way]:.1e}" for way in WAYS[1:])]
         for backend, results in found.items()

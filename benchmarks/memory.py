@@ -48,7 +48,7 @@ BOUND = 1e-12
 
 @dataclass(frozen=True)
 class Row:
-    """What one finder did under one limit.
+    """Result of one finder under one limit.
 
     Attributes:
         error: why there are no numbers, "" if there are.
@@ -83,7 +83,7 @@ class Row:
 def true_limits(
     name: str, limited: Limited, loops: set[str], known: dict[str, int], *, mapped: bool
 ) -> dict[str, TrueLimit]:
-    """Search with fresh processes, for each kind of loop that is asked for."""
+    """Find the true limit with new processes, for each requested kind of loop."""
     found = {}
     for loop in sorted(loops):
         given = known.get(f"{name}:{loop}", known.get(name))
@@ -126,7 +126,7 @@ def run(finder: Finder, name: str, limited: Limited, true: int, *, mapped: bool)
 
 
 def limits(names: list[str], finders: list[Finder], known: dict[str, int], *, mapped: bool) -> dict[str, Any]:
-    """The first part: true limits, and what each finder makes of them."""
+    """Run the first part: true limits, and the result of each finder."""
     true, rows = {}, []
     for name in names:
         limited = LIMITED[name]()
@@ -248,7 +248,7 @@ def installed(names: str) -> list[Finder]:
 
 
 def main() -> int:
-    """Measure, print, and write JSON if asked."""
+    """Measure, print, and write JSON on request."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

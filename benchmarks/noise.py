@@ -91,7 +91,7 @@ def _result(work: Work, name: str, own: list[Timing], base: list[Timing]) -> Res
 
 
 def main() -> int:
-    """Measure, print, and write JSON if asked."""
+    """Measure, print, and write JSON on request."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -130,7 +130,7 @@ VARIATIONS = ("by hand, reads the loss", "by hand, zeroes last", "by hand, usual
 
 
 def measure(work: Work, rows: list[Entry], options: argparse.Namespace) -> list[Result]:
-    """Let contestants take turns; each is measured over so many windows."""
+    """Measure contestants in turns, each over a number of windows."""
     untimed, timed = (0, 1) if options.cold else (UNTIMED, TIMED)
     contestants = _contestants(work, rows, options)
     timings: dict[str, list[Timing]] = {name: [] for name in contestants}
@@ -279,7 +279,7 @@ def print_against_ours(work: str, found: list[list[Result]]) -> None:
 
 
 def main() -> int:
-    """Measure, print, and write JSON if asked."""
+    """Measure, print, and write JSON on request."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

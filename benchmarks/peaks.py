@@ -70,7 +70,7 @@ def contestants(peers: bool) -> list[tuple[str, Callable[[Work], Window | Traine
 
 
 def measure(*, peers: bool) -> list[Peak]:
-    """Measure the second window of each: the first loads, and makes what stays."""
+    """Measure the second window of each, as the first loads modules and creates state."""
     work = language_model()
     part = work.part(0)["inputs"]
     unit = part.numel() * LargeVocabulary.VOCABULARY * 4
@@ -88,7 +88,7 @@ def measure(*, peers: bool) -> list[Peak]:
 
 
 class _LedgerClock(Clock):
-    """Keeps a ledger where a clock is asked for: in the thread of a Trainer, between two of its windows."""
+    """A ledger with the interface of a clock: in the thread of a Trainer, between two of its windows."""
 
     def __init__(self) -> None:
         self.ledger = Ledger(torch.device("cpu"))

@@ -13,7 +13,7 @@ PATIENCE = 1800.0  # seconds: a rank that waits for one that has ended waits for
 
 
 def found_by_ranks(script: str, count: int, arguments: Sequence[str]) -> Any:
-    """Run a script as `count` ranks; return what the first one wrote to ``found.json`` of ``--folder``.
+    """Run a script as `count` ranks; return ``found.json`` of the first rank, from ``--folder``.
 
     Args:
         script: also gets ``--rank`` and ``--folder``.

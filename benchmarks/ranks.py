@@ -43,7 +43,7 @@ PARAMETERS = 7e9
 
 @dataclass(frozen=True)
 class Row:
-    """What one loop does on so many ranks."""
+    """Result of one loop on a number of ranks."""
 
     ranks: int
     name: str
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _on_ranks(count: int, options: argparse.Namespace) -> tuple[list[Row], dict[Kind, Network]]:
-    """Start the ranks; return what the first one has found."""
+    """Start the ranks; return the results of the first one."""
     own = ["--ranks", str(count), "--rounds", str(options.rounds), "--peers", options.peers]
     found = found_by_ranks(__file__, count, [*own, *(["--small"] if options.small else [])])
     rows = [Row(**{**row, "exchanges": [Exchange(**e) for e in row["exchanges"]]}) for row in found["rows"]]
@@ -108,7 +108,7 @@ def _on_ranks(count: int, options: argparse.Namespace) -> tuple[list[Row], dict[
 
 
 def _one_rank(options: argparse.Namespace, count: int) -> None:
-    """Do what one rank does, and end the process."""
+    """Run one rank, and end the process."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(options.rank), "WORLD_SIZE": str(count)}
     # Other libraries read these, and join the process group that is there.

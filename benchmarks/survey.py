@@ -93,7 +93,7 @@ def measure(work: Work, updates: int, rounds: int) -> Result:
 
 
 def main() -> int:
-    """Measure, print, and write JSON if asked."""
+    """Measure, print, and write JSON on request."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -213,7 +213,7 @@ def steps_of(name: str, rows: int, size: int) -> int | None:
 
 
 def error_of(name: str) -> float:
-    """Three windows of 24 rows in micro-batches of 5, the last of 17, in float64; relative to what moved."""
+    """Return the error of three windows of 24 rows in micro-batches of 5, the last of 17, in float64."""
     weights = []
     for way in ("large batch", name):
         work = make(24, 5, "float64", accumulate=steps_of(way, 24, 5), total=65)
@@ -228,7 +228,7 @@ def error_of(name: str) -> float:
 
 
 def peak_of(name: str, rows: int, size: int) -> float:
-    """The peak of this process during two windows, beyond what there was before, in MiB."""
+    """Return the peak of this process during two windows, on top of the memory before, in MiB."""
     work = make(rows, size, "float32", accumulate=steps_of(name, rows, size))
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     window = WAYS[name](work)
@@ -267,7 +267,7 @@ def times_of(names: list[str], rows: int, size: int, rounds: int) -> dict[str, l
 
 
 def beyond(rows: list[Row]) -> list[str]:
-    """What of ours is beyond its bounds; memory and time beside the right loop by hand."""
+    """Return superbatch's results outside their bounds, relative to the correct loop by hand."""
     right = next(row for row in rows if row.name == "by hand, weighted")
     found = []
     for row in rows:

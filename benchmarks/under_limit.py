@@ -40,7 +40,7 @@ def address_space() -> int:
 
 @contextmanager
 def limited_to(more: int) -> Iterator[None]:
-    """Let this process take so many bytes more, and no more."""
+    """Limit this process to a number of additional bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     gc.collect()
     resource.setrlimit(resource.RLIMIT_AS, (address_space() + more, hard))
@@ -51,7 +51,7 @@ def limited_to(more: int) -> Iterator[None]:
 
 
 def load_once() -> None:
-    """One update of a tiny model: what is loaded at the first use is there afterwards."""
+    """Make one update of a tiny model, which loads modules that torch imports lazily."""
     model = nn.ModuleDict({"convnet": convnet(), "layer": nn.TransformerEncoderLayer(8, 2, 8)})
     for make in (torch.optim.SGD, torch.optim.AdamW):
         optimizer = make(model.parameters(), lr=0.0)
@@ -62,7 +62,7 @@ def load_once() -> None:
 
 
 def train_accumulating(work: Work, size: int) -> None:
-    """Some updates of two micro-batches each; no output and no loss outlives its turn."""
+    """Make some updates of two micro-batches each, without keeping outputs or losses."""
     model, optimizer = work.build()
     model.train()
     for update in range(UPDATES):
@@ -89,7 +89,7 @@ LOOPS = {"accumulate": train_accumulating, "plain": train_plainly}
 
 
 def try_size(work: Work, limit: int, loop: str, size: int) -> dict[str, object]:
-    """Whether training by hand goes through."""
+    """Return True if training by hand succeeds."""
     try:
         with limited_to(limit):
             LOOPS[loop](work, size)
@@ -99,7 +99,7 @@ def try_size(work: Work, limit: int, loop: str, size: int) -> dict[str, object]:
 
 
 def find(work: Work, limit: int, name: str) -> dict[str, object]:
-    """What a finder does, counted by us from outside."""
+    """Run a finder, and count its forwards with hooks."""
     module = load(FINDERS[name].module)  # before the limit: its libraries are not what is searched for
     watch = Watch()
     with limited_to(limit):
@@ -108,7 +108,7 @@ def find(work: Work, limit: int, name: str) -> dict[str, object]:
 
 
 def main() -> int:
-    """Run one of the two, and print what came of it."""
+    """Run one of the two, and print the result."""
     name, limit, what, argument = sys.argv[1:]
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

@@ -48,13 +48,13 @@ class Transformer(nn.Module):
 
 
 class SmallTransformer(Transformer):
-    """About 10 ms for a micro-batch: short enough for a clock to tell what a tool adds."""
+    """About 10 ms for a micro-batch: short enough to measure the overhead of a tool."""
 
     WIDTH, LAYERS = 64, 2
 
 
 class NarrowTransformer(Transformer):
-    """As many modules and parameters as the small one, and hardly any arithmetic: what tools add is left."""
+    """As many modules and parameters as the small one with little arithmetic, so overhead dominates."""
 
     WIDTH, LAYERS = 8, 2
 
@@ -126,5 +126,5 @@ def works_named(names: str) -> list[Work]:
 
 
 def _repeated(work: Work, microbatches: int) -> Batch:
-    """A batch of so many times the first micro-batch: other data take the same time."""
+    """A batch that repeats the first micro-batch; other data take the same time."""
     return {name: torch.cat([leaf] * microbatches) for name, leaf in work.part(0).items()}
