@@ -1,7 +1,7 @@
-"""Exchanges of one update, counted, and what they cost on more ranks than there are here.
+"""Number of exchanges of one update, and their predicted cost on more ranks.
 
-A ring of R ranks takes R - 1 turns for an all-gather or a reduce-scatter and 2 (R - 1) for an all-reduce, and
-each rank sends (R - 1) / R of the bytes in the first two, twice that in the last.
+A ring of R ranks takes R - 1 turns for an all-gather or a reduce-scatter and 2 (R - 1) for an all-reduce.
+Each rank sends (R - 1) / R of the bytes in the first two, and twice that in the last.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

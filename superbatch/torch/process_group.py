@@ -34,8 +34,10 @@ def join_process_group(backend: str | None = None, *, timeout: timedelta | None 
         RankError: another rank has not started within the timeout.
 
     Examples:
-        >>> os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-        >>> join_process_group("gloo")
+        >>> from unittest.mock import patch
+        >>> torchrun = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        >>> with patch.dict(os.environ, torchrun):  # as torchrun sets them
+        ...     join_process_group("gloo")
         >>> dist.get_world_size()
         1
         >>> dist.destroy_process_group()

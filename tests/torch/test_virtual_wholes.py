@@ -131,9 +131,9 @@ def test_what_loses_its_rows_is_named_with_its_bytes(name: str) -> None:
         assert "backward pass: " in str(report)
     assert report.whole_on_device > 0
     text = str(report)
-    assert "whole values" in text
+    assert "tensors of the whole batch" in text
     unknown = {point.operation for point in report.unknown}
-    assert "samples do not meet" not in text or {v.operation for v in report.whole} <= unknown
+    assert "no coupled samples" not in text or {v.operation for v in report.whole} <= unknown
     for one, other in zip(found, real(case), strict=True):
         assert torch.allclose(one, other, rtol=1e-11, atol=1e-13)
 
