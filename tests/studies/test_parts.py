@@ -46,7 +46,6 @@ from superbatch.lab.studies.study_coupled import checked_device
 from superbatch.lab.studies.study_critical_batch import predicted_waste
 from superbatch.lab.studies.survey import Options as SurveyOptions
 from superbatch.lab.studies.survey import survey
-from superbatch.lab.studies.survey_arms import SurveyArmPlan
 from superbatch.lab.studies.survey_tests import paired_difference
 from superbatch.lab.studies.train import Options as TrainOptions
 from superbatch.lab.studies.train import batches_from, train
@@ -198,7 +197,7 @@ def test_parts_of_an_advice() -> None:
 
 
 def test_parts_of_a_survey() -> None:
-    assert SurveyArmPlan(Split("2x5", (5, 5)), "missing 1/K", "wrong").name == "2x5 missing 1/K"
+    assert ArmPlan(Split("2x5", (5, 5)), "missing 1/K", "wrong").name == "2x5 missing 1/K"
     sweeps = [Sweep("lr", 1e-3, 1.0, 20) for _ in range(2)]
     for sweep, loss in zip(sweeps * 2, (2.0, 2.1, 1.0, 1.0), strict=True):
         sweep.add(loss)

@@ -4,7 +4,7 @@
   no code with the accumulator.
 * ``exact``: `superbatch.torch.Accumulator`, or `superbatch.torch.WholeBatch` where samples are coupled.
 * ``inexact``: the same where samples are coupled and micro-batches are taken one by one all the same.
-* ``wrong``: two loops that are often written, kept to show what they cost.
+* ``wrong``: loops that are often written, kept to show what they cost.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def update_function(
     arm: ArmPlan, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> UpdateFunction:
     """Make the function that makes an arm's updates."""
-    if arm.way == "real batch":
+    if arm.way in ("real batch", "again", "another batch"):
         return plain_update(recipe, model, optimizer)
     if arm.way == "accumulator":
         return _accumulator(arm.split, recipe, model, optimizer)
@@ -125,7 +125,9 @@ def _wrong(
         weights = [_weight(recipe, loss_fn, microbatch) for microbatch in microbatches]
         total, reported = sum(weights), 0.0
         for microbatch, weight in zip(microbatches, weights, strict=True):
-            if arm.way == "mean of means":
+            if arm.way == "missing 1/K":
+                scale = 1.0
+            elif arm.way == "mean of means":
                 scale = 1 / len(microbatches)
             else:  # right in a full window; in a shorter one too small by the missing micro-batches' share
                 scale = weight / total * len(microbatches) / full_window

@@ -22,7 +22,7 @@ from .shared_options import Interrupted, asked, offered_optimizer
 from .shared_options import Progress as Progress
 from .splits import Split, default_splits, parse_split, splits_of
 from .versions import versions
-from .workers import Finished, receiver, train_seeds
+from .workers import receiver, train_seeds
 
 DEFAULTS = Options()
 TAIL = 0.4  # share of the batch that an epoch's short last batch has, where there is one
@@ -45,12 +45,8 @@ def compare(
     finished: list[list[Run]] = [[] for _ in setting.arms]
     peaks: list[int | None] = [None] * len(setting.arms)
 
-    def show(done: int, total: int, found: Finished | None) -> None:
-        named = None if found is None else (found.seed, setting.arms[found.arm].name, found.run.metric)
-        progress(Progress(done, total, named))
-
     total = len(seeds) * setting.updates * sum(len(arm.split.sizes) for arm in setting.arms)
-    receive = receiver(total, finished, show)
+    receive = receiver(total, finished, progress, [arm.name for arm in setting.arms], lambda run: run.metric)
 
     def report(*, partial: bool) -> Comparison:
         seconds = time.monotonic() - start

@@ -31,7 +31,7 @@ from .shared_options import Interrupted, asked, check_counts, check_positive
 from .shared_options import Progress as Progress
 from .statistics import limits_of
 from .versions import versions
-from .workers import Finished, Train, receiver, train_seeds
+from .workers import Train, receiver, train_seeds
 
 # Options that not every study takes.
 SELDOM = ("samples", "batch_size", "learning_rate", "optimizer", "margin", "tolerance", "device")
@@ -167,14 +167,13 @@ def run_design(
     plan, notes = _designed(what, options, design, turns=turns_of(recipe, options, seeds))
     finished: list[list[StudyRun]] = [[] for _ in plan.arms]
 
-    def show(done: int, total: int, found: Finished | None) -> None:
-        text = None
-        if found is not None:
-            value = found.run.values.get(plan.headline, math.nan)
-            text = f"seed {found.seed}, {plan.arms[found.arm].name}: {value:.4g}"
-        progress(Progress(min(done, total), total, text))
-
-    receive = receiver(len(seeds) * plan.ticks, finished, show)
+    receive = receiver(
+        len(seeds) * plan.ticks,
+        finished,
+        progress,
+        [arm.name for arm in plan.arms],
+        lambda run: run.values.get(plan.headline, math.nan),
+    )
 
     def report(*, partial: bool) -> Study:
         arms = tuple(

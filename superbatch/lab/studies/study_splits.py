@@ -10,7 +10,7 @@ from ..report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
 from ..report.verdict import verdict
 from . import compare as comparing
 from . import quick
-from .shared_options import Interrupted, Progress
+from .shared_options import Interrupted
 from .study import Options, Show, as_study, loaded, seeds_of, turns_of
 from .study_common import COLUMNS, UPDATES, column_of_metric
 
@@ -44,15 +44,8 @@ def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
         if updates < most:
             notes = (quick.note(f"{updates} updates", fits=fits),)
 
-    def receive(event: comparing.Progress) -> None:
-        text = None
-        if event.finished is not None:
-            seed, arm, metric = event.finished
-            text = f"seed {seed}, {arm}: {metric:.4g}"
-        progress(Progress(event.done, event.total, text))
-
     try:
-        return _study(comparing.compare(recipe, wanted, progress=receive), options, notes)
+        return _study(comparing.compare(recipe, wanted, progress=progress), options, notes)
     except Interrupted as stopped:
         raise Interrupted(_study(stopped.report, options, notes)) from None
 

@@ -25,6 +25,7 @@ from superbatch.errors import SuperbatchError
 from ..recipes import Recipe
 from ..recipes.failing import recipe_failure
 from .backends import load_backend
+from .shared_options import Progress
 from .training import train_seed
 
 REPORT_EVERY = 0.2  # seconds between two messages about progress
@@ -41,7 +42,6 @@ class Advanced:
 class Finished:
     """A run is complete; `run` is the record that the training function made of it."""
 
-    seed: int
     arm: int
     run: Any
 
@@ -73,19 +73,24 @@ Train = Callable[..., Iterator[tuple[int, Any]]]
 
 
 def receiver(
-    total: int, finished: Sequence[list[Any]], show: Callable[[int, int, Finished | None], None]
+    total: int,
+    finished: Sequence[list[Any]],
+    progress: Callable[[Progress], None],
+    names: Sequence[str],
+    value: Callable[[Any], float | None],
 ) -> Receive:
-    """Make the function that keeps the runs of each arm and shows (work done, total, finished run)."""
+    """Make the function that keeps the runs of each arm and shows progress: seed, arm and value of a run."""
     done = 0
 
     def receive(event: Event) -> None:
         nonlocal done
+        latest = None
         if isinstance(event, Advanced):
             done += event.microbatches
-            show(done, total, None)
         else:
             finished[event.arm].append(event.run)
-            show(done, total, event)
+            latest = event.run.seed, names[event.arm], value(event.run)
+        progress(Progress(min(done, total), total, latest))
 
     return receive
 
@@ -118,7 +123,7 @@ def train_here(
     for seed in seeds:
         for arm, run in train(recipe, setting, seed, tick=tick):
             flush()
-            receive(Finished(seed, arm, run))
+            receive(Finished(arm, run))
 
 
 def train_spread(
