@@ -133,7 +133,7 @@ def _measure(found: _Found, progress: Callable[[Progress], None]) -> None:
     found.notes += tuple(busy())
     coupled = refusal(rehearsal)
     if coupled is not None:
-        rehearsal = rehearsal.as_coupled()
+        rehearsal = replace(rehearsal, coupled=True)
     found.limit = limit = memory_limit(rehearsal.device)
     found.asked_for = asked_for = question(
         recipe, options, largest=lambda samples: _largest(rehearsal, samples, limit)

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from superbatch.batch.split import cut as cut_planned
 from superbatch.batch.tree import count_samples, plan
 from superbatch.torch import Accumulator, WholeBatch
 from superbatch.torch.options import FrozenBatchNorm
@@ -63,8 +63,7 @@ def cut(batch: Any, sizes: tuple[int, ...]) -> list[Any]:
         >>> [part.tolist() for part in cut(torch.arange(4), (3, 1))]
         [[0, 1, 2], [3]]
     """
-    take = plan(batch).take
-    return [take(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
+    return cut_planned(plan(batch), sizes)
 
 
 def plain_update(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -> UpdateFunction:

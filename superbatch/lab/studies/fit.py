@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -96,7 +96,7 @@ class _Work:
     def do(self) -> None:
         self.found.refused = refusal(self.rehearsal)
         if self.found.refused is not None:
-            self.rehearsal = self.rehearsal.as_coupled()
+            self.rehearsal = replace(self.rehearsal, coupled=True)
         start = time.monotonic()
         self._predict(_spread(self.options.sizes or halvings(self.found.batch_size), PROBES))
         self.found.plan(self.options.sizes or ())

@@ -53,10 +53,6 @@ class Rehearsal:
         """Device of the model."""
         return next(self.model.parameters()).device
 
-    def as_coupled(self) -> Rehearsal:
-        """The same, with what the accumulator refuses for the sake of exactness allowed."""
-        return replace(self, coupled=True)
-
     def take(self, samples: int, *, start: int = 0) -> Any:
         """Take a micro-batch of the batch."""
         start = min(start, self.samples - samples)  # the batch may end too early

@@ -24,6 +24,7 @@ Way = Literal[
     "another batch",
 ]
 NAMED_BY_SPLIT = ("real batch", "accumulator", "another batch")
+Tick = Callable[[int], None]  # takes the micro-batches, or other work, done since the last call
 # What the wrong ways do, in words.
 WRONG: Mapping[Way, str] = {
     "mean of means": "wrong: the mean of each micro-batch counts 1/K, whatever the micro-batch weighs",

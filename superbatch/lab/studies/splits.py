@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from superbatch.batch.split import near_equal
 from superbatch.errors import InputError
@@ -32,12 +33,8 @@ class Split:
             return self.sizes
         if self.equal:
             return tuple(near_equal(samples, self.sizes[0]))
-        total, ends, done = sum(self.sizes), [], 0
-        for size in self.sizes:
-            done += size
-            ends.append(done * samples // total)
-        sizes = (end - start for start, end in zip([0, *ends], ends, strict=False))
-        return tuple(size for size in sizes if size)
+        ends = [end * samples // sum(self.sizes) for end in accumulate(self.sizes, initial=0)]
+        return tuple(end - start for start, end in pairwise(ends) if end > start)
 
 
 def parse_split(text: str) -> Split:

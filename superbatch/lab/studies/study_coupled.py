@@ -7,7 +7,7 @@ point of the recipe's grid by validation, for each seed alone; what is compared 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,8 +21,9 @@ from superbatch.errors import InputError, NonFiniteError
 from ..recipes import COUPLED, Recipe
 from ..recipes.coupled import CoupledRecipe, Point, Way
 from ..report.study import Quantity, StudyArm, StudyRun, StudyTest
+from .setting import Tick
 from .study import Design, Findings, Options
-from .study_common import TOO_FEW, compared, present, stream
+from .study_common import TOO_FEW, Runs, compared, present, stream
 
 RATE, STRENGTH = "learning rate", "strength"
 SHORTEST = 10  # updates of the shortest run that a quick study makes
@@ -92,9 +93,7 @@ def _quantities(recipe: CoupledRecipe) -> tuple[Quantity, ...]:
     return (*measured, *chosen)
 
 
-def train(
-    recipe: Recipe, setting: Setting, seed: int, *, tick: Callable[[int], None]
-) -> Iterator[tuple[int, StudyRun]]:
+def train(recipe: Recipe, setting: Setting, seed: int, *, tick: Tick) -> Runs:
     """Train every way from one seed at every point, and keep the best by validation."""
     assert isinstance(recipe, CoupledRecipe)
     order = stream(recipe.samples, setting.updates * recipe.batch_size, seed).split(recipe.batch_size)
@@ -119,7 +118,7 @@ def trained_model(
     point: Point,
     order: tuple[torch.Tensor, ...],
     seed: int,
-    tick: Callable[[int], None],
+    tick: Tick,
     *,
     device: str = "cpu",
 ) -> nn.Module:

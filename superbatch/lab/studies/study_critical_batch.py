@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,6 +30,7 @@ from ..report.study import Quantity, StudyArm, StudyRun, StudyTest
 from . import study_common as common
 from .arms import plain_update
 from .participants import accumulator
+from .setting import Tick
 from .shared_options import offered_optimizer
 from .study import Design, Findings, Options
 
@@ -123,9 +123,7 @@ def design(recipe: Recipe, *, options: Options) -> Design:
     )
 
 
-def train(
-    recipe: Recipe, setting: Setting, seed: int, *, tick: Callable[[int], None]
-) -> Iterator[tuple[int, StudyRun]]:
+def train(recipe: Recipe, setting: Setting, seed: int, *, tick: Tick) -> common.Runs:
     """Train to the checkpoint, measure the noise, and continue in every branch."""
     order = common.stream(recipe.samples, setting.before + setting.samples, seed)
     first, rest = order[: setting.before], order[setting.before :]
@@ -188,7 +186,7 @@ def noise_at(recipe: Recipe, model: nn.Module, batch: int, seed: int) -> Noise:
 
 
 def _work(
-    recipe: Recipe, model: nn.Module, optimizer: Any, order: Tensor, batch: int, tick: Callable[[int], None]
+    recipe: Recipe, model: nn.Module, optimizer: Any, order: Tensor, batch: int, tick: Tick
 ) -> list[float]:
     update, losses = plain_update(recipe, model, optimizer), list[float]()
     for indices in order.split(batch):

@@ -9,7 +9,6 @@ batch that grows to 1/f cool a training alike, and the second makes fewer update
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,6 +25,7 @@ from ..report.study_text import signed
 from . import study_common as common
 from .arms import cut
 from .participants import accumulator
+from .setting import Tick
 from .study import Design, Findings, Options
 
 MADE, QUICK_MADE, SHORTEST = 4000, 800, 100  # updates of the arm that decays the rate
@@ -135,16 +135,12 @@ def factor(share: float) -> float:
     return next((value for end, value in PHASES if share < end), PHASES[-1][1])
 
 
-def train(
-    recipe: Recipe, setting: Setting, seed: int, *, tick: Callable[[int], None]
-) -> Iterator[tuple[int, StudyRun]]:
+def train(recipe: Recipe, setting: Setting, seed: int, *, tick: Tick) -> common.Runs:
     """Train every arm from one seed, on the same samples in the same order."""
     yield from common.from_one_start(recipe, setting.arms, seed, partial(_train, recipe, setting, seed, tick))
 
 
-def _train(
-    recipe: Recipe, setting: Setting, seed: int, tick: Callable[[int], None], arm: str, model: nn.Module
-) -> StudyRun:
+def _train(recipe: Recipe, setting: Setting, seed: int, tick: Tick, arm: str, model: nn.Module) -> StudyRun:
     optimizer = torch.optim.SGD(model.parameters(), lr=setting.learning_rate)
     accumulate = accumulator(recipe, model, optimizer)
     schedule = schedule_of(setting)

@@ -22,8 +22,8 @@ from superbatch.window import Window
 from ..recipes import Recipe
 from ..report.surveys import SeededSurvey
 from .arms import accumulator_of, cut, update_function
-from .on_torch import Tick, cast_batch, orders
-from .setting import ArmPlan, Setting, Way
+from .on_torch import cast_batch, orders
+from .setting import ArmPlan, Setting, Tick, Way
 
 HOW: Mapping[Way, str] = {
     "real batch": "the whole batch at once, plain PyTorch",

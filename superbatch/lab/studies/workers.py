@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from superbatch.errors import SuperbatchError
 
@@ -58,17 +58,9 @@ Receive = Callable[[Event], None]
 Load = tuple[str, str, str | Path | None]  # backend, recipe and data, for a worker to load them
 
 
-class Arms(Protocol):
-    """Arms to train for each seed; it can be sent to another process."""
-
-    @property
-    def arms(self) -> Sequence[Any]:
-        """Arms that each seed is trained with; the index tells one from another."""
-        ...
-
-
 # (recipe, setting, seed, tick=) -> every arm, as (its index, its run); `tick` takes the work done since its
-# last call. It is a function of a module, so that other processes find it.
+# last call. It is a function of a module, so that other processes find it, and the setting, which has the
+# attribute ``arms``, can be sent to them.
 Train = Callable[..., Iterator[tuple[int, Any]]]
 
 
@@ -98,7 +90,7 @@ def receiver(
 def train_seeds(
     recipe: str | Recipe,
     loaded: Recipe,
-    setting: Arms,
+    setting: Any,
     seeds: Sequence[int],
     receive: Receive,
     *,
@@ -116,7 +108,7 @@ def train_seeds(
 
 
 def train_here(
-    recipe: Recipe, setting: Arms, seeds: Sequence[int], receive: Receive, *, train: Train = train_seed
+    recipe: Recipe, setting: Any, seeds: Sequence[int], receive: Receive, *, train: Train = train_seed
 ) -> None:
     """Train the seeds one after the other in this process."""
     tick, flush = _gathered(receive)
@@ -128,7 +120,7 @@ def train_here(
 
 def train_spread(
     load: Load,
-    setting: Arms,
+    setting: Any,
     seeds: Sequence[int],
     receive: Receive,
     *,
@@ -179,21 +171,9 @@ def _listen(processes: Sequence[Any], events: Any, receive: Receive, *, runs: in
         receive(event)
 
 
-def _work(load: Load, setting: Arms, train: Train, threads: int, todo: Any, events: Any) -> None:
-    """Run a worker process."""
+def _work(load: Load, setting: Any, train: Train, threads: int, todo: Any, events: Any) -> None:
+    """Run a worker process, until the seeds or its parent end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        name, recipe_name, data = load
-        backend = load_backend(name)
-        with backend.threads(threads):
-            recipe = backend.load(recipe_name, data)
-            while (seed := todo.get()) is not None:
-                train_here(recipe, setting, [seed], _put_while_parent_lives(events), train=train)
-    except Exception as error:  # noqa: BLE001  (it is raised again where the user is)
-        events.put(Failed(error if isinstance(error, SuperbatchError) else _described(error)))
-
-
-def _put_while_parent_lives(events: Any) -> Receive:
     parent = multiprocessing.parent_process()
 
     def put(event: Event) -> None:
@@ -201,7 +181,15 @@ def _put_while_parent_lives(events: Any) -> Receive:
             sys.exit(1)
         events.put(event)
 
-    return put
+    try:
+        name, recipe_name, data = load
+        backend = load_backend(name)
+        with backend.threads(threads):
+            recipe = backend.load(recipe_name, data)
+            while (seed := todo.get()) is not None:
+                train_here(recipe, setting, [seed], put, train=train)
+    except Exception as error:  # noqa: BLE001  (it is raised again where the user is)
+        events.put(Failed(error if isinstance(error, SuperbatchError) else _described(error)))
 
 
 def _described(error: Exception) -> SuperbatchError:
