@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,10 +54,11 @@ class Backend:
     check: Callable[[Setting], None] = lambda setting: None
     train: TrainArms
     # bytes that one update of an arm allocates at its peak; None where it is not known
-    peak_of_update: Callable[[Recipe, Setting, ArmPlan], int | None]
+    peak_of_update: Callable[[Recipe, Setting, ArmPlan], int | None] = lambda recipe, setting, arm: None
     how: Mapping[Way, str]  # what it does in each way, in words
     versions: Callable[[], dict[str, str]]  # of what it runs on
-    threads: Callable[[int], AbstractContextManager[None]]  # a context with this many threads
+    # a context with this many threads, of a backend that can set them
+    threads: Callable[[int], AbstractContextManager[None]] = lambda count: nullcontext()
     notes: tuple[str, ...] = ()  # what a reader must know of its numbers
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from superbatch.errors import InputError
 
@@ -18,10 +19,10 @@ from .backends import Backend, load_backend
 from .compare_options import Options as Options
 from .compare_options import check_options
 from .setting import ArmPlan, Setting, curve_updates
-from .shared_options import Interrupted, asked, offered_optimizer
+from .shared_options import Interrupted, offered_optimizer
 from .shared_options import Progress as Progress
 from .splits import Split, default_splits, parse_split, splits_of
-from .versions import versions
+from .versions import origin
 from .workers import receiver, train_seeds
 
 DEFAULTS = Options()
@@ -41,7 +42,7 @@ def compare(
     loaded = backend.load(recipe, options.data) if isinstance(recipe, str) else recipe
     setting = settle(loaded, options)
     backend.check(setting)
-    seeds = tuple(range(options.runs))
+    seeds = range(options.runs)
     finished: list[list[Run]] = [[] for _ in setting.arms]
     peaks: list[int | None] = [None] * len(setting.arms)
 
@@ -49,8 +50,8 @@ def compare(
     receive = receiver(total, finished, progress, [arm.name for arm in setting.arms], lambda run: run.metric)
 
     def report(*, partial: bool) -> Comparison:
-        seconds = time.monotonic() - start
-        return _report(loaded, options, setting, backend, seeds, finished, peaks, seconds, partial=partial)
+        made = origin(loaded, options, start, partial=partial, **backend.versions())
+        return _report(loaded, options, setting, backend, finished, peaks, made)
 
     try:
         with backend.threads(options.threads):
@@ -112,7 +113,7 @@ def _arms(recipe: Recipe, splits: Sequence[Split], *, include_wrong: bool) -> li
         parts = list(dict.fromkeys([*parts, uneven, equal]))
     coupled = recipe.coupled == "exact"
     claim = "exact" if coupled or recipe.batchnorm == "error" else "inexact"
-    real = ArmPlan(Split(f"1x{size}", (size,)), "real batch", "real")
+    real = ArmPlan(parse_split(f"1x{size}"), "real batch", "real")
     plain = [ArmPlan(split, "plain accumulation", "inexact") for split in parts if coupled]
     return [real, *(ArmPlan(split, "accumulator", claim) for split in parts), *plain, *wrong]
 
@@ -131,12 +132,9 @@ def _report(
     options: Options,
     setting: Setting,
     backend: Backend,
-    seeds: tuple[int, ...],
     finished: Sequence[Sequence[Run]],
     peaks: Sequence[int | None],
-    seconds: float,
-    *,
-    partial: bool,
+    made: dict[str, Any],
 ) -> Comparison:
     margin = options.margin or recipe.margin
     arms = tuple(
@@ -144,9 +142,8 @@ def _report(
         for arm, runs, peak in zip(setting.arms, finished, peaks, strict=True)
     )
     return Comparison(
-        recipe=recipe.name,
+        **made,
         backend=backend.title,
-        description=recipe.description,
         statement=recipe.statement,
         metric=recipe.metric,
         unit=recipe.unit,
@@ -155,14 +152,10 @@ def _report(
         learning_rate=setting.learning_rate,
         batch_size=setting.batch_size,
         updates=setting.updates,
-        seeds=seeds,
+        seeds=tuple(range(options.runs)),
         margin=margin,
         tail=setting.tail,
         arms=arms,
         curve_updates=curve_updates(setting.updates),
-        seconds=seconds,
-        partial=partial,
-        versions=versions(**backend.versions()),
-        command=asked(options),
         notes=notes_on(arms, setting, backend, options.workers),
     )

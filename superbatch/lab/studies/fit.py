@@ -29,9 +29,9 @@ from .fit_options import Options as Options
 from .fit_options import check_options
 from .on_torch import torch_threads
 from .rehearsal import Rehearsal, microbatches_to_time, prepare, refusal
-from .shared_options import Interrupted, asked
+from .shared_options import Interrupted
 from .shared_options import Progress as Progress
-from .versions import versions
+from .versions import origin
 
 DEFAULTS = Options()
 
@@ -74,9 +74,8 @@ def fit(
         except KeyboardInterrupt:
             if not found.probes and not found.measured:
                 raise
-            report = _report(rehearsal, options, found, time.monotonic() - start, partial=True)
-            raise Interrupted(report) from None
-        return _report(rehearsal, options, found, time.monotonic() - start, partial=False)
+            raise Interrupted(_report(rehearsal, options, found, start, partial=True)) from None
+        return _report(rehearsal, options, found, start, partial=False)
 
 
 @dataclass
@@ -117,14 +116,12 @@ class _Work:
         self.progress(Progress(min(self.done, total), total, finished))
 
     def _predict(self, sizes: Sequence[int]) -> None:
-        trainer, found = self.rehearsal.trainer(), self.found
+        found = self.found
         for samples in sorted(sizes, reverse=True):
             if samples in found.probes or samples in self.unpredicted:
                 continue
             try:
-                found.probes[samples] = predict_peak(
-                    trainer.loss_fn, self.rehearsal.take(samples), **self.rehearsal.as_trained(trainer)
-                )
+                found.probes[samples] = self.rehearsal.predicted(predict_peak, samples)
             except PredictionError as error:
                 if found.probes:  # larger ones could be predicted, so it is the size that is to blame
                     self.unpredicted.add(samples)
@@ -208,11 +205,8 @@ class _Work:
         found, samples = self.found, self.found.fastest or self.found.top
         if not samples or not found.probes:
             return
-        trainer = self.rehearsal.trainer()
         try:
-            found.savings = tuple(
-                savings(trainer.loss_fn, self.rehearsal.take(samples), **self.rehearsal.as_trained(trainer))
-            )
+            found.savings = tuple(self.rehearsal.predicted(savings, samples))
         except PredictionError as error:
             found.notes.append(f"What would lower the peak is not known: {error}")
 
@@ -240,13 +234,11 @@ def _spread(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def _report(
-    rehearsal: Rehearsal, options: Options, found: Findings, seconds: float, *, partial: bool
+    rehearsal: Rehearsal, options: Options, found: Findings, start: float, *, partial: bool
 ) -> Fitting:
-    recipe = rehearsal.recipe
     parameters = sum(each.numel() * each.element_size() for each in rehearsal.model.parameters())
     return Fitting(
-        recipe=recipe.name,
-        description=recipe.description,
+        **origin(rehearsal.recipe, options, start, partial=partial, torch=torch.__version__),
         dtype=options.dtype,
         optimizer=rehearsal.optimizer,
         device=str(rehearsal.device),
@@ -264,9 +256,5 @@ def _report(
         reach=found.reach(),
         savings=found.savings,
         refused=found.refused,
-        seconds=seconds,
-        partial=partial,
-        versions=versions(torch=torch.__version__),
-        command=asked(options),
         notes=tuple(found.notes),
     )

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -157,6 +156,5 @@ BACKEND = Backend(
     peak_of_update=peak_of_update,
     how=HOW,
     versions=lambda: {"jax": jax.__version__, "optax": optax.__version__},
-    threads=lambda count: nullcontext(),
     notes=(MEMORY,),
 )

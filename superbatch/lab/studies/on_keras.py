@@ -139,7 +139,6 @@ BACKEND = Backend(
     load=lambda name, data: digits_elsewhere(),
     check=check,
     train=trainer(_begin, _dtype),
-    peak_of_update=lambda recipe, setting, arm: None,
     how=HOW,
     versions=lambda: {
         name: importlib.import_module(name).__version__ for name in ("keras", keras.backend.backend())

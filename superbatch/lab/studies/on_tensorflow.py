@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
@@ -145,9 +144,7 @@ BACKEND = Backend(
     title="tensorflow",
     load=load,
     train=trainer(_begin),
-    peak_of_update=lambda recipe, setting, arm: None,
     how=HOW,
     versions=lambda: {"tensorflow": tf.__version__, "keras": tf.keras.__version__},
-    threads=lambda count: nullcontext(),
     notes=(MEMORY,),
 )

@@ -30,7 +30,7 @@ from .on_torch import torch_threads
 from .shared_options import Interrupted, asked, check_counts, check_positive
 from .shared_options import Progress as Progress
 from .statistics import limits_of
-from .versions import versions
+from .versions import origin
 from .workers import Train, receiver, train_seeds
 
 # Options that not every study takes.
@@ -182,10 +182,9 @@ def run_design(
         )
         found = plan.find(arms)
         return Study(
+            **origin(what, options, start, partial=partial, torch=torch.__version__),
             name=name,
             question=entry_of(name).question,
-            recipe=what.name,
-            description=what.description,
             setting=plan.fixed,
             quantities=plan.quantities,
             arms=tuple(replace(arm, facts={**arm.facts, **found.facts.get(arm.name, {})}) for arm in arms),
@@ -193,10 +192,6 @@ def run_design(
             conclusion=found.conclusion,
             curve_at=plan.curve_at,
             seeds=seeds,
-            seconds=time.monotonic() - start,
-            partial=partial,
-            versions=versions(torch=torch.__version__),
-            command=asked(options),
             notes=(*found.notes, *limits_of(t.result for t in found.tests), *notes, reading(name)),
         )
 

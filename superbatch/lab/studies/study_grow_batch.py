@@ -189,12 +189,10 @@ def find(arms: tuple[StudyArm, ...], *, metric: str, margin: float) -> Findings:
         f"{made:,.0f} updates instead of {instead:,.0f}, training loss x {loss.difference:.3g} "
         f"({loss.low:.3g} to {loss.high:.3g}), {metric.partition(',')[0]} {signed(same.difference)}"
     )
-    beside = f"a rate that stays ends at x {stays.difference:.2g}"
+    stayed = ""
     if stays.result.equivalent:
-        beside = "but here a rate that stays does the same, so that the schedule hardly matters"
-    elif stays.low < 1 < stays.high:
-        beside += ", which is not shown to be another loss"
-    conclusion = f"Growing the batch is decaying the rate, in fewer updates: {said}; {beside}."
+        stayed = "; here a rate that stays does the same, so the schedule hardly matters"
+    conclusion = f"Growing the batch is decaying the rate, in fewer updates: {said}{stayed}."
     if not (loss.result.equivalent and same.result.equivalent and made < instead):
         conclusion = f"Not shown to be the same: growing the batch instead of decaying the rate made {said}."
     return Findings(tests=common.present(tests), conclusion=conclusion, notes=(LIMIT,))

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,12 +25,12 @@ from ..recipes import Recipe, load_recipe
 from ..report.surveys import PAIRED_TOLERANCES, SeededSurvey, SurveyArm, Surveys
 from .on_torch import torch_threads
 from .setting import ArmPlan
-from .shared_options import Interrupted, asked, check_counts, check_positive, offered_optimizer
+from .shared_options import Interrupted, check_counts, check_positive, offered_optimizer
 from .shared_options import Progress as Progress
-from .splits import Split, parse_splits, splits_of
+from .splits import Split, parse_split, parse_splits, splits_of
 from .survey_arms import HOW, SurveySetting, train
 from .survey_tests import DECADES, FACTOR, curve_test, decades_of, paired_difference, suggestion_test
-from .versions import versions
+from .versions import origin
 from .workers import receiver, train_here
 
 PAIRS = 2  # seeds of each split for which the real batch is surveyed from the same weights and samples
@@ -78,9 +79,8 @@ def survey(
     receive = receiver(total, found, progress, names, lambda run: run.survey.suggestion)
 
     def report(*, partial: bool) -> Surveys:
-        return _report(
-            loaded, options, setting, _arms(setting, found), time.monotonic() - start, partial=partial
-        )
+        made = origin(loaded, options, start, partial=partial, torch=torch.__version__)
+        return _report(options, setting, _arms(setting, found), made)
 
     try:
         with torch_threads(options.threads):
@@ -136,7 +136,7 @@ def _some_splits(size: int) -> list[Split]:
 
 def _plans(recipe: Recipe, splits: Sequence[Split], *, include_wrong: bool) -> tuple[ArmPlan, ...]:
     size = sum(splits[0].sizes)
-    real = _whole(size)
+    real = parse_split(f"1x{size}")
     parts = [split for split in splits if len(split.sizes) > 1]
     exact = recipe.coupled == "exact" or recipe.batchnorm == "error"
     plans = [
@@ -145,19 +145,15 @@ def _plans(recipe: Recipe, splits: Sequence[Split], *, include_wrong: bool) -> t
         *(ArmPlan(split, "accumulator", "exact" if exact else "inexact") for split in parts),
     ]
     if include_wrong:
-        longest = max(parts, key=lambda split: len(split.sizes), default=Split(f"{size}x1", (1,) * size))
+        longest = max(parts, key=lambda split: len(split.sizes), default=parse_split(f"{size}x1"))
         if len(longest.sizes) > 1:
             plans.append(ArmPlan(longest, "missing 1/K", "wrong"))
         plans += [
-            ArmPlan(_whole(other), "another batch", "wrong" if other < size // 2 else "other")
+            ArmPlan(parse_split(f"1x{other}"), "another batch", "wrong" if other < size // 2 else "other")
             for other in (size // 10, size // 2)
             if other
         ]
     return tuple(plans)
-
-
-def _whole(size: int) -> Split:
-    return Split(f"1x{size}", (size,))
 
 
 def _arms(setting: SurveySetting, found: Sequence[Sequence[SeededSurvey]]) -> tuple[SurveyArm, ...]:
@@ -186,17 +182,10 @@ def _arms(setting: SurveySetting, found: Sequence[Sequence[SeededSurvey]]) -> tu
 
 
 def _report(
-    recipe: Recipe,
-    options: Options,
-    setting: SurveySetting,
-    arms: tuple[SurveyArm, ...],
-    seconds: float,
-    *,
-    partial: bool,
+    options: Options, setting: SurveySetting, arms: tuple[SurveyArm, ...], made: dict[str, Any]
 ) -> Surveys:
     return Surveys(
-        recipe=recipe.name,
-        description=recipe.description,
+        **made,
         what=setting.what,
         optimizer=setting.optimizer,
         learning_rate=None if setting.what == "lr" else setting.learning_rate,
@@ -209,9 +198,5 @@ def _report(
         factor=FACTOR,
         margin=DECADES,
         arms=arms,
-        seconds=seconds,
-        partial=partial,
-        versions=versions(torch=torch.__version__),
-        command=asked(options),
         notes=(CAVEAT,),
     )

@@ -99,12 +99,10 @@ def train_seeds(
     backend: str = "torch",
 ) -> None:
     """Train the seeds in this process, or in several where that is asked for and a name loads the recipe."""
-    workers = min(options.workers, len(seeds))
-    if workers == 1 or not isinstance(recipe, str):
+    if min(options.workers, len(seeds)) == 1 or not isinstance(recipe, str):
         train_here(loaded, setting, seeds, receive, train=train)
     else:
-        load = (backend, recipe, options.data)
-        train_spread(load, setting, seeds, receive, workers=workers, threads=options.threads, train=train)
+        train_spread((backend, recipe, options.data), setting, seeds, receive, options=options, train=train)
 
 
 def train_here(
@@ -119,22 +117,15 @@ def train_here(
 
 
 def train_spread(
-    load: Load,
-    setting: Any,
-    seeds: Sequence[int],
-    receive: Receive,
-    *,
-    workers: int,
-    threads: int,
-    train: Train,
+    load: Load, setting: Any, seeds: Sequence[int], receive: Receive, *, options: Any, train: Train
 ) -> None:
     """Train the seeds in processes of their own; each takes the next seed when it has finished one."""
-    context = multiprocessing.get_context("spawn")
+    context, workers = multiprocessing.get_context("spawn"), min(options.workers, len(seeds))
     todo, events = context.Queue(), context.Queue()
     for seed in (*seeds, *[None] * workers):
         todo.put(seed)
     processes = [
-        context.Process(target=_work, args=(load, setting, train, threads, todo, events), daemon=True)
+        context.Process(target=_work, args=(load, setting, train, options.threads, todo, events), daemon=True)
         for _ in range(workers)
     ]
     try:
