@@ -169,13 +169,15 @@ def test_options_as_a_report_keeps_them() -> None:
 
 def test_splits_of_a_recipe() -> None:
     recipe = load_recipe("digits")
-    assert splits_of(recipe, "5x20", None, default=default_splits) == [parse_split("5x20")]
-    assert splits_of(recipe, None, None, default=default_splits) == default_splits(recipe.batch_size)
-    assert splits_of(recipe, None, 32, default=default_splits) == default_splits(32)
+    assert splits_of(recipe, "5x20", None) == [parse_split("5x20")]
+    assert splits_of(recipe, None, None) == default_splits(recipe.batch_size)
+    assert splits_of(recipe, None, 32) == default_splits(32)
+    surveyed = splits_of(recipe, None, 32, counts=(10, 20))
+    assert [split.name for split in surveyed] == ["1x32", "8x4", "16x2"]
     with pytest.raises(InputError, match="batch_size=7 with the split 5x20: that split makes batches of 100"):
-        splits_of(recipe, "5x20", 7, default=default_splits)
+        splits_of(recipe, "5x20", 7)
     with pytest.raises(InputError, match=r"A batch of 2000 samples.*1297 training samples"):
-        splits_of(recipe, "20x100", None, default=default_splits)
+        splits_of(recipe, "20x100", None)
 
 
 def test_parts_of_an_advice() -> None:

@@ -43,11 +43,14 @@ def update_function(
     """Make the function that makes an arm's updates."""
     if arm.way in ("real batch", "again", "another batch"):
         return plain_update(recipe, model, optimizer)
-    if arm.way == "accumulator":
-        return _accumulator(arm.split, recipe, model, optimizer)
-    if arm.way == "plain accumulation":
-        return _accumulator(arm.split, without_coupling(recipe), model, optimizer, check=False)
-    return _wrong(arm, recipe, model, optimizer)
+    if arm.way not in ("accumulator", "plain accumulation"):
+        return _wrong(arm, recipe, model, optimizer)
+    plain, split = arm.way == "plain accumulation", arm.split
+    recipe = without_coupling(recipe) if plain else recipe
+    make_update = accumulator_of(split, recipe, model, optimizer, check=not plain)
+    if split.equal:
+        return lambda batch: make_update(batch).loss
+    return lambda batch: make_update(Window(cut(batch, split.sizes_of(count_samples(batch))))).loss
 
 
 def without_coupling(recipe: Recipe) -> Recipe:
@@ -71,27 +74,13 @@ def plain_update(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimi
     loss_fn = recipe.loss_fn(model)
 
     def update(batch: Any) -> float:
-        loss = mean_loss(recipe, loss_fn, batch)
+        loss, _ = mean_and_weight(recipe, loss_fn, batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.item()
 
     return update
-
-
-def _accumulator(
-    split: Split,
-    recipe: Recipe,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    check: bool = True,
-) -> UpdateFunction:
-    make_update = accumulator_of(split, recipe, model, optimizer, check=check)
-    if split.equal:
-        return lambda batch: make_update(batch).loss
-    return lambda batch: make_update(Window(cut(batch, split.sizes_of(count_samples(batch))))).loss
 
 
 def accumulator_of(
@@ -149,13 +138,6 @@ def mean_and_weight(recipe: Recipe, loss_fn: Callable[[Any], Any], batch: Any) -
     else:
         loss, weight = result, count_samples(batch) if recipe.weight is None else recipe.weight(batch)
     return (loss / weight if recipe.reduction == "sum" else loss), weight
-
-
-def mean_loss(recipe: Recipe, loss_fn: Callable[[Any], Any], batch: Any) -> Tensor:
-    """The mean loss of a batch; its weight is counted only where it is needed."""
-    if recipe.reduction == "mean" and recipe.weight != "returned":
-        return loss_fn(batch)
-    return mean_and_weight(recipe, loss_fn, batch)[0]
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from .compare_options import check_options
 from .setting import ArmPlan, Setting, curve_updates
 from .shared_options import Interrupted, offered_optimizer
 from .shared_options import Progress as Progress
-from .splits import Split, default_splits, parse_split, splits_of
+from .splits import Split, parse_split, splits_of
 from .versions import origin
 from .workers import receiver, train_seeds
 
@@ -65,7 +65,7 @@ def compare(
 
 def settle(recipe: Recipe, options: Options) -> Setting:
     """Fill in what the options leave to the recipe, and refuse what cannot be."""
-    splits = splits_of(recipe, options.splits, options.batch_size, default=default_splits)
+    splits = splits_of(recipe, options.splits, options.batch_size)
     size = sum(splits[0].sizes)
     tail = max(1, round(TAIL * size)) if options.include_wrong else None
     if tail is not None and size + tail > recipe.samples:

@@ -129,16 +129,16 @@ class Findings:
         samples = self.fastest or self.largest
         if not samples or self.refused is not None:
             return ()
-        return tuple(self._reach(times * self.batch_size, samples) for times in BATCHES)
-
-    def _reach(self, batch: int, samples: int) -> Reach:
-        parts = near_equal(batch, samples)
-        return Reach(
-            batch=batch,
-            microbatches=len(parts),
-            samples=parts[0],
-            whole=None if self.curve is None else self.curve.at(batch),
-            seconds=self._update_seconds(batch, parts[0]),
+        batches = [times * self.batch_size for times in BATCHES]
+        return tuple(
+            Reach(
+                batch=batch,
+                microbatches=len(parts),
+                samples=parts[0],
+                whole=None if self.curve is None else self.curve.at(batch),
+                seconds=self._update_seconds(batch, parts[0]),
+            )
+            for batch, parts in ((batch, near_equal(batch, samples)) for batch in batches)
         )
 
     def _update_seconds(self, batch: int, samples: int) -> float | None:

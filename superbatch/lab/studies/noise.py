@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -219,35 +220,25 @@ def _by_model(found: _Found, batch_size: int, run: float | None) -> tuple[float 
 
 
 def _steps(
-    found: _Found,
-    size: int,
-    run: tuple[float | None, float, float],
-    models: tuple[float | None, ...],
-    *,
-    ranks: int = 1,
+    found: _Found, size: int, run: tuple[float | None, float, float], models: tuple[float | None, ...]
 ) -> tuple[AtSteps, ...]:
     if not found.microbatch_seconds:
         return ()
-
-    def time_with(k: int, noise: float) -> float:
-        return relative_time(
-            k,
-            noise=noise,
-            microbatch_size=size,
-            microbatch_seconds=found.microbatch_seconds,
-            update_seconds=found.update_seconds,
-            ranks=ranks,
-        )
-
+    time_with = partial(
+        relative_time,
+        microbatch_size=size,
+        microbatch_seconds=found.microbatch_seconds,
+        update_seconds=found.update_seconds,
+    )
     scale, low, high = run
     return tuple(
         AtSteps(
             accumulation_steps=k,
             batch=k * size,
-            time=None if scale is None else time_with(k, scale),
-            low=time_with(k, high),
-            high=time_with(k, low),
-            by_model=tuple(None if each is None else time_with(k, each) for each in models),
+            time=None if scale is None else time_with(k, noise=scale),
+            low=time_with(k, noise=high),
+            high=time_with(k, noise=low),
+            by_model=tuple(None if each is None else time_with(k, noise=each) for each in models),
         )
         for k in (1 << power for power in range(MOST_STEPS.bit_length()))
     )

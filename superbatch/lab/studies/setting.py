@@ -12,17 +12,10 @@ from .splits import Split
 
 CURVE_POINTS = 50
 TAILS_IN_A_RUN = 10  # at least this many tails, so that even a short run shows what they do
-Way = Literal[
-    "real batch",
-    "accumulator",
-    "plain accumulation",
-    "mean of means",
-    "fixed tail divisor",
-    # of a survey alone
-    "again",
-    "missing 1/K",
-    "another batch",
-]
+Way = (
+    Literal["real batch", "accumulator", "plain accumulation", "mean of means", "fixed tail divisor"]
+    | Literal["again", "missing 1/K", "another batch"]  # of a survey alone
+)
 NAMED_BY_SPLIT = ("real batch", "accumulator", "another batch")
 Tick = Callable[[int], None]  # takes the micro-batches, or other work, done since the last call
 # What the wrong ways do, in words.

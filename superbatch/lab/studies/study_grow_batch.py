@@ -90,17 +90,14 @@ def _arms(setting: Setting) -> tuple[StudyArm, ...]:
     schedule, at = schedule_of(setting), common.curve_points(samples)
     updates = schedule.updates(samples)
     sizes = sorted({schedule(update) * batch for update in range(updates)})
-    alike = tuple(each / batch for each in at)
-    arms = (
-        (CONSTANT, f"batch {batch}, rate x 1", samples // batch, alike),
-        (DECAY, f"batch {batch}, rate x {', '.join(f'{f:g}' for _, f in PHASES)}", samples // batch, alike),
-        (
-            GROW,
-            f"batch {', '.join(map(str, sizes))} in micro-batches of {batch}",
-            updates,
-            tuple(float(schedule.updates(each)) for each in at),
-        ),
-    )
+    steady = samples // batch, tuple(each / batch for each in at)
+    grown = updates, tuple(float(schedule.updates(each)) for each in at)
+    factors = ", ".join(f"{factor:g}" for _, factor in PHASES)
+    arms = {
+        CONSTANT: (f"batch {batch}, rate x 1", *steady),
+        DECAY: (f"batch {batch}, rate x {factors}", *steady),
+        GROW: (f"batch {', '.join(map(str, sizes))} in micro-batches of {batch}", *grown),
+    }
     return tuple(
         StudyArm(
             name=name,
@@ -109,7 +106,7 @@ def _arms(setting: Setting) -> tuple[StudyArm, ...]:
             runs=(),
             curve_updates=curve_updates,
         )
-        for name, how, made, curve_updates in arms
+        for name, (how, made, curve_updates) in arms.items()
     )
 
 

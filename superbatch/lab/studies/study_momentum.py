@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from superbatch.errors import InputError, NonFiniteError
@@ -144,42 +144,31 @@ def train(recipe: Recipe, setting: Setting, seed: int, *, tick: Tick) -> common.
     order = common.stream(recipe.samples, max(arm.batch * arm.updates for arm in setting.arms), seed)
 
     def one(arm: Arm, model: nn.Module) -> StudyRun:
-        return StudyRun(seed=seed, values=_train(recipe, setting, arm, model, order, tick))
+        update = _update_function(recipe, arm, model)
+        begin = round((1 - TAIL) * arm.updates)
+        every = max(1, (arm.updates - begin) // 400)
+        looks = {begin + (i + 1) * (arm.updates - begin) // LOOKS for i in range(LOOKS)}
+        averaged, losses = AveragedModel(model), list[float]()
+        for made in range(1, arm.updates + 1):
+            loss = update(recipe.batch(order[(made - 1) * arm.batch : made * arm.batch]))
+            if not math.isfinite(loss):
+                tick(arm.updates - made + 1)
+                break
+            if made > begin and made % every == 0:
+                averaged.update_parameters(model)
+            if made in looks:
+                losses.append(common.training_loss(recipe, model, setting.looked_at))
+            tick(1)
+        values = {
+            common.quantity_of_metric(recipe): float(recipe.evaluate(model)),
+            common.LOSS: common.training_loss(recipe, model, setting.looked_at),
+        }
+        if len(losses) == len(looks):  # it has not diverged, and was long enough to measure
+            calm = common.training_loss(recipe, averaged.module, setting.looked_at)
+            values[EXCESS] = statistics.fmean(losses) - calm
+        return StudyRun(seed=seed, values=values)
 
     yield from common.from_one_start(recipe, setting.arms, seed, one)
-
-
-def _train(
-    recipe: Recipe,
-    setting: Setting,
-    arm: Arm,
-    model: nn.Module,
-    order: Tensor,
-    tick: Tick,
-) -> dict[str, float]:
-    update = _update_function(recipe, arm, model)
-    begin = round((1 - TAIL) * arm.updates)
-    every = max(1, (arm.updates - begin) // 400)
-    looks = {begin + (i + 1) * (arm.updates - begin) // LOOKS for i in range(LOOKS)}
-    averaged, losses = AveragedModel(model), list[float]()
-    for made in range(1, arm.updates + 1):
-        loss = update(recipe.batch(order[(made - 1) * arm.batch : made * arm.batch]))
-        if not math.isfinite(loss):
-            tick(arm.updates - made + 1)
-            break
-        if made > begin and made % every == 0:
-            averaged.update_parameters(model)
-        if made in looks:
-            losses.append(common.training_loss(recipe, model, setting.looked_at))
-        tick(1)
-    values = {
-        common.quantity_of_metric(recipe): float(recipe.evaluate(model)),
-        common.LOSS: common.training_loss(recipe, model, setting.looked_at),
-    }
-    if len(losses) < len(looks):  # it has diverged, or was too short to measure
-        return values
-    noise = statistics.fmean(losses) - common.training_loss(recipe, averaged.module, setting.looked_at)
-    return {**values, EXCESS: noise}
 
 
 def _update_function(recipe: Recipe, arm: Arm, model: nn.Module) -> Callable[[Any], float]:

@@ -39,7 +39,13 @@ def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
     notes: tuple[str, ...] = ()
     if options.quick and options.samples is None:
         most = min(QUICK_UPDATES, what.updates)
-        updates, fits = _updates(recipe, wanted, most, turns=turns_of(recipe, options, seeds))
+
+        def cost(updates: int) -> float:
+            one = replace(wanted, updates=updates, runs=1, workers=1)
+            return quick.seconds_of(lambda: comparing.compare(recipe, one))
+
+        turns = turns_of(recipe, options, seeds)
+        updates, fits = quick.affordable(cost, least=SHORTEST, most=most, turns=turns)
         wanted = replace(wanted, updates=updates)
         if updates < most:
             notes = (quick.note(f"{updates} updates", fits=fits),)
@@ -48,16 +54,6 @@ def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
         return _study(comparing.compare(recipe, wanted, progress=progress), options, notes)
     except Interrupted as stopped:
         raise Interrupted(_study(stopped.report, options, notes)) from None
-
-
-def _updates(recipe: str | Recipe, wanted: comparing.Options, most: int, *, turns: int) -> tuple[int, bool]:
-    """Return the number of updates a quick study has time for, and True if it has time for any."""
-
-    def cost(updates: int) -> float:
-        one = replace(wanted, updates=updates, runs=1, workers=1)
-        return quick.seconds_of(lambda: comparing.compare(recipe, one))
-
-    return quick.affordable(cost, least=SHORTEST, most=most, turns=turns)
 
 
 def _study(report: Comparison, options: Options, notes: tuple[str, ...]) -> Study:

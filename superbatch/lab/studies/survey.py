@@ -27,7 +27,7 @@ from .on_torch import torch_threads
 from .setting import ArmPlan
 from .shared_options import Interrupted, check_counts, check_positive, offered_optimizer
 from .shared_options import Progress as Progress
-from .splits import Split, parse_split, parse_splits, splits_of
+from .splits import Split, parse_split, splits_of
 from .survey_arms import HOW, SurveySetting, train
 from .survey_tests import DECADES, FACTOR, curve_test, decades_of, paired_difference, suggestion_test
 from .versions import origin
@@ -94,7 +94,7 @@ def survey(
 def settle(recipe: Recipe, options: Options) -> SurveySetting:
     """Fill in what the options leave open, and refuse what cannot be."""
     _check(options)
-    splits = splits_of(recipe, options.splits, options.batch_size, default=_some_splits)
+    splits = splits_of(recipe, options.splits, options.batch_size, counts=(10, 20))
     if options.learning_rate is None:
         recipe.require("learning_rates", by="superbatch survey without --lr")
     name = offered_optimizer(recipe, options.optimizer)
@@ -126,12 +126,6 @@ def _check(options: Options) -> None:
             f"{', '.join(PAIRED_TOLERANCES)}."
         )
     check_positive(options, "learning_rate")
-
-
-def _some_splits(size: int) -> list[Split]:
-    """Into 10 and 20 micro-batches, or as many samples."""
-    counts = [count for count in (10, 20) if count <= size and size % count == 0] or [size]
-    return parse_splits([f"{count}x{size // count}" for count in counts])
 
 
 def _plans(recipe: Recipe, splits: Sequence[Split], *, include_wrong: bool) -> tuple[ArmPlan, ...]:

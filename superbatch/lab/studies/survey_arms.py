@@ -6,14 +6,14 @@ The real batch and the wrong ways are surveyed by a loop of their own, in plain 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
-from superbatch.results.survey import Survey, What
+from superbatch.results.survey import What
 from superbatch.torch.tuning.dial import Dial
 from superbatch.torch.tuning.lr_survey import lr_survey
 from superbatch.tuning.survey import Sweep
@@ -74,45 +74,32 @@ def survey_seed(recipe: Recipe, setting: SurveySetting, arm: ArmPlan, seed: int,
         made += 1
         tick(1)
 
+    ramp: dict[str, Any] = {
+        "what": setting.what,
+        "low": setting.low,
+        "high": setting.high,
+        "updates": setting.updates,
+    }
     with torch.random.fork_rng(devices=[]):
         model = recipe.model(seed).to(getattr(torch, setting.dtype))
         optimizer = recipe.optimizers[setting.optimizer](model.parameters(), setting.learning_rate)
         torch.manual_seed(seed)  # a model that draws (dropout) starts every arm from the same state
+        batches = partial(_batches, recipe, setting, arm, seed)
         if arm.way == "accumulator":
-            found = lr_survey(
-                accumulator_of(arm.split, recipe, model, optimizer),
-                lambda: _batches(recipe, setting, arm, seed),
-                what=setting.what,
-                low=setting.low,
-                high=setting.high,
-                updates=setting.updates,
-                progress=point,
-            )
+            accumulate = accumulator_of(arm.split, recipe, model, optimizer)
+            found = lr_survey(accumulate, batches, **ramp, progress=point)
         else:
-            found = _plain(recipe, setting, arm, seed, (model, optimizer), point)
+            sweep, dial = Sweep(**ramp), Dial([optimizer], setting.what)
+            update = update_function(arm, recipe, model, optimizer)
+            for value, batch in zip(sweep.values, batches(), strict=True):
+                dial.turn(value)
+                go_on = sweep.add(update(batch))
+                point()
+                if not go_on:
+                    break
+            found = sweep.report(ratios=dial.ratios)
     tick(setting.updates - made)  # a survey that stops early counts as whole
     return SeededSurvey(seed=seed, survey=found)
-
-
-def _plain(
-    recipe: Recipe,
-    setting: SurveySetting,
-    arm: ArmPlan,
-    seed: int,
-    trained: tuple[nn.Module, torch.optim.Optimizer],
-    point: Callable[[], None],
-) -> Survey:
-    model, optimizer = trained
-    sweep = Sweep(setting.what, setting.low, setting.high, setting.updates)
-    dial = Dial([optimizer], setting.what)
-    update = update_function(arm, recipe, model, optimizer)
-    for value, batch in zip(sweep.values, _batches(recipe, setting, arm, seed), strict=True):
-        dial.turn(value)
-        go_on = sweep.add(update(batch))
-        point()
-        if not go_on:
-            break
-    return sweep.report(ratios=dial.ratios)
 
 
 def _batches(recipe: Recipe, setting: SurveySetting, arm: ArmPlan, seed: int) -> Iterator[Any]:

@@ -180,14 +180,11 @@ def _work(load: Load, setting: Any, train: Train, threads: int, todo: Any, event
             while (seed := todo.get()) is not None:
                 train_here(recipe, setting, [seed], put, train=train)
     except Exception as error:  # noqa: BLE001  (it is raised again where the user is)
-        events.put(Failed(error if isinstance(error, SuperbatchError) else _described(error)))
-
-
-def _described(error: Exception) -> SuperbatchError:
-    # An exception of a user's own class may not survive the way to the parent; its text does.
-    return recipe_failure(error) or SuperbatchError(
-        " ".join(f"a worker process met {type(error).__name__}: {error}".split())
-    )
+        if not isinstance(error, SuperbatchError):
+            # An exception of a user's own class may not survive the way to the parent; its text does.
+            text = " ".join(f"a worker process met {type(error).__name__}: {error}".split())
+            error = recipe_failure(error) or SuperbatchError(text)
+        events.put(Failed(error))
 
 
 def _gathered(receive: Receive) -> tuple[Callable[[int], None], Callable[[], None]]:

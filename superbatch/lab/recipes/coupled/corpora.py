@@ -13,7 +13,7 @@ from torch import Tensor
 from superbatch.errors import InputError
 
 from ..text import collate
-from .docstrings import LEFT_OUT, library
+from .docstrings import LEFT_OUT, files_of, library
 
 LONG, SHORT = 128, 24  # bytes of a long text, and the most of a short one
 START = 256  # input before the first byte, and behind the last
@@ -42,7 +42,8 @@ def corpus(data: str | Path | None) -> Corpus:
     Sources give pieces of 128 bytes and comments; text gives pieces and beginnings of lines.
     """
     folder = library(data)
-    sources, texts = ([*_files(folder, suffix)] for suffix in ("py", "txt"))
+    sources = files_of(folder, "py", left_out={*LEFT_OUT, "encodings"})
+    texts = files_of(folder, "txt", left_out=set())
     use_text = data is not None and not sources
     long, short = ("text", "lines") if use_text else ("source", "comments")
     read: Callable[[bytes], Found] = _of_text if use_text else _of_source
@@ -59,12 +60,6 @@ def corpus(data: str | Path | None) -> Corpus:
     g = torch.Generator().manual_seed(0)
     where = "the standard library" if data is None else repr(str(data))
     return Corpus(_shuffled(longs, g), _shuffled(shorts, g), long, short, where)
-
-
-def _files(folder: Path, suffix: str) -> list[Path]:
-    left_out = {*LEFT_OUT, "encodings"} if suffix == "py" else set[str]()
-    found = sorted(folder.rglob(f"*.{suffix}"))
-    return [path for path in found if not left_out & set(path.relative_to(folder).parts)]
 
 
 def _of_source(text: bytes) -> Found:

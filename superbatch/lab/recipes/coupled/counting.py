@@ -87,41 +87,25 @@ _LIMITS = (
 )
 
 
-def _uncoupled(model: Callable[..., Callable[[int], nn.Module]], loss_at: LossAt) -> tuple[Way, ...]:
-    """Norms that are exact in any micro-batches, in place of BatchNorm."""
-    return (
-        Way(
-            name="GroupNorm",
-            how="GroupNorm of 4 groups in place of BatchNorm: exact in any micro-batches",
-            model=model(partial(nn.GroupNorm, 4), bias=True),
-            update=written_out(loss_at),
-        ),
-        Way(
-            name="frozen BatchNorm",
-            how="running statistics as initialised: exact in any micro-batches, and no normalisation",
-            model=model(FrozenNorm, bias=True),
-            update=written_out(loss_at),
-        ),
-    )
-
-
 def counting(data: str | Path | None = None) -> CoupledRecipe:
     """Make the recipe on a folder of images, or on generated spots."""
     task = generated(BATCH * UPDATES) if data is None else read_folder(Path(data))
     loss_at = loss_of(task)
     sized = partial(network, channels=task.train.images.shape[1], outputs=task.outputs)
 
-    def model(norm: Norm, *, bias: bool) -> Callable[[int], nn.Module]:
-        return seeded(partial(sized, norm, bias=bias))
+    def way(name: str, how: str, norm: Norm, *, bias: bool = True) -> Way:
+        model = seeded(partial(sized, norm, bias=bias))
+        return Way(name=name, how=how, model=model, update=written_out(loss_at))
 
     def of_groups(size: int) -> Way:
-        norm = partial(GroupedBatchNorm, size=size)
         how = f"micro-batches of {size}, each with its own BatchNorm statistics"
-        return Way(
-            name=f"plain, m = {size}", how=how, model=model(norm, bias=False), update=written_out(loss_at)
-        )
+        return way(f"plain, m = {size}", how, partial(GroupedBatchNorm, size=size), bias=False)
 
-    whole = model(nn.BatchNorm2d, bias=False)
+    group, frozen = (
+        "GroupNorm of 4 groups in place of BatchNorm: exact in any micro-batches",
+        "running statistics as initialised: exact in any micro-batches, and no normalisation",
+    )
+    whole = seeded(partial(sized, nn.BatchNorm2d, bias=False))
     held_out = f"of {len(task.test.targets)} test images"
     return CoupledRecipe(
         name="counting",
@@ -130,9 +114,6 @@ def counting(data: str | Path | None = None) -> CoupledRecipe:
         samples=len(task.train.targets),
         batch=task.train.batch,
         loss_fn=lambda model: loss_at(model, 0.0),
-        evaluate=lambda model: mean_error(model, task, task.test),
-        metric=task.metric,
-        unit=task.unit,
         margin=task.margin,
         learning_rates={"adam": 0.01},
         batch_size=BATCH,
@@ -141,7 +122,8 @@ def counting(data: str | Path | None = None) -> CoupledRecipe:
         ways=(
             exact(loss_at, whole, EXACT, f"the statistics of all {BATCH} samples"),
             *map(of_groups, (8, 4, 2)),
-            *_uncoupled(model, loss_at),
+            way("GroupNorm", group, partial(nn.GroupNorm, 4)),
+            way("frozen BatchNorm", frozen, FrozenNorm),
         ),
         points=tuple(Point(learning_rate=rate) for rate in (0.01, 0.03)),
         validate=lambda model: -mean_error(model, task, task.valid),

@@ -79,18 +79,23 @@ def read_folder(folder: Path) -> ImageTask:
     the images, at most 500, are held out for validation and as many for the test.
     """
     classes = sorted(each for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
-    files = [[path for path in sorted(each.rglob("*")) if path.suffix.lower() in KINDS] for each in classes]
-    if sum(map(len, files)) < LEAST or sum(map(bool, files)) < 2:
+    read = {
+        each.name: [path for path in sorted(each.rglob("*")) if path.suffix.lower() in KINDS]
+        for each in classes
+    }
+    files = {name: inside for name, inside in read.items() if inside}
+    count = sum(map(len, files.values()))
+    if count < LEAST or len(files) < 2:
         raise InputError(
-            f"{str(folder)!r} has {sum(map(len, files))} images in {sum(map(bool, files))} subfolders, and "
+            f"{str(folder)!r} has {count} images in {len(files)} subfolders, and "
             f"counting needs {LEAST} images in 2: FOLDER/CLASS/*.png, or FOLDER/NUMBER/*.png to count."
         )
-    names = [each.name for each, inside in zip(classes, files, strict=True) if inside]
-    files = [inside for inside in files if inside]
-    numbers = all(name.isascii() and name.isdigit() for name in names)
-    of_class = [float(name) for name in names] if numbers else range(len(names))
-    images = torch.stack([_pixels(path) for inside in files for path in inside])
-    targets = torch.tensor([value for value, inside in zip(of_class, files, strict=True) for _ in inside])
+    numbers = all(name.isascii() and name.isdigit() for name in files)
+    of_class = [float(name) for name in files] if numbers else range(len(files))
+    images = torch.stack([_pixels(path) for inside in files.values() for path in inside])
+    targets = torch.tensor(
+        [own for own, inside in zip(of_class, files.values(), strict=True) for _ in inside]
+    )
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     held = min(HELD_OUT, len(images) // 5)
     cuts = zip(("test", "valid", "train"), order.split([held, held, len(images) - 2 * held]), strict=True)
@@ -108,8 +113,8 @@ def read_folder(folder: Path) -> ImageTask:
         )
     return ImageTask(
         **parts,
-        description=f"{len(names)} classes of images of {str(folder)!r}",
-        outputs=len(names),
+        description=f"{len(files)} classes of images of {str(folder)!r}",
+        outputs=len(files),
         loss=cross_entropy,
         error=lambda outputs, targets: 100 * (outputs.argmax(1) != targets).to(outputs.dtype),
         metric="errors",

@@ -50,18 +50,15 @@ def _rows(texts: Texts, rows: Tensor | slice) -> Texts:
     return {name: values[rows] for name, values in texts.items()}
 
 
-def _together(longs: Texts, shorts: Texts) -> Texts:
+def _mixed(longs: Texts, shorts: Texts) -> Texts:
+    """Add short texts, repeated in turn, until one text of `SHARE` is long."""
+    rows = torch.arange((SHARE - 1) * len(longs["ids"])) % len(shorts["ids"])
     room = longs["ids"].shape[1] - shorts["ids"].shape[1]
     filler = {"ids": START, "labels": IGNORE}
     return {
-        name: torch.cat([longs[name], pad(shorts[name], (0, room), value=filler[name])]) for name in filler
+        name: torch.cat([longs[name], pad(shorts[name][rows], (0, room), value=value)])
+        for name, value in filler.items()
     }
-
-
-def _mixed(longs: Texts, shorts: Texts) -> Texts:
-    """Add short texts, repeated in turn, until one text of `SHARE` is long."""
-    rest = torch.arange((SHARE - 1) * len(longs["ids"]))
-    return _together(longs, _rows(shorts, rest % len(shorts["ids"])))
 
 
 def token_losses(model: nn.Module, texts: Any) -> Tensor:
@@ -122,9 +119,6 @@ def token_means(data: str | Path | None = None, *, held_out: int = HELD_OUT) -> 
         samples=len(train["ids"]),
         batch=lambda indices: _rows(train, indices),
         loss_fn=lambda model: loss_at(model, 0.0),
-        evaluate=lambda model: bits(model, test[0]),
-        metric=found.long,
-        unit="bits/byte",
         margin=0.03,
         learning_rates={"adam": 0.01},
         batch_size=BATCH,
