@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import time
+from dataclasses import replace
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
@@ -24,7 +25,6 @@ from superbatch.lab.report.comparison import Comparison
 from superbatch.lab.report.table import Column, Table
 from superbatch.lab.studies import arms as arms_module
 from superbatch.lab.studies.options import CompareOptions
-from superbatch.lab.studies.setting import ArmPlan
 from tests.cli import commands
 from tests.cli.commands import ONE_LINE, PLANE, PNG, first_line, on_a_terminal, without_colours
 from tests.report_json import from_json
@@ -293,10 +293,12 @@ def test_check_passes_and_fails(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert run(*arguments) == 0
     capsys.readouterr()
 
-    def accumulator(split, *args):
-        return arms_module._wrong(ArmPlan(split, "mean of means", "wrong"), *args)
+    right = arms_module.accumulator_of
 
-    monkeypatch.setattr(arms_module, "_accumulator", accumulator)
+    def wrong(split, recipe, *rest, check):
+        return right(split, replace(recipe, weight=lambda batch: 1.0), *rest, check=False)
+
+    monkeypatch.setattr(arms_module, "accumulator_of", wrong)
     assert run(*arguments) == 1
     assert "check failed: 13/5/2: weights differ by" in capsys.readouterr().err
     assert run(*arguments[:-1]) == 0, "only on request"

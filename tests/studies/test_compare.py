@@ -22,7 +22,7 @@ from superbatch.lab.studies import on_torch
 from superbatch.lab.studies.arms import cut, update_function
 from superbatch.lab.studies.compare import Options, Progress, compare, settle
 from superbatch.lab.studies.on_torch import orders, weights_of
-from superbatch.lab.studies.setting import ArmPlan, Setting, curve_updates
+from superbatch.lab.studies.setting import Setting, curve_updates
 from superbatch.lab.studies.shared_options import Interrupted
 from superbatch.lab.studies.splits import Split, default_splits, parse_split, parse_splits
 from superbatch.lab.studies.training import difference, train_seed
@@ -180,10 +180,12 @@ def test_coupled_samples_are_refused_before_any_training(monkeypatch: pytest.Mon
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the accumulator by a mean of means."""
 
-    def accumulator(split: Split, *args: Any) -> Any:
-        return arms_module._wrong(ArmPlan(split, "mean of means", "wrong"), *args)
+    right = arms_module.accumulator_of
 
-    monkeypatch.setattr(arms_module, "_accumulator", accumulator)
+    def wrong(split: Split, recipe: Recipe, *rest: Any, check: bool) -> Any:
+        return right(split, replace(recipe, weight=lambda batch: 1.0), *rest, check=False)
+
+    monkeypatch.setattr(arms_module, "accumulator_of", wrong)
 
 
 def test_a_broken_accumulator_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

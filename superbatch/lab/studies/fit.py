@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -29,9 +29,9 @@ from .findings import Findings
 from .on_torch import torch_threads
 from .options import FitOptions as Options
 from .rehearsal import Rehearsal, microbatches_to_time, prepare, refusal
-from .shared_options import Interrupted, asked, check_counts, check_memory_device, offered_optimizer
+from .shared_options import Interrupted, check_counts, check_memory_device, offered_optimizer
 from .shared_options import Progress as Progress
-from .versions import versions
+from .versions import origin
 
 DEFAULTS = Options()
 DTYPES = ("float32", "float64", "bfloat16")
@@ -75,9 +75,8 @@ def fit(
         except KeyboardInterrupt:
             if not found.probes and not found.measured:
                 raise
-            report = _report(rehearsal, options, found, time.monotonic() - start, partial=True)
-            raise Interrupted(report) from None
-        return _report(rehearsal, options, found, time.monotonic() - start, partial=False)
+            raise Interrupted(_report(rehearsal, options, found, start, partial=True)) from None
+        return _report(rehearsal, options, found, start, partial=False)
 
 
 @dataclass
@@ -97,7 +96,7 @@ class _Work:
     def do(self) -> None:
         self.found.refused = refusal(self.rehearsal)
         if self.found.refused is not None:
-            self.rehearsal = self.rehearsal.as_coupled()
+            self.rehearsal = replace(self.rehearsal, coupled=True)
         start = time.monotonic()
         self._predict(_spread(self.options.sizes or halvings(self.found.batch_size), PROBES))
         self.found.plan(self.options.sizes or ())
@@ -118,14 +117,12 @@ class _Work:
         self.progress(Progress(min(self.done, total), total, finished))
 
     def _predict(self, sizes: Sequence[int]) -> None:
-        trainer, found = self.rehearsal.trainer(), self.found
+        found = self.found
         for samples in sorted(sizes, reverse=True):
             if samples in found.probes or samples in self.unpredicted:
                 continue
             try:
-                found.probes[samples] = predict_peak(
-                    trainer.loss_fn, self.rehearsal.take(samples), **self.rehearsal.as_trained(trainer)
-                )
+                found.probes[samples] = self.rehearsal.predicted(predict_peak, samples)
             except PredictionError as error:
                 if found.probes:  # larger ones could be predicted, so it is the size that is to blame
                     self.unpredicted.add(samples)
@@ -209,11 +206,8 @@ class _Work:
         found, samples = self.found, self.found.fastest or self.found.top
         if not samples or not found.probes:
             return
-        trainer = self.rehearsal.trainer()
         try:
-            found.savings = tuple(
-                savings(trainer.loss_fn, self.rehearsal.take(samples), **self.rehearsal.as_trained(trainer))
-            )
+            found.savings = tuple(self.rehearsal.predicted(savings, samples))
         except PredictionError as error:
             found.notes.append(f"What would lower the peak is not known: {error}")
 
@@ -241,13 +235,11 @@ def _spread(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def _report(
-    rehearsal: Rehearsal, options: Options, found: Findings, seconds: float, *, partial: bool
+    rehearsal: Rehearsal, options: Options, found: Findings, start: float, *, partial: bool
 ) -> Fitting:
-    recipe = rehearsal.recipe
     parameters = sum(each.numel() * each.element_size() for each in rehearsal.model.parameters())
     return Fitting(
-        recipe=recipe.name,
-        description=recipe.description,
+        **origin(rehearsal.recipe, options, start, partial=partial, torch=torch.__version__),
         dtype=options.dtype,
         optimizer=rehearsal.optimizer,
         device=str(rehearsal.device),
@@ -265,10 +257,6 @@ def _report(
         reach=found.reach(),
         savings=found.savings,
         refused=found.refused,
-        seconds=seconds,
-        partial=partial,
-        versions=versions(torch=torch.__version__),
-        command=asked(options),
         notes=tuple(found.notes),
     )
 

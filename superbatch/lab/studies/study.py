@@ -30,8 +30,8 @@ from .options import StudyOptions as Options
 from .shared_options import Interrupted, asked, check_counts, check_positive
 from .shared_options import Progress as Progress
 from .statistics import limits_of
-from .versions import versions
-from .workers import Finished, Train, receiver, train_seeds
+from .versions import origin
+from .workers import Train, receiver, train_seeds
 
 # Options that not every study takes.
 SELDOM = ("samples", "batch_size", "learning_rate", "optimizer", "margin", "tolerance", "device")
@@ -131,14 +131,13 @@ def run_design(
     plan, notes = _designed(what, options, design, turns=turns_of(recipe, options, seeds))
     finished: list[list[StudyRun]] = [[] for _ in plan.arms]
 
-    def show(done: int, total: int, found: Finished | None) -> None:
-        text = None
-        if found is not None:
-            value = found.run.values.get(plan.headline, math.nan)
-            text = f"seed {found.seed}, {plan.arms[found.arm].name}: {value:.4g}"
-        progress(Progress(min(done, total), total, text))
-
-    receive = receiver(len(seeds) * plan.ticks, finished, show)
+    receive = receiver(
+        len(seeds) * plan.ticks,
+        finished,
+        progress,
+        [arm.name for arm in plan.arms],
+        lambda run: run.values.get(plan.headline, math.nan),
+    )
 
     def report(*, partial: bool) -> Study:
         arms = tuple(
@@ -147,10 +146,9 @@ def run_design(
         )
         found = plan.find(arms)
         return Study(
+            **origin(what, options, start, partial=partial, torch=torch.__version__),
             name=name,
             question=entry_of(name).question,
-            recipe=what.name,
-            description=what.description,
             setting=plan.fixed,
             quantities=plan.quantities,
             arms=tuple(replace(arm, facts={**arm.facts, **found.facts.get(arm.name, {})}) for arm in arms),
@@ -158,10 +156,6 @@ def run_design(
             conclusion=found.conclusion,
             curve_at=plan.curve_at,
             seeds=seeds,
-            seconds=time.monotonic() - start,
-            partial=partial,
-            versions=versions(torch=torch.__version__),
-            command=asked(options),
             notes=(*found.notes, *limits_of(t.result for t in found.tests), *notes, reading(name)),
         )
 
