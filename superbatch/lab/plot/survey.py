@@ -7,7 +7,6 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.transforms import blended_transform_factory
 
 from superbatch.results.survey import Survey
 from superbatch.tuning.survey_ramp import to_axis
@@ -95,8 +94,8 @@ def _draw_curves(axes: Axes, arms: Sequence[SurveyArm], styles: Sequence[Style],
         ends = [
             to_axis(s.what, s.values[-1] if s.values else s.low) for s in surveys if s.stopped is not None
         ]
-        where = blended_transform_factory(axes.transData, axes.transAxes)
-        axes.plot(ends, [0.985] * len(ends), "x", color=style.colour, markersize=5, transform=where)
+        place = {"transform": axes.get_xaxis_transform(), "markersize": 5}
+        axes.plot(ends, [0.985] * len(ends), "x", color=style.colour, **place)
     axes.set_ylabel("training loss, smoothed")
     caption(axes, "Mean and range of the surveys; crosses at the top: where one stopped", theme)
     _limit(axes, drawn)
