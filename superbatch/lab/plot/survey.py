@@ -58,10 +58,7 @@ def one_survey(report: Survey, *, dark: bool = False) -> Figure:
     said = "each window, before its update"
     axes.plot(x, report.losses, ".", color=theme.ink, alpha=0.35, markersize=5, label=said)
     axes.plot(x, report.smooth, color=BLUE, linewidth=2, label="smoothed")
-    _limit(axes, [report.smooth])  # an explosion at the end has no top
-    if report.losses:
-        low, high = axes.get_ylim()
-        axes.set_ylim(min(low, min(report.losses) - 0.02 * (high - low)), high)
+    _limit(axes, [report.smooth, report.losses])
     found = report.suggestions
     marks = (
         ("onset", found.onset, found.onset_range, GREEN),
