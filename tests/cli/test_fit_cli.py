@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from superbatch.errors import InputError
-from superbatch.lab.cli.quantities import parse_bytes
 from superbatch.lab.report.fitting import Fitting
+from superbatch.lab.studies.quantities import parse_bytes
 from tests.cli import commands
 from tests.cli.commands import ONE_LINE, PLANE, PNG, first_line, on_a_terminal
 from tests.report_json import from_json
@@ -96,13 +96,13 @@ def test_the_limit_of_the_machine_is_named(capsys: pytest.CaptureFixture[str]) -
     ],
 )
 def test_bytes(text: str, expected: int) -> None:
-    assert parse_bytes(text, flag="--limit") == expected
+    assert parse_bytes(text, "--limit") == expected
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "2PiB", "-1MB", "2 GiB free", "0", "0.1B", "1e9", "nan"])
 def test_what_is_no_number_of_bytes(text: str) -> None:
     with pytest.raises(InputError, match="is no number of bytes"):
-        parse_bytes(text, flag="--limit")
+        parse_bytes(text, "--limit")
 
 
 @pytest.mark.parametrize(

@@ -193,8 +193,8 @@ def test_even_windows_keep_the_number_and_a_mark() -> None:
     noise = meter.estimate()
     assert noise.determined
     assert noise.reason is None
-    assert "independent draws, which they are not: losses of whole windows differ 0." in noise.summary()
-    assert "more even than chance" in repr(meter)
+    assert "independent draws; they are not: losses of whole windows differ 0." in noise.summary()
+    assert "vary less than independent draws" in repr(meter)
     assert repr(NoiseMeter()) == (
         f"<NoiseMeter of 0 windows: noise scale not known (0 windows measured; 8 needed), {ASSUMPTION}>"
     )

@@ -16,7 +16,7 @@ from superbatch.lab.report.advice_text import alternative_table, caveats, models
 from superbatch.lab.report.json import to_json
 from superbatch.lab.studies import advise as study
 from superbatch.lab.studies.advise import Options, advise
-from superbatch.lab.studies.advise_options import Question, given_noise, question
+from superbatch.lab.studies.advise_question import Question, given_noise, question
 from superbatch.lab.studies.shared_options import Interrupted
 from superbatch.noise.meter import NoiseMeter, estimate
 from superbatch.results.advice import Advice
@@ -225,7 +225,7 @@ def test_the_meter_and_the_advice_speak_of_the_same_samples() -> None:
 @pytest.mark.parametrize(
     ("changed", "match"),
     [
-        ({"learning_rate": 0.0}, "learning_rate=0.0.*more than 0"),
+        ({"learning_rate": 0.0}, "learning_rate=0.0 is not positive. Give a number above 0"),
         ({"learning_rate": -1.0}, "learning_rate=-1.0"),
         ({"beta2": 1.5}, "beta2=1.5.*between 0 and 1"),
         ({"weight_decay": -1.0}, "weight_decay=-1.0"),

@@ -23,7 +23,7 @@ from superbatch.lab.report.noise_study import (
 from superbatch.lab.studies import noise as module
 from superbatch.lab.studies.noise import Options
 from superbatch.lab.studies.noise import noise as study
-from superbatch.lab.studies.shared_options import Interrupted
+from superbatch.lab.studies.shared_options import Interrupted, Progress
 from superbatch.noise.meter import noise_over_run, relative_time
 from tests.report_json import from_json
 from tests.studies.own_recipe import plane
@@ -148,8 +148,8 @@ def test_samples_that_see_each_other_are_refused() -> None:
 
 
 def test_an_interruption_leaves_what_is_known() -> None:
-    def stop(done: int, *_: object) -> None:
-        if done >= 30:
+    def stop(event: Progress) -> None:
+        if event.done >= 30:
             raise KeyboardInterrupt
 
     with pytest.raises(Interrupted) as caught:
