@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from superbatch.errors import InputError
-from superbatch.lab.report.json import from_json, to_json
+from superbatch.lab.report.json import to_json
 from superbatch.noise import NoiseMeter
 from superbatch.noise.independence import FEWEST_TRIPLES, IndependenceTest
 from superbatch.noise.meter import Estimate, estimate
 from superbatch.results.noise import ASSUMPTION, Independence, Noise
+from tests.report_json import from_json
 
 
 def steady(_: int) -> float:

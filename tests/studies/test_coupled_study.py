@@ -22,7 +22,7 @@ from superbatch.lab.recipes.coupled.docstrings import Texts
 from superbatch.lab.recipes.coupled.images import generated
 from superbatch.lab.recipes.coupled.token_means import token_means
 from superbatch.lab.recipes.coupled.ways import LossAt, whole_batch
-from superbatch.lab.report.json import from_json, to_json
+from superbatch.lab.report.json import to_json
 from superbatch.lab.report.study import Study, StudyArm, StudyRun
 from superbatch.lab.report.study_text import study_table
 from superbatch.lab.studies import study_coupled
@@ -30,6 +30,7 @@ from superbatch.lab.studies.arms import cut
 from superbatch.lab.studies.on_torch import cast_batch
 from superbatch.lab.studies.study import Options, study
 from superbatch.lab.studies.study_common import stream
+from tests.report_json import from_json
 from tests.studies import own_recipe
 
 STRENGTH = 10.0

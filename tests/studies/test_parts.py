@@ -13,9 +13,9 @@ from superbatch.errors import InputError
 from superbatch.lab.recipes import load_recipe
 from superbatch.lab.report.study import StudyArm, StudyRun
 from superbatch.lab.studies import quick, rehearsal, sums
+from superbatch.lab.studies.advise import Options as AdviceOptions
 from superbatch.lab.studies.advise import advise
-from superbatch.lab.studies.advise_options import Options as AdviceOptions
-from superbatch.lab.studies.advise_options import Question, check_options, given_noise, question
+from superbatch.lab.studies.advise_question import Question, check_options, given_noise, question
 from superbatch.lab.studies.backends import load_backend
 from superbatch.lab.studies.catalogue import entry_of
 from superbatch.lab.studies.compare import Options as CompareOptions
@@ -270,5 +270,5 @@ def test_parts_of_a_fit() -> None:
     )
     refused = rehearsal.refusal(pairs)
     assert refused is not None
-    assert refused.startswith("No weight explains the loss, so samples influence each other")
+    assert refused.startswith("No weight explains the loss: samples influence each other")
     assert "Instead use WholeBatch " in refused

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from superbatch.results.memory import Limit
 from superbatch.torch import virtual_batch
 from superbatch.torch.memory.meter import peak_bytes
-from superbatch.torch.virtual.ir.layout import Part
 from superbatch.torch.virtual.ir.reductions import Moments
+from superbatch.torch.virtual.ir.shard import Part
 from superbatch.torch.virtual.run.prefetch import Prefetcher
 from superbatch.torch.virtual.run.store import DEVICE
 

@@ -29,11 +29,11 @@ from superbatch.tuning.noise_range import NoiseRange, noise_range
 from superbatch.tuning.search import time_per_sample
 
 from ..recipes import OPTIMIZERS, Recipe, load_recipe
-from .advise_options import Options as Options
-from .advise_options import Question, given_noise, question
+from .advise_question import Question, given_noise, question
 from .exchange import check_ranks, exchanged, started_on
 from .fit import CARE, busy
 from .on_torch import orders, torch_threads
+from .options import AdviseOptions as Options
 from .participants import accumulator
 from .rehearsal import Rehearsal, microbatches_to_time, prepare, refusal
 from .setting import Setting

@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 from superbatch.errors import InputError
 
 from ..recipes import Recipe
-from ..report.comparison import Comparison, Run
+from ..report.comparison import TOLERANCES, Comparison, Run
 from .assembly import arm_report, notes_on
-from .backends import Backend, load_backend
-from .compare_options import Options as Options
-from .compare_options import check_options
+from .backends import Backend, check_backend, load_backend
+from .options import CompareOptions as Options
 from .setting import ArmPlan, Setting, curve_updates
-from .shared_options import Interrupted, asked, offered_optimizer
+from .shared_options import Interrupted, asked, check_counts, check_positive, offered_optimizer
 from .shared_options import Progress as Progress
 from .splits import Split, default_splits, parse_split, splits_of
 from .versions import versions
@@ -36,7 +35,7 @@ def compare(
 ) -> Comparison:
     """Train a recipe with the real batch and with each split, and compare what comes out."""
     start = time.monotonic()
-    check_options(recipe, options)
+    _check(recipe, options)
     backend = load_backend(options.backend)
     loaded = backend.load(recipe, options.data) if isinstance(recipe, str) else recipe
     setting = settle(loaded, options)
@@ -170,3 +169,20 @@ def _report(
         command=asked(options),
         notes=notes_on(arms, setting, backend, options.workers),
     )
+
+
+def _check(recipe: str | Recipe, options: Options) -> None:
+    """Refuse values that no recipe can take."""
+    check_counts(options, "updates", "runs", "batch_size", "threads", "workers")
+    check_positive(options, "margin", "learning_rate")
+    if options.dtype not in TOLERANCES:
+        raise InputError(
+            f"dtype={options.dtype!r}: a comparison needs to know how far rounding can go. Use one of "
+            f"{', '.join(TOLERANCES)}."
+        )
+    check_backend(options.backend, recipe, data=options.data, threads=options.threads)
+    if options.workers > 1 and options.runs > 1 and not isinstance(recipe, str):
+        raise InputError(
+            f"workers={options.workers} with a Recipe object: a worker process loads the recipe by its name. "
+            "Pass the name, such as package.module:function or file.py:function, or workers=1."
+        )

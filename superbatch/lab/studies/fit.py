@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from superbatch.errors import InputError
 from superbatch.results.memory import Limit
 from superbatch.torch.memory.limits import memory_limit
 from superbatch.torch.memory.out_of_memory import out_of_memory
@@ -25,15 +26,15 @@ from superbatch.tuning.search import ENOUGH, halvings, time_per_sample
 from ..recipes import Recipe, load_recipe
 from ..report.fitting import Fitting
 from .findings import Findings
-from .fit_options import Options as Options
-from .fit_options import check_options
 from .on_torch import torch_threads
+from .options import FitOptions as Options
 from .rehearsal import Rehearsal, microbatches_to_time, prepare, refusal
-from .shared_options import Interrupted, asked
+from .shared_options import Interrupted, asked, check_counts, check_memory_device, offered_optimizer
 from .shared_options import Progress as Progress
 from .versions import versions
 
 DEFAULTS = Options()
+DTYPES = ("float32", "float64", "bfloat16")
 
 PROBES = 6  # sizes whose peak is predicted whatever it takes, before the curve is drawn
 ROUNDS = 20  # windows of each size that are timed, where there is time for them
@@ -53,7 +54,7 @@ def fit(
     """Find out what micro-batches of a recipe need, in memory and in time, and which to use."""
     start = time.monotonic()
     loaded = load_recipe(recipe, data=options.data) if isinstance(recipe, str) else recipe
-    check_options(loaded, options)
+    _check(loaded, options)
     with torch_threads(options.threads or torch.get_num_threads()), torch.random.fork_rng():
         rehearsal = prepare(
             loaded,
@@ -270,3 +271,21 @@ def _report(
         command=asked(options),
         notes=tuple(found.notes),
     )
+
+
+def _check(recipe: Recipe, options: Options) -> None:
+    """Refuse values that cannot be used."""
+    check_counts(options, "batch_size", "limit", "threads")
+    if not options.seconds > 0:
+        raise InputError(f"seconds={options.seconds!r}: nothing is measured in that time. Give more.")
+    if options.dtype not in DTYPES:
+        raise InputError(f"dtype={options.dtype!r} cannot be fitted. Use one of {', '.join(DTYPES)}.")
+    offered_optimizer(recipe, options.optimizer)
+    check_memory_device(options.device)
+    batch_size = options.batch_size or recipe.batch_size
+    for size in options.sizes or ():
+        if type(size) is not int or not 1 <= size <= batch_size:
+            raise InputError(
+                f"A micro-batch of {size!r} samples: the batch has {batch_size}, and a micro-batch is a part "
+                f"of it. Give sizes from 1 to {batch_size}, or a larger batch_size."
+            )

@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 
@@ -25,10 +24,11 @@ from ..recipes import Recipe, load_recipe
 from ..report.noise_study import AtSteps, NoiseAt, NoiseStudy
 from .fit import busy
 from .on_torch import orders, torch_threads
+from .options import NoiseOptions as Options
 from .participants import accumulator
 from .rehearsal import prepare
 from .setting import Setting
-from .shared_options import Interrupted, asked, check_counts, offered_optimizer
+from .shared_options import Interrupted, Progress, asked, check_counts, offered_optimizer
 from .versions import versions
 
 POINTS = 40
@@ -39,20 +39,6 @@ TIMED_WINDOWS = 12
 
 # Remark at points whose number is withheld; a note has the whole sentence.
 SHARED = "micro-batches share noise"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Options of a study; None stands for the recipe's own value."""
-
-    batch_size: int | None = None  # samples of one update
-    microbatch_size: int | None = None  # samples of a micro-batch; None: an eighth of the batch
-    updates: int | None = None  # length of the run
-    optimizer: str | None = None  # one that the recipe allows
-    learning_rate: float | None = None  # None: the recipe's for that optimizer
-    seed: int = 0  # of the weights and of the order of samples
-    threads: int | None = None  # of torch; None: as many as torch takes
-    data: str | Path | None = None  # folder of data, for a recipe that reads one
 
 
 DEFAULTS = Options()
@@ -73,7 +59,7 @@ def noise(
     recipe: str | Recipe,
     options: Options = DEFAULTS,
     *,
-    progress: Callable[[int, int, str], None] = lambda *_: None,
+    progress: Callable[[Progress], None] = lambda _: None,
 ) -> NoiseStudy:
     """Train a recipe while measuring how noisy its gradient is."""
     start = time.monotonic()
@@ -134,7 +120,7 @@ def _train(
     size: int,
     seed: int,
     found: _Found,
-    progress: Callable[[int, int, str], None],
+    progress: Callable[[Progress], None],
 ) -> None:
     model = recipe.model(seed)
     torch.manual_seed(seed)
@@ -170,7 +156,7 @@ def _train(
             )
         )
         losses.clear()
-        progress(found.updates, setting.updates, f"update {found.updates}")
+        progress(Progress(found.updates, setting.updates, f"update {found.updates}"))
 
 
 def _time(recipe: Recipe, setting: Setting, size: int, found: _Found) -> None:

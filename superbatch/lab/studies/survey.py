@@ -10,8 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from typing import get_args
 
 import torch
 
@@ -23,6 +22,7 @@ from superbatch.tuning.survey_ramp import from_axis, values_of
 from ..recipes import Recipe, load_recipe
 from ..report.surveys import PAIRED_TOLERANCES, SeededSurvey, SurveyArm, Surveys
 from .on_torch import torch_threads
+from .options import SurveyOptions as Options
 from .shared_options import Interrupted, asked, check_counts, check_positive, offered_optimizer
 from .shared_options import Progress as Progress
 from .splits import Split, parse_splits, splits_of
@@ -30,6 +30,7 @@ from .survey_arms import HOW, SurveyArmPlan, SurveySetting, survey_seed
 from .survey_tests import DECADES, FACTOR, curve_test, decades_of, paired_difference, suggestion_test
 from .versions import versions
 
+DEFAULTS = Options()
 PAIRS = 2  # seeds of each split for which the real batch is surveyed from the same weights and samples
 
 CAVEAT = (
@@ -38,29 +39,9 @@ CAVEAT = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Options of a survey study; None stands for the recipe's own value, or the optimizer's."""
-
-    # "10x10,20x5" or a sequence of such; the real batch is added where it is missing
-    splits: str | Sequence[str] | None = None
-    repeats: int = 20  # surveys of each arm
-    updates: int = 100  # points of the ramp
-    what: What = "lr"  # "lr", "momentum" or "weight_decay"
-    low: float | None = None  # first value of the ramp
-    high: float | None = None  # last value of the ramp
-    dtype: str = "float32"  # "float32" or "float64"
-    optimizer: str | None = None  # one that the recipe allows
-    learning_rate: float | None = None  # where another option is surveyed
-    batch_size: int | None = None  # samples of one update; by default what the splits make
-    include_wrong: bool = False  # add arms that must be told apart
-    threads: int = 1  # of torch
-    data: str | Path | None = None  # folder of data, for a recipe that reads one
-
-
 def survey(
     recipe: str | Recipe,
-    options: Options = Options(),
+    options: Options = DEFAULTS,
     *,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Surveys:
@@ -112,6 +93,10 @@ def settle(recipe: Recipe, options: Options) -> tuple[SurveySetting, list[Survey
 
 
 def _check(options: Options) -> None:
+    if options.what not in get_args(What):
+        raise InputError(
+            f"--what {options.what}: that cannot be surveyed. Give one of {', '.join(get_args(What))}."
+        )
     check_counts(options, "repeats", "updates", "threads", "batch_size")
     if options.dtype not in PAIRED_TOLERANCES:
         raise InputError(
