@@ -9,7 +9,7 @@ compared gradient by gradient. Where they differ, the error names the declaratio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -59,17 +59,26 @@ def check_once(call: Call, checked: Checked) -> None:
     checked.add(key)
 
 
+class _Tried(NamedTuple):
+    """Evidence, and what it was computed from."""
+
+    found: Evidence
+    draw: Draw
+    sizes: Sequence[int]
+    rows: np.ndarray
+
+
 def _check_on(call: Call, draw: Draw, programs: Programs, doubted: set[str]) -> set[str]:
     """Raise what the values of one draw contradict; return the terms that may still agree on real ones."""
-    wrong = _contradicted(call, draw, programs)
-    if wrong is None and draw == "counts" and _small(call, draw, programs) is None:
-        draw = "fractions"  # zeros may have had no logarithm
-        wrong = _contradicted(call, draw, programs)
+    tried = _evidence(call, draw, programs)
+    if tried is None and draw == "counts":
+        tried = _evidence(call, "fractions", programs)  # zeros may have had no logarithm
+    if tried is None:
+        return set()
     excused: set[str] = set()
-    for term in [] if wrong is None else wrong_terms(call, wrong[0]):
-        assert wrong is not None
-        error, counts = _error(call, term, *wrong)
-        if draw == "real" or counts is None or not _may_agree(call, term, counts, draw, doubted):
+    for term in wrong_terms(call, tried.found):
+        error, counts = _error(call, term, tried, programs)
+        if draw == "real" or counts is None or not _may_agree(call, term, counts, tried.draw, doubted):
             raise error
         if draw == "counts":
             excused.add(term)
@@ -128,13 +137,15 @@ def leaves_read(call: Call, term: str) -> set[str]:
     return read if wanted.isdisjoint(jaxpr.constvars) else read | {"elsewhere"}
 
 
-def _contradicted(
-    call: Call, draw: Draw, programs: Programs
-) -> tuple[Evidence, Draw, Sequence[int], np.ndarray] | None:
-    """Evidence against the declaration, first on a few rows, then in micro-batches of their true size."""
-    first = _small(call, draw, programs)
-    if first is not None and not wrong_terms(call, first):
-        return None
+def _evidence(call: Call, draw: Draw, programs: Programs) -> _Tried | None:
+    """Evidence of a few rows; of micro-batches in their true size where a few contradict the declaration."""
+    few = _few(call)
+    first = _tried(call, few, draw, programs)
+    usable = first if first is not None and first.found.finite else None
+    if usable is not None and not wrong_terms(call, usable.found):
+        return usable
+    if first is not None and usable is None and draw != "real":
+        return None  # more rows of made-up values are no better
     size, samples = call.samples_of_largest, call.roles.samples
     true = size if size <= MOST_ROWS else 8
     sizes = [true] * max(2, min(samples // true, 8 // true))  # single rows may be alike
@@ -142,12 +153,16 @@ def _contradicted(
         sizes.append(samples % size)
     if sum(sizes) > samples:
         sizes = [true, samples - true]
-    rows = _rows(samples, sizes)
-    second = evidence(call, sizes, rows, draw, programs)
-    if second is not None:
-        return (second, draw, sizes, rows) if wrong_terms(call, second) else None
-    few = _few(call)
-    return None if first is None else (first, draw, few, _rows(samples, few))
+    second = first if sizes == few else _tried(call, sizes, draw, programs)
+    if second is not None and second.found.finite:
+        return second
+    return usable
+
+
+def _tried(call: Call, sizes: Sequence[int], draw: Draw, programs: Programs) -> _Tried | None:
+    rows = _rows(call.roles.samples, sizes)
+    found = evidence(call, sizes, rows, draw, programs)
+    return None if found is None else _Tried(found, draw, sizes, rows)
 
 
 def _rows_of(call: Call) -> list[tuple[Any, str]]:
@@ -156,17 +171,10 @@ def _rows_of(call: Call) -> list[tuple[Any, str]]:
 
 
 def _few(call: Call) -> list[int]:
-    """Sizes of a few micro-batches, the last of them a tail."""
-    size = min(call.samples_of_largest, 3)
-    sizes = [size, size, size - 1] if size > 1 else [1] * min(call.roles.samples, 6)
-    while sum(sizes) > call.roles.samples:
-        sizes = sizes[1:] if len(sizes) > 2 else [size, call.roles.samples - size]
-    return sizes
-
-
-def _small(call: Call, draw: Draw, programs: Programs) -> Evidence | None:
-    sizes = _few(call)
-    return evidence(call, sizes, _rows(call.roles.samples, sizes), draw, programs)
+    """Sizes of a few micro-batches. All are the same, so that one program computes them."""
+    size, samples = min(call.samples_of_largest, 3), call.roles.samples
+    count = min(samples // size, 3 if size > 1 else 6)
+    return [size] * count if count > 1 else [size, samples - size]
 
 
 def _rows(samples: int, sizes: Sequence[int]) -> np.ndarray:
@@ -246,12 +254,13 @@ def _typed(term: str, option: str, value: str) -> str:
 
 
 def _error(
-    call: Call, term: str, found: Evidence, draw: Draw, sizes: Sequence[int], rows: np.ndarray
+    call: Call, term: str, tried: _Tried, programs: Programs
 ) -> tuple[LossSpecError | CoupledSamplesError, str | None]:
     """The error for evidence against a term's declaration, and what the loss counts.
 
     That is None where it is no matter of weights alone, "" for rows, "?" where it is not known.
     """
+    found, draw = tried.found, tried.draw
     name = f"term {term!r}" if term else "loss"
     weights = [part.weights[term] for part in found.parts]
     listed = ", ".join(f"{part.losses[term]:.6g} (weight {part.weights[term]:g})" for part in found.parts[:3])
@@ -282,18 +291,18 @@ def _error(
             f"The {name} is a mean over something else than its weight counts: {given}. "
             f"Pass {mean}{_typed(term, 'weight', text)}."
         ), label
-    if (table := _table(call, draw, sizes, rows)) is not None:
-        return LossSpecError(
-            f"{table!r} is cut like the rows of the batch, and the {name} needs the whole of it: {given}. "
-            f"Pass unsplit=({table!r},)."
-        ), None
-    if _some_weights(found, term):
+    if _some_weights(found, term):  # before `_table`, which compiles
         wanted = _typed(term, "weight", '"returned"')
         return LossSpecError(
             f"The {name} is a mean over a count that the batch does not show: {given}. "
             f"Return (loss, count){f' for {term!r}' if term else ''} from the function and pass "
             f"{mean}{wanted}."
         ), "?"
+    if (table := _table(call, tried, programs)) is not None:
+        return LossSpecError(
+            f"{table!r} is cut like the rows of the batch, and the {name} needs the whole of it: {given}. "
+            f"Pass unsplit=({table!r},)."
+        ), None
     return CoupledSamplesError(
         f"No weight explains the {name}: {given}. Samples influence each other (BatchNorm in training, "
         "pmean under jax.vmap, contrastive losses, balancing of experts), or it draws random numbers that "
@@ -335,9 +344,9 @@ def counted(call: Call, found: Evidence, term: str) -> tuple[str, str] | None:
     return None
 
 
-def _table(call: Call, draw: Draw, sizes: Sequence[int], rows: np.ndarray) -> str | None:
+def _table(call: Call, tried: _Tried, programs: Programs) -> str | None:
     """The label of a split leaf which has to be whole for the declaration to hold."""
-    number, programs = -1, Programs()
+    number = -1
     by_place = {argument.where: argument for argument in call.roles.others}
     for where, argument in [*enumerate(call.args), *sorted(call.kwargs.items())]:  # as `probe.inputs_of` does
         if where not in by_place:
@@ -348,10 +357,11 @@ def _table(call: Call, draw: Draw, sizes: Sequence[int], rows: np.ndarray) -> st
             number += 1
             if mode != "rows" or is_key(leaf):
                 continue
-            again = evidence(call, sizes, rows, draw, programs, frozenset([number]))
-            if again is None or wrong_terms(call, again):
+            again = evidence(call, tried.sizes, tried.rows, tried.draw, programs, frozenset([number]))
+            if again is None or not again.finite or wrong_terms(call, again):
                 continue
-            if any(_differs(again, part, term) for part in range(len(sizes)) for term in again.whole.losses):
+            parts = range(len(tried.sizes))
+            if any(_differs(again, part, term) for part in parts for term in again.whole.losses):
                 dotted = jax.tree_util.keystr(path, simple=True, separator=".")
                 return dotted or by_place[where].name or str(where)
     return None
