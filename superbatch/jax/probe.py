@@ -28,7 +28,7 @@ from .splitting import Layout, groups
 
 TOLERANCE = {64: 1e-6, 32: 2e-4}  # relative; below, by the bits that a loss is computed in: 5e-2
 Programs = dict[Any, Any]
-Draw = Literal["real", "counts", "ignored", "fractions"]
+Draw = Literal["real", "counts", "ignored", "fractions", "empty"]
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,7 @@ def made_up(shape: tuple[int, ...], dtype: Any, draw: Draw, *, parameter: bool, 
 
     Counts are 0 and 1, with a 1 first along the last axis, as in masks, labels and token ids. Fractions lie
     between 0 and 1; integers are then 1 and 2. Ignored are most zeros of signed integers: labels of -100.
+    For "empty" they are counts, of which the caller makes a part zeros.
 
     Examples:
         >>> made_up((2, 3), "int32", "counts", parameter=False, seed=0)[:, 0].tolist()
@@ -142,8 +143,18 @@ class Inputs:
     fixed: list[bool]
 
 
-def inputs_of(call: Call, rows: np.ndarray, draw: Draw, *, wide: bool) -> Inputs:
-    """Return the values of a call on the rows of these numbers; made up where there are none."""
+def inputs_of(
+    call: Call, rows: np.ndarray, draw: Draw, *, wide: bool, empty: Sequence[int] | np.ndarray = ()
+) -> Inputs:
+    """Return the values of a call on the rows of these numbers; made up where there are none.
+
+    Args:
+        call: of the user's function.
+        rows: numbers of the rows.
+        draw: what stands for arrays without values.
+        wide: in float64.
+        empty: rows, by their place in `rows`, that are zeros: nothing is counted there.
+    """
     roles = call.roles
     positions = roles.differentiated
     differentiated = (positions,) if isinstance(positions, int) else positions
@@ -174,6 +185,8 @@ def inputs_of(call: Call, rows: np.ndarray, draw: Draw, *, wide: bool) -> Inputs
                 value = made_up(shape, leaf.dtype, draw, parameter=parameter, seed=seed)
             else:
                 value = rows_of(np.asarray(leaf), rows, axis) if cut else leaf
+            if cut and len(empty):
+                value[(*[slice(None)] * axis, empty)] = 0  # made up: no array of the user's
             if wide and jnp.issubdtype(value.dtype, jnp.inexact):
                 complex_ = jnp.issubdtype(value.dtype, jnp.complexfloating)
                 value = np.asarray(value).astype(np.complex128 if complex_ else np.float64)
@@ -325,8 +338,8 @@ def evidence(
         try:
             with warnings.catch_warnings(), precision:
                 warnings.simplefilter("ignore")  # of dtypes that are not those of the training
-                inputs = inputs_of(call, rows, draw, wide=wide)
                 split = parts_of(sizes, call.options.layout)
+                inputs = inputs_of(call, rows, draw, wide=wide, empty=split[-1] if draw == "empty" else ())
                 # The parts first: with a leaf that is not cut most functions cannot even be traced on them.
                 pairs = [evaluated(call, inputs, part, programs, whole) for part in split]
                 together, seen = evaluated(call, inputs, np.arange(len(rows)), programs)
