@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,6 +15,19 @@ from .comparison import agrees, not_additive, shares, sum_of, wrong_terms
 from .loop import Call
 from .probe import Draw, Evidence, Programs, evidence
 from .roles import is_key, is_legacy_key, leaves_of
+
+VIEWS: tuple[tuple[str, Any], ...] = (
+    ("", ...),
+    ("[:, 1:]", (slice(None), slice(1, None))),  # the labels of a causal language model
+    ("[:, :-1]", (slice(None), slice(None, -1))),
+)
+COUNTS: tuple[tuple[str, Callable[[Any], Any]], ...] = (
+    ("{}.sum()", lambda array: array.sum()),
+    ("({} != -100).sum()", lambda array: (array != -100).sum()),
+    ("({} != 0).sum()", lambda array: (array != 0).sum()),
+    ("({} >= 0).sum()", lambda array: (array >= 0).sum()),
+    ("({} > 0).sum()", lambda array: (array > 0).sum()),
+)
 
 
 class Tried(NamedTuple):
@@ -87,25 +100,33 @@ def error_of(
             f"{table!r} is cut like the rows of the batch, and the {name} needs the whole of it: {given}. "
             f"Pass unsplit=({table!r},)."
         ), None
-    if is_sum and _adds_the_same(call, tried, term, programs):
+    return _not_of_weights(call, term, tried, programs, given), None
+
+
+def _not_of_weights(
+    call: Call, term: str, tried: Tried, programs: Programs, given: str
+) -> LossSpecError | CoupledSamplesError | InputError:
+    """The error where no weights explain a term."""
+    name = f"term {term!r}" if term else "loss"
+    if call.options.reduction_of(term) == "sum" and _adds_the_same(call, tried, term, programs):
         return LossSpecError(
             f"The {name} is a sum plus a term that does not depend on the rows, such as weight decay, and "
             f"every micro-batch would add that term: {given}. Return both by name and pass "
             'reduction={"data": "sum", "decay": "mean"}, or leave weight decay to the optimizer.'
-        ), None
+        )
     if (key := _legacy_key(call)) is not None:
         return InputError(
             f"{key} looks like a legacy random key (uint32 of shape (2,) or (4,)), which the check cannot "
             f"replace, and no weight explains the {name}: {given}. Make it with jax.random.key(seed), or "
             "pass check=False."
-        ), None
+        )
     return CoupledSamplesError(
         f"No weight explains the {name}: {given}. Samples influence each other (BatchNorm in training, "
         "pmean under jax.vmap, contrastive losses, balancing of experts), or it draws random numbers that "
         "come from no key argument, or its terms are means over different counts. Use remat_map for a loss "
         'over embeddings, return such terms by name, as in {"tokens": (sum, count), "rows": (mean, rows)} '
         'with weight="returned", or accept the loss per micro-batch with check=False.'
-    ), None
+    )
 
 
 def counted(call: Call, found: Evidence, term: str) -> tuple[str, str] | None:
@@ -121,22 +142,16 @@ def counted(call: Call, found: Evidence, term: str) -> tuple[str, str] | None:
         if mode == "rows" and not is_key(leaf)
     ]
     names = ", ".join(argument.name or f"argument_{argument.where}" for argument in call.roles.batch)
-    ways = (
-        ("{}.sum()", lambda array: array.sum()),
-        ("({} != -100).sum()", lambda array: (array != -100).sum()),
-        ("({} != 0).sum()", lambda array: (array != 0).sum()),
-        ("({} >= 0).sum()", lambda array: (array >= 0).sum()),
-        ("({} > 0).sum()", lambda array: (array > 0).sum()),
-    )
     plain = shares([part.weights[term] for part in found.parts])
     samples = [part.samples for part in found.parts]
     if agrees(found, shares(samples), term) and plain != shares(samples):
         return "None", ""
     for number, label in enumerate(labels):
-        for text, count in ways:
-            weights = [float(np.real(count(part.rows[number]))) for part in found.parts]
-            if min(weights) >= 0 and sum(weights) > 0 and agrees(found, shares(weights), term):
-                return f"lambda {names}: {text.format(label)}", label
+        for view, cut in VIEWS if found.whole.rows[number].ndim > 1 else VIEWS[:1]:
+            for text, count in COUNTS:
+                weights = [float(np.real(count(part.rows[number][cut]))) for part in found.parts]
+                if min(weights) >= 0 and sum(weights) > 0 and agrees(found, shares(weights), term):
+                    return f"lambda {names}: {text.format(label + view)}", label
     return None
 
 

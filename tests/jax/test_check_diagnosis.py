@@ -64,6 +64,26 @@ def test_weights_of_two_terms_that_are_interchanged(jitted: bool) -> None:
     assert abs(float(silent[0] / expected[0]) - 1) > 1e-2, "the premise: it is another loss"
 
 
+def next_token(p: Any, batch: Any) -> Any:
+    """The first token of a text is predicted by none."""
+    mask = batch["mask"][:, 1:]
+    return (errors(p, batch)[:, :-1] * mask).sum() / mask.sum()
+
+
+@BOTH
+def test_a_mask_that_is_shifted_as_the_labels_are(jitted: bool) -> None:
+    """The mask with its first column is another weight; inside `jax.jit` it was accepted."""
+    batch = texts([4, 2, 3, 2, 3, 2, 2, 4, 2, 3, 3])
+    wrong = lambda batch: batch["mask"].sum()  # noqa: E731
+    with pytest.raises(LossSpecError, match=r"weight=lambda batch: batch\['mask'\]\[:, 1:\]\.sum\(\)"):
+        called(next_token, batch, jitted=jitted, weight=wrong)
+    got = called(next_token, batch, jitted=jitted, weight=lambda batch: batch["mask"][:, 1:].sum())
+    expected = jax.value_and_grad(next_token)(params(), batch)
+    assert_same(got, expected)
+    silent = called(next_token, batch, jitted=True, weight=wrong, check=False)
+    assert abs(float(silent[0] / expected[0]) - 1) > 1e-3, "the premise: it is another loss"
+
+
 def detection_sum(p: Any, batch: Any) -> Any:
     """Every place has a loss, objects in it or not."""
     return (errors(p, batch) * (1 + batch["mask"])).sum()
