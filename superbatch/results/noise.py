@@ -20,7 +20,9 @@ class Independence:
             too small. ``"even"``: windows are more even than chance makes them, so that it comes out too
             large. None: nothing is said, either for want of evidence or because all is well.
         ratio: how many times as much the losses of windows differ as the spread of their micro-batches
-            explains; 1 for independent draws; infinite where micro-batches are copies; None: not known.
+            explains, the smaller of F_1 and F_0 (see `superbatch.noise.independence`), so that a loss that
+            falls does not count; 1 for independent draws; infinite where micro-batches are copies; None: not
+            known.
         low: smallest lower end of the intervals that decide (see `superbatch.noise.independence`).
         high: largest upper end.
         triples: of windows that were compared; a verdict takes 20.
@@ -50,9 +52,16 @@ class Independence:
         see = self.updates_see
         as_they_are = "" if see is None else f"; as they are, updates see a noise scale of about {see:.2g}"
         if self.verdict == "shared":
+            # While parameters move, a loss that jumps from update to update looks the same.
+            jumps = (
+                ". If they are shuffled, the loss jumps between updates: lower the learning rate, or test at "
+                "rest with superbatch.torch.tuning.independence.independence_at_rest()"
+                if self.by == "losses"
+                else as_they_are
+            )
             return (
                 f"{seen}: micro-batches of a window share noise (similar samples, copies, one document), and "
-                f"a noise scale from them would be too small. Shuffle samples over windows{as_they_are}"
+                f"a noise scale from them would be too small. Shuffle samples over windows{jumps}"
             )
         return (
             f"{seen}: windows are more even than chance, and the noise scale comes out too large. Draw "

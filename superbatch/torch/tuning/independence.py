@@ -26,19 +26,23 @@ def independence_at_rest(
     batches: Iterable[Any],
     *,
     windows: int = 3 * FEWEST_TRIPLES,
+    data_size: int | None = None,
     **options: Any,
 ) -> Independence:
     """Compare gradients of windows with what the spread of their micro-batches explains; nothing is updated.
 
     The test that a `superbatch.NoiseMeter` makes by losses sees no noise that gradients share and losses do
     not. This one does, at the price of 60 windows of computing and of three gradients in memory. Data sorted
-    from end to end look like a gradient that drifts, which neither of them takes for noise.
+    from end to end look like a gradient that drifts, which neither of them takes for noise. On the ranks of
+    DistributedDataParallel each passes its share of every window, and all get the same result.
 
     Args:
         models: whose gradient it is; parameters stay as they are, and so does ``.grad``.
         loss_fn: loss of a micro-batch.
         batches: as training has them, in its order; at least `windows` of them.
         windows: how many to compare, three at a time.
+        data_size: number of samples that batches are drawn from without replacement, as in `NoiseMeter`:
+            such windows are more even than chance by as much as they draw; None: endless data.
         options: of `superbatch.torch.Gradient`, as in training: ``microbatch_size``, ``weight``,
             ``reduction``.
 
@@ -46,7 +50,8 @@ def independence_at_rest(
         The verdict, with the noise scale that updates see as windows are now.
 
     Raises:
-        InputError: there are fewer batches, a window has one micro-batch, or an option cannot be used.
+        InputError: there are fewer batches, a window has one micro-batch, parameters are sharded over ranks,
+            or an option cannot be used.
 
     Examples:
         >>> _ = torch.manual_seed(0)
@@ -71,11 +76,19 @@ def independence_at_rest(
         )
     if "observers" in options:
         raise InputError("The test makes its own NoiseMeter. Leave observers= out.")
+    if data_size is not None:
+        positive_int("data_size", data_size)
+    several = [models] if isinstance(models, nn.Module) else list(models)
+    owned = list({id(p): p for each in several for p in each.parameters() if p.requires_grad}.values())
+    # By the attribute: importing DTensor takes longer than importing this library.
+    if any(hasattr(parameter, "device_mesh") for parameter in owned):
+        raise InputError(
+            "The parameters are sharded over ranks, and the test compares whole gradients. Run it on a model "
+            "without fully_shard, or in DistributedDataParallel."
+        )
     meter = NoiseMeter(every=1)
     fresh = meter.state_dict()
     gradient = Gradient(models, loss_fn, observers=[meter], **options)
-    several = [models] if isinstance(models, nn.Module) else list(models)
-    owned = list({id(p): p for each in several for p in each.parameters() if p.requires_grad}.values())
     test, seen = IndependenceTest(), _Windows()
     before = [p.grad for p in owned]
     source = iter(batches)
@@ -85,7 +98,8 @@ def independence_at_rest(
     finally:
         for parameter, grad in zip(owned, before, strict=True):
             parameter.grad = grad
-    return replace(test.judged(), by="gradients", updates_see=seen.noise_scale())
+    drawn = seen.samples() / data_size if data_size else 0.0
+    return replace(test.judged(drawn), by="gradients", updates_see=seen.noise_scale())
 
 
 Gradients = Sequence[Tensor | None]
@@ -107,6 +121,10 @@ class _Windows:
         nothing = [None] * len(a)
         self._lengths += [_distance(each, nothing) for each, _, _ in found]
         self._samples += [samples for *_, samples in found]
+
+    def samples(self) -> float:
+        """Return the mean number of samples of a window."""
+        return math.fsum(self._samples) / len(self._samples)
 
     def noise_scale(self) -> float | None:
         """``N D / (mean |g|^2 - D)``, D the variance of whole windows: right whatever is shared."""
