@@ -16,12 +16,19 @@ from ..errors import CoupledSamplesError, InputError, LossSpecError
 from .terms import Term
 
 CLOSE = 1e-3
+MIXING = ("MixUp", "CutMix")  # augmentations of keras.layers that blend each row with another one
 WAY_OUT = "Pass check=False to accumulate to train with another update than that of the whole batch."
 
 
 def coupled_layer(model: Any, layer: Any | None, rows: list[int]) -> CoupledSamplesError:
     """Return the error for a layer whose rows depend on the other rows."""
     place = f"the model {model.name!r}" if layer is None else f"{type(layer).__name__} {layer.name!r}"
+    if type(layer).__name__ in MIXING:
+        return CoupledSamplesError(
+            f"The output of {place} for a row depends on the other rows of the batch: it mixes rows, and a "
+            "micro-batch has other rows to mix. Take the layer out of the model and apply it to whole "
+            f"batches in the data pipeline, as in dataset.batch(n).map(layer). {WAY_OUT}"
+        )
     return CoupledSamplesError(
         f"The output of {place} for a row depends on the other rows of the batch: it differs between "
         f"{sum(rows)} rows at once and micro-batches of {_listed(rows)}. Compute it from each row alone "
