@@ -92,6 +92,23 @@ def moved_state(paths: list[str], rows: list[int]) -> InputError:
     )
 
 
+def rows_out_of_range(rows: int) -> InputError:
+    """Return the error for a model or a loss that reads rows by their number in the batch."""
+    return InputError(
+        f"The model or a loss reads a row by its number, and {rows} rows of the first batch do not have it. "
+        "With edges of a graph, or labels that are row numbers, train with whole batches."
+    )
+
+
+def no_predictions(rows: int) -> InputError:
+    """Return the error for a model that predicts NaN for a few rows of the batch."""
+    return InputError(
+        f"The model predicts NaN for {rows} rows of the first batch. If it reads other rows by their number, "
+        "as a graph network does, train with whole batches: a micro-batch does not have these rows. "
+        f"Otherwise check the data. {WAY_OUT}"
+    )
+
+
 def wrong_total(whole: float, apart: float, rows: list[int]) -> LossSpecError:
     """Return the error for a total that is not the sum of its terms."""
     return LossSpecError(

@@ -21,13 +21,15 @@ from typing import Any, NamedTuple
 import keras
 
 from ..errors import SuperbatchError
-from . import probe, splitting
+from . import findings, probe, splitting
 from .comparison import Comparison, rows_of
 from .options import Options
 from .probe import Mapping
 
 ROWS = 8  # most rows of the first comparison
 TURNS = 4  # comparisons of other rows each, half of them at other weights
+# Of errors of torch and TensorFlow; JAX reads NaN in place of a row that is not there.
+OUT_OF_RANGE = ("index out of range", "out of bounds", "is not in [0,", "outside the valid range")
 TRUE_SIZE = 12  # most rows of a micro-batch of the second: pairs, triples and fours of rows fit in
 
 
@@ -54,10 +56,10 @@ def checked(model: Any, options: Options, step: Any, function: Callable[..., Any
         step: the module of the backend.
         function: as `make_train_function` of Keras made it.
     """
-    waiting = options.check
+    waiting, trained = options.check, False
 
     def checking(*arguments: Any) -> Any:
-        nonlocal waiting
+        nonlocal waiting, trained
         given = arguments if step.TAKES_STATE else ()
         try:
             if waiting:
@@ -66,13 +68,27 @@ def checked(model: Any, options: Options, step: Any, function: Callable[..., Any
                     arguments = first.arguments
                     waiting = not check(model, options, step, first)
                 del first  # it holds the batch
-            return function(*arguments)
+            result = function(*arguments)
         except SuperbatchError:
             if step.TAKES_STATE:
                 step.restore(model, given[0])
             raise
+        except Exception as error:
+            if not trained and hasattr(error, "add_note"):  # from Python 3.11
+                error.add_note(_note(options))
+            raise
+        trained = True
+        return result
 
     return checking
+
+
+def _note(options: Options) -> str:
+    """Return what is added to an error of Keras in the first batch."""
+    return (
+        f"accumulate calls the model and its losses with at most {options.microbatch_size} rows of the "
+        "batch. If they need all rows, as with the adjacency matrix of a graph, train with whole batches."
+    )
 
 
 def check(model: Any, options: Options, step: Any, first: First) -> bool:
@@ -80,7 +96,7 @@ def check(model: Any, options: Options, step: Any, first: First) -> bool:
 
     Raises:
         CoupledSamplesError: a layer or a loss couples the rows.
-        InputError: a forward changes variables of layers.
+        InputError: a forward changes variables of layers, or predicts NaN.
         LossSpecError: a loss has another divisor than the declared one.
     """
     batch = keras.utils.unpack_x_y_sample_weight(first.data)
@@ -153,6 +169,9 @@ def _comparison(
         first: values of its variables.
         otherwise: values for where the loss is no number with the first.
         rows: the batch, the rows of it, and the parts of these.
+
+    Raises:
+        InputError: the model predicts NaN for these rows, or reads others by their number.
     """
     batch, chosen, parts = rows
     for values in (first, otherwise):
@@ -161,8 +180,13 @@ def _comparison(
             found.measure()
         except SuperbatchError:
             raise
-        except Exception:  # noqa: BLE001  (a model that does not take these rows: training raises its own)
-            return None
+        except Exception as error:  # a model that does not take these rows
+            # XLA reads another row in place of one that is not there, so that training would not raise.
+            if any(words in str(error) for words in OUT_OF_RANGE):
+                raise findings.rows_out_of_range(len(chosen)) from error
+            return None  # training raises an error of its own
         if found.is_finite():
             return found
+    if found.predicts_nan():
+        raise findings.no_predictions(len(chosen))
     return None

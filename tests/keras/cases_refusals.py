@@ -234,6 +234,50 @@ def case_layers_that_mix_rows() -> None:
         )
 
 
+class Neighbour(keras.layers.Layer):
+    """The sum of a row and of the row whose number it is given."""
+
+    def call(self, x: Any, number: Any) -> Any:
+        return x + ops.take(x, ops.cast(number[:, 0], "int32"), axis=0)
+
+
+def case_rows_that_are_read_by_their_number() -> None:
+    """A micro-batch does not have them: JAX reads NaN there, and the others raise."""
+    inputs, numbers = keras.Input((3,)), keras.Input((1,))
+    model = keras.Model([inputs, numbers], keras.layers.Dense(1)(Neighbour()(inputs, numbers)))
+    model.compile("sgd", "mse")
+    x = [INPUTS, np.full((23, 1), 22.0)]
+    jax = keras.backend.backend() == "jax"
+    words = "The model predicts NaN for" if jax else "reads a row by its number"
+    ours = accumulate(model, microbatch_size=4)
+    raises(InputError, words, lambda: ours.fit(x, LABELLED, batch_size=23, verbose=0))
+    assert int(ours.optimizer.iterations) == 0
+
+
+class Adjacent(keras.layers.Layer):
+    """Sums over the neighbours of each row in a graph."""
+
+    def call(self, x: Any, matrix: Any) -> Any:
+        return ops.matmul(matrix, x)
+
+    def compute_output_spec(self, x: Any, matrix: Any) -> Any:
+        return keras.KerasTensor((None, x.shape[-1]), x.dtype)
+
+
+def case_an_error_of_the_framework_gets_a_note() -> None:
+    inputs, matrix = keras.Input((3,)), keras.Input((23,))
+    model = keras.Model([inputs, matrix], keras.layers.Dense(1)(Adjacent()(inputs, matrix)))
+    model.compile("sgd", "mse")
+    found: Any = None
+    try:
+        accumulate(model, microbatch_size=4).fit([INPUTS, np.eye(23)], LABELLED, batch_size=23, verbose=0)
+    except Exception as error:  # noqa: BLE001  (of the framework)
+        found = error
+    assert found is not None
+    notes = getattr(found, "__notes__", [])
+    assert any("at most 4 rows of the batch. If they need all rows" in each for each in notes), notes
+
+
 def case_predictions_without_a_last_axis() -> None:
     keras.utils.set_random_seed(1)
     inputs = keras.Input((3,))

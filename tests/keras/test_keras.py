@@ -41,6 +41,7 @@ QUICK = {
     "cases_refusals.case_losses_that_say_too_little",
     "cases_refusals.case_what_two_parts_show_alike_by_chance",
     "cases_refusals.case_layers_that_mix_rows",
+    "cases_refusals.case_rows_that_are_read_by_their_number",
 }
 FILES = (
     "cases_exact",
