@@ -367,7 +367,7 @@ def _two(weight: Any = None, **options: Any) -> dict[str, Any]:
     [
         (_two(reduction={"a": "mean", "c": "sum"}), r"\['a', 'b'\].*\['a', 'c'\]"),
         (_two(nonfinite="skip_microbatch"), "skip_microbatch"),
-        (_two(observers=[NoiseMeter()]), "needs one loss with one weight"),
+        (_two(observers=[NoiseMeter()]), "measures one loss with one weight"),
         (_two(weight={}), "named"),
         (_two(weight={1: None}), "named"),
         (_two(weight={"a": 3}), "term 'a'"),
@@ -388,7 +388,7 @@ def test_refused(options: dict[str, Any], text: str) -> None:
 
 def test_returned_weights_need_a_loss_fn() -> None:
     model = tiny_lm()
-    with pytest.raises(InputError, match="runs loss_fn once more"):
+    with pytest.raises(InputError, match="needs loss_fn, which is run once more"):
         Accumulator(model, sgd(model.parameters()), weight={"a": "returned"})
 
 

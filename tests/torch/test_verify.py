@@ -607,9 +607,9 @@ def test_a_gradient_that_is_nan_is_never_exact() -> None:
         (
             {"participants": PerSampleRandom()},
             InputError,
-            r"is no list\. Pass participants=\[PerSampleRandom",
+            r"is not a list\. Pass participants=\[PerSampleRandom",
         ),
-        ({"split": "2"}, InputError, "split='2' is no Split"),
+        ({"split": "2"}, InputError, "split='2' is not a Split"),
         ({"split": Split(unsplit=("2",))}, InputError, "path '2'"),
     ],
 )
@@ -623,7 +623,7 @@ def test_wrong_options(options: dict[str, Any], error: type[Exception], match: s
 
 def test_wrong_model_loss_and_batch() -> None:
     problem = EXACT[0].make()
-    with pytest.raises(InputError, match="torch modules, not for a model of type function"):
+    with pytest.raises(InputError, match="model of type function is not a torch module"):
         verify(problem.loss_fn, problem.loss_fn, problem.batch, microbatch_size=4)  # pyright: ignore[reportArgumentType] - the point
     with pytest.raises(InputError, match="loss_fn=3"):
         verify(problem.model, 3, problem.batch, microbatch_size=4)  # pyright: ignore[reportArgumentType] - the point

@@ -12,12 +12,12 @@ def group_names(optimizers: Iterable[Optimizer]) -> tuple[dict[tuple[int, int], 
     """Number and name the parameter groups of optimizers.
 
     Args:
-        optimizers: in order.
+        optimizers: the optimizers, in order.
 
     Returns:
-        (id of the optimizer, number of the group there) -> number among all; and the names: a group's own
-        entry ``"name"`` where it has one that no other has, else ``"group 0"``, or with several optimizers
-        ``"optimizer 0, group 0"``.
+        A mapping (id of the optimizer, number of the group in it) -> number among all groups; and the names.
+        A name is the group's own entry ``"name"`` if that is unique, else ``"group 0"``, or with several
+        optimizers ``"optimizer 0, group 0"``.
 
     Examples:
         >>> import torch
