@@ -72,7 +72,7 @@ class Accumulator:
             one that shows something new (the first loss that is not 0, the first unequal counts of labels).
             A wrong `reduction` or `weight` raises before the update. The check calls `loss_fn` a few times.
         sync: how ranks share a window. ``"auto"`` follows the model's wrapper or sharding, and raises if
-            several ranks are initialised and the model is neither wrapped nor sharded. ``"all_reduce"`` sums
+            several ranks are initialised and the model is not wrapped and not sharded. ``"all_reduce"`` sums
             the gradients of such a model over all ranks, once per window. None: this rank trains alone. For
             `fully_shard`: ``"window"`` reduces gradients once per window and keeps them unsharded until then;
             ``"microbatch"`` reduces them after each micro-batch. The attribute `sync` reports the choice.

@@ -199,8 +199,8 @@ def masters_loader(
         name = min(saved.keys() ^ here.keys())
         where = "the saved state" if name in saved else "this Accumulator"
         raise InputError(
-            f"Only {where} has a float32 master of {name!r}. "
-            "Make the Accumulator with MasterWeights(optimizer, fp32_masters(model)) of the same model."
+            f"Only {where} has a float32 master of {name!r}. Make the Accumulator with "
+            "MasterWeights(optimizer, fp32_masters(model)) of the same model."
         )
     # All are checked before one is copied.
     for name, master in here.items():
@@ -223,8 +223,8 @@ def _check_saved(name: str, saved: Tensor, master: Tensor) -> None:
         )
     if saved.dtype != master.dtype:
         raise InputError(
-            f"The saved master of {name!r} has dtype {saved.dtype}, not {master.dtype}. Load the state "
-            "as it was saved, because a conversion rounds it."
+            f"The saved master of {name!r} has dtype {saved.dtype}, not {master.dtype}. Load the state as "
+            "it was saved, because a conversion rounds it."
         )
     if saved.is_meta:
         raise InputError(f"The saved master of {name!r} is on the meta device. Load a state that has values.")

@@ -61,8 +61,8 @@ def until_all_end(batches: Iterable[Batch]) -> Iterator[Batch | None]:
         active, failed = _sum(active=not ended, failed=False)
         if failed:
             raise RankError(
-                "Another rank failed while it loaded its next batch, so no rank makes the update. "
-                "Correct the error that the other rank raises."
+                "Another rank failed while it loaded its next batch, so no rank makes the update. Correct "
+                "the error that the other rank raises."
             )
         if not active:
             return

@@ -183,7 +183,7 @@ def _check_split(request: Request) -> None:
     parts = sizes(request.batch, request.samples, request.microbatch_size)
     if len(parts) < 2:
         raise InputError(
-            f"With microbatch_size={request.microbatch_size!r} and {request.samples} samples the "
-            "batch is one micro-batch, so there is nothing to compare. Pass a larger batch, or a "
-            "smaller microbatch_size."
+            f"With microbatch_size={request.microbatch_size!r} and {request.samples} samples the batch is "
+            "one micro-batch, so there is nothing to compare. Pass a larger batch, or a smaller "
+            "microbatch_size."
         )

@@ -42,8 +42,8 @@ def count_tokens(where: Where, *, ignore_index: int = -100, shift: bool = False)
     read = _reader(where)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int) or not isinstance(shift, bool):
         raise InputError(
-            f"ignore_index={ignore_index!r} must be an int, and shift={shift!r} must be a bool. Pass "
-            "them as in ignore_index=-100, shift=True."
+            f"ignore_index={ignore_index!r} must be an int, and shift={shift!r} must be a bool. Pass them "
+            "as in ignore_index=-100, shift=True."
         )
 
     def weight(microbatch: Any) -> int:
@@ -102,8 +102,8 @@ def class_weights(weight: Tensor, where: Where, *, ignore_index: int = -100) -> 
     right = isinstance(weight, Tensor) and weight.ndim == 1 and weight.is_floating_point()
     if not right or not bool(((weight >= 0) & weight.isfinite()).all()):
         raise InputError(
-            f"The class weights are {weight!r}, but each class needs one finite floating-point weight "
-            "of at least 0. Pass the 1-d tensor that you pass to CrossEntropyLoss(weight=...)."
+            f"The class weights are {weight!r}, but each class needs one finite floating-point weight of at "
+            "least 0. Pass the 1-d tensor that you pass to CrossEntropyLoss(weight=...)."
         )
     # On the host: weights are needed before any forward, and labels are small.
     read, per_class = _reader(where), weight.detach().cpu().double()

@@ -122,8 +122,9 @@ def test_an_error_on_one_rank_leaves_both_as_before(where: str, found: Found) ->
     healthy, bad = (each[f"error in {where}"]["outcome"] for each in found)
     assert bad == [("BrokenError", "no such label", True)]
     text = (
-        "Rank 1 failed in micro-batch 0 (BrokenError: no such label), so no rank makes this update; all is "
-        "as before it. Correct the error there; then each rank can continue with its next batch."
+        "Rank 1 failed in micro-batch 0 (BrokenError: no such label), so no rank makes this update, and "
+        "everything is as before it. Correct the error there; then each rank can continue with its next "
+        "batch."
     )
     assert healthy == [("RankError", text, True)]
 

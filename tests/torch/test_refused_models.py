@@ -86,7 +86,7 @@ def test_tensor_parallel_is_not_called_fsdp() -> None:
 
     model = parallelize_module(mlp(), init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(InputError, match="tensor parallel splits operations too"):
+    with pytest.raises(InputError, match="but tensor parallel splits operations"):
         WholeBatch(model, optimizer, lambda batch: mse(model, batch), microbatch_size=2)
 
 
@@ -96,7 +96,7 @@ def test_tensor_parallel_in_ddp_is_refused() -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     model = parallelize_module(mlp(), init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
-    with pytest.raises(InputError, match=r"is wrapped in DistributedDataParallel as well. Replicate it by"):
+    with pytest.raises(InputError, match=r"is also wrapped in DistributedDataParallel\. Remove the wrapper"):
         accumulator(nn.Sequential(DistributedDataParallel(mlp()), model))
 
 
@@ -121,9 +121,12 @@ def test_a_pipeline_is_refused_by_name() -> None:
     [
         (
             "microbatch",
-            "Nothing wraps or shards the model, so sync='microbatch' is not possible. Leave it out, or",
+            "is not wrapped and not sharded, so sync='microbatch' is not possible. Remove sync=, or",
         ),
-        ("each", 'sync=\'each\' is not "auto", "window", "microbatch", "all_reduce" or None'),
+        (
+            "each",
+            'sync=\'each\' is not a choice of sync. Pass "auto", "window", "microbatch", "all_reduce"',
+        ),
     ],
 )
 def test_a_sync_that_does_not_fit_the_model_is_refused(sync: Any, text: str) -> None:

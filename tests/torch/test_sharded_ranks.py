@@ -137,8 +137,9 @@ def test_no_memory_for_the_smallest_micro_batches_stops_both_ranks(found: Found)
 def test_an_error_of_the_loss_on_one_rank_stops_both(found: Found) -> None:
     one, other = (each["broken"]["errors"] for each in found)
     text = (
-        "Rank 1 failed in micro-batch 0 (BrokenLossError: no such label), so no rank makes this update; all "
-        "is as before it. Correct the error there; then each rank can continue with its next batch."
+        "Rank 1 failed in micro-batch 0 (BrokenLossError: no such label), so no rank makes this update, "
+        "and everything is as before it. Correct the error there; then each rank can continue with its next "
+        "batch."
     )
     assert one == [("RankError", text, True)]
     assert other == [("BrokenLossError", "no such label", True)]

@@ -597,7 +597,7 @@ def test_a_gradient_that_is_nan_is_never_exact() -> None:
         ({"microbatch_size": 0}, InputError, "microbatch_size"),
         ({"microbatch_size": "4"}, InputError, "microbatch_size"),
         ({"reduction": "average"}, InputError, "reduction='average' is not a reduction"),
-        ({"weight": 3}, InputError, "weight=3 is no way to weigh"),
+        ({"weight": 3}, InputError, "weight=3 is not a weight of a micro-batch"),
         ({"weight": lambda b: -1}, InputError, "is negative or not finite"),
         ({"weight": "returned"}, InputError, "Return .loss, weight."),
         ({"against": "full"}, InputError, "against='full'"),

@@ -261,8 +261,8 @@ class Coupled:
             transaction.progress.failures += 1
             config.reserve.tight = True
             warn(
-                f"memory ran out with {failed} samples at a time; the batch is computed again with at "
-                f"most {self._now}. The update is the same{but_unseen(transaction)}. "
+                f"memory ran out with {failed} samples at a time; the batch is computed again with at most "
+                f"{self._now}. The update is the same{but_unseen(transaction)}. "
                 f"({failure.text.splitlines()[0]})"
             )
 

@@ -111,8 +111,8 @@ def check_auto(
     # Frozen statistics do not depend on the size, so "auto" is allowed with them.
     if batchnorm == "per_microbatch":
         raise InputError(
-            f"microbatch_size={mode!r} with GhostBatchNorm makes the update depend on the size that "
-            "happens to fit. Pass the number of samples."
+            f"microbatch_size={mode!r} with GhostBatchNorm makes the update depend on the size that happens "
+            "to fit. Pass the number of samples."
         )
     return loss_fn
 
@@ -183,8 +183,8 @@ def check_scaler(scaler: Any) -> Any:
     if scaler is None or not missing:
         return scaler
     raise InputError(
-        f"scaler is a {type(scaler).__name__}, which has no {missing[0]}(). Pass a torch.amp.GradScaler "
-        "or None."
+        f"scaler is a {type(scaler).__name__}, which has no {missing[0]}(). Pass a torch.amp.GradScaler or "
+        "None."
     )
 
 
@@ -321,14 +321,14 @@ def _check_in_step(config: Config) -> None:
     for reason, given in reasons.items():
         if given:
             raise InputError(
-                f"{reason}, but a rank has only its shards of a sharded model. Remove it"
-                f"{', and train in bfloat16, which needs no scaler.' if config.rule.scaling else '.'}"
+                f"{reason}, but a rank has only its shards of a sharded model. Remove "
+                f"it{', and train in bfloat16, which needs no scaler.' if config.rule.scaling else '.'}"
             )
 
 
 def without_loss_fn() -> InputError:
     """Return the error for a batch that is passed to an accumulator without `loss_fn`."""
     return InputError(
-        "An Accumulator without loss_fn cannot make an update from a batch. Pass loss_fn, or write "
-        "the loop yourself: `with accumulator.window(batch) as window: ...`."
+        "An Accumulator without loss_fn cannot make an update from a batch. Pass loss_fn, or write the "
+        "loop yourself: `with accumulator.window(batch) as window: ...`."
     )

@@ -172,8 +172,8 @@ def require_restorable(window: Transaction, failed: str) -> None:
     if lost:
         others = f" and {len(lost) - 1} more" if lost[1:] else ""
         raise OutOfMemoryError(
-            f"The window cannot begin again after {failed}, because it has changed the state {lost[0]!r}"
-            f"{others} for the first time, and there is no copy to restore. No update was made, "
+            f"The window cannot begin again after {failed}, because it has changed the state "
+            f"{lost[0]!r}{others} for the first time, and there is no copy to restore. No update was made, "
             "and everything else is as before the window. Load that state, for example from a checkpoint, "
             "and call again: from now on it is copied."
         )

@@ -117,8 +117,8 @@ def check_fit(state: Mapping[str, Any], expected: Expected) -> None:
     if furthest >= expected.microbatches:
         shown = state["next"] if state["next"] > expected.microbatches else furthest
         raise WindowError(
-            f"The saved window resumes at micro-batch {shown}, but this window has "
-            f"{expected.microbatches}. {_SOURCE}"
+            f"The saved window resumes at micro-batch {shown}, but this window has {expected.microbatches}. "
+            f"{_SOURCE}"
         )
     gradients = _gradients(state)
     # "held" lists the sums that were saved.

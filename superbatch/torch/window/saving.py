@@ -45,9 +45,8 @@ def check_state(window: Transaction, state: dict[str, Any]) -> None:
     # First, because with other parameters all comparisons below would fail as well.
     if state["place"] != _place(window):
         raise WindowError(
-            "The saved window has other parameters or options than this window of "
-            f"{len(config.owned)} parameters. Make the Accumulator with the same model and options, or call "
-            "discard() first."
+            f"The saved window has other parameters or options than this window of {len(config.owned)} "
+            "parameters. Make the Accumulator with the same model and options, or call discard() first."
         )
     progress = window.progress
     count, weights = len(progress.microbatches), progress.weights.ahead

@@ -125,8 +125,8 @@ class Transaction:
         if self.config.extra is not None and not self.config.extra.rollback():
             raise WindowError(
                 'nonfinite="skip_microbatch" cannot drop this micro-batch, because rollback() of an object '
-                "in "
-                "participants= returned False. Make its rollback() restore the savepoint and return True, or "
+                "in participants= returned False. Make its rollback() restore the savepoint and return "
+                "True, or "
                 'pass nonfinite="raise".'
             )
 

@@ -22,7 +22,7 @@ def as_models(model: object) -> tuple[nn.Module, ...]:
     """Return one or several models as a tuple.
 
     Raises:
-        InputError: `model` is neither a module nor a non-empty list of modules.
+        InputError: `model` is not a module and not a non-empty list of modules.
 
     Examples:
         >>> len(as_models([nn.Linear(1, 1), nn.Linear(1, 1)]))
@@ -106,8 +106,8 @@ def own_parameters(
     unused = [parameter for parameter, master in (masters or {}).items() if master not in seen]
     if unused and masters:
         raise OptimizerError(
-            f"No optimizer updates the master of {names.get(unused[0], 'a frozen parameter')!r}, so "
-            "its parameter would not change. Make the optimizer with masters.values(), not with "
+            f"No optimizer updates the master of {names.get(unused[0], 'a frozen parameter')!r}, so its "
+            "parameter would not change. Make the optimizer with masters.values(), not with "
             "model.parameters()."
         )
     # Typically the optimizer was made before model.to(), or for another model.

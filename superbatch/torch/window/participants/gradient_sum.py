@@ -250,9 +250,8 @@ def steps_in_backward(name: str) -> OptimizerError:
     """Return the error for an optimizer that changes a parameter inside the backward of a micro-batch."""
     return OptimizerError(
         f"A hook steps the parameter {name!r} inside the backward, so each micro-batch would update it by a "
-        "part of the batch's gradient. Remove the hook "
-        "(register_post_accumulate_grad_hook, register_hook or _apply_optimizer_in_backward), and let the "
-        "Accumulator step the optimizer once per window."
+        "part of the batch's gradient. Remove the hook (register_post_accumulate_grad_hook, register_hook "
+        "or _apply_optimizer_in_backward), and let the Accumulator step the optimizer once per window."
     )
 
 

@@ -1,7 +1,7 @@
 """Norms of each micro-batch's own gradient, measured before autograd adds it to the sum.
 
-A hook on a leaf gets the gradient that autograd is about to add to ``.grad``, so neither a second backward
-nor a copy of a gradient is needed. (A hook after the addition would get the sum so far.)
+A hook on a leaf gets the gradient that autograd is about to add to ``.grad``, so no second backward and no
+copy of a gradient is needed. (A hook after the addition would get the sum so far.)
 
 A gradient may come in several parts, from a reentrant checkpoint or from two losses of one micro-batch. Its
 norm cannot be computed from those of the parts, so from the next window on its parts are kept until all have
