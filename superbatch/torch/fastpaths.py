@@ -46,6 +46,7 @@ def backward(
         >>> x.grad
         tensor([3., 3.])
     """
+    # Subclasses of Tensor and transforms of torch.func need torch's own function.
     if type(loss) is not Tensor or gradient is None or _in_transform():
         plain_backward(loss, gradient, inputs, retain_graph=retain_graph)
         return

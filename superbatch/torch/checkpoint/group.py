@@ -70,6 +70,7 @@ def group_of(sync: Sync, models: Sequence[nn.Module]) -> Group:
     sharded = any(hasattr(p, "device_mesh") for model in models for p in model.parameters())
     if not sharded:
         return Group(sync.index, sync.count, sync.gather)
+    # Not `sync.gather`, which returns one message per data-parallel rank, not one per rank.
     count = dist.get_world_size()
 
     def gather(message: Any) -> list[Any]:

@@ -215,6 +215,7 @@ def _check_groups(here: list[list[str]], saved: list[list[str]]) -> None:
             f"An optimizer has groups of {sizes[0]} parameters in the checkpoint, but of {sizes[1]} in this "
             "program"
         )
+    # By name and in order, because torch's load_state_dict assigns states by position alone.
     for one, two in zip(chain(*saved), chain(*here), strict=True):
         if one != two:
             raise _other(

@@ -294,6 +294,7 @@ def _check_loss(loss: Any) -> None:
         given, wrong = f"a loss of type {type(loss).__name__}", "but a loss is one tensor"
     elif loss.numel() != 1 or not loss.is_floating_point():
         given, wrong = f"a loss of shape {tuple(loss.shape)}, {loss.dtype}", "but a loss is one real number"
+    # Under no_grad only the value of the loss is computed.
     elif torch.is_grad_enabled() and not loss.requires_grad:
         given, wrong = "a loss without a graph", "which depends on no tensor that needs a gradient"
     if wrong:

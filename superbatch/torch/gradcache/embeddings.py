@@ -63,6 +63,7 @@ def _walk(node: Any, path: str) -> Iterator[tuple[str, Any]]:
     if is_scalar(node) or array_shape(node) is not None or is_torch_packed_sequence(node):
         yield path, node
         return
+    # An object without parts is a leaf, which `tensors_of` refuses with its path.
     entries = children(node)
     if entries is None:
         yield path, node
@@ -196,6 +197,7 @@ class Embeddings:
         rows = self._counts[len(self._pieces)]
         if not tensors:
             raise InputError(f"{self._where} returned no tensor. Return embeddings.")
+        # A sparse tensor has no rows that could be joined and split.
         for path, tensor in tensors:
             if tensor.layout is not torch.strided or not tensor.ndim or len(tensor) != rows:
                 raise InputError(
@@ -209,6 +211,7 @@ class Embeddings:
         # Without the first dimension, the number of samples.
         first = [(path, tensor.dtype, tensor.shape[1:]) for path, tensor in self._pieces[0]]
         here = [(path, tensor.dtype, tensor.shape[1:]) for path, tensor in tensors]
+        # Joined with torch.cat, which would convert dtypes without an error.
         if here != first or scalars != self._scalars:
             index = len(self._pieces)
             raise InputError(

@@ -318,6 +318,7 @@ def as_encoders(
         return [Encoder("encode", encode, batch, microbatch_size, declared, _device(encode, models))]
     names = list(encode)
     for what, given in (("batch", batch), ("microbatch_size", microbatch_size)):
+        # One number for microbatch_size holds for every encoder.
         if isinstance(given, Mapping) or what == "batch":
             _check_names(what, given, names)
     return [

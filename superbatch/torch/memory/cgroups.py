@@ -29,10 +29,12 @@ def cgroup_limits(proc: Path) -> Iterator[Limit]:
     for directory, version in _groups(proc):
         names = _NAMES[version]
         most = _number(directory / names[0])
+        # Version 1 writes a number near 2**63 if there is no limit.
         if most is None or most >= _UNLIMITED:
             continue
         used = _number(directory / names[1])
         if used is not None:
+            # The kernel drops cached file pages before it refuses memory.
             free = most - used + _droppable(directory, names[2])
             yield Limit(free, f"control group {directory.name or '/'} of {binary_text(most)}")
 

@@ -78,11 +78,13 @@ def out_of_memory(error: BaseException) -> bool:
         return False
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
+    # The exact type, because a subclass may be an error of the user with any text.
     if type(error) not in _TYPES:
         return False
     said = str(error)
     if any(text in said for text in _TEXTS):
         return True
+    # These texts have other causes too, so the free memory decides.
     if any(text in said for text in _SCARCE_TEXTS_CUDA):
         return _is_scarce_on_cuda()
     return said in _SCARCE_TEXTS and _is_scarce()

@@ -164,6 +164,7 @@ def _check_stated(op: str, shape: tuple[int, ...], samples: int, dim: int | None
     if dim is None:
         return None
     axis = dim + len(shape) if dim < 0 else dim
+    # A multiple, because a flattened dimension may hold several rows per sample.
     if not 0 <= axis < len(shape) or shape[axis] % samples:
         raise InputError(
             f"samples_along({dim}) does not fit {op} of shape {shape} in a micro-batch of {samples} samples: "

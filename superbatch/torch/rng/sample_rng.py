@@ -119,6 +119,7 @@ def _places(first: int | None, samples: int | None, indices: Sequence[int] | Non
             places = indices
     elif first is not None and samples is not None and first >= 0:
         places = range(first, first + samples)
+    # An empty range or list too: without samples nothing is drawn.
     if not places:
         given = "" if indices is None else f", indices={indices!r}"
         raise InputError(

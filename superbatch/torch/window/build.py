@@ -115,7 +115,7 @@ def engine_of(
     optimizers = validation.as_optimizers(bare) if given.steps else ()
     _check(loss_fn, given)
     if not given.steps and given.gradient_sum == "momentum":
-        raise InputError('gradient_sum="momentum" needs SGD, but Gradient has no optimizer. Remove it.')
+        raise InputError('Gradient has no optimizer for gradient_sum="momentum". Remove gradient_sum=.')
     participants = _participants(given.participants)
     separate = given.coupled is None
     # Coupled samples need gathered parameters in the whole window; other losses keep parameters sharded.

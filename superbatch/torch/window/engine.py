@@ -206,6 +206,7 @@ class Engine:
         return {
             "version": 1,
             "updates": self.updates,
+            # A loaded state that no window has resumed yet is saved again as it is.
             "window": self._resume if self._window is None else self._window.state_dict(),
             "check": self._schedule.state_dict(),
             "sizing": self.work.state_dict(),
@@ -229,6 +230,8 @@ class Engine:
         self._schedule.check_state(state.get("check"))
         if self._window is not None:
             raise misuse.load_inside()
+        # Checks first and returns the function that copies, so that an error below leaves the masters
+        # unchanged.
         load_masters = masters_loader(config.models, config.masters, state.get("masters"))
         _load_sizing_and_noise(state, self.work, None if config.noise is None else config.noise.meter)
         load_masters()
@@ -280,6 +283,7 @@ class Engine:
         self.work.require_allowed()
         self._placement.require_allowed()
         now = self.config.owned
+        # The gradients of the window belong to the parameters that the model had when it was made.
         if list(map(id, owned)) != list(map(id, now)) or dtypes != [each.parameter.dtype for each in now]:
             raise misuse.other_parameters()
         self._schedule.updates = self.updates

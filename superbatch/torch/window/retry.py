@@ -183,6 +183,7 @@ def but_unseen(window: Transaction) -> str:
     """Return the condition under which a retried update would differ, for the warning; empty: none."""
     # `unsure` first, because that state has certainly changed.
     unsure, unseen = window.config.state.unsure(), window.config.state.unseen()
+    # The value was seen to change, which is a stronger reason than one that cannot be seen.
     if unsure:
         return (
             f", unless loss_fn has changed {unsure[0]!r} in this window for the first time: its value "
@@ -212,6 +213,7 @@ def give_up(window: Transaction, index: int, samples: int | None, failure: str) 
         OutOfMemoryError: always.
     """
     # The first reason that holds has the remedy that helps.
+    # The micro-batch is part of the function of a GhostBatchNorm, so its size must not change.
     if window.pooled is not None:
         wrong = "With GhostBatchNorm the update would change in smaller micro-batches"
         do = "Pass a smaller microbatch_size"

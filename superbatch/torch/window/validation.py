@@ -279,6 +279,7 @@ def check_momentum(step_optimizers: Sequence[Optimizer], **conflicts: object) ->
 
 def _not_linear(group: Mapping[str, Any]) -> str | None:
     """Return the reason why gradients cannot be summed in a group's momentum buffer, or None."""
+    # With any of these the buffer is not momentum * buffer + gradient, which micro-batches can form in parts.
     reasons = {
         "without momentum there is no momentum buffer": not group["momentum"],
         "Nesterov momentum also needs the gradient by itself": group["nesterov"],

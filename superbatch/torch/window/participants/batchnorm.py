@@ -56,6 +56,7 @@ def refuse(batchnorms: dict[str, _BatchNorm]) -> None:
     """
     if not batchnorms:
         return
+    # With running statistics, in evaluation mode, a BatchNorm computes each sample by itself.
     coupled = [path for path, module in batchnorms.items() if uses_batch_statistics(module)]
     if coupled:
         named = ", ".join(repr(path) for path in coupled[:3]) + (

@@ -55,6 +55,7 @@ def _listed(names: list[str]) -> str:
     for name in names:
         root = name.rpartition(".")[0]
         roots[root] = roots.get(root, 0) + 1
+        # First one state of each module, so that the few names shown cover many modules.
         order.append(roots[root])
     ranked = [name for _, name in sorted(zip(order, names, strict=True), key=lambda pair: pair[0])]
     shown = ", ".join(map(repr, ranked[:_SHOWN]))

@@ -136,6 +136,7 @@ def _take_part(
     """Free this rank's gradients, and take part with zeros in the remaining exchanges."""
     for parameter in parameters:
         parameter.grad = None
+    # This rank has made these exchanges before it failed, and the other ranks do not repeat them.
     skip = exchanges.made
     dense: list[_Like] = []
     for index, (like, ranks) in enumerate(zip(likes, held, strict=True)):
@@ -145,6 +146,7 @@ def _take_part(
                 exchanges.sum(_present(zeros(index), ranks))
         elif ranks:
             dense.append(_like(zeros(index)) if like is None else like)
+    # The same buckets as on the other ranks, because they depend only on sizes, dtypes and order.
     for bucket in buckets(dense)[max(skip, 0) :]:
         numbers = sum(each.numel for each in bucket)
         exchanges.sum(torch.zeros(numbers, dtype=bucket[0].dtype, device=bucket[0].device))

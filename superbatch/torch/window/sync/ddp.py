@@ -97,10 +97,12 @@ class DDP(Manual):
         if announced is None:
             announced = self.sum_numbers(self.announce(gradients, parameters))
         *held, unfit, unready = announced
+        # DDP's buckets cannot hold sparse gradients, and must be used by all ranks or by none.
         buckets = None if unfit or max(held, default=0.0) >= SPARSE else self._buckets
         if buckets is None or (unready and not buckets.prepare()):
             return super().reduce(gradients, parameters, zeros, held)
         with self._unanswered():
+            # Gradients of parameters outside of the buckets are summed below.
             missed = [index for index in buckets.reduce(gradients, parameters) if held[index]]
         reduced = [each.grad if ranks else None for each, ranks in zip(parameters, held, strict=True)]
         others = super().reduce(

@@ -76,6 +76,7 @@ class Buckets:
             are not used then.
         """
         own = self._parameters()
+        # The reduction writes its result into `.grad`.
         kept = [parameter.grad for parameter in own]
         for parameter in own:
             parameter.grad = None
@@ -86,6 +87,7 @@ class Buckets:
         finally:
             for parameter, gradient in zip(own, kept, strict=True):
                 parameter.grad = gradient
+        # Parameters that are unfrozen later need another try.
         self._known = frozenset(map(id, own))
         return not self._broken
 

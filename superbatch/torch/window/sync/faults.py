@@ -125,6 +125,7 @@ def error_of(every: Sequence[Told]) -> RankError:
             "is as before it. Correct the error there; then each rank can continue with its next batch."
         )
     first = every[0]
+    # Before `updates`, which differ then too.
     other = next((each for each in every if each.opened != first.opened), None)
     if other is not None:
         return RankError(

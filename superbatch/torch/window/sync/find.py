@@ -106,6 +106,7 @@ def _check_option(sync: object, *, wrapped: bool, part: str | None, each: bool) 
     """
     if sync in ("auto", "warn") or (sync == "window" and (wrapped or part)):
         return
+    # Only a sharded model can be reduced after each micro-batch.
     each = each and part is not None
     if sync == "microbatch" and each:
         return
@@ -116,6 +117,7 @@ def _check_option(sync: object, *, wrapped: bool, part: str | None, each: bool) 
             f'sync={sync!r} is not a choice of sync. Pass "auto", "window", "microbatch", "all_reduce" or '
             "None."
         )
+    # The value is a choice of sync, but not one for this kind of model.
     what = part or (
         "The model is wrapped in DistributedDataParallel"
         if wrapped
@@ -137,6 +139,7 @@ def _replicas(models: list[nn.Module], device: torch.device) -> Sync:
         )
     ranks = Manual(dist.group.WORLD, device)
     named = [each for model in models for each in model.named_parameters()]
+    # Sums in float64 instead of all values, because they only have to show a different seed or checkpoint.
     of_each = ranks.gather([(name, tuple(p.shape), float(p.detach().double().sum())) for name, p in named])
     for mine, *others in zip(*of_each, strict=False):
         if any(other != mine for other in others) or len(set(map(len, of_each))) > 1:

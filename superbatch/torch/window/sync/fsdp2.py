@@ -55,6 +55,7 @@ class FSDP2:
             for each in group.fsdp_params:
                 if each.sharded_param.requires_grad:
                     local = local_part(each.sharded_param)
+                    # In this dtype FSDP2 keeps unreduced gradients.
                     dtype = policy.reduce_dtype or policy.param_dtype or local.dtype
                     kept += each._orig_size.numel() * dtype.itemsize
                     shards += local.nbytes
@@ -71,10 +72,13 @@ class FSDP2:
         """Gather all parameters at the start of the block, and keep them until `flush`, or until it fails."""
         with ExitStack() as stack:
             for group in self._groups():
+                # Without both settings FSDP2 would free the gathered parameters after the forward or the
+                # backward.
                 for name, value in (("reshard_after_backward", False), ("post_forward_mesh_info", None)):
                     stack.callback(setattr, group, name, getattr(group, name))
                     setattr(group, name, value)
             for group in self._groups():
+                # Normally the first forward does this, but it comes later.
                 group.lazy_init()
                 group.unshard()
                 group.wait_for_unshard()
@@ -91,6 +95,7 @@ class FSDP2:
             for name in _SETTINGS:
                 if hasattr(group, name):
                     stack.callback(setattr, group, name, getattr(group, name))
+        # Several states share one context, which is restored once.
         for context in {id(state._state_ctx): state._state_ctx for state in self._states()}.values():
             stack.callback(setattr, context, "is_last_backward", context.is_last_backward)
         for group in self._groups():

@@ -233,6 +233,7 @@ class Manual:
         total = self._tensor(frame)
         self._reach(dist.all_reduce, total, group=self.group)
         found = total.tolist()
+        # By the sum, because the frame of each rank would take another exchange.
         if not in_order(found, dist.get_world_size(self.group)):
             raise error_of(self._tell_each(here.told(None)))
         return found

@@ -53,9 +53,11 @@ class Sharded(Manual):
     ) -> None:
         self._models = list(models)
         self._fsdp = FSDP2(self._models)
+        # First, because a forward may have left gathered parameters in the modules.
         self._fsdp.reshard()
         self._data, every, kind = _ranks_of(self._models, self._fsdp)
         super().__init__(_group_of(every), kind)
+        # Ranks of a tensor-parallel group see the same samples.
         self._copies = len(every) // len(self._data)
         if whole and (self._copies > 1 or self._is_split()):
             raise InputError(_SPLIT)
@@ -110,6 +112,7 @@ class Sharded(Manual):
         except InputError:
             self._why = "the memory of the device is unknown"
             return False
+        # By a vote, because all ranks must choose the same.
         short = self.vote(10 * kept > free.bytes)
         self._why = f"{'more' if short else 'less'} than a tenth of a rank's memory, here {free}"
         return short
@@ -243,13 +246,16 @@ class Sharded(Manual):
         held, used = len(self._fsdp.held()), len(self._fsdp.used())
         with self._unanswered():
             self._fsdp.flush(announced[:held])
+        # A parameter that no rank has used must keep the gradient None, as it would in one process.
         self._fsdp.forget_unused(announced[held : held + used])
         reduced = [_laid_out(each.grad, each) for each in parameters]
         managed = self._fsdp.managed()
         if self.count > 1:
+            # FSDP2 does not reduce parameters that it does not manage (ignored ones, or those outside of it).
             others = [id(each) not in managed for each in parameters]
             self._reduce_others(reduced, others, parameters, zeros, announced[held + used :])
         if not self._fsdp.sums:
+            # FSDP2 could only form means over the ranks here.
             means = [
                 g for g, p in zip(reduced, parameters, strict=True) if g is not None and id(p) in managed
             ]
@@ -281,6 +287,7 @@ class Sharded(Manual):
             announced,
         )
         for index, gradient in zip(places, summed, strict=True):
+            # The sum is over all ranks, and contains each sample once per copy.
             reduced[index] = gradient if gradient is None else gradient.div_(self._copies)
 
     def flush(self) -> None:
@@ -293,6 +300,7 @@ class Sharded(Manual):
 
     def norm(self, gradients: Sequence[Tensor | None]) -> tuple[float, bool]:
         """Return the 2-norm of the whole gradient, with each element counted once, and if it is finite."""
+        # Grouped by the number of ranks that hold the same elements, which are counted once.
         kinds: dict[int, list[Tensor]] = {}
         for gradient in gradients:
             if gradient is not None:
@@ -308,6 +316,7 @@ class Sharded(Manual):
     def _holders(self, gradient: Any) -> int:
         """Return the number of ranks that hold the same elements as this rank."""
         every = self.count * self._copies
+        # A plain tensor is whole on every rank.
         if not hasattr(gradient, "placements"):
             return every
         shards = math.prod(

@@ -36,6 +36,7 @@ def group_names(optimizers: Iterable[Optimizer]) -> tuple[dict[tuple[int, int], 
             numbers[id(optimizer), number] = len(numbers)
             own.append(group.get("name"))
             plain.append(f"optimizer {place}, group {number}" if several else f"group {number}")
+    # A name is used only if it is unique and cannot be mistaken for the generated one of another group.
     names = [
         name if isinstance(name, str) and own.count(name) == 1 and name not in plain else other
         for name, other in zip(own, plain, strict=True)

@@ -83,6 +83,7 @@ class SeenGradients:
         measured = [] if self.alone else zip(self._parameters, self._slots, strict=True)
         for place, (parameter, slot) in enumerate(measured):
             kept = self._kept is not None and self._kept[place]
+            # A gradient in several parts is kept until its last part has arrived.
             self._put_on(parameter, slot.append if kept else self._measuring(slot, place))
         if self._samples is None:
             return
@@ -198,12 +199,16 @@ class SeenGradients:
             if not parts:
                 continue
             if self._kept is not None and self._kept[place]:
+                # The parts were kept, because the norm of a sum cannot be computed from the norms of its
+                # parts.
                 gradient = _sum(parts)
                 self._norms.append(
                     (index, group, factor, (_norm(gradient), *self._by_metric(place, gradient)))
                 )
                 continue
             if len(parts) > 1:
+                # Only norms of the parts are left, so this window has no measurement, and the next one keeps
+                # the parts.
                 self._in_parts.add(self._parameters[place])
                 self.reason = IN_PARTS
             for part in parts:
@@ -271,6 +276,7 @@ def on_host(norms: Sequence[float | Tensor]) -> list[float]:
         if isinstance(norm, Tensor):
             by_device.setdefault((norm.device, norm.dtype), []).append((place, norm))
     for tensors in by_device.values():
+        # One copy to the host per device, because each copy waits for the device.
         stacked = torch.stack([norm for _, norm in tensors]).tolist()
         for (place, _), value in zip(tensors, stacked, strict=True):
             found[place] = value

@@ -99,6 +99,7 @@ class SeenSamples:
         samples = self._count(index)
         if not samples:
             self.reason = "samples cannot be counted"
+        # The first dimension may be tokens instead of samples.
         elif any(seen.shape[0] != samples for seen in self._new.values()):
             self.reason = NOT_FIRST
         elif self.reason is None:
@@ -117,6 +118,7 @@ class SeenSamples:
         samples, apart, wholes = [], [], []
         for parameter, whole in self._whole.items():
             seen = self._of_microbatch.get(parameter)
+            # Another use of the weight, such as tying, adds to `whole` only, and the difference shows it.
             total = torch.zeros_like(whole) if seen is None else seen.sum(0)
             samples += [] if seen is None else [seen]
             apart.append(total - whole)
@@ -150,15 +152,18 @@ class SeenSamples:
     @torch.no_grad()
     def _seen(self, module: Any, given: Tensor, gradient: Tensor) -> None:
         shape, weight, bias = module.normalized_shape, module.weight, getattr(module, "bias", None)
+        # In float32, because products of low-precision values lose too many digits.
         dtype = torch.float32 if {given.dtype, gradient.dtype} & set(LOW_PRECISION) else gradient.dtype
         wide, gradient = given.to(dtype), gradient.to(dtype)
         if given.dim() <= len(shape):
             self.reason = NOT_FIRST
             return
+        # A sample has several positions in [N, positions, ...], whose gradients are summed.
         positions = list(range(1, given.dim() - len(shape)))
         if weight is not None and weight.requires_grad:
             if isinstance(module, nn.RMSNorm):
                 eps = torch.finfo(given.dtype).eps if module.eps is None else module.eps
+                # The normalised input without the weight, which is the factor in the weight's gradient.
                 hat = nn.functional.rms_norm(wide, shape, None, eps)
             else:
                 hat = nn.functional.layer_norm(wide, shape, None, None, module.eps)

@@ -152,6 +152,7 @@ class NoiseOfWindows:
         if self._alone and not self.meter.proxy:
             self._found = _Found(ALONE)
             return
+        # At each window, because parameters may have been frozen or added.
         self._name_groups()
         by_adam = self.meter.preconditioned and not self._alone and have_second_moments(self._optimizers)
         self._metric = Preconditioner(self._owned) if by_adam else None
@@ -291,6 +292,7 @@ class NoiseOfWindows:
         samples = 1 / q_per_sample
         if 1 - q < LEAST_SPREAD:
             return _Found(ALONE, samples)
+        # The further numbers belong to `_judged_beside`.
         a2 = a2[: len(b2)]
         if not all(each * samples < LARGEST for each in [*a2, *b2]):  # false for NaN too
             return _Found("the squares of its gradients are not finite", samples)
@@ -302,9 +304,11 @@ class NoiseOfWindows:
     ) -> tuple[dict[str, Estimate], str | None]:
         """Measure by Adam's preconditioner and by single samples; return why there is no proxy, or None."""
         beside: dict[str, Estimate] = {}
+        # `a2` has one number per name, then one per power of the metric, and last that of single samples.
         seen = a2[len(self._names) :]
         if self._metric is not None and 1 - q >= LEAST_SPREAD:
             mean = self._metric.mean()
+            # A parameter without a gradient on any rank has no norm.
             present = [(place, g) for place, g in enumerate(gradients) if g is not None]
             norms = [self._metric.norms(place, gradient) for place, gradient in present]
             for power, a, of_power in zip(POWERS, seen, zip(*norms, strict=True), strict=False):
@@ -317,6 +321,7 @@ class NoiseOfWindows:
             alone = "one sample has nearly all the weight of its window"
             reason = alone if math.isfinite(seen[-1]) else self._samples.reason
             return beside, reason or "it could not be measured on another rank"
+        # Only the parameters of normalisation layers, because single samples were measured there only.
         places = {id(parameter) for parameter in self._samples.parameters()}
         own = [g for entry, g in zip(self._owned, gradients, strict=True) if id(entry.parameter) in places]
         norm = norm_of(own)
