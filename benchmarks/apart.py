@@ -1,4 +1,4 @@
-"""A contestant in a process of its own, as in a training, which works through windows when it is told to."""
+"""A contestant in its own process, as in a training, which runs windows on request."""
 
 import gc
 import json
@@ -20,11 +20,11 @@ class Here:
         self._contestant = contestant
 
     def in_a_row(self, count: int) -> list[Timing]:
-        """Work through windows."""
+        """Run windows."""
         return [self._contestant.timed() for _ in range(count)]
 
     def collect(self) -> None:
-        """Nothing: the process of all contestants does it."""
+        """Do nothing: the common process collects garbage."""
 
     def close(self) -> None:
         """End a Trainer."""
@@ -32,7 +32,7 @@ class Here:
 
 
 class Apart:
-    """A contestant in a new process: its heap is shared with nobody.
+    """A contestant in a new process, with its own heap.
 
     Args:
         arguments: of `overhead.py` in that process.
@@ -52,11 +52,11 @@ class Apart:
         )
 
     def in_a_row(self, count: int) -> list[Timing]:
-        """Let it work through windows."""
+        """Make it run windows."""
         return [Timing(**timing) for timing in self._answer(count)]
 
     def collect(self) -> None:
-        """Let it collect garbage."""
+        """Make it collect garbage."""
         self._answer(0)
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class Apart:
 
 
 def serve(contestant: Window | TrainerWindow) -> None:
-    """In the new process: work through as many windows as a line says; 0: collect garbage, and then never."""
+    """Run the number of windows in each input line; for 0 collect garbage, then disable the collector."""
     for line in sys.stdin:
         found = [asdict(contestant.timed()) for _ in range(int(line))]
         if not found:

@@ -1,7 +1,7 @@
-"""The cases of the scorecard: small deterministic trainings that differ from the easy one in one thing each.
+"""Cases of the scorecard: small deterministic trainings, each with one difference from the first one.
 
-Weights and data are made in float32 (in bfloat16 for the bfloat16 case) and cast, so that every precision
-starts from the same numbers and the float64 large batch is the truth for all of them.
+Weights and data are made in float32 (in bfloat16 for the bfloat16 case) and cast, so every precision starts
+from the same numbers and the float64 large batch is the reference for all of them.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ from torch import nn
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A row: the task in a precision, what is done with it, and what must hold so that it says something."""
+    """A row: the task in a precision, the operation on it, and the premise that is checked."""
 
     name: str
     why: str

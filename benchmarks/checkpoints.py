@@ -1,10 +1,10 @@
-"""Checkpoints: time of writing and loading, and size, against torch.save and torch.distributed.checkpoint.
+"""Time and size of a checkpoint, against torch.save and torch.distributed.checkpoint.
 
     python benchmarks/checkpoints.py [--width 1024] [--rounds 9] [--json FILE]
 
-A stack of linear layers with AdamW. `torch.save` over the last file is what most programs do: a kill within
-it destroys both. The row "flushed" writes another file, flushes it and renames it, as superbatch does.
-Ways are taken in turns; each time is a median, each ratio one of medians.
+The model is a stack of linear layers with AdamW. Most programs call `torch.save` over the last file, and a
+kill during it loses both checkpoints. The row "flushed" writes another file, flushes it and renames it, as
+superbatch does. Methods take turns; each time is a median, each ratio one of medians.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def ways(training: Training) -> dict[str, Way]:
 
 
 def main() -> int:
-    """Measure, print, and check that what was loaded is what was saved."""
+    """Measure, print, and check that the loaded state equals the saved one."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

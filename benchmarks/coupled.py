@@ -1,22 +1,22 @@
-"""The exact gradient of a batch whose samples are coupled: what it costs, against everything else.
+"""Cost of the exact gradient of a batch with coupled samples, against other methods.
 
     python benchmarks/coupled.py [--work resnet20,convnet,views,towers] [--samples 256] [--large]
                                  [--sizes 1,4,16,64] [--rounds 5] [--growth 64,128,256,512,1024]
                                  [--quick] [--json FILE] [--plot FILE]
 
-Each way computes the gradient of the same batch of N samples, in one piece or in micro-batches of m. Columns:
+Each method computes the gradient of the same batch of N samples, at once or in micro-batches of m. Columns:
 
-CPU ms      median over rounds; in each round every way runs once, in random order, on one thread.
-/ accum     the ratio of medians to plain accumulation at the same m; / full: to the full batch in one piece.
-device      peak of the live tensor bytes beyond parameters and data: what would lie on a GPU.
-host        peak of what is kept beside it in the host's memory (see coupled_memory.py). A CPU has one:
-            sizes are right, and copies, which a GPU overlaps or waits for, are in no time of virtual_batch.
-error       distance of the gradient from that of the full batch in float64, in its lengths: computed in
-            float64, and in float32, where that of the full batch itself says what rounding does.
-overhead    the share of an update that is neither an operator on a micro-batch nor a sum of such results:
+CPU ms      median over rounds; in each round every method runs once, in random order, on one thread.
+/ accum     ratio of medians to plain accumulation with the same m; / full: to the full batch.
+device      peak of live tensor bytes on top of parameters and data: the memory that a GPU would need.
+host        peak of values stored in host memory (see coupled_memory.py). On a CPU the sizes are right, but
+            times of virtual_batch do not include copies, which a GPU overlaps or waits for.
+error       relative difference of the gradient from that of the full batch in float64: computed in float64,
+            and in float32, where the row of the full batch shows the effect of rounding.
+overhead    share of an update that is neither an operator on a micro-batch nor a sum of such results:
             recording, planning, dispatch (wall time, median of rounds, with a clock around each operation).
 
---growth    also measures each N at m=16 (half the rounds, no errors), which --plot draws; "" for none.
+--growth    also measures each N at m=16 (half the rounds, no errors) for --plot; "" for none.
 --large     also makes the table for N=1024.
 """
 
@@ -45,7 +45,7 @@ GROWTH_SIZE = 16
 
 @dataclass(frozen=True)
 class Row:
-    """What one way costs.
+    """Cost of one method.
 
     Attributes:
         size: of a micro-batch; None: in one piece.
@@ -210,7 +210,7 @@ def inexact(rows: Sequence[Row]) -> list[Row]:
 
 
 def main() -> int:
-    """Measure, print, and write files if asked."""
+    """Measure, print, and write files on request."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -226,7 +226,7 @@ def main() -> int:
     options = parser.parse_args()
     known = works()
     if not set(options.work.split(",")) <= set(known):
-        parser.error(f"known works: {', '.join(known)}")
+        parser.error(f"--work has an unknown name. Pass some of {', '.join(known)}.")
     chosen = [known[name] for name in options.work.split(",")]
     sizes, rounds = [int(size) for size in options.sizes.split(",")], options.rounds
     tables = [options.samples, 1024] if options.large else [options.samples]

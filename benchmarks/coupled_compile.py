@@ -1,16 +1,16 @@
-"""What compiling the recorded operations of `virtual_batch` gives, and what it takes.
+"""Gain and cost of compiling the recorded operations of `virtual_batch`.
 
     python benchmarks/coupled_compile.py [--work resnet20,convnet,views,towers] [--samples 256] [--size 16]
                                          [--rounds 9] [--quick]
 
-CPU ms      median over rounds, of updates in turns, on one thread; / plain: that of the ratios.
-first s     what the first update takes, wall time, with empty caches of Inductor on disk.
-segments    compiled in it; "again": in all later ones.
-device MiB  peak of the live tensor bytes beyond parameters and data, of an update without and with segments
-            (Inductor's own buffers counted).
-error       distance of the gradient from that of the full batch in float64, in its lengths: of the full batch
-            in float32, of the uncompiled and of the compiled block in float32; and of the compiled one in
-            float64, where --errors asks for it (it compiles everything again).
+CPU ms      median over rounds of updates that take turns, on one thread; / plain: median of the ratios.
+first s     wall time of the first update, with empty caches of Inductor on disk.
+segments    number compiled in the first update; "again": in all later ones.
+device MiB  peak of live tensor bytes on top of parameters and data, of an update without and with segments
+            (Inductor's own buffers included).
+error       relative difference of the gradient from that of the full batch in float64: of the full batch, the
+            uncompiled and the compiled block in float32; with --errors also of the compiled one in float64,
+            for which everything is compiled again.
 """
 
 import argparse
@@ -120,7 +120,7 @@ def main() -> int:
     known = works()
     names = options.work.split(",")
     if not set(names) <= set(known):
-        parser.error(f"known works: {', '.join(known)}")
+        parser.error(f"--work has an unknown name. Pass some of {', '.join(known)}.")
     if options.quick:
         names, options.samples, options.size, options.rounds = ["convnet"], 4, 2, 1
     torch.set_num_threads(1)

@@ -1,8 +1,8 @@
-"""Memory by place, on a machine that has one: what would lie on a device, and what beside it on the host.
+"""Memory of a device and of the host, measured separately on a machine without a device.
 
-The device's are the storages that operations make, as superbatch's `Ledger` counts them. What a way moves to
-the host is really copied, out of the ledger's sight, and copied back where it is read: on a CPU torch and
-superbatch would leave it where it is, or count the copy too.
+The device's memory is that of the storages that operations make, as counted by superbatch's `Ledger`. A value
+that a method moves to the host is copied without being counted, and copied back when it is read. Without
+this, torch and superbatch would leave it in place on a CPU, or count the copy too.
 """
 
 import weakref
@@ -56,7 +56,7 @@ def _saving_to(host: Host) -> Iterator[None]:
 
 
 class _FromHost(Prefetcher):
-    """Copies what lies on the host, one tensor ahead, as on a device."""
+    """Copy of a tensor on the host, prefetched one tensor ahead, as on a device."""
 
     def __init__(self, host: Host) -> None:
         super().__init__(torch.device("cpu"))

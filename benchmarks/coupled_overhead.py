@@ -1,4 +1,4 @@
-"""How much of an update with `virtual_batch` is not arithmetic: recording, planning, dispatching."""
+"""Share of an update with `virtual_batch` that is not arithmetic: recording, planning, dispatching."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from superbatch.torch.virtual.ir.values import Action, Node
 
 @dataclass(frozen=True)
 class Shares:
-    """Where the wall time of an update goes; the shares add up to 1.
+    """Shares of the wall time of an update; they add up to 1.
 
     Attributes:
         operators: inside the operations on micro-batches.
@@ -51,7 +51,7 @@ def _of(reduce: Callable[[], Any], clock: _Clock) -> Any:
 
 
 def shares(run: Callable[[], object]) -> Shares:
-    """Run once, with a clock around each operation; what the clocks themselves take counts as the rest."""
+    """Run once, with a clock around each operation; the time of the clocks counts as the rest."""
     operators, sums, init = _Clock(), _Clock(), Node.__init__
 
     def timed(node: Node, name: Any, operands: Any, told: Action, outputs: Any, **more: Any) -> None:

@@ -1,4 +1,4 @@
-"""The picture of the benchmark: memory and time against the size of the batch."""
+"""Plot of the benchmark: memory and time against the batch size."""
 
 # matplotlib leaves the types of its keyword arguments open:
 # pyright: standard

@@ -1,13 +1,13 @@
-"""How far gradients in float32 are from that in float64, over many batches: full batch and virtual_batch.
+"""Rounding error of float32 gradients over many batches: full batch and virtual_batch.
 
     python benchmarks/coupled_rounding.py [--work convnet] [--samples 256] [--sizes 1,4,16,64] [--draws 20]
                                           [--json FILE]
 
-One batch says little: where a unit lies next to the kink of a ReLU or of a maximum, rounding decides on which
-side it is, and the gradient jumps by what that unit contributes - in the one way of computing it or in the
-other, as it happens. So each draw is another batch and another model. Columns: median and largest error over
-draws, in lengths of the gradient; of virtual_batch also the median of its ratio to the full batch's error in
-the same draw, in how many draws it is more than twice as large, and in how many the full batch's is, in turn.
+One batch is not enough: if a unit is close to the kink of a ReLU or of a maximum, rounding decides on which
+side it is, and the gradient jumps, in one method or in the other. So each draw has another batch and another
+model. Columns: median and largest error over draws, relative to the gradient; for virtual_batch also the
+median ratio to the full batch's error in the same draw, the number of draws in which it is more than twice as
+large, and the number in which the full batch's is more than twice as large.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def row_of(own: Errors, full: Errors) -> list[str]:
 
 
 def main() -> int:
-    """Measure, print, and write JSON if asked."""
+    """Measure, print, and write JSON on request."""
     known = works()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -75,7 +75,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if unknown := set(options.work.split(",")) - set(known):
-        parser.error(f"no work is called {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+        parser.error(f"--work {', '.join(sorted(unknown))} is unknown. Pass some of {', '.join(known)}.")
     if options.draws < 1:
         parser.error(f"--draws {options.draws}: at least one")
     torch.set_num_threads(1)

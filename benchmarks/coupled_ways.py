@@ -1,4 +1,4 @@
-"""Ways to the gradient of a batch whose samples are coupled, each as one function."""
+"""Methods to compute the gradient of a batch with coupled samples, each as one function."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,18 +36,18 @@ class Way:
 
 
 def full(work: Work, model: nn.Module, batch: Data, size: int) -> None:
-    """The batch in one piece."""
+    """The full batch at once."""
     work.loss(model, work.encode(model, batch)).backward()
 
 
 def offloaded(work: Work, model: nn.Module, batch: Data, size: int) -> None:
-    """In one piece, with what autograd saves in the host's memory."""
+    """The full batch, with autograd's saved tensors in host memory."""
     with torch.autograd.graph.save_on_cpu():
         full(work, model, batch, size)
 
 
 def checkpointed(work: Work, model: nn.Module, batch: Data, size: int) -> None:
-    """In one piece, with each block run again on the way back."""
+    """The full batch, with each block recomputed in the backward."""
     chains = [module for module in model.modules() if isinstance(module, Blocks)]
     for chain in chains:
         chain.checkpointed = True
@@ -150,7 +150,7 @@ WAYS = (
 def gradient(
     way: Way, work: Work, samples: int, size: int, dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], CouplingReport | None]:
-    """The gradient of a fresh model, by the names of its parameters, and what is reported."""
+    """Return the gradient of a new model by parameter name, and the report."""
     model = work.build(dtype)
     report = way.run(work, model, work.batch(samples, dtype), size)
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -1,4 +1,4 @@
-"""Four trainings in which samples are coupled: through BatchNorm, through the loss, through both."""
+"""Four trainings with coupled samples: by BatchNorm, by the loss, by both."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class Work:
 
 
 class Blocks(nn.Module):
-    """A chain of blocks, each under `torch.utils.checkpoint` where that is asked for."""
+    """A chain of blocks, each under `torch.utils.checkpoint` on request."""
 
     checkpointed = False
 

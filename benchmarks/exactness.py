@@ -1,13 +1,13 @@
-"""A scorecard: how far is the update of each tool from the update of the real large batch?
+"""Scorecard: error of each tool's update against the update of the real large batch.
 
     python benchmarks/exactness.py [--peers all|none|NAMES] [--dtypes float64,float32] [--json FILE]
         [--publish]
 
-Rows are cases, columns are ways of accumulating, each as its own documentation says. A cell is the relative
-error of the parameters' change, ``max over named parameters of ||change - truth|| / ||truth||``; the truth is
-the real large batch in plain torch and float64. The exit code is 1 if ours is out of its bounds in any case.
-The other libraries come with ``pip install superbatch[peers]``. ``--publish`` keeps the numbers in
-benchmarks/exactness.json and makes the tables of docs/exactness.md and README.md from them.
+Rows are cases, columns are tools, each used as its documentation describes. A cell is the relative error of
+the parameters' change, ``max over named parameters of ||change - truth|| / ||truth||``; the truth is the real
+large batch in plain torch and float64. The exit code is 1 if superbatch is outside its bounds in any case.
+Install the other libraries with ``pip install superbatch[peers]``. ``--publish`` writes the numbers to
+benchmarks/exactness.json and the tables of docs/exactness.md and README.md.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def main() -> int:
 
 
 def missing_columns(peers: list[Peer], dtypes: list[torch.dtype]) -> str:
-    """What a published table would lack: other libraries, a column, or a precision."""
+    """Return the libraries, columns and precisions that a published table would lack."""
     lacking = [str(peer.package) for peer in peers if peer.package and version_of(peer.package) is None]
     lacking += [] if peers == choose("all") else ["--peers all"]
     lacking += [] if dtypes == list(DTYPES.values()) else ["both dtypes"]
@@ -125,7 +125,7 @@ def versions_of(peers: list[Peer]) -> dict[str, str]:
 
 
 def _load(peers: list[Peer]) -> dict[str, ModuleType]:
-    """The modules of the installed columns; what they print at import and in use is of no interest here."""
+    """Return the modules of the installed columns; their printed output is suppressed."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     return {peer.name: load(peer.module) for peer in peers if version_of(peer.package) is not None}
@@ -134,7 +134,7 @@ def _load(peers: list[Peer]) -> dict[str, ModuleType]:
 def measure(
     case: Case, dtype: torch.dtype, table: torch.dtype, peers: list[Peer], modules: dict[str, ModuleType]
 ) -> Row:
-    """Run one case in one precision through every column, and check that the case says something."""
+    """Run one case in one precision through every column, and check the premise of the case."""
     task, exact_task = case.task(dtype), case.task(torch.float64)
     assert case.premise(task), f"the premise of {case.name!r} does not hold"
     truths = [_change(exact_task, parameters) for parameters in references(case, exact_task)]
@@ -226,7 +226,7 @@ def _show(cell: Cell, row: Row, *, is_ours: bool) -> str:
 
 
 def _print_notes(rows: list[Row], peers: list[Peer], modules: dict[str, ModuleType]) -> None:
-    """Versions, reasons and what each case is about."""
+    """Print versions, reasons and the purpose of each case."""
     versions = [f"{package} {version}" for package, version in versions_of(peers).items()]
     print("\nVersions:", ", ".join(versions))
     missing = sorted({peer.package or "" for peer in peers if peer.name not in modules})

@@ -1,9 +1,8 @@
-"""Two hundred windows in which memory runs out, against the same windows in which it does not.
+"""Two hundred windows in which memory runs out, compared with the same windows without failures.
 
-A failure is one of the real allocator: it is asked for more than there is, after the forward of some
-module, in the loss function, or in the backward when it comes to the output of some module: then the
-gradients of later modules have been added already. Micro-batch, place and module are drawn. Everything is
-in float64.
+Each failure is a real one: the allocator gets a request that is too large, after the forward of a module, in
+the loss function, or in the backward at the output of a module, when gradients of later modules were added
+already. Micro-batch, place and module are random. Everything is in float64.
 """
 
 import copy
@@ -157,7 +156,7 @@ class Faults:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the weights.
+    """Result of a training.
 
     Attributes:
         error: largest relative difference of a parameter's change, against no failures; None: training ended.
@@ -177,7 +176,7 @@ class Outcome:
 
 
 def _with_gradients(model: nn.Module) -> list[nn.Module]:
-    """The smallest modules that the model calls and that a gradient goes through, found with a copy of it."""
+    """Return the smallest called modules with a gradient, found with a copy of the model."""
     twin, called = copy.deepcopy(model), set[str]()
 
     def note(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -238,7 +237,7 @@ def ours(name: str, windows: int, faults: Faults | None) -> tuple[Parameters, in
 
 
 def naive(name: str, windows: int, faults: Faults) -> tuple[Parameters, int]:
-    """The usual loop by hand: a micro-batch that fails is tried again in halves; nothing is put back.
+    """The usual loop by hand: a failed micro-batch is retried in halves; nothing is rolled back.
 
     For models that draw nothing: it has no random streams of single samples.
     """

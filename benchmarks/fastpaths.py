@@ -3,15 +3,15 @@
     python benchmarks/fastpaths.py [--work mlp,small-transformer] [--rounds N] [--device cpu|cuda]
                                    [--only backward,norms] [--dry] [--json FILE]
 
-In each round every path makes one window with the path and one with its plain version, in random order, on
-one thread, without garbage collection. "gain" is the median of the ratios in a pair, minus one, with the 95 %
-interval of that median; "us" is the median difference. The row "nothing" is the noise. "calls" are those of
-one window: a path that is not called gains nothing there. Gradients are clipped and the weight is returned by
-``loss_fn``, so that `multiply` and `divide` are called.
+In each round every path runs one window with the path and one with its plain version, in random order, on one
+thread, without garbage collection. "gain" is the median ratio of the pairs, minus one, with the 95 % interval
+of the median; "us" is the median difference. The row "nothing" shows the noise. "calls" is the number of
+calls in one window; a path without calls cannot gain. Gradients are clipped and ``loss_fn`` returns the
+weight, so that `multiply` and `divide` are called.
 
-The heap's path works once in a process. Its plain version is what glibc has learnt without it, set by mallopt
-to the largest block of the training (--largest bytes); its "calls" are page faults of the plain window. Bound
-of a path: 1 % of one of the windows. --dry makes two rounds, to test the program itself.
+The heap's path acts once per process. For its plain version, mallopt sets the state that glibc reaches
+without it, for the largest block of the training (--largest bytes); its "calls" are page faults of the plain
+window. A path must gain 1 % of one of the windows. --dry makes two rounds, to test the program itself.
 """
 
 import argparse
@@ -75,7 +75,7 @@ class Switch:
 
 
 class Heap:
-    """What glibc has learnt, with the path and without."""
+    """State of glibc's heap, with the path and without."""
 
     def __init__(self, largest: int) -> None:
         self._largest, self._mallopt = largest, ctypes.CDLL(None).mallopt
@@ -172,7 +172,7 @@ def _gain(work: str, name: str, calls: float, plain: list[float], clever: list[f
 
 
 def main() -> int:
-    """Measure, print, and write JSON if asked."""
+    """Measure, print, and write JSON on request."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

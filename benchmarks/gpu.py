@@ -1,4 +1,4 @@
-"""Windows, sizes that fit and whole batches on one GPU, within a time.
+"""Windows, micro-batch sizes and coupled batches on one GPU, within a time limit.
 
     python benchmarks/gpu.py [--seconds 500] [--json FILE] [--plots DIR] [--device cuda] [--small]
                              [--sections windows,fit,whole,launch]
@@ -11,8 +11,8 @@ whole    a batch whose samples influence each other: time and peak of `virtual_b
          plain accumulation, saved tensors on the host, and GradCache by hand.
 launch   host-bound micro-batches: time per sample at sizes 1 to 8 against 64.
 
-Contestants take turns; times are medians between CUDA events. Noise floor: the loop by hand, twice. Results
-are written after each table. A dry run of every line: --device cpu --small. Nothing here needs a second GPU.
+Contestants take turns; times are medians between CUDA events. The loop by hand runs twice, to show the noise.
+Results are written after each table. For a dry run, pass --device cpu --small. One GPU is enough.
 """
 
 import argparse
@@ -120,7 +120,7 @@ def full(training: Training, device: torch.device, size: int) -> Callable[[], ob
 
 
 def saved_on_host(training: Training, device: torch.device, size: int) -> Callable[[], object]:
-    """The whole batch, with what autograd saves in the host's memory."""
+    """The whole batch, with autograd's saved tensors in host memory."""
     run = full(training, device, size)
 
     def offloaded() -> None:

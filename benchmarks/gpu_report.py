@@ -1,4 +1,4 @@
-"""Tables and pictures of `benchmarks/gpu.py`."""
+"""Tables and plots of `benchmarks/gpu.py`."""
 
 from pathlib import Path
 from typing import Any

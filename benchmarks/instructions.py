@@ -1,12 +1,11 @@
-"""Instructions of a window, against the best loop by hand: no clock, so no noise.
+"""Number of instructions of a window, against the best loop by hand; unlike a time it has no noise.
 
     python benchmarks/instructions.py [--peers none|all|NAMES] [--work mlp,convnet,transformer] [--windows N]
                                       [--warm-up N] [--json FILE]
 
-Each contestant works through some windows under valgrind's callgrind (`apt install valgrind`), one process
-for each, after enough windows for Python to have specialised its code. All threads are counted, for a Trainer
-has its own. An instruction that waits for memory counts as one that does not, and valgrind has no AVX-512:
-this says how much is done, `overhead.py` how long it takes.
+Each contestant runs some windows under valgrind's callgrind (`apt install valgrind`), in its own process,
+after enough windows for Python to specialise its code. All threads are counted, as a Trainer runs in its own.
+Waiting for memory does not count, and valgrind has no AVX-512, so use `overhead.py` for times.
 """
 
 import argparse
@@ -91,7 +90,7 @@ def measure(work: str, rows: list[Entry], peers: str, windows: int, warm_up: int
 
 
 def main() -> int:
-    """Count, print, and write JSON if asked."""
+    """Count, print, and write JSON on request."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

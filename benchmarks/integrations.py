@@ -2,11 +2,11 @@
 
     python benchmarks/integrations.py [--hosts hf,lightning] [--trainings causal] [--rounds N] [--json FILE]
 
-In each round the host's own accumulation, the same again, and the integration work through a few windows in a
-row, in random order, on one thread, without garbage collection; the first window of a turn is not timed. The
-row "its own, again" is the noise. Columns: the ratio of the median CPU times, with quartiles of the ratios
+In each round the host's own accumulation, the same again, and the integration run a few consecutive windows,
+in random order, on one thread, without garbage collection; the first window of a turn is not timed. The row
+"its own, again" shows the noise. Columns: the ratio of the median CPU times, with quartiles of the ratios
 within a round, and the ratio of the 10th percentiles, which other programs on the machine disturb least.
-Set-up, the check of the loss on the first window, validation, logs and checkpoints are not in the time.
+Set-up, the check of the loss on the first window, validation, logs and checkpoints are not timed.
 """
 
 import argparse

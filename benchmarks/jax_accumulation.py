@@ -1,16 +1,16 @@
 # JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""What does an update in micro-batches cost in JAX, and whose gradient is that of the batch?
+"""Cost and error of updates in micro-batches in JAX.
 
     python benchmarks/jax_accumulation.py [--rounds N] [--sizes 32,16,8,4,2] [--rows 64] [--json FILE]
 
 A four-layer transformer on 64 texts of 1 to 64 tokens, AdamW, float32: the full batch; `superbatch.jax`;
 `optax.microbatching` (mean over micro-batches); `optax.MultiSteps`; and our `multi_steps`, both fed from the
-host. Memory is `temp_size_in_bytes` of the compiled update (a peak on the CPU is arguments only); time is CPU
-time of all threads, the median of rounds in random order; the gradient's error is its furthest element's
-distance from the full batch's gradient in float64, relative to the largest. The full batch has such an error
-too: float32 rounds. Then a contrastive loss of 2048 pairs: full, `remat_map`, its loop written out with JAX
-alone, plain micro-batches. Ends with exit code 1 if ours is beyond its bounds.
+host. Memory is `temp_size_in_bytes` of the compiled update (JAX's peak on the CPU has arguments only); time
+is CPU time of all threads, the median of rounds in random order; the gradient's error is the largest
+difference of an element from the full batch's gradient in float64, relative to the largest element. The
+float32 full batch has a rounding error too. Then a contrastive loss of 2048 pairs: full batch, `remat_map`,
+its loop in plain JAX, plain micro-batches. The exit code is 1 if superbatch is outside its bounds.
 """
 
 import argparse
@@ -266,7 +266,7 @@ def measure(contestants: list[Contestant], rounds: int) -> list[Row]:
 
 
 def beyond(rows: list[Row]) -> list[str]:
-    """What of ours is beyond its bounds."""
+    """Return the results of superbatch outside their bounds."""
     by_name = {row.name: row for row in rows}
     found = []
     for row in rows:
@@ -281,7 +281,7 @@ def beyond(rows: list[Row]) -> list[str]:
 
 
 def whole_numbers(text: str) -> list[int]:
-    """The micro-batch sizes of ``--sizes``; argparse tells the user of what is none."""
+    """Return the micro-batch sizes of ``--sizes``; argparse reports an invalid one."""
     return [int(number) for number in text.split(",")]
 
 

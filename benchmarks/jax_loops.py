@@ -1,15 +1,14 @@
 # JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Which loop over micro-batches is fastest in JAX: a scan, a loop written out, or calls from the host?
+"""Time and memory of loops over micro-batches in JAX: a scan, an unrolled loop, and calls from the host.
 
     python benchmarks/jax_loops.py [--rounds N] [--rows 64] [--microbatch-size 8] [--models conv,text]
 
 Gradients of one batch in float32, for three convolutions and for a four-layer transformer: the full batch;
-`superbatch.jax` (a scan); and three loops by hand: the scan that JAX's documentation shows, the same written
-out in one program, and one program call for each micro-batch. Memory is `temp_size_in_bytes` of the compiled
-program; time is CPU time of all threads, the median of rounds in random order, and its ratio to that of
-superbatch. Ends with exit code 1 if a loop is faster than superbatch by more than a fifth, where superbatch
-uses no more memory, or if gradients differ.
+`superbatch.jax` (a scan); and three loops by hand: the scan of JAX's documentation, the same loop unrolled,
+and one program call for each micro-batch. Memory is `temp_size_in_bytes` of the compiled program; time is CPU
+time of all threads, the median of rounds in random order, and its ratio to that of superbatch. The exit code
+is 1 if gradients differ, or if a loop without less memory than superbatch is faster by more than a fifth.
 """
 
 import argparse
@@ -178,7 +177,7 @@ def beyond(rows: list[Row]) -> list[str]:
 
 
 def names(text: str) -> list[str]:
-    """The models of ``--models``; argparse tells the user of one that there is not."""
+    """Return the models of ``--models``; argparse reports an unknown one."""
     listed = text.split(",")
     if not set(listed) <= set(MODELS):
         raise argparse.ArgumentTypeError(f"models are {', '.join(MODELS)}")

@@ -6,21 +6,21 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""Whose update is that of the batch in Keras, and what does it cost?
+"""Error and cost of updates in micro-batches in Keras.
 
     python benchmarks/keras_accumulation.py [--backends tensorflow,jax,torch] [--rounds 3]
         [--shape data|activations|parameters] [--json FILE]
 
 On each backend of Keras: `fit` with the whole batch, Keras' `gradient_accumulation_steps`, and
 `superbatch.keras.accumulate`. First the largest difference of the weights from those of the whole batch after
-two updates, relative to the largest movement: equal micro-batches, a short one, a mask, a schedule, a moving
+two updates, relative to the largest change: equal micro-batches, a short one, a mask, a schedule, a moving
 average. Then peak memory (RSS) and CPU time of an epoch of one batch of 2048 rows in micro-batches of 128,
-each in a process of its own, in random order; times are medians of rounds. Ends with exit code 1 if ours is
-beyond its bounds.
+each in its own process, in random order; times are medians of rounds. The exit code is 1 if superbatch is
+outside its bounds.
 
---shape says where the memory of that training is, for each way holds something else: the data of the batch
-(64 MiB of x and y, 16 layers of 64 units at 64 positions), activations (the same with 1 feature in x and y)
-or parameters (8 layers of 1024 units at 4 positions, 1 feature: 24 MiB, and Adam holds as much twice).
+--shape selects the main part of the memory, as methods differ in it: the data of the batch (64 MiB of x and
+y, 16 layers of 64 units at 64 positions), activations (the same with 1 feature in x and y) or parameters (8
+layers of 1024 units at 4 positions, 1 feature: 24 MiB, plus twice as much in Adam).
 """
 
 import argparse
@@ -86,7 +86,7 @@ def child(backend: str, *arguments: str) -> Any:
 
 
 def report(found: dict[str, Any]) -> None:
-    """Print what was found."""
+    """Print the results."""
     rows = [
         [backend, case, *(f"{error[way]:.1e}" for way in WAYS[1:])]
         for backend, results in found.items()

@@ -1,28 +1,28 @@
-"""Micro-batch sizes that are found: how near to the true limit, at what cost, and what memory training takes.
+"""Search for the micro-batch size: distance from the true limit, cost, and memory of the training.
 
     python benchmarks/memory.py [--parts limits,peaks,failures] [--work mlp,convnet,transformer]
                                 [--finders all|none|NAMES] [--true NAME=SAMPLES,...] [--malloc mapped|default]
                                 [--quick] [--json FILE]
 
-limits    Each finder runs in a process of its own under a real limit (RLIMIT_AS), which is set when
-          libraries and data are loaded. The true limit is the largest micro-batch with which the best loop
-          by hand makes some updates, found with a fresh process for each size. It is searched twice: with
-          accumulation, and for the other finders, which find a batch and not a micro-batch, without: then no
-          gradient is there during the forward. Columns: the size chosen, against the true limit; the largest
-          size tried; trials that failed; samples that went forward and into no kept update, in batches of
-          the true limit's size and of the size that the user wants; CPU seconds that led to no kept update;
-          whether training then goes through; for ours also the CPU time of a sample afterwards.
-peaks     The peak of the ledger of tensors in a window of training (see peaks.py), in bytes and, beyond the
-          gradients, in units of the activations of a micro-batch.
+limits    Each finder runs in its own process under a real limit (RLIMIT_AS), which is set when libraries and
+          data are loaded. The true limit is the largest micro-batch with which the best loop by hand makes
+          some updates, found with a new process for each size. There are two: with accumulation, and without
+          for finders that find a batch instead of a micro-batch, as no gradient exists during their forward.
+          Columns: the chosen size against the true limit; the largest size tried; failed trials; samples
+          whose forward contributed to no update, in batches of the true limit's size and of the wanted size;
+          CPU seconds without an update; whether training succeeds; for superbatch also the CPU time of a
+          sample afterwards.
+peaks     The peak of the ledger of tensors in a window of training (see peaks.py), in bytes and, on top of
+          the gradients, in units of the activations of a micro-batch.
 failures  200 windows in each of which memory runs out once (see failures.py): the difference of the final
           weights from those of training without failures.
 
-One case, with a true limit that is known from before:
+For one case with a known true limit:
 
     python benchmarks/memory.py --parts limits --work convnet --finders ours-largest --true convnet=5002
 
-The same trainings under limits that are hard, because they are so small, are "mlp-tiny", "convnet-tiny" and
-"transformer-tiny" (see memory_work.py).
+The trainings "mlp-tiny", "convnet-tiny" and "transformer-tiny" have limits that are difficult because they
+are small (see memory_work.py).
 """
 
 import argparse
@@ -48,7 +48,7 @@ BOUND = 1e-12
 
 @dataclass(frozen=True)
 class Row:
-    """What one finder did under one limit.
+    """Result of one finder under one limit.
 
     Attributes:
         error: why there are no numbers, "" if there are.
@@ -83,7 +83,7 @@ class Row:
 def true_limits(
     name: str, limited: Limited, loops: set[str], known: dict[str, int], *, mapped: bool
 ) -> dict[str, TrueLimit]:
-    """Search with fresh processes, for each kind of loop that is asked for."""
+    """Find the true limit with new processes, for each requested kind of loop."""
     found = {}
     for loop in sorted(loops):
         given = known.get(f"{name}:{loop}", known.get(name))
@@ -126,7 +126,7 @@ def run(finder: Finder, name: str, limited: Limited, true: int, *, mapped: bool)
 
 
 def limits(names: list[str], finders: list[Finder], known: dict[str, int], *, mapped: bool) -> dict[str, Any]:
-    """The first part: true limits, and what each finder makes of them."""
+    """Run the first part: true limits, and the result of each finder."""
     true, rows = {}, []
     for name in names:
         limited = LIMITED[name]()
@@ -237,7 +237,8 @@ def installed(names: str) -> list[Finder]:
     unknown = [name for name in wanted if name not in FINDERS]
     if unknown:
         raise ValueError(
-            f"unknown finders {', '.join(unknown)}; known: all, none (ours alone), {', '.join(FINDERS)}"
+            f"--finders {', '.join(unknown)} is unknown. Pass all, none (superbatch only), or some of "
+            f"{', '.join(FINDERS)}."
         )
     chosen = [finder for name, finder in FINDERS.items() if name in wanted]
     for finder in chosen:
@@ -247,7 +248,7 @@ def installed(names: str) -> list[Finder]:
 
 
 def main() -> int:
-    """Measure, print, and write JSON if asked."""
+    """Measure, print, and write JSON on request."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -267,9 +268,9 @@ def main() -> int:
         names = ["small"] if options.quick else options.work.split(",")
         parts = options.parts.split(",")
         if not set(parts) <= set(PARTS):
-            raise ValueError(f"unknown parts; known: {', '.join(PARTS)}")
+            raise ValueError(f"--parts {options.parts!r} is unknown. Pass some of {', '.join(PARTS)}.")
         if not {name.partition(":")[0] for name in (*names, *known)} <= set(LIMITED):
-            raise ValueError(f"known works: {', '.join(LIMITED)}")
+            raise ValueError(f"--work or --true has an unknown name. Pass some of {', '.join(LIMITED)}.")
     except ValueError as error:
         parser.error(str(error))
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The trainings of `workloads.py`, scaled so that tens or hundreds of samples reach a limit of memory."""
+"""Trainings of `workloads.py`, scaled so that tens or hundreds of samples reach a memory limit."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

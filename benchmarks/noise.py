@@ -1,15 +1,14 @@
-"""What does it cost to measure the gradient's noise while training?
+"""Cost of measuring the gradient's noise during training.
 
     python benchmarks/noise.py [--work mlp,convnet,transformer] [--every 1,20] [--also proxy,preconditioned]
         [--rounds N] [--json FILE]
 
-In each round every contestant works through one window, in random order, on one thread, without garbage
-collection: `Accumulator` without and with ``noise``, measuring each window or one in so many. Ratios are as
-in `benchmarks/overhead.py`: of median CPU times, with the quartiles within a round, and of the 10th
-percentiles. A contestant that measures one window in n is timed over n windows, and so is what it is
-compared with. The row "plain, again" is the noise of the clock. Bound: 1.03. `--also` measures what a
-`NoiseMeter` can be asked for beside, and is not bound: "proxy" (models with LayerNorm or RMSNorm),
-"preconditioned" (Adam).
+In each round every contestant runs one window, in random order, on one thread, without garbage collection:
+`Accumulator` without and with ``noise``, measuring each window or one in n. Ratios are as in
+`benchmarks/overhead.py`: of median CPU times, with the quartiles within a round, and of the 10th percentiles.
+A contestant that measures one window in n is timed over n windows, as is the one it is compared with. The row
+"plain, again" shows the noise of the clock. Bound: 1.03. `--also` measures options of `NoiseMeter`, without a
+bound: "proxy" (models with LayerNorm or RMSNorm), "preconditioned" (Adam).
 """
 
 import argparse
@@ -92,7 +91,7 @@ def _result(work: Work, name: str, own: list[Timing], base: list[Timing]) -> Res
 
 
 def main() -> int:
-    """Measure, print, and write JSON if asked."""
+    """Measure, print, and write JSON on request."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -5,27 +5,26 @@
                                   [--processes N] [--apart] [--lean] [--cold] [--rss]
                                   [--json FILE]
 
---work narrow-transformer:16 is that training in 16 micro-batches instead of its own number.
+--work narrow-transformer:16 runs that training in 16 micro-batches instead of its own number.
 
-Time: in each round every contestant works through eight windows in a row, in random order, on one thread,
-without garbage collection; the last five are timed. A window that comes right after those of others finds
-neither data nor code in the caches - the less so, the fewer contestants share its code -, which no training
-pays for: its windows come after one another. --cold times these instead. Columns: the ratio of the median CPU
-times, with quartiles of the ratios within a round; "quiet", the ratio of the 10th percentiles, which other
-programs on the machine disturb least; the first for wall time. The row "by hand, again" is the noise. A
-Trainer owns its loop, so it runs in a thread that stops at every window (peers/work.py): set-up, validation,
-logging and checkpoints are not in its time.
+Time: in each round every contestant runs eight consecutive windows, in random order, on one thread, without
+garbage collection; the last five are timed. The first windows have cold caches, which a training does not
+have; --cold times these instead. Columns: the ratio of the median CPU times, with quartiles of the ratios
+within a round; "quiet", the ratio of the 10th percentiles, which other programs on the machine disturb least;
+the ratio of the median wall times. The row "by hand, again" shows the noise. A Trainer has its own loop, so
+it runs in a thread that stops at every window (peers/work.py); its set-up, validation, logging and
+checkpoints are not timed.
 
---processes makes all of that in so many new processes, one after the other. Each has its own luck with what
-lies where in memory, which moves a row by some per cent whatever the number of rounds. Ratios are then the
-medians over processes of the ratio within one, with quartiles over processes, and a second table compares
-every tool with superbatch's loop in the same way.
+--processes repeats this in several new processes, one after the other, as the placement of data in memory
+changes a row by some per cent from process to process. Ratios are then medians over processes of the ratio
+within one, with quartiles over processes, and a second table compares every tool with superbatch's loop in
+the same way.
 
---apart gives each contestant a process of its own, as a training has; they still take turns. In one process
-for all, what one of them does to the heap of the C library it does to all of them.
+--apart runs each contestant in its own process, as in a training; they still take turns. In a common process
+they share the heap of the C library.
 
-Memory: the peak of the live tensor bytes of a window beyond parameters, optimizer state and data; with --rss
-also the highest resident set of a process that does nothing else, beyond the hand loop's (median of three).
+Memory: the peak of live tensor bytes of a window on top of parameters, optimizer state and data; with --rss
+also the highest resident set of a process for one contestant, relative to the hand loop's (median of three).
 """
 
 import argparse
@@ -131,7 +130,7 @@ VARIATIONS = ("by hand, reads the loss", "by hand, zeroes last", "by hand, usual
 
 
 def measure(work: Work, rows: list[Entry], options: argparse.Namespace) -> list[Result]:
-    """Let contestants take turns; each is measured over so many windows."""
+    """Measure contestants in turns, each over a number of windows."""
     untimed, timed = (0, 1) if options.cold else (UNTIMED, TIMED)
     contestants = _contestants(work, rows, options)
     timings: dict[str, list[Timing]] = {name: [] for name in contestants}
@@ -280,7 +279,7 @@ def print_against_ours(work: str, found: list[list[Result]]) -> None:
 
 
 def main() -> int:
-    """Measure, print, and write JSON if asked."""
+    """Measure, print, and write JSON on request."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

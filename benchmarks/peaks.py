@@ -1,9 +1,9 @@
-"""The peak memory of training, in units of what it cannot do without.
+"""Peak memory of a training, in units of the logits of a micro-batch.
 
-A language model with a large vocabulary: nearly all of its activations are the logits of the micro-batch. The
-unit U is the bytes of these logits; P are the bytes of the gradients. The backward of cross entropy needs the
-log-probabilities, their gradient and that of the logits at once: 3 U. A loop whose outputs are in a variable
-needs 4 U.
+Nearly all activations of a language model with a large vocabulary are the logits of the micro-batch. The unit
+U is the bytes of these logits; P are the bytes of the gradients. The backward of cross entropy needs the
+log-probabilities, their gradient and that of the logits at once: 3 U. A loop that keeps its outputs in a
+variable needs 4 U.
 """
 
 from collections.abc import Callable
@@ -70,7 +70,7 @@ def contestants(peers: bool) -> list[tuple[str, Callable[[Work], Window | Traine
 
 
 def measure(*, peers: bool) -> list[Peak]:
-    """Measure the second window of each: the first loads, and makes what stays."""
+    """Measure the second window of each, as the first loads modules and creates state."""
     work = language_model()
     part = work.part(0)["inputs"]
     unit = part.numel() * LargeVocabulary.VOCABULARY * 4
@@ -88,7 +88,7 @@ def measure(*, peers: bool) -> list[Peak]:
 
 
 class _LedgerClock(Clock):
-    """Keeps a ledger where a clock is asked for: in the thread of a Trainer, between two of its windows."""
+    """A ledger with the interface of a clock: in the thread of a Trainer, between two of its windows."""
 
     def __init__(self) -> None:
         self.ledger = Ledger(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Real gloo processes that run a benchmark as ranks, and what the first of them has found."""
+"""Real gloo processes that run a benchmark as ranks, and the results of the first rank."""
 
 import json
 import os
@@ -13,7 +13,7 @@ PATIENCE = 1800.0  # seconds: a rank that waits for one that has ended waits for
 
 
 def found_by_ranks(script: str, count: int, arguments: Sequence[str]) -> Any:
-    """Run a script as `count` ranks; return what the first one wrote to ``found.json`` of ``--folder``.
+    """Run a script as `count` ranks; return ``found.json`` of the first rank, from ``--folder``.
 
     Args:
         script: also gets ``--rank`` and ``--folder``.
@@ -34,5 +34,5 @@ def found_by_ranks(script: str, count: int, arguments: Sequence[str]) -> Any:
             for rank in ranks:
                 rank.kill()
         if any(codes):
-            raise SystemExit(f"a rank has ended with an error: {codes}")
+            raise SystemExit(f"a rank ended with an error; exit codes: {codes}")
         return json.loads(Path(folder, "found.json").read_text())

@@ -2,17 +2,16 @@
 
     python benchmarks/ranks.py [--ranks 2,3,4] [--rounds N] [--peers all|none] [--small] [--json FILE]
 
-For each number of ranks so many gloo processes train the same model on the same, unequal data. In each
-round every loop makes two updates, in an order that is drawn anew and is the same on all ranks; before each
-turn the ranks wait for each other. Columns: collectives of parameters and gradients, and those of a few
-numbers; the MiB that a rank sends in a ring; peak bytes of an update beyond those before it, of the rank that
-has most; the ratio of the median wall times of rank 0 to those of the loop by hand, with quartiles of the
-ratios within a round.
+For each number of ranks, gloo processes train the same model on the same, unequal data. In each round every
+loop makes two updates, in a random order that is the same on all ranks, with a barrier before each turn.
+Columns: collectives of parameters and gradients, and of a few numbers; the MiB that a rank sends in a ring;
+peak bytes of an update, on the rank with the most; the ratio of the median wall times of rank 0 to those of
+the loop by hand, with quartiles of the ratios within a round.
 
-The exchanges of each loop are then made alone, and their time is compared with that of a model of a ring
-whose latency and bandwidth were measured on the first number of ranks, for each kind of exchange. Last comes
-what the same exchanges take on 8 and 64 ranks of networks whose latency and bandwidth are stated, for a model
-of 7 billion parameters in as many groups.
+Then the exchanges of each loop run alone, and their time is compared with a model of a ring whose latency and
+bandwidth were measured on the first number of ranks, for each kind of exchange. Finally the time of these
+exchanges is predicted for 8 and 64 ranks of networks with given latency and bandwidth, for a model of 7
+billion parameters in the same number of groups.
 """
 
 import argparse
@@ -44,7 +43,7 @@ PARAMETERS = 7e9
 
 @dataclass(frozen=True)
 class Row:
-    """What one loop does on so many ranks."""
+    """Result of one loop on a number of ranks."""
 
     ranks: int
     name: str
@@ -101,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _on_ranks(count: int, options: argparse.Namespace) -> tuple[list[Row], dict[Kind, Network]]:
-    """Start the ranks; return what the first one has found."""
+    """Start the ranks; return the results of the first one."""
     own = ["--ranks", str(count), "--rounds", str(options.rounds), "--peers", options.peers]
     found = found_by_ranks(__file__, count, [*own, *(["--small"] if options.small else [])])
     rows = [Row(**{**row, "exchanges": [Exchange(**e) for e in row["exchanges"]]}) for row in found["rows"]]
@@ -109,7 +108,7 @@ def _on_ranks(count: int, options: argparse.Namespace) -> tuple[list[Row], dict[
 
 
 def _one_rank(options: argparse.Namespace, count: int) -> None:
-    """Do what one rank does, and end the process."""
+    """Run one rank, and end the process."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(options.rank), "WORLD_SIZE": str(count)}
     # Other libraries read these, and join the process group that is there.

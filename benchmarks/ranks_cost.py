@@ -1,7 +1,7 @@
-"""Exchanges of one update, counted, and what they cost on more ranks than there are here.
+"""Number of exchanges of one update, and their predicted cost on more ranks.
 
-A ring of R ranks takes R - 1 turns for an all-gather or a reduce-scatter and 2 (R - 1) for an all-reduce, and
-each rank sends (R - 1) / R of the bytes in the first two, twice that in the last.
+A ring of R ranks takes R - 1 turns for an all-gather or a reduce-scatter and 2 (R - 1) for an all-reduce.
+Each rank sends (R - 1) / R of the bytes in the first two, and twice that in the last.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +18,9 @@ _OPS: dict[str, tuple[Kind, int]] = {  # and which argument has all of the bytes
     "c10d::allreduce_": ("all_reduce", 0),
     "c10d::_allgather_base_": ("all_gather", 0),
     "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
+    "c10d::alltoall_base_": ("all_reduce", 0),  # a sum of numbers by gloo; nccl has an all-reduce there
 }
+_ROWS = "c10d::alltoall_base_"  # a row for each rank is sent
 
 
 @dataclass(frozen=True)
@@ -69,19 +71,24 @@ def counted(update: Callable[[], object]) -> list[Exchange]:
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
         update()
     events = sorted(recorded.events() or [], key=lambda event: event.time_range.start)
-    found = [(_OPS[e.name], e.input_shapes) for e in events if e.name in _OPS]
+    found = [(e.name, e.input_shapes) for e in events if e.name in _OPS]
     unknown = {e.name for e in events if e.name.startswith("c10d::")} - _OPS.keys()
     assert not unknown, f"collectives that are not counted: {unknown}"
     # An all-reduce takes a list, whose shapes are not recorded: gloo's own events have them. A reduce-scatter
     # is an all-reduce to gloo.
     reduced = [_elements(e.input_shapes[0]) for e in events if e.name == "gloo:all_reduce"]
-    for (kind, place), shapes in found:
+    for name, shapes in found:
+        kind, place = _OPS[name]
         if kind == "reduce_scatter":
             reduced.remove(_elements(shapes[place]))
-    exchanges = [
-        Exchange(kind, _bytes(reduced.pop(0) if kind == "all_reduce" else _elements(shapes[place])))
-        for (kind, place), shapes in found
-    ]
+    exchanges = []
+    for name, shapes in found:
+        kind, place = _OPS[name]
+        if name == _ROWS:
+            elements = _elements(shapes[place][1:])
+        else:
+            elements = reduced.pop(0) if kind == "all_reduce" else _elements(shapes[place])
+        exchanges.append(Exchange(kind, _bytes(elements)))
     assert not reduced, "an all-reduce was not made by an operator"
     return exchanges
 

@@ -1,8 +1,8 @@
-"""The update of `ranks.py` on one rank: one model, one window, and the loops that train it.
+"""Update of `ranks.py` on one rank: one model, one window, and the loops that train it.
 
-Every loop makes the update of the weighted mean over all ranks, clipped, by AdamW. The loops by hand are in
-the best form that we know: one exchange of the weights before the first backward, one of the loss after the
-last, and no communication in between that could be left out.
+Every loop makes the update of the weighted mean over all ranks, clipped, by AdamW. The loops by hand are the
+best we know: one exchange of the weights before the first backward, one of the loss after the last, and no
+avoidable communication in between.
 """
 
 import importlib.util
@@ -55,7 +55,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add what the layers make of the input."""
+        """Add the output of the layers to the input."""
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
@@ -76,7 +76,7 @@ class Contestant:
 
 @dataclass
 class Setting:
-    """What all contestants of a rank have in common."""
+    """Common settings of all contestants of a rank."""
 
     shape: Shape
     rank: int
@@ -219,7 +219,7 @@ def ours(setting: Setting, wrap: Callable[[Setting], nn.Module], **options: Any)
 
 
 def by_accelerate(setting: Setting) -> tuple[Loop, nn.Module]:
-    """Return Accelerate's loop, as its guide writes it; it knows no weights, so its update is another one."""
+    """Return Accelerate's loop of its guide; it has no weights, so its update differs."""
     from accelerate import Accelerator  # pyright: ignore[reportMissingImports]  (it need not be there)
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=setting.shape.microbatches)
@@ -240,7 +240,7 @@ def by_accelerate(setting: Setting) -> tuple[Loop, nn.Module]:
 
 
 def by_fabric(setting: Setting) -> tuple[Loop, nn.Module]:
-    """Return Fabric's loop, as its guide writes it; it knows no weights, so its update is another one."""
+    """Return Fabric's loop of its guide; it has no weights, so its update differs."""
     from lightning.fabric import Fabric  # pyright: ignore[reportMissingImports]  (it need not be there)
     from lightning.fabric.plugins.environments import (  # pyright: ignore[reportMissingImports]
         LightningEnvironment,
@@ -273,7 +273,7 @@ def missing_peers() -> list[str]:
 
 
 def contestants(peers: bool) -> list[Contestant]:
-    """Return the rows, each loop by hand before what is compared with it."""
+    """Return the rows, each loop by hand before the loops that are compared with it."""
     ddp, beside = "DDP by hand", "DDP by hand, default"
     once, each = "FSDP2 by hand, once", "FSDP2 by hand, each micro-batch"
     rows = [

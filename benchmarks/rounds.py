@@ -1,4 +1,4 @@
-"""Contestants in rounds: each once, in random order; garbage is collected between rounds alone."""
+"""Rounds of contestants: each once, in random order; garbage is collected only between rounds."""
 
 import gc
 import random

@@ -1,7 +1,7 @@
-"""The scorecard as a record and as tables of Markdown, for `exactness.py --publish`.
+"""Record of the scorecard and its Markdown tables, for `exactness.py --publish`.
 
-The record is `exactness.json`; the tables stand in docs/exactness.md and README.md between two comments.
-Standard library only, so that a test can compare the tables with the record without running anything.
+The record is `exactness.json`; the tables are in docs/exactness.md and README.md, between two comments. This
+file needs the standard library only, so a test can compare the tables with the record without running a case.
 """
 
 import json

@@ -3,10 +3,10 @@
     python benchmarks/survey.py [--work mlp,convnet,transformer] [--updates N] [--rounds N] [--json FILE]
 
 In each round the accumulator makes N updates in a loop, and a survey of N points, in random order, on one
-thread, without garbage collection. The rates of the survey are so small that nothing diverges and all
-points are made. Columns: the ratio of the median CPU times, with quartiles of the ratios within a round;
-"again", the loop against a second one in the same round: the noise. The check of the statement, on an
-accumulator's first window, is in neither: the loop that came before has made it.
+thread, without garbage collection. The learning rates of the survey are so small that training does not
+diverge. Columns: the ratio of the median CPU times, with quartiles of the ratios within a round; "again", the
+ratio of a second loop in the same round, which shows the noise. The check of the loss on the first window is
+not timed.
 """
 
 import argparse
@@ -93,7 +93,7 @@ def measure(work: Work, updates: int, rounds: int) -> Result:
 
 
 def main() -> int:
-    """Measure, print, and write JSON if asked."""
+    """Measure, print, and write JSON on request."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,19 +1,19 @@
 # TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
-"""What does an update in micro-batches cost in TensorFlow, and is it that of the large batch?
+"""Cost and error of updates in micro-batches in TensorFlow.
 
     python benchmarks/tensorflow_accumulation.py [--rounds N] [--rows 1024] [--size 64] [--json FILE]
 
 An MLP on rows of unequal numbers of tokens (a mask), Adam, float32, steps in `tf.function`: the large batch;
-the loop of tutorials by hand (buffers around a GradientTape, divided by K); the same by hand and right
-(weighted); Keras' `gradient_accumulation_steps`; ours in two graphs, with the window as a loop in one graph,
-with the micro-batches written out in one graph (TensorFlow then works on several at once), and eager.
+the loop of tutorials (buffers around a GradientTape, divided by K); the same loop with weights; Keras'
+`gradient_accumulation_steps`; superbatch in two graphs, with the window as a loop in one graph, with the
+micro-batches unrolled in one graph (TensorFlow then runs several in parallel), and eager.
 
-Error: the largest difference of a variable from the large batch after some windows (the last one a tail), in
-units of the distance moved; in float64. Memory: the peak RSS of a process of its own, less what it has after
-variables and data were made, the least of three processes (--processes 0: not measured). Time: CPU time of a
-window, all threads, in rounds of random order in one process, the median of ratios to the loop of tutorials.
-Ends with exit code 1 if ours is beyond its bounds.
+Error: the largest difference of a variable from the large batch after some windows (the last one a tail),
+relative to its change, in float64. Memory: the peak RSS of a separate process minus that after making
+variables and data, the least of three processes (--processes 0: not measured). Time: CPU time of a window,
+all threads, in rounds of random order in one process, the median of ratios to the loop of tutorials. The exit
+code is 1 if superbatch is outside its bounds.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def steps_of(name: str, rows: int, size: int) -> int | None:
 
 
 def error_of(name: str) -> float:
-    """Three windows of 24 rows in micro-batches of 5, the last of 17, in float64; relative to what moved."""
+    """Return the error of three windows of 24 rows in micro-batches of 5, the last of 17, in float64."""
     weights = []
     for way in ("large batch", name):
         work = make(24, 5, "float64", accumulate=steps_of(way, 24, 5), total=65)
@@ -228,7 +228,7 @@ def error_of(name: str) -> float:
 
 
 def peak_of(name: str, rows: int, size: int) -> float:
-    """The peak of this process during two windows, beyond what there was before, in MiB."""
+    """Return the peak of this process during two windows, on top of the memory before, in MiB."""
     work = make(rows, size, "float32", accumulate=steps_of(name, rows, size))
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     window = WAYS[name](work)
@@ -267,7 +267,7 @@ def times_of(names: list[str], rows: int, size: int, rounds: int) -> dict[str, l
 
 
 def beyond(rows: list[Row]) -> list[str]:
-    """What of ours is beyond its bounds; memory and time beside the right loop by hand."""
+    """Return superbatch's results outside their bounds, relative to the correct loop by hand."""
     right = next(row for row in rows if row.name == "by hand, weighted")
     found = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""The true limit: the largest micro-batch that fits, found with a fresh process for every trial."""
+"""Largest micro-batch that fits, found with a new process for every trial."""
 
 import json
 import os
@@ -17,7 +17,7 @@ a threshold that moves, freed memory stays in the heap in pieces: what fits depe
 
 @dataclass(frozen=True)
 class TrueLimit:
-    """What was found by trying.
+    """Result of the trials.
 
     Attributes:
         samples: the largest size that fits, and so do all smaller ones that were tried.
@@ -66,7 +66,7 @@ def child(work: str, limit: int, *arguments: str, mapped: bool = True) -> dict[s
 
 
 def fits_by_hand(work: str, limit: int, loop: str, *, mapped: bool = True) -> Callable[[int], bool]:
-    """Whether a loop by hand ("accumulate" or "plain") goes through with a size, in a new process."""
+    """Return True if a loop by hand ("accumulate" or "plain") succeeds with a size, in a new process."""
 
     def fits(size: int) -> bool:
         try:

@@ -1,13 +1,12 @@
-"""A process under a limit of memory: one size by hand, or one library's finder. `memory.py` starts it.
+"""Process under a memory limit, with one size by hand or one library's finder. `memory.py` starts it.
 
-    python benchmarks/under_limit.py WORK LIMIT accumulate SIZE    can the best loop by hand train like this?
-    python benchmarks/under_limit.py WORK LIMIT plain SIZE         ... and one without accumulation?
-    python benchmarks/under_limit.py WORK LIMIT find FINDER        what does this finder choose, at what cost?
+    python benchmarks/under_limit.py WORK LIMIT accumulate SIZE    try the best loop by hand with this size
+    python benchmarks/under_limit.py WORK LIMIT plain SIZE         try it without accumulation
+    python benchmarks/under_limit.py WORK LIMIT find FINDER        run a finder; print its size and its cost
 
-The limit (``RLIMIT_AS``, in bytes) is set when libraries and data are there and the model is not: from then
-on nobody gets more address space, and an allocation beyond it fails as it does on a full machine. What torch
-loads at its first update (some 70 MB, most of it Python modules) is loaded before. The last line of the
-output is JSON.
+The limit (``RLIMIT_AS``, in bytes) is set after libraries and data are loaded and before the model is made.
+Larger allocations then fail, as on a full machine. Modules that torch loads at its first update (some 70 MB)
+are loaded before. The last line of the output is JSON.
 """
 
 import gc
@@ -41,7 +40,7 @@ def address_space() -> int:
 
 @contextmanager
 def limited_to(more: int) -> Iterator[None]:
-    """Let this process take so many bytes more, and no more."""
+    """Limit this process to a number of additional bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     gc.collect()
     resource.setrlimit(resource.RLIMIT_AS, (address_space() + more, hard))
@@ -52,7 +51,7 @@ def limited_to(more: int) -> Iterator[None]:
 
 
 def load_once() -> None:
-    """One update of a tiny model: what is loaded at the first use is there afterwards."""
+    """Make one update of a tiny model, which loads modules that torch imports lazily."""
     model = nn.ModuleDict({"convnet": convnet(), "layer": nn.TransformerEncoderLayer(8, 2, 8)})
     for make in (torch.optim.SGD, torch.optim.AdamW):
         optimizer = make(model.parameters(), lr=0.0)
@@ -63,7 +62,7 @@ def load_once() -> None:
 
 
 def train_accumulating(work: Work, size: int) -> None:
-    """Some updates of two micro-batches each; no output and no loss outlives its turn."""
+    """Make some updates of two micro-batches each, without keeping outputs or losses."""
     model, optimizer = work.build()
     model.train()
     for update in range(UPDATES):
@@ -90,7 +89,7 @@ LOOPS = {"accumulate": train_accumulating, "plain": train_plainly}
 
 
 def try_size(work: Work, limit: int, loop: str, size: int) -> dict[str, object]:
-    """Whether training by hand goes through."""
+    """Return True if training by hand succeeds."""
     try:
         with limited_to(limit):
             LOOPS[loop](work, size)
@@ -100,7 +99,7 @@ def try_size(work: Work, limit: int, loop: str, size: int) -> dict[str, object]:
 
 
 def find(work: Work, limit: int, name: str) -> dict[str, object]:
-    """What a finder does, counted by us from outside."""
+    """Run a finder, and count its forwards with hooks."""
     module = load(FINDERS[name].module)  # before the limit: its libraries are not what is searched for
     watch = Watch()
     with limited_to(limit):
@@ -109,7 +108,7 @@ def find(work: Work, limit: int, name: str) -> dict[str, object]:
 
 
 def main() -> int:
-    """Run one of the two, and print what came of it."""
+    """Run one of the two, and print the result."""
     name, limit, what, argument = sys.argv[1:]
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""Five trainings: two where overhead dominates, two in the middle, one where it should vanish."""
+"""Five trainings: two dominated by overhead, two in the middle, and one in which overhead should vanish."""
 
 from dataclasses import replace
 
@@ -48,13 +48,13 @@ class Transformer(nn.Module):
 
 
 class SmallTransformer(Transformer):
-    """About 10 ms for a micro-batch: short enough for a clock to tell what a tool adds."""
+    """About 10 ms for a micro-batch: short enough to measure the overhead of a tool."""
 
     WIDTH, LAYERS = 64, 2
 
 
 class NarrowTransformer(Transformer):
-    """As many modules and parameters as the small one, and hardly any arithmetic: what tools add is left."""
+    """As many modules and parameters as the small one with little arithmetic, so overhead dominates."""
 
     WIDTH, LAYERS = 8, 2
 
@@ -117,14 +117,14 @@ def works_named(names: str) -> list[Work]:
     for each in names.split(","):
         name, colon, count = each.partition(":")
         if name not in known:
-            raise ValueError(f"no work is called {name!r}; known: {', '.join(known)}")
+            raise ValueError(f"--work {name!r} is unknown. Pass one of {', '.join(known)}.")
         if colon and not (count.isdecimal() and int(count)):
-            raise ValueError(f"{each!r}: after the colon comes a number of micro-batches, as in {name}:16")
+            raise ValueError(f"--work {each!r} has no number after the colon. Pass one, such as {name}:16.")
         work = known[name]
         works.append(replace(work, name=each, batch=_repeated(work, int(count))) if colon else work)
     return works
 
 
 def _repeated(work: Work, microbatches: int) -> Batch:
-    """A batch of so many times the first micro-batch: other data take the same time."""
+    """A batch that repeats the first micro-batch; other data take the same time."""
     return {name: torch.cat([leaf] * microbatches) for name, leaf in work.part(0).items()}

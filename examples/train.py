@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from superbatch import NoiseMeter
 from superbatch.torch import Accumulator, Update, count_tokens
 from superbatch.torch.checkpoint import StopSignals, load_checkpoint, save_checkpoint
+from superbatch.torch.process_group import join_process_group
 
 LONGEST, IGNORED = 256, -100
 
@@ -122,7 +123,7 @@ def set_up() -> tuple[int, int, torch.device]:
         return 0, 1, torch.device("cuda" if cuda else "cpu")
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if cuda else "gloo")
+    join_process_group("nccl" if cuda else "gloo")  # as init_process_group, also after a restart
     return dist.get_rank(), dist.get_world_size(), torch.device("cuda" if cuda else "cpu")
 
 

@@ -33,9 +33,9 @@ def loss_fn(batch):
 accumulate = Accumulator(
     model, optimizer, loss_fn, microbatch_size=4, weight=count_tokens("labels"), max_grad_norm=1.0
 )
-generator = torch.Generator().manual_seed(rank)  # each rank has data of its own
+generator = torch.Generator().manual_seed(rank)  # each rank has its own data
 for _ in range(3):
-    samples = 7 + 2 * rank  # as many as it has: ranks need not have the same number
+    samples = 7 + 2 * rank  # ranks may have different numbers of samples
     ids = torch.randint(0, 50, (samples, 12), generator=generator)
     labels = ids.roll(-1, 1)
     labels[:, -1] = -100

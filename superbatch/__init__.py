@@ -1,7 +1,7 @@
 """Train with the batch you want on the memory you have, and get exactly the update of the real large batch.
 
-This package is the core, of the standard library alone: windows, splitting, schedules and the one divisor.
-`superbatch.torch` is the home for PyTorch.
+This package is the core and needs only the standard library: windows, splitting, schedules, normalisation.
+`superbatch.torch` is the part for PyTorch.
 """
 
 from ._version import __version__ as __version__

@@ -1,4 +1,4 @@
-"""``python -m superbatch``: the command line without an installed script."""
+"""Command line as ``python -m superbatch``, for environments without the installed script."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Every error that superbatch raises on purpose, and the one form its text has: given, wrong, do."""
+"""Exception types of superbatch. Each text says what is wrong, with the value, and what to type instead."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class PrototxtError(InputError):
     """A file in protobuf's text format cannot be read.
 
     Attributes:
-        line: where, counted from 1.
-        column: the character of that line, counted from 1 (a tab is one character).
+        line: the line, counted from 1.
+        column: the character in the line, counted from 1 (a tab is one character).
     """
 
     def __init__(self, text: str, *, line: int, column: int) -> None:
@@ -45,11 +45,11 @@ class OptimizerError(SuperbatchError, TypeError):
 
 
 class OutOfMemoryError(SuperbatchError, MemoryError):
-    """There is no memory for what must be done in one piece: a sample, or an update."""
+    """Memory does not suffice for the smallest possible piece of work: one sample, or one update."""
 
 
 class CheckpointError(SuperbatchError, ValueError):
-    """A checkpoint cannot be written, or is not one that can be loaded here."""
+    """A checkpoint cannot be written, or cannot be loaded into this object."""
 
 
 class WindowError(SuperbatchError, RuntimeError):
@@ -57,11 +57,11 @@ class WindowError(SuperbatchError, RuntimeError):
 
 
 class RankError(SuperbatchError, RuntimeError):
-    """Another rank failed or ended, or the ranks are not at the same window."""
+    """Another rank failed or ended, or the ranks are in different windows."""
 
 
 def instruction(text: str) -> str:
-    """Return a remedy as the sentence that begins with it: its first word, unless it is code, with a capital.
+    """Capitalise the first word of a remedy, unless that word is code.
 
     Examples:
         >>> instruction("pass a positive int"), instruction("model.eval()")

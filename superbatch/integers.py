@@ -1,5 +1,5 @@
 # pyright: strict
-"""Ints where samples and tokens are counted: those of Python and NumPy, but no bools and no floats."""
+"""Checks of integer arguments: ints of Python and NumPy pass; bools and floats do not."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def positive_int(name: str, value: Any) -> int:
         The value as an int.
 
     Raises:
-        InputError: when it is something else; bools and floats are refused.
+        InputError: when it is anything else, a bool or a float included.
 
     Examples:
         >>> positive_int("microbatch_size", 8)
         8
     """
-    if type(value) is int and value > 0:  # mostly
+    if type(value) is int and value > 0:  # the usual case, without further calls
         return value
     number = _as_int(value)
     if number is None:
@@ -40,16 +40,16 @@ def positive_int(name: str, value: Any) -> int:
 
 
 def checked_costs(costs: Any) -> list[int]:
-    """Check that something holds one int for each sample.
+    """Check that a sequence or 1-d array holds one int of 0 or more for each sample.
 
     Args:
-        costs: a sequence or 1-d array of ints, 0 or larger, at least one.
+        costs: the sequence or array; it must not be empty.
 
     Returns:
         The ints.
 
     Raises:
-        InputError: when it is something else; bools and floats are refused.
+        InputError: when it is anything else; bools and floats are no ints here.
 
     Examples:
         >>> checked_costs((3, 0, 5))
@@ -57,7 +57,7 @@ def checked_costs(costs: Any) -> list[int]:
     """
     values: Any = costs if array_shape(costs) is None else costs.tolist()
     if isinstance(values, (str, bytes)) or not isinstance(values, Sequence) or not values:
-        raise InputError(f"costs={costs!r} is no sequence of ints, or empty. Pass one int for each sample.")
+        raise InputError(f"costs={costs!r} is empty or not a sequence of ints. Pass one int for each sample.")
     checked = [_as_int(cost) for cost in cast("Sequence[Any]", values)]
     for index, cost in enumerate(checked):
         if cost is None or cost < 0:
@@ -68,12 +68,12 @@ def checked_costs(costs: Any) -> list[int]:
 
 
 def _as_int(value: Any) -> int | None:
-    """Ints of Python and NumPy; a bool or a float is a mistake here, not a number of samples."""
+    """Return an int of Python or NumPy as an int, None for anything else."""
     if type(value) is int:
         return value
     if (
-        isinstance(value, (bool, float))
-        or type(value).__name__ in ("bool", "bool_")  # NumPy's, from 2.0 on and before
+        isinstance(value, (bool, float))  # a mistake of the caller, not a number of samples
+        or type(value).__name__ in ("bool", "bool_")  # NumPy's bool: "bool" from 2.0 on, "bool_" before
         or array_shape(value) not in (None, ())
     ):
         return None

@@ -8,8 +8,9 @@ A window has micro-batches ``i = 1..K`` on ranks ``r = 1..R``; ``w_ri`` is the w
     reduction="total":  L = sum  l_ri                    scale:                    1
     gradients averaged over R ranks afterwards:          scale x R
 
-With a mean, a micro-batch of weight 0 contributes nothing, NaN or not. With a sum it contributes: an image
-without objects has no box to count, but a loss. ``W`` may have a lower bound: ``max(sum w_ri, min_weight)``.
+With a mean, a micro-batch of weight 0 contributes nothing, even if its loss is NaN. With a sum it
+contributes: an image without objects has no box to count, but it has a loss. ``W`` may have a lower bound:
+``max(sum w_ri, min_weight)``.
 
 Weights are ints or float64 on the host: a float32 counter stops counting at 2**24, a bfloat16 one at 256.
 """
@@ -25,18 +26,18 @@ from .errors import InputError
 
 Reduction = Literal["mean", "sum", "total"]
 Number = int | float
-LARGEST_TOTAL = 1e300  # of the weights of a window: far from where float64 ends
+LARGEST_TOTAL = 1e300  # largest sum of weights: a loss times it must not overflow float64
 
 
 def check_reduction(reduction: object, known: Sequence[str] = get_args(Reduction)) -> Reduction:
-    """Return the reduction if it is one.
+    """Return the reduction if the backend has it.
 
     Args:
-        reduction: as stated.
+        reduction: the argument of the user.
         known: the reductions that a backend has.
 
     Raises:
-        InputError: it is none of them.
+        InputError: `reduction` is none of `known`.
 
     Examples:
         >>> check_reduction("mean")
@@ -44,7 +45,7 @@ def check_reduction(reduction: object, known: Sequence[str] = get_args(Reduction
     """
     if isinstance(reduction, str) and reduction in known:
         return reduction  # pyright: ignore[reportReturnType]  (narrowed by `known`, which pyright cannot follow)
-    means = {"mean": "the mean", "sum": "the sum", "total": "the sum that nothing divides"}
+    means = {"mean": "the mean", "sum": "the sum", "total": "a sum that is never divided"}
     raise InputError(
         f"reduction={reduction!r} is not a reduction. Pass what loss_fn returns for a micro-batch: "
         + ", ".join(f'"{name}" ({means[name]})' for name in known)
@@ -53,10 +54,10 @@ def check_reduction(reduction: object, known: Sequence[str] = get_args(Reduction
 
 
 def check_min_weight(min_weight: object, reduction: Reduction) -> Number:
-    """Return the lower bound of a window's weight if it can be one.
+    """Return the lower bound of a window's weight if it is valid.
 
     Raises:
-        InputError: it is no positive number, or nothing is divided.
+        InputError: it is not a positive number, or the reduction is "total", which divides by nothing.
 
     Examples:
         >>> check_min_weight(1, "sum")
@@ -65,9 +66,11 @@ def check_min_weight(min_weight: object, reduction: Reduction) -> Number:
     if isinstance(min_weight, bool) or not isinstance(min_weight, int | float):
         raise InputError(f"at_least({min_weight!r}) is not a number. Pass a positive number, such as 1.")
     if not (math.isfinite(min_weight) and min_weight > 0):
-        raise InputError(f"at_least({min_weight!r}) is no bound. Pass a positive number, such as 1.")
+        raise InputError(
+            f"at_least({min_weight!r}) is not positive and finite. Pass a positive number, such as 1."
+        )
     if reduction == "total":
-        raise InputError('reduction="total" divides by nothing, so at_least() has no meaning. Leave it out.')
+        raise InputError('reduction="total" divides by nothing, so at_least() has no effect. Leave it out.')
     return min_weight
 
 
@@ -82,7 +85,7 @@ def check_weight(weight: object, where: str) -> Number:
         An int where the weight was an integer, else a float.
 
     Raises:
-        InputError: it is no number, negative, NaN or infinite.
+        InputError: it is not a number, or it is negative, NaN or infinite.
 
     Examples:
         >>> check_weight(3, "micro-batch 0")
@@ -110,7 +113,7 @@ def total_weight(weights: Iterable[Number]) -> Number:
     """Return ``W``: exact for ints, correctly rounded for floats.
 
     Raises:
-        InputError: the sum is above 1e300, or no number.
+        InputError: the sum is above 1e300 or NaN.
 
     Examples:
         >>> total_weight([4, 4, 2])
@@ -122,14 +125,14 @@ def total_weight(weights: Iterable[Number]) -> Number:
     total = sum(weights)
     if not abs(total) <= LARGEST_TOTAL:  # fsum would raise, and a loss times its weight overflow
         raise InputError(
-            f"The weights of the window add up to {float(min(total, 1e308)):.3g}, too large to compute with. "
+            f"The weights of the window add up to {float(min(total, 1e308)):.3g}; the largest sum is 1e300. "
             "Return a number of samples or tokens, or a sum of sample weights."
         )
-    return total if isinstance(total, int) else math.fsum(weights)  # one float makes the sum a float
+    return total if isinstance(total, int) else math.fsum(weights)  # a sum of ints is exact already
 
 
 def takes_part(weight: Number, *, reduction: Reduction) -> bool:
-    """Return True unless the micro-batch contributes nothing: a mean over no token.
+    """Return True if the micro-batch contributes to the gradient; a mean over zero tokens does not.
 
     Examples:
         >>> takes_part(0, reduction="mean"), takes_part(0, reduction="sum")
@@ -139,7 +142,7 @@ def takes_part(weight: Number, *, reduction: Reduction) -> bool:
 
 
 def window_weight(counted: Number, *, reduction: Reduction, min_weight: Number | None = None) -> Number:
-    """Return ``W``, what the sum over a window is divided by: ``max(counted, min_weight)``; 1 for a total.
+    """Return ``W``, the divisor of the sum over a window: ``max(counted, min_weight)``; 1 for a total.
 
     Args:
         counted: sum of the weights over micro-batches and ranks.
@@ -160,7 +163,7 @@ def scale(weight: Number, total: Number, *, reduction: Reduction, ranks: int = 1
 
     Args:
         weight: the micro-batch's weight ``w >= 0``; with a mean ``0`` gives ``0.0``.
-        total: the weight ``W`` of the window over all ranks; ``0`` gives ``0.0``, for there is no update.
+        total: the weight ``W`` of the window over all ranks; ``0`` gives ``0.0``: no update is made then.
         reduction: what ``loss_fn`` returns.
         ranks: number of ranks if a backend averages gradients over them afterwards, else 1.
 
@@ -181,7 +184,7 @@ def scale(weight: Number, total: Number, *, reduction: Reduction, ranks: int = 1
 
 
 def after_forward_scale(weight: Number, *, reduction: Reduction) -> Number:
-    """Return the factor of a loss where ``W`` is not known yet: sums first, `divisor` later.
+    """Return the factor of a loss while ``W`` is unknown; the boundary divides the sum by `divisor`.
 
     Examples:
         >>> after_forward_scale(4, reduction="mean"), after_forward_scale(0, reduction="sum")
@@ -193,8 +196,8 @@ def after_forward_scale(weight: Number, *, reduction: Reduction) -> Number:
 def divisor(planned: Number, counted: Number) -> float:
     """Return the divisor of the summed gradients at the boundary: ``counted / planned``.
 
-    ``planned`` is the total that the micro-batches were already scaled with (1 where ``W`` was unknown),
-    ``counted`` the weight of the micro-batches that did take part.
+    ``planned`` is the total by which the micro-batches were scaled already (1 where ``W`` was unknown);
+    ``counted`` is the weight of the micro-batches that contributed.
 
     Examples:
         >>> divisor(10, 10), divisor(10, 8), divisor(1, 8)
@@ -206,8 +209,7 @@ def divisor(planned: Number, counted: Number) -> float:
 def loss_sum(losses: Iterable[float], weights: Iterable[Number], *, reduction: Reduction) -> float:
     """Return the sum over the samples of a window from the losses of its micro-batches.
 
-    ``sum w_i l_i`` for a mean, where a micro-batch of weight 0 contributes nothing, NaN or not; else
-    ``sum l_i``.
+    ``sum w_i l_i`` for a mean, without micro-batches of weight 0, whose loss may be NaN; else ``sum l_i``.
 
     Args:
         losses: what ``loss_fn`` returned, one per micro-batch.
@@ -223,7 +225,7 @@ def loss_sum(losses: Iterable[float], weights: Iterable[Number], *, reduction: R
         for loss, weight in zip(losses, weights, strict=True)
         if weight or takes_part(weight, reduction=reduction)
     ]
-    # fsum is exact but raises on inf - inf, which is a loss to report, not a failure of ours.
+    # fsum is exact but raises on inf - inf; a non-finite loss must be reported as it is.
     return math.fsum(terms) if all(map(math.isfinite, terms)) else sum(terms)
 
 

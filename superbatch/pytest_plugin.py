@@ -1,4 +1,4 @@
-"""The fixture of `superbatch.testing` for pytest, which finds it by the entry point `pytest11`."""
+"""Pytest fixture of `superbatch.testing`, registered by the entry point `pytest11`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def assert_split_invariant() -> Callable[..., None]:
-    """Return `superbatch.testing.assert_split_invariant`; torch is imported where a test asks for this.
+    """Return `superbatch.testing.assert_split_invariant`; only tests that use the fixture import torch.
 
     Examples:
         >>> def test_my_loss(assert_split_invariant):

@@ -1,6 +1,6 @@
-"""Schedules of `accumulation_steps`: how many micro-batches make the window of update 0, 1, 2, ...
+"""Schedules of `accumulation_steps`: the number of micro-batches in the window of update 0, 1, 2, ...
 
-A schedule is a function of the update index, so that it is the same on every rank and after a restart.
+A schedule is a function of the update index, so it is the same on every rank and after a restart.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ def check_steps(value: object, what: str = "accumulation_steps") -> int:
     """Return a number of micro-batches if it is a positive int.
 
     Raises:
-        InputError: it is not.
+        InputError: it is anything else.
 
     Examples:
         >>> check_steps(4)
         4
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{what}={value!r} is no number of micro-batches. Pass a positive int.")
+        raise InputError(f"{what}={value!r} is not a positive int. Pass a positive int.")
     return value
 
 
@@ -37,12 +37,12 @@ def check_update(value: object, what: str) -> int:
         0
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise InputError(f"{what}={value!r} is no index of an update. Pass an int of 0 or more.")
+        raise InputError(f"{what}={value!r} is not the index of an update. Pass an int of 0 or more.")
     return value
 
 
 def constant(accumulation_steps: int) -> Schedule:
-    """The same window for every update.
+    """Schedule with the same number of micro-batches for every update.
 
     Examples:
         >>> constant(8)(1000)
@@ -53,13 +53,13 @@ def constant(accumulation_steps: int) -> Schedule:
 
 
 def piecewise(steps_from: Mapping[int, int]) -> Schedule:
-    """Another window from given updates on.
+    """Schedule that changes the number of micro-batches at given updates.
 
     Args:
-        steps_from: first update -> number of micro-batches from there on; must say what holds from update 0.
+        steps_from: first update -> number of micro-batches from that update on; update 0 must be a key.
 
     Raises:
-        InputError: nothing is said for update 0, or an entry is no valid update or number.
+        InputError: there is no entry for update 0, or an entry is not a valid update or number.
 
     Examples:
         >>> schedule = piecewise({0: 1, 100: 4, 200: 16})
@@ -74,15 +74,14 @@ def piecewise(steps_from: Mapping[int, int]) -> Schedule:
     starts = sorted(check_update(update, "update") for update in steps_from)
     if not starts or starts[0] != 0:
         raise InputError(
-            f"piecewise({dict(steps_from)!r}) says nothing of the updates before its first entry. Add an "
-            "entry for update 0."
+            f"piecewise({dict(steps_from)!r}) has no entry for update 0. Add one, such as {{0: 1, ...}}."
         )
     steps = [check_steps(steps_from[start]) for start in starts]
     return lambda update: steps[bisect_right(starts, update) - 1]
 
 
 def ramp(start: int, stop: int, updates: int) -> Schedule:
-    """Grow (or shrink) linearly from `start` to `stop` over a number of updates, then stay.
+    """Schedule that grows (or shrinks) linearly from `start` to `stop`, then stays at `stop`.
 
     ``K(t) = round(start + (stop - start) * min(t / updates, 1))``
 
@@ -105,10 +104,10 @@ def ramp(start: int, stop: int, updates: int) -> Schedule:
 
 
 def as_schedule(accumulation_steps: int | Schedule) -> Schedule:
-    """Make a schedule of an int or of any function of the update index; every value it gives is checked.
+    """Make a schedule from an int or from a function of the update index; each returned value is checked.
 
     Raises:
-        InputError: it is neither; or, when called, it gives anything but a positive int.
+        InputError: the argument is neither; or the function returns anything but a positive int.
 
     Examples:
         >>> as_schedule(lambda update: 2**update)(3)

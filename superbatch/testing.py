@@ -1,4 +1,4 @@
-"""Test that a loss gives the same gradient for every split of a batch, for suites of other projects."""
+"""Assertion for the tests of your project: a loss gives the same gradient for every split of a batch."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ def assert_split_invariant(
     participants: Sequence[Any] = (),
     split: Split = NOT_DECLARED,
 ) -> None:
-    """Assert that micro-batches of several sizes give the gradient of the whole batch, as `verify` judges it.
+    """Assert by `verify` that micro-batches of several sizes give the gradient of the whole batch.
 
-    Model, gradients, random state and the state that `loss_fn` reaches are left as they were. The pytest
-    fixture of the same name is this function.
+    Model, gradients, random state and the state that `loss_fn` reaches are restored. The pytest fixture of
+    the same name is this function.
 
     Args:
         loss_fn: from a micro-batch to its loss, a closure over the models.
-        batch: a batch as it is trained with: ragged lengths and padding included, two samples or more.
-        models: the model, or several, in the mode in which they are trained.
+        batch: two samples or more, as in training, with ragged lengths and padding.
+        models: the model or models, in the mode used for training.
         sizes: samples of a micro-batch; ``"half"`` is half of the batch. Sizes that are not smaller than the
-            batch are left out.
-        weight: how micro-batches are weighted, as declared to the Accumulator.
-        reduction: what `loss_fn` returns, as declared to the Accumulator.
-        participants: as `verify`'s: `PerSampleRandom` for dropout, `FrozenBatchNorm`.
-        split: leaves that are not tensors with the samples first, as the Accumulator's.
+            batch are ignored.
+        weight: the weight of a micro-batch, as passed to the Accumulator.
+        reduction: what `loss_fn` returns, as passed to the Accumulator.
+        participants: as in `verify`: `PerSampleRandom` for dropout, `FrozenBatchNorm`.
+        split: how to split leaves that are not tensors with the samples first, as in the Accumulator.
 
     Raises:
-        AssertionError: a split gives another gradient. The text names the size, the parameter, its distance,
-            the cause and the remedy, such as the weight that is right.
+        AssertionError: a split gives another gradient. The text names the size, the parameter, the relative
+            difference, the cause and the remedy, such as the correct weight.
         InputError: an argument has the wrong type or value, or no size is smaller than the batch.
         SplitError: the batch cannot be split.
         NonFiniteError: the loss or a gradient is not finite.
@@ -62,8 +62,8 @@ def assert_split_invariant(
         >>> assert_split_invariant(loss_fn, batch, models=model)
         Traceback (most recent call last):
         ...
-        AssertionError: The gradient depends on the split. With micro-batches of 3 samples that of 'weight'
-        is ... of its norm away ... Pass weight=count_tokens("labels"). ...
+        AssertionError: The gradient depends on the split. With micro-batches of 3 samples, the gradient of
+        'weight' differs from the batch's by ... of its norm. ... Pass weight=count_tokens("labels"). ...
     """
     __tracebackhide__ = True  # pytest shows the line of the test instead
     usable = _usable(sizes, count_samples(batch, **split.paths))
@@ -75,9 +75,11 @@ def assert_split_invariant(
 
 
 def _usable(sizes: Sequence[int | Literal["half"]], samples: int) -> list[int]:
-    """Return sizes that split the batch, the largest first: a BatchNorm fails on single samples."""
+    """Return the sizes that split the batch, largest first, as BatchNorm raises on single samples."""
     if isinstance(sizes, str):
-        raise InputError(f"sizes={sizes!r} is no list of sizes. Pass some, such as sizes=(1, 3, 'half').")
+        raise InputError(
+            f"sizes={sizes!r} is a string, not a list of sizes. Pass a list, such as sizes=(1, 3, 'half')."
+        )
     numbers: set[int] = set()
     for size in sizes:
         number = samples // 2 if size == "half" else size
@@ -87,8 +89,8 @@ def _usable(sizes: Sequence[int | Literal["half"]], samples: int) -> list[int]:
     usable = sorted((number for number in numbers if 0 < number < samples), reverse=True)
     if not usable:
         raise InputError(
-            f"sizes={tuple(sizes)!r} has no size that splits a batch of {samples} samples. Pass a larger "
-            "batch, or a size smaller than it."
+            f"No size of sizes={tuple(sizes)!r} is smaller than the batch of {samples} samples. Pass a "
+            "larger batch, or a smaller size."
         )
     return usable
 
@@ -98,8 +100,11 @@ def _failure(report: Verification, size: int) -> str:
     found = max(report.comparisons, key=lambda one: (not one.exact, one.dtype == "float64", one.largest))
     split = f"With micro-batches of {size} sample{'s' * (size > 1)}"
     if found.exact:
-        first = f"{split} the gradients agree, but the declared loss does not hold for every split."
+        first = f"{split}, the gradients agree, but the loss is not the declared one for every split."
     else:
         worst = max(found.parameters, key=lambda one: one.relative)
-        first = f"{split} that of {worst.name!r} is {worst.relative:.1e} of its norm away from the batch's."
+        first = (
+            f"{split}, the gradient of {worst.name!r} differs from the batch's by {worst.relative:.1e} of "
+            "its norm."
+        )
     return f"The gradient depends on the split. {first}\n{report}"

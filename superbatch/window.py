@@ -1,7 +1,7 @@
-"""Windows: the micro-batches that make one update, taken from a loader that yields micro-batches.
+"""Windows: the micro-batches of one update, taken from a loader that yields micro-batches.
 
-The whole window is on the host before its first backward, so its weight is known and a tail is no special
-case.
+All micro-batches of a window are loaded before its first backward. So the weight of the window is known in
+advance, and a shorter last window (a tail) needs no special case.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Window(Sequence[T]):
     """The micro-batches of one update: an immutable sequence that an accumulator does not split.
 
     Args:
-        microbatches: in order. A window without any is refused by the accumulator, which tells other ranks.
+        microbatches: in order. An empty window raises an error in the accumulator, on all ranks together.
 
     Raises:
         InputError: `microbatches` cannot be iterated over.
@@ -38,8 +38,8 @@ class Window(Sequence[T]):
     __slots__ = ("_microbatches",)
 
     def __init__(self, microbatches: Iterable[T]) -> None:
-        # An empty one is refused where it is used: refused here, no accumulator would know of it, and this
-        # rank's next batch would be summed with the one that other ranks have now.
+        # An empty window raises in the accumulator, not here: an error here would not reach other ranks,
+        # and this rank's next window would be summed with their current one.
         self._microbatches: tuple[T, ...] = tuple(_iterable(microbatches, "micro-batches"))
 
     @overload
@@ -49,7 +49,7 @@ class Window(Sequence[T]):
     def __getitem__(self, index: int | slice) -> Any:
         return self._microbatches[index]
 
-    def __iter__(self) -> Iterator[T]:  # Sequence's own asks for one index after the other
+    def __iter__(self) -> Iterator[T]:  # faster than Sequence's, which calls __getitem__ for each index
         return iter(self._microbatches)
 
     def __len__(self) -> int:
@@ -66,14 +66,14 @@ def windows(
     tail: Tail = "update",
     first_update: int = 0,
 ) -> Iterator[Window[T]]:
-    """Group the micro-batches of a loader into windows; the loader is read lazily.
+    """Group the micro-batches of a loader into windows, reading the loader lazily.
 
     Args:
-        loader: yields micro-batches; its length need not be known.
+        loader: yields micro-batches; it needs no length.
         accumulation_steps: micro-batches per window, or a schedule: a function of the update index.
-        tail: what to do when the data ends inside a window: ``"update"`` yields it as a shorter window
-            (exact: it is normalised by its own weight), ``"drop"`` leaves it out.
-        first_update: index of the first window's update, for a schedule after a restart or in a later epoch.
+        tail: what to do when the data ends inside a window: ``"update"`` yields a shorter window (exact, as
+            it is normalised by its own weight), ``"drop"`` discards it.
+        first_update: update index of the first window, for a schedule after a restart or in a later epoch.
 
     Yields:
         One `Window` per update.
@@ -92,21 +92,22 @@ def windows(
     schedule = as_schedule(accumulation_steps)
     if tail not in get_args(Tail):
         raise InputError(
-            f'tail={tail!r} is unknown. Pass tail="update" for an update of its own, or tail="drop".'
+            f'tail={tail!r} is unknown. Pass tail="update" to train on the shorter last window, or '
+            'tail="drop".'
         )
     return _windows(_iterable(loader, "a loader"), schedule, tail, check_update(first_update, "first_update"))
 
 
 def _windows(loader: Iterable[T], schedule: Schedule, tail: Tail, update: int) -> Iterator[Window[T]]:
     microbatches = iter(loader)
-    # The schedule is asked only for windows that there is something for: it may be a list just long enough.
+    # Call the schedule only when a window has data: it may be a list with exactly as many entries.
     for first in microbatches:
         wanted = schedule(update)
         taken = [first, *islice(microbatches, wanted - 1)]
         if len(taken) < wanted and tail == "drop":
             return
         yield Window(taken)
-        # Nothing of a window may stay alive while the next one is loaded: on the host it can be large.
+        # Free this window before the next one is loaded: both at once could exceed the host's memory.
         del first, taken
         update += 1
 
@@ -115,6 +116,6 @@ def _iterable(given: Any, what: str) -> Iterable[Any]:
     if isinstance(given, Iterable):
         return cast("Iterable[Any]", given)
     raise InputError(
-        f"{what} of type {type(given).__name__} cannot be iterated over. Pass a DataLoader, a list or a "
-        "generator of micro-batches."
+        f"{what} of type {type(given).__name__} is not iterable. Pass a DataLoader, a list or a generator of "
+        "micro-batches."
     )

@@ -3,10 +3,10 @@
 Every file has three functions with one signature, so that a case means the same thing for every column:
 
 * ``train(task)``: the documented loop over the task's micro-batches;
-* ``resume(task)``: the same, killed after ``task.stop_after`` micro-batches and continued from a checkpoint;
-* ``leave(task)``: the first of two epochs is left by `break` after ``task.stop_after`` micro-batches.
+* ``resume(task)``: the same, killed after ``task.stop_after`` micro-batches and resumed from a checkpoint;
+* ``leave(task)``: two epochs, the first of which ends by `break` after ``task.stop_after`` micro-batches.
 
-Each returns the parameters after training (`libraries` loads the file of a column that is asked for).
+Each returns the parameters after training. `libraries` loads the file of a selected column.
 """
 
 from dataclasses import dataclass
@@ -56,5 +56,7 @@ def choose(names: str) -> list[Peer]:
     unknown = wanted - {peer.name for peer in PEERS}
     if unknown:
         known = ", ".join(peer.name for peer in PEERS)
-        raise ValueError(f"unknown peers {', '.join(sorted(unknown))}; known: all, none, {known}")
+        raise ValueError(
+            f"--peers {', '.join(sorted(unknown))!r} is unknown. Pass all, none, or some of {known}."
+        )
     return [peer for peer in PEERS if peer.name in wanted | control]

@@ -1,10 +1,10 @@
-"""The loops that a careful and a usual programmer write: what all others are measured against."""
+"""Hand-written loops, the best and the usual one, as baselines."""
 
 from .work import Window, Work, loss_of
 
 
 def best(work: Work, variant: str | None = None) -> Window:
-    """Weighted by samples, one expression for each micro-batch: no output and no loss outlives its turn.
+    """Weighted by samples, one expression per micro-batch, which keeps no outputs or losses.
 
     Variants: None is given its micro-batches; "slices" cuts the batch itself; "reads" also reads the loss
     once for each window; "zeroes last" frees the gradients after the update, not before the next window:
@@ -49,7 +49,7 @@ def best(work: Work, variant: str | None = None) -> Window:
 
 
 def usual(work: Work, variant: str | None = None) -> Window:
-    """`outputs = ...; loss = ...` in a loop: both live on while the next micro-batch goes forward."""
+    """`outputs = ...; loss = ...` in a loop: both stay alive during the next forward."""
     model, optimizer = work.build()
     model.train()
     given = work.microbatches()

@@ -15,7 +15,7 @@ WINDOWS = {"largest": 4, "auto": 8}
 
 
 def find(work: Work, watch: Watch, variant: str | None) -> Found:
-    """Train; the search goes on meanwhile. Then a window of two micro-batches of the largest size found."""
+    """Train, which includes the search. Then run a window of two micro-batches of the largest size found."""
     model, optimizer = work.build()
     watch.see(model)
 

@@ -48,7 +48,7 @@ FINDERS = {
 
 @dataclass(frozen=True)
 class Found:
-    """What a search led to.
+    """Result of a search.
 
     Attributes:
         chosen: samples of the micro-batch that the finder decided for; 0 if it found none.
@@ -69,7 +69,7 @@ class Found:
 
 @dataclass
 class Watch:
-    """Counts the forwards of a model, and what became of them.
+    """Counts of the forwards of a model, by result.
 
     Attributes:
         forwards: samples of every real forward that began, in order.
@@ -125,7 +125,7 @@ class Watch:
         self.windows.append(self.forwards[sum(map(len, self.windows)) :])
 
     def counts(self) -> dict[str, object]:
-        """What was counted."""
+        """Return the counts."""
         return {
             "forwards": self.forwards,
             "failed": sum(end in ("forward", "backward", "adding") for end in self.ends),

@@ -62,7 +62,7 @@ def make_trainer(
     callback: TrainerCallback | None = None,
     save: bool = False,
 ) -> tuple[Trainer, Module]:
-    """A Trainer that only trains (and saves at updates if asked)."""
+    """A Trainer that only trains (and saves at updates on request)."""
     module = Module(task)
     arguments = arguments_for(
         folder=folder,
@@ -139,7 +139,7 @@ class LeaveEpoch(TrainerCallback):
 
 
 def resume(task: Task, variant: str | None = None) -> Parameters:
-    """Killed inside a window: it saves at updates only, so it goes back and replays the window."""
+    """Killed inside a window: it saves at updates only, so it replays the window."""
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.suppress(Killed):
             make_trainer(task, folder, variant, Die(task.stop_after), save=True)[0].train()

@@ -1,7 +1,7 @@
-"""The libraries that the files of this folder drive: which are there, and how a file is loaded.
+"""Detection of installed libraries, and import of the files of this folder that use them.
 
-A file imports its library at the top and is imported only when it is asked for, so that a missing library
-costs one row or column and not the program.
+A file imports its library at the top and is imported only when it is selected, so a missing library removes
+one row or column only.
 """
 
 import importlib

@@ -1,6 +1,6 @@
-"""superbatch in its three forms: windows of micro-batches, whole batches, and the loop that the user owns.
+"""superbatch in three forms: windows of micro-batches, whole batches, and the user's own loop.
 
-Every form is run and the scorecard shows the worst.
+Every form is run, and the scorecard shows the worst.
 """
 
 import io
@@ -26,7 +26,7 @@ REMARKS = {
 
 
 class Interrupted(Exception):
-    """What a user's own code may raise inside a window."""
+    """An exception of the user's code inside a window."""
 
 
 class _Run:
@@ -58,7 +58,7 @@ class _Run:
         return self.task.loss(self.model(microbatch["inputs"]), microbatch)
 
     def batches(self) -> Iterator[Any]:
-        """What one epoch gives to the accumulator."""
+        """Return the inputs of the accumulator in one epoch."""
         if self.form == "whole batches":
             return iter(self.task.whole().loader())
         return iter(windows(self.task.loader(), self.task.accumulation_steps))

@@ -1,4 +1,4 @@
-"""What every column is asked to do: one small training, described without any library."""
+"""Task of every column: one small training, described without any library."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

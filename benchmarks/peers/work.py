@@ -1,4 +1,4 @@
-"""What every column of the overhead benchmark does, and how a Trainer is run one window at a time."""
+"""Work of every column of the overhead benchmark, and a Trainer that runs one window at a time."""
 
 import threading
 import time

@@ -1,1 +1,1 @@
-"""Batches: their structure, their samples, and how they are cut into micro-batches."""
+"""Structure of batches, their samples, and their split into micro-batches."""

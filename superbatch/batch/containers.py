@@ -1,13 +1,11 @@
 # pyright: strict
 """Leaves and containers of a batch: scalars, arrays, and containers that can be rebuilt from their parts.
 
-Everything is distinguished by duck typing, so that no framework is imported. Three rules hold for every
-container:
+Types are recognised by duck typing, so no framework is imported. Three rules hold for every container:
 
-* `children` and `rebuilder` agree: the values that `children` lists, in its order, are what the rebuilder
-  takes.
+* The rebuilder takes the values that `children` lists, in the same order.
 * A rebuilt container has the type of the original and shares no mutable storage with it.
-* What cannot be rebuilt safely is refused, never approximated.
+* A container that cannot be rebuilt safely raises `SplitError`.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ Rebuild = Callable[[list[Any]], Any]
 
 
 def kind_of(value: Any) -> Any:
-    """The type of a value, for tests of its methods; a type checker would know it only in part.
+    """Return the type of a value as `Any`, so that its methods can be tested without type errors.
 
     Args:
         value: anything.
@@ -63,7 +61,7 @@ def kind_of(value: Any) -> Any:
 
 
 def is_scalar(value: Any) -> bool:
-    """Return whether a value is one piece of data that has no samples: a number, a text, a date, None.
+    """Return True for a single piece of data without samples: a number, a text, a date, None.
 
     Args:
         value: anything.
@@ -79,10 +77,10 @@ def is_scalar(value: Any) -> bool:
 
 
 def array_shape(value: Any) -> tuple[int, ...] | None:
-    """The shape of an array of any framework, or None when the value is no array.
+    """Return the shape of an array of any framework, or None if the value is not an array.
 
-    An array has a `shape` with a length and can be indexed. A container is no array because one of its
-    entries is called "shape": mappings need `shape` on their class, and fields of tuples and dataclasses do
+    An array has a `shape` with a length and can be indexed. An entry of a container that is called "shape"
+    does not make it an array: mappings need `shape` on their class, and fields of tuples and dataclasses do
     not count.
 
     Args:
@@ -99,7 +97,7 @@ def array_shape(value: Any) -> tuple[int, ...] | None:
     if isinstance(value, (tuple, list, dict)) or not hasattr(kind, "__getitem__"):
         return None
     if isinstance(value, Mapping) and not hasattr(kind, "shape"):
-        return None  # its __getattr__ may answer for an entry named "shape"
+        return None  # its __getattr__ may return an entry named "shape"
     if "shape" in getattr(kind, "__dataclass_fields__", ()):
         return None
     try:
@@ -107,13 +105,13 @@ def array_shape(value: Any) -> tuple[int, ...] | None:
     except (AttributeError, RuntimeError):  # torch's strided NestedTensor raises RuntimeError
         return None
     if isinstance(shape, tuple):
-        # A TensorDict without a batch size is a mapping of arrays; with one it is sliced as an array.
+        # A TensorDict without a batch size is walked as a mapping; with one it is sliced like an array.
         return cast("tuple[int, ...]", shape) if shape or not isinstance(value, Mapping) else None
     return _shape_of_other_type(shape)
 
 
 def _shape_of_other_type(shape: Any) -> tuple[int, ...] | None:
-    """TensorFlow's TensorShape is no tuple; an attribute `shape` of another meaning is no shape."""
+    """Convert a shape such as TensorFlow's TensorShape; None for an attribute of another meaning."""
     try:
         return tuple(int(size) for size in shape)
     except TypeError:
@@ -121,7 +119,7 @@ def _shape_of_other_type(shape: Any) -> tuple[int, ...] | None:
 
 
 def is_record(value: Any) -> bool:
-    """Tell if a tuple has named fields (a namedtuple, a structseq), so that its entries are no samples.
+    """Return True for a tuple with named fields (namedtuple, structseq): its entries are not samples.
 
     Args:
         value: anything.
@@ -139,7 +137,7 @@ def is_record(value: Any) -> bool:
 
 
 def is_flat(value: Any) -> bool:
-    """Tell if a list or tuple holds nothing but scalars and 0-d arrays, so that its entries are samples.
+    """Return True for a list or tuple of scalars and 0-d arrays only: its entries are samples.
 
     Args:
         value: anything.
@@ -155,12 +153,12 @@ def is_flat(value: Any) -> bool:
         return False
     entries = cast("list[Any]", value)
     if all(issubclass(kind, SCALARS) for kind in set(map(type, entries))):
-        return True  # one check for each type: collated texts may be many
+        return True  # one check per type, as a list of texts may be long
     return all(is_scalar(entry) or array_shape(entry) == () for entry in entries)
 
 
 def is_list_subclass(value: Any) -> bool:
-    """Return whether a value is of a type derived from list or tuple, whose slices lose that type.
+    """Return True for a subclass of list or tuple, whose slices are plain lists or tuples.
 
     Args:
         value: anything.
@@ -176,13 +174,13 @@ def is_list_subclass(value: Any) -> bool:
 
 
 def is_torch_packed_sequence(value: Any) -> bool:
-    """Return whether a value is torch's PackedSequence: a namedtuple of data interleaved by time.
+    """Return True for torch's PackedSequence, a namedtuple of data interleaved by time.
 
     Args:
         value: anything.
 
     Returns:
-        True for PackedSequence, known by its name.
+        True for a tuple type called "PackedSequence"; torch is not imported.
 
     Examples:
         >>> is_torch_packed_sequence((1, 2))
@@ -192,7 +190,7 @@ def is_torch_packed_sequence(value: Any) -> bool:
 
 
 def children(value: Any) -> list[tuple[str, Any]] | None:
-    """The entries of a container as (name, value), or None when the value is no container.
+    """Return the entries of a container as (name, value), or None if the value is not a container.
 
     Args:
         value: a mapping, list, tuple, namedtuple or dataclass instance, or anything else.
@@ -217,7 +215,7 @@ def children(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def rebuilder(value: Any, path: str) -> Rebuild:
-    """The function that makes a container like this one from new values.
+    """Return a function that makes a container like this one from new values.
 
     Args:
         value: a container (see `children`).
@@ -258,7 +256,7 @@ def _rebuild_guarded(value: Any, values: list[Any], path: str) -> Any:
         return _rebuild_dataclass(value, values)
     except Exception as error:
         raise SplitError(
-            f"The {kind.__module__}.{kind.__qualname__} at path {path!r} cannot be made anew from its "
+            f"The {kind.__module__}.{kind.__qualname__} at path {path!r} cannot be constructed from its "
             f"entries ({type(error).__name__}: {error}). Pass a dict, list, tuple, namedtuple or dataclass, "
             f"or declare unsplit=({path!r},)."
         ) from error
@@ -266,9 +264,9 @@ def _rebuild_guarded(value: Any, values: list[Any], path: str) -> Any:
 
 def _rebuild_mapping(value: Mapping[Any, Any], values: list[Any]) -> Any:
     kind = kind_of(value)
-    items = dict(zip(value.keys(), values, strict=True))  # iterating over a TensorDict is not over its keys
+    items = dict(zip(value.keys(), values, strict=True))  # not iter(value): a TensorDict yields rows there
     if not isinstance(value, (dict, UserDict)) and not hasattr(kind, "__copy__"):
-        # copy.copy would share the storage with the original, and writing would change the user's batch.
+        # copy.copy would share storage with the original, and the writes below would change the user's batch.
         new = kind(items)
         if len(new.keys()) != len(items) or any(new[key] is not entry for key, entry in items.items()):
             raise TypeError("its constructor does not take a dict of its entries")
@@ -276,11 +274,11 @@ def _rebuild_mapping(value: Mapping[Any, Any], values: list[Any]) -> Any:
     new = copy.copy(cast("Any", value))
     attributes = getattr(value, "__dict__", {})
     if attributes is value:
-        new.__dict__ = new  # the copy's attributes would be the original's entries
+        new.__dict__ = new  # else the attributes of the copy would still be the entries of the original
     for key, entry in items.items():
         new[key] = entry
         if key in attributes and attributes[key] is value[key]:
-            new.__dict__[key] = entry  # entries mirrored as attributes
+            new.__dict__[key] = entry  # some mappings hold each entry as an attribute too
     return new
 
 
@@ -289,14 +287,15 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def _set_fields(value: Any) -> list[str]:
-    """Fields with init=False may not have been set."""
+    """Return the names of fields that have a value; a field with init=False may have none."""
     names = [field.name for field in dataclasses.fields(value)]
     return [name for name in names if hasattr(value, name)]
 
 
 def _rebuild_dataclass(value: Any, values: list[Any]) -> Any:
-    """Without __init__ and __post_init__: fields with init=False and InitVars could not be passed again."""
+    """Copy a dataclass instance with new values for its fields."""
     kind = kind_of(value)
+    # Not through __init__: fields with init=False and InitVars cannot be passed to it.
     new = kind.__new__(kind)
     for name in _slots(kind):
         if hasattr(value, name):
@@ -304,7 +303,7 @@ def _rebuild_dataclass(value: Any, values: list[Any]) -> Any:
     if hasattr(value, "__dict__"):
         new.__dict__.update(value.__dict__)
     for name, entry in zip(_set_fields(value), values, strict=True):
-        object.__setattr__(new, name, entry)  # also when frozen
+        object.__setattr__(new, name, entry)  # works for frozen dataclasses too
     return new
 
 

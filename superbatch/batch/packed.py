@@ -1,11 +1,11 @@
 # pyright: strict
-"""Packed sequences: laid end to end in one token dimension, with offsets that say where each begins.
+"""Packed sequences: laid end to end in one token dimension, with the offset of each sequence.
 
 A mapping, dataclass or namedtuple is a packed group when it holds an offsets entry (`cu_seqlens`,
 `cu_seq_lens`, each also with `_q` and `_k`), as FlashAttention and Hugging Face's flattening collators write
 them. Its samples are the sequences. A micro-batch of sequences a..b holds the tokens offsets[a]..offsets[b],
-and offsets that start at 0 again. Values inside token arrays are not changed: numbers of sequences
-(`seq_idx`) tell sequences apart as before, but do not start at 0.
+and its offsets start at 0. Values inside token arrays are not changed: sequence numbers (`seq_idx`) still
+identify sequences, but do not start at 0.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ OFFSETS = frozenset(
 )
 LONGEST = frozenset(f"{name}{suffix}" for name in ("max_seqlen", "max_length") for suffix in ("", "_q", "_k"))
 
-# The samples of a micro-batch: some that follow one another, or a list of positions in the batch.
+# The samples of a micro-batch: a range, or a list of positions in the batch.
 Samples = range | list[int]
-# take(samples, longest): the part of a micro-batch. `longest` is how many positions `trim` leaves it.
+# take(samples, longest) returns the part of a micro-batch; `trim` leaves it `longest` positions.
 Take = Callable[[Samples, int | None], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The offsets of one packed group, checked.
+    """Checked offsets of one packed group.
 
     Args:
-        path: where the group is in the batch.
+        path: path of the group in the batch.
         samples: the number of sequences.
-        offsets: for each offsets entry its values on the host, each starting with 0 and ending with its token
-            total.
+        offsets: values on the host by name of the offsets entry; each starts with 0 and ends with its number
+            of tokens.
 
     Examples:
         >>> read_packed("", {"cu_seqlens": [0, 2, 5]})
@@ -50,7 +50,7 @@ class Packed:
     offsets: Mapping[str, tuple[int, ...]]
 
     def by_total(self) -> dict[int, tuple[int, ...]]:
-        """The offsets of each token total; unambiguous after `read_packed`."""
+        """Return the offsets by number of tokens; `read_packed` has refused two with the same number."""
         return {offsets[-1]: offsets for offsets in self.offsets.values()}
 
 
@@ -77,8 +77,8 @@ def read_packed(path: str, entries: Mapping[str, Any]) -> Packed:
     counts = {name: len(values) - 1 for name, values in offsets.items()}
     if len(set(counts.values())) > 1:
         raise SplitError(
-            f"The offsets at path {path!r} have {_listed(counts)} sequences, and those of one packed group "
-            "must have as many. Give queries and keys one entry for each sequence."
+            f"The offsets at path {path!r} differ in their number of sequences: {_listed(counts)}. Give "
+            "queries and keys one entry for each sequence."
         )
     _refuse_ambiguous_totals(path, offsets)
     return Packed(path, next(iter(counts.values())), offsets)
@@ -90,17 +90,17 @@ def _refuse_ambiguous_totals(path: str, offsets: dict[str, tuple[int, ...]]) -> 
         other = first.setdefault(values[-1], name)
         if offsets[other] != values:
             raise SplitError(
-                f"{other!r} and {name!r} at path {path!r} have {values[-1]} tokens in total and different "
-                "offsets, so an array of that length may follow either. Put queries and keys into two "
+                f"{other!r} and {name!r} at path {path!r} both have {values[-1]} tokens but different "
+                "offsets, so an array of that length may belong to either. Put queries and keys into two "
                 "mappings, each with its own offsets."
             )
 
 
 def read_offsets(path: str, value: Any) -> tuple[int, ...]:
-    """Read one offsets entry to the host and check it.
+    """Copy one offsets entry to the host and check it.
 
     Args:
-        path: where the entry is in the batch.
+        path: path of the entry in the batch.
         value: 1-d integer array, or a list or tuple of ints, of length sequences + 1.
 
     Returns:
@@ -120,8 +120,8 @@ def read_offsets(path: str, value: Any) -> tuple[int, ...]:
     if wrong is None:
         return tuple(host)
     raise SplitError(
-        f"The offsets of packed sequences at path {path!r} cannot be used: {wrong}. Pass the cumulative "
-        f"lengths [0, n1, n1+n2, ...], or, if the entry means something else, declare unsplit=({path!r},) or "
+        f"The offsets of packed sequences at path {path!r} are invalid: {wrong}. Pass the cumulative "
+        f"lengths [0, n1, n1+n2, ...]. If the entry means something else, declare unsplit=({path!r},) or "
         f"per_sample=({path!r},)."
     )
 
@@ -139,7 +139,7 @@ def _wrong_offsets(values: Sequence[Any]) -> str | None:
 
 
 def offsets_take(value: Any) -> Take:
-    """Pieces of an offsets entry, starting at 0 again, of the same type and dtype.
+    """Return a function that cuts an offsets entry; the result starts at 0 and keeps type and dtype.
 
     Args:
         value: the offsets, as in the batch.
@@ -159,7 +159,7 @@ def offsets_take(value: Any) -> Take:
     def take(samples: Samples, _: int | None) -> Any:
         if isinstance(samples, range):
             return value[samples.start : samples.stop + 1] - value[samples.start]
-        offsets = value[[0] * (len(samples) + 1)]  # zeros of its type and dtype, in memory of their own
+        offsets = value[[0] * (len(samples) + 1)]  # new zeros of the same type and dtype
         offsets[1:] = (value[1:] - value[:-1])[samples].cumsum(0)
         return offsets
 
@@ -167,7 +167,7 @@ def offsets_take(value: Any) -> Take:
 
 
 def tokens_take(value: Any, dimension: int, offsets: Sequence[int]) -> Take:
-    """Pieces of an array in which sequences lie end to end.
+    """Return a function that cuts an array in which sequences lie end to end.
 
     Args:
         value: the array.
@@ -194,7 +194,7 @@ def tokens_take(value: Any, dimension: int, offsets: Sequence[int]) -> Take:
 
 
 def longest_take(value: Any, name: str, packed: Packed) -> Take:
-    """The longest sequence of each piece, for entries such as `max_seqlen_q`, of the same type and dtype.
+    """Return a function that gives a micro-batch its longest sequence, for entries such as `max_seqlen_q`.
 
     Args:
         value: the entry, as in the batch: an int or an array with one integer.
@@ -222,14 +222,14 @@ def longest_take(value: Any, name: str, packed: Packed) -> Take:
 
 
 def is_longest(name: str, value: Any) -> bool:
-    """Return whether an entry states the longest sequence: its name says so, and it holds one integer.
+    """Return True for an entry that states the longest sequence, by its name, with one integer.
 
     Args:
         name: the entry's name.
         value: the entry.
 
     Returns:
-        True when pieces must recompute it.
+        True if it must be recomputed for each micro-batch.
 
     Examples:
         >>> is_longest("max_seqlen", 7), is_longest("max_seqlen", None), is_longest("size", 7)
@@ -246,15 +246,15 @@ def token_dimension(shape: tuple[int, ...], path: str, packed: Packed) -> tuple[
 
     Args:
         shape: the array's shape, at least 1-d.
-        path: where the array is in the batch.
+        path: path of the array in the batch.
         packed: the group's offsets.
 
     Returns:
-        (0, None) for an array with one entry for each sequence; (0, offsets) for tokens first; (1, offsets)
-        for shape[:2] == (1, tokens).
+        (0, None) for an array with one entry for each sequence; (0, offsets) for tokens in the first
+        dimension; (1, offsets) for shape[:2] == (1, tokens).
 
     Raises:
-        SplitError: when the shape fits neither, or more than one.
+        SplitError: when the shape fits none of these, or more than one.
 
     Examples:
         >>> packed = read_packed("", {"cu_seqlens": [0, 2, 5]})
@@ -273,14 +273,14 @@ def token_dimension(shape: tuple[int, ...], path: str, packed: Packed) -> tuple[
     if first == packed.samples:
         return 0, None
     raise SplitError(
-        f"The array of shape {tuple(shape)} at path {path!r}, beside packed sequences at {packed.path!r}, "
-        f"does not have the length of the tokens ({_totals(packed)}) or of the sequences ({packed.samples}). "
-        f"Keep it whole with unsplit=({path!r},), or bring the tokens to its first dimension."
+        f"The array of shape {tuple(shape)} at path {path!r} does not fit the packed sequences at path "
+        f"{packed.path!r}, which have {_totals(packed)} tokens in {packed.samples} sequences. Declare "
+        f"unsplit=({path!r},) to keep it whole, or move the tokens to its first dimension."
     )
 
 
 def not_followed(packed: Packed) -> SplitError:
-    """The error for offsets that no array beside them follows.
+    """Return the error for offsets without an array of tokens beside them.
 
     Args:
         packed: the group's offsets.
@@ -290,26 +290,26 @@ def not_followed(packed: Packed) -> SplitError:
 
     Examples:
         >>> packed = read_packed("", {"cu_seqlens": [0, 5]})
-        >>> "has their 5 tokens" in str(not_followed(packed))
+        >>> "have 5 tokens" in str(not_followed(packed))
         True
     """
     return SplitError(
-        f"No array beside the offsets of {packed.samples} packed sequences at path {packed.path!r} has their "
-        f"{_totals(packed)} tokens. Put the token arrays and their offsets into the same mapping, or declare "
-        "the offsets in unsplit=(...)."
+        f"The {packed.samples} packed sequences at path {packed.path!r} have {_totals(packed)} tokens, and "
+        "no array beside their offsets has that length. Put the token arrays and their offsets into the same "
+        "mapping, or declare the offsets in unsplit=(...)."
     )
 
 
 def _same_cut(offsets: tuple[int, ...] | None) -> bool:
-    """As many tokens as sequences is no question where every sequence is one token."""
+    """Return True if cutting by tokens and by sequences is the same: every sequence is one token."""
     return offsets is None or offsets == tuple(range(len(offsets)))
 
 
 def _fits_two(shape: tuple[int, ...], path: str, packed: Packed) -> SplitError:
     return SplitError(
         f"The array of shape {tuple(shape)} at path {path!r} fits both the {packed.samples} packed sequences "
-        f"beside it and their {_totals(packed)} tokens. Keep it whole with unsplit=({path!r},), split it by "
-        f"sequences with per_sample=({path!r},), or leave out empty sequences."
+        f"beside it and their {_totals(packed)} tokens. Declare unsplit=({path!r},) to keep it whole, "
+        f"per_sample=({path!r},) to split it by sequences, or leave out empty sequences."
     )
 
 

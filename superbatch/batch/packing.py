@@ -1,13 +1,13 @@
 # pyright: strict
 """Packing of samples of unequal lengths: the fewest micro-batches under a budget.
 
-* In the batch's order, and in the order of length where padding counts, a partition into consecutive samples
-  is searched. It is the best there is: for the cost samples x longest, no other grouping has fewer parts or a
-  smaller largest part than one of consecutive samples in the order of length (swap samples between two parts
-  until the longer ones are together: neither cost grows).
-* Where samples may change places and padding does not count, this is bin packing: best fit, largest first.
-  That has at most 11/9 of the fewest parts but for a constant (Johnson et al. 1974, doi:10.1137/0203025), and
-  it is used only where it has no more parts than without changing places.
+* Without sorting, and where padding counts, micro-batches are consecutive samples: of the batch, or of the
+  batch sorted by length. For the cost samples x longest, sorting by length is optimal: no other grouping has
+  fewer micro-batches or a smaller largest one (swapping samples of two micro-batches until the longer ones
+  are together raises neither cost).
+* With sorting and without padding this is bin packing, solved by best fit, largest sample first. It needs at
+  most 11/9 of the fewest micro-batches plus a constant (Johnson et al. 1974, doi:10.1137/0203025), and is
+  used only if it needs no more than the batch's own order.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ Fill = Callable[[list[int], int], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The micro-batches of one batch: which samples, how many in each, and how long they are.
+    """Assignment of the samples of one batch to micro-batches.
 
     Args:
-        order: the position in the batch of each sample, micro-batch after micro-batch; None: as in the batch.
+        order: positions in the batch, micro-batch after micro-batch; None: the order of the batch.
         sizes: the number of samples of each micro-batch.
-        reach: how many positions each sample of the batch needs (in the batch's order); None: nothing is
-            trimmed.
+        reach: positions that each sample needs, in the order of the batch; None: nothing is trimmed.
 
     Examples:
         >>> packing = Packing([2, 0, 1], [1, 2], [3, 1, 9])
@@ -53,14 +52,14 @@ class Packing:
         return max(self.reach[i] for i in self.indices(start, stop))
 
     def indices(self, start: int, stop: int) -> list[int]:
-        """The positions in the batch of samples start..stop of the order.
+        """Return the positions in the batch of samples start..stop of the order.
 
         Args:
             start: the first sample, a position in the order.
             stop: one past the last.
 
         Returns:
-            The positions, such as name the samples' random streams.
+            The positions. They also identify the samples' random streams.
 
         Examples:
             >>> Packing([2, 0, 1], [1, 2]).indices(1, 3), Packing(None, [1, 2]).indices(1, 3)
@@ -77,7 +76,7 @@ class Packing:
             stop: one past the last.
 
         Returns:
-            A micro-batch. Any range may be taken, not only those of `sizes`.
+            A micro-batch. The range need not be one of `sizes`.
 
         Raises:
             SplitError: when more than padding would be cut off, or an array cannot be cut like this.
@@ -94,9 +93,9 @@ def pack(batch: Any, samples: int, budget: TokenBudget) -> Packing:
     """Decide which samples of a batch share a micro-batch.
 
     Args:
-        batch: the batch, of which the budget reads the lengths.
+        batch: the batch; the budget reads the lengths from it.
         samples: the number of its samples.
-        budget: how much a micro-batch may hold, and what may be done for it.
+        budget: most tokens of a micro-batch, and whether samples may be sorted and padding trimmed.
 
     Returns:
         Order, sizes and lengths.
@@ -112,8 +111,8 @@ def pack(batch: Any, samples: int, budget: TokenBudget) -> Packing:
     tokens, reach = budget.sample_lengths(batch)
     if len(tokens) != samples:
         raise InputError(
-            f"{budget!r} gives {len(tokens)} lengths for a batch of {samples} samples. Correct what lengths= "
-            "names or returns: one for each sample."
+            f"{budget!r} gives {len(tokens)} lengths for a batch of {samples} samples. Pass lengths= that "
+            "gives one length for each sample."
         )
     costs, fill = (reach, _fill_padded) if budget.padded else (tokens, _fill)
     _refuse_above(costs, budget.tokens)
@@ -129,11 +128,11 @@ def pack(batch: Any, samples: int, budget: TokenBudget) -> Packing:
 
 
 def near_equal_cost(costs: Sequence[int], budget: int, *, padded: bool = False) -> list[int]:
-    """Divide samples, in order, into the fewest micro-batches under a budget, the largest as small as can be.
+    """Divide samples, in order, into the fewest micro-batches under a budget, near-equal in cost.
 
-    Among all contiguous partitions with cost(part) <= budget for every part: the fewest parts; among those,
-    the smallest possible max cost(part). The cost of a part is the sum of its samples' costs; with `padded`,
-    their number times the largest.
+    Of all divisions into consecutive samples with cost <= budget for each micro-batch, those with the fewest
+    micro-batches; of these, the one whose costliest micro-batch costs least. A micro-batch costs the sum of
+    its samples' costs; with `padded`, the number of its samples times the largest cost.
 
     Args:
         costs: cost of each sample (for example its tokens), ints >= 0, at least one sample.
@@ -144,7 +143,7 @@ def near_equal_cost(costs: Sequence[int], budget: int, *, padded: bool = False) 
         The number of samples of each micro-batch; their sum is len(costs).
 
     Raises:
-        InputError: when costs or budget are no such ints.
+        InputError: when costs or budget are anything else.
         SplitError: when one sample alone is above the budget.
 
     Examples:
@@ -163,25 +162,24 @@ def _refuse_above(costs: list[int], budget: int) -> None:
     most = max(costs)
     if most > budget:
         raise SplitError(
-            f"Sample {costs.index(most)} has cost {most}, which is above the budget of {budget} for a "
-            "micro-batch. Raise the budget, or shorten or leave out the sample."
+            f"Sample {costs.index(most)} costs {most}, more than the budget of {budget} for a micro-batch. "
+            "Raise the budget, or shorten or leave out the sample."
         )
 
 
 def _even(costs: list[int], budget: int, fill: Fill) -> list[int]:
-    """The fewest consecutive parts under the budget, the largest as small as can be."""
+    """Return sizes of the fewest consecutive parts under the budget, the largest as small as possible."""
     fewest = len(fill(costs, budget))
     low, high = max(*costs, -(-sum(costs) // fewest)), budget
-    while (
-        low < high
-    ):  # a smaller cap never needs fewer parts, so the smallest cap that keeps their number is found
+    # Bisection is valid: a smaller cap never needs fewer parts.
+    while low < high:
         cap = (low + high) // 2
         low, high = (low, cap) if len(fill(costs, cap)) <= fewest else (cap + 1, high)
     return fill(costs, low)
 
 
 def _fill(costs: list[int], cap: int) -> list[int]:
-    """Fill each part up to the cap before the next begins: the fewest parts under that cap."""
+    """Fill each part up to the cap before starting the next, which gives the fewest parts."""
     sizes: list[int] = []
     size = spent = 0
     for cost in costs:
@@ -193,7 +191,7 @@ def _fill(costs: list[int], cap: int) -> list[int]:
 
 
 def _fill_padded(costs: list[int], cap: int) -> list[int]:
-    """The same, where each sample of a part costs as much as its longest."""
+    """Fill parts as `_fill` does, with each sample of a part costing as much as the longest."""
     sizes: list[int] = []
     size = longest = 0
     for cost in costs:
@@ -206,24 +204,24 @@ def _fill_padded(costs: list[int], cap: int) -> list[int]:
 
 
 def _bins(costs: list[int], budget: int) -> tuple[list[int], list[int]]:
-    """Order and sizes of few parts under the budget, in any order of samples, near-equal in cost."""
+    """Return order and sizes of few parts under the budget, near-equal in cost, samples in any order."""
     largest_first = sorted(range(len(costs)), key=lambda i: -costs[i])
     bins = _best_fit(costs, largest_first, budget)
     in_order = _even(costs, budget, _fill)
-    if len(in_order) < len(bins):  # it happens, though rarely
+    if len(in_order) < len(bins):  # rare: best fit is a heuristic
         return list(range(len(costs))), in_order
     least = max(-(-sum(costs) // budget), sum(2 * cost > budget for cost in costs), 1)
     for count in range(len(bins), least - 1, -1):
         evened = _evened(costs, largest_first, count)
         if max(sum(costs[i] for i in part) for part in evened) > budget:
             break
-        bins = evened  # near-equal; and sometimes it finds room for one part less
+        bins = evened  # near-equal, and sometimes one part fewer
     bins.sort(key=lambda part: -sum(costs[i] for i in part))
     return [i for part in bins for i in part], [len(part) for part in bins]
 
 
 def _best_fit(costs: list[int], largest_first: list[int], budget: int) -> list[list[int]]:
-    """Put each sample where it leaves the least room, and into a new part where it fits nowhere."""
+    """Put each sample into the part where it leaves the least room, or into a new part if none has room."""
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (room left, part), sorted
     for i in largest_first:

@@ -1,7 +1,7 @@
 # pyright: strict
-"""Paths: how a part of a nested batch is named, and found again.
+"""Paths: names of the parts of a nested batch, and lookup by them.
 
-A path is dotted text of keys, indices and field names: "labels", "0.images", "meta.ids"; the batch itself is
+A path joins keys, indices and field names with dots: "labels", "0.images", "meta.ids"; the batch itself is
 "".
 """
 
@@ -14,17 +14,17 @@ from typing import Any, Final, cast
 from ..errors import InputError
 from .containers import array_shape, children, is_flat
 
-_LISTED: Final = 30  # paths that an error text lists before it says how many more there are
-ABSENT: Final = object()  # what `find` gives when there is no such part; None may be a part
+_LISTED: Final = 30  # most paths that an error text lists
+ABSENT: Final = object()  # returned by `find` when there is no such part, as None may be a part
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One part of a batch that is not taken apart further.
+    """A part of a batch that is cut or kept whole, not walked further.
 
     Args:
-        path: where it is: dotted text, "" for the batch itself.
-        length: how many samples it has; None when it is kept whole.
+        path: its path, "" for the batch itself.
+        length: number of its samples; None if it is kept whole.
 
     Examples:
         >>> Leaf("labels", 8)
@@ -40,8 +40,8 @@ def get(batch: Any, path: str) -> Any:
 
     Args:
         batch: any nested batch.
-        path: dotted text of keys (as text), indices and field names; "" gives the batch itself. A key that
-            itself contains dots is found too; where two readings exist, the longest key wins.
+        path: keys (as text), indices and field names, joined by dots; "" is the batch itself. Keys may
+            contain dots; if a path can be read in two ways, the longest key is taken.
 
     Returns:
         The part.
@@ -54,17 +54,17 @@ def get(batch: Any, path: str) -> Any:
         (20, 'seven')
     """
     if type(path) is not str:
-        raise InputError(f'path={path!r} is not text. Write it as in "inputs.labels".')
+        raise InputError(f'path={path!r} is not a str. Pass a path such as "inputs.labels".')
     found = find(batch, path)
     if found is ABSENT:
         raise InputError(
-            f"The batch has no part at path {path!r}. Use one of its paths: {listed_paths(batch)}."
+            f"The batch has no part at path {path!r}. Pass one of its paths: {listed_paths(batch)}."
         )
     return found
 
 
 def join(path: str, name: str) -> str:
-    """A path one level deeper.
+    """Return the path of an entry of a container.
 
     Args:
         path: the container's path; "" for the batch itself.
@@ -81,7 +81,7 @@ def join(path: str, name: str) -> str:
 
 
 def find(node: Any, path: str) -> Any:
-    """Look up a part as `get` does, without an error.
+    """Look up a part as `get` does, without raising.
 
     Args:
         node: any nested batch.
@@ -96,7 +96,7 @@ def find(node: Any, path: str) -> Any:
     """
     if not path:
         return node
-    if type(node) is dict and path in node:  # most often it is this; and of 1 and "1" the text is meant
+    if type(node) is dict and path in node:  # the usual case; of the keys 1 and "1" it takes the text
         return cast("dict[Any, Any]", node)[path]
     entries = dict(children(node) or [])
     if path in entries:
@@ -116,7 +116,7 @@ def all_paths(batch: Any, path: str = "") -> Iterator[str]:
 
     Args:
         batch: any nested batch.
-        path: where it is, when it is itself a part.
+        path: path of `batch` itself, if it is part of a larger batch.
 
     Yields:
         The paths, outer parts before inner ones.
@@ -133,11 +133,11 @@ def all_paths(batch: Any, path: str = "") -> Iterator[str]:
 
 
 def listed_paths(batch: Any, path: str = "") -> str:
-    """List the paths of a batch for an error text; of very many the first.
+    """List the paths of a batch for an error text, at most 30 of them.
 
     Args:
         batch: any nested batch.
-        path: where it is, when it is itself a part.
+        path: path of `batch` itself, if it is part of a larger batch.
 
     Returns:
         The paths, outer parts before inner ones.

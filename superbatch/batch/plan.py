@@ -1,5 +1,5 @@
 # pyright: strict
-"""The one walk over a batch: what is cut, by which slices, and what is kept whole."""
+"""Walk over a batch that finds its leaves and prepares the slices of micro-batches."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ from .trimming import check_trimmed, check_widths, trim_take
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A batch whose structure has been walked and checked: how many samples, and how to cut them.
+    """A walked and checked batch, ready to be cut into micro-batches.
 
     Args:
         leaves: all leaves, in order.
         samples: the number of samples, at least 1.
-        pick: pick(samples, longest) gives these samples as a micro-batch (see `packed.Take`).
+        pick: pick(samples, longest) returns these samples as a micro-batch (see `packed.Take`).
 
     Examples:
         >>> planned = plan({"text": ["a", "b", "c"], "scale": 0.5})
@@ -71,14 +71,14 @@ class Plan:
     def take(
         self, start: int, stop: int, *, order: Sequence[int] | None = None, longest: int | None = None
     ) -> Any:
-        """Cut out a micro-batch; that the arguments are in range is not checked.
+        """Cut out a micro-batch. The range of the arguments is not checked.
 
         Args:
             start: the first sample.
             stop: one past the last sample.
-            order: positions of samples in the batch. Samples start..stop of this order are taken, as copies;
-                without it, of the batch, as views where the framework slices to views.
-            longest: how many positions are left of the leaves that the plan trims.
+            order: positions of samples in the batch. With it, samples start..stop of this order are copied;
+                without it, those of the batch are sliced, as views where the framework has views.
+            longest: the length to which trimmed leaves are cut.
 
         Returns:
             The micro-batch.
@@ -100,11 +100,12 @@ def plan(
     per_sample: Collection[str] = (),
     trim: Collection[str] = (),
 ) -> Plan:
-    """Walk a batch once, check it, and prepare the cutting of micro-batches.
+    """Walk a batch once, check it, and prepare its split into micro-batches.
 
-    Arrays (anything with `shape` and indexing) are cut along their first dimension; lists and tuples of plain
-    scalars are cut as samples; mappings, lists, tuples, namedtuples and dataclasses are walked; lone scalars
-    and 0-d arrays are kept whole; packed sequences (see `superbatch.batch.packed`) are cut between sequences.
+    Arrays (anything with `shape` and indexing) are cut along their first dimension. Each entry of a list or
+    tuple of plain scalars is a sample. Other mappings, lists, tuples, namedtuples and dataclasses are walked.
+    Lone scalars and 0-d arrays are kept whole. Packed sequences (see `superbatch.batch.packed`) are cut
+    between sequences.
 
     Args:
         batch: any nesting of these.
@@ -116,9 +117,9 @@ def plan(
         The plan.
 
     Raises:
-        InputError: when a declared path is not in the batch, or names what cannot be trimmed.
+        InputError: when a declared path is not in the batch, or names a part that cannot be trimmed.
         SplitError: when lengths differ, when there is nothing to split or no sample, when a part is of an
-            unknown type, or when it cannot be known what belongs to which sample.
+            unknown type, or when it is ambiguous which entry belongs to which sample.
 
     Examples:
         >>> planned = plan((memoryview(b"abcd"), {"names": ["a", "b", "c", "d"], "lr": 0.1}))
@@ -136,7 +137,7 @@ def plan(
 def walked(
     batch: Any, unsplit: Collection[str], per_sample: Collection[str], trim: Collection[str] = ()
 ) -> tuple[Walk, Take | None]:
-    """Walk a batch without asking that lengths agree.
+    """Walk a batch without checking that lengths agree.
 
     Args:
         batch: any nested batch (see `plan`).
@@ -145,10 +146,10 @@ def walked(
         trim: paths of arrays whose padding may be cut off.
 
     Returns:
-        What was found, and the batch's take(samples, longest), None when nothing is cut.
+        The walk with its findings, and take(samples, longest) of the batch, None when nothing is cut.
 
     Raises:
-        InputError: when the declarations are no paths of the batch.
+        InputError: when a declared path is not in the batch.
         SplitError: when a part is of an unknown type.
 
     Examples:
@@ -159,7 +160,7 @@ def walked(
     walk = Walk(_declared("unsplit", unsplit), _declared("per_sample", per_sample), _declared("trim", trim))
     for argument, others in [("per_sample", walk.per_sample), ("trim", walk.trim)]:
         for path in sorted(walk.unsplit & others):
-            raise InputError(f"Path {path!r} is in unsplit= and in {argument}=. Declare it once.")
+            raise InputError(f"Path {path!r} is in both unsplit= and {argument}=. Declare it in one of them.")
     take = walk.visit(batch, "", None)
     for path in sorted((walk.unsplit | walk.per_sample | walk.trim) - walk.met):
         raise unmet(batch, path)
@@ -168,7 +169,7 @@ def walked(
 
 @dataclass(slots=True)
 class Walk:
-    """State of one walk over a batch: its options, and what it has found.
+    """State of one walk over a batch: its options and its findings.
 
     Args:
         unsplit: declared paths that are kept whole.
@@ -177,7 +178,7 @@ class Walk:
         leaves: found leaves, in order.
         met: declared paths that were found.
         hollow: lists of containers in which nothing is cut, with their lengths.
-        followed: paths of packed groups whose offsets cut at least one array.
+        followed: paths of packed groups that have an array of tokens.
         widths: the length of each array to trim, padding included.
         depth: number of containers around the node that is visited.
 
@@ -198,7 +199,7 @@ class Walk:
     depth: int = 0
 
     def visit(self, node: Any, path: str, packed: Packed | None) -> Take | None:
-        """Note the leaves under a node; give its take(samples, longest), None when it is kept whole."""
+        """Record the leaves under a node; return its take(samples, longest), None if it is kept whole."""
         if path in self.unsplit:
             self.met.add(path)
             return self._keep(path)
@@ -285,12 +286,12 @@ def _rows(array: Any, samples: Samples, path: str) -> Any:
         return array[samples.start : samples.stop] if isinstance(samples, range) else array[samples]
     except NOT_SLICED as error:
         if type(error) not in NOT_SLICED:
-            raise  # out of memory is a RuntimeError of its own type, and not about the batch
+            raise  # a subclass, such as torch's OutOfMemoryError, says nothing about the batch
         raise unsliceable(array, path, error, ordered=not isinstance(samples, range)) from error
 
 
 def _list_take(node: Any, path: str) -> Take:
-    # A slice of a subclass is a plain list or tuple.
+    # A slice of a subclass of list is a plain list: the subclass is rebuilt from its entries.
     rebuild = rebuilder(node, path) if is_list_subclass(node) else kind_of(node)
 
     def take(samples: Samples, longest: int | None) -> Any:
@@ -319,7 +320,7 @@ def _container_take(rebuild: Rebuild, pieces: list[Take], encodings: list[Any] |
 
 
 def _encodings(node: Any, lengths: set[int | None]) -> list[Any] | None:
-    """The list from which Hugging Face's BatchEncoding answers word_ids(i): one entry for each sample."""
+    """Return the list behind BatchEncoding.word_ids(i) of Hugging Face, with one entry for each sample."""
     encodings = vars(node).get("_encodings") if isinstance(node, UserDict) else None
     if isinstance(encodings, list) and len(cast("list[Any]", encodings)) in lengths:
         return cast("list[Any]", encodings)
@@ -332,6 +333,6 @@ def _declared(argument: str, paths: Any) -> frozenset[str]:
         if all(type(name) is str for name in names):
             return frozenset(names)
     raise InputError(
-        f"{argument}={paths!r} is no list or tuple of paths. Write the paths as text in a tuple, as in "
+        f"{argument}={paths!r} is not a list or tuple of paths. Pass a tuple of str, such as "
         f'{argument}=("labels",).'
     )

@@ -1,5 +1,5 @@
 # pyright: strict
-"""Errors about a batch: each text names the paths, the lengths or types, and the remedy."""
+"""Errors about a batch. Each text names the paths, the lengths or types, and the remedy."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from ..errors import InputError, SplitError
 from .containers import array_shape, is_record, is_scalar, is_torch_packed_sequence, kind_of
 from .paths import ABSENT, Leaf, find, listed_paths
 
-# What frameworks raise for an array that has a shape but no slices: sparse and nested tensors.
+# Exceptions of frameworks for arrays that cannot be sliced: sparse and nested tensors.
 NOT_SLICED: Final = (RuntimeError, NotImplementedError, TypeError, IndexError, KeyError, ValueError)
 
-# Each level costs three Python calls, of the thousand that the interpreter allows.
+# Each level takes three Python calls, and the interpreter allows about a thousand.
 MOST_LEVELS: Final = 100
 
 
 def too_deep(path: str) -> InputError:
-    """The error for a batch that is nested without end, or nearly so.
+    """Return the error for a batch that contains itself, or is nested too deeply.
 
     Args:
-        path: where the walk gave up; empty where it is not known.
+        path: path at which the walk ended; empty if it is not known.
 
     Returns:
         The error.
 
     Examples:
-        >>> str(too_deep("a.a.a.a.a.a")).partition(":")[0]
+        >>> str(too_deep("a.a.a.a.a.a")).partition(";")[0]
         "The batch is nested more than 100 levels deep, at path 'a.a.a.a...'"
     """
     where = f", at path '{'.'.join(path.split('.')[:4])}...'" if path else ""
     return InputError(
-        f"The batch is nested more than {MOST_LEVELS} levels deep{where}: does it contain itself? "
+        f"The batch is nested more than {MOST_LEVELS} levels deep{where}; it may contain itself. "
         "Pass a flat dict or tuple of tensors."
     )
 
 
 def agreed_length(leaves: Sequence[Leaf]) -> int:
-    """The one number of samples that all leaves agree on.
+    """Return the number of samples, which must be the same for all leaves that are cut.
 
     Args:
         leaves: all leaves of a batch.
@@ -58,27 +58,27 @@ def agreed_length(leaves: Sequence[Leaf]) -> int:
     if not lengths:
         found = ", ".join(repr(leaf.path) for leaf in leaves) or "none"
         raise SplitError(
-            "The batch has nothing to split: it holds only lone scalars, 0-d arrays and parts in unsplit= "
-            f"({found}). Pass at least one array or list with one entry for each sample."
+            "The batch has nothing to split. It holds only single scalars, 0-d arrays and parts in unsplit=: "
+            f"{found}. Pass at least one array or list with one entry for each sample."
         )
     if len({length for _, length in lengths}) > 1:
         raise SplitError(
-            f"Parts of the batch differ in length: {described}. Declare parts without samples in "
-            "unsplit=(...), and lists of samples of different sizes in per_sample=(...)."
+            f"Parts of the batch differ in length: {described}. Declare parts that are the same for all "
+            "samples in unsplit=(...), and lists of samples of different sizes in per_sample=(...)."
         )
     samples = lengths[0][1]
     if samples == 0:
         raise SplitError(
-            f"The batch is empty: {described}. Leave out batches without samples; "
-            "where only this rank has none, call accumulate(None)."
+            f"The batch is empty: {described}. Skip batches without samples; if only this rank has none, "
+            "call accumulate(None)."
         )
     return samples
 
 
 def refuse_hollow_lists(hollow: Sequence[Leaf], samples: int) -> None:
-    """Refuse to keep a list whole that may hold one dict of scalars for each sample.
+    """Raise if a list that would be kept whole may hold one dict of scalars for each sample.
 
-    Every micro-batch would see all of its entries, and pair the first ones with its own samples.
+    Every micro-batch would get all of its entries and pair the first ones with its own samples.
 
     Args:
         hollow: lists of containers in which nothing is cut, with their lengths.
@@ -100,42 +100,42 @@ def refuse_hollow_lists(hollow: Sequence[Leaf], samples: int) -> None:
 
 
 def unmet(batch: Any, path: str) -> InputError:
-    """The error for a declared path that the walk over the batch did not meet.
+    """Return the error for a declared path that the walk over the batch did not reach.
 
     Args:
         batch: the batch.
         path: the declared path.
 
     Returns:
-        The error; it lists the paths there are, or says that the path lies inside another leaf.
+        The error; it lists the paths of the batch, or says that the path lies inside another leaf.
 
     Examples:
         >>> print(unmet({"x": 1}, "y"))
-        The batch has no part at the declared path 'y'. Use one of the paths there are: 'x'.
+        The batch has no part at the declared path 'y'. Pass one of its paths: 'x'.
     """
     if find(batch, path) is ABSENT:
         return InputError(
-            f"The batch has no part at the declared path {path!r}. Use one of the paths there are: "
+            f"The batch has no part at the declared path {path!r}. Pass one of its paths: "
             f"{listed_paths(batch)}."
         )
     return InputError(
-        f"The declared path {path!r} lies inside a part that is declared too, or that is split as one. "
-        "Declare either the outer or the inner part."
+        f"The declared path {path!r} lies inside a part that is declared itself or split as one array or "
+        "list. Declare either the outer or the inner part."
     )
 
 
 def listed_length(value: Any, path: str) -> int:
-    """The number of entries of a part that is declared in `per_sample`.
+    """Return the number of entries of a part that is declared in `per_sample`.
 
     Args:
         value: the part.
         path: its path.
 
     Returns:
-        How many samples it has.
+        The number of its samples.
 
     Raises:
-        InputError: when it is no list, tuple, array or other object with a length and slices.
+        InputError: when it is not a list, tuple, array or other object with a length and slices.
 
     Examples:
         >>> listed_length([{"boxes": 1}, {"boxes": 2}], "targets")
@@ -149,20 +149,20 @@ def listed_length(value: Any, path: str) -> int:
     if sliceable and not (is_scalar(value) or is_record(value) or isinstance(value, Mapping)):
         return len(value)
     raise InputError(
-        f"per_sample=({path!r},) names a {kind.__name__}, and only a list, tuple or array has one entry for "
-        f"each sample. Name the lists themselves; inside it there are: {listed_paths(value, path)}."
+        f"per_sample=({path!r},) names a {kind.__name__}, not a list, tuple or array with one entry for each "
+        f"sample. Pass the paths of the lists themselves; inside it there are: {listed_paths(value, path)}."
     )
 
 
 def unknown(value: Any, path: str) -> SplitError:
-    """The error for a part of which it is not known how to split it.
+    """Return the error for a part of unknown type, or for torch's PackedSequence.
 
     Args:
         value: the part.
         path: its path.
 
     Returns:
-        The error; torch's PackedSequence is refused by its name.
+        The error.
 
     Examples:
         >>> "The builtins.object at path 'graph'" in str(unknown(object(), "graph"))
@@ -170,7 +170,7 @@ def unknown(value: Any, path: str) -> SplitError:
     """
     if is_torch_packed_sequence(value):
         return SplitError(
-            f"The PackedSequence at path {path!r} is interleaved by time, so no slice of it is a sample. "
+            f"The PackedSequence at path {path!r} is interleaved by time and cannot be cut into samples. "
             "Pass padded sequences with their lengths and pack them in loss_fn, or pass the sequences end "
             "to end with their offsets as cu_seqlens."
         )
@@ -178,20 +178,20 @@ def unknown(value: Any, path: str) -> SplitError:
     outer, _, last = path.rpartition(".")
     listed = outer if last.isdigit() else path  # most often an entry of a list of samples
     return SplitError(
-        f"The {kind.__module__}.{kind.__qualname__} at path {path!r} is no array, container or "
-        f"plain scalar, and cannot be split. Declare unsplit=({path!r},) to give it to every micro-batch, or "
+        f"The {kind.__module__}.{kind.__qualname__} at path {path!r} is not an array, container or plain "
+        f"scalar, so it cannot be split. Declare unsplit=({path!r},) to give it to every micro-batch, or "
         f"per_sample=({listed!r},) for a list with one entry for each sample."
     )
 
 
 def unsliceable(value: Any, path: str, error: Exception, *, ordered: bool = False) -> SplitError:
-    """The error for an array whose framework cannot slice it, or cannot take a list of samples out of it.
+    """Return the error for an array that its framework cannot slice or index with a list.
 
     Args:
         value: the array.
         path: its path.
-        error: what the framework said.
-        ordered: whether samples were to be taken in another order than the array has them.
+        error: the exception of the framework.
+        ordered: True if the array was indexed with a list of samples.
 
     Returns:
         The error.
@@ -204,12 +204,12 @@ def unsliceable(value: Any, path: str, error: Exception, *, ordered: bool = Fals
     said = str(error).partition("\n")[0][:200]
     if ordered:
         return SplitError(
-            f"The samples of the {kind.__module__}.{kind.__qualname__} at path {path!r} cannot be sorted "
-            f"({type(error).__name__}: {said}). Pass a tensor, a NumPy array or a list, or leave out "
+            f"The {kind.__module__}.{kind.__qualname__} at path {path!r} cannot be indexed with a list of "
+            f"samples ({type(error).__name__}: {said}). Pass a tensor, a NumPy array or a list, or leave out "
             "sort=True."
         )
     return SplitError(
         f"The {kind.__module__}.{kind.__qualname__} at path {path!r} cannot be sliced along its first "
-        f"dimension ({type(error).__name__}: {said}). Make it dense or padded, pass a list of samples with "
-        f"per_sample=({path!r},), or keep it whole with unsplit=({path!r},)."
+        f"dimension ({type(error).__name__}: {said}). Pass a dense or padded array, pass a list of samples "
+        f"with per_sample=({path!r},), or keep it whole with unsplit=({path!r},)."
     )

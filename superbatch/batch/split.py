@@ -1,8 +1,8 @@
 # pyright: strict
 """Sizes of the micro-batches: near-equal in samples, or near-equal in tokens under a budget.
 
-Sizes are a plain list of ints whose sum is the batch. An update does not depend on them; only memory and time
-do.
+Sizes are a plain list of ints that sum to the samples of the batch. They affect memory and time, but not the
+update.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .token_budget import TokenBudget as TokenBudget
 def near_equal(samples: int, microbatch_size: int) -> list[int]:
     """Divide samples into the fewest micro-batches of at most a given size, all nearly equal.
 
-    K = ceil(samples / microbatch_size) sizes that differ by at most 1, larger first: no micro-batch is small,
-    so none wastes the device.
+    The K = ceil(samples / microbatch_size) sizes differ by at most 1, larger first, so no small micro-batch
+    wastes the device.
 
     Args:
         samples: samples of the batch, at least 1.
@@ -32,7 +32,7 @@ def near_equal(samples: int, microbatch_size: int) -> list[int]:
         The sizes, K of them; their sum is `samples`.
 
     Raises:
-        InputError: when an argument is no positive int.
+        InputError: when an argument is not a positive int.
 
     Examples:
         >>> near_equal(10, 4), near_equal(3, 8)
@@ -42,7 +42,7 @@ def near_equal(samples: int, microbatch_size: int) -> list[int]:
 
 
 def sizes_of(samples: int, most: int) -> list[int]:
-    """Return `near_equal` of positive ints that were checked.
+    """Return `near_equal` without checking the arguments.
 
     Args:
         samples: of the batch.
@@ -64,7 +64,7 @@ def split(
     unsplit: Collection[str] = (),
     per_sample: Collection[str] = (),
 ) -> list[Any]:
-    """Cut a batch into near-equal micro-batches, in order (but for a TokenBudget with ``sort=True``).
+    """Cut a batch into near-equal micro-batches, in order unless a TokenBudget has ``sort=True``.
 
     Args:
         batch: any nested batch (see `superbatch.batch.tree.plan`).
@@ -73,12 +73,12 @@ def split(
         per_sample: paths of lists of any objects with one entry for each sample.
 
     Returns:
-        The micro-batches; arrays in them are views of the batch where the framework slices to views.
+        The micro-batches. Arrays are views of the batch where the framework has views.
 
     Raises:
         InputError: when microbatch_size is not a positive int or a TokenBudget, a TokenBudget's lengths
             are not one int for each sample, or a declared path is not in the batch.
-        SplitError: when the batch cannot be split (see `tree.plan`), or one sample is above the budget.
+        SplitError: when the batch cannot be split (see `tree.plan`), or one sample exceeds the budget.
 
     Examples:
         >>> split({"text": ["a", "b", "c", "d", "e"], "scale": 0.5}, 3)
@@ -92,10 +92,10 @@ def split(
 
 
 def sizes(batch: Any, samples: int, microbatch_size: int | TokenBudget) -> list[int]:
-    """The number of samples of each micro-batch of a batch.
+    """Return the number of samples of each micro-batch.
 
     Args:
-        batch: the batch, of which a TokenBudget reads the lengths.
+        batch: the batch; a TokenBudget reads the lengths from it.
         samples: the number of its samples.
         microbatch_size: most samples of a micro-batch, or a TokenBudget.
 
@@ -116,7 +116,7 @@ def packing_of(batch: Any, samples: int, microbatch_size: int | TokenBudget) -> 
     """Return the assignment of samples to micro-batches.
 
     Args:
-        batch: the batch, of which a TokenBudget reads the lengths.
+        batch: the batch; a TokenBudget reads the lengths from it.
         samples: the number of its samples.
         microbatch_size: most samples of a micro-batch, or a TokenBudget.
 

@@ -1,5 +1,5 @@
 # pyright: strict
-"""A micro-batch size in tokens, and where a batch says how many tokens each sample has."""
+"""Micro-batch size in tokens, and the lookup of each sample's tokens in a batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .packed import OFFSETS, read_offsets
 from .paths import all_paths, get, listed_paths
 
 MASK: Final = "attention_mask"
-# In the order in which they are looked for: of several, the one that cannot mean padding too comes first.
+# In order of preference: entries that cannot count padding come first.
 WELL_KNOWN: Final = (
     *("cu_seqlens", "cu_seq_lens", "cu_seqlens_q", "cu_seq_lens_q", MASK),
     *("lengths", "length", "seq_lens", "seqlens", "seq_lengths", "sequence_lengths", "input_lengths"),
@@ -28,7 +28,8 @@ class Lengths(NamedTuple):
 
     Args:
         tokens: the tokens of each sample.
-        reach: the positions up to its last token; more than the tokens where padding stands before them.
+        reach: the positions up to the last token of each sample: more than its tokens if padding precedes
+            them.
     """
 
     tokens: list[int]
@@ -39,27 +40,27 @@ class Lengths(NamedTuple):
 class TokenBudget:
     """A micro-batch size in tokens: the fewest micro-batches under a budget, near-equal in cost.
 
-    Cost of a micro-batch: its tokens, ``sum of n_j``; with `padded`, ``samples x max n_j``. The update does
-    not depend on any of this, but for rounding.
+    A micro-batch costs its tokens, ``sum of n_j``; with `padded`, ``samples x max n_j``. The update is the
+    same for every budget, up to rounding.
 
     Args:
         tokens: most tokens (with `padded`: positions, padding included) of a micro-batch.
         lengths: the tokens n_j of each sample. Either the path of a part of the batch (a 1-d array or list of
             lengths; a (samples, tokens) mask of zeros and ones; offsets of packed sequences, such as
-            "cu_seqlens") or a function of the batch that returns one int for each sample. None: a part with
-            a well-known name, such as "attention_mask", "lengths" or "cu_seqlens", is looked for.
-        padded: count what padding costs: every sample of a micro-batch is as long as its longest.
-        sort: let samples of one batch change places (never across batches): samples of like length share a
-            micro-batch where there is padding (`padded` or `trim`), the longest first; else those that fill
-            micro-batches evenly. With `PerSampleRandom` each sample keeps its own random stream.
+            "cu_seqlens") or a function of the batch that returns one int for each sample. None: the part
+            with a well-known name, such as "attention_mask", "lengths" or "cu_seqlens".
+        padded: count padding: every sample of a micro-batch costs as much as its longest.
+        sort: reorder the samples of one batch (never across batches). With padding (`padded` or `trim`),
+            samples of similar length share a micro-batch, the longest first; without, samples are chosen to
+            fill micro-batches evenly. With `PerSampleRandom` each sample keeps its own random stream.
         trim: paths of arrays of shape (samples, length, ...), such as ``("input_ids", "labels",
-            "attention_mask")``, of which each micro-batch gets only the positions up to the end of its
-            longest sample. Only padding is cut off (of a mask, what is behind the last one). For models to
-            whose result padding at the end adds nothing.
+            "attention_mask")``. Each micro-batch gets their positions up to the end of its longest sample.
+            Only padding is cut off (in a mask, the positions after the last 1). For models whose result does
+            not depend on padding at the end.
 
     Raises:
-        InputError: when tokens is no positive int, lengths is not a path or a function, or another argument
-            has the wrong type.
+        InputError: when tokens is not a positive int, lengths is not a path or a function, or another
+            argument has the wrong type.
 
     Examples:
         >>> TokenBudget(1024).sample_tokens({"lengths": [500, 300]})
@@ -67,7 +68,7 @@ class TokenBudget:
         >>> from superbatch import split
         >>> texts = ["aaaa", "b", "cccc", "d"]
         >>> budget = TokenBudget(8, lambda texts: [len(text) for text in texts], padded=True, sort=True)
-        >>> split(texts, budget)  # in this order they would fill three
+        >>> split(texts, budget)  # without sort=True, three micro-batches
         [['aaaa', 'cccc'], ['b', 'd']]
     """
 
@@ -92,13 +93,13 @@ class TokenBudget:
             type(path) is not str for path in cast("list[Any]", paths)
         ):
             raise InputError(
-                f"trim={paths!r} is no tuple of paths. "
-                'Write the paths as text in a tuple, as in trim=("input_ids", "labels").'
+                f"trim={paths!r} is not a tuple of paths. "
+                'Pass a tuple of str, such as trim=("input_ids", "labels").'
             )
         object.__setattr__(self, "trim", tuple(self.trim))
 
     def sample_tokens(self, batch: Any) -> list[int]:
-        """The tokens of each sample of a batch.
+        """Return the tokens of each sample of a batch.
 
         Args:
             batch: a batch.
@@ -107,7 +108,7 @@ class TokenBudget:
             One int for each sample.
 
         Raises:
-            InputError: when `lengths` gives something else than ints >= 0, or nothing is found.
+            InputError: when `lengths` gives anything but ints >= 0, or no lengths are found.
 
         Examples:
             >>> TokenBudget(8, "cu_seqlens").sample_tokens({"cu_seqlens": [0, 3, 7]})
@@ -116,14 +117,14 @@ class TokenBudget:
         return self.sample_lengths(batch).tokens
 
     def sample_lengths(self, batch: Any) -> Lengths:
-        """The tokens of each sample of a batch, and how far it reaches.
+        """Return the tokens of each sample, and its positions up to the last token.
 
         Args:
             batch: a batch.
 
         Returns:
-            Both, one int for each sample. They differ only in a mask with padding before tokens, and only
-            where padding matters (`padded` or `trim`).
+            Both lists, with one int for each sample. They differ only for a mask with padding before tokens,
+            and only with `padded` or `trim`.
 
         Raises:
             InputError: as `sample_tokens`.
@@ -149,7 +150,7 @@ class TokenBudget:
 
 
 def find_lengths(batch: Any) -> str:
-    """Find the part of a batch that says how long its samples are, by its name.
+    """Find the part of a batch that holds the lengths of its samples, by its name.
 
     Args:
         batch: any nested batch.
@@ -158,7 +159,7 @@ def find_lengths(batch: Any) -> str:
         Its path.
 
     Raises:
-        InputError: when there is none, or when two parts have the name.
+        InputError: when there is no such part, or two parts with the same name.
 
     Examples:
         >>> find_lengths({"meta": {"lengths": [3, 4]}, "input_ids": [[1, 2, 3], [4, 5, 6, 7]]})
@@ -176,18 +177,19 @@ def find_lengths(batch: Any) -> str:
     wrong = (
         f"there are lengths at {where}"
         if chosen
-        else f"no part of the batch has a well-known name ({', '.join(WELL_KNOWN)}) and holds lengths"
+        else f"no part of the batch is called {', '.join(WELL_KNOWN[:-1])} or {WELL_KNOWN[-1]}"
     )
     raise InputError(
-        f"TokenBudget without lengths= does not know how long a sample is: {wrong}. Name one of the paths of "
-        f"the batch, or pass a function of it that returns one int for each sample: {listed_paths(batch)}."
+        f"TokenBudget without lengths= cannot find the lengths of the samples: {wrong}. Pass lengths= with "
+        "a function of the batch that returns one int for each sample, or with one of the paths of the "
+        f"batch: {listed_paths(batch)}."
     )
 
 
 def _may_be_lengths(name: str, part: Any) -> bool:
-    """Return whether a part has a shape that its name promises; a mask may be None, or of four dimensions."""
+    """Return True if a part has the shape that its name suggests."""
     shape = array_shape(part)
-    if name == MASK:
+    if name == MASK:  # it may also be None, or have four dimensions
         return shape is not None and len(shape) == 2
     return isinstance(part, (list, tuple)) if shape is None else len(shape) == 1
 
@@ -195,14 +197,13 @@ def _may_be_lengths(name: str, part: Any) -> bool:
 def _of_mask(mask: Any, path: str, *, reach: bool) -> Lengths:
     if not bool(((mask == 0) | (mask == 1)).all()):
         raise InputError(
-            f"lengths={path!r} names an array of shape {tuple(mask.shape)} that is no mask of zeros and "
-            "ones. "
-            'Name the lengths, the mask (such as "attention_mask") or the offsets of the samples.'
+            f"lengths={path!r} names an array of shape {tuple(mask.shape)} that is not a mask of zeros and "
+            'ones. Pass the path of the lengths, of the mask (such as "attention_mask") or of the offsets.'
         )
     tokens = [int(count) for count in mask.sum(-1).tolist()]
     if not reach:
         return Lengths(tokens, tokens)
     counted = mask.cumsum(1)
-    # As many positions as lie before the last token, and that one.
+    # The positions before the last token, plus one for itself.
     before = (counted < counted[:, -1:]).sum(-1).tolist()
     return Lengths(tokens, [int(n) + 1 if count else 0 for n, count in zip(before, tokens, strict=True)])

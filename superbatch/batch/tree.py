@@ -1,11 +1,11 @@
 # pyright: strict
-"""Nested batches: which parts of a batch have samples, how many, and how a micro-batch is cut from it.
+"""Nested batches: their leaves, their number of samples, and micro-batches cut from them.
 
-* The structure of a batch is walked once (`plan`); each micro-batch then costs only its slices.
-* A part is named by its path, a dotted text: "labels", "0.images", "meta.ids"; the batch itself is "".
-* A micro-batch has the structure and the types of its batch. Arrays are views where the framework slices to
-  views; what is kept whole is the same object in every micro-batch.
-* What is ambiguous is refused with the paths and the remedy. Nothing is guessed from the most frequent
+* `plan` walks the structure of a batch once; each micro-batch then costs only its slices.
+* The path of a part joins keys with dots: "labels", "0.images", "meta.ids". The batch itself is "".
+* A micro-batch has the structure and the types of its batch. Arrays are views where the framework has views;
+  a part that is kept whole is the same object in every micro-batch.
+* An ambiguous batch raises an error with the paths and the remedy. Nothing is guessed from the most frequent
   length.
 """
 
@@ -27,7 +27,7 @@ __all__ = ["Leaf", "Plan", "count_samples", "get", "leaves", "map_arrays", "map_
 
 
 def leaves(batch: Any, *, unsplit: Collection[str] = (), per_sample: Collection[str] = ()) -> list[Leaf]:
-    """List what a batch consists of, without asking that lengths agree.
+    """List the leaves of a batch without checking that lengths agree.
 
     Args:
         batch: any nested batch (see `plan`).
@@ -73,7 +73,7 @@ def count_samples(batch: Any, *, unsplit: Collection[str] = (), per_sample: Coll
 def take(
     batch: Any, start: int, stop: int, *, unsplit: Collection[str] = (), per_sample: Collection[str] = ()
 ) -> Any:
-    """Cut the samples start..stop out of a batch. For several pieces of one batch, `plan` walks it only once.
+    """Cut samples start..stop out of a batch; to cut one batch several times, call `plan` once instead.
 
     Args:
         batch: any nested batch (see `plan`).
@@ -86,7 +86,7 @@ def take(
         A micro-batch of the same structure and types.
 
     Raises:
-        InputError: when start and stop are no such range, or a declared path is not in the batch.
+        InputError: when start and stop are out of this range, or a declared path is not in the batch.
         SplitError: as `plan`.
 
     Examples:
@@ -96,14 +96,14 @@ def take(
     planned = plan(batch, unsplit=unsplit, per_sample=per_sample)
     if type(start) is not int or type(stop) is not int or not 0 <= start < stop <= planned.samples:
         raise InputError(
-            f"start={start!r}, stop={stop!r} is no range of a batch of {planned.samples} samples. Pass "
+            f"start={start!r}, stop={stop!r} is not a range of a batch of {planned.samples} samples. Pass "
             "ints with 0 <= start < stop <= samples."
         )
     return planned.take(start, stop)
 
 
 def map_arrays(fn: Callable[[Any], Any], batch: Any) -> Any:
-    """Apply a function to every array of a batch, in lists of samples too, and keep everything else.
+    """Apply a function to every array of a batch, also inside lists of samples.
 
     Args:
         fn: called with each array, of any number of dimensions.

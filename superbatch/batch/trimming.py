@@ -1,8 +1,9 @@
 # pyright: strict
-"""Padding cut off: of leaves of shape (samples, length, ...), what is behind a micro-batch's longest sample.
+"""Removal of padding after the longest sample of a micro-batch, in leaves of shape (samples, length, ...).
 
-Only padding is ever cut off: what lies behind must be one value (for each feature), or numbers that count on
-(positions). Anything else means that the stated lengths are not those of this leaf, and is refused.
+Only padding is removed: the values after the longest sample must be one constant (for each feature), or
+consecutive numbers (positions). Any other values raise an error, as the declared lengths are then not those
+of this leaf.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ Rows = Callable[[Any, Samples], Any]
 
 
 def trim_take(node: Any, path: str, rows: Rows) -> Take:
-    """Pieces of a padded array, cut to the longest sample of each.
+    """Return a function that cuts a padded array to the longest sample of a micro-batch.
 
     Args:
         node: an array of shape (samples, length, ...).
-        path: where it is in the batch.
+        path: its path in the batch.
         rows: rows(array, samples) takes samples out of an array.
 
     Returns:
@@ -36,11 +37,11 @@ def trim_take(node: Any, path: str, rows: Rows) -> Take:
     def take(samples: Samples, longest: int | None) -> Any:
         if longest is None or longest >= node.shape[1]:
             return rows(node, samples)
-        longest = max(longest, 1)  # samples without any token still have a shape
+        longest = max(longest, 1)  # a length of 0 would break models if no sample has a token
         rest = rows(node[:, longest:], samples)
         if not _is_padding(rest):
             raise _more_than_padding(path, longest, node.shape[1])
-        # As a list, which copies: loss functions flatten labels with .view(-1), which a cut view refuses.
+        # A list copies. A view would not be contiguous, and labels.view(-1) in a loss function would raise.
         return rows(node[:, :longest], list(samples))
 
     return take
@@ -51,14 +52,14 @@ def check_trimmed(node: Any, path: str, *, packed: bool) -> int:
 
     Args:
         node: the part.
-        path: where it is in the batch.
-        packed: whether it belongs to packed sequences.
+        path: its path in the batch.
+        packed: True if it belongs to packed sequences.
 
     Returns:
         Its length, padding included.
 
     Raises:
-        InputError: when it is no array of shape (samples, length, ...).
+        InputError: when it is not an array of shape (samples, length, ...).
 
     Examples:
         >>> check_trimmed([1, 2], "labels", packed=False)  # doctest: +ELLIPSIS
@@ -75,7 +76,8 @@ def check_trimmed(node: Any, path: str, *, packed: bool) -> int:
         else "only arrays of shape (samples, length, ...) have padding that can be cut off"
     )
     raise InputError(
-        f"trim=({path!r},) names {named}, and {wrong}. Name the padded arrays, such as input_ids and labels."
+        f"trim=({path!r},) names {named}, and {wrong}. Pass the paths of padded arrays, such as "
+        'trim=("input_ids", "labels").'
     )
 
 
@@ -86,7 +88,7 @@ def check_widths(widths: Mapping[str, int]) -> None:
         widths: the length of each, padding included, by path.
 
     Raises:
-        InputError: when they differ, so that one list of lengths cannot be meant for all.
+        InputError: when they differ, so one list of lengths cannot apply to all.
 
     Examples:
         >>> check_widths({"ids": 7, "labels": 7})
@@ -94,14 +96,13 @@ def check_widths(widths: Mapping[str, int]) -> None:
     if len(set(widths.values())) > 1:
         listed = ", ".join(f"{path!r}: {width}" for path, width in widths.items())
         raise InputError(
-            f"trim= names parts that are padded to different lengths ({listed}), so a cut behind a sample's "
-            "end in one of them is no cut in another. Name only parts of which lengths= counts the "
-            "positions."
+            f"trim= names parts that are padded to different lengths: {listed}. Pass only the parts whose "
+            "positions lengths= counts."
         )
 
 
 def _is_padding(rest: Any) -> bool:
-    """Return whether everything has the value of the last position, or every row counts on (positions)."""
+    """Return True if all values equal that of the last position, or each row has consecutive numbers."""
     last = rest[:1, -1:]
     if bool(((rest == last) | ((rest != rest) & (last != last))).all()):  # NaN may pad too
         return True
@@ -111,6 +112,6 @@ def _is_padding(rest: Any) -> bool:
 def _more_than_padding(path: str, longest: int, width: int) -> SplitError:
     return SplitError(
         f"trim=({path!r},) would lose values: the longest sample of a micro-batch has {longest} of {width} "
-        f"positions, and behind them {path!r} holds more than padding. Check that lengths= counts every "
-        f"position of {path!r} that matters, or leave it out of trim=."
+        f"positions, and {path!r} holds more than padding after them. Correct lengths= so that it counts "
+        f"every used position of {path!r}, or leave it out of trim=."
     )

@@ -1,5 +1,5 @@
-"""The exact gradient inside the training loops of other libraries, which keep their step.
+"""Exact gradients in the training loops of other libraries, which still call the optimizer themselves.
 
-Each module needs one of them: `hf` (Hugging Face Trainer and TRL), `lightning` (with Fabric), `accelerate`,
-`sentence_transformers`. Importing this package imports none.
+Modules: `hf` (Hugging Face Trainer), `trl`, `lightning` (with Fabric), `accelerate`, `sentence_transformers`.
+Each needs the library of its name; importing this package imports none of them.
 """

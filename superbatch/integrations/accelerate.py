@@ -1,4 +1,4 @@
-"""Exact gradients in a loop of Accelerate, which keeps its step: a `Gradient` from an Accelerator."""
+"""Exact gradients in a training loop with Accelerate: a `Gradient` for an Accelerator."""
 
 from __future__ import annotations
 
@@ -21,32 +21,33 @@ def make_gradient(
     coupled: bool = False,
     **options: Any,
 ) -> Gradient | WholeGradient:
-    """Return a `Gradient` that takes the place of the forward and ``accelerator.backward`` of a loop.
+    """Return a `Gradient` that replaces the forward and ``accelerator.backward`` of a loop.
 
-    Clipping, the prepared optimizer and the prepared scheduler stay the loop's. Call it with a batch, or with
-    the batches of the prepared loader that make one update: ``for window in windows(loader, 4)``.
+    The loop still clips and calls the prepared optimizer and scheduler. Call the gradient with a batch, or
+    with the batches of the prepared loader that make one update: ``for window in windows(loader, 4)``.
 
     Args:
-        accelerator: with ``gradient_accumulation_steps=1``, and each call outside of ``accumulate()``.
-        model: as ``accelerator.prepare`` returned it, or a list of several; `loss_fn` calls it.
-        loss_fn: as `Gradient`'s; autocast and casts of a prepared model stay Accelerate's.
-        coupled: samples of a batch influence each other: return a `WholeGradient`.
-        options: as `Gradient`'s, but for `backward` and `scaler`, which are Accelerate's.
+        accelerator: an Accelerator with ``gradient_accumulation_steps=1``. Call the gradient outside
+            ``accelerator.accumulate()``.
+        model: model or list of models returned by ``accelerator.prepare``; `loss_fn` calls it.
+        loss_fn: as in `Gradient`; a prepared model still uses the autocast of Accelerate.
+        coupled: return a `WholeGradient`, for batches whose samples influence each other.
+        options: options of `Gradient` except `backward` and `scaler`, which come from Accelerate.
 
     Raises:
-        InputError: Accelerate shards the model, or divides losses by accumulation steps of its own.
+        InputError: Accelerate shards the model, or divides losses by its own accumulation steps.
     """
     check_version("accelerate")
     _refuse(accelerator)
     models = [model] if isinstance(model, nn.Module) else model
     if accelerator.num_processes > 1 and any(each is accelerator.unwrap_model(each) for each in models):
         raise InputError(
-            "The model was not prepared, so each of several processes would have a gradient of its own. Pass "
-            "the model that accelerator.prepare() returned."
+            "The model was not prepared, so gradients would not be reduced over the processes. Pass the "
+            "model that accelerator.prepare() returned."
         )
 
     def backward(loss: Any, **kwargs: Any) -> None:
-        _refuse(accelerator)  # its settings may have changed since
+        _refuse(accelerator)  # its settings may have changed since the gradient was made
         accelerator.backward(loss, **kwargs)
 
     kind: Any = WholeGradient if coupled else Gradient
@@ -57,17 +58,17 @@ def _refuse(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type.value
     if kind != "NO" and not kind.startswith("MULTI_"):
         raise InputError(
-            f"Accelerate runs with {kind}, with which gradients cannot be accumulated here. Launch it for "
-            "several processes without sharding (DistributedDataParallel)."
+            f"Accelerate runs with {kind}, which superbatch.integrations does not support. Launch it without "
+            "sharding (DistributedDataParallel)."
         )
     steps = accelerator.gradient_accumulation_steps
     if steps != 1:
         raise InputError(
-            f"gradient_accumulation_steps={steps} divides each loss, which is multiplied by its share of the "
-            f"batch already. Leave it at 1, and iterate over superbatch.torch.windows(loader, {steps})."
+            f"With gradient_accumulation_steps={steps}, Accelerate would divide each loss a second time. "
+            f"Leave it at 1 and iterate over superbatch.torch.windows(loader, {steps})."
         )
     if not accelerator.sync_gradients:
         raise InputError(
-            "accelerator.sync_gradients is False, so the prepared optimizer would leave its step out. Call "
-            "the gradient outside of accelerator.accumulate()."
+            "accelerator.sync_gradients is False, so the prepared optimizer would skip its step. Call the "
+            "gradient outside accelerator.accumulate()."
         )

@@ -1,4 +1,4 @@
-"""The exact gradient of a batch in the Hugging Face Trainer, which keeps its step, logs and checkpoints."""
+"""Exact gradient accumulation in the Hugging Face Trainer, with the Trainer's step, logs and checkpoints."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _UNNAMED = "batch of a collator that returns no names"
 
 
 class Exact(Trainer):
-    """Trainer, or a mixin before one, whose update is that of the whole batch.
+    """Trainer, or mixin for one, whose update equals that of the whole batch.
 
-    ``class MyTrainer(Exact, Trainer)`` trains with the batch that ``per_device_train_batch_size`` and
-    ``gradient_accumulation_steps`` make, however long its sequences and however unequal its micro-batches.
-    With ``gradient_accumulation_steps=1`` the batch is cut into micro-batches that fit in memory.
+    ``class MyTrainer(Exact, Trainer)`` trains with the batch of ``per_device_train_batch_size`` times
+    ``gradient_accumulation_steps`` samples, for sequences of any lengths and micro-batches of unequal weight.
+    With ``gradient_accumulation_steps=1`` the batch is split into micro-batches that fit in memory.
 
     Attributes:
-        microbatch_size: as `Gradient`'s, where ``gradient_accumulation_steps`` is 1.
-        coupled: samples of a batch influence each other, so the loss is that of the whole batch; None: so it
-            is where the batch has ``return_loss``, or the model adds the loss of a router.
+        microbatch_size: as in `Gradient`; used if ``gradient_accumulation_steps`` is 1.
+        coupled: True if samples of a batch influence each other, so the loss needs the whole batch. None:
+            True if the batch has ``return_loss`` or the model adds a router loss.
 
     Examples:
         >>> class MyTrainer(Exact):
@@ -61,22 +61,22 @@ class Exact(Trainer):
     _loss: HostLoss
 
     def weight_of(self, microbatch: Mapping[str, Any]) -> int | float:
-        """Return what a micro-batch counts in the mean over the batch: its tokens, or its samples.
+        """Return the weight of a micro-batch in the mean over the batch: its tokens, or its samples.
 
-        Override it for a loss of your own: return what the loss of a micro-batch is divided by.
+        Override it for a loss of your own, and return the divisor of the loss of a micro-batch.
 
         Args:
             microbatch: inputs of the model.
 
         Raises:
-            InputError: the loss of this model is not known.
+            InputError: superbatch does not know the loss of this model.
         """
         return weigh_labels(self.model, microbatch)
 
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Take the micro-batches of one update; a tail is filled up with empty ones, so the host steps."""
+        """Return the micro-batches of one update; empty ones complete a tail, so the Trainer steps."""
         if not self._host_is_known:
             self._check_host()
             self._host_is_known = True
@@ -89,10 +89,10 @@ class Exact(Trainer):
         return taken, items
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Keep a micro-batch; at the last one of the window, add the gradient of them all to ``.grad``.
+        """Store a micro-batch; at the last one of the window, add the gradient of the batch to ``.grad``.
 
         Returns:
-            The loss of the batch at the last micro-batch, and 0 before it: the host logs their sum.
+            The loss of the batch at the last micro-batch, and 0 before, as the Trainer logs the sum.
         """
         prepared = self._prepare_inputs(inputs)
         self._ready.append(dict(prepared) if isinstance(prepared, Mapping) else {_UNNAMED: prepared})
@@ -103,7 +103,7 @@ class Exact(Trainer):
         return torch.tensor(loss, device=self.args.device)
 
     def log(self, logs: dict[str, float], *given: Any, **others: Any) -> None:
-        """Log as the host, but not what a loss of the user's own logs while it is checked."""
+        """Log values as the Trainer does, except those logged by `compute_loss` during a check."""
         loss: HostLoss | None = vars(self).get("_loss")
         if loss is None or not loss.calls.is_trial:
             super().log(logs, *given, **others)
@@ -111,9 +111,9 @@ class Exact(Trainer):
     def _add_gradient(self, model: nn.Module, microbatches: list[dict[str, Any]], items: Any) -> float:
         model.train()
         optimizer: Any = self.optimizer
-        if callable(getattr(optimizer, "train", None)):  # of schedule-free optimizers
+        if callable(getattr(optimizer, "train", None)):  # schedule-free optimizers have a train mode
             optimizer.train()
-        self.current_gradient_accumulation_steps = 1  # for losses that divide by it
+        self.current_gradient_accumulation_steps = 1  # some losses divide by it; this library divides already
         if self._gradient is None or self._loss.wrapped is not model:
             bare = cast(nn.Module, self.model)  # never None in training
             self._loss = HostLoss(self, bare, model, self._as_inputs, items)
@@ -123,26 +123,27 @@ class Exact(Trainer):
             found = 0.0 if self._gradient is None else self._gradient(microbatches)
         except CoupledSamplesError as error:
             raise CoupledSamplesError(
-                f"{error} In a Trainer: write `coupled = True` in the class, which computes the batch as one."
+                f"{error} In a Trainer, write `coupled = True` in its class to compute the loss of the whole "
+                "batch."
             ) from error
         except LossSpecError as error:
             raise LossSpecError(
-                f"{error} In a Trainer: write `def weight_of(self, microbatch)` in the class, and return "
-                f"what the loss of {type(self.model).__name__} is divided by."
+                f"{error} In a Trainer, define `weight_of(self, microbatch)` in its class and return the "
+                f"divisor of the loss of {type(self.model).__name__}."
             ) from error
         except SplitError as error:
             raise SplitError(
-                f"{error} In a Trainer: set gradient_accumulation_steps and a smaller "
-                "per_device_train_batch_size, for micro-batches of the collator are not cut."
+                f"{error} In a Trainer, set gradient_accumulation_steps=2 or more and a smaller "
+                "per_device_train_batch_size: micro-batches of the collator are not split."
             ) from error
         skip_without_gradient(self.accelerator.scaler, model.parameters())
         return found
 
     def _gradient_of(self, loss: HostLoss, samples: dict[str, Any]) -> WindowGradient | None:
-        """Return the gradient of windows, by what the loss is divided by; None: no label tells it yet.
+        """Return the gradient of windows for the divisor of this loss; None if no batch had labels yet.
 
         Raises:
-            InputError: that is not known.
+            InputError: the divisor of the loss is not known.
         """
         if loss.has_no_items and self._weight_is_unknown(samples):
             return None
@@ -174,14 +175,14 @@ class Exact(Trainer):
         return of_windows(loss, gradient_of, check, by_items=by_items)
 
     def _adds_up(self, loss: HostLoss, samples: Mapping[str, Any], *, own: bool, is_given: bool) -> bool:
-        """Tell whether losses of micro-batches are parts of that of the batch, which need no weight."""
+        """Return True if the losses of micro-batches sum to that of the batch, so they need no weight."""
         if not own and is_sum(self.model):
             return True
         if not self._checks:
             return False
         if own or self._weight_is_unknown(samples):
             return adds_up(loss, samples, is_hidden=own and has_single_samples(self) and not is_given)
-        # As the host divides, rounding included: models cast their logits to float32.
+        # Divide in the Trainer's way, to get the same rounding: models cast their logits to float32.
         return not is_given and loss.items_are_global and divides_by_items(loss, samples)
 
     def _has_own_weight(self) -> bool:
@@ -191,22 +192,22 @@ class Exact(Trainer):
         return _known(self._weigh(inputs), inputs) is None and terms_of(self.model, inputs) is None
 
     def _as_samples(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return inputs of the host as a batch whose leaves have one row for each sample."""
+        """Return inputs of the Trainer as a batch whose leaves have one row for each sample."""
         return dict(inputs)
 
     def _as_inputs(self, samples: Mapping[str, Any]) -> Any:
-        """Return the inputs of the host again; it may write into them."""
+        """Return the inputs of the Trainer from such a batch; the Trainer may write into them."""
         return samples[_UNNAMED] if _UNNAMED in samples else dict(samples)
 
     def _weigh(self, samples: Mapping[str, Any]) -> Callable[[Any], int | float]:
-        """Return `weight_of` as a function of such samples."""
+        """Return `weight_of` as a function of a batch of `_as_samples`."""
         return (lambda each: self.weight_of(each[_UNNAMED])) if _UNNAMED in samples else self.weight_of
 
     def _is_coupled(self, inputs: Mapping[str, Any]) -> bool:
         return couples_samples(self.model, inputs) if self.coupled is None else self.coupled
 
     def _check_host(self) -> None:
-        """Refuse what the host does otherwise than to add up gradients that are whole on each rank."""
+        """Raise for settings of the Trainer with which gradients are not summed on each rank."""
         check_version("transformers")
         known = [kind for kind in type(self).__mro__ if issubclass(kind, Exact)]
         refuse_host(self, known, self._may_step)
@@ -221,7 +222,7 @@ def _known(weigh: Callable[[Any], float], inputs: Any) -> Callable[[Any], float]
 
 
 def _empty(microbatch: Any) -> Any:
-    """Return a micro-batch of no samples, in which the host counts no token."""
+    """Return a micro-batch without samples; the Trainer counts no tokens in it."""
     if not isinstance(microbatch, Mapping):
         return tuple(value[:0] if isinstance(value, Tensor) else value for value in microbatch)
     return {key: value[:0] if isinstance(value, Tensor) else value for key, value in microbatch.items()}

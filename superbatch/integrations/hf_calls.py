@@ -1,4 +1,4 @@
-"""Calls of a Trainer's loss that are no micro-batches, which leave no trace in the trainer."""
+"""Trial calls of a Trainer's loss: calls outside micro-batches, after which the trainer is restored."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import Trainer
 from ..torch.module_tables import buffers_of
 from ..torch.window.participants.kept_tensors import SMALL_BYTES, KeptTensor, Writes, can_be_kept
 
-# What these keep in a trainer is theirs, and data is no state.
+# Objects of these packages are not restored after a trial, as the trial does not change them.
 _HOSTS = {
     "accelerate",
     "datasets",
@@ -35,14 +35,14 @@ _DEEPEST, _LONGEST = 4, 4096  # of containers inside each other; entries of one
 
 
 class LossCalls:
-    """Calls of a loss, as a `Participant`: one for each micro-batch counts, and the others are trials.
+    """Participant of a window that tells the calls of a loss in micro-batches from trials.
 
-    The check of the first window evaluates the loss too. What a `compute_loss` of the user's own appends,
-    counts, averages or logs in a trial would be in the trainer's metrics.
+    The check of the first window evaluates the loss too. Without this class, values that a user's
+    `compute_loss` appends, counts, averages or logs in a trial would remain in the trainer's metrics.
 
     Attributes:
-        is_trial: the loss is evaluated, and no micro-batch of a window.
-        ignores_checks: forwards outside micro-batches are trials.
+        is_trial: True during a call outside the micro-batches of a window.
+        ignores_checks: True, as forwards outside micro-batches are trials.
 
     Examples:
         >>> calls = LossCalls()
@@ -64,7 +64,7 @@ class LossCalls:
         """Make one call of the loss in this context.
 
         Args:
-            trainer: whose state a trial leaves as it was.
+            trainer: the trainer that is restored after a trial.
         """
         self.is_trial, self._expects = not self._expects, False
         try:
@@ -77,7 +77,7 @@ class LossCalls:
             self.is_trial = False
 
     def begin(self) -> None:
-        """Expect a whole batch whose samples are coupled, which has no savepoint."""
+        """Expect one call, as a whole batch of coupled samples has no savepoint."""
         self._expects = True
 
     def savepoint(self) -> None:
@@ -85,7 +85,7 @@ class LossCalls:
         self._expects = True
 
     def rollback(self) -> bool:
-        """Expect the call again; what the first one has left is the user's."""
+        """Expect the call again; the effects of the failed one on the trainer stay."""
         return True
 
     def restart(self) -> None:
@@ -93,11 +93,11 @@ class LossCalls:
         self._expects = True
 
     def restore(self) -> None:
-        """Expect no more."""
+        """Expect no further call."""
         self._expects = False
 
     def commit(self) -> None:
-        """Expect no more."""
+        """Expect no further call."""
         self._expects = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class LossCalls:
 
 @contextmanager
 def _untouched(trainer: Trainer) -> Iterator[None]:
-    """Restore the attributes of a trainer, and the state in those that are its user's."""
+    """Restore the attributes of a trainer after this context, and the state in those of its user."""
     attributes, notes = vars(trainer), _Notes()
     before = dict(attributes)
     notes.seen |= {id(trainer), id(trainer.model), id(trainer.model_wrapped)}
@@ -129,12 +129,12 @@ def _untouched(trainer: Trainer) -> Iterator[None]:
 
 
 class _Notes:
-    """Contents of values as they are now.
+    """Snapshot of the contents of values.
 
     Attributes:
-        restores: functions that bring the contents back.
+        restores: functions that restore the contents.
         large: tensors that are copied only when written, such as a queue of embeddings.
-        seen: ids of values that are not looked into.
+        seen: ids of values that are already in the snapshot, or excluded from it.
     """
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class _Notes:
         self.seen = set[int]()
 
     def take(self, value: Any, depth: int) -> None:
-        """Note a value, and what it holds."""
+        """Add a value and its contents to the snapshot."""
         if id(value) in self.seen or depth > _DEEPEST or isinstance(value, nn.Parameter):
             return
         if isinstance(value, Tensor):

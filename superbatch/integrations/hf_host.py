@@ -1,4 +1,4 @@
-"""Settings of the Trainer of Hugging Face that sums of gradients do not fit, and facts about its loss."""
+"""Unsupported settings of the Hugging Face Trainer, and properties of its loss."""
 
 from __future__ import annotations
 
@@ -12,56 +12,56 @@ from ..errors import InputError
 
 
 def refuse_host(trainer: Trainer, known: Collection[type], named: Collection[str]) -> None:
-    """Check how a Trainer runs.
+    """Raise for a Trainer whose gradients cannot be accumulated.
 
     Args:
-        trainer: set up.
+        trainer: a Trainer that is ready to train.
         known: classes of superbatch among its bases.
         named: names of classes whose `training_step` may be replaced.
 
     Raises:
-        InputError: it shards the model, or a class of it has a `training_step` of its own.
+        InputError: the Trainer shards the model, steps in the backward, or has a base class with its own
+            `training_step`.
     """
     way, arguments = trainer.accelerator.distributed_type.name, trainer.args
     if way != "NO" and not way.startswith("MULTI_"):
         raise InputError(
-            f"The Trainer runs with {way}, and superbatch.integrations.hf needs gradients that are "
-            "whole on each rank. Run it with DistributedDataParallel (torchrun without --fsdp or "
-            "--deepspeed)."
+            f"The Trainer runs with {way}, which shards gradients; superbatch.integrations.hf does not "
+            "support it. Run it with DistributedDataParallel (torchrun without --fsdp or --deepspeed)."
         )
     if arguments.n_gpu > 1:
         raise InputError(
-            f"The Trainer would use torch.nn.DataParallel on {arguments.n_gpu} GPUs. Start it with "
-            "torchrun, or set CUDA_VISIBLE_DEVICES to one of them."
+            f"The Trainer would use torch.nn.DataParallel on {arguments.n_gpu} GPUs, which superbatch does "
+            "not support. Start it with torchrun, or set CUDA_VISIBLE_DEVICES to one of them."
         )
     if "lomo" in arguments.optim or "layerwise" in arguments.optim:
         raise InputError(
-            f"optim={OptimizerNames(arguments.optim).value!r} steps inside of each backward, so gradients "
-            "cannot be added up. Choose an optimizer that steps once for each batch."
+            f"optim={OptimizerNames(arguments.optim).value!r} steps during each backward, so gradients "
+            'cannot be accumulated. Pass an optimizer that steps once per batch, such as optim="adamw_torch".'
         )
     for kind in type(trainer).__mro__:
         if "training_step" not in vars(kind) or kind in known or kind.__name__ in named:
             continue
         raise InputError(
-            f"{kind.__name__}.training_step would not be called. Put its code into compute_loss, or "
-            "name superbatch.integrations.trl.Exact for a trainer of TRL."
+            f"superbatch replaces training_step, so {kind.__name__}.training_step would not be called. Move "
+            "its code into compute_loss; for a trainer of TRL, derive from superbatch.integrations.trl.Exact."
         )
 
 
 def has_own_loss(trainer: Trainer) -> bool:
-    """Tell whether the loss of a Trainer is not that of its model.
+    """Return True if a Trainer has its own loss instead of that of its model.
 
     Args:
-        trainer: any.
+        trainer: the Trainer.
     """
     return type(trainer).compute_loss is not Trainer.compute_loss or trainer.compute_loss_func is not None
 
 
 def has_single_samples(trainer: Trainer) -> bool:
-    """Tell whether an update is made of micro-batches of one sample.
+    """Return True if the micro-batches of an update have one sample each.
 
     Args:
-        trainer: any.
+        trainer: the Trainer.
     """
     given = trainer.args
     count = given.gradient_accumulation_steps * trainer.accelerator.num_processes
@@ -69,11 +69,11 @@ def has_single_samples(trainer: Trainer) -> bool:
 
 
 def couples_samples(model: Any, inputs: Mapping[str, Any]) -> bool:
-    """Tell whether a model returns the loss of a batch that is no mean over samples.
+    """Return True if the loss of a model couples the samples of a batch.
 
     Args:
-        model: of transformers.
-        inputs: of a micro-batch.
+        model: a model of transformers.
+        inputs: inputs of a micro-batch.
 
     Examples:
         >>> couples_samples(None, {"return_loss": True})

@@ -1,4 +1,4 @@
-"""Losses of the Hugging Face Trainer that are divided by the number of items of the whole batch."""
+"""Losses of the Hugging Face Trainer that are divided by the number of items (labels) of the whole batch."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ..batch.split import split
 from ..errors import InputError, SplitError
 from .hf_losses import HostLoss, evaluating
 
-_MOST = 4  # samples that are tried: one may have no label
+_MOST = 4  # samples tried, as some may have no label
 
 
 def adds_up(loss: HostLoss, samples: Mapping[str, Any], *, is_hidden: bool) -> bool:
-    """Tell whether the loss of the batch is the sum of the losses of its parts, given the number of items.
+    """Return True if losses of micro-batches sum to that of the batch, given the number of items.
 
     Args:
-        loss: of the host.
+        loss: loss of the Trainer.
         samples: a micro-batch.
-        is_hidden: otherwise nothing shows what it is divided by.
+        is_hidden: True if no other check can find the divisor of the loss.
 
     Raises:
-        InputError: it is not, and what divides it is not known.
+        InputError: they do not, and the divisor of the loss is not known.
     """
     if divides_by_items(loss, samples):
         return True
@@ -31,23 +31,23 @@ def adds_up(loss: HostLoss, samples: Mapping[str, Any], *, is_hidden: bool) -> b
         needs_items = bool(tried) and _needs_items(loss, tried[0])
     if needs_items:
         raise InputError(
-            "The loss of this trainer needs num_items_in_batch, and is no sum that is divided by it. "
-            "Divide the sum over labels by it and add no other term, or return the mean where it is None."
+            "The loss of this trainer needs num_items_in_batch but is not a sum divided by it. Return the "
+            "sum over labels divided by it, without other terms, or the mean if num_items_in_batch is None."
         )
     if is_hidden:
         raise InputError(
-            "This trainer has a loss of its own, and micro-batches of one sample do not show what it is "
-            "divided by. Write `def weight_of(self, microbatch)` in its class: return the number of "
-            "samples or tokens that the loss is a mean over."
+            "This trainer has its own loss, and micro-batches of one sample do not reveal its divisor. "
+            "Define `weight_of(self, microbatch)` in its class and return the number of samples or tokens "
+            "over which the loss is a mean."
         )
     return False
 
 
 def divides_by_items(loss: HostLoss, samples: Mapping[str, Any]) -> bool:
-    """Tell whether the loss is divided by the number of items that the host passes. Collective.
+    """Return True if the loss is divided by the number of items that the Trainer passes. Collective.
 
     Args:
-        loss: of the host.
+        loss: loss of the Trainer.
         samples: a micro-batch.
     """
     with evaluating(loss.model):
@@ -60,7 +60,7 @@ def _single(loss: HostLoss, samples: Mapping[str, Any]) -> list[Any]:
         return []
     try:
         return split(samples, 1)
-    except SplitError:  # such as flattened patches
+    except SplitError:  # inputs without a row per sample, such as flattened patches
         return [] if loss.cuts else [samples]
 
 

@@ -1,4 +1,4 @@
-"""Gradients of a window from the loss of a Trainer: of one mean, of several, of a sum, of coupled samples."""
+"""Gradients of a window for the losses of a Trainer: several means, a sum, or coupled samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .hf_terms import Terms, checked_terms
 
 Samples = Mapping[str, Any]
 WindowGradient = Callable[[list[dict[str, Any]]], float]
-"""From the micro-batches of a window to its loss; the gradient is in ``.grad`` then."""
+"""Function of the micro-batches of a window that returns the loss and adds the gradient to ``.grad``."""
 
 
 @dataclass
@@ -30,12 +30,12 @@ class HostLoss:
     """Loss that a Trainer computes for samples.
 
     Attributes:
-        trainer: the host.
-        model: of the host, bare.
-        wrapped: the model as the host trains it.
-        as_inputs: returns the inputs of the host for samples.
-        items: number of items of the window, as the host counts them.
-        calls: of the loss, a participant of the windows.
+        trainer: the Trainer.
+        model: its model, without wrappers.
+        wrapped: its model as it is trained, such as in DistributedDataParallel.
+        as_inputs: returns the inputs of the Trainer for samples.
+        items: number of items of the window, as counted by the Trainer.
+        calls: participant of the windows that records calls of the loss.
     """
 
     trainer: Trainer
@@ -52,24 +52,24 @@ class HostLoss:
 
     @property
     def cuts(self) -> bool:
-        """True if the batch comes from the host as one, and is cut here."""
+        """True if the Trainer passes the whole batch, and superbatch splits it."""
         return self.trainer.args.gradient_accumulation_steps == 1
 
     @property
     def has_no_items(self) -> bool:
-        """True if no rank has labels in the window; False where only the host of another rank knows."""
+        """True if no rank has labels in the window; False if the Trainer counts only its own rank's."""
         return self.items is not None and self.items_are_global and not bool(self.items)
 
     @property
     def items_are_global(self) -> bool:
-        """True if the host counts the items of all ranks."""
+        """True if the Trainer counts the items of all ranks."""
         return self.ranks == 1 or bool(self.trainer.args.average_tokens_across_devices)
 
     def on_all_ranks(self, found: bool) -> bool:
         """Return whether `found` is true on every rank.
 
         Args:
-            found: value of this rank.
+            found: the value on this rank.
         """
         if self.ranks == 1:
             return found
@@ -77,7 +77,7 @@ class HostLoss:
         return bool(torch.as_tensor(self.trainer.accelerator.gather(flag)).all())
 
     def of(self, samples: Samples, items: Any = None, model: nn.Module | None = None) -> Tensor:
-        """Return the loss of samples: their mean, or their share of a number of items."""
+        """Return the loss of samples: their mean, or their sum divided by a number of items."""
         with self.calls.one_of(self.trainer), self.trainer.compute_loss_context_manager():
             loss = self.trainer.compute_loss(
                 self.wrapped if model is None else model, self.as_inputs(samples), num_items_in_batch=items
@@ -86,7 +86,7 @@ class HostLoss:
         return loss
 
     def part(self, samples: Samples) -> Tensor:
-        """Return the samples' part of the loss of the window."""
+        """Return the contribution of samples to the loss of the window."""
         return self.of(samples, self.items)
 
     def with_outputs(self, samples: Samples, model: nn.Module | None = None) -> tuple[Tensor, Any]:
@@ -103,7 +103,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluate a model without side effects: eval mode, no graphs, random state restored.
 
     Args:
-        model: any.
+        model: the model.
     """
     trained = [module for module in model.modules() if module.training]
     for module in trained:
@@ -120,10 +120,10 @@ def separated(loss: HostLoss, terms: Terms, samples: Samples, **options: Any) ->
     """Return the gradient of a sum of means over a window.
 
     Args:
-        loss: of the host.
-        terms: of the model's loss.
-        samples: used for a trial forward.
-        options: of `Gradient`.
+        loss: loss of the Trainer.
+        terms: terms of the model's loss.
+        samples: a micro-batch for a trial forward.
+        options: options of `Gradient`.
     """
     if terms.fit is not None:
         with evaluating(loss.model):
@@ -139,15 +139,15 @@ def separated(loss: HostLoss, terms: Terms, samples: Samples, **options: Any) ->
 
 
 def summed(loss: HostLoss, **options: Any) -> Gradient:
-    """Return the gradient of a loss whose parts add up: a sum, divided by the number of items of the window.
+    """Return the gradient of a loss that is a sum divided by the number of items of the window.
 
     Args:
-        loss: of the host.
-        options: of `Gradient`.
+        loss: loss of the Trainer.
+        options: options of `Gradient`.
     """
 
-    def share(microbatch: Samples) -> Tensor:  # the host takes the mean over ranks
-        return loss.part(microbatch) / loss.ranks
+    def share(microbatch: Samples) -> Tensor:
+        return loss.part(microbatch) / loss.ranks  # the Trainer reports the mean over ranks
 
     return Gradient(loss.wrapped, share, reduction="total", **options)
 
@@ -155,19 +155,19 @@ def summed(loss: HostLoss, **options: Any) -> Gradient:
 def of_windows(
     loss: HostLoss, gradient_of: Gradient, check: Callable[[list[dict[str, Any]]], bool], *, by_items: bool
 ) -> WindowGradient:
-    """Return a gradient of the micro-batches that the host has collected.
+    """Return a function for the gradient of the micro-batches that were collected.
 
     Args:
-        loss: of the host.
-        gradient_of: of a batch, or of a window.
-        check: is called with windows until it returns True.
+        loss: loss of the Trainer.
+        gradient_of: gradient of a batch or of a window.
+        check: called with each window until it returns True.
         by_items: the loss divides by the number of items of the window.
     """
     checked = False
 
     def of_window(taken: list[dict[str, Any]]) -> float:
         nonlocal checked
-        if by_items and loss.has_no_items:  # nothing is divided by zero
+        if by_items and loss.has_no_items:  # the loss would divide by zero
             return 0.0
         checked = checked or check(taken)
         return gradient_of(taken[0] if loss.cuts else Window(taken)).loss
@@ -179,15 +179,15 @@ def coupled(loss: HostLoss, microbatch_size: Any, **options: Any) -> WindowGradi
     """Return the gradient of a loss that couples the samples of a window.
 
     Args:
-        loss: of the host.
-        microbatch_size: as `WholeGradient`'s.
-        options: of `WholeGradient`.
+        loss: loss of the Trainer.
+        microbatch_size: as in `WholeGradient`.
+        options: options of `WholeGradient`.
     """
     if loss.ranks == 1:
         whole = WholeGradient(loss.wrapped, loss.part, microbatch_size=microbatch_size, **options)
         return lambda taken: whole(_joined(taken)).loss
 
-    def of_this_rank(taken: list[dict[str, Any]]) -> float:  # as in the host
+    def of_this_rank(taken: list[dict[str, Any]]) -> float:  # the Trainer couples no samples across ranks
         loss.calls.begin()
         with virtual_batch(loss.wrapped, microbatch_size or "auto") as virtual:
             found = loss.part(virtual(_joined(taken)))
@@ -198,7 +198,7 @@ def coupled(loss: HostLoss, microbatch_size: Any, **options: Any) -> WindowGradi
 
 
 def split_of(samples: Samples) -> Split:
-    """Return which inputs are lists with an object for each sample, such as the boxes of an image.
+    """Return the inputs that are lists with an object for each sample, such as the boxes of an image.
 
     Args:
         samples: a micro-batch.
@@ -214,7 +214,7 @@ def split_of(samples: Samples) -> Split:
         if not isinstance(values, list | tuple) or len(values) != count:
             return False
         have_rows = all(isinstance(each, Tensor) and each.ndim and len(each) == count for each in values)
-        return count == 1 or not have_rows  # as feature maps have, of all samples
+        return count == 1 or not have_rows  # a list of feature maps has a tensor of all samples per level
 
     return Split(per_sample=[name for name, value in samples.items() if is_per_sample(value)])
 
@@ -227,14 +227,14 @@ def _joined(microbatches: list[dict[str, Any]]) -> Any:
     """
     if lists := split_of(microbatches[0]).per_sample:
         raise InputError(
-            f"The samples of this batch are coupled, and {lists[0]!r} is a list with an object for each of "
-            "them. Let the collator make one padded tensor of it."
+            f"The samples of this batch are coupled, but {lists[0]!r} is a list with an object for each "
+            "sample. Return one padded tensor from the collator instead."
         )
     try:
         return joined(microbatches)
     except SplitError as error:
         raise InputError(
-            "The samples of this batch are coupled, and its micro-batches have unequal shapes, so they make "
-            "no whole batch. Set gradient_accumulation_steps=1 and a larger per_device_train_batch_size: "
-            f"the batch is cut exactly. ({error})"
+            "The samples of this batch are coupled, but its micro-batches have different shapes and cannot "
+            "be joined. Set gradient_accumulation_steps=1 and per_device_train_batch_size to the whole "
+            f"batch; superbatch splits it exactly. ({error})"
         ) from error

@@ -1,4 +1,4 @@
-"""Join micro-batches of one sample to check the divisor of a loss."""
+"""Check of the divisor of a loss on micro-batches of one sample, which are joined for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..torch.warn import warn
 from .hf_losses import HostLoss, split_of
 
 Weigh = Callable[[Any], float]
-_MOST = 4  # samples: a loss may agree for each pair, and for no more
+_MOST = 4  # samples joined; with two, a wrong weight may agree by chance
 
 
 def check_singles(
@@ -31,8 +31,8 @@ def check_singles(
     Collective: every rank must call it. Warns if the loss cannot be checked.
 
     Args:
-        gradient_of: of the windows; their own first-window check is disabled.
-        loss: of the host.
+        gradient_of: gradient of the windows; its own first-window check is disabled.
+        loss: loss of the Trainer.
         samples: the micro-batches.
         weigh: returns the weight of a micro-batch; None if unknown.
         count: returns the number of labels that the loss counts; None if unknown.
@@ -48,7 +48,7 @@ def check_singles(
     engine.checked = True
     if not loss.on_all_ranks(weigh is None or any(map(weigh, samples))):
         return False
-    batch, reason = None, "another rank has samples that make no batch"
+    batch, reason = None, "the samples of another rank cannot be joined"
     try:
         batch = together(samples, split_of(samples[0]).per_sample, weigh, count)
     except Exception as error:  # noqa: BLE001  (weight_of() may be made for one sample, and raise anything)
@@ -56,7 +56,7 @@ def check_singles(
     if loss.on_all_ranks(batch is not None):
         engine.checked = False
         try:
-            gradient_of.window(batch)  # to open it checks the loss; it is not entered
+            gradient_of.window(batch)  # making the window checks the loss; it is never entered
             reason = ""
         except (LossSpecError, CoupledSamplesError):
             raise
@@ -65,14 +65,14 @@ def check_singles(
         engine.checked = True
         if not reason and is_stated and _count_alike(batch):
             warn(
-                "superbatch checked the loss on samples with as many labels each: micro-batches of one "
-                "sample do not show whether weight_of() counts what it divides by. Compare the first loss "
-                "with that of per_device_train_batch_size=2."
+                "superbatch could check the loss only on samples with equal numbers of labels, so the "
+                "divisor of the loss may differ from weight_of(). Compare the first loss with that of "
+                "per_device_train_batch_size=2."
             )
     if reason:
         warn(
-            "superbatch could not check what the loss is divided by: micro-batches of one sample do not show "
-            f"it, and several samples make no batch here ({reason}). Compare the first loss with that of "
+            "superbatch could not check the divisor of the loss: micro-batches have one sample, and samples "
+            f"could not be joined ({reason}). Compare the first loss with that of "
             "per_device_train_batch_size=2."
         )
     return True
@@ -112,16 +112,16 @@ def together(
     if isinstance(batch.get("labels"), Tensor) and count is not None:
         halved = {**batch, "labels": _halved(batch["labels"], -100)}
         if count(batch) - count(halved) == int((halved["labels"] != batch["labels"]).sum()):
-            batch = halved  # which the loss leaves out
+            batch = halved  # the loss ignores the removed labels, as `count` shows
     if weigh is not None:
         total = weigh(batch)
         if abs(total - sum(weigh(_row_of(batch, row)) for row in range(len(chosen)))) > 1e-6 * abs(total):
-            raise SplitError("weight_of() returns another weight for samples together than the sum of theirs")
+            raise SplitError("weight_of() of joined samples differs from the sum of their weights")
     return batch
 
 
 def _count_alike(batch: Any) -> bool:
-    """Return whether rows of labels have equally many that are not -100: a mean does not tell them apart."""
+    """Return True if all rows have equally many labels other than -100; they do not reveal the divisor."""
     labels = batch.get("labels")
     if not isinstance(labels, Tensor) or labels.ndim < 2 or labels.is_floating_point():
         return False
@@ -140,7 +140,7 @@ def _joined(name: str, values: Sequence[Any], is_list: bool) -> Any:
         shape = [max(sizes) for sizes in zip(*(value.shape for value in values), strict=True)]
         return torch.cat([_filled(value, shape) for value in values])
     if isinstance(values[0], bool | int | float | str | None) and len(set(values)) == 1:
-        return values[0]  # a setting
+        return values[0]  # an option, the same for all samples
     raise SplitError(f"{name!r} has no row for each sample")
 
 
@@ -161,7 +161,7 @@ def _filled(value: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _halved(value: Tensor, left_out: int) -> Tensor:
-    """Leave out the later half of what counts in every other row."""
+    """Replace the later half of the entries that count, in every other row, by `left_out`."""
     if value.ndim < 2 or value.is_floating_point():
         return value
     value = value.clone()

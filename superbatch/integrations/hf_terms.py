@@ -1,4 +1,4 @@
-"""Losses of Hugging Face models that are several sums, each with a divisor of its own."""
+"""Losses of Hugging Face models with several terms, each with its own divisor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..torch.weights import at_least
 from .hf_weights import kind_of
 
 Inputs = Mapping[str, Any]
-TOLERANCE = 1e-3  # of the sum of the terms against the loss of the model, which may be in bfloat16
+TOLERANCE = 1e-3  # relative, of the sum of the terms; the loss of the model may be in bfloat16
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Terms:
 
     Attributes:
         of: returns the terms of a micro-batch, from the config of the model, its inputs and its outputs.
-        weights: returns what each term of a micro-batch counts, from the config and the inputs.
-        reductions: of each term, as `Gradient`'s.
-        ranks: whether the divisors of a rank are its own.
-        fit: returns other terms if the model's outputs require them; None if they never do.
+        weights: for each term, returns its weight in a micro-batch from the config and the inputs.
+        reductions: reduction of each term, as in `Gradient`.
+        ranks: True if the divisors of a rank do not depend on other ranks.
+        fit: returns other terms if the outputs of the model require them; None if they never do.
     """
 
     of: Callable[[Any, Inputs, Any], dict[str, Tensor]]
@@ -39,71 +39,71 @@ class Terms:
     fit: Callable[[Inputs, Any], Terms | None] | None = None
 
     def can_weigh(self, config: Any, inputs: Inputs) -> bool:
-        """Tell whether the inputs have what the weights are counted from."""
+        """Return True if the weights can be computed from the inputs."""
         try:
             for weigh in self.weights.values():
                 weigh(config, inputs)
-        except (KeyError, TypeError):  # a tensor has no names of labels
+        except (KeyError, TypeError):  # labels are missing, or a tensor instead of a list of dicts
             return False
         return True
 
     def options(self, config: Any) -> dict[str, Any]:
-        """Return `weight` and `reduction` as `Gradient` takes them."""
+        """Return the options `weight` and `reduction` of `Gradient`."""
 
         def bound(name: str) -> WeightOption:
             weigh = partial(self.weights[name], config)
-            return at_least(1, weigh) if self.reductions[name] == "sum" else weigh  # as the models do
+            return at_least(1, weigh) if self.reductions[name] == "sum" else weigh  # models clamp at 1 too
 
         return {"weight": {name: bound(name) for name in self.weights}, "reduction": self.reductions}
 
 
 def terms_of(model: Any, inputs: Inputs, ranks: int = 1) -> Terms | None:
-    """Return the terms of the loss of a model; None: one mean, or its inputs are others.
+    """Return the terms of the loss of a model; None if it has one term, or other inputs than expected.
 
     Args:
-        model: of transformers.
-        inputs: of a micro-batch.
+        model: a model of transformers.
+        inputs: inputs of a micro-batch.
         ranks: number of processes.
 
     Raises:
-        InputError: the loss has them, and counts over the ranks in each forward.
+        InputError: the loss has terms whose divisors are averaged over several ranks in each forward.
     """
     terms = TERMS.get(kind_of(model) or "")
     if terms is not None and not terms.can_weigh(getattr(model, "config", None), inputs):
         return None
     if terms is not None and ranks > 1 and not terms.ranks:
         raise InputError(
-            f"{type(model).__name__} divides its loss by the mean number of boxes of all ranks in each "
-            "forward, so micro-batches do not add up to the batch on several ranks. Train it on one."
+            f"{type(model).__name__} divides its loss by the mean number of boxes over all ranks in each "
+            f"forward, so losses of micro-batches do not add up on {ranks} ranks. Train it on one rank."
         )
     return terms
 
 
 def checked_terms(terms: Terms, model: Any, inputs: Inputs, loss: Tensor, outputs: Any) -> dict[str, Tensor]:
-    """Return the terms of a micro-batch, which must add up to the loss of the model.
+    """Return the terms of a micro-batch after checking that they add up to the loss of the model.
 
     Args:
-        terms: of the loss of the model.
-        model: of transformers.
-        inputs: of the model.
-        loss: that it returned.
-        outputs: that it returned.
+        terms: terms of the loss of the model.
+        model: a model of transformers.
+        inputs: inputs of the model.
+        loss: the loss it returned.
+        outputs: the outputs it returned.
 
     Raises:
-        InputError: the outputs lack some.
-        LossSpecError: they do not, so the loss of this model is another one.
+        InputError: an entry of the outputs is missing.
+        LossSpecError: the terms do not add up to the loss.
     """
     config = getattr(model, "config", None)
     try:
         found = terms.of(config, inputs, outputs)
     except KeyError as error:
         raise InputError(
-            f"superbatch cannot tell what the loss of {type(model).__name__} is divided by: its outputs have "
-            f"no {error}. Write `def weight_of(self, microbatch)` in the trainer's class: return the number "
-            "of samples that the loss is a mean over."
+            f"superbatch cannot find the divisor of the loss of {type(model).__name__}: its outputs have no "
+            f"{error}. Define `weight_of(self, microbatch)` in the trainer's class and return the number of "
+            "samples over which the loss is a mean."
         ) from error
     weights = {name: terms.weights[name](config, inputs) for name in found}
-    # A mean over nothing is no number, and has no share of the batch.
+    # Skip a mean with weight 0: it is NaN, and contributes nothing to the batch.
     total = sum(
         float(value.detach()) / (max(weights[name], 1) if terms.reductions[name] == "sum" else 1)
         for name, value in found.items()
@@ -112,9 +112,8 @@ def checked_terms(terms: Terms, model: Any, inputs: Inputs, loss: Tensor, output
     mean = float(loss.detach())
     if math.isfinite(mean) and abs(total - mean) > TOLERANCE * max(abs(mean), 1):
         raise LossSpecError(
-            f"The loss of {type(model).__name__} is {mean:g}, and the terms {', '.join(found)} that "
-            f"superbatch takes it for add up to {total:g}. Write `def weight_of(self, microbatch)` in the "
-            "trainer's class: return the number of samples that the loss is a mean over."
+            f"The loss of {type(model).__name__} is {mean:g}, but its terms {', '.join(found)} add up to "
+            f"{total:g}."  # the Trainer's error adds the remedy, `weight_of`
         )
     return found
 
@@ -138,7 +137,7 @@ def _inside(name: str, more: int) -> Callable[[Any, Inputs], float]:
 
 
 def _answers(more: int = 0) -> Terms:
-    """Return the terms of answers that lie within the logits, of which there are `more` than input ids."""
+    """Return the terms of question answering, for a model with `more` logits than input ids."""
     names = ("start", "end")
     weights = {name: _inside(name, more) for name in names}
     return Terms(_answer, weights, dict.fromkeys(names, "mean"), fit=_fitted)
@@ -156,7 +155,7 @@ def _boxes(config: Any, inputs: Inputs) -> int:
 
 
 def _queries(config: Any, inputs: Inputs) -> float:
-    """Return the weights of the classes of all queries: one with no object counts `eos_coefficient`."""
+    """Return the sum of the class weights of all queries; one without an object has `eos_coefficient`."""
     queries = getattr(config, "num_queries", None) or config.num_detection_tokens
     matched = sum(min(queries, len(each["class_labels"])) for each in inputs["labels"])
     return matched + config.eos_coefficient * (queries * len(inputs["labels"]) - matched)

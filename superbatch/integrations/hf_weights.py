@@ -1,4 +1,4 @@
-"""Weight of a micro-batch for the losses of Hugging Face models: what each divides its sum by."""
+"""Weight of a micro-batch for the losses of Hugging Face models: the divisor of each loss."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Inputs = Mapping[str, Any]
 
 
 def weigh(model: Any, microbatch: Inputs, kind: str | None = None) -> int:
-    """Return the number of labels that the loss of a model is a mean over.
+    """Return the number of labels over which the loss of a model is a mean.
 
     Args:
-        model: of transformers, or a PEFT model around one; it has a `loss_type`.
-        microbatch: its inputs.
-        kind: of its loss; None: that of the model.
+        model: a model of transformers, or a PEFT model around one, with a `loss_type`.
+        microbatch: inputs of the model.
+        kind: type of the loss; None: that of the model.
 
     Raises:
-        InputError: the loss is not known; the text says what to write.
+        InputError: superbatch does not know the loss.
 
     Examples:
         >>> import torch
@@ -37,15 +37,15 @@ def weigh(model: Any, microbatch: Inputs, kind: str | None = None) -> int:
         raise _unknown(f"{type(model).__name__} has {named}")
     prompts = getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
     if prompts and count in (_causal, _tokens):
-        raise _unknown("PEFT puts tokens of its own before the prompt")
+        raise _unknown("PEFT adds virtual tokens before the prompt")
     try:
         return count(getattr(model, "config", None), microbatch)
     except KeyError as error:
-        raise _unknown(f"a batch has no {error}, only {list(microbatch)}") from error
+        raise _unknown(f"the batch has no {error}, only {list(microbatch)}") from error
 
 
 def kind_of(model: Any) -> str | None:
-    """Return the name of the loss of a model in transformers, or its class where it has none; None: unknown.
+    """Return the `loss_type` of a model, or a known part of its class name; None if there is neither.
 
     Args:
         model: as for `weigh`.
@@ -56,7 +56,7 @@ def kind_of(model: Any) -> str | None:
 
 
 def is_sum(model: Any) -> bool:
-    """Tell whether the loss of a model is a sum over samples.
+    """Return True if the loss of a model is a sum over samples.
 
     Args:
         model: as for `weigh`.
@@ -67,9 +67,8 @@ def is_sum(model: Any) -> bool:
 
 def _unknown(why: str) -> InputError:
     return InputError(
-        f"superbatch cannot tell what this loss is divided by: {why}. Write `def weight_of(self, "
-        "microbatch)` in the trainer's class: return the number of samples or tokens that the loss is a mean "
-        "over."
+        f"superbatch cannot find the divisor of this loss: {why}. Define `weight_of(self, microbatch)` in "
+        "the trainer's class and return the number of samples or tokens over which the loss is a mean."
     )
 
 
@@ -91,13 +90,13 @@ def _tokens(config: Any, inputs: Inputs) -> int:
 def _classes(config: Any, inputs: Inputs) -> int:
     labels, problem = inputs["labels"], getattr(config, "problem_type", None)
     if problem is None and (labels.is_floating_point() or getattr(config, "num_labels", 2) == 1):
-        problem = "regression"  # or of several labels: a mean over all entries too
+        problem = "regression"  # or multi-label: both are means over all entries
     return _labelled(labels) if problem in (None, "single_label_classification") else len(labels)
 
 
 def _pixels(config: Any, inputs: Inputs) -> int:
     labels = inputs["labels"]
-    if getattr(config, "num_labels", 2) == 1:  # masked, and a mean over all pixels
+    if getattr(config, "num_labels", 2) == 1:  # this loss is a mean over all pixels, masked ones included
         return labels.numel()
     ignored = getattr(config, "loss_ignore_index", 255)
     return _labelled(labels, getattr(config, "semantic_loss_ignore_index", ignored))

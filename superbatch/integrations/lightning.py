@@ -1,4 +1,4 @@
-"""Exact accumulation inside Lightning: a mixin for its Trainer, and a `Gradient` for Fabric."""
+"""Exact accumulation in Lightning: a mixin for modules of its Trainer, and a `Gradient` for Fabric."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from .versions import check_version
 
 
 class ExactAccumulation(LightningModule):
-    """Mixin that makes ``accumulate_grad_batches=k`` the gradient of the batch of all k.
+    """Mixin with which ``accumulate_grad_batches=k`` gives the gradient of the k batches joined into one.
 
     Put it before the module: ``class Exact(ExactAccumulation, MyModule): ...``. The k batches are collected.
-    At the last one `training_step` runs for each, weighted by `weight_of`, and its gradient is in ``.grad``
-    when Lightning clips and steps. Lightning sees one loss and one value of each metric: means over all k.
+    At the last one `training_step` runs for each, weighted by `weight_of`, and the gradient is in ``.grad``
+    when Lightning clips and steps. Lightning gets one loss and one value of each metric: means over all k.
 
     Attributes:
-        coupled: samples of a batch influence each other: `training_step` runs once, on the joined batches.
+        coupled: True if samples of a batch influence each other; `training_step` then runs once, on the
+            joined batches.
     """
 
     coupled = False
@@ -36,29 +37,29 @@ class ExactAccumulation(LightningModule):
         super().__init_subclass__(**options)
         if cls.training_step is not ExactAccumulation.training_step:
             raise InputError(
-                f"{cls.__name__} has a training_step that comes before ExactAccumulation's. Leave it in a "
-                "LightningModule, and add a class Exact(ExactAccumulation, YourModule)."
+                f"{cls.__name__} overrides ExactAccumulation.training_step. Define training_step in a "
+                "LightningModule of its own, and derive: class Exact(ExactAccumulation, YourModule)."
             )
 
     def weight_of(self, batch: Any) -> Any:
-        """Return how much a batch counts: what its loss divides by; the number of samples by default.
+        """Return the weight of a batch: the divisor of its loss, by default the number of samples.
 
         Args:
-            batch: of the loader, or a part of it.
+            batch: a batch of the loader, or a part of it.
         """
         return count_samples(batch)
 
     def gradient_options(self) -> dict[str, Any]:
-        """Return further options of `Gradient` (or `WholeGradient`), such as ``microbatch_size``."""
+        """Return options of `Gradient` (or `WholeGradient`), such as ``microbatch_size``."""
         return {}
 
     def on_fit_start(self) -> None:
-        """Check what the Trainer was given, and make the `Gradient`."""
+        """Check the options of the Trainer, and make the `Gradient`."""
         super().on_fit_start()
         self._windows = LightningWindows(self, super().training_step, super().backward)
 
     def on_fit_end(self) -> None:
-        """Free everything that training needed."""
+        """Free the memory used for training."""
         self._windows = None
         super().on_fit_end()
 
@@ -66,12 +67,12 @@ class ExactAccumulation(LightningModule):
         """Collect a batch; at the last one of an update, compute the gradient of all.
 
         Args:
-            batch: of the loader.
-            batch_idx: its number in the epoch.
+            batch: a batch of the loader.
+            batch_idx: its index in the epoch.
 
         Returns:
-            The mean loss over all of them, and what else `training_step` returned for the last; NaN for the
-            batches before it.
+            At the last batch, the mean loss over all of them, with the other entries that `training_step`
+            returned for the last one. Before, NaN.
         """
         if (windows := self._running()) is None:
             return super().training_step(batch, batch_idx)
@@ -83,13 +84,13 @@ class ExactAccumulation(LightningModule):
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Step; the batch that Lightning runs inside of it is the last of its update.
+        """Step the optimizer; the batch that Lightning runs in this call is the last of its update.
 
         Args:
-            epoch: as Lightning's, and so are the others.
-            batch_idx: likewise.
-            optimizer: likewise.
-            optimizer_closure: likewise.
+            epoch: as in `LightningModule.optimizer_step`.
+            batch_idx: as there.
+            optimizer: as there.
+            optimizer_closure: as there.
         """
         if (windows := self._running()) is None:
             return super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
@@ -100,9 +101,9 @@ class ExactAccumulation(LightningModule):
         """Put the gradient that `training_step` computed into ``.grad``.
 
         Args:
-            loss: as Lightning's, and so are the others.
-            args: likewise.
-            kwargs: likewise.
+            loss: as in `LightningModule.backward`.
+            args: as there.
+            kwargs: as there.
         """
         if (windows := self._running()) is None:
             super().backward(loss, *args, **kwargs)
@@ -110,36 +111,36 @@ class ExactAccumulation(LightningModule):
             windows.attach()
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Log the mean of a value over the batches of an update, weighted as they are, once.
+        """Log a value once per update, as the weighted mean over its batches.
 
         Args:
-            name: as Lightning's, and so are the others.
-            value: likewise.
-            args: likewise.
-            kwargs: likewise.
+            name: as in `LightningModule.log`.
+            value: as there.
+            args: as there.
+            kwargs: as there.
         """
         if self._windows is None or not self._windows.note(name, value, *args, **kwargs):
             super().log(name, value, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy of the module needs: not the Trainer's part."""
+        """Return the state for a copy of the module, without the windows of the fit."""
         return {**super().__getstate__(), "_windows": None}
 
     def _running(self) -> LightningWindows | None:
-        """Return the windows of the fit; None outside of it, and after one that failed."""
+        """Return the windows of the running fit; None outside a fit, and after a failed one."""
         return self._windows if self._windows is not None and self._windows.running else None
 
 
 def make_gradient(
     fabric: Fabric, model: nn.Module | Sequence[nn.Module], loss_fn: Callable[[Any], Any], **options: Any
 ) -> Gradient:
-    """Return a `Gradient` for a Fabric loop, in place of its forward and ``fabric.backward``.
+    """Return a `Gradient` that replaces the forward and ``fabric.backward`` of a Fabric loop.
 
     Args:
-        fabric: launched.
-        model: as ``fabric.setup`` returned it, or a list of several; `loss_fn` calls it.
-        loss_fn: as `Gradient`'s.
-        options: as `Gradient`'s, but for `backward` and `scaler`, which are Fabric's.
+        fabric: a launched Fabric.
+        model: model or list of models returned by ``fabric.setup``; `loss_fn` calls it.
+        loss_fn: as in `Gradient`.
+        options: options of `Gradient` except `backward` and `scaler`, which come from Fabric.
 
     Raises:
         InputError: Fabric's strategy shards the model, or the model was not set up.
@@ -149,8 +150,8 @@ def make_gradient(
     bare = [each for each in ([model] if isinstance(model, nn.Module) else model) if not is_wrapped(each)]
     if bare:
         raise InputError(
-            f"The {type(bare[0]).__name__} was not set up, so Fabric's precision and ranks are not in it. "
-            "Pass the model that fabric.setup() returned, and call that one in loss_fn."
+            f"The {type(bare[0]).__name__} was not set up by Fabric. Pass the model that fabric.setup() "
+            "returned, and call that one in loss_fn."
         )
     scaler = getattr(fabric.strategy.precision, "scaler", None)
     return Gradient(model, loss_fn, backward=fabric.backward, scaler=scaler, **options)

@@ -1,4 +1,4 @@
-"""Windows of a Lightning module: batches collected, and their gradient."""
+"""Windows of a Lightning module: collected batches, and their gradient."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LightningWindows:
         backward: the `backward` of the user, or Lightning's.
 
     Raises:
-        InputError: the Trainer or the module asks for what cannot be accumulated here.
+        InputError: an option of the Trainer or of the module is not supported.
     """
 
     def __init__(self, module: Any, step: Callable[..., Any], backward: Callable[..., Any]) -> None:
@@ -42,7 +42,7 @@ class LightningWindows:
         _refuse(module, step, options)
         self._module, self._trainer, self._step = module, module.trainer, step
         self._takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
-        self._batches: dict[int, Any] = {}  # by their number in the epoch
+        self._batches: dict[int, Any] = {}  # by their index in the epoch
         self._is_last = self._has_run = False
         self._is_read = is_overridden("on_after_backward", module) or any(
             is_overridden("on_after_backward", each, Callback) for each in module.trainer.callbacks
@@ -52,7 +52,7 @@ class LightningWindows:
         self._loss_like = torch.zeros(())
         self._logged = LoggedValues()
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
-        if getattr(backward, "__func__", None) is not LightningModule.backward:  # it is the user's
+        if getattr(backward, "__func__", None) is not LightningModule.backward:  # the user overrides it
             options["backward"] = lambda loss, **kwargs: backward(
                 loss if scaler is None else scaler.scale(loss), **kwargs
             )
@@ -64,12 +64,12 @@ class LightningWindows:
 
     @property
     def running(self) -> bool:
-        """True until the Trainer has ended or failed."""
+        """True while the Trainer runs."""
         return self._trainer.state.status == TrainerStatus.RUNNING
 
     @contextmanager
     def last_batch(self) -> Iterator[None]:
-        """Take the batch that Lightning runs in this context as the last one of its update."""
+        """Make the batch that Lightning runs in this context the last one of its update."""
         self._is_last = True
         try:
             yield
@@ -81,19 +81,19 @@ class LightningWindows:
         """Collect a batch, or compute the gradient of those collected.
 
         Args:
-            batch: of the loader.
-            index: its number in the epoch.
+            batch: a batch of the loader.
+            index: its index in the epoch.
 
         Returns:
-            What a `training_step` returns, and the values to log.
+            The result of `training_step`, and the values to log.
         """
         if index % self._trainer.accumulate_grad_batches == 0:
-            self._batches.clear()  # a window that was never finished: its epoch was skipped
+            self._batches.clear()  # left from a window that was not finished, as its epoch was skipped
         self._batches[index] = batch
         if not self._is_last:
             return torch.full((), torch.nan, device=self._module.device), []
         update = self._compute()
-        # Lightning divides by this number, as it does the losses that it adds up itself.
+        # Lightning divides each loss by this number, as it sums them.
         loss = self._loss_like.new_tensor(update.loss * self._trainer.accumulate_grad_batches)
         returned, self._returned = self._returned, {}
         return {"loss": loss, **returned} if returned else loss, self._logged.means(update.samples, self._sum)
@@ -101,31 +101,31 @@ class LightningWindows:
     def _compute(self) -> Any:
         batches = list(self._batches.values())
         parameters = [each for each in self._module.parameters() if each.requires_grad]
-        for parameter in parameters:  # those of the last update, which Lightning is about to zero
+        for parameter in parameters:  # gradients of the last update, which Lightning zeroes only later
             parameter.grad = None
-        # Lightning runs training_step in autocast, and the backward does not belong in it.
+        # Lightning runs training_step under autocast, but a backward must run outside autocast.
         with torch.autocast(self._module.device.type, enabled=False), self._logged.collected():
             self._has_run = False
             try:
                 update = self._gradient_of(batches[0] if len(batches) == 1 else Window(batches))
             except CoupledSamplesError as error:
                 raise CoupledSamplesError(
-                    f"{error} In Lightning: write `coupled = True` in the class, which computes the batches "
-                    "of an update as one."
+                    f"{error} In Lightning, write `coupled = True` in the class to compute the loss of all "
+                    "batches of an update at once."
                 ) from error
             if update.weight and not self._has_run:
-                # This rank has no weight. Other ranks wait for the values that it logs, to average them.
+                # This rank has no weight, but other ranks wait for its logged values to average them.
                 self._logged.savepoint()
                 with torch.no_grad():
                     self._loss(batches[-1])
         skip_without_gradient(getattr(self._trainer.precision_plugin, "scaler", None), parameters)
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
-        for parameter in parameters:  # until Lightning has zeroed, and runs the backward
+        for parameter in parameters:  # `attach` sets them after Lightning's zero_grad, in its backward
             parameter.grad = None
         return update
 
     def attach(self) -> None:
-        """Put the gradient into ``.grad``; zeros after a batch that is collected, where a hook reads them."""
+        """Put the gradient into ``.grad``; after a collected batch, zeros if a hook reads gradients."""
         if not self._gradients and self._is_read:
             self._gradients = [
                 (each, torch.zeros_like(each) if each.grad is None else each.grad)
@@ -137,13 +137,13 @@ class LightningWindows:
             parameter.grad = gradient
 
     def note(self, name: str, value: Any, *args: Any, **kwargs: Any) -> bool:
-        """Keep a value that is logged inside of a window; return False where it is logged elsewhere.
+        """Record a value that is logged in a window; return False for one logged outside a window.
 
         Args:
-            name: as `LightningModule.log`'s, and so are the others.
-            value: likewise.
-            args: likewise.
-            kwargs: likewise.
+            name: as in `LightningModule.log`.
+            value: as there.
+            args: as there.
+            kwargs: as there.
         """
         if not self._logged.is_inside:
             return False
@@ -162,8 +162,8 @@ class LightningWindows:
         loss = returned.get("loss") if isinstance(returned, Mapping) else returned
         if not isinstance(loss, Tensor):
             raise InputError(
-                f"training_step returned {type(loss).__name__}. Return the loss of its batch; for a batch "
-                "that does not count, let weight_of return 0."
+                f"training_step returned {type(loss).__name__}, not a tensor. Return the loss of the batch; "
+                "to skip a batch, return 0 from weight_of()."
             )
         if counts:
             self._has_run = True
@@ -180,39 +180,42 @@ def _refuse(module: Any, step: Callable[..., Any], options: Mapping[str, Any]) -
     trainer = module.trainer
     if not module.automatic_optimization:
         raise InputError(
-            "ExactAccumulation is for automatic optimization, and automatic_optimization is False. In a loop "
-            "of your own, call superbatch.torch.Gradient in place of forward and manual_backward()."
+            "ExactAccumulation needs automatic optimization, but automatic_optimization is False. In manual "
+            "optimization, call superbatch.torch.Gradient in place of forward and manual_backward()."
         )
     refuse_strategy(trainer.strategy, SingleDeviceStrategy, DDPStrategy)
     if "training_step" in vars(module):
         raise InputError(
-            "The module was given to torch.compile, which would compile the accumulation with it. Compile "
-            "the networks inside of the module instead."
+            "The module was passed to torch.compile, which would compile the accumulation too. Compile the "
+            "networks inside the module instead."
         )
     if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
-        raise InputError("training_step takes dataloader_iter. Let it take (batch, batch_idx) instead.")
+        raise InputError(
+            "training_step takes dataloader_iter, which ExactAccumulation does not support. Change its "
+            "arguments to (batch, batch_idx)."
+        )
     size, batches = options.get("microbatch_size"), trainer.accumulate_grad_batches
     if size is not None and batches > 1:
         raise InputError(
-            f"microbatch_size={size!r} cuts a batch, but accumulate_grad_batches={batches} joins batches. "
-            "Pass accumulate_grad_batches=1, and let the loader yield the batch that you want."
+            f"microbatch_size={size!r} splits a batch, but accumulate_grad_batches={batches} joins batches. "
+            "Pass accumulate_grad_batches=1 and a loader that yields the whole batch."
         )
 
 
 def refuse_strategy(strategy: Any, *supported: type) -> None:
-    """Check that each rank has the whole model, and one process accumulates for itself.
+    """Raise for a strategy that shards the model or accumulates gradients itself.
 
     Args:
-        strategy: of a Trainer or of Fabric.
-        supported: classes of strategies.
+        strategy: strategy of a Trainer or of Fabric.
+        supported: supported classes of strategies.
 
     Raises:
         InputError: it shards the model, or accumulates itself.
     """
     if not isinstance(strategy, supported) or getattr(strategy, "handles_gradient_accumulation", False):
         raise InputError(
-            f"{type(strategy).__name__} is a strategy with which gradients cannot be accumulated here. Pass "
-            'strategy="ddp", or devices=1.'
+            f"{type(strategy).__name__} is not supported by superbatch.integrations.lightning. Pass "
+            'strategy="ddp" or devices=1.'
         )
 
 

@@ -13,13 +13,14 @@ from .. import normalize
 
 
 class LoggedValues:
-    """Values logged in a window, as a `Participant`: those of a micro-batch that is run again go.
+    """Participant of a window that records the values logged in its micro-batches.
 
-    `training_step` also runs outside of micro-batches, when its loss is checked: nothing is kept then.
+    Values of a micro-batch that is rolled back are discarded. Nothing is recorded when `training_step` runs
+    outside micro-batches, for a check of its loss.
 
     Attributes:
-        is_inside: Lightning gets nothing of what is logged now.
-        ignores_checks: forwards outside micro-batches record nothing.
+        is_inside: True in a window: values are recorded and not passed to Lightning.
+        ignores_checks: True, as forwards outside micro-batches record nothing.
     """
 
     ignores_checks = True
@@ -33,7 +34,7 @@ class LoggedValues:
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Keep what is logged in this context from Lightning."""
+        """Record values that are logged in this context, instead of passing them to Lightning."""
         self.is_inside, self._expects = True, False
         self._entries.clear()
         try:
@@ -42,21 +43,21 @@ class LoggedValues:
             self.is_inside, self._weigh = False, None
 
     def start(self, weigh: Callable[[], Any]) -> bool:
-        """Begin a call of `training_step`; return whether it is a micro-batch of the window.
+        """Begin a call of `training_step`; return True if it is for a micro-batch of the window.
 
         Args:
-            weigh: returns the weight of what it is called with.
+            weigh: returns the weight of the batch of this call.
         """
         self._keeps, self._expects, self._weigh, self._weight = self._expects, False, weigh, None
         return self._keeps
 
     def note(self, name: str, value: Any, options: dict[str, Any]) -> None:
-        """Keep a value of a micro-batch.
+        """Record a value of a micro-batch.
 
         Args:
-            name: of the value.
-            value: logged.
-            options: of `LightningModule.log`.
+            name: name of the value.
+            value: the logged value.
+            options: options of `LightningModule.log`.
         """
         if self._keeps and self._weigh is not None:
             self._weight = self._weigh() if self._weight is None else self._weight
@@ -66,10 +67,10 @@ class LoggedValues:
     def means(
         self, samples: int | None, over_ranks: Callable[[Tensor], Tensor]
     ) -> list[tuple[str, Any, dict[str, Any]]]:
-        """Return each value that is averaged once, as its mean over the window, and the others as they came.
+        """Return the values to log: one mean over the window for a value with ``reduce_fx="mean"``.
 
         Args:
-            samples: of the window; None: not known.
+            samples: samples of the window; None if not known.
             over_ranks: sums a number over all ranks.
         """
         found: dict[str, list[Any]] = {}
@@ -90,7 +91,7 @@ class LoggedValues:
         return logged
 
     def begin(self) -> None:
-        """Expect a whole batch whose samples are coupled, which has no savepoint."""
+        """Expect one call of `training_step`, as a whole batch of coupled samples has no savepoint."""
         self.savepoint()
 
     def savepoint(self) -> None:
@@ -98,25 +99,25 @@ class LoggedValues:
         self._mark, self._expects = len(self._entries), True
 
     def rollback(self) -> bool:
-        """Forget the values of the micro-batch."""
+        """Discard the values of the micro-batch."""
         del self._entries[self._mark :]
         return True
 
     def restart(self) -> None:
-        """Forget all values."""
+        """Discard all values."""
         self._entries.clear()
         self._expects = True
 
     def restore(self) -> None:
-        """Forget all values."""
+        """Discard all values."""
         self._entries.clear()
 
     def commit(self) -> None:
-        """Expect no more."""
+        """Expect no further call."""
         self._expects = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: a Lightning checkpoint is not saved inside of a window."""
+        """Return nothing: Lightning saves no checkpoint inside a window."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -129,7 +130,7 @@ def _mean(entries: list[Any], over_ranks: Callable[[Tensor], Tensor] | None) -> 
     total = normalize.total_weight(weights)
     if over_ranks is not None:
         total = over_ranks(torch.tensor(float(total), dtype=torch.float64, device=values[0].device)).item()
-    # A value without weight has no share, and may be the NaN of a mean over nothing.
+    # Skip values of weight 0: they may be NaN, from a mean over nothing.
     shares = [
         value * normalize.scale(weight, total, reduction="mean")
         for value, weight in zip(values, weights, strict=True)

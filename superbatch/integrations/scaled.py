@@ -1,4 +1,4 @@
-"""Batches without weight, for hosts that step with a GradScaler."""
+"""Batches without weight in libraries that step with a GradScaler."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from torch import nn
 
 
 def skip_without_gradient(scaler: Any, parameters: Iterable[nn.Parameter]) -> None:
-    """Let a scaler skip the step of a batch without weight, which has left no gradient.
+    """Make a scaler skip the step of a batch without weight, which has no gradient.
 
-    `GradScaler.step` fails where it finds no gradient; an overflow it skips. A host that averages over no
-    label gets NaN, and skips as well.
+    `GradScaler.step` raises if no parameter has a gradient, but skips the step after an overflow. So the
+    gradients are set to infinity. A training loop without superbatch would skip this step too, as its loss,
+    a mean over zero labels, is NaN.
 
     Args:
-        scaler: a `torch.amp.GradScaler`; None: no-op.
-        parameters: of the optimizer.
+        scaler: a `torch.amp.GradScaler`; None: do nothing.
+        parameters: parameters of the optimizer.
 
     Examples:
         >>> weight = nn.Parameter(torch.ones(2))
@@ -28,6 +29,8 @@ def skip_without_gradient(scaler: Any, parameters: Iterable[nn.Parameter]) -> No
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if scaler is None or any(parameter.grad is not None for parameter in trained):
         return
-    scaler.scale(torch.zeros((), device=trained[0].device))  # its number is made at the first loss
+    scaler.scale(
+        torch.zeros((), device=trained[0].device)
+    )  # the first loss creates the scale, which step() needs
     for parameter in trained:
         parameter.grad = torch.full_like(parameter, torch.inf)

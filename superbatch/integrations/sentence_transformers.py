@@ -1,4 +1,4 @@
-"""The gradient of the whole batch for every loss of sentence-transformers, in the memory of a micro-batch."""
+"""Gradient of the whole batch for losses of sentence-transformers, in the memory of a micro-batch."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ ENCODERS = (SentenceTransformer, SparseEncoder, MultiVectorEncoder)
 
 
 def cached(loss: nn.Module, *, microbatch_size: int) -> CachedLoss:
-    """Wrap a loss so that its model encodes in micro-batches, for the gradient of the whole batch.
+    """Wrap a loss so that its model encodes in micro-batches and the gradient is that of the whole batch.
 
-    The loss is computed once, over the embeddings of all samples. Its backward encodes each micro-batch
-    again, with the random numbers of the first time, so that the activations of one are alive at a time.
+    The loss is computed once, from the embeddings of all samples. Its backward encodes each micro-batch
+    again, with the same random numbers, so only one micro-batch has its activations in memory.
 
     Args:
-        loss: one of sentence-transformers, or one of your own that calls its model as those do.
-        microbatch_size: most samples (rows of a column) that the model sees at once.
+        loss: a loss of sentence-transformers, or your own one that calls its model in the same way.
+        microbatch_size: most samples (rows of a column) in a forward of the model.
 
     Returns:
         A loss for `SentenceTransformerTrainer`, or for ``loss(features, labels).backward()``.
 
     Raises:
-        InputError: the loss holds no encoder, or works through hooks that the second forward would not see.
+        InputError: the loss has no encoder, or uses hooks that are not active in the second forward.
 
     Examples:
         >>> from sentence_transformers.sentence_transformer.losses import CoSENTLoss
@@ -55,21 +55,21 @@ class CachedLoss(nn.Module):
 
     Args:
         loss: the wrapped loss.
-        microbatch_size: most samples that a model sees at once.
+        microbatch_size: most samples in a forward of a model.
     """
 
     def __init__(self, loss: nn.Module, microbatch_size: int) -> None:
         super().__init__()
         if getattr(loss, "uses_gradient_cache", False) or isinstance(loss, CachedLoss):
             raise InputError(
-                f"{type(loss).__name__} caches gradients itself. Pass the loss without a cache to cached(), "
-                "such as MultipleNegativesRankingLoss, or leave cached() out."
+                f"{type(loss).__name__} caches gradients already. Pass a loss without a cache to cached(), "
+                "such as MultipleNegativesRankingLoss, or use this loss without cached()."
             )
         for module in loss.modules():
             if isinstance(module, AdaptiveLayerLoss):
                 raise InputError(
-                    f"{type(module).__name__} hooks into the model during its forward only, and cached() "
-                    "encodes again in the backward. Train with it without cached()."
+                    f"The hooks of {type(module).__name__} are active only during its forward, but cached() "
+                    "encodes again in the backward. Use this loss without cached()."
                 )
         if not any(isinstance(module, ENCODERS) for module in loss.modules()):
             raise InputError(
@@ -79,7 +79,7 @@ class CachedLoss(nn.Module):
         self.loss = loss
         self.microbatch_size = positive_int("microbatch_size", microbatch_size)
         if isinstance(getattr(loss, "model", None), nn.Module):
-            self.model = loss.model  # where the Trainer looks for it, to wrap it in DistributedDataParallel
+            self.model = loss.model  # the Trainer wraps this attribute in DistributedDataParallel
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Any:
         """Return the loss of the whole batch, with a graph through the embeddings to the parameters."""
@@ -87,7 +87,8 @@ class CachedLoss(nn.Module):
             for module in self.loss.modules():
                 if isinstance(module, nn.DataParallel):
                     raise InputError(
-                        "cached() does not work in DataParallel. Start one process for each GPU."
+                        "cached() does not support torch.nn.DataParallel. Start one process per GPU with "
+                        "torchrun."
                     )
                 if isinstance(module, ENCODERS):
                     stack.enter_context(_in_microbatches(module, self.microbatch_size))
@@ -96,11 +97,11 @@ class CachedLoss(nn.Module):
 
 @contextmanager
 def _in_microbatches(model: nn.Module, size: int) -> Iterator[None]:
-    """Let a model encode in micro-batches, also inside DistributedDataParallel."""
+    """Make a model encode in micro-batches in this context, also inside DistributedDataParallel."""
     before = vars(model).get("forward")
     if not _is_own_forward(model):
         raise InputError(
-            "Another loss has replaced forward() of the model around cached(). Wrap the outermost loss: "
+            "An outer loss has replaced forward() of the model. Apply cached() to the outermost loss: "
             "cached(MatryoshkaLoss(model, loss), microbatch_size=...)."
         )
     refuse_batch_statistics([model])
@@ -114,31 +115,31 @@ def _in_microbatches(model: nn.Module, size: int) -> Iterator[None]:
 
 
 def _is_own_forward(model: nn.Module) -> bool:
-    """Tell whether `forward` of a model is that of its class; Accelerate wraps it for mixed precision."""
+    """Return True if `forward` of a model is that of its class, or Accelerate's wrapper of it."""
     forward: Any = model.forward
     is_bound = isinstance(forward, MethodType) and forward.__self__ is model
     return is_bound and inspect.unwrap(forward.__func__) is type(model).forward
 
 
 def _encode(forward: Any, size: int, features: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Return the output of a model's forward for all samples, of what losses read."""
+    """Return the tensors that losses read from a model's output, for all samples."""
     flat = {"cu_seq_lens_q", "offsets"} & features.keys()
     if flat:
         raise InputError(
-            f"cached() splits padded inputs, and these are flattened: they have {flat.pop()!r}. Make the "
-            "model with Transformer(..., unpad_inputs=False); a StaticEmbedding needs no cached()."
+            f"cached() needs padded inputs, but these are flattened: they have {flat.pop()!r}. Make the "
+            "model with Transformer(..., unpad_inputs=False). A StaticEmbedding needs no cached()."
         )
 
     def embed(microbatch: dict[str, Any]) -> dict[str, Any]:
-        # Modules may write into their features, and the second forward must see what the first has seen.
+        # Modules may write into their features, and the second forward needs the original values.
         output = forward({name: _copy(value) for name, value in microbatch.items()}, **options)
         found = {name: value for name, value in output.items() if isinstance(value, Tensor)}
         if "sentence_embedding" not in found:
-            return found  # of a multi-vector model, whose embeddings are of tokens
+            return found  # a multi-vector model has token embeddings only
         return {name: value for name, value in found.items() if value.ndim == 2 and value.is_floating_point()}
 
     run = partial(checkpoint, embed, use_reentrant=False) if torch.is_grad_enabled() else embed
-    whole = {"prompt_length"} & features.keys()  # of all samples, also as a tensor
+    whole = {"prompt_length"} & features.keys()  # one value for all samples, even as a tensor
     outputs = [run(microbatch) for microbatch in split(features, size, unsplit=whole)]
     return {name: torch.cat([output[name] for output in outputs]) for name in outputs[0]}
 

@@ -1,4 +1,4 @@
-"""The exact gradient of a batch in the trainers of TRL, with metrics weighted as the loss is."""
+"""Exact gradient accumulation in the trainers of TRL, with metrics weighted like the loss."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from .hf_losses import HostLoss
 from .hf_weights import weigh
 from .versions import check_version
 
-# Rows of these belong to pairs: the chosen ones first, then the rejected ones.
+# Inputs with the chosen rows of all pairs first, then the rejected rows.
 _OF_PAIRS = ("input_ids", "attention_mask", "completion_mask", "token_type_ids")
 _COUPLED_LOSSES = ("aot", "aot_unpaired", "sft")
 _WEIGHTS = "weights of superbatch"
-# Metrics of pairs that are means over chosen tokens (1), rejected ones (2), or both.
+# Metrics of pairs that are means over tokens: chosen (1), rejected (2) or both.
 _TOKENS = {"entropy": [1, 2], "logits/chosen": [1], "logits/rejected": [2], "mean_token_accuracy": [1]}
 
 
 class Exact(hf.Exact):
-    """Mixin before `SFTTrainer`, `DPOTrainer` or `RewardTrainer`: as `superbatch.integrations.hf.Exact`.
+    """Mixin for `SFTTrainer`, `DPOTrainer` and `RewardTrainer`, like `superbatch.integrations.hf.Exact`.
 
-    ``class MyTrainer(Exact, SFTTrainer)``. Each metric of an update is the mean over its micro-batches,
-    weighted by what it counts: tokens or pairs. The loss is not checked on the first window, for TRL counts
-    tokens and metrics wherever it is computed.
+    Write ``class MyTrainer(Exact, SFTTrainer)``. Each metric of an update is the mean over its micro-batches,
+    weighted by their tokens or pairs. The loss is not checked on the first window, as every evaluation of it
+    would add to TRL's counts of tokens and metrics.
 
     Examples:
         >>> Exact.microbatch_size
@@ -38,7 +38,7 @@ class Exact(hf.Exact):
 
     _checks = False
     _may_step = frozenset({"Trainer", "SFTTrainer", "DPOTrainer", "RewardTrainer"})
-    # Of the trainers of TRL, which this one is mixed into.
+    # Attributes of the trainers of TRL.
     _metrics: dict[str, dict[str, list[Any]]]
     router_aux_loss_coef: float
 
@@ -46,26 +46,25 @@ class Exact(hf.Exact):
         """Return the tokens of a micro-batch for `SFTTrainer`, its pairs for the others."""
         if self._has_pairs():
             return len(microbatch["input_ids"])
-        return weigh(
-            self.model, microbatch, "ForCausalLM"
-        )  # TRL computes the loss, also where a model has one
+        # TRL computes this loss itself, whatever the loss type of the model is.
+        return weigh(self.model, microbatch, "ForCausalLM")
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Keep a micro-batch, as the base class; activations are offloaded as the host does."""
+        """Store a micro-batch, as the base class does; offload activations if TRL is set to."""
         with getattr(self, "maybe_activation_offload_context", nullcontext()):
             return super().training_step(model, inputs, num_items_in_batch)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the loss of the host, and note the weights of the metrics that it appends."""
+        """Return the loss of TRL, and record the weights of the metrics that it appends."""
         found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self.model is not None and self.model.training:
             self._metrics["train"][_WEIGHTS].append(self._weights_of(inputs))
         return found
 
     def _weights_of(self, inputs: Mapping[str, Any]) -> tuple[int | float, ...]:
-        """Return the weight of the loss; of pairs also their chosen and their rejected tokens."""
+        """Return the weight of the loss, for pairs also the numbers of chosen and of rejected tokens."""
         weight = self.weight_of(self._as_samples(inputs))
         if not self._has_pairs() or "completion_mask" not in inputs:
             return (weight,)
@@ -80,7 +79,7 @@ class Exact(hf.Exact):
         given = torch.tensor(during.pop(_WEIGHTS), dtype=torch.float64, device=self.args.device)
         weights: Any = self.accelerator.reduce(given, "sum")
         for name, values in during.items():
-            if name == "num_tokens":  # since training has begun
+            if name == "num_tokens":  # counted since the start of training, so not averaged
                 before[name] = values
             else:
                 columns = _TOKENS.get(name, [0]) if weights.shape[1] > 1 else [0]
@@ -88,7 +87,7 @@ class Exact(hf.Exact):
         return loss
 
     def _adds_up(self, loss: HostLoss, samples: Mapping[str, Any], *, own: bool, is_given: bool) -> bool:
-        """Tell whether TRL divides a sum over tokens by the number of items: it counts those its own way."""
+        """Return True if TRL divides a sum over tokens by its own number of items."""
         return not self._has_pairs() and loss.items is not None and not is_given
 
     def _has_own_weight(self) -> bool:
@@ -98,7 +97,7 @@ class Exact(hf.Exact):
         return not any(kind.__name__ == "SFTTrainer" for kind in type(self).__mro__)
 
     def _as_samples(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Put the two rows of a pair side by side, so that pairs are cut apart from each other."""
+        """Put the two rows of a pair side by side, so that a split keeps them together."""
         if not self._has_pairs():
             return dict(inputs)
         return {
@@ -123,8 +122,8 @@ class Exact(hf.Exact):
         host = next((kind for kind in type(self).__mro__ if kind.__module__.startswith("trl.")), type(self))
         if host.__name__ not in self._may_step:
             raise InputError(
-                f"superbatch.integrations.trl does not know how {host.__name__} divides its loss. Use "
-                "SFTTrainer, DPOTrainer or RewardTrainer, or take Exact out of the class."
+                f"superbatch.integrations.trl does not support {host.__name__}. Use SFTTrainer, DPOTrainer "
+                "or RewardTrainer, or remove Exact from the bases of the class."
             )
         owner = next(
             kind for kind in type(self).__mro__ if "compute_loss" in vars(kind) and kind is not Exact
@@ -133,15 +132,15 @@ class Exact(hf.Exact):
         is_own = owner is not host or self.compute_loss_func is not None
         if is_own and not self._has_own_weight():
             raise InputError(
-                f"{own} is not TRL's, so what divides it is not known. Write `def weight_of(self, "
-                "microbatch)` in the trainer's class: return the number of tokens or pairs that it is a mean "
-                "over where num_items_in_batch is None."
+                f"{own} replaces TRL's loss, so its divisor is not known. Define `weight_of(self, "
+                "microbatch)` in the trainer's class and return the number of tokens or pairs over which the "
+                "loss is a mean if num_items_in_batch is None."
             )
         unequal = [name for name in getattr(self, "loss_types", ()) if name in _COUPLED_LOSSES]
         if unequal and not self.coupled:
             raise InputError(
-                f"loss_type={unequal[0]!r} is no mean over pairs, so parts of a batch do not add up to it. "
-                "Write `coupled = True` in the trainer's class."
+                f"loss_type={unequal[0]!r} is not a mean over pairs, so losses of micro-batches do not add "
+                "up to that of the batch. Write `coupled = True` in the trainer's class."
             )
         super()._check_host()
 

@@ -1,4 +1,4 @@
-"""Versions of other libraries that the integrations were tested with."""
+"""Tested versions of the libraries that superbatch integrates with."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ TESTED = {
 
 
 def check_version(library: str) -> None:
-    """Warn where the installed version of a library is older or newer than those that were tested.
+    """Warn if the installed version of a library is older or newer than the tested ones.
 
     Args:
-        library: its name on the package index, a key of `TESTED`.
+        library: name on the package index, a key of `TESTED`.
 
     Warns:
-        UserWarning: it is; Python shows it once for each place that asks.
+        UserWarning: the version is outside the tested range.
 
     Examples:
         >>> TESTED["lightning"]
@@ -33,8 +33,8 @@ def check_version(library: str) -> None:
     if not _minor(oldest) <= _minor(installed) <= _minor(newest):
         tested = oldest if oldest == newest else f"{oldest} to {newest}"
         warn(
-            f"superbatch.integrations was tested with {library} {tested}, and {installed} is installed. If "
-            "training fails or a number looks wrong, install a version that was tested."
+            f"superbatch.integrations was tested with {library} {tested}, but {installed} is installed. If "
+            f"training fails or a number looks wrong, run: pip install '{library}=={newest}.*'."
         )
 
 

@@ -1,1 +1,1 @@
-"""Records that the library returns: frozen dataclasses of numbers and names."""
+"""Result types of the library: frozen dataclasses of numbers and names."""

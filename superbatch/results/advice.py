@@ -13,14 +13,14 @@ from .scaling import Scaling
 Verdict = Literal["helps", "wasteful", "undetermined"]
 
 ACCUMULATOR_BYTES = 4
-"""Of a float32 sum of gradients, for each parameter."""
+"""Bytes of a float32 sum of gradients for each parameter."""
 
 
 def number_text(value: float) -> str:
-    """A number of samples to three digits, without an exponent where there is room.
+    """Return a number of samples with three digits, below 10 million without an exponent.
 
     Args:
-        value: not negative.
+        value: the number, not negative.
 
     Returns:
         Text.
@@ -36,18 +36,17 @@ def number_text(value: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """One number of accumulation steps.
-
-    All times are to the same loss, relative to no accumulation.
+    """Predicted time to the same loss for one number of accumulation steps, relative to no accumulation.
 
     Attributes:
         accumulation_steps: K.
         batch: samples of an update, on all ranks.
-        time: W(K) / W(1) at the noise scale's estimate; None where there is none.
-        low: the same with the noise scale at the upper end of its range (see `Advice`).
-        high: and at the lower end.
-        samples: samples needed, relative to K = 1, at the estimate; None where there is none.
-        by_model: the time under each of `Advice.models`, in their order; None where that has no noise scale.
+        time: W(K) / W(1) at the estimate of the noise scale; None without an estimate.
+        low: W(K) / W(1) at the upper end of the noise scale's range (see `Advice`).
+        high: W(K) / W(1) at the lower end of the range.
+        samples: samples needed, relative to K = 1, at the estimate; None without an estimate.
+        by_model: the time under each of `Advice.models`, in the same order; None for a model without a noise
+            scale.
     """
 
     accumulation_steps: int
@@ -60,21 +59,21 @@ class Steps:
 
     @property
     def band(self) -> tuple[float, float] | None:
-        """The shortest and the longest time under the models; None where fewer than two have one."""
+        """Return the shortest and the longest time under the models; None if fewer than two have a time."""
         known = [time for time in self.by_model if time is not None]
         return (min(known), max(known)) if len(known) > 1 else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdviceOfModel:
-    """The noise scale under one model of Adam's preconditioner, and what it would mean.
+    """The noise scale under one model of Adam's preconditioner, and the best number of accumulation steps.
 
     Attributes:
         power: q; see `superbatch.results.noise.NoiseOfModel`.
-        noise: in samples; None: not determined.
+        noise: the noise scale in samples; None if it is not determined.
         low: lower end of its interval.
-        high: upper end; infinite where it is unbounded.
-        best: K*; None without a noise scale.
+        high: upper end of its interval; infinite if it is unbounded.
+        best: K*, the best accumulation steps; None without a noise scale.
     """
 
     power: int
@@ -88,46 +87,46 @@ class AdviceOfModel:
 class Advice:
     """Gain or loss from accumulation, by time to the same loss.
 
-    The range of the verdict is that of the noise scale's interval, widened by `systematic` on both sides: a
-    noise scale is a model of training, and no better than that. It is wider where the noise scale under
-    another model of Adam's preconditioner (`models`) lies beyond.
+    The verdict holds for a range of noise scales: the measured interval, widened by the factor `systematic`
+    on both sides, as the formula is only a model of training. The range also includes the noise scales under
+    other models of Adam's preconditioner (`models`).
 
     Attributes:
-        verdict: ``"helps"`` where the whole range of W(K) / W(1) is below 0.95, ``"wasteful"`` where it is
-            above 1.05, else ``"undetermined"``.
-        reason: in a sentence or two.
+        verdict: ``"helps"`` if the whole range of W(K) / W(1) is below 0.95, ``"wasteful"`` if it is above
+            1.05, else ``"undetermined"``.
+        reason: the reason for the verdict, in one or two sentences.
         asked: the accumulation steps in question.
-        steps: those in question, and others around them.
-        best: K*, the best accumulation steps at the estimate, not rounded; at 1 or below none pay. None
-            without an estimate.
+        steps: predictions for these and for other numbers around them.
+        best: K*, the best accumulation steps at the estimate, not rounded; at 1 or below, accumulation does
+            not pay. None without an estimate.
         best_low: K* at the lower end of the range.
-        best_high: K* at the upper end; infinite where there is none.
+        best_high: K* at the upper end of the range; infinite if there is no upper end.
         microbatch_size: samples of a micro-batch on one rank.
-        ranks: that work at the same time.
-        noise: the noise scale in samples; None: not determined.
+        ranks: number of ranks that work in parallel.
+        noise: the noise scale in samples; None if it is not determined.
         noise_low: lower end of its interval.
-        noise_high: upper end; infinite where it is unbounded.
-        noise_from: where it is from, in words.
-        systematic: by which factor the range is wider than the interval, on both sides.
-        microbatch_seconds: forward and backward of one micro-batch.
-        update_seconds: of the optimizer and what else an update needs, without the next.
-        all_reduce_seconds: of the exchange of gradients, once per update.
-        times_from: where the times are from, in words.
-        alternative: the settings without accumulation; None where none were given.
-        parameters: of the model; None: not known.
-        limit: memory that there is; None: not known.
-        peak: bytes of one micro-batch and the update, predicted; None: not known.
-        whole: the same of the batch in question in one piece on its rank.
-        exceptions: where the verdict does not apply.
-        uncertainty: how sure all this is; first how often the range was right.
-        recipe: its name; None: numbers were given.
-        seconds: wall time of all this.
-        partial: it was interrupted before the end.
-        versions: of what it ran on: name -> version.
-        command: what was asked for: name of a flag -> value.
-        notes: what a reader should know beside the numbers.
-        models: the noise scale under models of Adam's preconditioner, the one that is used first; none unless
-            it was measured with Adam.
+        noise_high: upper end of its interval; infinite if it is unbounded.
+        noise_from: source of the noise scale, in words.
+        systematic: factor by which the range is wider than the interval, on both sides.
+        microbatch_seconds: time of the forward and backward of one micro-batch.
+        update_seconds: time of the optimizer and other work of an update, without `all_reduce_seconds`.
+        all_reduce_seconds: time to reduce the gradients over the ranks, once per update.
+        times_from: source of the times, in words.
+        alternative: optimizer settings for training without accumulation; None if no settings were given.
+        parameters: number of parameters of the model; None if not known.
+        limit: available memory; None if not known.
+        peak: predicted peak, in bytes, with one micro-batch at a time; None if not known.
+        whole: predicted peak, in bytes, with the rank's whole batch in one forward; None if not known.
+        exceptions: cases in which the verdict does not apply.
+        uncertainty: sources of uncertainty; the first says how often the range was right.
+        recipe: name of the recipe; None if numbers were given.
+        seconds: wall time of the study.
+        partial: True if the study was interrupted.
+        versions: versions of the software by name.
+        command: arguments of the command by name.
+        notes: remarks on the numbers.
+        models: the noise scale under models of Adam's preconditioner, the one used first; empty unless it was
+            measured with Adam.
     """
 
     verdict: Verdict
@@ -165,16 +164,16 @@ class Advice:
 
     @property
     def band(self) -> tuple[float, float] | None:
-        """The smallest and the largest noise scale under `models`; None where fewer than two have one."""
+        """Return the smallest and the largest noise scale under `models`; None if fewer than two have one."""
         known = [each.noise for each in self.models if each.noise is not None]
         return (min(known), max(known)) if len(known) > 1 else None
 
     @property
     def of_asked(self) -> Steps:
-        """The entry of the accumulation steps in question."""
+        """Return the entry of `steps` for the accumulation steps in question."""
         return next(each for each in self.steps if each.accumulation_steps == self.asked)
 
     @property
     def accumulator_bytes(self) -> int | None:
-        """Bytes of a float32 sum of gradients; None where the number of parameters is not known."""
+        """Return the bytes of a float32 sum of gradients; None if the number of parameters is not known."""
         return None if self.parameters is None else ACCUMULATOR_BYTES * self.parameters

@@ -1,4 +1,4 @@
-"""Meaning of a Caffe solver file in today's terms: the results of `superbatch caffe`."""
+"""Results of `superbatch caffe`: a Caffe solver file in PyTorch's terms."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A field of the file.
+    """A field of the solver file.
 
     Attributes:
-        field: Caffe's name of it.
-        value: what the file says, or Caffe's default.
-        meaning: the same in PyTorch's terms.
+        field: name of the field in Caffe.
+        value: value in the file, or Caffe's default.
+        meaning: the equivalent in PyTorch's terms.
     """
 
     field: str
@@ -23,12 +23,12 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Trap:
-    """Something that the file means and its author may not have meant.
+    """A setting whose effect may surprise the author of the file.
 
     Attributes:
-        field: where it lies.
-        text: what happens.
-        do: what to do where that is not wanted.
+        field: name of the field.
+        text: the effect.
+        do: the change to make if the effect is not wanted.
     """
 
     field: str
@@ -38,12 +38,12 @@ class Trap:
 
 @dataclass(frozen=True, kw_only=True)
 class Stock:
-    """The nearest optimizer and scheduler of torch itself.
+    """The nearest optimizer and scheduler of torch.
 
     Attributes:
-        optimizer: an expression; ``parameters`` are the model's.
-        scheduler: an expression; None where the rate is constant.
-        differs: what sets it apart from Caffe, one sentence each; none: it is the same to rounding.
+        optimizer: Python expression; its name ``parameters`` stands for the model's parameters.
+        scheduler: Python expression; None if the learning rate is constant.
+        differs: differences from Caffe, one sentence each; empty if they agree to rounding.
     """
 
     optimizer: str
@@ -58,27 +58,27 @@ class Stock:
 
 @dataclass(frozen=True, kw_only=True)
 class CaffeExplained:
-    """Meaning of a solver file.
+    """Explanation of a solver file.
 
     Attributes:
-        source: its name.
-        type: of the solver.
-        policy: of the learning rate.
+        source: name of the file.
+        type: type of the solver.
+        policy: policy of the learning rate.
         accumulation_steps: micro-batches per update: ``iter_size``.
-        microbatch_size: samples that the data layer yields; None: not said.
-        effective_batch: samples of an update; None: not said.
-        updates: of the run: ``max_iter``.
-        samples: of the run, repeated ones included; None: not said.
-        settings: what the fields mean.
-        at: updates at which the rate is given.
-        rates: learning rates at them, of a parameter with ``lr_mult: 1``.
-        traps: what may surprise.
-        stock: the nearest that torch has itself.
+        microbatch_size: batch size of the data layer; None if the file does not state it.
+        effective_batch: samples of an update; None if the file does not state them.
+        updates: updates of the run: ``max_iter``.
+        samples: samples of the run, repeated ones included; None if the file does not state them.
+        settings: meaning of each field.
+        at: updates for which `rates` has an entry.
+        rates: learning rates at these updates, for a parameter with ``lr_mult: 1``.
+        traps: settings whose effect may surprise.
+        stock: the nearest optimizer and scheduler of torch.
         code: a program in plain PyTorch that trains as the file says.
         seconds: wall time.
-        partial: never; for the commands that share the form.
-        versions: of what made this: name -> version.
-        command: what the user asked for: name of a flag -> value.
+        partial: always False; present because results of all commands have it.
+        versions: versions of the software by name.
+        command: arguments of the command by name.
     """
 
     source: str

@@ -1,4 +1,4 @@
-"""Report of a virtual batch: where samples were coupled, what was stored for it, and what was recomputed."""
+"""Report of a virtual batch: coupling points, stored values and recomputed operations."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ CouplingKind = Literal["statistic", "gathered", "unknown"]
 
 _KINDS: dict[CouplingKind, str] = {
     "statistic": "statistic of all samples",
-    "gathered": "gathered: it is read whole",
-    "unknown": "gathered: no rule for the operator",
+    "gathered": "gathered: the operator needs the whole batch",
+    "unknown": "gathered: superbatch has no rule for the operator",
 }
 
 
 @dataclass(frozen=True)
 class CouplingPoint:
-    """A point of the forward at which samples met.
+    """An operator of the forward that makes samples of the batch depend on each other.
 
     Attributes:
-        module: path of the module, "" for what no module did (the loss function).
+        module: path of the module, "" outside every module (in the loss function).
         operation: the operator.
-        kind: how: "statistic" (a sum over samples that flows back into them), "gathered" (an operator that
-            needs one of its inputs whole), "unknown" (an operator that no rule knows runs on whole tensors).
-        kept: bytes that were kept for all samples, since they are read again after it.
-        gathered: bytes of whole tensors that were put together.
+        kind: "statistic": a sum over samples flows back into them. "gathered": the operator needs an input
+            for the whole batch. "unknown": superbatch has no rule for the operator and runs it on the whole
+            batch.
+        kept: bytes stored for all samples because later operations read them.
+        gathered: bytes of micro-batches concatenated into tensors of the whole batch.
 
     Examples:
         >>> CouplingPoint("layers.1", "batch_norm", "statistic", kept=4096, gathered=0).kind
@@ -43,14 +44,14 @@ class CouplingPoint:
 
 @dataclass(frozen=True)
 class WholeValue:
-    """Values of the batch that an operator gave in one tensor, not one micro-batch at a time.
+    """Values that an operator computed for the whole batch at once, not by micro-batches.
 
     Attributes:
-        module: path of the module, "" for what no module did.
+        module: path of the module, "" outside every module.
         operation: the operator.
-        backward: it ran in a backward pass.
-        times: how many such values there were.
-        nbytes: bytes of all of them; `CouplingReport.whole_on_device` says how many at a time.
+        backward: True if it ran in a backward pass.
+        times: number of such values.
+        nbytes: their bytes in total; `CouplingReport.whole_on_device` is the largest number at a time.
 
     Examples:
         >>> WholeValue("head", "aten.sort.default", backward=False, times=1, nbytes=4096).nbytes
@@ -69,28 +70,28 @@ class CouplingReport:
     """Report of a virtual-batch block.
 
     Attributes:
-        samples: of the batch.
-        microbatches: into which it was cut.
-        points: where samples met in the forward, in order.
-        backward_points: how often they met in backward passes.
+        samples: samples of the batch.
+        microbatches: micro-batches of the batch.
+        points: coupling points of the forward, in order.
+        backward_points: number of coupling points in backward passes.
         sweeps: passes over all micro-batches.
-        recorded: operations on the batch.
-        run: operations on micro-batches.
-        repeated: of these, recomputed because their result was not kept.
-        kept_on_device: largest number of bytes that were kept for all samples at a time, on the device.
-        kept_on_host: the same in the host's memory.
-        unknown: operators that no rule knows and whose results flow back into no sample (a metric, say), and
-            what was put together for them, in order.
-        whole: values that grow with the batch and were there in one tensor, forward and backward: rows taken
+        recorded: number of operations on the batch.
+        run: number of operations on micro-batches.
+        repeated: how many of these were recomputed because their result was not stored.
+        kept_on_device: largest number of bytes stored for all samples at a time, on the device.
+        kept_on_host: largest number of bytes stored for all samples at a time, in the host's memory.
+        unknown: operators without a rule whose results affect no sample (such as a metric), in order, with
+            the bytes gathered for them.
+        whole: values that grow with the batch and existed in one tensor, forward and backward: rows taken
             out of the batch, gathered embeddings and their gradient, inputs and results of operators that run
             on the whole batch.
-        whole_on_device: largest number of bytes of these at a time. They stay on the device, also beyond its
-            budget, and leave less of it to what is kept.
+        whole_on_device: largest number of bytes of these at a time. They stay on the device even beyond its
+            budget, and reduce the budget for stored values.
 
     Examples:
         >>> report = CouplingReport(8, 2, (), 0, 1, 10, 20, 0, 0, 0)
         >>> print(report)
-        8 samples in 2 micro-batches, 1 sweep: samples do not meet
+        8 samples in 2 micro-batches, 1 sweep: no coupled samples
     """
 
     samples: int
@@ -110,34 +111,34 @@ class CouplingReport:
     def __str__(self) -> str:
         """Return the report as lines of text."""
         if not self.sweeps:
-            return f"{self.samples} samples: nothing was computed by micro-batches"
+            return f"{self.samples} samples: nothing was computed in micro-batches"
         parts, sweeps = _count(self.microbatches, "micro-batch", "es"), _count(self.sweeps, "sweep")
         head = f"{self.samples} samples in {parts}, {sweeps}"
-        lines = [f"{head}; samples meet at", *map(_line, self.points)]
+        lines = [f"{head}; samples are coupled at", *map(_line, self.points)]
         if not self.points and not self.backward_points:
-            told = {(point.module, point.operation) for point in self.unknown}
-            apart = all((value.module, value.operation) in told for value in self.whole)
-            lines = [f"{head}: samples do not meet" if apart else head]
+            unknown = {(point.module, point.operation) for point in self.unknown}
+            # A value of the whole batch from any other operator may couple samples.
+            apart = all((value.module, value.operation) in unknown for value in self.whole)
+            lines = [f"{head}: no coupled samples" if apart else head]
             if not self.unknown and not self.whole:
                 return lines[0]
         if self.backward_points:
-            lines.append(f"  and {_count(self.backward_points, 'time')} on the way back")
+            lines.append(f"  and at {_count(self.backward_points, 'operator')} of the backward")
         if self.unknown:
-            lines += ["and no sample sees again", *map(_line, self.unknown)]
+            lines += ["on the whole batch, but without effect on samples", *map(_line, self.unknown)]
         if self.whole:
-            lines += ["whole values, larger than a micro-batch's", *map(_whole_line, self.whole)]
+            lines += ["tensors of the whole batch", *map(_whole_line, self.whole)]
             lines.append(f"  at most {binary_text(self.whole_on_device)} of them at a time")
         again = self.repeated / self.run if self.run else 0.0
         lines.append(
-            f"kept at most {binary_text(self.kept_on_device)} on the device and "
-            f"{binary_text(self.kept_on_host)} on the host; {again:.0%} of {self.run} operations were done "
-            "again"
+            f"stored at most {binary_text(self.kept_on_device)} on the device and "
+            f"{binary_text(self.kept_on_host)} on the host; recomputed {again:.0%} of {self.run} operations"
         )
         return "\n".join(lines)
 
 
 def _line(point: CouplingPoint) -> str:
-    sizes = [f"{binary_text(point.kept)} kept"] if point.kept else []
+    sizes = [f"{binary_text(point.kept)} stored"] if point.kept else []
     sizes += [f"{binary_text(point.gathered)} gathered"] if point.gathered else []
     detail = ", ".join([_KINDS[point.kind], *sizes])
     return f"  {point.module or '(no module)'}: {point.operation} ({detail})"

@@ -1,6 +1,6 @@
 """Memory that a micro-batch needs, memory that is available, and the chosen size.
 
-All bytes here count from the same point: what is alive before the window is in none of them.
+All bytes are counted on top of the memory that is allocated before the window.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ _PREFIXES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes that are alive at once with micro-batches of one size, beyond what is alive now.
+    """Predicted peak memory with micro-batches of one size, on top of what is allocated now.
 
     Attributes:
-        samples: of a micro-batch.
-        bytes: the most at any time of this and every later window: the larger of `optimizer` and of
-            `forward` and `backward` with `optimizer_state` on top, since a state that the first update makes
-            stays for good.
-        phase: when that is.
-        first: the first micro-batch of a window, before there are gradients: what one measured micro-batch
-            is to be compared with.
-        forward: the forward of a later micro-batch; the gradients so far count, new optimizer state does not.
-        backward: its backward, likewise.
-        optimizer: the update: gradients, new state, temporary tensors.
-        gradients: the sums of a window's gradients.
-        optimizer_state: what the first update adds for good; 0 if the state exists.
-        activations: of one micro-batch, at the end of its forward.
+        samples: samples of a micro-batch.
+        bytes: the peak of this and every later window: the larger of `optimizer` and
+            ``max(forward, backward) + optimizer_state``, as the state made by the first update stays.
+        phase: the phase in which the peak occurs.
+        first: peak of the first micro-batch of a window, before gradients exist; to be compared with a
+            measured micro-batch.
+        forward: peak of the forward of a later micro-batch, with the gradients so far, without new optimizer
+            state.
+        backward: peak of its backward, counted in the same way.
+        optimizer: peak of the optimizer step: gradients, new state, temporary tensors.
+        gradients: bytes of the sums of a window's gradients.
+        optimizer_state: bytes of state that the first update creates; 0 if the state exists.
+        activations: bytes of activations of one micro-batch at the end of its forward.
 
     Examples:
         >>> peak = Peak(
@@ -69,8 +69,8 @@ class Measured:
     """The measured peak of one real micro-batch.
 
     Attributes:
-        samples: of the micro-batch.
-        bytes: beyond what was alive before it.
+        samples: samples of the micro-batch.
+        bytes: peak on top of the memory allocated before it.
     """
 
     samples: int
@@ -79,12 +79,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class Saving:
-    """Means to lower a peak, and by how much.
+    """A way to lower a peak, and its saving.
 
     Attributes:
-        name: of the means.
-        bytes: that would be free at the peak with micro-batches of the size in question.
-        how: what to write.
+        name: name of the way.
+        bytes: bytes saved at the peak with micro-batches of the size in question.
+        how: the code to write.
     """
 
     name: str
@@ -94,11 +94,11 @@ class Saving:
 
 @dataclass(frozen=True)
 class Limit:
-    """The bytes that are free beyond what is alive now, and who sets the limit.
+    """Memory that is free now, and the origin of the limit.
 
     Attributes:
-        bytes: free.
-        by: in words.
+        bytes: free bytes.
+        by: origin of the limit, in words.
 
     Examples:
         >>> print(Limit(3 * 2**30, "RLIMIT_AS of 8 GiB"))
@@ -117,16 +117,16 @@ class MemoryReport:
     """Report of the search for a micro-batch size.
 
     Attributes:
-        device: whose memory.
-        how: how the peaks were predicted.
+        device: device of the memory.
+        how: method of the prediction.
         predicted: peaks of some sizes, ascending.
-        error: how far these are from the curve that was read between them, relative.
+        error: largest relative difference between these and the curve that interpolates them.
         measured: peaks of real micro-batches, ascending in samples.
-        limit: what they had to fit in.
+        limit: the memory that was available.
         largest: the largest size that fits; 0 if none does.
         chosen: the size that is used.
-        why: why it is, in a sentence.
-        savings: what would lower the peak at the chosen size, the largest saving first.
+        why: the reason for this size, in a sentence.
+        savings: ways to lower the peak at the chosen size, the largest saving first.
 
     Examples:
         >>> peak = Peak(
@@ -176,7 +176,7 @@ class MemoryReport:
     savings: tuple[Saving, ...] = ()
 
     def lines(self) -> list[str]:
-        """The report as lines of plain text."""
+        """Return the report as lines of plain text."""
         between = f", within {self.error:.1%} between these sizes" if self.error else ""
         lines = [
             f"Micro-batches of {self.chosen} samples on {self.device}: {self.why}",
@@ -206,7 +206,7 @@ class MemoryReport:
 
 
 def binary_text(count: int) -> str:
-    """A number of bytes in the units that limits are set in.
+    """Return a number of bytes as text with a binary unit.
 
     Args:
         count: bytes, not negative.

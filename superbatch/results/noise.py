@@ -1,4 +1,4 @@
-"""Noise of a gradient: the noise scale with its interval, or why there is no number."""
+"""Noise scale of a gradient with its interval, or the reason why it has no value."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from dataclasses import dataclass
 from typing import Literal
 
 ASSUMPTION = "if the micro-batches of a window are independent draws"
-"""Condition of every noise scale, which stands beside it wherever it is shown."""
+"""Assumption of every noise scale; printed beside each of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Independence:
-    """Result of the test whether the micro-batches of a window are independent draws.
+    """Result of a test that the micro-batches of a window are independent draws.
 
     Attributes:
-        verdict: ``"shared"``: they share noise, which is counted as signal, so that the noise scale comes out
-            too small. ``"even"``: windows are more even than chance makes them, so that it comes out too
-            large. None: nothing is said, either for want of evidence or because all is well.
-        ratio: how many times as much the losses of windows differ as the spread of their micro-batches
-            explains; 1 for independent draws; infinite where micro-batches are copies; None: not known.
-        low: smallest lower end of the intervals that decide (see `superbatch.noise.independence`).
-        high: largest upper end.
-        triples: of windows that were compared; a verdict takes 20.
-        by: what was compared.
-        updates_see: the noise scale that updates see as windows are now, in samples, whether noise is shared
-            or not; None: not known, as by losses.
+        verdict: ``"shared"``: micro-batches share noise, which counts as signal, so the noise scale is too
+            small. ``"even"``: windows vary less than independent draws would, so the noise scale is too
+            large. None: no deviation was found, or there are too few windows.
+        ratio: variance between windows over the variance that their micro-batches explain; 1 for independent
+            draws; infinite if micro-batches are copies; None if not known.
+        low: smallest lower end of the intervals of the test (see `superbatch.noise.independence`).
+        high: largest upper end of these intervals.
+        triples: number of triples of windows compared; a verdict needs 20.
+        by: the compared quantity.
+        updates_see: the noise scale that is effective for updates with these windows, in samples; None if not
+            known, as for ``by="losses"``.
     """
 
     verdict: Literal["shared", "even"] | None
@@ -39,7 +39,7 @@ class Independence:
 
     @property
     def text(self) -> str | None:
-        """The verdict in a sentence, and what to do; None where nothing is said."""
+        """Return the verdict and the remedy in a sentence; None without a verdict."""
         if self.verdict is None or self.ratio is None:
             return None
         seen = (
@@ -48,15 +48,17 @@ class Independence:
             else f"{self.by} of whole windows differ, and those of the micro-batches of a window do not"
         )
         see = self.updates_see
-        as_they_are = "" if see is None else f"; as they are, updates see a noise scale of about {see:.2g}"
+        as_they_are = (
+            "" if see is None else f"; with these windows, the effective noise scale is about {see:.2g}"
+        )
         if self.verdict == "shared":
             return (
                 f"{seen}: micro-batches of a window share noise (similar samples, copies, one document), and "
                 f"a noise scale from them would be too small. Shuffle samples over windows{as_they_are}"
             )
         return (
-            f"{seen}: windows are more even than chance, and the noise scale comes out too large. Draw "
-            "samples at random, and state data_size where they are few"
+            f"{seen}: windows vary less than independent draws would, so the noise scale is too large. Draw "
+            "samples at random, and pass data_size if the data set is small"
         )
 
 
@@ -65,12 +67,12 @@ class NoiseOfGroup:
     """The noise scale of one parameter group; see `Noise` for the meaning of each number.
 
     Attributes:
-        name: of the group.
-        batch_size: its noise scale in samples; None: its signal cannot be told from its noise.
+        name: name of the group.
+        batch_size: its noise scale in samples; None if its signal is not distinguishable from noise.
         low: lower end of the interval.
-        high: upper end of the interval; infinite when it is unbounded.
+        high: upper end of the interval; infinite if it is unbounded.
         signal: ``|G|^2`` of the group's part of the gradient.
-        variance: trace of the covariance of one sample's gradient, of the group's part.
+        variance: trace of the covariance of one sample's gradient, for the group's part.
     """
 
     name: str
@@ -86,26 +88,25 @@ ASSUMED = {
     1: "the curvature is as Adam takes it to be",
     2: "the curvature is the same everywhere",
 }
-"""Power of Adam's preconditioner -> what it takes for granted (see `NoiseOfModel`)."""
+"""Power of Adam's preconditioner -> its assumption (see `NoiseOfModel`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseOfModel:
-    """The noise scale as one model of Adam's preconditioner ``P = 1 / (sqrt(v_hat) + eps)`` has it.
+    """The noise scale under one model of Adam's preconditioner ``P = 1 / (sqrt(v_hat) + eps)``.
 
-    ``|g|^2`` is replaced by ``sum P^power g^2``; which power is right depends on the curvature H, which is
-    not known. None of them is better than a factor of about 3.
+    ``|g|^2`` is replaced by ``sum P^power g^2``. The right power depends on the curvature H, which is not
+    known. Each model may be wrong by a factor of about 3.
 
     Attributes:
-        power: q. 0 is right where P evens the curvature out (``P H P`` is the same in all directions), 1
-            where the curvature is as P takes it to be (``H = 1 / P``), 2 where there is the same curvature
-            everywhere.
-        batch_size: its noise scale in samples; None: its signal cannot be told from its noise.
+        power: q. It is 0 if ``P H P`` is the same in all directions, 1 if ``H = 1 / P``, and 2 if H is the
+            same in all directions.
+        batch_size: its noise scale in samples; None if its signal is not distinguishable from noise.
         low: lower end of the interval.
-        high: upper end of the interval; infinite when it is unbounded.
-        signal: ``G' P^q G``, P relative to the mean of ``1 / P``.
-        variance: trace of P^q times the covariance of one sample's gradient, likewise.
-        windows: how many were measured.
+        high: upper end of the interval; infinite if it is unbounded.
+        signal: ``G' P^q G``, with P relative to the mean of ``1 / P``.
+        variance: trace of P^q times the covariance of one sample's gradient, with the same P.
+        windows: number of measured windows.
     """
 
     power: int
@@ -119,22 +120,22 @@ class NoiseOfModel:
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseProxy:
-    """The noise scale of normalisation layers alone, from gradients of single samples: a proxy.
+    """The noise scale of normalisation layers, from gradients of single samples: a proxy for the model's.
 
-    It needs no second micro-batch. The noise scale of the whole model is `factor` times as large, and the
-    factor depends on the model: it is known once windows of several micro-batches (or ranks) were measured.
+    It needs no second micro-batch. The noise scale of the whole model is `factor` times as large. The factor
+    depends on the model and is measured in windows of several micro-batches (or ranks).
 
     Attributes:
-        batch_size: noise scale of the scales and shifts of LayerNorm and RMSNorm, in samples; None: their
-            signal cannot be told from their noise.
+        batch_size: noise scale of the weights and biases of LayerNorm and RMSNorm, in samples; None if their
+            signal is not distinguishable from noise.
         low: lower end of the interval.
-        high: upper end of the interval; infinite when it is unbounded.
+        high: upper end of the interval; infinite if it is unbounded.
         signal: ``|G|^2`` of these parameters.
-        variance: trace of the covariance of one sample's gradient, of these parameters.
-        windows: how many were measured.
+        variance: trace of the covariance of one sample's gradient, for these parameters.
+        windows: number of measured windows.
         factor: noise scale of all parameters over that of these, in the windows where both were measured;
-            None: not known yet.
-        reason: why there is no number; None where there is one.
+            None if not known yet.
+        reason: why `batch_size` is None; None if it has a value.
 
     Examples:
         >>> proxy = NoiseProxy(batch_size=300.0, low=200.0, high=500.0, signal=0.1, variance=30.0, windows=80,
@@ -154,7 +155,7 @@ class NoiseProxy:
 
     @property
     def calibrated(self) -> float | None:
-        """The noise scale of all parameters, as the proxy has it: `factor` times `batch_size`."""
+        """Return the noise scale of all parameters by the proxy: `factor` times `batch_size`."""
         return None if self.batch_size is None or self.factor is None else self.factor * self.batch_size
 
 
@@ -163,29 +164,29 @@ class Noise:
     """Noise scale of a gradient: ``B_noise = T / |G|^2``, averaged over windows.
 
     ``G`` is the true gradient, ``T`` the trace of the covariance of one sample's gradient. A batch of
-    `batch_size` samples has as much noise as signal: much smaller ones are nearly all noise, so that a larger
-    batch pays; much larger ones are nearly all signal, so that it does not.
+    `batch_size` samples has as much noise as signal. Much smaller batches are nearly all noise, so a larger
+    batch pays; much larger ones are nearly all signal, so it does not.
 
     Attributes:
-        batch_size: ``B_noise`` in samples; None where there is no number, and `reason` says why.
-        low: lower end of its 95 % interval (Fieller's); known even where there is no upper one.
-        high: upper end; ``math.inf`` when it is unbounded.
-        signal: ``|G|^2``, averaged; may come out negative, for it is unbiased.
-        variance: ``T``, averaged, likewise.
-        windows: how many were measured.
-        effective_windows: how many windows of equal weight the average is worth.
-        samples_per_window: the mean effective batch ``1 / sum(w_i^2 / n_i)``; that of samples counted alike
-            is their number. (Where samples cannot be counted, weights take the place of ``n_i``.)
-        groups: each parameter group by itself; `signal` and `variance` are the sums of theirs.
-        reason: why there is no number; None where there is one.
-        data_size: samples that batches are drawn from without replacement; None: as good as endless.
-        models: the same under models of Adam's preconditioner, the powers 0 (all the numbers above), 1 and 2:
-            how much depends on what is assumed of it. Empty unless they are measured
-            (``NoiseMeter(preconditioned=True)``).
-        proxy: of single samples' gradients; None unless it is measured (``NoiseMeter(proxy=True)``).
-        independence: test of the assumption behind all these numbers; None where the losses of micro-batches
-            are not known (outside of torch). Where micro-batches share noise, there is no number and no upper
-            end.
+        batch_size: ``B_noise`` in samples; None if it cannot be determined: see `reason`.
+        low: lower end of its 95 % interval (Fieller's); it may exist without an upper end.
+        high: upper end; ``math.inf`` if it is unbounded.
+        signal: average of ``|G|^2``; the unbiased estimate may be negative.
+        variance: average of ``T``; the unbiased estimate may be negative.
+        windows: number of measured windows.
+        effective_windows: number of windows of equal weight with the same precision as the weighted average.
+        samples_per_window: the mean effective batch ``1 / sum(w_i^2 / n_i)``; with equal weights it is the
+            number of samples. If samples cannot be counted, weights replace ``n_i``.
+        groups: noise scale of each parameter group; `signal` and `variance` are sums over the groups.
+        reason: why `batch_size` is None; None if it has a value.
+        data_size: number of samples from which batches are drawn without replacement; None for unlimited
+            data.
+        models: noise scales under models of Adam's preconditioner with the powers 0 (the numbers above), 1
+            and 2. Empty unless they are measured (``NoiseMeter(preconditioned=True)``).
+        proxy: noise scale from gradients of single samples; None unless it is measured
+            (``NoiseMeter(proxy=True)``).
+        independence: test that micro-batches are independent draws; None if their losses are not known
+            (outside torch). If micro-batches share noise, `batch_size` is None and `high` infinite.
 
     Examples:
         >>> noise = Noise(batch_size=400.0, low=300.0, high=550.0, signal=0.5, variance=200.0, windows=80,
@@ -212,10 +213,10 @@ class Noise:
     independence: Independence | None = None
 
     def summary(self) -> str:
-        """Return the noise scale in one sentence: with its interval, its assumption, and what speaks against.
+        """Return the noise scale in one sentence, with its interval and its assumption.
 
         Returns:
-            Such as ``noise scale at least 40 samples (signal not told from noise), if ...``.
+            Text such as ``noise scale at least 40 samples (too little signal), if ...``.
         """
         if self.batch_size is not None:
             said = f"noise scale {self.batch_size:.4g} samples ({self.low:.4g} to {self.high:.4g})"
@@ -226,13 +227,13 @@ class Noise:
         found = None if self.independence is None else self.independence.text
         if found is None or self.batch_size is None:
             return f"{said}, {ASSUMPTION}"
-        return f"{said}, {ASSUMPTION}, which they are not: {found}"
+        return f"{said}, {ASSUMPTION}; they are not: {found}"
 
     @property
     def ratio(self) -> float | None:
-        """Noise over signal of the batch as it is, ``rho = tr Cov(g) / |G|^2``; None where it is not known.
+        """Return noise over signal of the measured batch, ``rho = tr Cov(g) / |G|^2``; None if not known.
 
-        That is `batch_size` / `samples_per_window`, times ``1 - N / D`` where a batch of N samples is drawn
+        It is `batch_size` / `samples_per_window`, times ``1 - N / D`` if a batch of N samples is drawn
         without replacement from D.
         """
         if self.batch_size is None or not self.samples_per_window > 0:
@@ -242,5 +243,5 @@ class Noise:
 
     @property
     def determined(self) -> bool:
-        """True if there is a number, with an interval that ends."""
+        """True if the noise scale has a value and a bounded interval."""
         return self.batch_size is not None and math.isfinite(self.high)

@@ -13,16 +13,17 @@ Reduction = Literal["never", "window", "microbatch"]
 
 @dataclass(frozen=True)
 class RanksReport:
-    """Report on the ranks that share a window, and what that costs.
+    """Report on the ranks that share a window, and the memory of their gradients.
 
     Attributes:
-        kind: what the ranks share: nothing (``"alone"``), replicas (``"all_reduce"``, ``"DDP"``), or parts of
-            the parameters (``"FSDP2"``, ``"HSDP"``, ``"tensor parallel"``, ``"FSDP2 x tensor parallel"``).
-        ranks: those whose data makes one batch.
-        reduced: when gradients are reduced: once in a ``"window"``, or after each ``"microbatch"``.
-        kept: bytes of gradients that this rank keeps until the end of a window because they are not reduced.
-        shards: bytes of them where they are reduced after each micro-batch; 0 where that is impossible.
-        why: the reason of the choice.
+        kind: how the ranks share the model: ``"alone"`` (one rank), replicas (``"all_reduce"``, ``"DDP"``),
+            or shards (``"FSDP2"``, ``"HSDP"``, ``"tensor parallel"``, ``"FSDP2 x tensor parallel"``).
+        ranks: number of ranks whose data makes one batch.
+        reduced: when gradients are reduced: once per ``"window"``, or after each ``"microbatch"``.
+        kept: bytes of unreduced gradients on this rank if they are reduced once per window.
+        shards: bytes of gradients on this rank if they are reduced after each micro-batch; 0 if that is
+            impossible.
+        why: the reason for the choice.
 
     Examples:
         >>> print(RanksReport("FSDP2", 8, "window", kept=2**30, shards=2**27, why="stated"))

@@ -1,4 +1,4 @@
-"""Changes of an optimizer's settings for another batch: the rule, its reason, and its limits."""
+"""Optimizer settings for another batch size: the rule, its reason, and its limits."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ class Scaling:
     """Settings of an optimizer after a change of the batch.
 
     Attributes:
-        optimizer: the family: ``"sgd"``, ``"adam"`` or ``"adamw"``; or the name of another one, of which only
-            the learning rate is changed.
+        optimizer: ``"sgd"``, ``"adam"`` or ``"adamw"``, or the name of another optimizer, for which only the
+            learning rate is changed.
         rule: ``"linear"``, ``"sqrt"``, ``"gain"``, ``"power"`` or ``"keep"``.
         kappa: the new batch over the old one.
-        ratio: noise over signal at the old batch, ``B_noise / B``; None: not known.
-        gain: AdaScale's gain, where the rule uses it.
+        ratio: noise over signal at the old batch, ``B_noise / B``; None if not known.
+        gain: AdaScale's gain, if the rule uses it.
         rate: factor of the learning rate.
-        before: the settings as they were, by name.
+        before: the old settings, by name.
         after: the settings for the new batch, by name.
-        why: why this rule.
-        limits: where it stops holding.
+        why: the reason for this rule.
+        limits: conditions under which the rule fails.
 
     Examples:
         >>> scaling = Scaling(optimizer="sgd", rule="linear", kappa=4.0, ratio=None, gain=None, rate=4.0,
@@ -48,10 +48,10 @@ class Scaling:
 
 
 def setting_text(value: float) -> str:
-    """A setting to six digits, and a beta that is near 1 to as many as tell it from 1.
+    """Return a setting with six digits, or with more if it would round to 1.
 
     Args:
-        value: of the setting.
+        value: value of the setting.
 
     Examples:
         >>> setting_text(0.00123456789), setting_text(0.9999995), setting_text(1.0)

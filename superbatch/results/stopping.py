@@ -8,15 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class StoppedUpdate:
-    """The record of an update whose window was ended because of its gradient.
+    """The record of an update whose window ended when its gradient was precise enough.
 
     Attributes:
-        loss: mean over what was seen.
-        microbatches: how many were seen.
-        weight: samples (or what else was counted) that were seen.
-        factor: ``weight / planned``: how many times as long the update is as one of the planned weight.
-        ratio: noise over signal, as estimated at the end; None where the signal came out below zero.
-        stopped: whether it was good enough; False: `most` micro-batches were seen, or the data ended.
+        loss: mean loss of the micro-batches in the window.
+        microbatches: number of micro-batches in the window.
+        weight: weight of the window, by default its samples.
+        factor: ``weight / planned``, the size of the update relative to one of the planned weight.
+        ratio: noise over signal, estimated at the end; None if the estimate of the signal was negative.
+        stopped: True if the gradient was precise enough; False if the window had `most` micro-batches, or the
+            data ended.
     """
 
     loss: float

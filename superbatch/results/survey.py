@@ -1,4 +1,4 @@
-"""Result of a learning-rate survey: the curve, where it ended, and what it suggests."""
+"""Result of a learning-rate survey: the curve, its end, and the suggested values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 What = Literal["lr", "momentum", "weight_decay"]
-"""Which option of the optimizer a survey changes."""
+"""Option of the optimizer that a survey changes."""
 
 
 Range = tuple[float, float]
@@ -18,17 +18,18 @@ Range = tuple[float, float]
 class Suggestions:
     """Values that a survey suggests, each by its own rule (see `superbatch.tuning.survey_suggestions`).
 
-    A range is the middle 90 % of places where the rule's point would lie with other noise; a rule whose range
-    is wider than 0.3 decades suggests no value.
+    A range is the middle 90 % of the values that the rule would give with other noise. A rule whose range is
+    wider than 0.3 decades suggests no value.
 
     Attributes:
-        onset: where the loss has begun to fall: a fifth of its fall is done.
-        minimum: a tenth of where the curve is lowest.
-        steepest: where the loss falls fastest per decade: close to where training breaks down.
-        reason: why there is none; None where a rule suggests a value.
-        onset_range: of `onset`, also where that is too uncertain; None where the curve shows nothing.
-        minimum_range: of `minimum`, likewise.
-        steepest_range: of `steepest`, likewise.
+        onset: value at which the loss has fallen by a fifth of its total fall.
+        minimum: a tenth of the value at which the loss is lowest.
+        steepest: value at which the loss falls fastest per decade; training breaks down close to it.
+        reason: why no rule suggests a value; None if one does.
+        onset_range: range of `onset`, also if it is too wide for a value; None if the curve has no such
+            point.
+        minimum_range: range of `minimum`, in the same way.
+        steepest_range: range of `steepest`, in the same way.
     """
 
     onset: float | None
@@ -45,19 +46,19 @@ class Survey:
     """A survey: training loss while one option of the optimizer grows from update to update.
 
     Attributes:
-        what: the option.
-        values: of it at each point, in the parameter group that leads; increasing.
-        losses: of each window, its weighted mean, before the point's update.
+        what: the changed option.
+        values: its value at each point, in the leading parameter group; increasing.
+        losses: weighted mean loss of each window, before the update of the point.
         smooth: the debiased exponential mean of `losses`.
-        suggestions: values of the option.
+        suggestions: suggested values of the option.
         stopped: why the survey ended before its last point; None if it did not.
         low: the first value of the ramp.
         high: the last value of the ramp.
-        updates: points of the whole ramp.
-        beta: of the smoothing.
-        ratios: of each parameter group's value to that of the leading one, kept throughout.
-        skipped: points at which no update was made (a GradScaler's overflow).
-        epochs: how often the batches were begun with.
+        updates: number of points of the whole ramp.
+        beta: decay factor of the smoothing.
+        ratios: value of each parameter group over that of the leading one; constant.
+        skipped: points without an update (overflow of a GradScaler).
+        epochs: number of passes begun over the batches.
         seconds: wall time.
 
     Examples:
@@ -88,17 +89,17 @@ class Survey:
 
     @property
     def suggestion(self) -> float | None:
-        """The value that is suggested by default, that of `Suggestions.onset`; None where there is none."""
+        """Return the default suggestion, `Suggestions.onset`; None if that rule suggests no value."""
         return self.suggestions.onset
 
     def of_groups(self, value: float | None = None) -> tuple[float, ...]:
         """Return the value for each parameter group, in its ratio to the leading one.
 
         Args:
-            value: of the leading group; None for `suggestion`.
+            value: value of the leading group; None for `suggestion`.
 
         Returns:
-            One value per group; empty where nothing is suggested.
+            One value per group; empty without a suggestion.
         """
         leading = self.suggestion if value is None else value
         return () if leading is None else tuple(leading * ratio for ratio in self.ratios)

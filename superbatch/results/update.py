@@ -12,21 +12,20 @@ class Update:
     """The record of one update: Python numbers only, so it keeps no graph and no activation alive.
 
     Attributes:
-        loss: weighted mean loss of the batch, over all ranks, before the update (NaN where the weight
-            is 0).
-        grad_norm: 2-norm of the normalised gradient before clipping; None where no whole gradient exists
-            (accumulation into the momentum buffer, or no update because nothing had weight).
-        weight: weight ``W`` of the window, over all ranks; 1 where nothing divides the loss as a whole
+        loss: weighted mean loss of the batch, over all ranks, before the update; NaN if the weight is 0.
+        grad_norm: 2-norm of the normalised gradient before clipping; None if the gradient never exists as a
+            whole (accumulation into the momentum buffer), or the window had no weight.
+        weight: weight ``W`` of the window, over all ranks; 1 if the loss has no common divisor
             (``reduction="total"``, several terms).
-        samples: samples of the window on this rank; None where they cannot be counted.
+        samples: samples of the window on this rank; None if they cannot be counted.
         microbatches: micro-batches of the window on this rank.
-        learning_rates: of each parameter group, as used by this update.
-        skipped: why no update was made, else None.
-        dropped: positions of micro-batches left out because they were not finite.
-        failures: micro-batches that ran out of memory, and were processed in smaller ones.
+        learning_rates: learning rate of each parameter group in this update.
+        skipped: why no update was made; None if one was made.
+        dropped: indices of micro-batches that were dropped because they were not finite.
+        failures: number of micro-batches that ran out of memory and were recomputed in smaller ones.
         seconds: wall time from the start of the window to the end of the update.
-        losses: of each term, normalised by its own weight; empty where `loss_fn` returns one loss.
-        weights: weight ``W`` of each term; empty where `loss_fn` returns one loss.
+        losses: loss of each term, normalised by its own weight; empty if `loss_fn` returns one loss.
+        weights: weight ``W`` of each term; empty if `loss_fn` returns one loss.
 
     Examples:
         >>> Update(0.5, grad_norm=1.0, weight=64, samples=64, microbatches=4, learning_rates=(0.1,)).made

@@ -1,4 +1,4 @@
-"""Result of `superbatch.torch.verify`: differences per parameter, the verdict, and its causes."""
+"""Result of `superbatch.torch.verify`: differences per parameter, the verdict, and the causes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ from .coupling import CouplingPoint
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that keeps accumulated gradients from being those of the batch.
+    """One reason why accumulated gradients differ from those of the batch.
 
     Args:
-        kind: what it is: `"batchnorm"`, `"coupled"` (a module mixes samples), `"coupled_loss"`, `"weight"`,
-            `"sum"`, `"mean"`, `"batch_size"`, `"random"`, `"state"`, `"nondeterminism"`, `"precision"`
-            or `"unknown"`.
-        module: where: a path of `model.named_modules()`, or `"loss_fn"` for what happens outside every
-            module.
-        evidence: how strongly it shows, as a relative number without unit; NaN where the type alone told.
+        kind: `"batchnorm"`, `"coupled"` (a module mixes samples), `"coupled_loss"`, `"weight"`, `"sum"`,
+            `"mean"`, `"batch_size"`, `"random"`, `"state"`, `"nondeterminism"`, `"precision"` or `"unknown"`.
+        module: a path of `model.named_modules()`, or `"loss_fn"` outside every module.
+        evidence: relative size of the effect; NaN if it was found by the type of a module alone.
         found_by: the test that found it.
-        detail: what was seen, in one sentence.
-        remedy: what to do, as an instruction.
-        term: of the loss, where `loss_fn` returns several.
+        detail: the observation, in one sentence.
+        remedy: the remedy, as an instruction.
+        term: name of the loss term, if `loss_fn` returns several.
 
     Examples:
         >>> finding = Finding("batchnorm", "1", 0.3, "type", "BatchNorm1d in training mode", "model.eval()")
@@ -51,14 +49,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class ParameterDifference:
-    """Distance of a parameter's accumulated gradient from the reference.
+    """Difference of a parameter's accumulated gradient from the reference.
 
     Args:
         name: the parameter, as in `model.named_parameters()`.
         norm: Euclidean norm of the reference gradient.
         difference: Euclidean norm of accumulated minus reference.
-        relative: `difference / max(norm, 1e-3 * norm of the whole reference gradient)`; the floor keeps a
-            gradient that is zero but for rounding (a bias before a normalisation) from looking wrong.
+        relative: `difference / max(norm, 1e-3 * norm of the whole reference gradient)`; the second value
+            prevents a large ratio for a gradient that is zero up to rounding (a bias before a
+            normalisation).
 
     Examples:
         >>> ParameterDifference("weight", norm=2.0, difference=0.5, relative=0.25).relative
@@ -76,15 +75,15 @@ class GradientComparison:
     """The accumulated gradient against the reference, in one dtype.
 
     Args:
-        dtype: in what the model computed, such as `"float64"`.
+        dtype: dtype of the computation, such as `"float64"`.
         against: `"batch"` (one pass over the whole batch) or `"splits"` (another split of it).
         split: samples of each micro-batch under test.
         reference_split: samples of each micro-batch of the reference.
-        loss: the batch's loss as accumulated.
-        reference_loss: the reference's.
-        parameters: one entry for each parameter that has a gradient in either.
+        loss: the accumulated loss of the batch.
+        reference_loss: the loss of the reference.
+        parameters: one entry for each parameter with a gradient in either.
         tolerance: the largest relative difference that counts as rounding.
-        term: of the loss, where `loss_fn` returns several.
+        term: name of the loss term, if `loss_fn` returns several.
 
     Examples:
         >>> weight = ParameterDifference("weight", norm=2.0, difference=0.5, relative=0.25)
@@ -105,7 +104,7 @@ class GradientComparison:
 
     @property
     def largest(self) -> float:
-        """The largest relative difference of any parameter; NaN if one is NaN."""
+        """Return the largest relative difference of any parameter; NaN if one is NaN."""
         differences = [parameter.relative for parameter in self.parameters]
         return math.nan if any(map(math.isnan, differences)) else max(differences, default=0.0)
 
@@ -120,13 +119,13 @@ class Verification:
     """The verdict on a model, a loss and a batch.
 
     Args:
-        exact: whether accumulating in micro-batches gives the batch's gradient.
+        exact: True if accumulation in micro-batches gives the batch's gradient.
         samples: samples of the batch.
-        comparisons: the measured differences, one for each dtype (and each term of the loss).
-        causes: what breaks exactness, the first to be fixed first; empty when exact.
-        findings: what the detection tests saw, whether or not it mattered here.
-        notes: what could not be measured, and why.
-        meetings: where samples meet, if that is a cause.
+        comparisons: the measured differences, one entry for each dtype (and each term of the loss).
+        causes: causes of the difference, in the order in which to fix them; empty if exact.
+        findings: all findings of the tests, also those without effect on this gradient.
+        notes: measurements that could not be made, and why.
+        meetings: the operators that couple samples, if coupling is a cause.
 
     Examples:
         >>> print(Verification(True, 4, (), (), (), ()))
@@ -142,10 +141,10 @@ class Verification:
     meetings: tuple[CouplingPoint, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain dicts, lists, numbers and strings, for JSON.
+        """Return the report as plain dicts, lists, numbers and strings, for JSON.
 
         Returns:
-            All fields, and for each comparison its `largest` difference and whether it is `exact`.
+            All fields, and `largest` and `exact` of each comparison.
 
         Examples:
             >>> Verification(True, 4, (), (), (), ()).to_dict()["samples"]
@@ -158,10 +157,10 @@ class Verification:
         return {**asdict(self), "comparisons": comparisons}
 
     def rows(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """The differences as a table: one row for each parameter, one column for each dtype.
+        """Return the differences as a table: one row for each parameter, one column for each dtype.
 
         Returns:
-            The header and the rows, as strings; an empty cell where a dtype has no such gradient.
+            The header and the rows, as strings; a cell is empty if a dtype has no such gradient.
 
         Examples:
             >>> Verification(True, 4, (), (), (), ()).rows()
@@ -175,10 +174,10 @@ class Verification:
         return header, [(name, *row) for name, row in zip(names, cells, strict=True)]
 
     def lines(self) -> list[str]:
-        """The verdict, each cause with its remedy, and each note: one line each.
+        """Return the verdict, each cause with its remedy, and each note, one line each.
 
         Returns:
-            At least the verdict.
+            The lines, of which the first is the verdict.
 
         Examples:
             >>> Verification(True, 4, (), (), (), ("a note",)).lines()
@@ -190,7 +189,9 @@ class Verification:
         lines = [f"{verdict} the batch's ({self.samples} samples)"]
         lines += [f"  cause: {cause}" for cause in self.causes]
         for point in self.meetings:
-            lines.append(f"  samples meet in {point.module or 'loss_fn'}: {point.operation} ({point.kind})")
+            lines.append(
+                f"  samples are coupled in {point.module or 'loss_fn'}: {point.operation} ({point.kind})"
+            )
         return lines + [f"  note: {note}" for note in self.notes]
 
     def __str__(self) -> str:
@@ -211,7 +212,7 @@ def united(reports: Mapping[str, Verification]) -> Verification:
     """Return one report of all terms of a loss, each entry with the name of its term.
 
     Args:
-        reports: by the name of the term; of a loss of one term, its only report under the name "".
+        reports: reports by the name of the term; the name is "" if the loss has one term.
 
     Examples:
         >>> report = Verification(True, 8, (), (), (), ("a note",))

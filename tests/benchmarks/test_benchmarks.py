@@ -104,7 +104,7 @@ def test_a_wrong_accumulation_fails_the_scorecard(tmp_path):
 def test_an_unknown_peer_is_refused_with_the_known_names(program):
     result = run(program, "--peers", "accelerato")
     assert result.returncode == 2
-    assert "unknown peers accelerato; known: all, none, tutorial, accelerate" in result.stderr
+    assert "--peers 'accelerato' is unknown. Pass all, none, or some of tutorial, accelerate" in result.stderr
 
 
 @pytest.mark.parametrize("program", ["noise.py", "overhead.py", "survey.py"])
@@ -112,14 +112,14 @@ def test_an_unknown_work_is_refused_with_the_known_names(program):
     result = run(program, "--work", "mlp,convent")
     assert result.returncode == 2
     known = "mlp, convnet, narrow-transformer, small-transformer, transformer"
-    assert f"no work is called 'convent'; known: {known}" in result.stderr
+    assert f"--work 'convent' is unknown. Pass one of {known}." in result.stderr
 
 
 @pytest.mark.parametrize("count", ["0", "x", ""])
 def test_a_work_in_no_number_of_microbatches_is_refused(count):
     result = run("overhead.py", "--work", f"mlp:{count}")
     assert result.returncode == 2
-    assert f"'mlp:{count}': after the colon comes a number of micro-batches, as in mlp:16" in result.stderr
+    assert f"--work 'mlp:{count}' has no number after the colon. Pass one, such as mlp:16." in result.stderr
 
 
 def test_a_missing_library_costs_its_column_and_says_how_to_get_it(tmp_path):

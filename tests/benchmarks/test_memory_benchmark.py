@@ -116,5 +116,7 @@ def test_an_unknown_finder_and_an_unknown_part_are_refused_with_the_known_ones(t
         "            print('exit code', error.code)\n",
     )
     finders, parts, _ = out.split("exit code 2\n")
-    assert "unknown finders lightening; known: all, none (ours alone), accelerate" in finders
-    assert "unknown parts; known: limits, peaks, failures" in parts
+    assert (
+        "--finders lightening is unknown. Pass all, none (superbatch only), or some of accelerate" in finders
+    )
+    assert "is unknown. Pass some of limits, peaks, failures" in parts

@@ -16,10 +16,11 @@ from superbatch.caffe import SolverConfig, explain_solver, parse_solver
 from superbatch.caffe.config import POLICIES, TYPES, float32
 from superbatch.errors import InputError
 from superbatch.lab.report.caffe_text import findings, settings_table
-from superbatch.lab.report.json import from_json, to_json
+from superbatch.lab.report.json import to_json
 from superbatch.results.caffe import CaffeExplained
 from tests.caffe import golden
 from tests.caffe.test_options import both, data_of, largest, model_of
+from tests.report_json import from_json
 
 CASES = golden.cases()
 

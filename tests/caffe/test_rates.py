@@ -61,5 +61,5 @@ def test_the_index_is_that_of_an_update(policy: str) -> None:
     text = f'base_lr: 1 lr_policy: "{policy}" gamma: 0.5 stepsize: 2 max_iter: 9'
     rate = rate_schedule(parse_solver(text))
     assert rate(0) <= 1.0
-    with pytest.raises(InputError, match="is no index of an update"):
+    with pytest.raises(InputError, match="is not the index of an update"):
         rate(-1)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from superbatch.lab.cli import main
-from superbatch.lab.report.json import from_json
 from tests.forked import Forked
+from tests.report_json import from_json
 from tests.studies import own_recipe
 
 ROOT = Path(__file__).resolve().parents[2]

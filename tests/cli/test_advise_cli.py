@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from superbatch.lab.report.json import from_json
 from superbatch.results.advice import Advice
 from tests.cli import commands
 from tests.cli.commands import PLANE, PNG, lines_told, on_a_terminal
+from tests.report_json import from_json
 
 NUMBERS = {
     "--microbatch-size": 4,

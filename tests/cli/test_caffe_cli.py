@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from superbatch.lab.report.json import from_json
 from superbatch.results.caffe import CaffeExplained
 from tests.cli import commands
 from tests.cli.commands import ONE_LINE, PNG, on_a_terminal
+from tests.report_json import from_json
 
 run = partial(commands.run, "caffe")
 

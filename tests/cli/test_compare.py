@@ -8,9 +8,11 @@ import os
 import re
 import signal
 import time
+from dataclasses import replace
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -20,12 +22,12 @@ from superbatch.lab.cli import main
 from superbatch.lab.cli.aliases import in_our_words
 from superbatch.lab.cli.printing import print_table
 from superbatch.lab.report.comparison import Comparison
-from superbatch.lab.report.json import from_json
 from superbatch.lab.report.table import Column, Table
 from superbatch.lab.studies import arms as arms_module
-from superbatch.lab.studies.setting import ArmPlan
+from superbatch.lab.studies.options import CompareOptions
 from tests.cli import commands
 from tests.cli.commands import ONE_LINE, PLANE, PNG, first_line, on_a_terminal, without_colours
+from tests.report_json import from_json
 
 CROWD = PLANE.replace(":plane", ":crowd")
 QUICK = ("--runs", "2", "--updates", "4", "--workers", "1")
@@ -207,7 +209,7 @@ def test_flags_of_the_sources_are_one_arm(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_iterations_without_averaging_are_updates() -> None:
-    asked = in_our_words(splits=None, updates=None, batch_size=50, average_gradients=None, iterations=7)
+    asked = in_our_words(CompareOptions(batch_size=50), average_gradients=None, iterations=7)
     assert (asked.updates, asked.batch_size, asked.splits) == (7, 50, None)
 
 
@@ -229,10 +231,10 @@ def test_batch_size_and_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
         ({"iterations": -5}, "--iterations -5"),
     ],
 )
-def test_contradictions_of_flags(flags: dict[str, int | str], message: str) -> None:
-    nothing = dict.fromkeys(("splits", "updates", "batch_size", "average_gradients", "iterations"))
+def test_contradictions_of_flags(flags: dict[str, Any], message: str) -> None:
+    lengths = {name: flags.get(name) for name in ("average_gradients", "iterations")}
     with pytest.raises(InputError, match=message):
-        in_our_words(**(nothing | flags))  # pyright: ignore[reportArgumentType]  (keyword arguments by name)
+        in_our_words(CompareOptions(**{name: flags[name] for name in flags.keys() - lengths}), **lengths)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +253,7 @@ def test_contradictions_of_flags(flags: dict[str, int | str], message: str) -> N
         (("mnist",), "The recipe mnist needs a folder of data and downloads none"),
         (("--out", f"{__file__}/report"), r"test_compare.py' is a file. Give a folder"),
         (("nowhere.py:make",), "The recipe file 'nowhere.py' does not exist"),
-        ((CROWD, "--runs", "1"), "so samples influence each other|BatchNorm in training mode"),
+        ((CROWD, "--runs", "1"), "samples influence each other|BatchNorm in training mode"),
         (("text", "--batchnorm"), "--batchnorm with the recipe text.*no variant.*digits or digits-conv"),
         (("text", "--recipe", "digits"), "The recipe text and --recipe digits: both say what is"),
     ],
@@ -291,10 +293,12 @@ def test_check_passes_and_fails(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert run(*arguments) == 0
     capsys.readouterr()
 
-    def accumulator(split, *args):
-        return arms_module._wrong(ArmPlan(split, "mean of means", "wrong"), *args)
+    right = arms_module.accumulator_of
 
-    monkeypatch.setattr(arms_module, "_accumulator", accumulator)
+    def wrong(split, recipe, *rest, check):
+        return right(split, replace(recipe, weight=lambda batch: 1.0), *rest, check=False)
+
+    monkeypatch.setattr(arms_module, "accumulator_of", wrong)
     assert run(*arguments) == 1
     assert "check failed: 13/5/2: weights differ by" in capsys.readouterr().err
     assert run(*arguments[:-1]) == 0, "only on request"

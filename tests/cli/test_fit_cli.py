@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from superbatch.errors import InputError
-from superbatch.lab.cli.quantities import parse_bytes
 from superbatch.lab.report.fitting import Fitting
-from superbatch.lab.report.json import from_json
+from superbatch.lab.studies.quantities import parse_bytes
 from tests.cli import commands
 from tests.cli.commands import ONE_LINE, PLANE, PNG, first_line, on_a_terminal
+from tests.report_json import from_json
 
 QUICK = ("--threads", "1")
 
@@ -43,8 +43,8 @@ def test_tables_sentences_and_files(tmp_path: Path, capsys: pytest.CaptureFixtur
     sizes = [line.split()[0] for line in lines[3 : lines.index("")]]
     assert sizes == ["1", "2", "3", "5", "10", "20"]
     assert "Effective batches within reach" in lines
-    assert re.search(r"^Use micro-batches of \d+: the fastest that fit", shown.out, re.MULTILINE)
-    said = "The whole batch fits in 2.00 MiB (asked for); so would one 100 times as large, and more."
+    assert re.search(r"^Use micro-batches of \d+: the fastest of those timed", shown.out, re.MULTILINE)
+    said = "The whole batch fits in 2.00 MiB (asked for); so would about 2000 samples or more."
     assert said in shown.out
     assert "\x1b" not in shown.out + shown.err, "no colours where there is no terminal"
     assert shown.err.splitlines()[-1].endswith(f"wrote {out / 'report.html'}, plot.png and report.json")
@@ -96,13 +96,13 @@ def test_the_limit_of_the_machine_is_named(capsys: pytest.CaptureFixture[str]) -
     ],
 )
 def test_bytes(text: str, expected: int) -> None:
-    assert parse_bytes(text, flag="--limit") == expected
+    assert parse_bytes(text, "--limit") == expected
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "2PiB", "-1MB", "2 GiB free", "0", "0.1B", "1e9", "nan"])
 def test_what_is_no_number_of_bytes(text: str) -> None:
     with pytest.raises(InputError, match="is no number of bytes"):
-        parse_bytes(text, flag="--limit")
+        parse_bytes(text, "--limit")
 
 
 @pytest.mark.parametrize(

@@ -1,62 +1,91 @@
-"""Options of a command and of its study: the same names, so that none is dropped on the way."""
+"""Options of a command are the fields of its study's options: names, types, defaults and help stand there."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 from importlib import import_module
+from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
 import typer
 
-from superbatch.lab.cli.app import app
-from superbatch.lab.cli.publish import options_from
+from superbatch.errors import InputError
+from superbatch.lab.cli import app as application
+from superbatch.lab.cli.options import command_of
+from superbatch.lab.studies import options
+from superbatch.lab.studies.options import option
+from superbatch.lab.studies.quantities import parse_bytes
 
-# Beside the options of the study: what is trained, where the report goes, and other names of the same.
-OWN = {
-    "advise": set(),
-    "compare": {"check", "average_gradients", "iterations", "recipe_name", "batchnorm"},
-    "fit": set(),
-    "noise": set(),
-    "study": {"name"},
-    "survey": {"check"},
-    "train": {"data"},
-}
-EVERYWHERE = {"recipe", "out", "as_json"}
+STUDIES = ("advise", "compare", "fit", "noise", "study", "survey", "train")
 
 
-def parameters(command: str) -> set[str]:
-    found = typer.main.get_command(app).commands[command].params  # pyright: ignore[reportAttributeAccessIssue]
-    return {parameter.name for parameter in found} - {"help"}
+def flags_of(command: str) -> list[str]:
+    found = typer.main.get_command(application.app).commands[command].params  # pyright: ignore[reportAttributeAccessIssue]
+    return [parameter.name for parameter in found]
 
 
-def missing(command: str, options: type) -> set[str]:
-    """Options that only one of the command and the study has."""
-    return (parameters(command) - EVERYWHERE - OWN[command]) ^ {each.name for each in fields(options)}
+@pytest.mark.parametrize("command", STUDIES)
+def test_a_command_fills_the_options_of_its_study(command: str) -> None:
+    kind = import_module(f"superbatch.lab.studies.{command}").Options
+    assert get_type_hints(getattr(application, command))["options"] is kind
+    names = [each.name for each in fields(kind)]
+    assert len(names) > 5, "the premise"
+    flags = flags_of(command)
+    first = flags.index(names[0])
+    assert flags[first : first + len(names)] == names
 
 
-@pytest.mark.parametrize("command", OWN)
-def test_a_command_has_the_options_of_its_study(command: str) -> None:
-    options = import_module(f"superbatch.lab.studies.{command}").Options
-    assert len(fields(options)) > 5, "the premise"
-    assert OWN[command] <= parameters(command)
-    assert missing(command, options) == set()
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of a command that is only here."""
+
+    batch_size: int | None = option("samples")
+    learning_rate: float = option("rate", "--lr", default=0.5)
+    limit: int | None = option("bytes", typed=str, read=parse_bytes)
+    quick: bool = option("fewer seeds", default=False)
+    workers: int = option("processes (default: 3)", default=1, default_typed=3)
+    data: str | Path | None = option("folder", typed=Path)
 
 
-def test_a_renamed_option_is_found() -> None:
-    @dataclass
-    class Renamed:
-        batch_size: int | None = None
-        rate: float | None = None
+def run(*arguments: str) -> tuple[str, Options]:
+    """What reaches a command with these arguments."""
+    reached: list[Any] = []
 
-    assert {"rate", "learning_rate"} <= missing("noise", Renamed)
+    def command(*, recipe: str = "digits", options: Options) -> None:
+        reached.extend((recipe, options))
+
+    app = typer.Typer()
+    app.command("command")(command_of(command))
+    app(args=arguments, standalone_mode=False)
+    recipe, found = reached
+    return recipe, found
 
 
-def test_options_are_filled_by_name_and_what_is_changed_wins() -> None:
-    @dataclass
-    class Options:
-        batch_size: int | None = None
-        limit: int | None = None
-        seed: int = 7
+def test_without_flags_the_fields_have_their_defaults_but_for_those_of_the_command_line() -> None:
+    assert run() == ("digits", Options(workers=3))
+    assert Options().workers == 1
 
-    given = {"batch_size": 3, "limit": "2GiB", "out": "there"}
-    assert options_from(Options, given, limit=2**31) == Options(batch_size=3, limit=2**31, seed=7)
+
+def test_what_is_typed_is_read_as_the_type_of_the_field() -> None:
+    flags = ("--batch-size", "8", "--lr", "2", "--limit", "2 KiB", "--quick", "--workers", "1", "--data", ".")
+    expected = Options(batch_size=8, learning_rate=2.0, limit=2048, quick=True, data=Path())
+    assert run("--recipe", "text", *flags) == ("text", expected)
+
+
+@pytest.mark.parametrize("flags", [("--learning-rate", "2"), ("--no-quick",), ("--batch-size", "many")])
+def test_a_flag_that_no_field_has_is_refused(flags: tuple[str, ...]) -> None:
+    with pytest.raises(typer.BadParameter.__mro__[1]):
+        run(*flags)
+
+
+def test_an_error_of_reading_names_the_flag() -> None:
+    with pytest.raises(InputError, match=r"^--limit lots is no number of bytes"):
+        run("--limit", "lots")
+
+
+def test_workers_are_two_from_the_command_line_and_one_from_python() -> None:
+    (flag,) = [each.metadata for each in fields(options.CompareOptions) if each.name == "workers"]
+    assert flag["default"] == min(2, os.cpu_count() or 1)
+    assert options.CompareOptions().workers == options.StudyOptions().workers == 1

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from superbatch.lab.report.json import from_json
 from superbatch.lab.report.study import Study
 from superbatch.lab.studies.catalogue import STUDIES
 from tests.cli import commands
 from tests.cli.commands import PLANE, PNG, first_line
+from tests.report_json import from_json
 
 TINY = ("--runs", "2", "--samples", "96", "--workers", "1")
 

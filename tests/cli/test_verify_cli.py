@@ -15,6 +15,7 @@ from rich.console import Console
 
 from superbatch.lab.cli.app import main
 from superbatch.lab.cli.verify import show, verify_recipe
+from superbatch.lab.studies.options import VerifyOptions
 from superbatch.results.verification import Finding, GradientComparison, ParameterDifference, Verification
 from tests.cli.commands import ONE_LINE
 
@@ -146,4 +147,4 @@ def test_on_a_terminal_it_is_a_table() -> None:
 
 
 def test_a_recipe_verified_from_python() -> None:
-    assert verify_recipe("digits", batch_size=9).comparisons[0].split == (3, 3, 3)
+    assert verify_recipe("digits", VerifyOptions(batch_size=9)).comparisons[0].split == (3, 3, 3)

@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from superbatch.errors import InputError
 from superbatch.lab.report.advice_text import (
+    answer,
     caveats,
-    findings,
     memory_table,
     models_table,
+    steps_table,
     tables,
     verdict_text,
 )
-from superbatch.lab.report.json import from_json, to_json
+from superbatch.lab.report.json import to_json
 from superbatch.lab.report.table import plain
 from superbatch.noise.meter import relative_time
 from superbatch.results.advice import Advice
@@ -27,6 +28,7 @@ from superbatch.results.noise import NoiseOfModel
 from superbatch.tuning.advice import Times, advise, best_steps, judge
 from superbatch.tuning.noise_range import NoiseRange
 from superbatch.tuning.scaling import scale
+from tests.report_json import from_json
 
 ALONE = Times(microbatch=0.1, update=0.002)
 CLUSTER = Times(microbatch=0.1, update=0.05, all_reduce=1.0)
@@ -154,7 +156,9 @@ def full() -> Advice:
 def test_everything_that_was_promised_is_said() -> None:
     report = full()
     text = " ".join(
-        "\n".join([*map(plain, [*tables(report), memory_table(report)]), *findings(report)]).split()
+        "\n".join(
+            [*map(plain, [*tables(report), memory_table(report)]), *answer(report), *caveats(report, None)]
+        ).split()
     )
     for said in (
         "16 <",
@@ -262,9 +266,7 @@ def test_models_of_adam_are_shown_and_widen_the_range_where_they_lie_beyond() ->
     (rows,) = [models_table(far).rows]
     assert [row[0] for row in rows] == ["0", "1", "2"]
     assert rows[2][2].startswith("2600 (1300 to 5200)")
-    text = " ".join(findings(far))
-    assert "preconditioner (q = 0, 1, 2) the noise scale is 100 to 2600" in text
-    assert "no model of Adam is better than a factor of about 3" in text
+    assert "a factor of 3 beyond it, and Adam's models" in steps_table(far).columns[3].meaning
     assert from_json(Advice, to_json(far)) == far
 
 
@@ -273,8 +275,7 @@ def test_a_model_that_is_not_determined_is_said_to_be_and_widens_nothing() -> No
     options = {"microbatch_size": 32, "accumulation_steps": 8, "noise": known, "times": ALONE}
     report = advise(**options, models=of_models(100.0, 200.0, None))  # pyright: ignore[reportArgumentType]
     assert report.of_asked.high == advise(**options).of_asked.high  # pyright: ignore[reportArgumentType]
-    assert "(q = 2: not determined)" in " ".join(findings(report))
     assert models_table(report).rows[2][2:] == ("not determined, at least 40", "–", "–")
     lone = advise(**options, models=of_models(100.0, None, None))  # pyright: ignore[reportArgumentType]
     assert lone.band is None
-    assert "is not known (q = 1 and q = 2: not determined)" in " ".join(findings(lone))
+    assert [row[2][:14] for row in models_table(lone).rows[1:]] == ["not determined"] * 2

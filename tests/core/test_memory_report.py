@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from superbatch.lab.report.json import from_json, to_json
+from superbatch.lab.report.json import to_json
 from superbatch.results.memory import Limit, Measured, MemoryReport, Peak, Saving
+from tests.report_json import from_json
 
 MIB = 2**20
 PEAK = Peak(

@@ -14,7 +14,7 @@ import pytest
 from scipy import stats
 
 from superbatch.errors import InputError
-from superbatch.lab.report.json import from_json, to_json
+from superbatch.lab.report.json import to_json
 from superbatch.noise.interval import fieller, student_quantile
 from superbatch.noise.meter import (
     Estimate,
@@ -26,6 +26,7 @@ from superbatch.noise.meter import (
     relative_time,
 )
 from superbatch.results.noise import Noise
+from tests.report_json import from_json
 
 SIZES = (80, 15, 5)
 DIMENSIONS = 6

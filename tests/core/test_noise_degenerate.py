@@ -9,12 +9,13 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from superbatch.lab.report.json import from_json, to_json
+from superbatch.lab.report.json import to_json
 from superbatch.noise import NoiseMeter
 from superbatch.noise.independence import IndependenceTest
 from superbatch.noise.interval import fieller
 from superbatch.noise.meter import Estimate, estimate
 from superbatch.results.noise import Independence, Noise
+from tests.report_json import from_json
 
 K = 8
 

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from superbatch.errors import InputError
-from superbatch.lab.report.json import from_json, to_json
+from superbatch.lab.report.json import to_json
 from superbatch.noise import NoiseMeter
 from superbatch.noise.independence import FEWEST_TRIPLES, IndependenceTest
 from superbatch.noise.meter import Estimate, estimate
 from superbatch.results.noise import ASSUMPTION, Independence, Noise
+from tests.report_json import from_json
 
 
 def steady(_: int) -> float:
@@ -192,8 +193,8 @@ def test_even_windows_keep_the_number_and_a_mark() -> None:
     noise = meter.estimate()
     assert noise.determined
     assert noise.reason is None
-    assert "independent draws, which they are not: losses of whole windows differ 0." in noise.summary()
-    assert "more even than chance" in repr(meter)
+    assert "independent draws; they are not: losses of whole windows differ 0." in noise.summary()
+    assert "vary less than independent draws" in repr(meter)
     assert repr(NoiseMeter()) == (
         f"<NoiseMeter of 0 windows: noise scale not known (0 windows measured; 8 needed), {ASSUMPTION}>"
     )

@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from superbatch.errors import InputError
-from superbatch.lab.report.json import from_json, to_json
+from superbatch.lab.report.json import to_json
 from superbatch.results.noise import Noise
 from superbatch.results.scaling import Scaling
 from superbatch.tuning.noise_range import noise_range
 from superbatch.tuning.scaling import RULES, gain, half_life, scale, scale_config, scaled_beta, warmup_updates
+from tests.report_json import from_json
 
 kappas = st.floats(1e-3, 1e3)
 ratios = st.floats(1e-3, 1e6)

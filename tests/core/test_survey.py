@@ -11,12 +11,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from superbatch.errors import InputError
-from superbatch.lab.report.json import from_json, to_json
+from superbatch.lab.report.json import to_json
 from superbatch.results.survey import Survey
 from superbatch.tuning.survey import Sweep, averaged, remarks
 from superbatch.tuning.survey_curve import PATIENCE, Curve, exploded, smoothing
 from superbatch.tuning.survey_ramp import exponential, from_axis, to_axis, values_of
 from superbatch.tuning.survey_suggestions import FIRST, LAST, suggest
+from tests.report_json import from_json
 
 positive = st.floats(1e-8, 1e2)
 losses_of = st.lists(st.floats(1e-3, 1e3), min_size=12, max_size=60)

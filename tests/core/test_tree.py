@@ -67,7 +67,9 @@ def test_samples_are_taken_in_any_order(kind: str, order: list[int]) -> None:
 
 def test_an_array_that_cannot_be_indexed_by_a_list_is_named() -> None:
     planned = plan({"raw": memoryview(b"abc")})
-    with pytest.raises(SplitError, match=r"memoryview at path 'raw' cannot be sorted.*sort=True"):
+    with pytest.raises(
+        SplitError, match=r"memoryview at path 'raw' cannot be indexed with a list of samples.*sort=True"
+    ):
         planned.take(0, 2, order=[2, 1, 0])
 
 
@@ -169,7 +171,9 @@ def test_a_mapping_that_cannot_be_made_again_is_named() -> None:
         def __init__(self, number: int, entries: dict[str, Any]) -> None:
             super().__init__(entries)
 
-    with pytest.raises(SplitError, match=r"Stubborn at path 'inputs'.*cannot be made.*Pass a dict"):
+    with pytest.raises(
+        SplitError, match=r"Stubborn at path 'inputs'.*cannot be constructed from its entries.*Pass a dict"
+    ):
         take({"inputs": Stubborn(1, {"x": x()})}, 0, 2)
 
 
@@ -255,7 +259,7 @@ def test_a_declared_path_inside_another_is_refused() -> None:
 
 
 def test_a_part_cannot_be_whole_and_per_sample() -> None:
-    with pytest.raises(InputError, match=r"'y' is in unsplit= and in per_sample=.*Declare it once"):
+    with pytest.raises(InputError, match=r"'y' is in both unsplit= and per_sample=.*Declare it in one"):
         plan({"x": x(), "y": NAMES}, unsplit=("y",), per_sample=("y",))
 
 
@@ -263,7 +267,7 @@ def test_a_part_cannot_be_whole_and_per_sample() -> None:
 @pytest.mark.parametrize("argument", ["unsplit", "per_sample"])
 def test_declarations_are_a_tuple_of_texts(argument: str, declared: Any) -> None:
     with pytest.raises(
-        InputError, match=rf"{argument}=.*no list or tuple of paths.*{argument}=\(\"labels\",\)"
+        InputError, match=rf"{argument}=.*not a list or tuple of paths.*{argument}=\(\"labels\",\)"
     ):
         plan({"x": x()}, **{argument: declared})
 
@@ -316,7 +320,7 @@ def test_nothing_to_split_is_refused(batch: Any) -> None:
 
 
 def test_everything_declared_whole_is_nothing_to_split() -> None:
-    with pytest.raises(SplitError, match=r"nothing to split.* in unsplit= \('x'\)"):
+    with pytest.raises(SplitError, match=r"nothing to split.* in unsplit=: 'x'"):
         plan({"x": x()}, unsplit=("x",))
 
 
@@ -415,7 +419,7 @@ def test_get_of_a_tensor_says_that_it_has_no_parts() -> None:
 
 @pytest.mark.parametrize("path", [None, 0, ("x",), ["x"]])
 def test_a_path_is_text(path: Any) -> None:
-    with pytest.raises(InputError, match=r"is not text"):
+    with pytest.raises(InputError, match=r"is not a str"):
         get([x()], path)
     with pytest.raises(InputError):
         get({"x": x()}, path)

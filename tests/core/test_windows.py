@@ -102,13 +102,13 @@ def test_bad_accumulation_steps_are_refused_before_the_loader_is_read(steps: obj
         raise AssertionError("the loader was read")
         yield 0
 
-    with pytest.raises(InputError, match="is no number of micro-batches"):
+    with pytest.raises(InputError, match="is not a positive int"):
         windows(loader(), steps)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("tail", ["keep", None, True])
 def test_another_word_for_the_tail_is_refused(tail: object) -> None:
-    with pytest.raises(InputError, match='tail="update" for an update of its own, or tail="drop"'):
+    with pytest.raises(InputError, match='tail="update" to train on the shorter last window'):
         windows([1], 1, tail=tail)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 

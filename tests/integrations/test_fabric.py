@@ -71,13 +71,13 @@ def test_the_scaler_of_fabric_scales_unscales_and_skips() -> None:
 def test_a_strategy_that_shards_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop("exact", fabric())
     monkeypatch.setattr(loop.fabric, "_strategy", FSDPStrategy())
-    with pytest.raises(InputError, match="FSDPStrategy is a strategy with which gradients cannot be accumul"):
+    with pytest.raises(InputError, match="FSDPStrategy is not supported by superbatch"):
         make_gradient(loop.fabric, loop.model, loop.loss)
 
 
 def test_a_model_that_was_not_set_up_is_refused() -> None:
     loop = Loop("exact", fabric())
-    with pytest.raises(InputError, match="The Sequential was not set up, so Fabric's precision and ranks"):
+    with pytest.raises(InputError, match="The Sequential was not set up by Fabric"):
         make_gradient(loop.fabric, loop.bare, loop.loss)
 
 

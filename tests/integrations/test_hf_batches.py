@@ -83,7 +83,7 @@ def test_patches_that_belong_to_no_row_are_not_split(own: bool, tmp_path: Path) 
 
 
 def test_a_batch_of_patches_that_would_be_split_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SplitError, match=r"'patches': .* In a Trainer: set gradient_accumulation_steps"):
+    with pytest.raises(SplitError, match=r"'patches': .* In a Trainer, set gradient_accumulation_steps"):
         train(ExactTrainer, PATCHES, 8, 1, tmp_path, **SGD)
 
 

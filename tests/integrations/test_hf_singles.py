@@ -113,7 +113,7 @@ def test_a_second_mean_is_an_error_before_the_first_step(name: str, alike: bool,
     model = model_of(case)
     before = copies(model)
     with pytest.raises(
-        CoupledSamplesError, match=r"means over different counts.*In a Trainer: write `coupled = True`"
+        CoupledSamplesError, match=r"means over different counts.*In a Trainer, write `coupled = True`"
     ):
         train(ExactTrainer, case, 1, 8, tmp_path, model=model, **options)
     assert all(torch.equal(value, before[each]) for each, value in copies(model).items())
@@ -143,7 +143,7 @@ class _Counted(ExactTrainer):
 
 
 def test_a_wrong_weight_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(LossSpecError, match=r"In a Trainer: write `def weight_of.* BertForTokenClassific"):
+    with pytest.raises(LossSpecError, match=r"In a Trainer, define `weight_of.* BertForTokenClassific"):
         train(_Counted, CASES["tokens"], 1, 8, tmp_path, **OPTIONS)
 
 
@@ -165,7 +165,7 @@ class _OwnMeanOfSamples(_OwnMean, ExactTrainer):
 def test_a_weight_that_single_samples_cannot_show_is_warned_of(tmp_path: Path) -> None:
     case = CASES["tokens"]
     large = train(_OwnMean, case, 8, 1, tmp_path, **OPTIONS)
-    with pytest.warns(UserWarning, match=r"do not show whether weight_of\(\) counts what it divides by"):
+    with pytest.warns(UserWarning, match=r"the divisor of the loss may differ from weight_of\(\)"):
         single = train(_OwnMeanOfSamples, case, 1, 8, tmp_path, **OPTIONS)
     assert gap(large, single) > 1e-3, "the premise: it is wrong"
 
@@ -199,7 +199,7 @@ class _OneAtATime(nn.Module):
 def test_a_model_that_takes_one_sample_is_not_checked_and_says_so(tmp_path: Path) -> None:
     case = CASES["tokens"]
     big = train(Trainer, case, 8, 1, tmp_path, **OPTIONS)
-    with pytest.warns(UserWarning, match=r"could not check .* makes? no batch here \(one sample, please\)"):
+    with pytest.warns(UserWarning, match=r"could not check .* could not be joined \(one sample, please\)"):
         ours = train(ExactTrainer, Case(_OneAtATime, case.row), 1, 8, tmp_path, **OPTIONS)
 
     ours.start, ours.parameters = (
@@ -218,7 +218,9 @@ class _OfOneSample(ExactTrainer):
 
 def test_a_weight_of_one_sample_is_not_checked_and_says_so(tmp_path: Path) -> None:
     big = train(Trainer, CASES["tokens"], 8, 1, tmp_path, **OPTIONS)
-    with pytest.warns(UserWarning, match=r"weight_of\(\) returns another weight for samples together than"):
+    with pytest.warns(
+        UserWarning, match=r"weight_of\(\) of joined samples differs from the sum of their weights"
+    ):
         ours = train(_OfOneSample, CASES["tokens"], 1, 8, tmp_path, **OPTIONS)
     assert gap(big, ours) <= 1e-12
 

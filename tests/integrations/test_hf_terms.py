@@ -179,9 +179,13 @@ class _Silent(_Halved):
 
 def test_a_loss_that_is_not_made_of_the_terms_is_an_error(tmp_path: Path) -> None:
     case = HEADS["starts and ends"]
-    with pytest.raises(LossSpecError, match=r"loss of _Halved is .* start, end that .* Write `def weight_of"):
+    with pytest.raises(
+        LossSpecError, match=r"loss of _Halved is .* start, end add up to .* In a Trainer, define `weight_of"
+    ):
         train(ExactTrainer, Case(_Halved, case.row, equal=True), 2, 4, tmp_path, **OPTIONS)
-    with pytest.raises(InputError, match=r"_Silent is divided by: its outputs have no 'start_logits'"):
+    with pytest.raises(
+        InputError, match=r"divisor of the loss of _Silent: its outputs have no 'start_logits'"
+    ):
         train(ExactTrainer, Case(_Silent, case.row, equal=True), 2, 4, tmp_path, **OPTIONS, label_names=["x"])
 
 
@@ -195,7 +199,7 @@ def test_boxes_that_are_counted_over_ranks_are_refused() -> None:
 
 def test_coupled_samples_in_lists_are_refused(tmp_path: Path) -> None:
     kind = type("Coupled", (ExactTrainer,), {"coupled": True})
-    with pytest.raises(InputError, match=r"coupled, and 'labels' is a list with an object for each"):
+    with pytest.raises(InputError, match=r"coupled, but 'labels' is a list with an object for each"):
         train(kind, HEADS["classes and boxes"], 2, 4, tmp_path, **OPTIONS)
 
 

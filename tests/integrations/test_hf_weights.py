@@ -55,12 +55,12 @@ def test_weight_is_what_the_loss_is_divided_by(
     [
         (model(None), {}, "SimpleNamespace has no loss_type of transformers"),
         (model("ForObjectDetection"), {}, "SimpleNamespace has loss_type='ForObjectDetection'"),
-        (model("ForMaskedLM"), {"input_ids": IDS}, r"a batch has no 'labels', only \['input_ids'\]"),
+        (model("ForMaskedLM"), {"input_ids": IDS}, r"the batch has no 'labels', only \['input_ids'\]"),
         (model("ForCTC", ctc_loss_reduction="none"), {"labels": LABELS}, 'ctc_loss_reduction is not "mean"'),
     ],
 )
 def test_what_is_not_known_is_refused(given: Any, inputs: dict[str, Any], why: str) -> None:
-    with pytest.raises(InputError, match=rf"{why}\. Write `def weight_of\(self, microbatch\)`"):
+    with pytest.raises(InputError, match=rf"{why}\. Define `weight_of\(self, microbatch\)`"):
         weigh(given, inputs)
 
 
@@ -68,7 +68,7 @@ def test_tokens_that_peft_adds_are_refused() -> None:
     prompted = model("ForCausalLM")
     prompted.active_peft_config = SimpleNamespace(is_prompt_learning=True)
 
-    with pytest.raises(InputError, match="PEFT puts tokens of its own before the prompt"):
+    with pytest.raises(InputError, match="PEFT adds virtual tokens before the prompt"):
         weigh(prompted, {"labels": LABELS})
     prompted.loss_type = "ForSequenceClassification"
     assert weigh(prompted, {"labels": torch.tensor([1, 0])}) == 2

@@ -281,7 +281,7 @@ def test_coupled_samples_that_are_not_declared_are_an_error() -> None:
     class Undeclared(ExactAccumulation, Contrastive):
         pass
 
-    with pytest.raises(CoupledSamplesError, match=r"In Lightning: write `coupled = True` in the class"):
+    with pytest.raises(CoupledSamplesError, match=r"In Lightning, write `coupled = True` in the class"):
         train(Undeclared(), 4, 4)
 
 

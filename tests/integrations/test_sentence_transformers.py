@@ -270,20 +270,22 @@ def test_what_is_refused(tmp_path: Path) -> None:
     model = dense(tmp_path)
     ranking = Ranking(model)
     features = columns(model)
-    with pytest.raises(InputError, match=r"CachedMultipleNegativesRankingLoss caches gradients itself\."):
+    with pytest.raises(InputError, match=r"CachedMultipleNegativesRankingLoss caches gradients already\."):
         cached(losses.CachedMultipleNegativesRankingLoss(model), microbatch_size=4)
-    with pytest.raises(InputError, match=r"CachedLoss caches gradients itself"):
+    with pytest.raises(InputError, match=r"CachedLoss caches gradients already"):
         cached(cached(ranking, microbatch_size=4), microbatch_size=4)
-    with pytest.raises(InputError, match=r"AdaptiveLayerLoss hooks into the model during its forward only"):
+    with pytest.raises(InputError, match=r"hooks of AdaptiveLayerLoss are active only during its forward"):
         cached(losses.AdaptiveLayerLoss(model, ranking), microbatch_size=4)
     with pytest.raises(InputError, match=r"found no SentenceTransformer, .* in MSELoss\. Pass a loss"):
         cached(nn.MSELoss(), microbatch_size=4)
     with pytest.raises(InputError, match=r"microbatch_size"):
         cached(ranking, microbatch_size=0)
-    with pytest.raises(InputError, match=r"Wrap the outermost loss: cached\(MatryoshkaLoss\("):
+    with pytest.raises(InputError, match=r"Apply cached\(\) to the outermost loss: cached\(MatryoshkaLoss\("):
         losses.MatryoshkaLoss(model, cached(ranking, microbatch_size=4), [16, 8])(features, None)
     ranking.model = nn.DataParallel(model)
-    with pytest.raises(InputError, match=r"does not work in DataParallel\. Start one process for each GPU"):
+    with pytest.raises(
+        InputError, match=r"does not support torch\.nn\.DataParallel\. Start one process per GPU"
+    ):
         cached(ranking, microbatch_size=4)(features)
     ranking.model = model
     flat = [{"input_ids": torch.ones(9, dtype=torch.long), "offsets": torch.tensor([0, 2, 5])}] * 2

@@ -133,7 +133,7 @@ def test_mutant_mean_of_means_without_padding(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loss", ["aot", "sft"])
 def test_losses_that_are_no_means_over_pairs_are_refused(loss: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=rf"loss_type='{loss}' is no mean over pairs.*`coupled = True`"):
+    with pytest.raises(InputError, match=rf"loss_type='{loss}' is not a mean over pairs.*`coupled = True`"):
         train(ExactDPO, "dpo", 2, 4, tmp_path, loss_type=[loss])
 
 
@@ -167,7 +167,7 @@ def test_grpo_is_refused(tmp_path: Path) -> None:
         processing_class=tokenizer(),
     )
 
-    with pytest.raises(InputError, match=r"how GRPOTrainer divides its loss\. Use SFTTrainer, DPOTrainer or"):
+    with pytest.raises(InputError, match=r"does not support GRPOTrainer\. Use SFTTrainer, DPOTrainer or"):
         trainer.train()
 
 
@@ -187,7 +187,7 @@ def test_kto_is_refused(tmp_path: Path) -> None:
         processing_class=tokenizer(),
     )
 
-    with pytest.raises(InputError, match=r"how KTOTrainer divides its loss\. Use SFTTrainer, DPOTrainer or"):
+    with pytest.raises(InputError, match=r"does not support KTOTrainer\. Use SFTTrainer, DPOTrainer or"):
         trainer.train()
 
 
@@ -200,7 +200,7 @@ _OfAnotherMixin = type("_OfAnotherMixin", (hf.Exact, HOSTS["sft"][0]), {})
 
 
 def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"_Own\.compute_loss is not TRL's.*Write `def weight_of"):
+    with pytest.raises(InputError, match=r"_Own\.compute_loss replaces TRL's.*Define `weight_of"):
         train(_Own, "sft", 2, 4, tmp_path)
     with pytest.raises(InputError, match=r"SFTTrainer\.training_step would .* superbatch\.integrations\.trl"):
         train(_OfAnotherMixin, "sft", 2, 4, tmp_path)
@@ -214,5 +214,5 @@ def test_a_loss_function_of_ones_own_needs_a_weight(tmp_path: Path) -> None:
         def __init__(self, *given: Any, **options: Any) -> None:
             super().__init__(*given, compute_loss_func=lambda *_: torch.zeros(()), **options)
 
-    with pytest.raises(InputError, match=r"compute_loss_func is not TRL's.*Write `def weight_of"):
+    with pytest.raises(InputError, match=r"compute_loss_func replaces TRL's.*Define `weight_of"):
         train(WithFunction, "sft", 2, 2, tmp_path, rows=4)

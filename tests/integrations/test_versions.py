@@ -16,7 +16,7 @@ def test_another_version_than_those_tested_is_a_warning(
     monkeypatch.setattr(versions, "version", {"transformers": installed}.__getitem__)
     monkeypatch.setitem(versions.TESTED, "transformers", ("5.23", "5.23"))
 
-    with pytest.warns(UserWarning, match=rf"tested with transformers 5\.23, and {installed} is installed"):
+    with pytest.warns(UserWarning, match=rf"tested with transformers 5\.23, but {installed} is installed"):
         versions.check_version("transformers")
 
 
@@ -34,5 +34,5 @@ def test_a_range_of_versions_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "version", {"trl": "0.9"}.__getitem__)
     monkeypatch.setitem(versions.TESTED, "trl", ("1.16", "1.18"))
 
-    with pytest.warns(UserWarning, match=r"tested with trl 1\.16 to 1\.18, and 0\.9 is installed"):
+    with pytest.warns(UserWarning, match=r"tested with trl 1\.16 to 1\.18, but 0\.9 is installed"):
         versions.check_version("trl")

@@ -17,11 +17,11 @@ jax = pytest.importorskip("jax", reason="jax is not installed (extra: jax)")
 pytest.importorskip("optax", reason="optax is not installed (extra: jax)")
 
 from superbatch.lab.report.comparison import Comparison  # noqa: E402
-from superbatch.lab.report.json import from_json  # noqa: E402
 from superbatch.lab.report.verdict import failures  # noqa: E402
 from superbatch.lab.studies import on_jax, without_torch  # noqa: E402
 from superbatch.lab.studies.compare import Options  # noqa: E402
 from tests.cli import commands  # noqa: E402
+from tests.report_json import from_json  # noqa: E402
 from tests.studies import backend_checks as checks  # noqa: E402
 
 pytestmark = pytest.mark.jax

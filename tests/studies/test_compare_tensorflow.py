@@ -14,11 +14,11 @@ tf = pytest.importorskip("tensorflow", reason="tensorflow is not installed (extr
 
 from superbatch.errors import InputError  # noqa: E402
 from superbatch.lab.report.comparison import Comparison  # noqa: E402
-from superbatch.lab.report.json import from_json  # noqa: E402
 from superbatch.lab.report.verdict import failures  # noqa: E402
 from superbatch.lab.studies import on_tensorflow, without_torch  # noqa: E402
 from superbatch.lab.studies.compare import Options  # noqa: E402
 from tests.cli import commands  # noqa: E402
+from tests.report_json import from_json  # noqa: E402
 from tests.studies import backend_checks as checks  # noqa: E402
 
 pytestmark = pytest.mark.tensorflow

@@ -21,8 +21,8 @@ from superbatch.lab.recipes.coupled.code_search import code_search
 from superbatch.lab.recipes.coupled.docstrings import Texts
 from superbatch.lab.recipes.coupled.images import generated
 from superbatch.lab.recipes.coupled.token_means import token_means
-from superbatch.lab.recipes.coupled.ways import LossAt, whole_batch
-from superbatch.lab.report.json import from_json, to_json
+from superbatch.lab.recipes.coupled.ways import LossAt, accumulated
+from superbatch.lab.report.json import to_json
 from superbatch.lab.report.study import Study, StudyArm, StudyRun
 from superbatch.lab.report.study_text import study_table
 from superbatch.lab.studies import study_coupled
@@ -30,6 +30,8 @@ from superbatch.lab.studies.arms import cut
 from superbatch.lab.studies.on_torch import cast_batch
 from superbatch.lab.studies.study import Options, study
 from superbatch.lab.studies.study_common import stream
+from superbatch.torch import WholeBatch
+from tests.report_json import from_json
 from tests.studies import own_recipe
 
 STRENGTH = 10.0
@@ -115,7 +117,7 @@ def loss_at_of(name: str) -> LossAt:
 def test_the_exact_update_does_not_depend_on_the_micro_batch(name: str, size: int) -> None:
     """As small as the plain ways' micro-batches; the recipes take larger ones to save time."""
     recipe = made(name)
-    way = replace(recipe.ways[0], update=whole_batch(loss_at_of(name), size))
+    way = replace(recipe.ways[0], update=accumulated(WholeBatch, loss_at_of(name), microbatch_size=size))
     found, _ = of_way(replace(recipe, ways=(way, *recipe.ways[1:])), way.name)
     real = of_loop(recipe, recipe.model(3).double(), [whole(recipe)])
     assert apart(found, real) < 1e-12

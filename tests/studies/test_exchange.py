@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from superbatch.errors import InputError
-from superbatch.lab.report.json import from_json
 from superbatch.lab.studies.exchange import ROUNDS, check_ranks, started_on
 from superbatch.results.advice import Advice
 from tests.forked import Forked
+from tests.report_json import from_json
 from tests.studies import exchange_ranks
 
 ROOT = Path(__file__).parents[2]

@@ -11,13 +11,21 @@ import torch
 
 from superbatch.errors import InputError
 from superbatch.lab import plot
-from superbatch.lab.report.json import from_json, to_json
-from superbatch.lab.report.noise_study import NoiseAt, NoiseStudy, findings, points_table, steps_table
+from superbatch.lab.report.json import to_json
+from superbatch.lab.report.noise_study import (
+    NoiseAt,
+    NoiseStudy,
+    band_of,
+    findings,
+    points_table,
+    steps_table,
+)
 from superbatch.lab.studies import noise as module
 from superbatch.lab.studies.noise import Options
 from superbatch.lab.studies.noise import noise as study
-from superbatch.lab.studies.shared_options import Interrupted
+from superbatch.lab.studies.shared_options import Interrupted, Progress
 from superbatch.noise.meter import noise_over_run, relative_time
+from tests.report_json import from_json
 from tests.studies.own_recipe import plane
 
 OPTIONS = Options(updates=60, threads=1, batch_size=40)
@@ -73,11 +81,12 @@ def test_the_noise_scale_is_that_of_the_recipe() -> None:
 
 
 def test_with_adam_the_models_of_its_preconditioner_are_a_band(report: NoiseStudy) -> None:
-    assert report.models == () and report.band is None, "sgd has none"
+    assert report.models == (), "sgd has none"
     adam = study(plane(), replace(OPTIONS, optimizer="adam", updates=80))
     assert adam.noise is not None and len(adam.models) == 3
     assert adam.models[0] == pytest.approx(adam.noise)
-    assert adam.band is not None and adam.band[0] < adam.band[1]
+    low, high = band_of(adam.models) or (0.0, 0.0)
+    assert low < high
     for point in adam.points:
         assert point.by_model == () or point.by_model[0] == point.batch_size
     both = [each for each in adam.points if each.by_model and each.by_model[0] and each.by_model[1]]
@@ -89,7 +98,7 @@ def test_with_adam_the_models_of_its_preconditioner_are_a_band(report: NoiseStud
     assert [column.heading for column in table.columns][4:6] == ["q = 1", "q = 2"]
     assert {len(row) for row in table.rows} == {len(table.columns)}
     assert any(
-        "assumptions on Adam's preconditioner (q = 0, 1, 2) the noise scale is" in s for s in findings(adam)
+        "Adam's preconditioner to the power q = 0, 1, 2 the noise scale is" in s for s in findings(adam)
     )
     figure = plot.noise(adam)
     for axes in figure.axes:
@@ -98,7 +107,7 @@ def test_with_adam_the_models_of_its_preconditioner_are_a_band(report: NoiseStud
         assert any("Adam's models" in text.get_text() for text in legend.get_texts())
     assert from_json(NoiseStudy, to_json(adam)) == adam
     unknown = replace(adam, models=(adam.noise, None, None))
-    assert any("is not known (q = 1 and q = 2: not determined)" in s for s in findings(unknown))
+    assert any("not determined, not determined; q = 0" in s for s in findings(unknown))
 
 
 def test_a_noise_scale_that_is_not_determined_is_said_and_drawn(report: NoiseStudy) -> None:
@@ -114,7 +123,7 @@ def test_a_noise_scale_that_is_not_determined_is_said_and_drawn(report: NoiseStu
     figure = plot.noise(none)
     assert any("not determined" in text.get_text() for text in figure.axes[1].texts)
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]  # pyright: ignore[reportOptionalMemberAccess]  (there is one)
-    assert labels == ["not determined", "at least (no upper end)"]
+    assert labels == ["not determined", "at least (no upper end)", "the batch: 40"]
 
 
 def test_what_cannot_be_asked_is_refused() -> None:
@@ -139,8 +148,8 @@ def test_samples_that_see_each_other_are_refused() -> None:
 
 
 def test_an_interruption_leaves_what_is_known() -> None:
-    def stop(done: int, *_: object) -> None:
-        if done >= 30:
+    def stop(event: Progress) -> None:
+        if event.done >= 30:
             raise KeyboardInterrupt
 
     with pytest.raises(Interrupted) as caught:

@@ -13,9 +13,9 @@ from superbatch.errors import InputError
 from superbatch.lab.recipes import load_recipe
 from superbatch.lab.report.study import StudyArm, StudyRun
 from superbatch.lab.studies import quick, rehearsal, sums
+from superbatch.lab.studies.advise import Options as AdviceOptions
 from superbatch.lab.studies.advise import advise
-from superbatch.lab.studies.advise_options import Options as AdviceOptions
-from superbatch.lab.studies.advise_options import Question, check_options, given_noise, question
+from superbatch.lab.studies.advise_question import Question, check_options, given_noise, question
 from superbatch.lab.studies.backends import load_backend
 from superbatch.lab.studies.catalogue import entry_of
 from superbatch.lab.studies.compare import Options as CompareOptions
@@ -46,7 +46,6 @@ from superbatch.lab.studies.study_coupled import checked_device
 from superbatch.lab.studies.study_critical_batch import predicted_waste
 from superbatch.lab.studies.survey import Options as SurveyOptions
 from superbatch.lab.studies.survey import survey
-from superbatch.lab.studies.survey_arms import SurveyArmPlan
 from superbatch.lab.studies.survey_tests import paired_difference
 from superbatch.lab.studies.train import Options as TrainOptions
 from superbatch.lab.studies.train import batches_from, train
@@ -170,13 +169,15 @@ def test_options_as_a_report_keeps_them() -> None:
 
 def test_splits_of_a_recipe() -> None:
     recipe = load_recipe("digits")
-    assert splits_of(recipe, "5x20", None, default=default_splits) == [parse_split("5x20")]
-    assert splits_of(recipe, None, None, default=default_splits) == default_splits(recipe.batch_size)
-    assert splits_of(recipe, None, 32, default=default_splits) == default_splits(32)
+    assert splits_of(recipe, "5x20", None) == [parse_split("5x20")]
+    assert splits_of(recipe, None, None) == default_splits(recipe.batch_size)
+    assert splits_of(recipe, None, 32) == default_splits(32)
+    surveyed = splits_of(recipe, None, 32, counts=(10, 20))
+    assert [split.name for split in surveyed] == ["1x32", "8x4", "16x2"]
     with pytest.raises(InputError, match="batch_size=7 with the split 5x20: that split makes batches of 100"):
-        splits_of(recipe, "5x20", 7, default=default_splits)
+        splits_of(recipe, "5x20", 7)
     with pytest.raises(InputError, match=r"A batch of 2000 samples.*1297 training samples"):
-        splits_of(recipe, "20x100", None, default=default_splits)
+        splits_of(recipe, "20x100", None)
 
 
 def test_parts_of_an_advice() -> None:
@@ -198,7 +199,7 @@ def test_parts_of_an_advice() -> None:
 
 
 def test_parts_of_a_survey() -> None:
-    assert SurveyArmPlan(Split("2x5", (5, 5)), "missing 1/K", "wrong").name == "2x5 missing 1/K"
+    assert ArmPlan(Split("2x5", (5, 5)), "missing 1/K", "wrong").name == "2x5 missing 1/K"
     sweeps = [Sweep("lr", 1e-3, 1.0, 20) for _ in range(2)]
     for sweep, loss in zip(sweeps * 2, (2.0, 2.1, 1.0, 1.0), strict=True):
         sweep.add(loss)
@@ -270,5 +271,5 @@ def test_parts_of_a_fit() -> None:
     )
     refused = rehearsal.refusal(pairs)
     assert refused is not None
-    assert refused.startswith("No weight explains the loss, so samples influence each other")
+    assert refused.startswith("No weight explains the loss: samples influence each other")
     assert "Instead use WholeBatch " in refused

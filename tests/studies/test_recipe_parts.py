@@ -15,7 +15,7 @@ from superbatch.lab.recipes.coupled.counting import counting
 from superbatch.lab.recipes.coupled.docstrings import as_numbers, shuffled
 from superbatch.lab.recipes.coupled.images import spots
 from superbatch.lab.recipes.coupled.pair_files import pair_files, words_of
-from superbatch.lab.recipes.digits_data import digits_on, facts, initial_weights, load_images
+from superbatch.lab.recipes.digits_data import digits_elsewhere, facts, initial_weights, load_images
 from superbatch.lab.recipes.drawing import Draws
 from superbatch.lab.recipes.failing import recipe_failure
 from superbatch.lab.recipes.idx import read_idx
@@ -41,7 +41,7 @@ def test_the_digits_without_torch() -> None:
     }
     assert Draws(0).permutation(5).tolist() == [4, 0, 1, 3, 2]
     assert torch.randperm(5, generator=torch.Generator().manual_seed(0)).tolist() == [4, 0, 1, 3, 2]
-    recipe = digits_on(lambda weights: lambda batch: 0.0)
+    recipe = digits_elsewhere()
     weights = recipe.model(0)
     assert recipe.samples == 1297
     assert recipe.evaluate(weights) < 30
@@ -101,13 +101,16 @@ def test_an_error_of_installed_code_alone_is_not_the_user_s() -> None:
 
 
 def test_losses_of_the_coupled_recipes() -> None:
-    assert round(code_search.info_nce(torch.eye(2)[None], torch.eye(2)[None]).item(), 4) == 0.0013
+    assert (
+        round(pairs.info_nce(torch.eye(2)[None], torch.eye(2)[None], code_search.TEMPERATURE).item(), 4)
+        == 0.0013
+    )
     assert fairness.gap(torch.tensor([0.5, 1.0, 0.0]), torch.tensor([1.0, 0.0, 0.0])).item() == 0.0
     assert ring.sliced(torch.zeros(1, 4, 2), torch.zeros(1, 4, 2)).item() == 0.0
 
 
 def test_data_of_the_coupled_recipes() -> None:
-    assert corpora.table([b"ab", b"c"])["labels"].tolist() == [[97, 98], [99, -100]]
+    assert text.collate([b"ab", b"c"], first=corpora.START)["ids"].tolist() == [[256, 97], [256, 0]]
     assert counting().batch(torch.arange(4))["images"].shape == (4, 1, 24, 24)
     assert shuffled([(["read", "file"], ["open", "file"])] * 2000).queries.shape == (2000, 32)
     pairs_of_words = [(["read", "file"], ["open", "file"])] * 2

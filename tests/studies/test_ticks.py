@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
-from superbatch.lab.plot.ticks import readable, tick_text, ticks_between
+from superbatch.lab.plot.ticks import logarithmic, tick_text, ticks_between
 
 
 def ranges(count: int) -> list[tuple[float, float]]:
@@ -44,7 +44,7 @@ def drawn(low: float, high: float, *, own: bool) -> tuple[list[str], list[float]
     axes = figure.add_subplot()
     axes.set_yscale("log")
     if own:
-        readable(axes.yaxis)
+        logarithmic(axes.yaxis)
     else:
         axes.yaxis.set_major_formatter(LogFormatter())
         axes.minorticks_off()
@@ -79,7 +79,7 @@ def test_labels_of_a_short_x_axis_do_not_overlap(span: tuple[float, float], widt
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.set_xscale("log")
-    readable(axes.xaxis)
+    logarithmic(axes.xaxis)
     axes.set_xlim(*span)
     figure.canvas.draw()
     said = [label for label in axes.get_xticklabels() if label.get_text()]

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from superbatch.batch.tree import plan
 from superbatch.torch import count_tokens, sample_weights
 from superbatch.torch.checks.checked import Checked
-from superbatch.torch.checks.declared_loss import check_statement
+from superbatch.torch.checks.declared_loss import check_declaration
 from superbatch.torch.checks.probing.problem import Problem
 
 Net = Callable[[], nn.Module]
@@ -30,7 +30,7 @@ def check(
     """Check a statement on the micro-batches of a batch, as the first window does."""
     planned = plan(batch)
     pieces = [planned.take(at, min(at + size, planned.samples)) for at in range(0, planned.samples, size)]
-    return check_statement(Problem(model, loss_fn, **stated), pieces)
+    return check_declaration(Problem(model, loss_fn, **stated), pieces)
 
 
 # -- precisions -------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def test_the_first_window_with_unequal_counts_is_checked(case: str) -> None:
     accumulate, batches = train(CASES[case])
     accumulate(batches[0])
     accumulate(batches[1])
-    with pytest.raises(LossSpecError, match="update 2, which shows the error, was not made"):
+    with pytest.raises(LossSpecError, match="Update 2, which shows the error, was not made"):
         accumulate(batches[2])
     assert accumulate.updates == 2
 
@@ -149,8 +149,8 @@ def test_a_loss_that_does_not_repeat_is_told_once() -> None:
             accumulate(padded(uneven=True, seed=seed))
     (one,) = (str(each.message) for each in told)
     assert "could not check the declared loss on the first window, reduction='mean'" in one
-    assert "weight=None: loss_fn gives another loss for the same samples" in one
-    assert "check a loss_fn without them with superbatch.torch.verify(model, loss_fn, batch)" in one
+    assert "weight=None: loss_fn returns another loss for the same samples" in one
+    assert "check a loss_fn without random numbers with superbatch.torch.verify(model, loss_fn, batch)" in one
 
 
 def test_what_the_warning_advises_checks_the_loss() -> None:
@@ -213,7 +213,7 @@ def test_padding_by_0_in_one_micro_batch_of_a_loader_is_found_at_once() -> None:
     for update in range(3):
         accumulate(Window([zeros([0, 0], 2 * update + part, at_ends=True) for part in range(2)]))
     assert not check_schedule.in_full(3), "premise"
-    with pytest.raises(LossSpecError, match="update 3, which shows the error, was not made"):
+    with pytest.raises(LossSpecError, match="Update 3, which shows the error, was not made"):
         accumulate(Window([zeros(rows, 9, at_ends=True) for rows in ([0, 0], [0, 4])]))
 
 

@@ -110,7 +110,7 @@ def test_a_mean_over_entries_is_found_in_the_first_window_that_shows_it(case: st
     for seed in range(2):
         assert accumulate(window(6, 6, samples=samples, seed=seed)).made
     before = start_of(model)
-    with pytest.raises(LossSpecError, match=r"mean over all entries.*have 3 of them.*6.*update 2, which"):
+    with pytest.raises(LossSpecError, match=r"mean over all entries.*have 3 entries.*6.*Update 2, which"):
         accumulate(window(6, 3, 4, samples=samples, seed=3))
     assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
 

@@ -82,8 +82,8 @@ def trained(loss: Loss, updates: int, **options: Any) -> tuple[Accumulator, list
 def test_a_denominator_that_training_moves_is_found(case: str) -> None:
     with pytest.raises((LossSpecError, CoupledSamplesError), match="was not made") as raised:
         trained(WRONG[case], 250)
-    found = re.search(r"not verified is update (\d+) .* update (\d+), which", str(raised.value))
-    assert found is not None and int(found[1]) < int(found[2]) and int(found[2]) >= 10
+    found = re.search(r"Update (\d+), which .* from (\d+) on \(counted", str(raised.value))
+    assert found is not None and int(found[2]) < int(found[1]) and int(found[1]) >= 10
 
 
 @pytest.mark.parametrize("case", WRONG)

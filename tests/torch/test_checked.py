@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from superbatch.torch import count_tokens
 from superbatch.torch.checks.checked import ALIKE, ALL_ZERO, NOT_CUT, NOT_REPEATABLE, WEIGHTLESS
-from superbatch.torch.checks.declared_loss import check_statement
+from superbatch.torch.checks.declared_loss import check_declaration
 from superbatch.torch.checks.probing.problem import Problem
 from tests.torch.helpers import mlp, mse, rows, tiny_lm, token_mean, tokens
 
@@ -45,7 +45,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, Any, Any, str]] = {
 def test_a_check_says_whether_a_wrong_statement_could_have_shown(case: str) -> None:
     make, loss, batch, weight, reason = CASES[case]
     model = make()
-    checked = check_statement(Problem(model, lambda mb: loss(model, mb), weight=weight), [batch])
+    checked = check_declaration(Problem(model, lambda mb: loss(model, mb), weight=weight), [batch])
     assert (checked.informative, checked.reason) == (not reason, reason)
 
 
@@ -53,8 +53,8 @@ def test_one_informative_micro_batch_is_enough() -> None:
     model = tiny_lm()
     problem = Problem(model, lambda mb: token_mean(model, mb), weight=count_tokens("labels"))
     alike, unequal = tokens([4] * 6), tokens(LENGTHS)
-    assert not check_statement(problem, [alike]).informative
-    assert check_statement(problem, [alike, unequal]).informative
+    assert not check_declaration(problem, [alike]).informative
+    assert check_declaration(problem, [alike, unequal]).informative
 
 
 def test_zero_everywhere_is_tensors_of_zero() -> None:

@@ -254,7 +254,7 @@ def test_fewer_samples_and_the_reason() -> None:
     assert notes_of(5) == (found, ())
     assert notes_of(3) == (found, ())
     assert notes_of(2) == (found, ("only 2 samples: values were not compared between modules",))
-    assert notes_of(1) == (found, ("coupling was searched for by type alone: only 1 sample",))
+    assert notes_of(1) == (found, ("coupling was searched for by module type only: only 1 sample",))
 
 
 def test_equal_samples_show_nothing_and_that_is_said() -> None:
@@ -264,7 +264,7 @@ def test_equal_samples_show_nothing_and_that_is_said() -> None:
     )
     assert findings == ()
     assert notes == (
-        "samples are equal and nothing floats: replacing samples shows nothing",
+        "samples are equal and have no floats: replacing samples shows nothing",
         "samples are equal: the mixed difference shows nothing",
     )
 
@@ -276,7 +276,9 @@ def test_a_model_that_needs_an_even_batch() -> None:
     )
     assert spots(findings) == [("batchnorm", "1")]
     assert math.isnan(findings[0].evidence)
-    assert notes[0].startswith("coupling was searched for by type alone: on 7 samples RuntimeError: shape")
+    assert notes[0].startswith(
+        "coupling was searched for by module type only: on 7 samples RuntimeError: shape"
+    )
 
 
 def test_a_model_that_refuses_nan_is_probed_otherwise() -> None:
@@ -356,7 +358,7 @@ def test_wrong_input() -> None:
     with pytest.raises(InputError, match="loss_fn returned a tensor of shape"):
         find_coupling(model, lambda b: model(b[0]), flat())
     packed = {"x": torch.randn(10, 6), "cu_seqlens": torch.tensor([0, 4, 7, 10])}
-    with pytest.raises(SplitError, match=r"is packed .* and its samples cannot be exchanged for others"):
+    with pytest.raises(SplitError, match=r"is packed .* so its samples cannot be exchanged"):
         find_coupling(model, lambda b: model(b["x"]).mean(), packed)
 
 

@@ -418,7 +418,7 @@ def test_a_wrong_statement_on_one_rank_stops_both(results: dict[str, Any]):
     assert one["as_before"] and other["as_before"]
     assert len(one["errors"]) == len(other["errors"]) == 2
     assert all("on another rank" in error for error in one["errors"])
-    assert all("the losses add up" in error for error in other["errors"])
+    assert all("loss_fn returns a sum, not a mean" in error for error in other["errors"])
 
 
 def test_streams_per_sample_do_not_depend_on_the_ranks(results: dict[str, Any]):

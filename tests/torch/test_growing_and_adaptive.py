@@ -153,7 +153,7 @@ def test_momentum_is_set_where_there_is_one() -> None:
     schedule = grow_batch(halving, batch=10, microbatch=5, momentum=(0.9, 0.95))
     optimizer = SGD([weight], lr=0.1, momentum=0.9)
     assert (GrowBatch(optimizer, schedule)(0), optimizer.param_groups[0]["momentum"]) == (4, 0.95)
-    with pytest.raises(InputError, match="has no momentum to change"):
+    with pytest.raises(InputError, match=r"changes momentum .* has none"):
         GrowBatch(torch.optim.Adagrad([weight]), schedule)
 
 
@@ -214,20 +214,20 @@ def test_a_scheduler_is_read_without_being_touched(name: str) -> None:
 
 def test_what_cannot_be_read_is_said() -> None:
     optimizer = SGD([nn.Parameter(torch.zeros(3))], lr=0.5)
-    with pytest.raises(InputError, match="depends on losses"):
+    with pytest.raises(InputError, match="depends on future losses"):
         rate_of(lr_scheduler.ReduceLROnPlateau(optimizer), samples_per_step=1)
     with pytest.raises(InputError, match="cannot be simulated"):
         rate_of("cosine", samples_per_step=1)  # pyright: ignore[reportArgumentType]
     stepped = lr_scheduler.StepLR(optimizer, 5)
     optimizer.step()
     stepped.step()
-    with pytest.raises(InputError, match="the scheduler is after 1 steps"):
+    with pytest.raises(InputError, match="has made 1 steps already"):
         rate_of(stepped, samples_per_step=1)
     groups = SGD([{"params": [nn.Parameter(torch.zeros(3))]} for _ in range(2)], lr=0.5)
     uneven = lr_scheduler.LambdaLR(groups, [lambda step: 1.0, lambda step: 1 / (1 + step)])
     factor = rate_of(uneven, samples_per_step=1)
     assert factor(0) == 1.0
-    with pytest.raises(InputError, match="one batch for all"):
+    with pytest.raises(InputError, match="all groups have the same batch"):
         factor(1)
 
 
@@ -331,9 +331,9 @@ def test_what_cannot_stop_inside_a_window_is_refused() -> None:
         )
 
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(InputError, match=r"cannot have reduction='mean': the mean .* is biased.*Controller"):
+    with pytest.raises(InputError, match=r"reduction='mean': .* a mean over it is biased.*Controller"):
         stop(reduction="mean")
-    with pytest.raises(OptimizerError, match=r"Adam.*forget the length"):
+    with pytest.raises(OptimizerError, match=r"Adam may not grow with the gradient"):
         stop(Adam(model.parameters()))
     with pytest.raises(InputError, match="planned=0"):
         stop(planned=0)

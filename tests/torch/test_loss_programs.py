@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from superbatch.errors import CoupledSamplesError, LossSpecError
 from superbatch.torch import Accumulator, Window
-from superbatch.torch.checks import check_pieces
+from superbatch.torch.checks import check_samples
 from tests.torch.helpers import sgd
 
 SAMPLES, LENGTH, CLASSES = 8, 6, 5
@@ -181,7 +181,7 @@ def test_pairs_alone_do_not_show_class_frequencies(
     monkeypatch: pytest.MonkeyPatch, microbatch_size: int
 ) -> None:
     """The mutant: two samples count alike under them, whatever their classes."""
-    monkeypatch.setattr(check_pieces, "_several_samples", lambda *_: None)
+    monkeypatch.setattr(check_samples, "_several_samples", lambda *_: None)
     assert train(by_frequency, microbatch_size=microbatch_size).updates == 4
 
 
@@ -217,7 +217,7 @@ def test_samples_spread_over_the_window_alone_do_not_show_class_frequencies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The mutant: four samples of four classes count alike."""
-    monkeypatch.setattr(check_pieces, "_with_unlike_labels", lambda picked, _: picked)
+    monkeypatch.setattr(check_samples, "_with_unlike_labels", lambda picked, _: picked)
     model = nn.Linear(4, CLASSES, dtype=torch.float64)
     train_on = Accumulator(model, sgd(model.parameters()), lambda mb: by_frequency(model, mb))
     assert train_on(window_of(KINDS["unlike"], [1] * 8)).made

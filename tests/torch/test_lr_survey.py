@@ -427,12 +427,12 @@ def test_a_wrong_statement_is_refused_and_nothing_has_moved() -> None:
 @pytest.mark.parametrize(
     ("batches", "message"),
     [
-        (iter([1, 2]), "an iterator .*cannot begin again.*Pass the DataLoader"),
+        (iter([1, 2]), "an iterator .*cannot start again.*Pass the DataLoader"),
         ((n for n in range(3)), "generator"),
         (windows([1, 2], 2), r"lambda: windows\(loader, 8\)"),
         (3, "A survey cannot iterate over batches of type int"),
-        ([], "batches are empty, and"),
-        (lambda: iter([]), "batches are empty, and"),
+        ([], "batches are empty, but"),
+        (lambda: iter([]), "batches are empty, but"),
     ],
 )
 def test_batches_that_cannot_be_begun_again(batches: Any, message: str) -> None:
@@ -475,7 +475,7 @@ def test_options_that_make_no_survey(options: dict[str, Any], message: str) -> N
 
 
 def test_what_is_no_accumulator_is_refused() -> None:
-    with pytest.raises(InputError, match="cannot make a survey of a Linear"):
+    with pytest.raises(InputError, match="cannot use a Linear"):
         lr_survey(nn.Linear(1, 1), [])  # pyright: ignore[reportArgumentType]
 
 

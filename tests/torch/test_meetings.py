@@ -61,7 +61,7 @@ def test_the_points_are_named(middle: nn.Module, loss: Any, expected: tuple[str,
     report = verify(model, loss(model), rows(), microbatch_size=6)
     assert not report.exact
     assert expected in [(point.module, point.operation, point.kind) for point in report.meetings]
-    assert f"samples meet in {expected[0] or 'loss_fn'}: {expected[1]} ({expected[2]})" in str(report)
+    assert f"samples are coupled in {expected[0] or 'loss_fn'}: {expected[1]} ({expected[2]})" in str(report)
     assert report.to_dict()["meetings"][0]["operation"]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -153,7 +153,7 @@ def test_the_noise_scale_that_updates_see_is_told_whatever_is_shared() -> None:
     assert found.ratio == pytest.approx(1 + shared**2 * count / own**2, rel=0.15)
     assert found.updates_see == pytest.approx(count * window / 4, rel=0.15)
     assert found.text is not None
-    assert f"updates see a noise scale of about {found.updates_see:.2g}" in found.text
+    assert f"the effective noise scale is about {found.updates_see:.2g}" in found.text
 
 
 def test_nothing_moves_and_gradients_stay_what_they_were() -> None:

@@ -204,7 +204,7 @@ def test_rates_in_tensors_stay_tensors() -> None:
 def test_other_optimizers_get_the_rate_alone_and_by_name() -> None:
     optimizer = two_groups(torch.optim.RMSprop)
     before = everything(optimizer)
-    with pytest.raises(OptimizerError, match=r"type RMSprop.*Name one for the rate alone"):
+    with pytest.raises(OptimizerError, match=r"type RMSprop.*To scale its learning rate only"):
         rescale(optimizer, 8, 32)
     assert_same(before, everything(optimizer))
     done = rescale(optimizer, 8, 32, rule="sqrt")

@@ -109,7 +109,7 @@ def test_the_check_finds_a_wrong_weight_that_one_rank_alone_shows(found: Found) 
     assert one["raised"] < other["raised"], "premise: only one rank looks for a remedy"
     ((kind, text, unchanged),) = one["errors"]
     assert (kind, unchanged) == ("LossSpecError", True)
-    assert "The loss on another rank contradicts what was declared" in text
+    assert "The loss on another rank contradicts its declaration" in text
     ((kind, text, unchanged),) = other["errors"]
     assert (kind, unchanged) == ("LossSpecError", True)
     assert 'Instead pass weight=sample_weights("2")' in text

@@ -110,7 +110,7 @@ def test_a_batch_without_end_is_an_error_in_words(model: nn.Linear, batch: Any) 
         ),
     ]
     for call in calls:
-        with pytest.raises(InputError, match=r"nested more than 100 levels deep.*does it contain itself\?"):
+        with pytest.raises(InputError, match=r"nested more than 100 levels deep.*it may contain itself"):
             call()
 
 
@@ -276,10 +276,10 @@ def test_an_unknown_option_is_pythons_own_error(model: nn.Linear) -> None:
 
 def test_weights_that_overflow(model: nn.Linear) -> None:
     before = model.weight.detach().clone()
-    with pytest.raises(InputError, match=r"add up to 1e\+308, too large to compute with"):
+    with pytest.raises(InputError, match=r"add up to 1e\+308; the largest sum is 1e300"):
         accumulator(model, weight=lambda batch: 1.5e308)(BATCH)
     assert torch.equal(model.weight, before)
-    with pytest.raises(InputError, match="too large to compute with"):
+    with pytest.raises(InputError, match="the largest sum is 1e300"):
         normalize.total_weight([10**400, 1])
 
 

@@ -58,7 +58,9 @@ def test_the_failure_names_parameter_distance_cause_and_weight() -> None:
     problem = language()
     text = failure(problem.loss_fn, problem.batch, models=problem.model, sizes=[5])
     found = re.match(
-        rf"{DEPENDS}\. With micro-batches of 5 samples that of '(\S+)' is (\S+) of its norm", text
+        rf"{DEPENDS}\. With micro-batches of 5 samples, the gradient of '(\S+)' differs from the batch's by "
+        r"(\S+) of its norm",
+        text,
     )
     assert found is not None, text
     assert "cause: weight in loss_fn" in text
@@ -83,7 +85,9 @@ def test_sizes_are_tried_from_the_largest_one() -> None:
     def single_samples(batch: Any) -> Tensor:  # as a squeeze() that also takes the batch away
         return F.cross_entropy(model(batch[0]), batch[1]) * (2 if len(batch[0]) == 1 else 1)
 
-    assert "micro-batches of 1 sample that" in failure(single_samples, flat_batch(), models=model, sizes=[1])
+    assert "micro-batches of 1 sample, the gradient" in failure(
+        single_samples, flat_batch(), models=model, sizes=[1]
+    )
     assert failure(single_samples, flat_batch(), models=model).startswith(DEPENDS)
 
 
@@ -95,7 +99,9 @@ def test_agreement_by_chance_is_a_failure() -> None:
     counts = [int((half != -100).sum()) for half in problem.batch["labels"].split(6)]
     assert counts[0] == counts[1], "the premise"
     text = failure(problem.loss_fn, problem.batch, models=problem.model, sizes=["half"])
-    assert "With micro-batches of 6 samples the gradients agree, but the declared loss does not hold" in text
+    assert (
+        "With micro-batches of 6 samples, the gradients agree, but the loss is not the declared one" in text
+    )
     assert 'weight=count_tokens("labels")' in text
 
 
@@ -112,8 +118,8 @@ def test_dropout_passes_with_a_stream_for_each_sample() -> None:
         ([0], r"sizes contains 0\. Pass numbers of samples, 1 or more, or 'half'\."),
         (["third"], "sizes contains 'third'"),
         ([True], "sizes contains True"),
-        ("half", "sizes='half' is no list of sizes"),
-        ([12, 40], r"sizes=\(12, 40\) has no size that splits a batch of 12 samples\. Pass a larger"),
+        ("half", "sizes='half' is a string, not a list of sizes"),
+        ([12, 40], r"No size of sizes=\(12, 40\) is smaller than the batch of 12 samples\. Pass a larger"),
     ],
 )
 def test_sizes_that_cannot_be_used_are_named(sizes: Any, message: str) -> None:

@@ -309,6 +309,6 @@ def test_what_rounding_may_hide_is_said_once() -> None:
     torch.manual_seed(0)
     model = Tokens(lambda d: nn.Linear(d, d)).bfloat16()
     loss_fn = in_own_dtype_alone(model, 0.2)
-    with pytest.warns(UserWarning, match=r"rounding hides up to .* does not run in float64") as said:
+    with pytest.warns(UserWarning, match=r"rounding may hide .* does not run in float64") as said:
         check(model, loss_fn, token_batch(), weight=count_tokens("labels"))
     assert len(said) == 1

@@ -14,7 +14,7 @@ from superbatch.errors import CoupledSamplesError, LossSpecError
 from superbatch.torch import count_tokens
 from superbatch.torch.checks import agreement, declared_loss, evaluation, sketch
 from superbatch.torch.checks.contradiction import Contradiction
-from superbatch.torch.checks.declared_loss import check_statement
+from superbatch.torch.checks.declared_loss import check_declaration
 from superbatch.torch.checks.probing.problem import Problem
 from tests.torch.statement_cases import (
     FEATURES,
@@ -278,5 +278,5 @@ def test_what_a_check_costs() -> None:
             seen.append(len(batch["x"]))
             return squares(model, batch).mean()
 
-        check_statement(Problem(model, loss_fn), [row_batch(torch.float64, samples)])
+        check_declaration(Problem(model, loss_fn), [row_batch(torch.float64, samples)])
         assert (len(seen), sum(seen)) == (calls, passes * samples)

@@ -207,7 +207,7 @@ def test_a_hidden_count_is_to_be_returned(loss: Loss, dtype: torch.dtype) -> Non
     error = train(model, alone, batch)
     assert isinstance(error, LossSpecError)
     for text in (str(error), str(report.causes[0])):
-        assert re.search(r"counts [\d.]+ times as much as one of", text)
+        assert re.search(r"has [\d.]+ times the weight of one with", text)
         assert 'pass weight="returned"' in text
     assert kinds(verified(model, loss, batch, weight="returned")) == []
     assert train(model, loss, batch, weight="returned") is None
@@ -220,7 +220,7 @@ def test_the_ratio_is_the_right_one() -> None:
         by_roots(model, {key: value[row : row + 1] for key, value in batch.items()})[1] for row in (0, 1)
     ]
     error = train(model, lambda m, b: by_roots(m, b)[0], batch, size=2)
-    assert f"counts {counts[1] / counts[0]:.4g} times as much" in str(error)
+    assert f"has {counts[1] / counts[0]:.4g} times the weight" in str(error)
 
 
 def test_a_mean_over_one_active_part_is_not_taken_for_a_sum() -> None:

@@ -38,7 +38,7 @@ def test_sizes_that_cannot_be_read_are_refused(sizing: Any) -> None:
     before, other = accumulate.state_dict(), accumulator(observers=[NoiseMeter()])
     other(torch.randn(4, 2))
     assert other.state_dict() != before, "the premise: there is something to load"
-    with pytest.raises(InputError, match=r"The state has sizes of micro-batches that cannot be read"):
+    with pytest.raises(InputError, match=r"The micro-batch sizes in the saved state cannot be read"):
         accumulate.load_state_dict({**other.state_dict(), "sizing": sizing})
     assert accumulate.state_dict() == before
 

@@ -373,7 +373,7 @@ def _two(weight: Any = None, **options: Any) -> dict[str, Any]:
         (_two(weight={"a": 3}), "term 'a'"),
         (_two(weight={"a": "samples"}), "term 'a'"),
         (_two(reduction={"a": "mean", "b": "total"}), "is not divided by a weight"),
-        (_two({"a": at_least(-1)}), r"at_least\(-1\) is no bound"),
+        (_two({"a": at_least(-1)}), r"at_least\(-1\) is not positive and finite"),
         (_two({"a": at_least(1, cast("Any", "samples"))}), "term 'a'"),
         (_two({"a": at_least(1)}, reduction="total"), "is not divided by a weight"),
         ({"weight": words, "reduction": {"a": "sum"}}, "mapping with the same names"),

@@ -117,7 +117,7 @@ def test_a_batch_that_is_given_after_the_block_is_refused(used: bool) -> None:
     [
         ({"device": "gpu"}, r"device='gpu'.*Expected one of cpu"),
         ({"device": 3.5}, r"device=3\.5 is not available: .*Pass a device that torch has"),
-        ({"device": "meta"}, r"device='meta'.*computes no numbers"),
+        ({"device": "meta"}, r"device='meta'.*computes shapes only"),
         ({"device_budget": -1}, r"device_budget=-1.*Pass an int of at least 0"),
         ({"device_budget": True}, r"device_budget=True is not a number of bytes"),
         ({"paranoid": 1}, r"paranoid=1.*Pass True or False"),
@@ -151,16 +151,16 @@ def test_models_in_a_generator_are_refused() -> None:
 
 
 def test_the_report_says_when_nothing_was_worked_out() -> None:
-    model, text = make(), "samples: nothing was computed by micro-batches"
+    model, text = make(), "samples: nothing was computed in micro-batches"
     with virtual_batch(model, 3) as batch:
         assert str(batch.report()) == f"0 {text}"
         loss = F.cross_entropy(model(batch(X)), batch(Y))
         assert str(batch.report()) == f"11 {text}"
         loss.backward()
     assert str(batch.report()).startswith(
-        "11 samples in 4 micro-batches, 3 sweeps; samples meet at\n  1: batch_norm"
+        "11 samples in 4 micro-batches, 3 sweeps; samples are coupled at\n  1: batch_norm"
     )
-    assert "  and 1 time on the way back\n" in str(batch.report())
+    assert "  and at 1 operator of the backward\n" in str(batch.report())
     with virtual_batch(model, N) as batch:
         pass
     F.cross_entropy(model(X), Y)
@@ -168,7 +168,7 @@ def test_the_report_says_when_nothing_was_worked_out() -> None:
 
 
 def test_the_report_names_what_is_gathered_for_a_number_alone() -> None:
-    """A metric: its result goes into no sample, and samples do not meet; but the batch was put together."""
+    """A metric: its result goes into no sample, and no samples are coupled; but the batch was gathered."""
     model = nn.Linear(6, 3).double()
     with virtual_batch(model, 3) as batch:
         out = model(batch(X))
@@ -180,7 +180,10 @@ def test_the_report_names_what_is_gathered_for_a_number_alone() -> None:
     assert [(p.operation, p.kind, p.gathered) for p in report.unknown] == [
         ("aten.histc.default", "unknown", N * 3 * 8)
     ]
-    assert "samples do not meet\nand no sample sees again\n  (no module): aten.histc.default" in str(report)
+    expected = (
+        "no coupled samples\non the whole batch, but without effect on samples\n  (no module): aten.histc"
+    )
+    assert expected in str(report)
 
 
 def test_a_warning_of_a_gathered_batch_is_at_the_line_of_the_program() -> None:

@@ -305,7 +305,8 @@ def test_without_a_compiler_it_runs_as_before_and_says_why_once(monkeypatch: pyt
     model, x = made("towers", samples=9)
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", broken)
     with pytest.warns(
-        UserWarning, match=r"not compiled and run as without it \(RuntimeError: InvalidCxxComp"
+        UserWarning,
+        match=r"cannot compile some operations, which run uncompiled \(RuntimeError: InvalidCxxComp",
     ) as found:
         ours = update("towers", model, x, size=3)
     assert len(found) == 1

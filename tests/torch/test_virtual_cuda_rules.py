@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from superbatch.errors import CoupledSamplesError
 from superbatch.torch import virtual_batch
-from superbatch.torch.virtual.ir.calls import Call, Recipe
+from superbatch.torch.virtual.ir.calls import Call, OpStrategy
 from superbatch.torch.virtual.ir.reductions import First
 from superbatch.torch.virtual.rules import attention_rules
 from superbatch.torch.virtual.rules.lookup import OWN
@@ -409,17 +409,19 @@ def _case(name: str) -> Callable[..., None]:
     return lambda **options: check(*found, (3,), **options)  # type: ignore[arg-type]
 
 
-def _own(packet: Any, change: Callable[[Call, Recipe], Recipe]) -> Callable[[pytest.MonkeyPatch], None]:
+def _own(
+    packet: Any, change: Callable[[Call, OpStrategy], OpStrategy]
+) -> Callable[[pytest.MonkeyPatch], None]:
     rule = OWN[packet]
 
-    def wrong(call: Call) -> Recipe | None:
-        recipe = rule(call)
-        return None if recipe is None else change(call, recipe)
+    def wrong(call: Call) -> OpStrategy | None:
+        strategy = rule(call)
+        return None if strategy is None else change(call, strategy)
 
     return lambda patch: patch.setitem(OWN, packet, wrong)
 
 
-def _of_other_forward(call: Call, recipe: Recipe) -> Recipe:
+def _of_other_forward(call: Call, strategy: OpStrategy) -> OpStrategy:
     """The backward takes what a forward of other numbers kept."""
 
     def run(part: Any, tensors: list[Tensor]) -> Any:
@@ -427,14 +429,14 @@ def _of_other_forward(call: Call, recipe: Recipe) -> Recipe:
         made = kernel(tensors[1] * 2, *tensors[2:])
         return call.func(*tensors, *made[:6], *call.args[10:12], *made[6:8])
 
-    return recipe._replace(run=run)
+    return strategy._replace(run=run)
 
 
 _EFFICIENT_BACK = aten._scaled_dot_product_efficient_attention_backward.default
 _LSTM_NAME = RECURRENT[0].id
 MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[..., None]]] = {
     "a bias' gradient of one micro-batch": (
-        _own(_EFFICIENT_BACK, lambda call, recipe: recipe._replace(reduce=First)),
+        _own(_EFFICIENT_BACK, lambda call, strategy: strategy._replace(reduce=First)),
         _case("efficient, a mask for all"),
     ),
     "what another forward kept": (

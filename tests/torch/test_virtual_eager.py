@@ -22,7 +22,7 @@ from superbatch.torch.checks import introspection
 N = 14
 X = torch.randn(N, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.randint(0, 3, (N,), generator=torch.Generator().manual_seed(2))
-SAID = r"a compiled model runs eagerly in virtual_batch.*compile=True"
+SAID = r"A compiled model runs eagerly inside virtual_batch.*compile=True"
 
 Kind = Callable[["Any", "list[Any]"], Any]
 
@@ -110,7 +110,7 @@ def test_it_is_said_once_over_two_blocks_and_nothing_else_is(kind: Kind, given: 
         update(compiled, compiled if given == "the compiled model" else ours)
     assert len(heard) == 1
     assert heard[0].category is UserWarning
-    assert "a compiled model runs eagerly in virtual_batch" in str(heard[0].message)
+    assert "A compiled model runs eagerly inside virtual_batch" in str(heard[0].message)
     assert "compile=True" in str(heard[0].message)
     if not kind.__name__.startswith("a_part"):
         assert heard[0].filename == __file__, "it points at the call"

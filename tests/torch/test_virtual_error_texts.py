@@ -34,8 +34,8 @@ def test_a_parameter_written_by_another_thread_after_its_use() -> None:
             loss.item()
 
     text = (
-        r"^A tensor of shape \(3, 2000\) was written in place after the virtual batch had used it\. "
-        r"Change parameters and buffers after the block, or write into a clone\.$"
+        r"^A tensor of shape \(3, 2000\) was written in place after an operation of the virtual batch had "
+        r"read it\. Write into parameters and buffers after the block, or write into a clone\.$"
     )
     with pytest.raises(WindowError, match=text):
         block()

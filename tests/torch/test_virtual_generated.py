@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from superbatch.torch import virtual_batch
 from superbatch.torch.virtual.ir.calls import Direct
-from superbatch.torch.virtual.ir.layout import Layout, Part
+from superbatch.torch.virtual.ir.shard import Part, Shard
 from superbatch.torch.virtual.ir.values import Value
 from superbatch.torch.virtual.run import generated, sweep
 from superbatch.torch.virtual.run.instructions import Instruction, Load, SideEffects
@@ -108,7 +108,7 @@ def test_equal_to_the_interpreter_bit_for_bit(
 
 # -- programs by hand ---------------------------------------------------------------------------------------
 
-LAYOUT = Layout(0)
+LAYOUT = Shard(0)
 
 
 class Kept:

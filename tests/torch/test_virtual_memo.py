@@ -262,7 +262,7 @@ def test_what_is_remembered_holds_no_numbers_and_no_values_of_a_block() -> None:
     assert values, "premise: stand-ins are remembered"
     for value in values:
         assert value.node is None
-        assert value.whole is None
+        assert value.full is None
         assert value.pieces is None
 
 

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from superbatch.results.memory import Limit
 from superbatch.torch import virtual_batch
 from superbatch.torch.memory.meter import peak_bytes
-from superbatch.torch.virtual.ir.layout import Part
 from superbatch.torch.virtual.ir.reductions import Moments
+from superbatch.torch.virtual.ir.shard import Part
 from superbatch.torch.virtual.run.prefetch import Prefetcher
 from superbatch.torch.virtual.run.store import DEVICE
 
@@ -129,7 +129,7 @@ def test_samples_that_do_not_meet_are_worked_out_in_one_sweep_and_nothing_is_kep
         F.cross_entropy(model(batch(x)), y).backward()
     report = batch.report()
     assert (report.sweeps, report.repeated, report.kept_on_device, report.points) == (1, 0, 0, ())
-    assert "samples do not meet" in str(report)
+    assert "no coupled samples" in str(report)
 
 
 @pytest.mark.parametrize(("free", "smallest", "largest"), [(1, 32, 32), (3, 2, 31), (1000, 1, 1)])

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from superbatch.torch import virtual_batch
 from superbatch.torch.virtual.ir import reductions
-from superbatch.torch.virtual.ir.calls import Call, Recipe
+from superbatch.torch.virtual.ir.calls import Call, OpStrategy
 from superbatch.torch.virtual.ir.reductions import First, Moments, Sums, sum_of
 from superbatch.torch.virtual.rules import index_rules, shape_rules
 from superbatch.torch.virtual.rules.lookup import OWN
@@ -77,13 +77,13 @@ def row(packet: Any, *rows: tuple[str, str]) -> Patch:
     return lambda patch: patch.setitem(ROWS, packet, list(rows))
 
 
-def own(packet: Any, change: Callable[[Call, Recipe], Recipe | None]) -> Patch:
+def own(packet: Any, change: Callable[[Call, OpStrategy], OpStrategy | None]) -> Patch:
     """Change what an operator's own rule answers."""
     rule = OWN[packet]
 
-    def wrong(call: Call) -> Recipe | None:
-        recipe = rule(call)
-        return None if recipe is None else change(call, recipe)
+    def wrong(call: Call) -> OpStrategy | None:
+        strategy = rule(call)
+        return None if strategy is None else change(call, strategy)
 
     return lambda patch: patch.setitem(OWN, packet, wrong)
 
@@ -112,23 +112,23 @@ def _biased(*args: Any) -> Any:
     return [mean, invstd, var, var]
 
 
-def _without_mean_term(recording: Any, inputs: Any, weight: Any, whole: Any, layout: Any) -> Any:
+def _without_mean_term(recording: Any, inputs: Any, weight: Any, whole: Any, shard: Any) -> Any:
     mean, invstd, d_weight, d_bias = whole
     zero = recording.value(recording.show(d_bias) * 0)
-    return _INPUT(recording, inputs, weight, [mean, invstd, d_weight, zero], layout)
+    return _INPUT(recording, inputs, weight, [mean, invstd, d_weight, zero], shard)
 
 
-def _per_row(call: Call) -> Recipe | None:
+def _per_row(call: Call) -> OpStrategy | None:
     """As if the softmax over the batch were one of each sample."""
     from superbatch.torch.virtual.rules.lookup import elementwise
 
     return elementwise(call)
 
 
-def _row_after(value: Any, layout: Any, start: int, stop: int, step: int, *, squeeze: bool) -> Any:
+def _row_after(value: Any, shard: Any, start: int, stop: int, step: int, *, squeeze: bool) -> Any:
     return _ROWS(
         value,
-        layout,
+        shard,
         start - 1 if start else start + 1,
         stop - 1 if start else stop + 1,
         step,
@@ -136,13 +136,13 @@ def _row_after(value: Any, layout: Any, start: int, stop: int, step: int, *, squ
     )
 
 
-def _added_each_time(call: Call, operands: Any) -> Recipe:
-    recipe = _ADDED(call, operands)
+def _added_each_time(call: Call, operands: Any) -> OpStrategy:
+    strategy = _ADDED(call, operands)
 
     def run(part: Any, tensors: list[Tensor]) -> Tensor:
-        return recipe.run(part._replace(number=0), tensors)
+        return strategy.run(part._replace(number=0), tensors)
 
-    return recipe._replace(run=run)
+    return strategy._replace(run=run)
 
 
 @contextmanager
@@ -185,17 +185,17 @@ MUTANTS: dict[str, tuple[Patch, Check]] = {
         case("ResNet-20"),
     ),
     "rows of two views in one piece": (
-        attribute(reductions, "join", lambda pieces, layout: torch.cat(list(pieces), layout.dim)),
+        attribute(reductions, "join", lambda pieces, shard: torch.cat(list(pieces), shard.dim)),
         case("SimCLR"),
     ),
     "the first view in place of the second": (
         attribute(
-            shape_rules, "_blocks", lambda value, layout, first, last: _BLOCKS(value, layout, 0, last - first)
+            shape_rules, "_blocks", lambda value, shard, first, last: _BLOCKS(value, shard, 0, last - first)
         ),
         case("SimCLR"),
     ),
     "LayerNorm's parameters by one micro-batch": (
-        own(aten.native_layer_norm_backward, lambda call, recipe: recipe._replace(reduce=First)),
+        own(aten.native_layer_norm_backward, lambda call, strategy: strategy._replace(reduce=First)),
         operator("layer_norm"),
     ),
     "a softmax over the batch by each micro-batch": (
@@ -208,7 +208,7 @@ MUTANTS: dict[str, tuple[Patch, Check]] = {
         scatter_add,
     ),
     "a sum without a rule's sum, in paranoid mode": (
-        own(aten.sum, lambda call, recipe: recipe._replace(reduce=First)),
+        own(aten.sum, lambda call, strategy: strategy._replace(reduce=First)),
         operator("sum of all", paranoid=True),
     ),
     "other random numbers when they are drawn again": (

@@ -12,7 +12,14 @@ from torch.nn import functional as F
 
 from superbatch.torch import virtual_batch
 from superbatch.torch.virtual.run import memo
-from superbatch.torch.virtual.trace import aliases, batch_norm, composites, dispatch, held, recording
+from superbatch.torch.virtual.trace import (
+    aliases,
+    batch_norm,
+    composites,
+    dispatch,
+    paranoid_composites,
+    recording,
+)
 from superbatch.torch.virtual.trace.paranoia import WrongRuleError
 from superbatch.torch.virtual.trace.recording import Recording
 from tests.torch.coupled import data
@@ -298,7 +305,7 @@ def test_dropout_without_its_factor(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.native_dropout(given, 0.25, train=True)
 
     dropped()
-    plain = held.held
+    plain = paranoid_composites.compared
 
     def wrong(given: Any, func: Any, args: Any, kwargs: Any, do: Any) -> Any:
         def without_factor(*told: Any) -> Any:
@@ -307,7 +314,7 @@ def test_dropout_without_its_factor(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return plain(given, func, args, kwargs, without_factor if func is aten.native_dropout.default else do)
 
-    monkeypatch.setattr(dispatch, "held", wrong)
+    monkeypatch.setattr(dispatch, "compared", wrong)
     with pytest.raises(WrongRuleError, match="native_dropout"):
         dropped()
 
@@ -323,9 +330,11 @@ def test_paranoid_mode_changes_nothing() -> None:
 def test_without_the_check_of_whole_calls_batch_norms_gradient_passes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The mutant of the check: only what one rule records is held."""
+    """The mutant of the check: only what one rule records is compared."""
     _input_gradient_doubled(monkeypatch)
-    monkeypatch.setattr(dispatch, "held", lambda given, func, args, kwargs, do: do(given, func, args, kwargs))
+    monkeypatch.setattr(
+        dispatch, "compared", lambda given, func, args, kwargs, do: do(given, func, args, kwargs)
+    )
     train(paranoid=True)
 
 

@@ -177,11 +177,11 @@ def test_collectives(results: Any):
     size = sum(parameter.numel() for parameter in ranks.model_of(conv_net).parameters())
     tensors = len(list(ranks.model_of(conv_net).parameters()))
     expected = [
-        ("all_reduce", HEADER + 1),  # has a rank failed?
+        ("all_to_all_single", HEADER + 1),  # has a rank failed?
         *[("all_gather", 2 * channels + 1) for channels in (4, 6, 6)],
         *[("all_reduce", 2 * channels) for channels in (6, 6, 4)],
-        ("all_reduce", HEADER + 1),  # has one since?
-        ("all_reduce", HEADER + tensors),  # which rank has which gradient?
+        ("all_to_all_single", HEADER + 1),  # has one since?
+        ("all_to_all_single", HEADER + tensors),  # which rank has which gradient?
         ("all_reduce", size),
     ]
     for name in ("conv", "conv_looked_at", "conv_group"):

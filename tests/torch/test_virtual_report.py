@@ -39,5 +39,5 @@ def test_an_operator_of_an_extension_is_named_with_the_bytes_that_were_gathered_
     found = [(point.operation, point.kind, point.gathered, point.kept) for point in report.points]
     assert found == [(operation, "unknown", 14 * 8 * 8, kept)], "14 samples of 8 features in float64"
     assert report.backward_points == on_the_way_back
-    assert f"{operation} (gathered: no rule for the operator" in str(report)
+    assert f"{operation} (gathered: superbatch has no rule for the operator" in str(report)
     assert "896 B gathered" in str(report)

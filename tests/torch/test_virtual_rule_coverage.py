@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from superbatch.torch.virtual.ir.calls import Call, Recipe
+from superbatch.torch.virtual.ir.calls import Call, OpStrategy
 from superbatch.torch.virtual.rules import lookup
 from superbatch.torch.virtual.run import memo
 from superbatch.torch.virtual.trace import composites, dispatch, recording
@@ -73,7 +73,7 @@ class Recorder:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.used: set[Rule] = set()
-        self._row_of: dict[int, tuple[Rule, Recipe]] = {}
+        self._row_of: dict[int, tuple[Rule, OpStrategy]] = {}
         self._by_row, self._fit, self._elementwise = lookup._by_row, lookup._fit, lookup.elementwise
         for kind, table, refusal in (
             ("own", lookup.OWN, None),
@@ -104,14 +104,14 @@ class Recorder:
             self._row_of[id(found[1])] = (rule, found[1])
         return found
 
-    def by_row(self, call: Call, rows: list[tuple[str, str]]) -> Recipe | None:
+    def by_row(self, call: Call, rows: list[tuple[str, str]]) -> OpStrategy | None:
         self._row_of.clear()
         chosen = self._by_row(call, rows)
         if chosen is not None:
             self.used.add(self._row_of[id(chosen)][0])
         return chosen
 
-    def elementwise(self, call: Call) -> Recipe | None:
+    def elementwise(self, call: Call) -> OpStrategy | None:
         found = self._elementwise(call)
         if found is not None:
             self.used.add(("elementwise", name_of(call.func.overloadpacket)))

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from superbatch.errors import CoupledSamplesError
 from superbatch.torch import virtual_batch
 from superbatch.torch.memory.meter import peak_bytes
-from superbatch.torch.virtual.rules import told_sizes
+from superbatch.torch.virtual.rules import shape_arguments
 from tests.torch.embedding_tasks import assert_same_gradients
 
 N, M, D = 11, 4, 7
@@ -114,7 +114,7 @@ def test_the_memory_is_that_of_micro_batches(name: str) -> None:
 @pytest.mark.parametrize("name", ["sum", "mean", "repeated", "head", "mean of sums", "views first"])
 def test_a_gradient_with_another_layout_is_put_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the layout of what was summed, `[2 * N, D]` is taken for two rows of each sample."""
-    plain = told_sizes.expanded
-    monkeypatch.setattr(told_sizes, "expanded", lambda call, like=None: plain(call))
+    plain = shape_arguments.expanded
+    monkeypatch.setattr(shape_arguments, "expanded", lambda call, like=None: plain(call))
     with pytest.raises(CoupledSamplesError):
         ours(LOSSES[name], M, on_gather="error")

@@ -25,7 +25,7 @@ def ragged(layout: torch.layout = torch.jagged) -> Tensor:
 def test_a_nested_tensor_is_no_batch(layout: torch.layout, inside: Callable[[Tensor], Any]) -> None:
     with (
         virtual_batch(nn.Linear(3, 3), 2) as batch,
-        pytest.raises(InputError, match=r"^virtual_batch takes no nested tensors .*to_padded_tensor"),
+        pytest.raises(InputError, match=r"^virtual_batch cannot take a nested tensor .*to_padded_tensor"),
     ):
         batch(inside(ragged(layout)))
 

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from superbatch import CoupledSamplesError
 from superbatch.torch import virtual_batch
 from superbatch.torch.memory.meter import peak_bytes
-from superbatch.torch.virtual.ir.layout import Layout
-from superbatch.torch.virtual.run import by_rows, growth, wholes
+from superbatch.torch.virtual.ir.shard import Shard
+from superbatch.torch.virtual.run import by_rows, full_values, growth
 
 N, D, M = 24, 6, 4
 BYTES = N * D * 8
@@ -131,9 +131,9 @@ def test_what_loses_its_rows_is_named_with_its_bytes(name: str) -> None:
         assert "backward pass: " in str(report)
     assert report.whole_on_device > 0
     text = str(report)
-    assert "whole values" in text
+    assert "tensors of the whole batch" in text
     unknown = {point.operation for point in report.unknown}
-    assert "samples do not meet" not in text or {v.operation for v in report.whole} <= unknown
+    assert "no coupled samples" not in text or {v.operation for v in report.whole} <= unknown
     for one, other in zip(found, real(case), strict=True):
         assert torch.allclose(one, other, rtol=1e-11, atol=1e-13)
 
@@ -153,8 +153,8 @@ def test_the_text_says_operator_place_and_bytes() -> None:
     model = nn.Sequential(nn.Linear(D, D), Pairs()).double()
     x = torch.randn(N, D).double()
     told = (
-        rf"^aten\.slice\.Tensor in 1 puts {BYTES // 2} bytes of the whole batch into one tensor\. "
-        r'Use operations that keep a row for each sample .* or pass on_gather="ok"\.$'
+        rf"^aten\.slice\.Tensor in 1 gathers {BYTES // 2} bytes of the whole batch into one tensor\. "
+        r'Use operations that keep one row per sample .* or pass on_gather="ok" to allow it\.$'
     )
     with (
         pytest.raises(CoupledSamplesError, match=told),
@@ -250,7 +250,7 @@ def test_whole_values_leave_less_of_the_budget_to_rows() -> None:
 @pytest.mark.parametrize("broken", ["growth is not passed on", "nothing is counted"])
 def test_a_report_that_forgets_whole_values_is_seen(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     if broken == "nothing is counted":
-        monkeypatch.setattr(wholes.Wholes, "note", lambda *args, **options: None)
+        monkeypatch.setattr(full_values.FullValues, "note", lambda *args, **options: None)
     else:
         monkeypatch.setattr(growth, "_grown", lambda *args: None)
         monkeypatch.setattr(growth, "_remembered", growth._remembered.__wrapped__)
@@ -285,11 +285,11 @@ def test_gradients_of_weights_are_no_rows_of_the_batch_where_there_are_as_many_f
 
 
 def test_a_square_gradient_that_is_cut_into_rows_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def by_size(value: Any, samples: int) -> Layout | None:
+    def by_size(value: Any, samples: int) -> Shard | None:
         made = None if value.node is None else value.node.by_rows
         if made is not None:
-            return made.action.layouts[value.index]
-        return Layout(0) if value.meta.shape[:1] == (samples,) else None
+            return made.action.shards[value.index]
+        return Shard(0) if value.meta.shape[:1] == (samples,) else None
 
     monkeypatch.setattr(by_rows, "_rows", by_size)
     with pytest.raises(CoupledSamplesError):

@@ -127,7 +127,7 @@ def info_nce(model: nn.Module, batch: dict[str, Tensor], group: Any) -> Tensor:
 class Watch:
     """Notes collectives by kind, and where DDP would reduce by itself."""
 
-    KINDS = ("all_reduce", "all_gather", "broadcast")
+    KINDS = ("all_reduce", "all_to_all_single", "all_gather", "broadcast")
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, int]] = []
@@ -141,7 +141,8 @@ class Watch:
 
     def _noting(self, kind: str, original: Any) -> Any:
         def noting(*args: Any, **kwargs: Any) -> Any:
-            self.seen.append((kind, args[-1].numel()))
+            rows = dist.get_world_size(kwargs.get("group")) if kind == "all_to_all_single" else 1
+            self.seen.append((kind, args[-1].numel() // rows))
             return original(*args, **kwargs)
 
         return noting

@@ -6,34 +6,24 @@ and 20000 iterations make 1000 of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 from superbatch.errors import InputError
 
-
-@dataclass(frozen=True)
-class Asked:
-    """Splits, updates and batch size in our words; None where nothing was said."""
-
-    splits: str | None
-    updates: int | None
-    batch_size: int | None
+from ..studies.options import CompareOptions
 
 
 def in_our_words(
-    *,
-    splits: str | None,
-    updates: int | None,
-    batch_size: int | None,
-    average_gradients: int | None,
-    iterations: int | None,
-) -> Asked:
+    options: CompareOptions, *, average_gradients: int | None, iterations: int | None
+) -> CompareOptions:
     """Translate the sources' flags; beside `average_gradients`, `batch_size` counts a micro-batch.
 
     Examples:
-        >>> in_our_words(splits=None, updates=None, batch_size=5, average_gradients=20, iterations=20000)
-        Asked(splits='20x5', updates=1000, batch_size=None)
+        >>> options = in_our_words(CompareOptions(batch_size=5), average_gradients=20, iterations=20000)
+        >>> options.splits, options.updates, options.batch_size
+        ('20x5', 1000, None)
     """
+    splits, updates, batch_size = options.splits, options.updates, options.batch_size
     for name, value in (("average-gradients", average_gradients), ("iterations", iterations)):
         if value is not None and value < 1:
             raise InputError(f"--{name} {value}: it counts micro-batches. Give a number of at least 1.")
@@ -44,7 +34,7 @@ def in_our_words(
         )
     if average_gradients is None:
         # Without accumulation an iteration is an update.
-        return Asked(splits, iterations if updates is None else updates, batch_size)
+        return replace(options, updates=iterations if updates is None else updates)
     if splits is not None:
         raise InputError(
             f"--average-gradients {average_gradients} and --splits {splits}: both say how a batch is split. "
@@ -62,7 +52,7 @@ def in_our_words(
             f"Give a multiple of {average_gradients}."
         )
     updates = updates if iterations is None else iterations // average_gradients
-    return Asked(f"{average_gradients}x{batch_size}", updates, None)
+    return replace(options, splits=f"{average_gradients}x{batch_size}", updates=updates, batch_size=None)
 
 
 WITH_BATCHNORM = {"digits": "digits-bn", "digits-conv": "digits-conv-bn"}

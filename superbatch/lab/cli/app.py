@@ -5,6 +5,7 @@ Commands import torch and matplotlib when they run, so that ``superbatch --help`
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback as tracebacks
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from .fit import fit
 from .help import OVERVIEW, Command, Group, paragraphs, usage_text
 from .init import init
 from .noise import noise
+from .options import command_of
 from .study import study
 from .survey import survey
 from .train import train
@@ -39,7 +41,7 @@ app = typer.Typer(
 
 # One per command; each lies in a file of its own.
 for _function in (advise, caffe, compare, fit, init, noise, study, survey, train, verify):
-    app.command(_function.__name__, cls=Command, help=paragraphs(_function))(_function)
+    app.command(_function.__name__, cls=Command, help=paragraphs(_function))(command_of(_function))
 
 
 def _print_version(wanted: bool) -> None:
@@ -64,6 +66,7 @@ def _options(
 
 
 TRACEBACK = "--traceback"
+COMPLETION = "_SUPERBATCH_COMPLETE"
 
 # What typer raises for an unknown option or a value of the wrong type; it has no public name in all releases.
 _UsageError: Any = typer.BadParameter.__mro__[1]
@@ -78,21 +81,22 @@ def main(arguments: Sequence[str]) -> int:
         0
     """
     shown = TRACEBACK in arguments
+    given = [argument for argument in arguments if argument != TRACEBACK]
+    if COMPLETION in os.environ:  # the shell asks for names
+        app(args=given, prog_name="superbatch")
+    command = typer.main.get_command(app)
     try:
-        given = [argument for argument in arguments if argument != TRACEBACK]
-        return app(args=given, prog_name="superbatch", standalone_mode=False) or 0
-    except SuperbatchError as error:
-        if shown:
-            tracebacks.print_exc()
-        return _fail(str(error))
+        # Not app(): it would answer Ctrl-C and a closed pipe itself, with a silent exit code.
+        with command.make_context("superbatch", given) as context:
+            return command.invoke(context) or 0
+    except typer.Exit as done:
+        return done.exit_code
     except _UsageError as error:
         return _fail(usage_text(error))
-    except typer.Abort:  # Ctrl-C while arguments are read
-        raise KeyboardInterrupt from None
     except Exception as error:  # a recipe is the user's code, which may raise anything
         from ..recipes.failing import recipe_failure
 
-        failure = recipe_failure(error)
+        failure = error if isinstance(error, SuperbatchError) else recipe_failure(error)
         if failure is None:  # an error of superbatch or of a library, whose traceback is wanted
             raise
         if shown:

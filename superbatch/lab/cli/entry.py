@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from .exits import INTERRUPTED, NOT_WRITTEN, NOTHING_KEPT, PIPE_CLOSED, WRONG_INPUT
 
@@ -35,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return _pipe_closed()
     except SystemExit as error:
-        if isinstance(error.__context__, BrokenPipeError):  # typer's own answer is exit code 1
+        if isinstance(error.__context__, BrokenPipeError):  # rich's own answer is exit code 1
             return _pipe_closed()
         raise
     except OSError as error:
@@ -69,10 +68,8 @@ def terminated_as_interrupted() -> Iterator[None]:
         yield
         return
 
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)  # only where nobody else has a handler: see above
+    # Only where nobody else has a handler: see above.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

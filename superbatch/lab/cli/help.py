@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-import typer
 from typer.core import TyperCommand, TyperGroup
 
 from superbatch._version import __version__
-
-from .exits import INTERRUPTED, NOTHING_KEPT
 
 OVERVIEW = f"""\
 superbatch {__version__}: exact gradient accumulation
@@ -62,30 +57,11 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """A group of commands whose help shows no type beside a flag; prints a message after Ctrl-C."""
-
-    def make_context(self, *arguments: Any, **options: Any) -> Any:
-        """Read the arguments of the group; typer alone would print nothing after Ctrl-C."""
-        with _told():
-            return super().make_context(*arguments, **options)
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run a command; typer alone would print nothing after Ctrl-C."""
-        with _told():
-            return super().invoke(ctx)
+    """A group of commands whose help shows no type beside a flag."""
 
     def get_params(self, ctx: Any) -> Any:
         """Parameters, without a type for flags."""
         return _without_types(super().get_params(ctx))
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        print(NOTHING_KEPT, file=sys.stderr)
-        raise typer.Exit(INTERRUPTED) from None
 
 
 def _without_types(parameters: Any) -> Any:

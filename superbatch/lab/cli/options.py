@@ -1,9 +1,12 @@
-"""Options that several commands share: help texts and shell completion."""
+"""Commands made of functions and the options of studies; arguments and options that commands share."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from dataclasses import Field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -11,6 +14,53 @@ from ..recipes import COUPLED, RECIPES
 
 OWN = "or your own file.py:function or package.module:function, whose code is run"
 RECIPE_HELP = f"{', '.join(RECIPES)}; {OWN}"
+
+
+def command_of(function: Callable[..., int | None]) -> Callable[..., int | None]:
+    """Make the function that typer reads: each field of the parameter `options` is a parameter of its own.
+
+    Typer reads names, types and defaults from a signature, so that one is made; the values come back as
+    keywords, and those of `options` are put together to an object of its class.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    if "options" not in hints:
+        return function
+    kind, own, types = hints["options"], fields(hints["options"]), get_type_hints(hints["options"])
+    parameters: list[inspect.Parameter] = []
+    for each in inspect.signature(function).parameters.values():
+        if each.name == "options":
+            parameters += [_parameter(field, types[field.name]) for field in own]
+        else:
+            parameters.append(each.replace(annotation=hints[each.name]))
+
+    def command(**given: Any) -> int | None:
+        read = {each.name: _read(each, given.pop(each.name)) for each in own}
+        return function(**given, options=kind(**read))
+
+    command.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
+
+
+def _parameter(field: Field[Any], hint: Any) -> inspect.Parameter:
+    """The field of options as a parameter with an option of typer's."""
+    text, default, typed = (field.metadata[key] for key in ("help", "default", "typed"))
+    # Typer would give a bool a second flag, --no-..., where its name is not stated.
+    names = [_name(field)] if field.metadata["name"] or hint is bool else []
+    stated = default is None or "(default: " in text
+    option = typer.Option(*names, help=text, show_default=not stated)
+    if typed is not None:
+        hint = typed if default is not None else typed | None
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(field.name, kind, default=default, annotation=Annotated[hint, option])
+
+
+def _read(field: Field[Any], value: Any) -> Any:
+    return None if value is None else field.metadata["read"](value, _name(field))
+
+
+def _name(field: Field[Any]) -> str:
+    return field.metadata["name"] or f"--{field.name.replace('_', '-')}"
 
 
 def option(text: str, *flags: str) -> Any:
@@ -29,10 +79,10 @@ def complete_recipe(incomplete: str) -> list[str]:
     return [name for name in (*RECIPES, *COUPLED, *files) if name.startswith(incomplete)]
 
 
-def recipe_argument(*, default: str | None = None, show_default: bool = True) -> Any:
-    """Make the argument that names a recipe."""
+def recipe_argument(*, default: str | None = None) -> Any:
+    """Make the argument that names a recipe; `default` is what None stands for."""
     text = RECIPE_HELP if default is None else f"{RECIPE_HELP} (default: {default})"
-    return typer.Argument(help=text, show_default=show_default, autocompletion=complete_recipe)
+    return typer.Argument(help=text, show_default=default is None, autocompletion=complete_recipe)
 
 
 def out_option(default: Path, files: str = "report.json, plot.png and report.html") -> Any:
@@ -41,24 +91,4 @@ def out_option(default: Path, files: str = "report.json, plot.png and report.htm
 
 
 Recipe = Annotated[str, recipe_argument()]
-OptimizerName = Annotated[str | None, option("sgd, momentum, adam or adamw, as the recipe offers")]
-BatchSize = Annotated[int | None, option("samples of one update (default: the recipe's)")]
-LearningRate = Annotated[
-    float | None, option("learning rate (default: the recipe's for the optimizer)", "--lr")
-]
-Dtype = Annotated[str, typer.Option(help="float32 or float64")]
-Margin = Annotated[float | None, option("a difference of the metric that does not matter, in its unit")]
-Seed = Annotated[int, typer.Option(help="seed of the initial weights and the order of samples")]
-Device = Annotated[str, typer.Option(help="cpu or cuda")]
-SampleRng = Annotated[bool, typer.Option("--sample-rng", help="give every sample its own random numbers")]
-Data = Annotated[
-    Path | None,
-    option(
-        "data folder: IDX files for mnist; FOLDER/CLASS/*.png for counting; pairs (.tsv, .jsonl) or Python "
-        "sources for code-search; Python sources or .txt files for token-means"
-    ),
-]
-Threads = Annotated[int | None, option("torch threads (default: torch's own default)")]
-ThreadsEach = Annotated[int, typer.Option(help="torch threads of each process")]
-Workers = Annotated[int | None, option("processes (default: 2, where the machine has two cores)")]
 AsJson = Annotated[bool, option("print the report as JSON, and write files only if --out is given", "--json")]

@@ -9,11 +9,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from ..studies.shared_options import Progress
 
 LINE_EVERY = 5.0  # seconds between two plain lines, at least
 
-Show = Callable[[int, int, str | None], None]  # (done, total, what has just been finished or None)
+Show = Callable[[Progress], None]
 
 
 @contextmanager
@@ -33,28 +36,23 @@ def progress(title: str) -> Iterator[Show]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[finished]}", style="dim"),
     )
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Bar(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=None, finished="")
 
-        def show(done: int, total: int, finished: str | None) -> None:
-            bar.update(task, completed=done, total=total)
-            if finished is not None:
-                bar.update(task, finished=finished)
+        def show(event: Progress) -> None:
+            bar.update(task, completed=event.done, total=event.total)
+            if event.finished is not None:
+                bar.update(task, finished=_text(event.finished))
 
         yield show
 
 
-def receiver(show: Show) -> Callable[[Any], None]:
-    """Receive the events of a study: done, total, and the run or (seed, arm, value) just finished."""
-
-    def receive(event: Any) -> None:
-        text = event.finished
-        if isinstance(text, tuple):
-            seed, arm, value = text
-            text = f"seed {seed}, {arm}: {'no suggestion' if value is None else f'{value:.4g}'}"
-        show(event.done, event.total, text)
-
-    return receive
+def _text(finished: Any) -> str:
+    """Text of the latest piece of work; a comparison and a survey give (seed, arm, value)."""
+    if not isinstance(finished, tuple):
+        return finished
+    seed, arm, value = finished
+    return f"seed {seed}, {arm}: {'no suggestion' if value is None else f'{value:.4g}'}"
 
 
 def duration(seconds: float) -> str:
@@ -72,18 +70,18 @@ def _lines(title: str) -> Show:
     start: float | None = None
     last = -LINE_EVERY
 
-    def show(done: int, total: int, finished: str | None) -> None:
+    def show(event: Progress) -> None:
         nonlocal start, last
         now = time.monotonic()
         # The clock starts with the first message: what came before (imports, processes) says nothing about
         # speed.
         start = now if start is None else start
-        if finished is None or now - last < LINE_EVERY:
+        if event.finished is None or now - last < LINE_EVERY:
             return
         last = now
-        share = f"{100 * done / total:.0f} %"
-        if 50 * done > total:  # with less than 2 % done, time left would be a guess
-            share += f", about {duration((now - start) / done * (total - done))} left"
-        print(f"{title}: {finished}; {share}", file=sys.stderr, flush=True)
+        share = f"{100 * event.done / event.total:.0f} %"
+        if 50 * event.done > event.total:  # with less than 2 % done, time left would be a guess
+            share += f", about {duration((now - start) / event.done * (event.total - event.done))} left"
+        print(f"{title}: {_text(event.finished)}; {share}", file=sys.stderr, flush=True)
 
     return show

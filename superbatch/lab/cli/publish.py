@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import typer
 from rich.console import Console
 
+from ..studies.shared_options import Interrupted
 from .exits import CHECK_FAILED, INTERRUPTED
 from .printing import check_folder, print_sentences, print_table, write_file
-from .progress import Show, duration, progress
+from .progress import duration, progress
 
 if TYPE_CHECKING:
     from ..report.pages import Page, Report
 
-Result = TypeVar("Result")
-Filled = TypeVar("Filled")
+Result = TypeVar("Result", bound="Report")
 
 # Report -> the function of `superbatch.lab.plot` that draws it.
 PLOTS = {
@@ -42,36 +41,41 @@ def folder_for(out: Path | None, default: Path, *, as_json: bool) -> Path | None
     return folder
 
 
-def options_from(kind: Callable[..., Filled], given: Mapping[str, Any], **changed: Any) -> Filled:
-    """Fill the options of a study with the parameters of a command, which have the names of its fields."""
-    return kind(
-        **{each.name: given[each.name] for each in fields(cast(Any, kind)) if each.name in given} | changed
-    )
+def run(
+    title: str,
+    study: Callable[..., Result],
+    folder: Path | None,
+    *,
+    as_json: bool,
+    show: Callable[[Result, Page, Console], None] | None = None,
+    failures: Callable[[Result], Sequence[str]] | None = None,
+) -> int:
+    """Run a study with its progress on show, publish its report, whole or partial, and return the exit code.
 
-
-def workers_of(given: int | None) -> int:
-    """Processes of a command: by default two, where the machine has two cores."""
-    return min(2, os.cpu_count() or 1) if given is None else given
-
-
-def measured(title: str, study: Callable[[Show], Result]) -> Result:
-    """Run a study and show its progress; after Ctrl-C return its partial report, if it has one."""
-    with progress(title) as show:
+    `show` prints it otherwise than `print_page`. `failures` is a check that was asked for.
+    """
+    with progress(title) as receive:
         try:
-            return study(show)
-        except KeyboardInterrupt as stopped:
-            if not hasattr(stopped, "report"):  # nothing had been measured
-                raise
-            return stopped.report  # pyright: ignore[reportAttributeAccessIssue] - just looked for
-
-
-def exit_code(report: Report, failures: Sequence[str] = ()) -> int:
-    """The exit code of a command; what a check found wrong is printed, unless the study was interrupted."""
+            report = study(progress=receive)
+        except Interrupted as stopped:  # any other interrupt: nothing had been measured
+            report = stopped.report
+    publish(report, folder, as_json=as_json, show=partial(show, report) if show else print_page)
     if report.partial:
         return INTERRUPTED
-    for sentence in failures:  # on the standard error: the output may be JSON
+    wrong = failures(report) if failures else ()
+    for sentence in wrong:  # on the standard error: the output may be JSON
         print(f"superbatch: check failed: {sentence}", file=sys.stderr)
-    return CHECK_FAILED if failures else 0
+    return CHECK_FAILED if wrong else 0
+
+
+def print_page(page: Page, console: Console) -> None:
+    """Print the tables of a page, and below them its sentences: there a terminal is read first."""
+    tables = [table for table in page.tables if table.rows]
+    for table in tables:
+        print_table(table, console)
+        if len(page.tables) > 1 or page.code:
+            print(file=console.file)
+    print_sentences([*page.verdict, *page.findings], console)
 
 
 def publish(
@@ -79,7 +83,7 @@ def publish(
     folder: Path | None,
     *,
     as_json: bool,
-    show: Callable[[Page, Console], None] | None = None,
+    show: Callable[[Page, Console], None] = print_page,
     files: Mapping[str, str] | None = None,
 ) -> None:
     """Print a report, as JSON alone or by `show`, and write its files and `files`.
@@ -101,22 +105,12 @@ def publish(
         if as_json:
             print(text)
         else:
-            (show or print_page)(page, Console())
+            show(page, Console())
         if folder is not None:
             _write(report, page, folder, files or {})
     except KeyboardInterrupt:
         print(f"superbatch: interrupted after the last measurement; the report is {kept}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
-
-
-def print_page(page: Page, console: Console) -> None:
-    """Print the tables of a page, and below them its sentences: there a terminal is read first."""
-    tables = [table for table in page.tables if table.rows]
-    for table in tables:
-        print_table(table, console)
-        if len(page.tables) > 1 or page.code:
-            print(file=console.file)
-    print_sentences([*page.verdict, *page.findings], console)
 
 
 def _write(report: Report, page: Page, folder: Path, files: Mapping[str, str]) -> None:

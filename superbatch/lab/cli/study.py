@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,20 +15,10 @@ from ..recipes import COUPLED
 from ..recipes.loading import TAKES_DATA
 from ..report.table import Column, Table
 from ..studies.catalogue import STUDIES, entry_of
-from .options import (
-    AsJson,
-    Data,
-    Margin,
-    OptimizerName,
-    ThreadsEach,
-    Workers,
-    option,
-    out_option,
-    recipe_argument,
-)
+from ..studies.options import StudyOptions
+from .options import AsJson, out_option, recipe_argument
 from .printing import print_table
-from .progress import receiver
-from .publish import exit_code, folder_for, measured, options_from, publish, workers_of
+from .publish import folder_for, run
 
 OUT = Path("superbatch-study")
 
@@ -42,39 +33,16 @@ Name = Annotated[
 Recipe = Annotated[
     str | None, recipe_argument(default=f"digits; coupled: {', '.join(COUPLED)}, one after the other")
 ]
-Samples = Annotated[int | None, option("samples that each run sees (default: the study's own number)")]
-BatchSize = Annotated[
-    int | None,
-    option(
-        "momentum: the large batch; grow-batch, critical-batch: the first batch; splits, survey: the batch"
-    ),
-]
-LearningRate = Annotated[
-    float | None, option("learning rate at --batch-size; momentum: at batch 1 (default: the study's)", "--lr")
-]
-Tolerance = Annotated[
-    float | None, option("a relative difference of the loss that does not matter, such as 0.02")
-]
 
 
 def study(
+    *,
     name: Name = None,
     recipe: Recipe = None,
-    quick: Annotated[bool, option("shorter runs and fewer seeds: under a minute", "--quick")] = False,
-    runs: Annotated[int | None, option("seeds (default: the study's own number)")] = None,
-    samples: Samples = None,
-    batch_size: BatchSize = None,
-    learning_rate: LearningRate = None,
-    optimizer: OptimizerName = None,
-    margin: Margin = None,
-    tolerance: Tolerance = None,
-    device: Annotated[str | None, option("coupled: to train on, such as cuda (default: cpu)")] = None,
-    threads: ThreadsEach = 1,
-    workers: Workers = None,
-    data: Data = None,
+    options: StudyOptions,
     out: Annotated[Path | None, out_option(OUT / "NAME")] = None,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Answer an open question about batch sizes with an experiment on a recipe.
 
     Shows a table, tests and a conclusion in one sentence; writes a JSON report, a plot and a page. Exit code:
@@ -82,31 +50,28 @@ def study(
     """
     if name is None:
         show_studies(Console())
-        return
+        return 0
     recipes = entry_of(name).recipes if recipe is None else (recipe,)
     if as_json and len(recipes) > 1:
         raise InputError(
             f"--json prints one report. Name a recipe: superbatch study {name} {recipes[0]} --json."
         )
-    if data is not None and len(recipes) > 1:
+    if options.data is not None and len(recipes) > 1:
         readers = [each for each in recipes if each in TAKES_DATA]
         raise InputError(
             f"--data is for one recipe: {', '.join(readers)}. Name it: superbatch study {name} {readers[0]} "
-            f"--data {data}."
+            f"--data {options.data}."
         )
     folder = folder_for(out, OUT / name, as_json=as_json)
-    from ..studies.study import Options
-    from ..studies.study import study as run
+    from ..studies.study import study as answer
 
-    options = options_from(Options, locals(), workers=workers_of(workers))
+    code = 0
     for each in recipes:
-        report = measured(
-            f"study {name}", lambda show, each=each: run(name, each, options, progress=receiver(show))
-        )
         own = folder / each if folder is not None and len(recipes) > 1 else folder
-        publish(report, own, as_json=as_json)
-        if report.partial:  # Ctrl-C ends the command, not one of its studies
-            raise typer.Exit(exit_code(report))
+        code = run(f"study {name}", partial(answer, name, each, options), own, as_json=as_json)
+        if code:  # Ctrl-C ends the command, not one of its studies
+            break
+    return code
 
 
 def show_studies(console: Console) -> None:

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Console
 from rich.text import Text
 
@@ -16,8 +15,10 @@ from superbatch.errors import InputError
 
 from ..report.page import render
 from ..report.pages import differences_table, verification_page
+from ..studies.options import VerifyOptions
+from ..studies.shared_options import asked
 from .exits import CHECK_FAILED
-from .options import BatchSize, Data, Recipe, SampleRng, Seed, option
+from .options import Recipe, option
 from .printing import check_folder, print_table, write_file
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help
@@ -25,61 +26,39 @@ if TYPE_CHECKING:  # torch takes seconds to import: not for --help
 
 
 def verify(
+    *,
     recipe: Recipe,
-    microbatch_size: Annotated[
-        int | None, option("samples of a micro-batch (default: a third of the batch, rounded up)")
-    ] = None,
-    batch_size: BatchSize = None,
-    seed: Seed = 0,
-    dtype: Annotated[str, typer.Option(help="own (the model's), float64, or both")] = "both",
-    against: Annotated[
-        str, typer.Option(help="batch, splits (two splits), or auto (splits if the batch does not fit)")
-    ] = "auto",
-    sample_rng: SampleRng = False,
-    data: Data = None,
+    options: VerifyOptions,
     out: Annotated[
         Path | None, option("folder for report.json and report.html (default: none are written)")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON")] = False,
-) -> None:
+    as_json: Annotated[bool, option("print the report as JSON", "--json")] = False,
+) -> int:
     """Compare the accumulated gradient with that of the whole batch, and name what breaks exactness.
 
     Exit code: 0 exact, 1 not exact, 2 wrong input.
     """
-    asked = {name: value for name, value in locals().items() if name not in ("recipe", "out", "as_json")}
     if out is not None:
         check_folder(out)
-    report = verify_recipe(recipe, **asked)
+    report = verify_recipe(recipe, options)
     text = json.dumps(_finite(report.to_dict()), indent=2, allow_nan=False)
     if as_json:
         print(text)
     else:
         show(report, Console())
     if out is not None:
-        given = {name: value for name, value in asked.items() if value is not None and value is not False}
-        command = {name: str(value) for name, value in given.items()}
-        page = verification_page(report, recipe=recipe, command=command)
+        page = verification_page(report, recipe=recipe, command=asked(options))
         write_file(out / "report.json", text + "\n")
         write_file(out / "report.html", render(page))
         print(f"wrote {out / 'report.html'} and report.json", file=sys.stderr)
-    raise typer.Exit(0 if report.exact else CHECK_FAILED)
+    return 0 if report.exact else CHECK_FAILED
 
 
-def verify_recipe(
-    name: str,
-    *,
-    microbatch_size: int | None = None,
-    batch_size: int | None = None,
-    seed: int = 0,
-    dtype: str = "both",
-    against: str = "auto",
-    sample_rng: bool = False,
-    data: Path | None = None,
-) -> Verification:
+def verify_recipe(name: str, options: VerifyOptions) -> Verification:
     """Verify a recipe's model, loss and statements on one batch of its samples.
 
     Examples:
-        >>> report = verify_recipe("digits", batch_size=12)
+        >>> report = verify_recipe("digits", VerifyOptions(batch_size=12))
         >>> report.exact, report.comparisons[0].split
         (True, (4, 4, 4))
     """
@@ -90,28 +69,28 @@ def verify_recipe(
 
     from ..recipes import load_recipe
 
-    recipe = load_recipe(name, data=data)
-    batch_size = recipe.batch_size if batch_size is None else batch_size
+    recipe = load_recipe(name, data=options.data)
+    batch_size = recipe.batch_size if options.batch_size is None else options.batch_size
     if not 2 <= batch_size <= recipe.samples:
         raise InputError(
             f"--batch-size {batch_size}: a batch of the recipe {name!r} that can be split has 2 to "
             f"{recipe.samples} samples. Pass a number in this range."
         )
-    model = recipe.model(seed)
-    order = torch.randperm(recipe.samples, generator=torch.Generator().manual_seed(seed))
+    model = recipe.model(options.seed)
+    order = torch.randperm(recipe.samples, generator=torch.Generator().manual_seed(options.seed))
     return verify_problem(
         model,
         recipe.loss_fn(model),
         recipe.batch(order[:batch_size]),
-        microbatch_size=-(-batch_size // 3) if microbatch_size is None else microbatch_size,
+        microbatch_size=-(-batch_size // 3) if options.microbatch_size is None else options.microbatch_size,
         reduction=recipe.reduction,
         weight=recipe.weight,
         participants=[
             *([FrozenBatchNorm()] if recipe.batchnorm == "frozen" else []),
-            *([PerSampleRandom()] if sample_rng else []),
+            *([PerSampleRandom()] if options.sample_rng else []),
         ],
-        against=against,  # pyright: ignore[reportArgumentType] - it checks the text itself
-        dtype=dtype,  # pyright: ignore[reportArgumentType] - it checks the text itself
+        against=options.against,  # pyright: ignore[reportArgumentType] - it checks the text itself
+        dtype=options.dtype,  # pyright: ignore[reportArgumentType] - it checks the text itself
     )
 
 

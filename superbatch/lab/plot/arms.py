@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from matplotlib.axes import Axes
 
@@ -14,10 +14,10 @@ from .style import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, Theme
 
 COLOURS = (BLUE, GREEN, SKY, PURPLE, ORANGE)
 WRONG_COLOURS = (VERMILION, ORANGE, PURPLE)
-MARKERS = ("o", "s", "^", "D", "v")
+# Of the arms of a study, which may be more than five.
+STUDY_COLOURS = (BLUE, GREEN, VERMILION, PURPLE, ORANGE, SKY, "#999999")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2)), (0, (1, 1)))
-
-Role = Literal["real", "again", "wrong", "split"]
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,18 @@ class Style:
     alpha: float = 1.0
 
 
-def styles_of(roles: Iterable[Role], theme: Theme) -> list[Style]:
+def styles_of(claims: Sequence[str], theme: Theme) -> list[Style]:
     """The real batch is a broad pale line under the others; each split is narrower than the one before."""
     styles: list[Style] = []
     splits = wrong = 0
-    for role in roles:
-        if role == "real":
+    # Beside exact splits those that are known not to be exact are the wrong ones.
+    bad = ("wrong", "other", "inexact") if "exact" in claims else ("wrong", "other")
+    for claim in claims:
+        if claim == "real":
             styles.append(Style(theme.ink, "o", "solid", 7.0, 0.25))
-        elif role == "again":
+        elif claim == "again":
             styles.append(Style(theme.ink, "o", (0, (1, 1)), 1.4))  # the same batch: the same colour
-        elif role == "wrong":
+        elif claim in bad:
             styles.append(Style(WRONG_COLOURS[wrong % 3], "X", (0, (3, 1.5)), 1.6))
             wrong += 1
         else:
@@ -76,6 +78,31 @@ def dots(axes: Axes, values: Sequence[float], row: float, colour: str, *, uprigh
     axes.scatter(
         *((spread, values) if upright else (values, spread)), s=12, color=colour, alpha=0.4, linewidths=0
     )
+
+
+def runs_by_row(
+    axes: Axes,
+    arms: Sequence[tuple[str, Sequence[float], Style]],
+    theme: Theme,
+    *,
+    band: tuple[float, float] | None = None,
+    log: bool = False,
+) -> None:
+    """One row per arm: each run a dot, mean and standard deviation; the margin of a test as a band.
+
+    Values that are not finite are left out. On a logarithmic axis the mean is geometric, without deviation.
+    """
+    if band is not None:
+        axes.axvspan(*band, color=theme.faint, alpha=0.4, linewidth=0)
+    rows = rows_for(axes, [name for name, _, _ in arms])
+    for y, (_, values, style) in zip(rows, arms, strict=True):
+        known = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
+        if known:
+            dots(axes, known, y, style.colour)
+            sd = statistics.stdev(known) if len(known) > 1 and not log else None
+            mean = statistics.geometric_mean(known) if log else statistics.fmean(known)
+            shape = {"fmt": style.marker, "markersize": 7, "capsize": 4, "linewidth": 1.6}
+            axes.errorbar(mean, y, xerr=sd, color=style.colour, **shape)
 
 
 def rows_for(axes: Axes, names: Sequence[str]) -> list[float]:

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from superbatch.results.caffe import CaffeExplained
 
 from ..report.caffe_text import title_of
-from .style import BLUE, blank, headline, plain_axes
+from .style import BLUE, headline, panels
 from .ticks import logarithmic
 
 
@@ -20,9 +20,7 @@ def caffe_rate(report: CaffeExplained, *, dark: bool = False) -> Figure:
         >>> caffe_rate(explain_solver(parse_solver(text))).axes[0].get_yscale()
         'log'
     """
-    figure, theme = blank(4.2, dark=dark)
-    axes = figure.add_subplot()
-    plain_axes(axes, theme)
+    figure, (axes,), theme = panels(4.2, dark=dark)
     steps = report.policy in ("fixed", "step", "multistep")
     drawstyle = "steps-post" if steps else "default"
     axes.plot(report.at, report.rates, color=BLUE, linewidth=2, drawstyle=drawstyle)

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.transforms import blended_transform_factory
 
-from ..report.comparison import Arm, Comparison
+from ..report.comparison import Comparison
 from ..report.table import margin_text
-from .arms import Role, Style, dots, mean_and_range, rows_for, styles_of
-from .style import Theme, blank, empty, headline, legend, plain_axes
+from .arms import Style, mean_and_range, rows_for, runs_by_row, styles_of
+from .style import Theme, empty, headline, legend, panels
 from .ticks import logarithmic
 
 NOTHING = "no run was finished"
@@ -28,26 +27,15 @@ def comparison(report: Comparison, *, dark: bool = False) -> Figure:
         >>> [axes.get_xlabel() for axes in figure.axes][:2]
         ['updates (each of 100 samples)', 'test accuracy, %']
     """
-    height = 5.6 + 0.42 * len(report.arms) + 1.3
-    figure, theme = blank(height, dark=dark)
-    styles = styles_of(_roles(report.arms), theme)
-    grid = figure.add_gridspec(2, 2, height_ratios=(5.0, 1.6 + 0.42 * len(report.arms)))
-    curves = figure.add_subplot(grid[0, :])
-    metric = figure.add_subplot(grid[1, 0])
-    weights = figure.add_subplot(grid[1, 1])
-    for axes in (curves, metric, weights):
-        plain_axes(axes, theme)
+    rows = 1.6 + 0.42 * len(report.arms)
+    ratios = (5.0, rows)
+    figure, (curves, metric, weights), theme = panels(5.3 + rows, "aa;bc", dark=dark, height_ratios=ratios)
+    styles = styles_of([arm.claim for arm in report.arms], theme)
     _draw_curves(curves, report, styles, theme)
     _draw_metric(metric, report, styles, theme)
     _draw_differences(weights, report, styles, theme)
     headline(figure, f"{report.trained}: {report.description}", theme, partial=report.partial)
     return figure
-
-
-def _roles(arms: Sequence[Arm]) -> list[Role]:
-    beside = any(arm.claim == "exact" for arm in arms)
-    roles: dict[str, Role] = {"real": "real", "wrong": "wrong", "inexact": "wrong" if beside else "split"}
-    return [roles.get(arm.claim, "split") for arm in arms]
 
 
 def _draw_curves(axes: Axes, report: Comparison, styles: Sequence[Style], theme: Theme) -> None:
@@ -67,20 +55,14 @@ def _draw_curves(axes: Axes, report: Comparison, styles: Sequence[Style], theme:
 
 
 def _draw_metric(axes: Axes, report: Comparison, styles: Sequence[Style], theme: Theme) -> None:
-    rows = rows_for(axes, [arm.name.replace(" ", "\n", 1) for arm in report.arms])
+    names = [arm.name.replace(" ", "\n", 1) for arm in report.arms]
+    runs = [[run.metric for run in arm.runs] for arm in report.arms]
     real = report.arms[0].mean
-    if real is None or not math.isfinite(real):
+    band = None if real is None or not math.isfinite(real) else (real - report.margin, real + report.margin)
+    runs_by_row(axes, list(zip(names, runs, styles, strict=True)), theme, band=band)
+    if band is None:
         empty(axes, NOTHING, theme)
-    else:
-        axes.axvspan(real - report.margin, real + report.margin, color=theme.faint, alpha=0.4, linewidth=0)
-        axes.axvline(real, color=theme.ink, linewidth=0.8, alpha=0.6)
-    for arm, style, y in zip(report.arms, styles, rows, strict=True):
-        dots(axes, [run.metric for run in arm.runs if math.isfinite(run.metric)], y, style.colour)
-        if arm.mean is not None and math.isfinite(arm.mean):
-            shape = {"fmt": style.marker, "markersize": 7, "capsize": 4, "linewidth": 1.6}
-            axes.errorbar(arm.mean, y, xerr=arm.sd, color=style.colour, **shape)
-    unit = f", {report.unit}" if report.unit else ""
-    axes.set_xlabel(f"{report.metric}{unit}")
+    axes.set_xlabel(f"{report.metric}, {report.unit}" if report.unit else report.metric)
     axes.set_title(f"Mean ± sd, runs as dots; band: {margin_text(report)}", fontsize=10)
 
 
@@ -93,12 +75,8 @@ def _draw_differences(axes: Axes, report: Comparison, styles: Sequence[Style], t
         found = [run.weight_difference for run in arm.runs if run.weight_difference is not None]
         clipped = [min(max(value, ZERO), 9.0) for value in found]
         axes.scatter(clipped, [y] * len(clipped), marker=style.marker, s=42, color=style.colour, alpha=0.55)
-        if arm.claim == "real":
-            where = blended_transform_factory(axes.transAxes, axes.transData)
-            place = {"transform": where, "va": "center", "ha": "right", "fontsize": 9}
-            axes.text(0.98, y, "reference", color=theme.ink, **place)
     ticks = (1e-16, 1e-12, 1e-8, 1e-4, 1.0)
     axes.set_xticks([ZERO, *ticks], ["0", *(f"$10^{{{round(math.log10(tick))}}}$" for tick in ticks)])
     axes.minorticks_off()
-    axes.set_xlabel("relative difference of the weights, $|w - w_\\mathrm{real}| / |w_\\mathrm{real}|$")
+    axes.set_xlabel("difference from the first row, $|w - w_\\mathrm{real}| / |w_\\mathrm{real}|$")
     axes.set_title(f"Weights at the end, each run; band: rounding in {report.dtype}", fontsize=10)

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.transforms import blended_transform_factory
 
 from superbatch.results.memory import binary_text
 
 from ..report.fitting import Fitting
-from ..report.fitting_text import findings, seconds_text, title_of
-from .style import BLUE, DASHED, GREEN, VERMILION, Theme, blank, caption, empty, headline, legend, plain_axes
-from .ticks import logarithmic, readable
+from ..report.fitting_text import findings, title_of
+from ..report.table import seconds_text
+from .style import BLUE, DASHED, GREEN, VERMILION, Theme, caption, empty, headline, legend_below, panels
+from .ticks import logarithmic
 
-# A limit beyond this many times the largest peak is named at the top, not drawn: the curve would be flat.
+# A limit beyond this many times the largest peak is outside the axes: the curve would be flat.
 FAR_ABOVE = 8
 
 
@@ -28,14 +28,13 @@ def fitting(report: Fitting, *, dark: bool = False) -> Figure:
         >>> figure.axes[1].get_xlabel()
         'samples of a micro-batch'
     """
-    figure, theme = blank(8, dark=dark)
-    memory, speed = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": (5, 4)})
+    figure, (memory, speed), theme = panels(8, "a;b", dark=dark, sharex=True, height_ratios=(5, 4))
     for axes in (memory, speed):
-        plain_axes(axes, theme)
         axes.set_xscale("log", base=2)
-        _choice(axes, report, theme, names=axes is memory)
+        _choice(axes, report, theme)
     _memory(memory, report, theme)
     _speed(speed, report, theme)
+    legend_below(figure, memory, theme, columns=3)
     headline(figure, title_of(report), theme, findings(report)[0], partial=report.partial)
     return figure
 
@@ -48,30 +47,22 @@ def _memory(axes: Axes, report: Fitting, theme: Theme) -> None:
     if measured:
         style = {"color": theme.ink, "markersize": 7, "fillstyle": "none", "label": "measured"}
         axes.plot(*zip(*measured, strict=True), "o", **style)
-    axes.set_yscale("log", base=2)
+    logarithmic(axes.yaxis, lambda value: binary_text(round(value)), base=2)
     _limit(axes, report, [value for _, value in (*predicted, *measured)])
-    readable(axes.yaxis, lambda value: binary_text(round(value)), base=2)
     axes.set_ylabel("peak memory")
     caption(axes, "Memory beyond the model: gradients, optimizer state, activations", theme)
-    legend(axes, theme, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
 
 
 def _limit(axes: Axes, report: Fitting, peaks: Sequence[int]) -> None:
-    """Shade the forbidden part if the limit is near; if it is far, state the distance."""
+    """Draw the limit and shade what is beyond; if it is far away, the legend alone states it."""
     if not peaks:
         return
-    limit, text = report.usable, f"limit: {binary_text(report.limit.bytes)} ({report.limit.by})"
-    low, high = min(peaks) / 1.5, max(peaks) * 1.8  # room for the words at the edges
-    if limit > FAR_ABOVE * max(peaks):
-        axes.set_ylim(low, high)
-        axes.text(0.01, 0.96, f"↑ {text}", transform=axes.transAxes, va="top", fontsize=9, color=VERMILION)
-        return
-    low, high = min(low, limit / 2), max(high, limit * 2.2)
+    limit, low, high = report.usable, min(peaks) / 1.5, max(peaks) * 1.8
+    if limit <= FAR_ABOVE * max(peaks):
+        low, high = min(low, limit / 2), max(high, limit * 2.2)
+    axes.axhspan(limit, max(high, limit), color=VERMILION, alpha=0.12, linewidth=0)
+    axes.axhline(limit, color=VERMILION, linewidth=1.6, label=f"limit: {report.limit}")
     axes.set_ylim(low, high)
-    axes.axhspan(limit, high, color=VERMILION, alpha=0.12, linewidth=0)
-    axes.axhline(limit, color=VERMILION, linewidth=1.6)
-    where = blended_transform_factory(axes.transAxes, axes.transData)
-    axes.text(0.01, limit * 1.06, text, transform=where, va="bottom", fontsize=9, color=VERMILION)
 
 
 def _speed(axes: Axes, report: Fitting, theme: Theme) -> None:
@@ -92,21 +83,10 @@ def _speed(axes: Axes, report: Fitting, theme: Theme) -> None:
     logarithmic(axes.yaxis, seconds_text)
 
 
-def _choice(axes: Axes, report: Fitting, theme: Theme, *, names: bool) -> None:
-    """Lines through both panels at the fastest and the largest size that fit."""
-    sizes = [size.samples for size in report.sizes]
-    fitting = [size.samples for size in report.sizes if size.fits]
-    marks: dict[int, list[str]] = {}
-    if report.fastest is not None and report.refused is None:
-        marks.setdefault(report.fastest, []).append("fastest")
-    if fitting:
-        marks.setdefault(max(fitting), []).append("largest that fits")
-    where = blended_transform_factory(axes.transData, axes.transAxes)
-    for row, (samples, words) in enumerate(marks.items()):
-        colour = GREEN if "fastest" in words else theme.ink
-        axes.axvline(samples, color=colour, linewidth=1.2, linestyle=DASHED)
-        if names:
-            height = 0.1 - 0.06 * row  # one above the other: the two lines may be close
-            side = "left" if samples**2 < sizes[0] * sizes[-1] else "right"
-            style = {"transform": where, "fontsize": 10, "weight": "bold", "color": colour, "ha": side}
-            axes.text(samples, height, f" {' and '.join(words)}: {samples} ", **style)
+def _choice(axes: Axes, report: Fitting, theme: Theme) -> None:
+    """Lines at the fastest and the largest size that fit; the legend of the upper panel names them."""
+    marks = {} if report.refused is not None else {"fastest": (report.fastest, GREEN)}
+    largest = max((size.samples for size in report.sizes if size.fits), default=None)
+    for said, (samples, colour) in {**marks, "largest that fits": (largest, theme.ink)}.items():
+        if samples is not None:
+            axes.axvline(samples, color=colour, linewidth=1.2, linestyle=DASHED, label=f"{said}: {samples}")

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from superbatch.tuning.growing import GrowingBatch
 
-from .style import BLUE, DASHED, GREEN, VERMILION, Theme, blank, headline, legend, plain_axes
+from .style import BLUE, DASHED, GREEN, VERMILION, Theme, headline, legend, panels
 from .ticks import logarithmic
 
 
@@ -26,11 +26,10 @@ def growing(schedule: GrowingBatch, *, samples: int, dark: bool = False) -> Figu
         >>> figure.axes[1].get_xlabel()
         'samples seen'
     """
-    figure, theme = blank(6.4, dark=dark)
-    sizes, rates = figure.subplots(2, 1, sharex=True)
+    figure, (sizes, rates), theme = panels(6.4, "a;b", dark=dark, sharex=True)
     updates = range(schedule.updates(samples))
     seen = [schedule.samples(update) for update in updates]
-    _sizes(sizes, schedule, seen, theme)
+    _sizes(sizes, schedule, seen)
     _rates(rates, schedule, seen, theme)
     before = samples / schedule.batch
     share = 100 * len(updates) / before
@@ -38,8 +37,7 @@ def growing(schedule: GrowingBatch, *, samples: int, dark: bool = False) -> Figu
     return figure
 
 
-def _sizes(axes: Axes, schedule: GrowingBatch, seen: list[int], theme: Theme) -> None:
-    plain_axes(axes, theme)
+def _sizes(axes: Axes, schedule: GrowingBatch, seen: list[int]) -> None:
     batches = [schedule.batch_of(update) for update in range(len(seen))]
     axes.step(seen, batches, where="post", color=BLUE, linewidth=2)
     logarithmic(axes.yaxis, base=2)
@@ -51,7 +49,6 @@ def _sizes(axes: Axes, schedule: GrowingBatch, seen: list[int], theme: Theme) ->
 
 
 def _rates(axes: Axes, schedule: GrowingBatch, seen: list[int], theme: Theme) -> None:
-    plain_axes(axes, theme)
     updates = range(len(seen))
     asked = [schedule.temperature(update) for update in updates]
     left = [schedule.rate(update) for update in updates]

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..report.noise_study import NoiseStudy, band_of, findings, title_of
-from .style import (
-    BLUE,
-    DASHED,
-    GREEN,
-    VERMILION,
-    Theme,
-    blank,
-    caption,
-    empty,
-    hatched,
-    headline,
-    legend,
-    plain_axes,
-)
+from superbatch.results.advice import Steps
+
+from ..report.noise_study import AtSteps, NoiseStudy, band_of, findings, title_of
+from .style import BLUE, DASHED, GREEN, VERMILION, Theme, caption, empty, hatched, headline, legend, panels
 from .ticks import logarithmic
 
-MODELS = "band of Adam's models, q = 0, 1, 2"
+MODELS = "band of Adam's models"
 
 
 def noise(report: NoiseStudy, *, dark: bool = False) -> Figure:
@@ -37,10 +27,7 @@ def noise(report: NoiseStudy, *, dark: bool = False) -> Figure:
         >>> figure.axes[0].get_xlabel()
         'updates'
     """
-    figure, theme = blank(8, dark=dark)
-    over_run, against_k = figure.subplots(2, 1, gridspec_kw={"height_ratios": (5, 4)})
-    for axes in (over_run, against_k):
-        plain_axes(axes, theme)
+    figure, (over_run, against_k), theme = panels(8, "a;b", dark=dark, height_ratios=(5, 4))
     _over_run(over_run, report, theme)
     _against_k(against_k, report, theme)
     headline(figure, title_of(report), theme, findings(report)[0], partial=report.partial, size=11)
@@ -55,9 +42,10 @@ def _over_run(axes: Axes, report: NoiseStudy, theme: Theme) -> None:
     known = [each for each in report.points if each.batch_size]
     unknown = [each for each in report.points if each.batch_size is None]
     named = [each.batch_size or 1.0 for each in known]
-    lows = [each.low for each in report.points if each.low > 0]
-    heights = [value for each in report.points for value in each.by_model if value]
-    heights += [*named, *lows, *(each.high for each in known if math.isfinite(each.high)), report.batch_size]
+    # The upper end of a point that is not determined is not drawn.
+    ends = [each.low for each in report.points] + [each.high for each in known if math.isfinite(each.high)]
+    models = [size for each in report.points for size in each.by_model if size]
+    heights = [report.batch_size, *named, *filter(None, ends), *models]
     bottom, top = min(heights) / 2, max(heights) * 3
     axes.set_ylim(bottom, top)
     if unknown:
@@ -77,10 +65,24 @@ def _over_run(axes: Axes, report: NoiseStudy, theme: Theme) -> None:
         axes.vlines(updates, below, above, color=BLUE, alpha=0.35, linewidth=5)
         axes.plot(updates, named, "o", color=BLUE, markersize=5, label="noise scale")
     hatched(axes, [(each.update, band_of(each.by_model)) for each in report.points], BLUE, MODELS)
-    axes.axhline(report.batch_size, color=theme.ink, linewidth=1.2, linestyle=DASHED)
-    style = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "bottom", "fontsize": 9}
-    axes.text(0.995, report.batch_size, f"the batch: {report.batch_size} ", color=theme.ink, **style)
+    batch = f"the batch: {report.batch_size}"
+    axes.axhline(report.batch_size, color=theme.ink, linewidth=1.2, linestyle=DASHED, label=batch)
     legend(axes, theme, ncols=3, loc="lower right")
+
+
+def times_against_k(axes: Axes, steps: Sequence[AtSteps | Steps], colour: str, *, range_of: str) -> None:
+    """Draw the time to the same loss over K, its range, and hatched the band of Adam's models."""
+    k = [each.accumulation_steps for each in steps]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(k, [str(each) for each in k])
+    axes.minorticks_off()  # they would lie between the steps that were asked about
+    logarithmic(axes.yaxis, base=2)
+    lows, highs = [each.low for each in steps], [each.high for each in steps]
+    axes.fill_between(k, lows, highs, color=colour, alpha=0.2, linewidth=0, label=f"range: {range_of}")
+    hatched(axes, [(each.accumulation_steps, band_of(each.by_model)) for each in steps], colour, MODELS)
+    times = [(each.accumulation_steps, each.time) for each in steps if each.time is not None]
+    if times:
+        axes.plot(*zip(*times, strict=True), "o-", color=colour, linewidth=2, markersize=6, label="time")
 
 
 def _against_k(axes: Axes, report: NoiseStudy, theme: Theme) -> None:
@@ -90,27 +92,13 @@ def _against_k(axes: Axes, report: NoiseStudy, theme: Theme) -> None:
     if not report.steps:
         empty(axes, "nothing was timed", theme)
         return
-    k = [each.accumulation_steps for each in report.steps]
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(k, [str(each) for each in k])
-    axes.tick_params(axis="x", which="minor", bottom=False)
-    logarithmic(axes.yaxis, base=2)
-    lows, highs = [each.low for each in report.steps], [each.high for each in report.steps]
-    said = "interval of the noise scale"
-    axes.fill_between(k, lows, highs, color=GREEN, alpha=0.2, linewidth=0, label=said)
-    bands = [(each.accumulation_steps, band_of(each.by_model)) for each in report.steps]
-    hatched(axes, bands, GREEN, MODELS)
-    axes.set_ylim(min(0.5, *(low / 1.2 for low in lows)), max(2.0, *(high * 1.2 for high in highs)))
+    times_against_k(axes, report.steps, GREEN, range_of="interval of the noise scale")
     axes.axhline(1, color=theme.ink, linewidth=1)
     best = report.best
     if best is None:
         said = "the noise scale is not determined: anywhere in the band"
         axes.text(0.02, 0.9, said, transform=axes.transAxes, color=VERMILION, fontsize=10)
     else:
-        times = [each.time or 0.0 for each in report.steps]
-        axes.plot(k, times, "o-", color=GREEN, linewidth=2, markersize=6, label="time to target")
-        axes.plot([best.accumulation_steps], [best.time or 0.0], "o", color=VERMILION, markersize=10)
-        style = {"textcoords": "offset points", "xytext": (0, -18), "ha": "center", "weight": "bold"}
-        where = (best.accumulation_steps, best.time or 0.0)
-        axes.annotate(f"K = {best.accumulation_steps}", where, color=VERMILION, **style)
+        fastest = {"color": VERMILION, "markersize": 10, "label": f"fastest: K = {best.accumulation_steps}"}
+        axes.plot([best.accumulation_steps], [best.time or 0.0], "o", **fastest)
     legend(axes, theme, loc="upper left", bbox_to_anchor=(0.0, 0.86))

@@ -6,8 +6,8 @@ from matplotlib.figure import Figure
 
 from superbatch.tuning.scaling import Family, Rule, rate_factor
 
-from .style import BLUE, DASHED, GREEN, ORANGE, blank, legend, plain_axes
-from .ticks import readable
+from .style import BLUE, DASHED, GREEN, ORANGE, legend, panels
+from .ticks import logarithmic
 
 KAPPAS = [2 ** (i / 4) for i in range(41)]
 
@@ -23,13 +23,11 @@ def scaling_rules(*, ratios: tuple[float, ...] = (1.0, 16.0, 256.0), dark: bool 
         >>> [axes.get_title() for axes in scaling_rules().axes]
         ['SGD', 'Adam, AdamW']
     """
-    figure, theme = blank(4.6, dark=dark)
-    panels = figure.subplots(1, 2, sharey=True)
+    figure, both, theme = panels(4.6, "ab", dark=dark, sharey=True)
     families: tuple[tuple[Family, Rule], ...] = (("sgd", "linear"), ("adam", "sqrt"))
-    for axes, (family, rule), title in zip(panels, families, ("SGD", "Adam, AdamW"), strict=True):
-        plain_axes(axes, theme)
+    for axes, (family, rule), title in zip(both, families, ("SGD", "Adam, AdamW"), strict=True):
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2)
+        logarithmic(axes.yaxis, base=2)
         plain = [rate_factor(family, rule, kappa, None) for kappa in KAPPAS]
         axes.plot(KAPPAS, plain, color=theme.ink, linewidth=1.6, linestyle=DASHED, label=f'"{rule}"')
         for ratio, colour in zip(ratios, (BLUE, GREEN, ORANGE), strict=False):
@@ -40,7 +38,6 @@ def scaling_rules(*, ratios: tuple[float, ...] = (1.0, 16.0, 256.0), dark: bool 
         axes.set_xlabel("kappa: new batch / old batch")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.minorticks_off()  # powers of two alone are labelled
-        readable(axes.yaxis, base=2)
-    panels[0].set_ylabel("new rate / old rate")
-    legend(panels[0], theme)
+    both[0].set_ylabel("new rate / old rate")
+    legend(both[0], theme)
     return figure

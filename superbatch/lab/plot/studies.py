@@ -12,13 +12,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import blended_transform_factory
 
-from ..report.study import Study, StudyArm
-from .arms import DASHES, Style, dots, mean_and_range, rows_for
-from .style import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, Theme, blank, headline, plain_axes
-from .ticks import logarithmic, readable
+from ..report.study import Study
+from .arms import DASHES, MARKERS, STUDY_COLOURS, Style, dots, mean_and_range, runs_by_row
+from .style import BLUE, VERMILION, Theme, blank, headline, legend, plain_axes
+from .ticks import logarithmic
 
-COLOURS = (BLUE, GREEN, VERMILION, PURPLE, ORANGE, SKY, "#999999")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 FAR = 8  # margins from the reference beyond which an arm is named at the edge, not drawn
 
 
@@ -36,9 +34,6 @@ def study(report: Study, *, dark: bool = False) -> Figure:
     for axes in figure.axes:
         plain_axes(axes, theme)
         axes.title.set_fontsize(10)
-        if (legend := axes.get_legend()) is not None:
-            for text in legend.get_texts():
-                text.set_color(theme.ink)
     headline(figure, report.question, theme, report.conclusion, partial=report.partial, size=11)
     return figure
 
@@ -82,26 +77,18 @@ def _below(axes: Axes, place: float, text: str, theme: Theme) -> None:
 
 def _grow_batch(figure: Figure, report: Study, theme: Theme) -> None:
     samples, updates = figure.subplots(1, 2, sharey=True)
-    for index, arm in enumerate(report.arms):
-        _curve(samples, arm, report.curve_at, index)
-        _curve(updates, arm, arm.curve_updates, index)
-    logarithmic(samples.yaxis)
-    samples.set_xlabel("samples seen")
-    updates.set_xlabel("updates made")
-    samples.set(ylabel="training loss, mean over seeds; band: range", title="Against samples")
-    updates.set_title("Against updates")
-    _legend(samples)
+    _curves(samples, report, [report.curve_at] * len(report.arms), theme)
+    _curves(updates, report, [arm.curve_updates for arm in report.arms], theme)
+    loss = "training loss, mean over seeds; band: range"
+    samples.set(xlabel="samples seen", ylabel=loss, title="Against samples")
+    updates.set(xlabel="updates made", title="Against updates")
 
 
 def _critical_batch(figure: Figure, report: Study, theme: Theme) -> None:
     loss, needed = figure.subplots(1, 2)
-    for index, arm in enumerate(report.arms):
-        _curve(loss, arm, report.curve_at, index)
-    logarithmic(loss.yaxis)
-    loss.set_xlabel("samples since the checkpoint")
-    loss.set_ylabel("smoothed training loss, mean over seeds")
+    _curves(loss, report, [report.curve_at] * len(report.arms), theme)
+    loss.set(xlabel="samples since the checkpoint", ylabel="smoothed training loss, mean over seeds")
     loss.set_title("Branches of one checkpoint: the same samples in the same order")
-    _legend(loss)
     points = [(_number(arm.name), arm.values("samples needed, x")) for arm in report.arms]
     points = [(batch, values) for batch, values in points if values]
     for batch, values in points:
@@ -115,10 +102,9 @@ def _critical_batch(figure: Figure, report: Study, theme: Theme) -> None:
     label = "predicted by the noise scale at the checkpoint, of all seeds"
     _line(needed, known, color=VERMILION, marker="D", label=label)
     logarithmic(needed.xaxis, base=2)
-    needed.set_xlabel("batch")
-    needed.set_ylabel("samples needed, relative to the smallest batch")
+    needed.set(xlabel="batch", ylabel="samples needed, relative to the smallest batch")
     needed.set_title("What the larger batch costs in samples")
-    _legend(needed)
+    legend(needed, theme)
 
 
 def _line(axes: Axes, points: Sequence[tuple[float, float]], **style: Any) -> None:
@@ -131,12 +117,16 @@ def _number(name: str) -> float:
     return float(name.rpartition(" ")[2])
 
 
-def _curve(axes: Axes, arm: StudyArm, at: Sequence[float], index: int) -> None:
-    mean_and_range(axes, at, [run.curve for run in arm.runs], _style(index), arm.name)
+def _curves(axes: Axes, report: Study, at: Sequence[Sequence[float]], theme: Theme) -> None:
+    """The mean curve of each arm over its own places, with the range over the runs."""
+    for index, (arm, places) in enumerate(zip(report.arms, at, strict=True)):
+        mean_and_range(axes, places, [run.curve for run in arm.runs], _style(index), arm.name)
+    logarithmic(axes.yaxis)
+    legend(axes, theme)
 
 
 def _style(index: int) -> Style:
-    return Style(COLOURS[index % 7], MARKERS[index % 7], DASHES[index % 5], 2.2)
+    return Style(STUDY_COLOURS[index % 7], MARKERS[index % 7], DASHES[index % 5], 2.2)
 
 
 def _precision(figure: Figure, report: Study, theme: Theme) -> None:
@@ -148,26 +138,22 @@ def _precision(figure: Figure, report: Study, theme: Theme) -> None:
         # Eleven arms and seven colours: beyond these the dashes tell them apart.
         style = {"marker": MARKERS[index % 7], "linestyle": DASHES[index // 7 * 2], "markersize": 6}
         means = [statistics.fmean(at) for at in curves]
-        axes.plot(report.curve_at, means, color=COLOURS[index % 7], linewidth=1.8, label=arm.name, **style)
+        axes.plot(
+            report.curve_at, means, color=STUDY_COLOURS[index % 7], linewidth=1.8, label=arm.name, **style
+        )
     axes.set_xscale("log", base=2)
     logarithmic(axes.yaxis)
     axes.set_xticks(report.curve_at, [f"{count:g}" for count in report.curve_at])
     axes.set(xlabel="gradients in the sum, K", ylabel="relative error of the sum")
-    _legend(axes, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    legend(axes, theme, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _survey(figure: Figure, report: Study, theme: Theme) -> None:
     curves, rates = figure.subplots(1, 2, gridspec_kw={"width_ratios": (3, 2)})
-    for index, arm in enumerate(report.arms):
-        _curve(curves, arm, report.curve_at, index)
-    curves.set_xscale("log")
-    curves.set_yscale("log")
-    readable(curves.xaxis)
-    readable(curves.yaxis)
-    curves.set_xlabel("value surveyed")
-    curves.set_ylabel("smoothed training loss, mean over surveys")
+    _curves(curves, report, [report.curve_at] * len(report.arms), theme)
+    logarithmic(curves.xaxis)
+    curves.set(xlabel="value surveyed", ylabel="smoothed training loss, mean over surveys")
     curves.set_title("Band: range over surveys")
-    _legend(curves)
     _dots(rates, report, report.quantities[0].name, theme, log=True)
     rates.set_title("What each survey suggests")
 
@@ -205,13 +191,14 @@ def _dots(
 ) -> None:
     """One row per arm: each run a dot, mean and sd; the margin of the tests as a band."""
     names = [f"{arm.name}: {fill(arm.how, 34)}" if len(arm.name) == 1 else arm.name for arm in report.arms]
-    for index, y in enumerate(rows_for(axes, names)):
-        _row(axes, report.arms[index], quantity, y, _style(index), log=log)
-    tests = [test for test in report.tests if test.quantity == quantity and not test.ratio]
-    middle = report.arm(tests[0].second).mean(quantity) if tests and not log else None
-    if middle is not None and math.isfinite(middle):
-        margin = tests[0].margin
-        axes.axvspan(middle - margin, middle + margin, color=theme.faint, alpha=0.4, linewidth=0)
+    runs = [arm.values(quantity) for arm in report.arms]
+    styles = map(_style, range(len(names)))
+    tests = [test for test in report.tests if test.quantity == quantity and not test.ratio and not log]
+    middle = report.arm(tests[0].second).mean(quantity) if tests else None
+    margin = tests[0].margin if tests and middle is not None and math.isfinite(middle) else None
+    band = None if middle is None or margin is None else (middle - margin, middle + margin)
+    runs_by_row(axes, list(zip(names, runs, styles, strict=True)), theme, band=band, log=log)
+    if middle is not None and margin is not None:
         axes.set_title(f"Mean ± sd, runs as dots; band: ±{margin:g} around {tests[0].second}")
         if cut:
             # A margin far below the scatter of the reference's own runs must not cut these off.
@@ -245,23 +232,6 @@ def _diverged(values: Sequence[float]) -> str:
     """Return the number of runs of an arm without a finite value, as text."""
     lost = sum(not math.isfinite(value) for value in values)
     return "diverged" if lost == len(values) else f"{lost} of {len(values)} diverged"
-
-
-def _row(axes: Axes, arm: StudyArm, quantity: str, y: float, style: Style, *, log: bool) -> None:
-    values = [value for value in arm.values(quantity) if math.isfinite(value) and (value > 0 or not log)]
-    if not values:
-        return
-    dots(axes, values, y, style.colour)
-    sd = statistics.stdev(values) if len(values) > 1 and not log else None
-    mean = statistics.geometric_mean(values) if log else statistics.fmean(values)
-    shape = {"fmt": style.marker, "markersize": 7, "capsize": 4, "linewidth": 1.6}
-    axes.errorbar(mean, y, xerr=sd, color=style.colour, **shape)
-
-
-def _legend(axes: Axes, **where: Any) -> None:
-    """A legend, where anything was drawn that has a name: an interrupted study may have nothing."""
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=9, **where)
 
 
 _DRAWINGS: Mapping[str, Callable[[Figure, Study, Theme], None]] = {

@@ -44,6 +44,23 @@ def blank(height: float, *, dark: bool, width: float = 10) -> tuple[Figure, Them
     return Figure(figsize=(width, height), facecolor=theme.paper, layout="constrained"), theme
 
 
+def panels(
+    height: float, layout: str = "a", *, dark: bool, width: float = 10, **options: Any
+) -> tuple[Figure, list[Axes], Theme]:
+    """A figure and its axes in the order of their letters; `layout` draws where each lies, as ``"aa;bc"``.
+
+    Examples:
+        >>> figure, axes, theme = panels(4, "aa;bc", dark=True)
+        >>> len(axes), theme is DARK
+        (3, True)
+    """
+    figure, theme = blank(height, dark=dark, width=width)
+    axes = list(figure.subplot_mosaic(layout, **options).values())
+    for each in axes:
+        plain_axes(each, theme)
+    return figure, axes, theme
+
+
 def headline(
     figure: Figure, text: str, theme: Theme, *below: str, partial: bool = False, size: int = 12
 ) -> None:
@@ -63,8 +80,15 @@ def empty(axes: Axes, text: str, theme: Theme) -> None:
 
 
 def legend(axes: Axes, theme: Theme, **where: Any) -> None:
-    """A legend without a frame."""
-    axes.legend(frameon=False, labelcolor=theme.ink, fontsize=9, **where)
+    """A legend without a frame; none where nothing was drawn that has a name."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, labelcolor=theme.ink, fontsize=9, **where)
+
+
+def legend_below(figure: Figure, axes: Axes, theme: Theme, *, columns: int) -> None:
+    """A legend of one panel below all of them: inside, it would lie on curves or lines."""
+    style = {"frameon": False, "labelcolor": theme.ink, "fontsize": 9, "loc": "outside lower center"}
+    figure.legend(*axes.get_legend_handles_labels(), ncols=columns, **style)
 
 
 def hatched(

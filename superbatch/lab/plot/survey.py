@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -12,27 +12,12 @@ from matplotlib.transforms import blended_transform_factory
 from superbatch.results.survey import Survey
 from superbatch.tuning.survey_ramp import to_axis
 
-from ..report.survey_text import NAMES, title_of
-from ..report.survey_text import headline as headline_of
+from ..report.survey_text import NAMES, conclusions, title_of
 from ..report.surveys import SurveyArm, Surveys
-from .arms import Role, Style, dots, mean_and_range, rows_for, styles_of
-from .style import (
-    BLUE,
-    DASHED,
-    GREEN,
-    PURPLE,
-    VERMILION,
-    Theme,
-    blank,
-    caption,
-    empty,
-    headline,
-    legend,
-    plain_axes,
-)
+from .arms import Style, mean_and_range, runs_by_row, styles_of
+from .style import BLUE, DASHED, GREEN, PURPLE, VERMILION, Theme, caption, empty, headline, legend, panels
 from .ticks import logarithmic
 
-ROLES: Mapping[str, Role] = {"real": "real", "again": "again", "wrong": "wrong", "other": "wrong"}
 ABOVE = 1.2  # the axis ends so far above the first points, in units of the fall from there to the lowest
 
 
@@ -46,16 +31,15 @@ def surveys(report: Surveys, *, dark: bool = False) -> Figure:
         ['log', 'log']
     """
     arms = [arm for arm in report.arms if arm.runs]
-    figure, theme = blank(6.2 + 0.3 * len(arms), dark=dark)
-    heights = (6.0, 1.0 + 0.45 * len(report.arms))
-    curves, rates = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": heights})
+    ratios = (6.0, 1.0 + 0.45 * len(report.arms))
+    height = 6.2 + 0.3 * len(arms)
+    figure, (curves, rates), theme = panels(height, "a;b", dark=dark, sharex=True, height_ratios=ratios)
     for axes in (curves, rates):
-        plain_axes(axes, theme)
         logarithmic(axes.xaxis)
-    styles = styles_of([ROLES.get(arm.claim, "split") for arm in arms], theme)
+    styles = styles_of([arm.claim for arm in arms], theme)
     _draw_curves(curves, arms, styles, theme)
     _draw_rates(rates, report, arms, styles, theme)
-    headline(figure, title_of(report), theme, headline_of(report), partial=report.partial, size=10)
+    headline(figure, title_of(report), theme, conclusions(report)[0], partial=report.partial, size=10)
     return figure
 
 
@@ -69,9 +53,7 @@ def one_survey(report: Survey, *, dark: bool = False) -> Figure:
         >>> one_survey(sweep.report()).axes[0].get_xlabel()
         'learning rate'
     """
-    figure, theme = blank(4.6, dark=dark, width=8)
-    axes = figure.subplots()
-    plain_axes(axes, theme)
+    figure, (axes,), theme = panels(4.6, dark=dark, width=8)
     logarithmic(axes.xaxis)
     x = [to_axis(report.what, value) for value in report.values]
     said = "each window, before its update"
@@ -88,14 +70,14 @@ def one_survey(report: Survey, *, dark: bool = False) -> Figure:
     )
     for name, value, ends, colour in marks:
         if value is not None:
-            axes.axvline(to_axis(report.what, value), color=colour, linewidth=1.4, linestyle=DASHED)
-            axes.plot([], [], color=colour, linestyle=DASHED, label=f"{name}: {value:.3g}")
+            line = {"color": colour, "linewidth": 1.4, "linestyle": DASHED, "label": f"{name}: {value:.3g}"}
+            axes.axvline(to_axis(report.what, value), **line)
         if value is not None and ends is not None:
             at = [to_axis(report.what, end) for end in ends]
             axes.axvspan(*at, color=colour, alpha=0.12, linewidth=0)
     if report.stopped is not None and x:
-        axes.axvline(x[-1], color=VERMILION, linewidth=1.4)
-        axes.plot([], [], color=VERMILION, label=f"stopped at {report.values[-1]:.2g}")
+        said = f"stopped at {report.values[-1]:.2g}"
+        axes.axvline(x[-1], color=VERMILION, linewidth=1.4, label=said)
     axes.set(xlabel=_x_label(report.what), ylabel="loss of the window")
     legend(axes, theme)
     return figure
@@ -127,21 +109,15 @@ def _draw_curves(axes: Axes, arms: Sequence[SurveyArm], styles: Sequence[Style],
 def _draw_rates(
     axes: Axes, report: Surveys, arms: Sequence[SurveyArm], styles: Sequence[Style], theme: Theme
 ) -> None:
-    rows = rows_for(axes, [arm.name for arm in arms])
     baseline = arms[0].rate if arms else None
-    if baseline is not None:
-        centre = to_axis(report.what, baseline)
-        low, high = centre / 10**report.margin, centre * 10**report.margin
-        axes.axvspan(low, high, color=theme.faint, alpha=0.4, linewidth=0)
-    for arm, style, y in zip(arms, styles, rows, strict=True):
-        found = [run.survey.suggestion for run in arm.runs]
-        dots(axes, [to_axis(report.what, value) for value in found if value is not None], y, style.colour)
-        if arm.rate is not None:
-            axes.plot([to_axis(report.what, arm.rate)], [y], "D", color=style.colour, markersize=6)
+    centre = None if baseline is None else to_axis(report.what, baseline)
+    band = None if centre is None else (centre / 10**report.margin, centre * 10**report.margin)
+    found = [[run.survey.suggestion for run in arm.runs] for arm in arms]
+    runs = [[to_axis(report.what, value) for value in each if value is not None] for each in found]
+    names = [arm.name for arm in arms]
+    runs_by_row(axes, list(zip(names, runs, styles, strict=True)), theme, band=band, log=True)
     axes.set_xlabel(_x_label(report.what))
-    said = (
-        f"Suggested (onset of the fall): dots surveys, diamond their mean; band ± {report.margin:g} decades"
-    )
+    said = f"Suggested (onset of the fall): each survey, large their mean; band ± {report.margin:g} decades"
     caption(axes, said, theme)
 
 

@@ -7,24 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from .digits_data import DESCRIPTION, LEARNING_RATE, NAME, facts, load_images
+from .digits_data import DESCRIPTION, LEARNING_RATE, NAME, Classification, facts, load_images
 from .models import accuracy, seeded
 from .recipe import Recipe
-
-
-class Classification(NamedTuple):
-    """Labelled images: training and test. Images float32 of shape (n, pixels), labels int64 of shape (n,)."""
-
-    images: Tensor
-    labels: Tensor
-    test_images: Tensor
-    test_labels: Tensor
 
 
 def digits() -> Recipe:

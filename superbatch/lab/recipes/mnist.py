@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from superbatch.errors import InputError
 
-from .digits import Classification, classification
+from .digits import classification
+from .digits_data import Classification
 from .idx import find_idx, read_idx
 from .recipe import Recipe
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize, pad
 
-from .digits import Classification, load_digits
+from .digits import load_digits
+from .digits_data import Classification
 from .models import dtype_of, seeded
 from .recipe import Recipe
 
@@ -31,7 +32,10 @@ def pairs() -> Recipe:
     first, second = view(data.images, generator), view(data.images, generator)
 
     def loss_fn(model: nn.Module) -> Callable[[Mapping[str, Tensor]], Tensor]:
-        return lambda batch: info_nce(model(batch["first"]), model(batch["second"]))
+        def views(name: str, batch: Mapping[str, Tensor]) -> Tensor:
+            return normalize(model(batch[name]), dim=1)
+
+        return lambda batch: info_nce(views("first", batch), views("second", batch))
 
     return Recipe(
         name="pairs",
@@ -59,14 +63,14 @@ def view(images: Tensor, generator: torch.Generator) -> Tensor:
     return moved.flatten(1) + 0.1 * torch.randn(images.shape, generator=generator)
 
 
-def info_nce(first: Tensor, second: Tensor) -> Tensor:
-    """Symmetric InfoNCE: each representation must pick its partner among all of the batch.
+def info_nce(first: Tensor, second: Tensor, temperature: float = TEMPERATURE) -> Tensor:
+    """Symmetric InfoNCE of unit vectors (..., m, d): each must pick its partner among all m.
 
-    ``mean of -log softmax(cos(z_i, z'_j) / 0.2)[i, i]`` over rows and columns.
+    ``mean of -log softmax(z_i . z'_j / temperature)[i, i]`` over rows and columns.
     """
-    scores = normalize(first, dim=1) @ normalize(second, dim=1).T / TEMPERATURE
-    partner = torch.arange(len(scores), device=scores.device)
-    return (cross_entropy(scores, partner) + cross_entropy(scores.T, partner)) / 2
+    scores = first @ second.mT / temperature
+    partner = torch.arange(scores.shape[-1], device=scores.device).expand(scores.shape[:-1])
+    return (cross_entropy(scores.mT, partner) + cross_entropy(scores, partner)) / 2
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
 
 from superbatch.errors import InputError
 from superbatch.torch import count_tokens
@@ -111,22 +112,17 @@ def read_lines(count: int) -> list[bytes]:
     return [lines[i * len(lines) // count] for i in range(count)]
 
 
-def collate(lines: list[bytes]) -> dict[str, Tensor]:
+def collate(lines: list[bytes], *, first: int = NEWLINE, padding: int = 0) -> dict[str, Tensor]:
     """Pad lines to the longest: what the model reads, and what it predicts.
 
     Examples:
         >>> {name: leaf.tolist() for name, leaf in collate([b"ab", b"c"]).items()}
         {'ids': [[10, 97], [10, 0]], 'labels': [[97, 98], [99, -100]]}
     """
-    longest = max(map(len, lines))
-    labels = torch.full((len(lines), longest), IGNORE)
-    ids = torch.zeros_like(labels)
-    for row, line in enumerate(lines):
-        bytes_ = torch.frombuffer(bytearray(line), dtype=torch.uint8).long()
-        labels[row, : len(line)] = bytes_
-        ids[row, 1 : len(line)] = bytes_[:-1]
-    ids[:, 0] = NEWLINE
-    return {"ids": ids, "labels": labels}
+    rows = [torch.tensor([first, *line]) for line in lines]
+    padded = pad_sequence(rows, batch_first=True, padding_value=IGNORE)
+    labels = padded[:, 1:].contiguous()
+    return {"ids": padded[:, :-1].where(labels != IGNORE, padding), "labels": labels}
 
 
 def _token_mean(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

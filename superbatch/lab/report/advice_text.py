@@ -7,9 +7,7 @@ from superbatch.results.memory import binary_text
 from superbatch.results.noise import ASSUMED, ASSUMPTION
 from superbatch.results.scaling import setting_text
 
-from .fitting_text import seconds_text
-from .noise_study import adam_said
-from .table import Column, Table, shown
+from .table import Column, Table, range_text, seconds_text, shown, table_of
 
 NOT_MEASURED = (
     "For Adam the noise scale hangs on what is assumed of its preconditioner (q = 0, 1, 2), which is "
@@ -20,31 +18,36 @@ COUPLED = (
     "BatchNorm and in-batch negatives see a micro-batch, not the batch, unless WholeBatch makes the updates."
 )
 
+NO_SETTINGS = (
+    "Without accumulation beta2 becomes its K-th root, which keeps its half-life in samples; rate "
+    "and weight decay are scaled by superbatch.tuning.scaling (give --lr for numbers)."
+)
+
 
 def steps_table(report: Advice) -> Table:
     """The table of an advice: one row per number of accumulation steps."""
-    columns = (
-        Column("K", "micro-batches of an update; the mark is at the one in question"),
-        Column("batch", "samples of an update, on all ranks"),
-        Column("time", "to the same loss, relative to K = 1: W(K)/W(1)"),
-        Column("range", f"over {range_said(report)}"),
-        Column("samples", "needed for the same loss, relative to K = 1: a lower bound"),
+    asked = report.asked
+    return table_of(
+        title_of(report),
+        report.steps,
+        ("K", "micro-batches of an update; the mark is at the one in question", lambda each: _k(each, asked)),
+        ("batch", "samples of an update, on all ranks", lambda each: str(each.batch)),
+        ("time", "to the same loss, relative to K = 1: W(K)/W(1)", lambda each: _three(each.time)),
+        ("range", f"over {range_said(report)}", _range),
+        ("samples", "needed for that, relative to K = 1: a lower bound", lambda each: _three(each.samples)),
     )
-    return Table(title_of(report), columns, tuple(_row(each, report) for each in report.steps))
 
 
 def alternative_table(report: Advice) -> Table:
-    """The settings with accumulation, and those without."""
+    """The settings with accumulation, and those without; no rows where none are known."""
     found = report.alternative
-    batch = report.microbatch_size * report.ranks
-    columns = (
-        Column("setting", "of the optimizer"),
-        Column(f"batch {report.of_asked.batch}", "with accumulation"),
-        Column(f"batch {batch}", "without"),
+    return table_of(
+        "The alternative: no accumulation",
+        [] if found is None else [(name, old, found.after[name]) for name, old in found.before.items()],
+        ("setting", "" if found is None else f'by the rule "{found.rule}": {found.why}', lambda row: row[0]),
+        (f"batch {report.of_asked.batch}", "with accumulation", lambda row: setting_text(row[1])),
+        (f"batch {report.microbatch_size * report.ranks}", "without", lambda row: setting_text(row[2])),
     )
-    settings = [] if found is None else [(name, old, found.after[name]) for name, old in found.before.items()]
-    rows = tuple((name, setting_text(old), setting_text(new)) for name, old, new in settings)
-    return Table("The alternative: no accumulation", columns, rows)
 
 
 def memory_table(report: Advice) -> Table:
@@ -58,8 +61,7 @@ def memory_table(report: Advice) -> Table:
             ("sum of gradients", f"{binary_text(report.accumulator_bytes)} (4 bytes a parameter)", free)
         )
     if limit is not None and peak is not None:
-        fits = "fits in" if peak <= limit.bytes else "does not fit in"
-        remark = f"{fits} {binary_text(limit.bytes)} ({limit.by})"
+        remark = f"{'fits in' if peak <= limit.bytes else 'does not fit in'} {limit}"
         rows.append((f"a micro-batch of {report.microbatch_size}", binary_text(peak), remark))
     if limit is not None and whole is not None and whole <= limit.bytes:
         samples = f"{report.asked} x {report.microbatch_size} in one piece"
@@ -70,24 +72,16 @@ def memory_table(report: Advice) -> Table:
 
 def models_table(report: Advice) -> Table:
     """The noise scale under each assumption about Adam's preconditioner."""
-    columns = (
-        Column("q", "power of Adam's preconditioner; the first is the plain gradient, which is used"),
-        Column("assumes that", "what the power takes for granted of the curvature"),
-        Column("noise scale", "samples of a batch with as much noise as signal, with its 95 % interval"),
-        Column("K*", "the best number of micro-batches"),
-        Column(f"time at K = {report.asked}", "to the same loss, relative to K = 1"),
+    times = {each.power: time for each, time in zip(report.models, report.of_asked.by_model, strict=True)}
+    return table_of(
+        "By the assumption on Adam's preconditioner",
+        report.models,
+        ("q", "power of Adam's preconditioner; 0, the plain gradient, is used", lambda each: str(each.power)),
+        ("assumes that", "of the curvature", lambda each: ASSUMED[each.power]),
+        ("noise scale", "with its 95 % interval", lambda each: range_text(each.noise, each.low, each.high)),
+        ("K*", "the best number of micro-batches", lambda each: _three(each.best)),
+        (f"time at K = {report.asked}", "relative to K = 1", lambda each: _three(times[each.power])),
     )
-    rows = tuple(
-        (
-            str(each.power),
-            ASSUMED[each.power],
-            range_text(each.noise, each.low, each.high),
-            shown(each.best, "{:.3g}".format),
-            shown(time, "{:.3g}".format),
-        )
-        for each, time in zip(report.models, report.of_asked.by_model, strict=True)
-    )
-    return Table("By the assumption on Adam's preconditioner", columns, rows)
 
 
 def tables(report: Advice) -> list[Table]:
@@ -119,95 +113,47 @@ def range_said(report: Advice) -> str:
     return f"the noise scale's interval, a factor of {report.systematic:g} beyond it{adam}"
 
 
-def range_text(value: float | None, low: float, high: float) -> str:
-    """A noise scale with its interval, where there is one.
-
-    Examples:
-        >>> range_text(100.0, 80.0, 130.0), range_text(None, 40.0, float("inf")), range_text(9.0, 9.0, 9.0)
-        ('100 (80 to 130)', 'not determined, at least 40', '9')
-    """
-    least, most = number_text(low), number_text(high)
-    if value is None:
-        return f"not determined, at least {least}" if low else "not determined"
-    return number_text(value) if least == most else f"{number_text(value)} ({least} to {most})"
-
-
-def findings(report: Advice) -> list[str]:
-    """Return the findings of an advice in words: the verdict first."""
-    return [
-        verdict_text(report),
-        _best(report),
-        *report.uncertainty[:1],
-        *_models(report),
-        _alternative(report),
-        *_limits(report),
-        *report.uncertainty[1:],
-        *report.notes,
-    ]
-
-
 def answer(report: Advice) -> list[str]:
     """The verdict, the best number of micro-batches, how sure that is, and what no table has."""
-    todo = [] if report.alternative is not None else [_alternative(report)]
-    return [verdict_text(report), _best(report), *report.uncertainty[:1], *todo]
+    between = f"between {number_text(report.best_low)} and {number_text(report.best_high)}"
+    if report.best is None:
+        best = f"The best number of micro-batches is {between}."
+    elif report.best <= 1:
+        best = f"None pays at the estimate: K* = {report.best:.2g} ({between})."
+    else:
+        best = f"Least time at K* = {report.best:.3g} ({between})."
+    settings = [] if report.alternative is not None else [NO_SETTINGS]
+    return [verdict_text(report), best, *report.uncertainty[:1], *settings]
 
 
-def caveats(report: Advice, most: int = 3) -> list[str]:
-    """Limits of the verdict: problems of this run first, general caveats last."""
+def caveats(report: Advice, most: int | None = 3) -> list[str]:
+    """Limits of the verdict, all or the first: problems of this run first, general caveats last."""
     # Of the memory only what changes the answer: too much, or no need to accumulate.
     memory = [row for row in memory_table(report).rows if row[2].startswith(("does not fit", "fits:"))]
-    said = [f"{what}: {takes}, {remark}." for what, takes, remark in memory]
+    said = [*report.notes, *(f"{what}: {takes}, {remark}." for what, takes, remark in memory)]
+    if report.alternative is not None and report.alternative.optimizer != "sgd" and not report.models:
+        said.append(NOT_MEASURED.format(report.systematic))
+    if report.verdict != "helps":
+        said.append(f"This does not apply where {'; or '.join(report.exceptions)}.")
     # How sure the verdict is stands beside it, in the answer.
-    return [*report.notes, *said, *_models(report), *_limits(report), *report.uncertainty[1:]][:most]
-
-
-def _limits(report: Advice) -> list[str]:
-    helps = report.verdict == "helps"
-    return [*([] if helps else [f"This does not apply where {'; or '.join(report.exceptions)}."]), COUPLED]
+    return [*said, COUPLED, *report.uncertainty[1:]][:most]
 
 
 def verdict_text(report: Advice) -> str:
     """The verdict with its reason."""
-    said = {
-        "helps": f"Accumulating {report.asked} micro-batches helps.",
-        "wasteful": f"Accumulating {report.asked} micro-batches is wasteful.",
-        "undetermined": f"Whether accumulating {report.asked} micro-batches pays is undetermined.",
-    }
-    return f"{said[report.verdict]} {report.reason}"
+    said = {"helps": "helps", "wasteful": "is wasteful"}.get(report.verdict)
+    if said is None:
+        return f"Whether accumulating {report.asked} micro-batches pays is undetermined. {report.reason}"
+    return f"Accumulating {report.asked} micro-batches {said}. {report.reason}"
 
 
-def _models(report: Advice) -> list[str]:
-    if report.models:
-        return adam_said([each.noise for each in report.models], report.systematic)
-    adam = report.alternative is not None and report.alternative.optimizer != "sgd"
-    return [NOT_MEASURED.format(report.systematic)] if adam else []
+def _k(each: Steps, asked: int) -> str:
+    return f"{each.accumulation_steps}{' <' if each.accumulation_steps == asked else ''}"
 
 
-def _best(report: Advice) -> str:
-    between = f"between {number_text(report.best_low)} and {number_text(report.best_high)}"
-    if report.best is None:
-        return f"The best number of micro-batches is {between}."
-    if report.best <= 1:
-        return f"None pays at the estimate: K* = {report.best:.2g} ({between})."
-    return f"Least time at K* = {report.best:.3g} ({between})."
+def _range(each: Steps) -> str:
+    return "" if each.accumulation_steps == 1 else f"{each.low:.3g} to {each.high:.3g}"
 
 
-def _alternative(report: Advice) -> str:
-    if report.alternative is None:
-        return (
-            "Without accumulation beta2 becomes its K-th root, which keeps its half-life in samples; rate "
-            "and weight decay are scaled by superbatch.tuning.scaling (give --lr for numbers)."
-        )
-    return f'Settings without accumulation, by the rule "{report.alternative.rule}": {report.alternative.why}'
-
-
-def _row(each: Steps, report: Advice) -> tuple[str, ...]:
-    alone = each.accumulation_steps == 1
-    mark = " <" if each.accumulation_steps == report.asked else ""
-    return (
-        f"{each.accumulation_steps}{mark}",
-        str(each.batch),
-        shown(each.time, "{:.3g}".format),
-        "" if alone else f"{each.low:.3g} to {each.high:.3g}",
-        shown(each.samples, "{:.3g}".format),
-    )
+def _three(value: float | None) -> str:
+    return shown(value, "{:.3g}".format)

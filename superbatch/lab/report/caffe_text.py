@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from superbatch.results.caffe import CaffeExplained
 
-from .table import Column, Table
+from .table import Table, table_of
 
 
 def settings_table(report: CaffeExplained) -> Table:
     """The table of a solver: one row per field that matters."""
-    columns = (
-        Column("Caffe", "the field of the solver file"),
-        Column("value", "what the file says, or Caffe's default"),
-        Column("today", "what that is in PyTorch's terms"),
+    return table_of(
+        title_of(report),
+        report.settings,
+        ("Caffe", "the field of the solver file", lambda each: each.field),
+        ("value", "what the file says, or Caffe's default", lambda each: each.value),
+        ("today", "what that is in PyTorch's terms", lambda each: each.meaning),
     )
-    rows = tuple((each.field, each.value, each.meaning) for each in report.settings)
-    return Table(title_of(report), columns, rows)
 
 
 def title_of(report: CaffeExplained) -> str:

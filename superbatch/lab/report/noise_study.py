@@ -6,11 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from superbatch.results.advice import number_text
 from superbatch.results.noise import ASSUMED, ASSUMPTION
-from superbatch.tuning.advice import SYSTEMATIC
 
-from .fitting_text import seconds_text
-from .table import DASH, Column, Table, shown
+from .table import Column, Table, interval_text, seconds_text, shown, table_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +69,6 @@ class NoiseStudy:
     models: tuple[float | None, ...] = ()  # ``B_noise`` of the run, as `NoiseAt.by_model`
 
     @property
-    def band(self) -> tuple[float, float] | None:
-        """The smallest and the largest noise scale under `models`; None where fewer than two have one."""
-        return band_of(self.models)
-
-    @property
     def best(self) -> AtSteps | None:
         """The K with the shortest time to target; None where the noise scale is not known."""
         known = [each for each in self.steps if each.time is not None]
@@ -114,115 +108,60 @@ def points_table(report: NoiseStudy, rows: int = 12) -> Table:
         Column("remark", "why there is no number"),
     )
     every = max(1, math.ceil(len(report.points) / rows))
-    points = report.points[::-every][::-1]
+    # A point from before the first moments of Adam are known has no numbers by model.
+    unknown = (None,) * len(report.models)
     lines = tuple(
         (
             str(each.update),
             f"{each.loss:.4g}",
-            shown(each.batch_size, number),
-            interval(each.low, each.high),
-            *(shown(value, number) for value in each.by_model[1:]),
-            *(DASH,) * (len(report.models[1:]) - len(each.by_model[1:])),
+            shown(each.batch_size, number_text),
+            interval_text(each.low, each.high),
+            *(shown(value, number_text) for value in (each.by_model or unknown)[1:]),
             each.reason or "",
         )
-        for each in points
+        for each in report.points[::-every][::-1]
     )
     return Table(title_of(report), columns, lines)
 
 
 def steps_table(report: NoiseStudy) -> Table:
     """Time to target against K."""
-    columns = (
-        Column("micro-batches", f"K, of {report.microbatch_size} samples"),
-        Column("batch", "samples of one update"),
-        Column("time to target", "relative to one micro-batch per update"),
-        Column("range", "over the interval of the noise scale"),
+    microbatch, update = seconds_text(report.microbatch_seconds), seconds_text(report.update_seconds)
+    return table_of(
+        f"Time to the same loss: a micro-batch takes {microbatch}, an update {update}",
+        report.steps,
+        ("micro-batches", "of an update: K", lambda each: str(each.accumulation_steps)),
+        ("batch", "samples of one update", lambda each: str(each.batch)),
+        ("time to target", "against K = 1: a lower bound", lambda each: shown(each.time, "{:.2f}".format)),
+        ("range", "over the noise scale's interval", lambda each: f"{each.low:.2f} to {each.high:.2f}"),
     )
-    rows = tuple(
-        (
-            f"{each.accumulation_steps}",
-            f"{each.batch}",
-            shown(each.time, "{:.2f}".format),
-            f"{each.low:.2f} to {each.high:.2f}",
-        )
-        for each in report.steps
-    )
-    return Table("Time to the same loss, against one micro-batch per update", columns, rows)
 
 
 def findings(report: NoiseStudy) -> list[str]:
     """Return the findings of a study in words, the answer first."""
     if report.noise is None:
         known = max((each.low for each in report.points if each.reason), default=0.0)
-        least = f"; it is above about {number(known)} samples" if known >= 1 else ""
-        first = (
+        least = f"; it is above about {number_text(known)} samples" if known >= 1 else ""
+        return [
             f"The noise scale is not determined{least}, {ASSUMPTION}: give more --updates, or a larger "
-            "--batch-size, which shows more of the signal."
-        )
-        return [first, *report.notes]
-    ratio = report.noise / report.batch_size
+            "--batch-size, which shows more of the signal.",
+            *report.notes,
+        ]
+    ratio, best = report.noise / report.batch_size, report.best
     side = "more noise than signal" if ratio > 1 else "more signal than noise"
+    interval = interval_text(report.low, report.high)
     sentences = [
-        f"Over this run the noise scale was {number(report.noise)} samples "
-        f"({interval(report.low, report.high)}), {ASSUMPTION}: a batch of {report.batch_size} has {side} "
-        f"({ratio:.2g} to 1).",
+        f"Over this run the noise scale was {number_text(report.noise)} samples ({interval}), {ASSUMPTION}: "
+        f"a batch of {report.batch_size} has {side} ({ratio:.2g} to 1)."
     ]
-    sentences += adam_said(report.models, SYSTEMATIC)
-    if report.best is not None:
-        sentences += _times(report, report.best)
+    if report.models:
+        scales = ", ".join("not determined" if each is None else number_text(each) for each in report.models)
+        sentences.append(
+            f"With Adam's preconditioner to the power q = 0, 1, 2 the noise scale is {scales}; q = 0, the "
+            "plain gradient, is used."
+        )
+    if best is not None:
+        alone = best.accumulation_steps == 1
+        gain = "accumulation costs time here" if alone else f"in {best.time:.2f} of the time of K = 1"
+        sentences.append(f"Fastest is K = {best.accumulation_steps}, a batch of {best.batch}: {gain}.")
     return [*sentences, *report.notes]
-
-
-def adam_said(scales: Sequence[float | None], factor: float) -> list[str]:
-    """A sentence on the noise scales under the models of Adam's preconditioner, if there are any."""
-    if not scales:
-        return []
-    unknown = [f"q = {power}" for power, each in enumerate(scales) if each is None]
-    left = f" ({' and '.join(unknown)}: not determined)" if unknown else ""
-    band = band_of(scales)
-    between = "not known" if band is None else f"{number(band[0])} to {number(band[1])}"
-    return [
-        "Under the assumptions on Adam's preconditioner (q = 0, 1, 2) the noise scale is "
-        f"{between}{left}; q = 0, the plain gradient, is used, and no model of Adam is better than a factor "
-        f"of about {factor:g}."
-    ]
-
-
-def _times(report: NoiseStudy, best: AtSteps) -> list[str]:
-    said = (
-        f"A micro-batch takes {seconds_text(report.microbatch_seconds)} and an update "
-        f"{seconds_text(report.update_seconds)}"
-    )
-    fastest = f"K = {best.accumulation_steps} (a batch of {best.batch}) is fastest"
-    return [
-        f"{said}: one micro-batch per update is fastest, accumulation costs time here."
-        if best.accumulation_steps == 1
-        else f"{said}: {fastest}, in {best.time:.2f} of the time of one micro-batch per update.",
-        "The time to target is a lower bound: good to about a quarter up to the noise scale, and too low by "
-        "1.5 to 2 times beyond it.",
-    ]
-
-
-def number(value: float) -> str:
-    """A count that is an estimate: two digits, three from a hundred on.
-
-    Examples:
-        >>> number(1234.5), number(99.7), number(7.123), number(0.0)
-        ('1230', '100', '7.1', '0')
-    """
-    if value < 99.5:
-        return f"{value:.2g}"
-    power = 10 ** max(0, len(str(int(value))) - 3)
-    return str(int(round(value / power) * power))
-
-
-def interval(low: float, high: float) -> str:
-    """An interval of batch sizes, that may have no upper end.
-
-    Examples:
-        >>> interval(10.0, 40.0), interval(10.0, math.inf), interval(0.0, math.inf)
-        ('10 to 40', '10 or more', '–')
-    """
-    if math.isinf(high):
-        return f"{number(low)} or more" if low > 0 else DASH
-    return f"{number(low)} to {number(high)}"

@@ -18,7 +18,7 @@ class Page:
     title: str
     guide: str = ""  # page of the documentation that explains it, without .md
     lead: str = ""  # one quiet line below the title, without its full stop
-    partial: str = ""  # when the study was interrupted; empty: it was not
+    partial: bool = False  # the study was interrupted
     verdict: Sequence[str] = ()  # set apart from the other sentences
     findings: Sequence[str] = ()
     tables: Sequence[Table] = ()  # those without rows are left out

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 
 from superbatch.results.advice import Advice
 from superbatch.results.caffe import CaffeExplained
@@ -13,9 +14,9 @@ from .comparison import Comparison
 from .fitting import Fitting
 from .noise_study import NoiseStudy
 from .page import Page
-from .study import Study
+from .study import Study, StudyTest
 from .surveys import Surveys
-from .table import Column, Table, comparison_table, margin_text, rows_with_details
+from .table import Column, Table, comparison_table, margin_text
 from .verdict import verdict
 
 Report = Comparison | Fitting | NoiseStudy | Surveys | Study | Advice | CaffeExplained
@@ -25,30 +26,17 @@ def page_of(report: Report) -> Page:
     """The page of a report, whole or partial."""
     match report:
         case Comparison():
-            return _comparison(report)
+            page = _comparison(report)
         case Study():
-            return _study(report)
+            page = _study(report)
         case Advice():
-            return _advice(report)
+            page = _advice(report)
         case CaffeExplained():
-            return _caffe(report)
-        case Fitting():
-            tables = [
-                fitting_text.sizes_table(report),
-                fitting_text.reach_table(report),
-                fitting_text.savings_table(report),
-            ]
-            plotted = "Peak memory and time per sample by size of the micro-batch."
-            return _measured("fit", report, fitting_text.findings(report), tables, plotted)
-        case NoiseStudy():
-            tables = [noise_study.points_table(report), noise_study.steps_table(report)]
-            plotted = "The noise scale over the training; the time by number of micro-batches."
-            return _measured("noise", report, noise_study.findings(report), tables, plotted)
-        case Surveys():
-            said = [survey_text.suggestion(report), *survey_text.conclusions(report)]
-            plotted = "Loss over the surveyed value; what each survey suggests."
-            arms = [(arm.name, arm.how) for arm in report.arms]
-            return _measured("survey", report, said, [survey_text.surveys_table(report)], plotted, arms)
+            page = _caffe(report)
+        case Fitting() | NoiseStudy() | Surveys():
+            page = _measured(report)
+    run = {"Options": report.command, "Versions": report.versions}
+    return replace(page, partial=report.partial, settings={**page.settings, **run})
 
 
 def verification_page(report: Verification, *, recipe: str, command: Mapping[str, str]) -> Page:
@@ -72,22 +60,34 @@ def differences_table(report: Verification) -> Table:
 
 
 def _comparison(report: Comparison) -> Page:
-    done, asked = sum(len(arm.runs) for arm in report.arms), len(report.arms) * len(report.seeds)
-    few = "There are fewer than two runs per arm: no test can be made."
-    details = rows_with_details(report)
     return Page(
         title=f"superbatch compare: {report.recipe}",
         guide="compare",
         lead=report.description,
-        partial=f"interrupted after {done} of {asked} runs." if report.partial else "",
         verdict=verdict(report),
         tables=[comparison_table(report)],
-        details=[details],
+        details=[study_text.equivalence_table(_tests(report))],
         plotted="Training loss over updates; metric of each arm with its margin; differences of the weights.",
-        notes=[*report.notes, *([] if details.rows else [few])],
-        arms=[(arm.name, f"{arm.how}; micro-batches of {_sizes(arm.sizes)} samples") for arm in report.arms],
-        settings={"Setting": _setting(report), **_run(report)},
+        notes=report.notes,
+        arms=[(arm.name, arm.how) for arm in report.arms],
+        settings={"Setting": _setting(report)},
     )
+
+
+def _tests(report: Comparison) -> list[StudyTest]:
+    """The tests of each arm: by pairs of runs, and as if the seeds were independent."""
+    return [
+        StudyTest(
+            first=arm.name,
+            second=f"{report.arms[0].name}, {test.test}",
+            quantity=report.metric,
+            ratio=False,
+            result=test,
+        )
+        for arm in report.arms
+        for test in (arm.paired, arm.welch)
+        if test is not None
+    ]
 
 
 def _study(report: Study) -> Page:
@@ -95,28 +95,25 @@ def _study(report: Study) -> Page:
         title=report.question,
         guide="studies",
         lead=f"superbatch study {report.name}, {report.recipe}: {report.description}",
-        partial="interrupted before the last run." if report.partial else "",
         verdict=[report.conclusion],
-        tables=[study_text.study_table(report), study_text.equivalence_table(report)],
+        tables=[study_text.study_table(report), study_text.equivalence_table(report.tests)],
         plotted="The quantities of the table.",
         notes=report.notes,
         arms=[(arm.name, arm.how) for arm in report.arms],
-        settings={"Setting": report.setting, **_run(report)},
+        settings={"Setting": report.setting},
     )
 
 
 def _advice(report: Advice) -> Page:
-    first, *others = advice_text.findings(report)
+    first, *others = advice_text.answer(report)
     return Page(
         title=f"superbatch advise: {report.verdict}",
         guide="advice",
-        partial="interrupted before the end." if report.partial else "",
         verdict=[first],
-        findings=others,
+        findings=[*others, *advice_text.caveats(report, most=None)],
         tables=advice_text.tables(report),
         details=[advice_text.memory_table(report)],
         plotted="Time to the same loss by number of micro-batches.",
-        settings=_run(report),
     )
 
 
@@ -128,50 +125,46 @@ def _caffe(report: CaffeExplained) -> Page:
         findings=caffe_text.findings(report),
         plotted="The learning rate over the updates.",
         code=report.code,
-        settings=_run(report),
     )
 
 
-def _measured(
-    command: str,
-    report: Fitting | NoiseStudy | Surveys,
-    said: Sequence[str],
-    tables: Sequence[Table],
-    plotted: str,
-    arms: Sequence[tuple[str, str]] = (),
-) -> Page:
+def _measured(report: Fitting | NoiseStudy | Surveys) -> Page:
     """Page of a command that trains a recipe; the first sentence is the verdict."""
+    match report:
+        case Fitting():
+            command, guide, arms = "fit", "memory", ()
+            tables = [fitting_text.sizes_table(report), fitting_text.reach_table(report)]
+            tables.append(fitting_text.savings_table(report))
+            said = fitting_text.findings(report)
+            plotted = "Peak memory and time per sample by size of the micro-batch."
+        case NoiseStudy():
+            command, guide, arms = "noise", "noise", ()
+            tables = [noise_study.points_table(report), noise_study.steps_table(report)]
+            said = noise_study.findings(report)
+            plotted = "The noise scale over the training; the time by number of micro-batches."
+        case Surveys():
+            command, guide, arms = "survey", "survey", report.arms
+            tables = [survey_text.surveys_table(report)]
+            said = [survey_text.suggestion(report), *survey_text.conclusions(report)]
+            plotted = "Loss over the surveyed value; what each survey suggests."
     return Page(
         title=f"superbatch {command}: {report.recipe}",
-        guide={"fit": "memory"}.get(command, command),
+        guide=guide,
         lead=report.description,
-        partial="interrupted before the end." if report.partial else "",
         verdict=said[:1],
         findings=said[1:],
         tables=tables,
         plotted=plotted,
-        arms=arms,
-        settings=_run(report),
+        arms=[(arm.name, arm.how) for arm in arms],
     )
-
-
-def _run(report: Report) -> dict[str, Mapping[str, str]]:
-    return {"Options": report.command, "Versions": report.versions}
 
 
 def _setting(report: Comparison) -> dict[str, str]:
     return {
         "backend": report.backend,
         "loss": report.statement,
-        "optimizer": f"{report.optimizer}, lr {report.learning_rate:g}",
-        "dtype": report.dtype,
-        "batch": f"{report.batch_size} samples" + ("" if report.tail is None else f", tail {report.tail}"),
-        "updates": str(report.updates),
+        "tail": "none" if report.tail is None else f"{report.tail} samples at the end of each epoch",
         "seeds": ", ".join(map(str, report.seeds)),
         "margin": margin_text(report),
         "wall time": f"{report.seconds:.1f} s",
     }
-
-
-def _sizes(sizes: tuple[int, ...]) -> str:
-    return str(sizes[0]) if len(set(sizes)) == 1 else ", ".join(map(str, sizes))

@@ -1,40 +1,38 @@
-"""Surveys of several splits as a table and in sentences."""
+"""Surveys of several splits as a table, and the verdict on them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 from superbatch.results.survey import Range, What
 from superbatch.tuning.survey import averaged
 from superbatch.tuning.survey_suggestions import still_falling
 
-from .comparison import FEWEST_RUNS, Equivalence
+from .comparison import Equivalence
 from .surveys import CurveTest, SurveyArm, Surveys
-from .table import DASH, Column, Table, difference_text, p_text, shown
+from .table import DASH, Table, difference_text, named, p_text, shown, table_of
 
 NAMES: dict[What, str] = {"lr": "learning rate", "momentum": "momentum", "weight_decay": "weight decay"}
 
 
 def surveys_table(report: Surveys) -> Table:
     """The table of a study: one row per arm."""
-    name = NAMES[report.what]
+    curve, share = "at every point of the fall: the largest p-value", 100 * (report.factor - 1)
     alike = f"rate within {report.margin:g} decades" if report.what == "lr" else "value alike"
-    seeds = "largest p-value, arms with seeds of their own"
-    columns = (
-        Column("split", "micro-batches x samples; the first row is the baseline"),
-        Column(
-            f"suggested {name}",
-            "geometric mean over the surveys that suggest one, and their spread in decades",
-        ),
-        Column("stopped at", "median of the last values, where surveys stopped early"),
-        Column(
-            "pairs differ by", "largest relative difference to the lowest point, same weights and samples"
-        ),
-        Column(f"curve within {100 * (report.factor - 1):.0f} %", f"at every point of the fall: {seeds}"),
-        Column(alike, "equivalence of the suggestions, arms with seeds of their own"),
+    pairs = "largest relative difference to the lowest point, same weights and samples"
+    seeds = "arms with seeds of their own"
+    suggested = f"suggested {NAMES[report.what]}"
+    return table_of(
+        title_of(report),
+        report.arms,
+        ("split", "micro-batches x samples; first the baseline", lambda arm: named(arm.name, arm.claim)),
+        (suggested, "geometric mean over the surveys that suggest one, and spread", _suggested),
+        ("stopped at", "median of the last values, where surveys stopped early", _stopped),
+        ("pairs differ by", pairs, lambda arm: _pairs_text(arm.pairs) if arm.pairs else DASH),
+        (f"curve within {share:.0f} %", f"{curve}, {seeds}", lambda arm: shown(arm.curve, _yes)),
+        (alike, f"equivalence of the suggestions, {seeds}", lambda arm: shown(arm.suggested, _yes)),
     )
-    return Table(title_of(report), columns, tuple(_row(arm) for arm in report.arms))
 
 
 def title_of(report: Surveys) -> str:
@@ -48,106 +46,55 @@ def title_of(report: Surveys) -> str:
     )
 
 
-# (claim, alike) -> what is said of an arm that is not exact; the table has its tests.
-_SAID: Mapping[tuple[str, bool | None], str] = {
-    ("wrong", None): "not tested",
-    ("wrong", True): "FOUND ALIKE, though it is wrong",
-    ("wrong", False): "wrong, and not found alike",
-    ("other", None): "not tested",
-    ("other", True): "another batch, found alike all the same",
-    ("other", False): "another batch, not found alike",
-}
-_COUPLED = "samples are coupled, and the split does not claim to survey like the real batch"
-
-
 def conclusions(report: Surveys) -> list[str]:
-    """Return one sentence for the splits, one for each other arm, and the notes."""
+    """Return the verdict on the splits, what contradicts it, and the notes; the table has the tests."""
     exact, again = _claim(report, "exact"), _claim(report, "again")
-    sentences = [_of_splits(report, exact)] if exact else []
-    for claim in ("inexact", "wrong", "other"):
-        sentences += [
-            f"{arm.name}: {_SAID.get((claim, arm.alike), _COUPLED)}." for arm in _claim(report, claim)
-        ]
+    sentences = [_of_splits(report, exact)]
+    sentences += [
+        f"{arm.name}: FOUND ALIKE, though it is wrong." for arm in _claim(report, "wrong") if arm.alike
+    ]
+    # Without this a reader would blame the splits, which fail the tests for the same reason.
     if exact and again and again[0].alike is False and all(arm.alike is not True for arm in exact):
         sentences.append(
             "The real batch itself, surveyed again, is not shown to be alike: these surveys are too few for "
-            f"the tests{_needed(again[0])}."
+            "the tests. Give more --repeats."
         )
-    if not sentences:
-        done = any(arm.runs for arm in report.arms)
-        sentences = ["No split was surveyed beside the real batch." if done else "Nothing has been surveyed."]
     return [*sentences, *report.notes]
 
 
 def suggestion(report: Surveys) -> str:
     """Return the value to begin with in words, by the surveys of the real batch."""
     surveys = [run.survey for run in report.arms[0].runs]
-    name, rate = NAMES[report.what], report.arms[0].rate
+    name, batches = NAMES[report.what], f"for batches of {report.batch_size} samples"
     if not surveys:
         return f"No {name} is suggested: nothing has been surveyed."
     mean = averaged(surveys)
-    nothing = [] if mean.reason is None else [f"No {name} is suggested: {mean.reason}."]
-    batches = f"{{:.2g}} for batches of {report.batch_size} samples"
     # The mean curve has the least noise; single surveys are asked only where it leaves the onset open.
-    value = mean.onset or rate or mean.minimum
-    curves = [each for each in surveys if each.smooth]
-    if report.what != "lr" and curves:
+    value = mean.onset or report.arms[0].rate or mean.minimum
+    lowest = sorted(min(zip(each.smooth, each.values, strict=False))[1] for each in surveys if each.smooth)
+    if report.what != "lr" and lowest:
         # At a fixed rate the loss falls by itself, whatever the option does: no value is recommended.
-        lowest = _middle(
-            min(pair for pair in zip(each.smooth, each.values, strict=False) if math.isfinite(pair[0]))[1]
-            for each in curves
+        said = (
+            f"The loss is lowest at a {name} of about {lowest[len(lowest) // 2]:.2g} {batches}: more is too "
+            "much, and less may be as good."
         )
-        said = [
-            f"The loss is lowest at a {name} of about {batches.format(lowest)}: more is too much. Before "
-            f"that it falls because training continues: the descent does not say which {name} is best.",
-            *nothing,
-        ]
     elif value is None:
-        said = nothing or [f"No {name} is suggested: noise leaves open where the loss begins to fall."]
+        said = f"No {name} is suggested: {mean.reason or 'noise leaves open where the loss begins to fall'}."
     else:
-        curve = f"the mean curve of {len(surveys)} surveys" if len(surveys) > 1 else "the curve"
-        said = [
-            f"Begin with a {name} of about {batches.format(value)}. By {curve} the loss has begun to fall at "
+        said = (
+            f"Begin with a {name} of about {value:.2g} {batches}: the loss has begun to fall at "
             f"{_with_range(mean.onset, mean.onset_range)}, a tenth of where it is lowest is "
             f"{_with_range(mean.minimum, mean.minimum_range)}."
-        ]
+        )
     if 2 * sum(each.stopped is None and still_falling(each.smooth) for each in surveys) > len(surveys):
-        said.append("The loss still fell at the end of the ramp: survey up to a higher value.")
-    return " ".join(said)
+        said += " The loss still fell at the end of the ramp: survey up to a higher value."
+    return said
 
 
 def _with_range(value: float | None, ends: Range | None) -> str:
     if ends is None:
         return "not known"
-    said = "not known" if value is None else f"{value:.2g}"
-    return f"{said} ({ends[0]:.2g} to {ends[1]:.2g})"
-
-
-def _middle(values: Iterable[float]) -> float:
-    known = sorted(values)
-    return known[len(known) // 2]
-
-
-def headline(report: Surveys) -> str:
-    """Return the result of a study about the splits in a few words, for the top of a plot."""
-    exact = _claim(report, "exact")
-    pairs = [pair for arm in exact for pair in arm.pairs]
-    if not pairs:
-        return "nothing was compared"
-    if not max(pairs) <= report.tolerance:
-        return f"NOT THE SAME: from the same weights and samples curves differ by {_pairs_text(pairs)}"
-    said = f"same weights and samples: curves agree to {difference_text(max(pairs))}"
-    if any(arm.alike is None for arm in exact):
-        return said
-    alike = all(arm.alike for arm in exact)
-    return f"{said}; different seeds: {'indistinguishable' if alike else 'not shown to be alike'}"
-
-
-def rate_text(arm: SurveyArm) -> str:
-    """Return the learning rate that an arm suggests, with its spread."""
-    if arm.rate is None:
-        return DASH
-    return f"{arm.rate:.3g}" + ("" if arm.decades is None else f" (± {arm.decades:.2f} decades)")
+    return f"{shown(value, '{:.2g}'.format)} ({ends[0]:.2g} to {ends[1]:.2g})"
 
 
 def failures(report: Surveys) -> list[str]:
@@ -162,18 +109,15 @@ def failures(report: Surveys) -> list[str]:
     return [*found, "the study was interrupted"] if report.partial else found
 
 
-def _row(arm: SurveyArm) -> tuple[str, ...]:
+def _suggested(arm: SurveyArm) -> str:
+    spread = "" if arm.decades is None else f" (± {arm.decades:.2f} decades)"
+    return shown(arm.rate, "{:.3g}".format) + spread
+
+
+def _stopped(arm: SurveyArm) -> str:
     early = [run.survey for run in arm.runs if run.survey.stopped is not None]
-    stopped = sorted(survey.values[-1] if survey.values else survey.low for survey in early)
-    names = {"real": f"{arm.name} (real batch)", "inexact": f"{arm.name} (not exact)"}
-    return (
-        names.get(arm.claim, arm.name),
-        rate_text(arm),
-        f"{stopped[len(stopped) // 2]:.2g} ({len(stopped)} of {len(arm.runs)})" if stopped else DASH,
-        _pairs_text(arm.pairs) if arm.pairs else DASH,
-        shown(arm.curve, _yes),
-        shown(arm.suggested, _yes),
-    )
+    last = sorted(survey.values[-1] if survey.values else survey.low for survey in early)
+    return f"{last[len(last) // 2]:.2g} ({len(last)} of {len(arm.runs)})" if last else DASH
 
 
 def _yes(test: CurveTest | Equivalence) -> str:
@@ -188,38 +132,20 @@ def _of_splits(report: Surveys, arms: Sequence[SurveyArm]) -> str:
     names = " and ".join(arm.name for arm in arms)
     pairs = [pair for arm in arms for pair in arm.pairs]
     if not pairs:
-        return f"{names}: no pair was surveyed."
-    rounding = f"rounding in {report.dtype} explains {report.tolerance:g}"
+        return "No split that claims to be exact was surveyed beside the real batch."
+    apart = f"{_pairs_text(pairs)} (rounding in {report.dtype} explains {report.tolerance:g})"
     if not max(pairs) <= report.tolerance:
-        return (
-            f"NOT THE SAME: paired curves of {names} differ from the real batch's by {_pairs_text(pairs)}; "
-            f"{rounding}."
-        )
-    curves = [arm.curve.p_value for arm in arms if arm.curve is not None]
-    rates = [arm.suggested.p_value for arm in arms if arm.suggested is not None]
-    if len(curves) == len(rates) == len(arms):
-        word = "indistinguishable" if all(arm.alike for arm in arms) else "NOT shown to be alike"
-        unpaired = (
-            f"from different seeds they are {word} (TOST: curve within {100 * (report.factor - 1):.0f} %, "
-            f"{p_text(max(curves))}; suggestion within {report.margin:g} decades, {p_text(max(rates))})"
-        )
-    elif min(len(arm.runs) for arm in arms) < FEWEST_RUNS:
-        unpaired = f"at least {FEWEST_RUNS} surveys per arm are needed for a test from different seeds"
+        return f"NOT THE SAME: paired curves of {names} differ from the real batch's by {apart}."
+    if any(arm.curve is None or arm.suggested is None for arm in arms):
+        unpaired = "were too few or too noisy for a test"
     else:
-        unpaired = "these surveys suggest too little for a test from different seeds"
+        unpaired = "are " + (
+            "indistinguishable" if all(arm.alike for arm in arms) else "NOT shown to be alike"
+        )
     return (
-        f"{names} survey like the real batch: from the same weights and samples the curves agree to "
-        f"{difference_text(max(pairs))} ({rounding}); {unpaired}."
+        f"{names} survey like the real batch: from the same weights and samples the curves agree to {apart}; "
+        f"surveys from different seeds {unpaired}."
     )
-
-
-def _needed(arm: SurveyArm) -> str:
-    """Return the number of runs that would be enough, as far as it is known: for the curve it is not."""
-    test = arm.suggested
-    needed = None if test is None or test.equivalent else test.runs_needed
-    if needed is None or needed <= len(arm.runs):
-        return ""
-    return f" (for that of the suggestion {needed} per arm would do in 4 of 5 studies)"
 
 
 def _pairs_text(pairs: Sequence[float]) -> str:

@@ -5,26 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .comparison import FEWEST_RUNS, Arm, Comparison
-from .table import difference_text, margin_text, p_text
+from .table import difference_text, margin_text
 
 
 def verdict(report: Comparison) -> list[str]:
-    """Return the verdict of a comparison in words."""
-    exact = _arms(report, "exact")
-    sentences: list[str] = []
-    if exact:
-        sentences.append(_exact(report, exact))
-    if inexact := _arms(report, "inexact"):
+    """Return the verdict of a comparison in words; the table has each arm."""
+    exact, inexact = _arms(report, "exact"), _arms(report, "inexact")
+    sentences = [_exact(report, exact)] if exact else []
+    if inexact:
+        who = "Plain accumulation does" if exact else "The splits do"
         least, most = (difference_text(bound(map(_apart, inexact))) for bound in (min, max))
-        which = "Plain accumulation does" if exact else "The splits do"
-        claim = "does not claim to: its weights" if exact else "do not claim to: they"
-        sentences.append(
-            f"{which} not give the real batch's weights, and {claim} are {least} to {most} apart."
-        )
-    for arm in _arms(report, "wrong"):
-        right = next((other for other in exact if other.sizes == arm.sizes), None)
-        beside = "" if right is None else f"; the exact update of {right.name} is {_said(right)} away"
-        sentences.append(f"{arm.name}: the weights are {_said(arm)} off{beside}.")
+        sentences.append(f"{who} not give the real batch's weights: they are {least} to {most} apart.")
+    if wrong := _arms(report, "wrong"):
+        least = difference_text(min(map(_apart, wrong)))
+        sentences.append(f"Ways that are wrong on purpose end {least} or more from the real batch's weights.")
     if not sentences:
         sentences.append("Interrupted before the first pair of runs was finished: nothing has been compared.")
     return sentences
@@ -56,26 +50,17 @@ def _failures_of(arm: Arm, report: Comparison) -> list[str]:
 
 def _exact(report: Comparison, arms: Sequence[Arm]) -> str:
     largest = max(map(_apart, arms))
-    rounding = f"rounding in {report.dtype} explains up to {report.tolerance:g}"
+    rounding = f"{difference_text(largest)} (rounding in {report.dtype} explains up to {report.tolerance:g})"
     if not largest <= report.tolerance:
-        return (
-            f"NOT EXACT: a split's weights are {difference_text(largest)} from the real batch's; {rounding}."
-        )
-    said = f"Every split trains like the real batch: weights within {difference_text(largest)} ({rounding})"
+        return f"NOT EXACT: a split's weights differ from the real batch's by {rounding}."
+    said = f"Every split trains like the real batch: weights within {rounding}"
     pairs = [arm.paired for arm in arms if arm.paired is not None]
-    groups = [arm.welch for arm in arms if arm.welch is not None]
-    if not pairs or not groups:
+    if pairs and all(test.identical for test in pairs):
+        return f"{said}, {report.metric} identical."
+    if not pairs or min(test.runs for test in pairs) < FEWEST_RUNS:
         return f"{said}; {report.metric} needs at least {FEWEST_RUNS} runs for a test of equivalence."
-    if (runs := min(test.runs for test in pairs)) < FEWEST_RUNS:
-        if all(test.identical for test in pairs):
-            return f"{said}, {report.metric} identical in {runs} runs."
-        return f"{said}; equivalence of {report.metric} takes at least {FEWEST_RUNS} runs, not {runs}."
     shown = "equivalent" if all(test.equivalent for test in pairs) else "NOT shown to be equivalent"
-    paired, welch = (max(test.p_value for test in tests) for tests in (pairs, groups))
-    return (
-        f"{said}, {report.metric} {shown} within {margin_text(report)} (TOST on pairs: {p_text(paired)}; "
-        f"as if the arms were independent: {p_text(welch)})."
-    )
+    return f"{said}, {report.metric} {shown} within {margin_text(report)}."
 
 
 def _arms(report: Comparison, claim: str) -> list[Arm]:
@@ -85,7 +70,3 @@ def _arms(report: Comparison, claim: str) -> list[Arm]:
 def _apart(arm: Arm) -> float:
     assert arm.weight_difference is not None
     return arm.weight_difference
-
-
-def _said(arm: Arm) -> str:
-    return difference_text(arm.weight_difference)

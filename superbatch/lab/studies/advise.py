@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from superbatch.errors import InputError, OptimizerError
-from superbatch.noise.meter import NoiseMeter
 from superbatch.results.advice import Advice
 from superbatch.results.memory import Limit
 from superbatch.results.noise import Noise
@@ -29,12 +28,12 @@ from superbatch.tuning.noise_range import NoiseRange, noise_range
 from superbatch.tuning.search import time_per_sample
 
 from ..recipes import OPTIMIZERS, Recipe, load_recipe
-from .advise_options import Options as Options
-from .advise_options import Question, given_noise, question
+from .advise_question import Question, given_noise, question
 from .exchange import check_ranks, exchanged, started_on
 from .fit import CARE, busy
 from .on_torch import orders, torch_threads
-from .participants import accumulator
+from .options import AdviseOptions as Options
+from .participants import measured
 from .rehearsal import Rehearsal, microbatches_to_time, prepare, refusal
 from .setting import Setting
 from .shared_options import Interrupted, asked, offered_optimizer
@@ -133,7 +132,7 @@ def _measure(found: _Found, progress: Callable[[Progress], None]) -> None:
     found.notes += tuple(busy())
     coupled = refusal(rehearsal)
     if coupled is not None:
-        rehearsal = rehearsal.as_coupled()
+        rehearsal = replace(rehearsal, coupled=True)
     found.limit = limit = memory_limit(rehearsal.device)
     found.asked_for = asked_for = question(
         recipe, options, largest=lambda samples: _largest(rehearsal, samples, limit)
@@ -173,9 +172,8 @@ def _largest(rehearsal: Rehearsal, samples: int, limit: Limit) -> int:
 
 
 def _peak(rehearsal: Rehearsal, samples: int) -> int | None:
-    trainer = rehearsal.trainer()
     try:
-        return predict_peak(trainer.loss_fn, rehearsal.take(samples), **rehearsal.as_trained(trainer)).bytes
+        return rehearsal.predicted(predict_peak, samples).bytes
     except PredictionError:
         return None
 
@@ -212,20 +210,13 @@ def _noise(recipe: Recipe, options: Options, updates: int) -> Iterator[Noise]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = recipe.model(0).to(options.device)
-    meter = NoiseMeter(max(0.98, 1 - 4 / updates), every=1, data_size=recipe.samples, preconditioned=True)
-    accumulate = accumulator(
-        recipe,
-        model,
-        recipe.optimizers[name](model.parameters(), rate),
-        microbatch_size=-(-recipe.batch_size // PARTS),
-        observers=[meter],
-    )
-    setting = Setting(updates, recipe.batch_size, name, rate)
+    optimizer = recipe.optimizers[name](model.parameters(), rate)
+    batches = orders(recipe.samples, Setting(updates, recipe.batch_size, name, rate), seed=0)
+    size, beta = -(-recipe.batch_size // PARTS), max(0.98, 1 - 4 / updates)
     end = time.monotonic() + options.seconds
-    for indices in orders(recipe.samples, setting, seed=0):
-        accumulate(recipe.batch(indices))
-        noise = accumulate.noise
-        assert noise is not None
+    for _, noise in measured(
+        recipe, model, optimizer, batches, microbatch_size=size, beta=beta, preconditioned=True
+    ):
         yield noise
         if time.monotonic() > end:
             return

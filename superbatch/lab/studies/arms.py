@@ -4,19 +4,19 @@
   no code with the accumulator.
 * ``exact``: `superbatch.torch.Accumulator`, or `superbatch.torch.WholeBatch` where samples are coupled.
 * ``inexact``: the same where samples are coupled and micro-batches are taken one by one all the same.
-* ``wrong``: two loops that are often written, kept to show what they cost.
+* ``wrong``: loops that are often written, kept to show what they cost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from superbatch.batch.split import cut as cut_planned
 from superbatch.batch.tree import count_samples, plan
 from superbatch.torch import Accumulator, WholeBatch
 from superbatch.torch.options import FrozenBatchNorm
@@ -41,13 +41,16 @@ def update_function(
     arm: ArmPlan, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> UpdateFunction:
     """Make the function that makes an arm's updates."""
-    if arm.way == "real batch":
+    if arm.way in ("real batch", "again", "another batch"):
         return plain_update(recipe, model, optimizer)
-    if arm.way == "accumulator":
-        return _accumulator(arm.split, recipe, model, optimizer)
-    if arm.way == "plain accumulation":
-        return _accumulator(arm.split, without_coupling(recipe), model, optimizer, check=False)
-    return _wrong(arm, recipe, model, optimizer)
+    if arm.way not in ("accumulator", "plain accumulation"):
+        return _wrong(arm, recipe, model, optimizer)
+    plain, split = arm.way == "plain accumulation", arm.split
+    recipe = without_coupling(recipe) if plain else recipe
+    make_update = accumulator_of(split, recipe, model, optimizer, check=not plain)
+    if split.equal:
+        return lambda batch: make_update(batch).loss
+    return lambda batch: make_update(Window(cut(batch, split.sizes_of(count_samples(batch))))).loss
 
 
 def without_coupling(recipe: Recipe) -> Recipe:
@@ -63,8 +66,7 @@ def cut(batch: Any, sizes: tuple[int, ...]) -> list[Any]:
         >>> [part.tolist() for part in cut(torch.arange(4), (3, 1))]
         [[0, 1, 2], [3]]
     """
-    take = plan(batch).take
-    return [take(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
+    return cut_planned(plan(batch), sizes)
 
 
 def plain_update(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -> UpdateFunction:
@@ -72,27 +74,13 @@ def plain_update(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimi
     loss_fn = recipe.loss_fn(model)
 
     def update(batch: Any) -> float:
-        loss = mean_loss(recipe, loss_fn, batch)
+        loss, _ = mean_and_weight(recipe, loss_fn, batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.item()
 
     return update
-
-
-def _accumulator(
-    split: Split,
-    recipe: Recipe,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    check: bool = True,
-) -> UpdateFunction:
-    make_update = accumulator_of(split, recipe, model, optimizer, check=check)
-    if split.equal:
-        return lambda batch: make_update(batch).loss
-    return lambda batch: make_update(Window(cut(batch, split.sizes_of(count_samples(batch))))).loss
 
 
 def accumulator_of(
@@ -125,7 +113,9 @@ def _wrong(
         weights = [_weight(recipe, loss_fn, microbatch) for microbatch in microbatches]
         total, reported = sum(weights), 0.0
         for microbatch, weight in zip(microbatches, weights, strict=True):
-            if arm.way == "mean of means":
+            if arm.way == "missing 1/K":
+                scale = 1.0
+            elif arm.way == "mean of means":
                 scale = 1 / len(microbatches)
             else:  # right in a full window; in a shorter one too small by the missing micro-batches' share
                 scale = weight / total * len(microbatches) / full_window
@@ -148,13 +138,6 @@ def mean_and_weight(recipe: Recipe, loss_fn: Callable[[Any], Any], batch: Any) -
     else:
         loss, weight = result, count_samples(batch) if recipe.weight is None else recipe.weight(batch)
     return (loss / weight if recipe.reduction == "sum" else loss), weight
-
-
-def mean_loss(recipe: Recipe, loss_fn: Callable[[Any], Any], batch: Any) -> Tensor:
-    """The mean loss of a batch; its weight is counted only where it is needed."""
-    if recipe.reduction == "mean" and recipe.weight != "returned":
-        return loss_fn(batch)
-    return mean_and_weight(recipe, loss_fn, batch)[0]
 
 
 @torch.no_grad()

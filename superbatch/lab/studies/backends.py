@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from superbatch.errors import InputError
 
 from ..recipes import Recipe
-from .setting import ArmPlan, Setting, Way
+from .setting import ArmPlan, Setting, Tick, Way
 
 # Names of the backends, and the packages that each needs; the extra to install has the backend's name.
 PACKAGES: Mapping[str, tuple[str, ...]] = {
@@ -40,6 +40,10 @@ class Trained:
     weights: Mapping[str, Any]  # after the last update, float64, by name
 
 
+# (recipe, setting, seed, tick) -> every arm, trained, in order; `tick` takes the micro-batches of each update
+TrainArms = Callable[[Recipe, Setting, int, Tick], Iterator[Trained]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Backend:
     """Training of the arms of a comparison by one framework."""
@@ -48,14 +52,13 @@ class Backend:
     load: Callable[[str, str | Path | None], Recipe]  # the recipe of a name, and a folder of data or None
     # refuses, with an InputError, a setting that it cannot train
     check: Callable[[Setting], None] = lambda setting: None
-    # (recipe, setting, seed, tick) -> every arm, trained, in order; `tick` is called after each update how
-    # many micro-batches it had
-    train: Callable[[Recipe, Setting, int, Callable[[int], None]], Iterator[Trained]]
+    train: TrainArms
     # bytes that one update of an arm allocates at its peak; None where it is not known
-    peak_of_update: Callable[[Recipe, Setting, ArmPlan], int | None]
+    peak_of_update: Callable[[Recipe, Setting, ArmPlan], int | None] = lambda recipe, setting, arm: None
     how: Mapping[Way, str]  # what it does in each way, in words
     versions: Callable[[], dict[str, str]]  # of what it runs on
-    threads: Callable[[int], AbstractContextManager[None]]  # a context with this many threads
+    # a context with this many threads, of a backend that can set them
+    threads: Callable[[int], AbstractContextManager[None]] = lambda count: nullcontext()
     notes: tuple[str, ...] = ()  # what a reader must know of its numbers
 
 

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from superbatch.errors import InputError
 
 from ..recipes import Recipe
-from ..report.comparison import Comparison, Run
+from ..report.comparison import TOLERANCES, Comparison, Run
 from .assembly import arm_report, notes_on
-from .backends import Backend, load_backend
-from .compare_options import Options as Options
-from .compare_options import check_options
+from .backends import Backend, check_backend, load_backend
+from .options import CompareOptions as Options
 from .setting import ArmPlan, Setting, curve_updates
-from .shared_options import Interrupted, asked, offered_optimizer
+from .shared_options import Interrupted, check_counts, check_positive, offered_optimizer
 from .shared_options import Progress as Progress
-from .splits import Split, default_splits, parse_split, splits_of
-from .versions import versions
-from .workers import Finished, receiver, train_seeds
+from .splits import Split, parse_split, splits_of
+from .versions import origin
+from .workers import receiver, train_seeds
 
 DEFAULTS = Options()
 TAIL = 0.4  # share of the batch that an epoch's short last batch has, where there is one
@@ -36,25 +36,21 @@ def compare(
 ) -> Comparison:
     """Train a recipe with the real batch and with each split, and compare what comes out."""
     start = time.monotonic()
-    check_options(recipe, options)
+    _check(recipe, options)
     backend = load_backend(options.backend)
     loaded = backend.load(recipe, options.data) if isinstance(recipe, str) else recipe
     setting = settle(loaded, options)
     backend.check(setting)
-    seeds = tuple(range(options.runs))
+    seeds = range(options.runs)
     finished: list[list[Run]] = [[] for _ in setting.arms]
     peaks: list[int | None] = [None] * len(setting.arms)
 
-    def show(done: int, total: int, found: Finished | None) -> None:
-        named = None if found is None else (found.seed, setting.arms[found.arm].name, found.run.metric)
-        progress(Progress(done, total, named))
-
     total = len(seeds) * setting.updates * sum(len(arm.split.sizes) for arm in setting.arms)
-    receive = receiver(total, finished, show)
+    receive = receiver(total, finished, progress, [arm.name for arm in setting.arms], lambda run: run.metric)
 
     def report(*, partial: bool) -> Comparison:
-        seconds = time.monotonic() - start
-        return _report(loaded, options, setting, backend, seeds, finished, peaks, seconds, partial=partial)
+        made = origin(loaded, options, start, partial=partial, **backend.versions())
+        return _report(loaded, options, setting, backend, finished, peaks, made)
 
     try:
         with backend.threads(options.threads):
@@ -68,7 +64,7 @@ def compare(
 
 def settle(recipe: Recipe, options: Options) -> Setting:
     """Fill in what the options leave to the recipe, and refuse what cannot be."""
-    splits = splits_of(recipe, options.splits, options.batch_size, default=default_splits)
+    splits = splits_of(recipe, options.splits, options.batch_size)
     size = sum(splits[0].sizes)
     tail = max(1, round(TAIL * size)) if options.include_wrong else None
     if tail is not None and size + tail > recipe.samples:
@@ -116,7 +112,7 @@ def _arms(recipe: Recipe, splits: Sequence[Split], *, include_wrong: bool) -> li
         parts = list(dict.fromkeys([*parts, uneven, equal]))
     coupled = recipe.coupled == "exact"
     claim = "exact" if coupled or recipe.batchnorm == "error" else "inexact"
-    real = ArmPlan(Split(f"1x{size}", (size,)), "real batch", "real")
+    real = ArmPlan(parse_split(f"1x{size}"), "real batch", "real")
     plain = [ArmPlan(split, "plain accumulation", "inexact") for split in parts if coupled]
     return [real, *(ArmPlan(split, "accumulator", claim) for split in parts), *plain, *wrong]
 
@@ -135,12 +131,9 @@ def _report(
     options: Options,
     setting: Setting,
     backend: Backend,
-    seeds: tuple[int, ...],
     finished: Sequence[Sequence[Run]],
     peaks: Sequence[int | None],
-    seconds: float,
-    *,
-    partial: bool,
+    made: dict[str, Any],
 ) -> Comparison:
     margin = options.margin or recipe.margin
     arms = tuple(
@@ -148,9 +141,8 @@ def _report(
         for arm, runs, peak in zip(setting.arms, finished, peaks, strict=True)
     )
     return Comparison(
-        recipe=recipe.name,
+        **made,
         backend=backend.title,
-        description=recipe.description,
         statement=recipe.statement,
         metric=recipe.metric,
         unit=recipe.unit,
@@ -159,14 +151,27 @@ def _report(
         learning_rate=setting.learning_rate,
         batch_size=setting.batch_size,
         updates=setting.updates,
-        seeds=seeds,
+        seeds=tuple(range(options.runs)),
         margin=margin,
         tail=setting.tail,
         arms=arms,
         curve_updates=curve_updates(setting.updates),
-        seconds=seconds,
-        partial=partial,
-        versions=versions(**backend.versions()),
-        command=asked(options),
         notes=notes_on(arms, setting, backend, options.workers),
     )
+
+
+def _check(recipe: str | Recipe, options: Options) -> None:
+    """Refuse values that no recipe can take."""
+    check_counts(options, "updates", "runs", "batch_size", "threads", "workers")
+    check_positive(options, "margin", "learning_rate")
+    if options.dtype not in TOLERANCES:
+        raise InputError(
+            f"dtype={options.dtype!r}: a comparison needs to know how far rounding can go. Use one of "
+            f"{', '.join(TOLERANCES)}."
+        )
+    check_backend(options.backend, recipe, data=options.data, threads=options.threads)
+    if options.workers > 1 and options.runs > 1 and not isinstance(recipe, str):
+        raise InputError(
+            f"workers={options.workers} with a Recipe object: a worker process loads the recipe by its name. "
+            "Pass the name, such as package.module:function or file.py:function, or workers=1."
+        )

@@ -22,7 +22,8 @@ from superbatch.torch.window.sync.sync import Sync
 from superbatch.tuning.search import time_per_sample
 
 from ..recipes import Recipe, load_recipe
-from .advise_options import Options, question
+from .advise_question import question
+from .options import AdviseOptions as Options
 
 ROUNDS = 20  # exchanges that are timed
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
+
+import numpy as np
 
 from superbatch.batch.split import near_equal
 from superbatch.results.memory import Limit, Peak, Saving
@@ -121,29 +121,24 @@ class Findings:
 
     def seconds_per_sample(self, samples: int) -> float | None:
         """Seconds per sample of micro-batches of any size: between two timed sizes a straight line."""
-        known = sorted((size, time_per_sample(seconds)) for size, seconds in self.timed.items())
-        if not known:
-            return None
-        right = min(max(bisect_left(known, (samples, -math.inf)), 1), len(known) - 1)
-        (n0, s0), (n1, s1) = known[max(0, right - 1)], known[right]
-        share = min(1.0, max(0.0, (samples - n0) / (n1 - n0))) if n1 > n0 else 0.0
-        return s0 + share * (s1 - s0)
+        known = {size: time_per_sample(seconds) for size, seconds in sorted(self.timed.items())}
+        return float(np.interp(samples, [*known], [*known.values()])) if known else None
 
     def reach(self) -> tuple[Reach, ...]:
         """Effective batches with micro-batches of the fastest size; none where batches are not split."""
         samples = self.fastest or self.largest
         if not samples or self.refused is not None:
             return ()
-        return tuple(self._reach(times * self.batch_size, samples) for times in BATCHES)
-
-    def _reach(self, batch: int, samples: int) -> Reach:
-        parts = near_equal(batch, samples)
-        return Reach(
-            batch=batch,
-            microbatches=len(parts),
-            samples=parts[0],
-            whole=None if self.curve is None else self.curve.at(batch),
-            seconds=self._update_seconds(batch, parts[0]),
+        batches = [times * self.batch_size for times in BATCHES]
+        return tuple(
+            Reach(
+                batch=batch,
+                microbatches=len(parts),
+                samples=parts[0],
+                whole=None if self.curve is None else self.curve.at(batch),
+                seconds=self._update_seconds(batch, parts[0]),
+            )
+            for batch, parts in ((batch, near_equal(batch, samples)) for batch in batches)
         )
 
     def _update_seconds(self, batch: int, samples: int) -> float | None:
@@ -162,10 +157,6 @@ class Findings:
             measured=measured,
             fits=peak is not None and peak <= self.usable,
             seconds=time_per_sample(seconds) if seconds else None,
-            high=_upper_quartile(seconds[1:]) if seconds else None,
+            high=float(np.quantile(seconds[1:], 0.75, method="lower")) if seconds else None,
             update_seconds=self._update_seconds(self.batch_size, samples) if seconds else None,
         )
-
-
-def _upper_quartile(values: list[float]) -> float:
-    return sorted(values)[3 * (len(values) - 1) // 4]

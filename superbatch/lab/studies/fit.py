@@ -11,10 +11,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from superbatch.errors import InputError
 from superbatch.results.memory import Limit
 from superbatch.torch.memory.limits import memory_limit
 from superbatch.torch.memory.out_of_memory import out_of_memory
@@ -25,15 +26,15 @@ from superbatch.tuning.search import ENOUGH, halvings, time_per_sample
 from ..recipes import Recipe, load_recipe
 from ..report.fitting import Fitting
 from .findings import Findings
-from .fit_options import Options as Options
-from .fit_options import check_options
 from .on_torch import torch_threads
+from .options import FitOptions as Options
 from .rehearsal import Rehearsal, microbatches_to_time, prepare, refusal
-from .shared_options import Interrupted, asked
+from .shared_options import Interrupted, check_counts, check_memory_device, offered_optimizer
 from .shared_options import Progress as Progress
-from .versions import versions
+from .versions import origin
 
 DEFAULTS = Options()
+DTYPES = ("float32", "float64", "bfloat16")
 
 PROBES = 6  # sizes whose peak is predicted whatever it takes, before the curve is drawn
 ROUNDS = 20  # windows of each size that are timed, where there is time for them
@@ -53,7 +54,7 @@ def fit(
     """Find out what micro-batches of a recipe need, in memory and in time, and which to use."""
     start = time.monotonic()
     loaded = load_recipe(recipe, data=options.data) if isinstance(recipe, str) else recipe
-    check_options(loaded, options)
+    _check(loaded, options)
     with torch_threads(options.threads or torch.get_num_threads()), torch.random.fork_rng():
         rehearsal = prepare(
             loaded,
@@ -74,9 +75,8 @@ def fit(
         except KeyboardInterrupt:
             if not found.probes and not found.measured:
                 raise
-            report = _report(rehearsal, options, found, time.monotonic() - start, partial=True)
-            raise Interrupted(report) from None
-        return _report(rehearsal, options, found, time.monotonic() - start, partial=False)
+            raise Interrupted(_report(rehearsal, options, found, start, partial=True)) from None
+        return _report(rehearsal, options, found, start, partial=False)
 
 
 @dataclass
@@ -96,7 +96,7 @@ class _Work:
     def do(self) -> None:
         self.found.refused = refusal(self.rehearsal)
         if self.found.refused is not None:
-            self.rehearsal = self.rehearsal.as_coupled()
+            self.rehearsal = replace(self.rehearsal, coupled=True)
         start = time.monotonic()
         self._predict(_spread(self.options.sizes or halvings(self.found.batch_size), PROBES))
         self.found.plan(self.options.sizes or ())
@@ -117,14 +117,12 @@ class _Work:
         self.progress(Progress(min(self.done, total), total, finished))
 
     def _predict(self, sizes: Sequence[int]) -> None:
-        trainer, found = self.rehearsal.trainer(), self.found
+        found = self.found
         for samples in sorted(sizes, reverse=True):
             if samples in found.probes or samples in self.unpredicted:
                 continue
             try:
-                found.probes[samples] = predict_peak(
-                    trainer.loss_fn, self.rehearsal.take(samples), **self.rehearsal.as_trained(trainer)
-                )
+                found.probes[samples] = self.rehearsal.predicted(predict_peak, samples)
             except PredictionError as error:
                 if found.probes:  # larger ones could be predicted, so it is the size that is to blame
                     self.unpredicted.add(samples)
@@ -208,11 +206,8 @@ class _Work:
         found, samples = self.found, self.found.fastest or self.found.top
         if not samples or not found.probes:
             return
-        trainer = self.rehearsal.trainer()
         try:
-            found.savings = tuple(
-                savings(trainer.loss_fn, self.rehearsal.take(samples), **self.rehearsal.as_trained(trainer))
-            )
+            found.savings = tuple(self.rehearsal.predicted(savings, samples))
         except PredictionError as error:
             found.notes.append(f"What would lower the peak is not known: {error}")
 
@@ -240,13 +235,11 @@ def _spread(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def _report(
-    rehearsal: Rehearsal, options: Options, found: Findings, seconds: float, *, partial: bool
+    rehearsal: Rehearsal, options: Options, found: Findings, start: float, *, partial: bool
 ) -> Fitting:
-    recipe = rehearsal.recipe
     parameters = sum(each.numel() * each.element_size() for each in rehearsal.model.parameters())
     return Fitting(
-        recipe=recipe.name,
-        description=recipe.description,
+        **origin(rehearsal.recipe, options, start, partial=partial, torch=torch.__version__),
         dtype=options.dtype,
         optimizer=rehearsal.optimizer,
         device=str(rehearsal.device),
@@ -264,9 +257,23 @@ def _report(
         reach=found.reach(),
         savings=found.savings,
         refused=found.refused,
-        seconds=seconds,
-        partial=partial,
-        versions=versions(torch=torch.__version__),
-        command=asked(options),
         notes=tuple(found.notes),
     )
+
+
+def _check(recipe: Recipe, options: Options) -> None:
+    """Refuse values that cannot be used."""
+    check_counts(options, "batch_size", "limit", "threads")
+    if not options.seconds > 0:
+        raise InputError(f"seconds={options.seconds!r}: nothing is measured in that time. Give more.")
+    if options.dtype not in DTYPES:
+        raise InputError(f"dtype={options.dtype!r} cannot be fitted. Use one of {', '.join(DTYPES)}.")
+    offered_optimizer(recipe, options.optimizer)
+    check_memory_device(options.device)
+    batch_size = options.batch_size or recipe.batch_size
+    for size in options.sizes or ():
+        if type(size) is not int or not 1 <= size <= batch_size:
+            raise InputError(
+                f"A micro-batch of {size!r} samples: the batch has {batch_size}, and a micro-batch is a part "
+                f"of it. Give sizes from 1 to {batch_size}, or a larger batch_size."
+            )

@@ -12,12 +12,13 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 import torch
 
 from superbatch.errors import InputError
-from superbatch.noise.meter import NoiseMeter, noise_over_run, relative_time
+from superbatch.noise.meter import noise_over_run, relative_time
 from superbatch.results.noise import Independence
 from superbatch.tuning.noise_range import noise_range_of
 
@@ -25,11 +26,12 @@ from ..recipes import Recipe, load_recipe
 from ..report.noise_study import AtSteps, NoiseAt, NoiseStudy
 from .fit import busy
 from .on_torch import orders, torch_threads
-from .participants import accumulator
+from .options import NoiseOptions as Options
+from .participants import measured
 from .rehearsal import prepare
 from .setting import Setting
-from .shared_options import Interrupted, asked, check_counts, offered_optimizer
-from .versions import versions
+from .shared_options import Interrupted, Progress, check_counts, offered_optimizer
+from .versions import origin
 
 POINTS = 40
 MICROBATCHES = 8  # micro-batches of a window, unless their size is stated
@@ -39,20 +41,6 @@ TIMED_WINDOWS = 12
 
 # Remark at points whose number is withheld; a note has the whole sentence.
 SHARED = "micro-batches share noise"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Options of a study; None stands for the recipe's own value."""
-
-    batch_size: int | None = None  # samples of one update
-    microbatch_size: int | None = None  # samples of a micro-batch; None: an eighth of the batch
-    updates: int | None = None  # length of the run
-    optimizer: str | None = None  # one that the recipe allows
-    learning_rate: float | None = None  # None: the recipe's for that optimizer
-    seed: int = 0  # of the weights and of the order of samples
-    threads: int | None = None  # of torch; None: as many as torch takes
-    data: str | Path | None = None  # folder of data, for a recipe that reads one
 
 
 DEFAULTS = Options()
@@ -73,7 +61,7 @@ def noise(
     recipe: str | Recipe,
     options: Options = DEFAULTS,
     *,
-    progress: Callable[[int, int, str], None] = lambda *_: None,
+    progress: Callable[[Progress], None] = lambda _: None,
 ) -> NoiseStudy:
     """Train a recipe while measuring how noisy its gradient is."""
     start = time.monotonic()
@@ -81,6 +69,11 @@ def noise(
     setting, size = _checked(loaded, options)
     notes = busy()
     found = _Found()
+
+    def report(*, partial: bool) -> NoiseStudy:
+        made = origin(loaded, options, start, partial=partial, torch=torch.__version__)
+        return _report(loaded, setting, size, options, found, notes, made)
+
     with torch_threads(options.threads or torch.get_num_threads()), torch.random.fork_rng():
         try:
             _train(loaded, setting, size, options.seed, found, progress)
@@ -88,11 +81,8 @@ def noise(
         except KeyboardInterrupt:
             if not found.points:
                 raise
-            seconds = time.monotonic() - start
-            report = _report(loaded, setting, size, options, found, notes, seconds=seconds, partial=True)
-            raise Interrupted(report) from None
-        seconds = time.monotonic() - start
-        return _report(loaded, setting, size, options, found, notes, seconds=seconds, partial=False)
+            raise Interrupted(report(partial=True)) from None
+        return report(partial=False)
 
 
 def _checked(recipe: Recipe, options: Options) -> tuple[Setting, int]:
@@ -134,28 +124,24 @@ def _train(
     size: int,
     seed: int,
     found: _Found,
-    progress: Callable[[int, int, str], None],
+    progress: Callable[[Progress], None],
 ) -> None:
     model = recipe.model(seed)
     torch.manual_seed(seed)
     # The average remembers about a tenth of the run, and 20 windows at least.
     beta = max(0.9, 1 - 20 / (setting.updates + 10))
-    accumulate = accumulator(
-        recipe,
-        model,
-        recipe.optimizers[setting.optimizer](model.parameters(), setting.learning_rate),
-        microbatch_size=size,
-        observers=[NoiseMeter(beta, every=1, data_size=recipe.samples, preconditioned=True)],
+    optimizer = recipe.optimizers[setting.optimizer](model.parameters(), setting.learning_rate)
+    batches = orders(recipe.samples, setting, seed)
+    trained = measured(
+        recipe, model, optimizer, batches, microbatch_size=size, beta=beta, preconditioned=True
     )
     losses: list[float] = []
     every = math.ceil(setting.updates / POINTS)
-    for indices in orders(recipe.samples, setting, seed):
-        losses.append(accumulate(recipe.batch(indices)).loss)
+    for loss, now in trained:
+        losses.append(loss)
         found.updates += 1
         if found.updates % every and found.updates < setting.updates:
             continue
-        now = accumulate.noise
-        assert now is not None
         found.independence = now.independence
         found.points.append(
             NoiseAt(
@@ -170,7 +156,7 @@ def _train(
             )
         )
         losses.clear()
-        progress(found.updates, setting.updates, f"update {found.updates}")
+        progress(Progress(found.updates, setting.updates, f"update {found.updates}"))
 
 
 def _time(recipe: Recipe, setting: Setting, size: int, found: _Found) -> None:
@@ -220,35 +206,25 @@ def _by_model(found: _Found, batch_size: int, run: float | None) -> tuple[float 
 
 
 def _steps(
-    found: _Found,
-    size: int,
-    run: tuple[float | None, float, float],
-    models: tuple[float | None, ...],
-    *,
-    ranks: int = 1,
+    found: _Found, size: int, run: tuple[float | None, float, float], models: tuple[float | None, ...]
 ) -> tuple[AtSteps, ...]:
     if not found.microbatch_seconds:
         return ()
-
-    def time_with(k: int, noise: float) -> float:
-        return relative_time(
-            k,
-            noise=noise,
-            microbatch_size=size,
-            microbatch_seconds=found.microbatch_seconds,
-            update_seconds=found.update_seconds,
-            ranks=ranks,
-        )
-
+    time_with = partial(
+        relative_time,
+        microbatch_size=size,
+        microbatch_seconds=found.microbatch_seconds,
+        update_seconds=found.update_seconds,
+    )
     scale, low, high = run
     return tuple(
         AtSteps(
             accumulation_steps=k,
             batch=k * size,
-            time=None if scale is None else time_with(k, scale),
-            low=time_with(k, high),
-            high=time_with(k, low),
-            by_model=tuple(None if each is None else time_with(k, each) for each in models),
+            time=None if scale is None else time_with(k, noise=scale),
+            low=time_with(k, noise=high),
+            high=time_with(k, noise=low),
+            by_model=tuple(None if each is None else time_with(k, noise=each) for each in models),
         )
         for k in (1 << power for power in range(MOST_STEPS.bit_length()))
     )
@@ -274,24 +250,20 @@ def _report(
     options: Options,
     found: _Found,
     notes: list[str],
-    *,
-    seconds: float,
-    partial: bool,
+    made: dict[str, Any],
 ) -> NoiseStudy:
     notes = [*notes, *_checked_assumption(found)]
     run = _over_run(found, setting.batch_size)
     models = _by_model(found, setting.batch_size, run[0])
     unknown = sum(each.batch_size is None for each in found.points)
     if unknown and unknown < len(found.points):
-        notes = [
-            *notes,
+        notes.append(
             f"At {unknown} of {len(found.points)} points of the run the noise scale was not determined: the "
             "number for the whole run is of the others; its upper end takes those that came later as without "
-            "end.",
-        ]
+            "end."
+        )
     return NoiseStudy(
-        recipe=recipe.name,
-        description=recipe.description,
+        **made,
         optimizer=setting.optimizer,
         learning_rate=setting.learning_rate,
         batch_size=setting.batch_size,
@@ -308,9 +280,5 @@ def _report(
         update_seconds=found.update_seconds,
         steps=_steps(found, size, run, models),
         models=models,
-        seconds=seconds,
-        partial=partial,
-        versions=versions(torch=torch.__version__),
-        command=asked(options),
         notes=tuple(notes),
     )

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ import optax
 from superbatch.jax import value_and_grad
 
 from ..recipes import Recipe
-from ..recipes.digits_data import digits_on
+from ..recipes.digits_data import digits_elsewhere
 from .backends import Backend
 from .setting import WRONG, ArmPlan, Setting, Way
 from .without_torch import Steps, trainer
@@ -152,11 +151,10 @@ def _scaled(found: Any, share: float) -> Any:
 
 BACKEND = Backend(
     title="jax",
-    load=lambda name, data: digits_on(lambda weights: partial(mean_loss, weights)),
+    load=lambda name, data: digits_elsewhere(),
     train=trainer(_begin, _wide),
     peak_of_update=peak_of_update,
     how=HOW,
     versions=lambda: {"jax": jax.__version__, "optax": optax.__version__},
-    threads=lambda count: nullcontext(),
     notes=(MEMORY,),
 )

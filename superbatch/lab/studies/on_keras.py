@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +18,7 @@ from superbatch.errors import InputError
 from superbatch.keras import accumulate
 
 from ..recipes import Recipe
-from ..recipes.digits_data import digits_on, initial_weights
+from ..recipes.digits_data import digits_elsewhere, initial_weights
 from .backends import Backend
 from .setting import ArmPlan, Setting, Way
 from .without_torch import Steps, optimizers_of, restore, trainer
@@ -134,16 +134,11 @@ def _threads(count: int) -> AbstractContextManager[None]:
     return importlib.import_module("superbatch.lab.studies.on_torch").torch_threads(count)
 
 
-def _loss_of(weights: Any) -> Callable[[Any], Any]:
-    return lambda batch: program(None, "sgd", 0.0, "float32").model.test_on_batch(*batch)
-
-
 BACKEND = Backend(
     title=f"keras ({keras.backend.backend()})",
-    load=lambda name, data: digits_on(_loss_of),
+    load=lambda name, data: digits_elsewhere(),
     check=check,
     train=trainer(_begin, _dtype),
-    peak_of_update=lambda recipe, setting, arm: None,
     how=HOW,
     versions=lambda: {
         name: importlib.import_module(name).__version__ for name in ("keras", keras.backend.backend())

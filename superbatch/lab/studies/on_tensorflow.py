@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
@@ -19,7 +18,7 @@ from superbatch.errors import InputError
 from superbatch.tensorflow import Accumulator
 
 from ..recipes import Recipe
-from ..recipes.digits_data import digits_on, initial_weights
+from ..recipes.digits_data import digits_elsewhere, initial_weights
 from .backends import Backend
 from .setting import WRONG, ArmPlan, Setting, Way
 from .without_torch import Steps, optimizers_of, restore, trainer
@@ -138,16 +137,14 @@ def load(name: str, data: str | Path | None) -> Recipe:
             f"backend='tensorflow' with KERAS_BACKEND={keras}: TensorFlow's optimizers are those of Keras, "
             "which is set to another framework. Unset KERAS_BACKEND, or use the backend keras."
         )
-    return digits_on(lambda weights: lambda batch: mean_loss(weights, *batch))
+    return digits_elsewhere()
 
 
 BACKEND = Backend(
     title="tensorflow",
     load=load,
     train=trainer(_begin),
-    peak_of_update=lambda recipe, setting, arm: None,
     how=HOW,
     versions=lambda: {"tensorflow": tf.__version__, "keras": tf.keras.__version__},
-    threads=lambda count: nullcontext(),
     notes=(MEMORY,),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,9 +17,7 @@ from superbatch.torch.memory.meter import peak_bytes
 from ..recipes import Recipe, load_recipe
 from .arms import HOW, update_function
 from .backends import Backend, Trained, timed
-from .setting import ArmPlan, Setting, batches
-
-Tick = Callable[[int], None]
+from .setting import ArmPlan, Setting, Tick, batches
 
 
 def orders(samples: int, setting: Setting, seed: int) -> Iterator[Tensor]:

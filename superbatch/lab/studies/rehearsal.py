@@ -53,10 +53,6 @@ class Rehearsal:
         """Device of the model."""
         return next(self.model.parameters()).device
 
-    def as_coupled(self) -> Rehearsal:
-        """The same, with what the accumulator refuses for the sake of exactness allowed."""
-        return replace(self, coupled=True)
-
     def take(self, samples: int, *, start: int = 0) -> Any:
         """Take a micro-batch of the batch."""
         start = min(start, self.samples - samples)  # the batch may end too early
@@ -73,15 +69,18 @@ class Rehearsal:
         optimizer = self.recipe.optimizers[self.optimizer](self.model.parameters(), RATE)
         return Trainer(self.recipe, self.model, optimizer, coupled=self.coupled)
 
-    def as_trained(self, trainer: Trainer) -> dict[str, Any]:
-        """The arguments of a prediction of the memory that this trainer needs."""
-        return {
-            "models": [self.model],
-            "optimizers": [trainer.optimizer],
+    def predicted(self, predict: Callable[..., Any], samples: int) -> Any:
+        """Call a prediction of memory with the arguments of a training in micro-batches of a size."""
+        trainer = self.trainer()
+        return predict(
+            trainer.loss_fn,
+            self.take(samples),
+            models=[self.model],
+            optimizers=[trainer.optimizer],
             # The batch lies on the host: elsewhere micro-batches are copies.
-            "device": None if self.device.type == "cpu" else self.device,
-            "gradient_sum": "auto",
-        }
+            device=None if self.device.type == "cpu" else self.device,
+            gradient_sum="auto",
+        )
 
     def peak(self, samples: int) -> int:
         """Measure the peak of a training that begins: a window of one micro-batch, then one of two.

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from ..report.comparison import Claim
 from .splits import Split
 
 CURVE_POINTS = 50
 TAILS_IN_A_RUN = 10  # at least this many tails, so that even a short run shows what they do
-Way = Literal["real batch", "accumulator", "plain accumulation", "mean of means", "fixed tail divisor"]
+Way = (
+    Literal["real batch", "accumulator", "plain accumulation", "mean of means", "fixed tail divisor"]
+    | Literal["again", "missing 1/K", "another batch"]  # of a survey alone
+)
+NAMED_BY_SPLIT = ("real batch", "accumulator", "another batch")
+Tick = Callable[[int], None]  # takes the micro-batches, or other work, done since the last call
 # What the wrong ways do, in words.
 WRONG: Mapping[Way, str] = {
     "mean of means": "wrong: the mean of each micro-batch counts 1/K, whatever the micro-batch weighs",
@@ -27,13 +31,12 @@ class ArmPlan:
 
     split: Split
     way: Way
-    claim: Claim
+    claim: Any  # what the arm says of itself: a `Claim` of the report, of surveys a `SurveyClaim`
 
     @property
     def name(self) -> str:
-        """The split, and the way where it is not the right one."""
-        right = self.way in ("real batch", "accumulator")
-        return self.split.name if right else f"{self.split.name} {self.way}"
+        """The split, and the way where the split does not say it."""
+        return self.split.name if self.way in NAMED_BY_SPLIT else f"{self.split.name} {self.way}"
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from superbatch.batch.split import near_equal
 from superbatch.errors import InputError
 
 from ..recipes import Recipe
 
+COUNTS = 5, 10, 20  # micro-batches of the default splits
 FORMS = "Write KxM for K micro-batches of M samples (5x20), or each size (80/15/5)"
 
 
@@ -32,12 +34,8 @@ class Split:
             return self.sizes
         if self.equal:
             return tuple(near_equal(samples, self.sizes[0]))
-        total, ends, done = sum(self.sizes), [], 0
-        for size in self.sizes:
-            done += size
-            ends.append(done * samples // total)
-        sizes = (end - start for start, end in zip([0, *ends], ends, strict=False))
-        return tuple(size for size in sizes if size)
+        ends = [end * samples // sum(self.sizes) for end in accumulate(self.sizes, initial=0)]
+        return tuple(end - start for start, end in pairwise(ends) if end > start)
 
 
 def parse_split(text: str) -> Split:
@@ -71,7 +69,7 @@ def parse_splits(texts: str | Sequence[str]) -> list[Split]:
     return splits
 
 
-def default_splits(batch_size: int) -> list[Split]:
+def default_splits(batch_size: int, wanted_counts: tuple[int, ...] = COUNTS) -> list[Split]:
     """The first source's splits 5x20, 10x10, 20x5 of a batch of 100, or the nearest for another batch."""
     counts = {
         min(
@@ -79,7 +77,7 @@ def default_splits(batch_size: int) -> list[Split]:
             key=lambda k: abs(k - wanted),
             default=1,
         )
-        for wanted in (5, 10, 20)
+        for wanted in wanted_counts
     }
     names = [f"{count}x{batch_size // count}" for count in sorted(counts | {1})]
     if counts == {batch_size} and batch_size > 3:  # a prime number: add a split into two parts
@@ -92,10 +90,11 @@ def splits_of(
     texts: str | Sequence[str] | None,
     batch_size: int | None,
     *,
-    default: Callable[[int], list[Split]],
+    counts: tuple[int, ...] = COUNTS,
 ) -> list[Split]:
     """Return the splits that were asked for, or the default ones; refuse another size of the batch."""
-    splits = default(batch_size or recipe.batch_size) if texts is None else parse_splits(texts)
+    size = batch_size or recipe.batch_size
+    splits = default_splits(size, counts) if texts is None else parse_splits(texts)
     size = sum(splits[0].sizes)
     if batch_size not in (None, size):
         raise InputError(

@@ -23,7 +23,6 @@ Reference: Schuirmann, J. Pharmacokin. Biopharm. 15 (1987) 657; Lakens, Soc. Psy
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -59,9 +58,7 @@ def summarise(values: Sequence[float]) -> Summary:
     return Summary(statistics.mean(values), statistics.stdev(values), len(values))
 
 
-def tost_paired(
-    differences: Sequence[float], *, margin: float, alpha: float = ALPHA, step: float | None = None
-) -> Equivalence:
+def tost_paired(differences: Sequence[float], *, margin: float, step: float | None = None) -> Equivalence:
     """Test that the mean of paired differences lies within the margin.
 
     ``t = (mean(d) ± margin) / (sd / sqrt(n))`` with n - 1 degrees of freedom, where sd is that of d, and at
@@ -72,22 +69,19 @@ def tost_paired(
     d = summarise(differences)
     grid = smallest_gap([0.0, *differences]) if step is None else step
     sd = _at_least(d.sd, grid / math.sqrt(2))
-    found = _tost(
-        "paired",
-        d.mean,
+    return _tost(
         sd / math.sqrt(d.runs),
         d.runs - 1,
+        test="paired",
+        difference=d.mean,
         margin=margin,
-        alpha=alpha,
         runs=d.runs,
-        needed=runs_needed(sd, margin=margin, groups=1, alpha=alpha),
+        runs_needed=runs_needed(sd, margin=margin, groups=1),
+        identical=not any(differences),
     )
-    return dataclasses.replace(found, identical=not any(differences))
 
 
-def tost_welch(
-    first: Summary, second: Summary, *, margin: float, alpha: float = ALPHA, step: float = 0.0
-) -> Equivalence:
+def tost_welch(first: Summary, second: Summary, *, margin: float, step: float = 0.0) -> Equivalence:
     """Test that the means of two independent groups with unequal variances differ by less than the margin.
 
     ``t = (m1 - m2 ± margin) / sqrt(s1²/n1 + s2²/n2)`` with Welch's degrees of freedom, each s at least
@@ -96,17 +90,15 @@ def tost_welch(
     sds = [_at_least(group.sd, step / 2) for group in (first, second)]
     a, b = sds[0] ** 2 / first.runs, sds[1] ** 2 / second.runs
     spread = a**2 / (first.runs - 1) + b**2 / (second.runs - 1)
-    degrees = (a + b) ** 2 / spread if spread else math.inf
     pooled = math.sqrt((sds[0] ** 2 + sds[1] ** 2) / 2)
     return _tost(
-        "welch",
-        first.mean - second.mean,
         math.sqrt(a + b),
-        degrees,
+        (a + b) ** 2 / spread if spread else math.inf,
+        test="welch",
+        difference=first.mean - second.mean,
         margin=margin,
-        alpha=alpha,
         runs=min(first.runs, second.runs),
-        needed=runs_needed(pooled, margin=margin, groups=2, alpha=alpha),
+        runs_needed=runs_needed(pooled, margin=margin),
     )
 
 
@@ -121,18 +113,20 @@ def smallest_gap(values: Sequence[float]) -> float:
     return min((b - a for a, b in pairwise(known) if b - a > rounding), default=0.0)
 
 
-def runs_needed(
-    sd: float, *, margin: float, groups: int = 2, alpha: float = ALPHA, power: float = POWER
-) -> int | None:
-    """Runs per arm that show equivalence with the given power if the true difference is zero.
+def runs_needed(sd: float, *, margin: float, groups: int = 2) -> int | None:
+    """Runs per arm that show equivalence with a power of 80 % if the true difference is zero.
 
     ``n = groups (z_{1-alpha} + z_{1-(1-power)/2})² (sd / margin)²``, which is 17.1 (sd/margin)² for two
     groups, 5 % and 80 %; at least `FEWEST_RUNS`.
     """
-    _check_margin(margin)
+    if not (math.isfinite(margin) and margin > 0):
+        raise InputError(
+            f"margin={margin!r} includes no difference. "
+            "Give the largest difference that does not matter to you, a positive number."
+        )
     if not math.isfinite(sd):
         return None
-    z = stats.norm.ppf(1 - alpha) + stats.norm.ppf(1 - (1 - power) / 2)
+    z = stats.norm.ppf(1 - ALPHA) + stats.norm.ppf(1 - (1 - POWER) / 2)
     return max(FEWEST_RUNS, math.ceil(groups * (z * sd / margin) ** 2))
 
 
@@ -149,46 +143,27 @@ def limits_of(tests: Iterable[Equivalence]) -> tuple[str, ...]:
 
 
 def _tost(
-    test: Any,
-    difference: float,
-    error: float,
-    degrees: float,
-    *,
-    margin: float,
-    alpha: float,
-    runs: int,
-    needed: int | None,
+    error: float, degrees: float, *, difference: float, margin: float, runs: int, **facts: Any
 ) -> Equivalence:
-    _check_margin(margin)
     if error == 0:  # no sampling error to divide by; the difference is what it is
         p_value, half = float(abs(difference) >= margin), 0.0
     else:
         # Student's t with infinite degrees of freedom is the normal distribution; scipy takes that.
         lower, upper = ((difference + margin) / error, (difference - margin) / error)
         p_value = float(max(stats.t.sf(lower, degrees), stats.t.cdf(upper, degrees)))
-        half = float(stats.t.ppf(1 - alpha, degrees)) * error
+        half = float(stats.t.ppf(1 - ALPHA, degrees)) * error
     return Equivalence(
-        test=test,
         difference=difference,
         low=difference - half,
         high=difference + half,
-        confidence=1 - 2 * alpha,
+        confidence=1 - 2 * ALPHA,
         margin=margin,
         p_value=p_value,
-        equivalent=runs >= FEWEST_RUNS and p_value < alpha,
+        equivalent=runs >= FEWEST_RUNS and p_value < ALPHA,
         runs=runs,
-        runs_needed=needed,
-        identical=False,
+        **facts,
     )
 
 
 def _at_least(sd: float, floor: float) -> float:
     return sd if math.isnan(sd) else max(sd, floor)
-
-
-def _check_margin(margin: float) -> None:
-    if not (math.isfinite(margin) and margin > 0):
-        raise InputError(
-            f"margin={margin!r} includes no difference. "
-            "Give the largest difference that does not matter to you, a positive number."
-        )

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,52 +26,17 @@ from ..report.surveys import Surveys
 from . import quick
 from .catalogue import DOCUMENTATION, entry_of
 from .on_torch import torch_threads
+from .options import StudyOptions as Options
 from .shared_options import Interrupted, asked, check_counts, check_positive
 from .shared_options import Progress as Progress
 from .statistics import limits_of
-from .versions import versions
-from .workers import Finished, Train, receiver, train_seeds
+from .versions import origin
+from .workers import Train, receiver, train_seeds
 
 # Options that not every study takes.
 SELDOM = ("samples", "batch_size", "learning_rate", "optimizer", "margin", "tolerance", "device")
 
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Options of a study; None stands for the study's own value.
-
-    Attributes:
-        runs: seeds 0, 1, ...; of the study coupled 100, 101, ...
-        samples: that each run sees.
-        batch_size: in samples: the large batch of momentum, the first one of grow-batch and critical-batch,
-            the whole one of splits and survey.
-        learning_rate: at that batch; of momentum at batch 1.
-        optimizer: one that the recipe allows.
-        margin: a difference of the metric that does not matter, in its unit.
-        tolerance: a relative difference of the loss that does not matter.
-        quick: shorter runs and fewer seeds: under a minute, and often too few to show anything.
-        device: to train on, such as ``"cuda"``; of coupled.
-        threads: of torch, in each process.
-        workers: processes; 1 trains in this one.
-        data: folder of data, for a recipe that reads one.
-
-    Examples:
-        >>> Options(runs=2, quick=True).samples is None
-        True
-    """
-
-    runs: int | None = None
-    samples: int | None = None
-    batch_size: int | None = None
-    learning_rate: float | None = None
-    optimizer: str | None = None
-    margin: float | None = None
-    tolerance: float | None = None
-    quick: bool = False
-    device: str | None = None
-    threads: int = 1
-    workers: int = 1
-    data: str | Path | None = None
+DEFAULTS = Options()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +75,7 @@ Show = Callable[[Progress], None]
 def study(
     name: str,
     recipe: str | Recipe = "digits",
-    options: Options = Options(),
+    options: Options = DEFAULTS,
     *,
     progress: Show = lambda _: None,
 ) -> Study:
@@ -167,14 +131,13 @@ def run_design(
     plan, notes = _designed(what, options, design, turns=turns_of(recipe, options, seeds))
     finished: list[list[StudyRun]] = [[] for _ in plan.arms]
 
-    def show(done: int, total: int, found: Finished | None) -> None:
-        text = None
-        if found is not None:
-            value = found.run.values.get(plan.headline, math.nan)
-            text = f"seed {found.seed}, {plan.arms[found.arm].name}: {value:.4g}"
-        progress(Progress(min(done, total), total, text))
-
-    receive = receiver(len(seeds) * plan.ticks, finished, show)
+    receive = receiver(
+        len(seeds) * plan.ticks,
+        finished,
+        progress,
+        [arm.name for arm in plan.arms],
+        lambda run: run.values.get(plan.headline, math.nan),
+    )
 
     def report(*, partial: bool) -> Study:
         arms = tuple(
@@ -183,10 +146,9 @@ def run_design(
         )
         found = plan.find(arms)
         return Study(
+            **origin(what, options, start, partial=partial, torch=torch.__version__),
             name=name,
             question=entry_of(name).question,
-            recipe=what.name,
-            description=what.description,
             setting=plan.fixed,
             quantities=plan.quantities,
             arms=tuple(replace(arm, facts={**arm.facts, **found.facts.get(arm.name, {})}) for arm in arms),
@@ -194,10 +156,6 @@ def run_design(
             conclusion=found.conclusion,
             curve_at=plan.curve_at,
             seeds=seeds,
-            seconds=time.monotonic() - start,
-            partial=partial,
-            versions=versions(torch=torch.__version__),
-            command=asked(options),
             notes=(*found.notes, *limits_of(t.result for t in found.tests), *notes, reading(name)),
         )
 

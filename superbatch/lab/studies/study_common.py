@@ -29,6 +29,8 @@ COLUMNS = (
     Quantity(name=SEEN, meaning="that each run has seen", form=",.0f"),
 )
 
+Runs = Iterator[tuple[int, StudyRun]]  # the runs of one seed, each with the index of its arm
+
 RATES = {"digits": 0.02}  # recipe -> a good rate of plain SGD with batch 1, where its own rate is no guide
 
 
@@ -68,11 +70,6 @@ def training_loss(recipe: Recipe, model: nn.Module, samples: int = LOSS_SAMPLES)
         loss, weight = mean_and_weight(recipe, loss_fn, recipe.batch(indices))
         total, weights = total + loss.item() * weight, weights + weight
     return total / weights
-
-
-def parameters_apart(model: nn.Module) -> Iterator[Tensor]:
-    """The trainable parameters, detached: to be averaged or copied."""
-    return (parameter.detach() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def smooth(losses: list[float], batch: int, half_life: float) -> list[float]:
@@ -144,7 +141,7 @@ def curve_points(samples: int) -> tuple[float, ...]:
 
 def from_one_start(
     recipe: Recipe, arms: Sequence[Any], seed: int, train_one: Callable[[Any, nn.Module], StudyRun]
-) -> Iterator[tuple[int, StudyRun]]:
+) -> Runs:
     """Train arms one by one from the same weights and the same state of torch's generator."""
     initial = recipe.model(seed)
     for index, arm in enumerate(arms):

@@ -7,7 +7,7 @@ point of the recipe's grid by validation, for each seed alone; what is compared 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,8 +21,9 @@ from superbatch.errors import InputError, NonFiniteError
 from ..recipes import COUPLED, Recipe
 from ..recipes.coupled import CoupledRecipe, Point, Way
 from ..report.study import Quantity, StudyArm, StudyRun, StudyTest
+from .setting import Tick
 from .study import Design, Findings, Options
-from .study_common import TOO_FEW, compared, present, stream
+from .study_common import TOO_FEW, Runs, compared, present, stream
 
 RATE, STRENGTH = "learning rate", "strength"
 SHORTEST = 10  # updates of the shortest run that a quick study makes
@@ -92,51 +93,35 @@ def _quantities(recipe: CoupledRecipe) -> tuple[Quantity, ...]:
     return (*measured, *chosen)
 
 
-def train(
-    recipe: Recipe, setting: Setting, seed: int, *, tick: Callable[[int], None]
-) -> Iterator[tuple[int, StudyRun]]:
+def train(recipe: Recipe, setting: Setting, seed: int, *, tick: Tick) -> Runs:
     """Train every way from one seed at every point, and keep the best by validation."""
     assert isinstance(recipe, CoupledRecipe)
     order = stream(recipe.samples, setting.updates * recipe.batch_size, seed).split(recipe.batch_size)
+
+    def trained(way: Way, point: Point) -> nn.Module:
+        model = way.model(seed).to(setting.device)
+        optimizer = torch.optim.Adam(model.parameters(), lr=point.learning_rate)
+        update: Callable[[Any], object] = way.update(model, optimizer, point.strength)
+        for number, indices in enumerate(order):
+            rate = point.learning_rate * (1 + math.cos(math.pi * number / len(order))) / 2
+            optimizer.param_groups[0]["lr"] = rate
+            try:
+                update(map_arrays(lambda values: values.to(setting.device), recipe.batch(indices)))
+            except NonFiniteError:
+                tick(len(order) - number)
+                break
+            tick(1)
+        return model.cpu()  # where the test data are
+
     for index, name in enumerate(setting.arms):
-        way = recipe.way(name)
-        trained = [
-            (point, trained_model(recipe, way, point, order, seed, tick, device=setting.device))
-            for point in recipe.points
-        ]
-        point, model = max(trained, key=lambda each: _score(recipe, each[1]))
+        models = [(point, trained(recipe.way(name), point)) for point in recipe.points]
+        point, model = max(models, key=lambda each: _score(recipe, each[1]))
         values = {
             each.name: value for each, value in zip(recipe.measures, recipe.measure(model), strict=True)
         }
         curve = () if recipe.curve is None else recipe.curve(model)
         chosen = {RATE: point.learning_rate, STRENGTH: point.strength}
         yield index, StudyRun(seed=seed, values={**values, **chosen}, curve=curve)
-
-
-def trained_model(
-    recipe: CoupledRecipe,
-    way: Way,
-    point: Point,
-    order: tuple[torch.Tensor, ...],
-    seed: int,
-    tick: Callable[[int], None],
-    *,
-    device: str = "cpu",
-) -> nn.Module:
-    """Train one way at one point."""
-    model = way.model(seed).to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=point.learning_rate)
-    update: Callable[[Any], object] = way.update(model, optimizer, point.strength)
-    for number, indices in enumerate(order):
-        rate = point.learning_rate * (1 + math.cos(math.pi * number / len(order))) / 2
-        optimizer.param_groups[0]["lr"] = rate
-        try:
-            update(map_arrays(lambda values: values.to(device), recipe.batch(indices)))
-        except NonFiniteError:
-            tick(len(order) - number)
-            break
-        tick(1)
-    return model.cpu()  # where the test data are
 
 
 def _score(recipe: CoupledRecipe, model: nn.Module) -> float:

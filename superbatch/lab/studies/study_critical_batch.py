@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +21,6 @@ from scipy import stats
 from torch import Tensor, nn
 
 from superbatch.errors import InputError
-from superbatch.noise.meter import NoiseMeter
 from superbatch.results.noise import ASSUMPTION, Noise
 from superbatch.torch.tuning.scaling import rescale
 
@@ -30,7 +28,8 @@ from ..recipes import Recipe
 from ..report.study import Quantity, StudyArm, StudyRun, StudyTest
 from . import study_common as common
 from .arms import plain_update
-from .participants import accumulator
+from .participants import measured
+from .setting import Tick
 from .shared_options import offered_optimizer
 from .study import Design, Findings, Options
 
@@ -116,16 +115,14 @@ def design(recipe: Recipe, *, options: Options) -> Design:
             "branches of": f"{samples:,}",
             optimizer: f"lr {setting.learning_rate:g} at {setting.batch}",
         },
-        find=partial(find, batch=batch, tolerance=options.tolerance or TOLERANCE, samples=samples),
+        find=partial(find, batch=batch, tolerance=options.tolerance or TOLERANCE),
         curve_at=at,
         samples=samples,
         shortest=4 * KS[-1] * batch,
     )
 
 
-def train(
-    recipe: Recipe, setting: Setting, seed: int, *, tick: Callable[[int], None]
-) -> Iterator[tuple[int, StudyRun]]:
+def train(recipe: Recipe, setting: Setting, seed: int, *, tick: Tick) -> common.Runs:
     """Train to the checkpoint, measure the noise, and continue in every branch."""
     order = common.stream(recipe.samples, setting.before + setting.samples, seed)
     first, rest = order[: setting.before], order[setting.before :]
@@ -173,22 +170,14 @@ def waste(base: list[float], loss: float) -> float:
 def noise_at(recipe: Recipe, model: nn.Module, batch: int, seed: int) -> Noise:
     """The noise scale at a model's weights, which stay what they are."""
     still = copy.deepcopy(model)
-    accumulate = accumulator(
-        recipe,
-        still,
-        torch.optim.SGD(still.parameters(), lr=0.0),
-        microbatch_size=batch,
-        observers=[NoiseMeter(data_size=recipe.samples, every=1)],
-    )
-    size = NOISE_STEPS * batch
-    for indices in common.stream(recipe.samples, NOISE_WINDOWS * size, seed + 10_000).split(size):
-        accumulate(recipe.batch(indices))
-    assert accumulate.noise is not None
-    return accumulate.noise
+    optimizer, size = torch.optim.SGD(still.parameters(), lr=0.0), NOISE_STEPS * batch
+    batches = common.stream(recipe.samples, NOISE_WINDOWS * size, seed + 10_000).split(size)
+    *_, (_, noise) = measured(recipe, still, optimizer, batches, microbatch_size=batch)
+    return noise
 
 
 def _work(
-    recipe: Recipe, model: nn.Module, optimizer: Any, order: Tensor, batch: int, tick: Callable[[int], None]
+    recipe: Recipe, model: nn.Module, optimizer: Any, order: Tensor, batch: int, tick: Tick
 ) -> list[float]:
     update, losses = plain_update(recipe, model, optimizer), list[float]()
     for indices in order.split(batch):
@@ -197,7 +186,7 @@ def _work(
     return losses
 
 
-def find(arms: tuple[StudyArm, ...], *, batch: int, tolerance: float, samples: int) -> Findings:
+def find(arms: tuple[StudyArm, ...], *, batch: int, tolerance: float) -> Findings:
     """Test, predict and conclude."""
     tests = common.present(
         common.compared(arm, arms[0], LOSS, margin=1 + tolerance, ratio=True) for arm in arms[1:]
@@ -205,7 +194,7 @@ def find(arms: tuple[StudyArm, ...], *, batch: int, tolerance: float, samples: i
     scale = noise_scale(arms[0])
     return Findings(
         tests=tests,
-        conclusion=conclude(arms, tests, scale, batch, tolerance, samples),
+        conclusion=conclude(arms, tests, scale, batch),
         notes=(LIMIT,),
         facts={
             arm.name: {} if scale is None else {PREDICTED: predicted_waste(scale, batch, k)}
@@ -226,39 +215,26 @@ def noise_scale(base: StudyArm) -> float | None:
 
 
 def conclude(
-    arms: tuple[StudyArm, ...],
-    tests: tuple[StudyTest, ...],
-    scale: float | None,
-    batch: int,
-    tolerance: float,
-    samples: int,
+    arms: tuple[StudyArm, ...], tests: tuple[StudyTest, ...], scale: float | None, batch: int
 ) -> str:
-    """One sentence, from the tests of the others against the small batch and the noise scale."""
+    """One sentence: the first batch that is not shown to match, and what the noise scale says of it."""
     if len(tests) < len(arms) - 1:
         return common.TOO_FEW
     matching = next((i for i, test in enumerate(tests) if not test.high < test.margin), len(tests))
-    failing = tests[min(matching, len(tests) - 1)]
-    within = f"within {tolerance:.0%} of batch {batch} after the same {samples:,} samples"
-    apart = f"x {failing.difference:.3g} ({failing.low:.3g} to {failing.high:.3g})"
-    if matching == len(tests):
-        found = f"The critical batch is at least {batch * KS[-1]}: every batch tried stays {within}"
-    elif matching == 0:
-        found = f"Already batch {batch * KS[1]} is not shown to be {within}: its smoothed loss is {apart}"
-    else:
-        # That a batch is not shown to match does not show that it does not.
-        known = "is" if failing.low > failing.margin else "is at least"
-        found = (
-            f"The critical batch by branching {known} {batch * KS[matching]}: up to there the smoothed loss "
-            f"stays {within}, while batch {batch * KS[matching + 1]} is at {apart}"
-        )
+    failing = tests[matching] if matching < len(tests) else None
+    # That a batch is not shown to match does not show that it does not.
+    known = "is" if failing is not None and failing.low > failing.margin else "is at least"
+    found = f"The critical batch by branching {known} {batch * KS[matching]}"
+    at = min(matching + 1, len(tests))
+    if failing is not None:
+        found += f", while batch {batch * KS[at]} is at x {failing.difference:.3g} the smoothed loss"
     if scale is None:
         return f"{found}; the noise scale at the checkpoint is not determined (signal not told from noise)."
-    at = min(matching + 1, len(tests))
     measured = statistics.median(arms[at].values(WASTE))
-    said = f"x {measured:.2f} (median)" if math.isfinite(measured) else "no end of"
     return (
         f"{found}; the noise scale at the checkpoint, {scale:.0f} samples {ASSUMPTION}, says that batch "
-        f"{batch * KS[at]} needs x {predicted_waste(scale, batch, KS[at]):.2f} the samples, measured {said}."
+        f"{batch * KS[at]} needs x {predicted_waste(scale, batch, KS[at]):.2f} the samples, measured "
+        f"x {measured:.2f} (median)."
     )
 
 

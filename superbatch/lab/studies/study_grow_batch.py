@@ -9,7 +9,6 @@ batch that grows to 1/f cool a training alike, and the second makes fewer update
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,6 +25,7 @@ from ..report.study_text import signed
 from . import study_common as common
 from .arms import cut
 from .participants import accumulator
+from .setting import Tick
 from .study import Design, Findings, Options
 
 MADE, QUICK_MADE, SHORTEST = 4000, 800, 100  # updates of the arm that decays the rate
@@ -90,17 +90,14 @@ def _arms(setting: Setting) -> tuple[StudyArm, ...]:
     schedule, at = schedule_of(setting), common.curve_points(samples)
     updates = schedule.updates(samples)
     sizes = sorted({schedule(update) * batch for update in range(updates)})
-    alike = tuple(each / batch for each in at)
-    arms = (
-        (CONSTANT, f"batch {batch}, rate x 1", samples // batch, alike),
-        (DECAY, f"batch {batch}, rate x {', '.join(f'{f:g}' for _, f in PHASES)}", samples // batch, alike),
-        (
-            GROW,
-            f"batch {', '.join(map(str, sizes))} in micro-batches of {batch}",
-            updates,
-            tuple(float(schedule.updates(each)) for each in at),
-        ),
-    )
+    steady = samples // batch, tuple(each / batch for each in at)
+    grown = updates, tuple(float(schedule.updates(each)) for each in at)
+    factors = ", ".join(f"{factor:g}" for _, factor in PHASES)
+    arms = {
+        CONSTANT: (f"batch {batch}, rate x 1", *steady),
+        DECAY: (f"batch {batch}, rate x {factors}", *steady),
+        GROW: (f"batch {', '.join(map(str, sizes))} in micro-batches of {batch}", *grown),
+    }
     return tuple(
         StudyArm(
             name=name,
@@ -109,7 +106,7 @@ def _arms(setting: Setting) -> tuple[StudyArm, ...]:
             runs=(),
             curve_updates=curve_updates,
         )
-        for name, how, made, curve_updates in arms
+        for name, (how, made, curve_updates) in arms.items()
     )
 
 
@@ -135,16 +132,12 @@ def factor(share: float) -> float:
     return next((value for end, value in PHASES if share < end), PHASES[-1][1])
 
 
-def train(
-    recipe: Recipe, setting: Setting, seed: int, *, tick: Callable[[int], None]
-) -> Iterator[tuple[int, StudyRun]]:
+def train(recipe: Recipe, setting: Setting, seed: int, *, tick: Tick) -> common.Runs:
     """Train every arm from one seed, on the same samples in the same order."""
     yield from common.from_one_start(recipe, setting.arms, seed, partial(_train, recipe, setting, seed, tick))
 
 
-def _train(
-    recipe: Recipe, setting: Setting, seed: int, tick: Callable[[int], None], arm: str, model: nn.Module
-) -> StudyRun:
+def _train(recipe: Recipe, setting: Setting, seed: int, tick: Tick, arm: str, model: nn.Module) -> StudyRun:
     optimizer = torch.optim.SGD(model.parameters(), lr=setting.learning_rate)
     accumulate = accumulator(recipe, model, optimizer)
     schedule = schedule_of(setting)
@@ -193,12 +186,10 @@ def find(arms: tuple[StudyArm, ...], *, metric: str, margin: float) -> Findings:
         f"{made:,.0f} updates instead of {instead:,.0f}, training loss x {loss.difference:.3g} "
         f"({loss.low:.3g} to {loss.high:.3g}), {metric.partition(',')[0]} {signed(same.difference)}"
     )
-    beside = f"a rate that stays ends at x {stays.difference:.2g}"
+    stayed = ""
     if stays.result.equivalent:
-        beside = "but here a rate that stays does the same, so that the schedule hardly matters"
-    elif stays.low < 1 < stays.high:
-        beside += ", which is not shown to be another loss"
-    conclusion = f"Growing the batch is decaying the rate, in fewer updates: {said}; {beside}."
+        stayed = "; here a rate that stays does the same, so the schedule hardly matters"
+    conclusion = f"Growing the batch is decaying the rate, in fewer updates: {said}{stayed}."
     if not (loss.result.equivalent and same.result.equivalent and made < instead):
         conclusion = f"Not shown to be the same: growing the batch instead of decaying the rate made {said}."
     return Findings(tests=common.present(tests), conclusion=conclusion, notes=(LIMIT,))

@@ -14,16 +14,16 @@ same.
 
 from __future__ import annotations
 
-import copy
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from superbatch.errors import InputError, NonFiniteError
 
@@ -33,6 +33,7 @@ from ..report.study_text import number, signed
 from . import study_common as common
 from .arms import plain_update
 from .participants import accumulator
+from .setting import Tick
 from .study import Design, Findings, Options
 
 SAMPLES, QUICK_SAMPLES = 40_000, 5_000
@@ -138,55 +139,36 @@ def _planned(arm: Arm, rate: float) -> StudyArm:
     )
 
 
-def train(
-    recipe: Recipe, setting: Setting, seed: int, *, tick: Callable[[int], None]
-) -> Iterator[tuple[int, StudyRun]]:
+def train(recipe: Recipe, setting: Setting, seed: int, *, tick: Tick) -> common.Runs:
     """Train every arm from one seed: the same initial weights, the same samples first."""
     order = common.stream(recipe.samples, max(arm.batch * arm.updates for arm in setting.arms), seed)
 
     def one(arm: Arm, model: nn.Module) -> StudyRun:
-        return StudyRun(seed=seed, values=_train(recipe, setting, arm, model, order, tick))
+        update = _update_function(recipe, arm, model)
+        begin = round((1 - TAIL) * arm.updates)
+        every = max(1, (arm.updates - begin) // 400)
+        looks = {begin + (i + 1) * (arm.updates - begin) // LOOKS for i in range(LOOKS)}
+        averaged, losses = AveragedModel(model), list[float]()
+        for made in range(1, arm.updates + 1):
+            loss = update(recipe.batch(order[(made - 1) * arm.batch : made * arm.batch]))
+            if not math.isfinite(loss):
+                tick(arm.updates - made + 1)
+                break
+            if made > begin and made % every == 0:
+                averaged.update_parameters(model)
+            if made in looks:
+                losses.append(common.training_loss(recipe, model, setting.looked_at))
+            tick(1)
+        values = {
+            common.quantity_of_metric(recipe): float(recipe.evaluate(model)),
+            common.LOSS: common.training_loss(recipe, model, setting.looked_at),
+        }
+        if len(losses) == len(looks):  # it has not diverged, and was long enough to measure
+            calm = common.training_loss(recipe, averaged.module, setting.looked_at)
+            values[EXCESS] = statistics.fmean(losses) - calm
+        return StudyRun(seed=seed, values=values)
 
     yield from common.from_one_start(recipe, setting.arms, seed, one)
-
-
-def _train(
-    recipe: Recipe,
-    setting: Setting,
-    arm: Arm,
-    model: nn.Module,
-    order: Tensor,
-    tick: Callable[[int], None],
-) -> dict[str, float]:
-    update = _update_function(recipe, arm, model)
-    begin = round((1 - TAIL) * arm.updates)
-    every = max(1, (arm.updates - begin) // 400)
-    looks = {begin + (i + 1) * (arm.updates - begin) // LOOKS for i in range(LOOKS)}
-    mean = [torch.zeros_like(each) for each in common.parameters_apart(model)]
-    averaged, losses = 0, list[float]()
-    for made in range(1, arm.updates + 1):
-        loss = update(recipe.batch(order[(made - 1) * arm.batch : made * arm.batch]))
-        if not math.isfinite(loss):
-            tick(arm.updates - made + 1)
-            break
-        if made > begin and made % every == 0:
-            averaged += 1
-            for total, parameter in zip(mean, common.parameters_apart(model), strict=True):
-                total += (parameter - total) / averaged
-        if made in looks:
-            losses.append(common.training_loss(recipe, model, setting.looked_at))
-        tick(1)
-    values = {
-        common.quantity_of_metric(recipe): float(recipe.evaluate(model)),
-        common.LOSS: common.training_loss(recipe, model, setting.looked_at),
-    }
-    if len(losses) < len(looks):  # it has diverged, or was too short to measure
-        return values
-    calm = copy.deepcopy(model)
-    for parameter, value in zip(common.parameters_apart(calm), mean, strict=True):
-        parameter.copy_(value)
-    noise = statistics.fmean(losses) - common.training_loss(recipe, calm, setting.looked_at)
-    return {**values, EXCESS: noise}
 
 
 def _update_function(recipe: Recipe, arm: Arm, model: nn.Module) -> Callable[[Any], float]:

@@ -8,7 +8,7 @@ Trained: the recipe's model in bfloat16 with real windows of K micro-batches. Er
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,8 +24,9 @@ from . import sums
 from .arms import cut, mean_and_weight, without_coupling
 from .on_torch import cast_batch
 from .participants import accumulator
+from .setting import Tick
 from .study import Design, Findings, Options
-from .study_common import TOO_FEW, stream
+from .study_common import TOO_FEW, Runs, stream
 
 COUNTS, QUICK_COUNTS = (16, 64, 256, 1024), (16, 64, 256)
 COORDINATES = 20_000
@@ -98,9 +99,7 @@ def design(recipe: Recipe, *, options: Options) -> Design:
     )
 
 
-def train(
-    recipe: Recipe, setting: Setting, seed: int, *, tick: Callable[[int], None]
-) -> Iterator[tuple[int, StudyRun]]:
+def train(recipe: Recipe, setting: Setting, seed: int, *, tick: Tick) -> Runs:
     """Sum in every way, from one seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -10,7 +10,7 @@ from ..report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
 from ..report.verdict import verdict
 from . import compare as comparing
 from . import quick
-from .shared_options import Interrupted, Progress
+from .shared_options import Interrupted
 from .study import Options, Show, as_study, loaded, seeds_of, turns_of
 from .study_common import COLUMNS, UPDATES, column_of_metric
 
@@ -39,32 +39,21 @@ def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
     notes: tuple[str, ...] = ()
     if options.quick and options.samples is None:
         most = min(QUICK_UPDATES, what.updates)
-        updates, fits = _updates(recipe, wanted, most, turns=turns_of(recipe, options, seeds))
+
+        def cost(updates: int) -> float:
+            one = replace(wanted, updates=updates, runs=1, workers=1)
+            return quick.seconds_of(lambda: comparing.compare(recipe, one))
+
+        turns = turns_of(recipe, options, seeds)
+        updates, fits = quick.affordable(cost, least=SHORTEST, most=most, turns=turns)
         wanted = replace(wanted, updates=updates)
         if updates < most:
             notes = (quick.note(f"{updates} updates", fits=fits),)
 
-    def receive(event: comparing.Progress) -> None:
-        text = None
-        if event.finished is not None:
-            seed, arm, metric = event.finished
-            text = f"seed {seed}, {arm}: {metric:.4g}"
-        progress(Progress(event.done, event.total, text))
-
     try:
-        return _study(comparing.compare(recipe, wanted, progress=receive), options, notes)
+        return _study(comparing.compare(recipe, wanted, progress=progress), options, notes)
     except Interrupted as stopped:
         raise Interrupted(_study(stopped.report, options, notes)) from None
-
-
-def _updates(recipe: str | Recipe, wanted: comparing.Options, most: int, *, turns: int) -> tuple[int, bool]:
-    """Return the number of updates a quick study has time for, and True if it has time for any."""
-
-    def cost(updates: int) -> float:
-        one = replace(wanted, updates=updates, runs=1, workers=1)
-        return quick.seconds_of(lambda: comparing.compare(recipe, one))
-
-    return quick.affordable(cost, least=SHORTEST, most=most, turns=turns)
 
 
 def _study(report: Comparison, options: Options, notes: tuple[str, ...]) -> Study:

@@ -10,7 +10,7 @@ from ..report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
 from ..report.survey_text import conclusions
 from ..report.surveys import SeededSurvey, SurveyArm, Surveys
 from . import survey as surveying
-from .shared_options import Interrupted, Progress
+from .shared_options import Interrupted
 from .study import Options, Show, as_study, seeds_of
 
 RATE, PAIRS, CURVES = "suggested lr", "pairs differ by", "curves alike, p"
@@ -26,15 +26,8 @@ def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
         data=options.data,
     )
 
-    def receive(event: surveying.Progress) -> None:
-        text = None
-        if event.finished is not None:
-            seed, arm, rate = event.finished
-            text = f"seed {seed}, {arm}: {'no suggestion' if rate is None else f'{rate:.3g}'}"
-        progress(Progress(event.done, event.total, text))
-
     try:
-        return _study(surveying.survey(recipe, wanted, progress=receive), options)
+        return _study(surveying.survey(recipe, wanted, progress=progress), options)
     except Interrupted as stopped:
         raise Interrupted(_study(stopped.report, options)) from None
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from typing import Any, get_args
 
 import torch
 
@@ -23,13 +22,17 @@ from superbatch.tuning.survey_ramp import from_axis, values_of
 from ..recipes import Recipe, load_recipe
 from ..report.surveys import PAIRED_TOLERANCES, SeededSurvey, SurveyArm, Surveys
 from .on_torch import torch_threads
-from .shared_options import Interrupted, asked, check_counts, check_positive, offered_optimizer
+from .options import SurveyOptions as Options
+from .setting import ArmPlan
+from .shared_options import Interrupted, check_counts, check_positive, offered_optimizer
 from .shared_options import Progress as Progress
-from .splits import Split, parse_splits, splits_of
-from .survey_arms import HOW, SurveyArmPlan, SurveySetting, survey_seed
+from .splits import Split, parse_split, splits_of
+from .survey_arms import HOW, SurveySetting, train
 from .survey_tests import DECADES, FACTOR, curve_test, decades_of, paired_difference, suggestion_test
-from .versions import versions
+from .versions import origin
+from .workers import receiver, train_here
 
+DEFAULTS = Options()
 PAIRS = 2  # seeds of each split for which the real batch is surveyed from the same weights and samples
 
 CAVEAT = (
@@ -38,66 +41,40 @@ CAVEAT = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Options of a survey study; None stands for the recipe's own value, or the optimizer's."""
-
-    # "10x10,20x5" or a sequence of such; the real batch is added where it is missing
-    splits: str | Sequence[str] | None = None
-    repeats: int = 20  # surveys of each arm
-    updates: int = 100  # points of the ramp
-    what: What = "lr"  # "lr", "momentum" or "weight_decay"
-    low: float | None = None  # first value of the ramp
-    high: float | None = None  # last value of the ramp
-    dtype: str = "float32"  # "float32" or "float64"
-    optimizer: str | None = None  # one that the recipe allows
-    learning_rate: float | None = None  # where another option is surveyed
-    batch_size: int | None = None  # samples of one update; by default what the splits make
-    include_wrong: bool = False  # add arms that must be told apart
-    threads: int = 1  # of torch
-    data: str | Path | None = None  # folder of data, for a recipe that reads one
-
-
 def survey(
     recipe: str | Recipe,
-    options: Options = Options(),
+    options: Options = DEFAULTS,
     *,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Surveys:
     """Survey a recipe with the real batch and with each split, and say whether they can be told apart."""
     start = time.monotonic()
     loaded = load_recipe(recipe, data=options.data) if isinstance(recipe, str) else recipe
-    setting, plans = settle(loaded, options)
-    runs: list[list[SeededSurvey]] = [[] for _ in plans]
-    pairs: list[list[float]] = [[] for _ in plans]
-    count = _Count(_surveys(plans, options) * options.updates, options.updates, progress)
+    setting = settle(loaded, options)
+    # Behind the surveys of each arm stand the real batch's from the same seeds.
+    found: list[list[SeededSurvey]] = [[] for _ in setting.arms * 2]
+    names = [arm.name for arm in setting.arms] + [setting.arms[0].name] * len(setting.arms)
+    paired = sum(arm.way == "accumulator" for arm in setting.arms) * setting.pairs
+    total = (len(setting.arms) * options.repeats + paired) * options.updates
+    receive = receiver(total, found, progress, names, lambda run: run.survey.suggestion)
 
     def report(*, partial: bool) -> Surveys:
-        arms = _arms(plans, runs, pairs)
-        return _report(loaded, options, setting, arms, time.monotonic() - start, partial=partial)
+        made = origin(loaded, options, start, partial=partial, torch=torch.__version__)
+        return _report(options, setting, _arms(setting, found), made)
 
     try:
         with torch_threads(options.threads):
             # Seed by seed, so that an interrupted study has as many surveys of every arm.
-            for repeat in range(options.repeats):
-                for index, arm in enumerate(plans):
-                    seed = index * options.repeats + repeat
-                    found = survey_seed(loaded, setting, arm, seed, tick=count.tick)
-                    runs[index].append(SeededSurvey(seed=seed, survey=found))
-                    count.finish(seed, arm.name, found.suggestion)
-                    if arm.way == "accumulator" and repeat < PAIRS:
-                        real = survey_seed(loaded, setting, plans[0], seed, tick=count.tick)
-                        pairs[index].append(paired_difference(found, real))
-                        count.finish(seed, plans[0].name, real.suggestion)
+            train_here(loaded, setting, range(options.repeats), receive, train=train)
     except KeyboardInterrupt:
         raise Interrupted(report(partial=True)) from None
     return report(partial=False)
 
 
-def settle(recipe: Recipe, options: Options) -> tuple[SurveySetting, list[SurveyArmPlan]]:
+def settle(recipe: Recipe, options: Options) -> SurveySetting:
     """Fill in what the options leave open, and refuse what cannot be."""
     _check(options)
-    splits = splits_of(recipe, options.splits, options.batch_size, default=_some_splits)
+    splits = splits_of(recipe, options.splits, options.batch_size, counts=(10, 20))
     if options.learning_rate is None:
         recipe.require("learning_rates", by="superbatch survey without --lr")
     name = offered_optimizer(recipe, options.optimizer)
@@ -107,11 +84,25 @@ def settle(recipe: Recipe, options: Options) -> tuple[SurveySetting, list[Survey
     low, high = range_of([optimizer], options.what)
     low, high = low if options.low is None else options.low, high if options.high is None else options.high
     values_of(options.what, low, high, options.updates)  # refuses what is no ramp
-    setting = SurveySetting(options.what, low, high, options.updates, options.dtype, name, rate)
-    return setting, _plans(recipe, splits, include_wrong=options.include_wrong)
+    return SurveySetting(
+        arms=_plans(recipe, splits, include_wrong=options.include_wrong),
+        repeats=options.repeats,
+        pairs=min(PAIRS, options.repeats),
+        what=options.what,
+        low=low,
+        high=high,
+        updates=options.updates,
+        dtype=options.dtype,
+        optimizer=name,
+        learning_rate=rate,
+    )
 
 
 def _check(options: Options) -> None:
+    if options.what not in get_args(What):
+        raise InputError(
+            f"--what {options.what}: that cannot be surveyed. Give one of {', '.join(get_args(What))}."
+        )
     check_counts(options, "repeats", "updates", "threads", "batch_size")
     if options.dtype not in PAIRED_TOLERANCES:
         raise InputError(
@@ -121,71 +112,36 @@ def _check(options: Options) -> None:
     check_positive(options, "learning_rate")
 
 
-def _some_splits(size: int) -> list[Split]:
-    """Into 10 and 20 micro-batches, or as many samples."""
-    counts = [count for count in (10, 20) if count <= size and size % count == 0] or [size]
-    return parse_splits([f"{count}x{size // count}" for count in counts])
-
-
-def _plans(recipe: Recipe, splits: Sequence[Split], *, include_wrong: bool) -> list[SurveyArmPlan]:
+def _plans(recipe: Recipe, splits: Sequence[Split], *, include_wrong: bool) -> tuple[ArmPlan, ...]:
     size = sum(splits[0].sizes)
-    real = _whole(size)
+    real = parse_split(f"1x{size}")
     parts = [split for split in splits if len(split.sizes) > 1]
     exact = recipe.coupled == "exact" or recipe.batchnorm == "error"
     plans = [
-        SurveyArmPlan(real, "real batch", "real"),
-        SurveyArmPlan(real, "real batch again", "again"),
-        *(SurveyArmPlan(split, "accumulator", "exact" if exact else "inexact") for split in parts),
+        ArmPlan(real, "real batch", "real"),
+        ArmPlan(real, "again", "again"),
+        *(ArmPlan(split, "accumulator", "exact" if exact else "inexact") for split in parts),
     ]
     if include_wrong:
-        longest = max(parts, key=lambda split: len(split.sizes), default=Split(f"{size}x1", (1,) * size))
+        longest = max(parts, key=lambda split: len(split.sizes), default=parse_split(f"{size}x1"))
         if len(longest.sizes) > 1:
-            plans.append(SurveyArmPlan(longest, "missing 1/K", "wrong"))
+            plans.append(ArmPlan(longest, "missing 1/K", "wrong"))
         plans += [
-            SurveyArmPlan(_whole(other), "another batch", "wrong" if other < size // 2 else "other")
+            ArmPlan(parse_split(f"1x{other}"), "another batch", "wrong" if other < size // 2 else "other")
             for other in (size // 10, size // 2)
             if other
         ]
-    return plans
+    return tuple(plans)
 
 
-def _whole(size: int) -> Split:
-    return Split(f"1x{size}", (size,))
-
-
-def _surveys(plans: Sequence[SurveyArmPlan], options: Options) -> int:
-    paired = sum(arm.way == "accumulator" for arm in plans) * min(PAIRS, options.repeats)
-    return len(plans) * options.repeats + paired
-
-
-class _Count:
-    """Points done; a survey that stops early counts as whole."""
-
-    def __init__(self, total: int, updates: int, progress: Callable[[Progress], None]) -> None:
-        self._total, self._updates, self._progress = total, updates, progress
-        self._surveys = self._points = 0
-
-    def tick(self) -> None:
-        self._points += 1
-        self._progress(Progress(self._done(), self._total))
-
-    def finish(self, seed: int, arm: str, suggestion: float | None) -> None:
-        self._surveys, self._points = self._surveys + 1, 0
-        self._progress(Progress(self._done(), self._total, (seed, arm, suggestion)))
-
-    def _done(self) -> int:
-        return self._surveys * self._updates + self._points
-
-
-def _arms(
-    plans: Sequence[SurveyArmPlan], runs: Sequence[Sequence[SeededSurvey]], pairs: Sequence[Sequence[float]]
-) -> tuple[SurveyArm, ...]:
-    baseline = [run.survey for run in runs[0]]
+def _arms(setting: SurveySetting, found: Sequence[Sequence[SeededSurvey]]) -> tuple[SurveyArm, ...]:
+    baseline = [run.survey for run in found[0]]
     arms: list[SurveyArm] = []
-    for plan, own, differences in zip(plans, runs, pairs, strict=True):
+    for plan, own, real in zip(setting.arms, found, found[len(setting.arms) :], strict=False):
         surveys = [run.survey for run in own]
         decades = [value for value in decades_of(surveys) if value is not None]
         compared = plan.claim != "real" and min(len(surveys), len(baseline)) > 1
+        pairs = zip(surveys, real, strict=False)  # the first surveys of an arm are those that have one
         arms.append(
             SurveyArm(
                 name=plan.name,
@@ -195,7 +151,7 @@ def _arms(
                 runs=tuple(own),
                 rate=from_axis(surveys[0].what, 10 ** statistics.fmean(decades)) if decades else None,
                 decades=statistics.stdev(decades) if len(decades) > 1 else None,
-                pairs=tuple(differences),
+                pairs=tuple(paired_difference(survey, other.survey) for survey, other in pairs),
                 curve=curve_test(surveys, baseline) if compared else None,
                 suggested=suggestion_test(surveys, baseline) if compared else None,
             )
@@ -204,17 +160,10 @@ def _arms(
 
 
 def _report(
-    recipe: Recipe,
-    options: Options,
-    setting: SurveySetting,
-    arms: tuple[SurveyArm, ...],
-    seconds: float,
-    *,
-    partial: bool,
+    options: Options, setting: SurveySetting, arms: tuple[SurveyArm, ...], made: dict[str, Any]
 ) -> Surveys:
     return Surveys(
-        recipe=recipe.name,
-        description=recipe.description,
+        **made,
         what=setting.what,
         optimizer=setting.optimizer,
         learning_rate=None if setting.what == "lr" else setting.learning_rate,
@@ -227,9 +176,5 @@ def _report(
         factor=FACTOR,
         margin=DECADES,
         arms=arms,
-        seconds=seconds,
-        partial=partial,
-        versions=versions(torch=torch.__version__),
-        command=asked(options),
         notes=(CAVEAT,),
     )

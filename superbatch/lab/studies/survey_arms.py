@@ -6,33 +6,28 @@ The real batch and the wrong ways are surveyed by a loop of their own, in plain 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
 
-from superbatch.results.survey import Survey, What
+from superbatch.results.survey import What
 from superbatch.torch.tuning.dial import Dial
 from superbatch.torch.tuning.lr_survey import lr_survey
 from superbatch.tuning.survey import Sweep
 from superbatch.window import Window
 
 from ..recipes import Recipe
-from ..report.surveys import SurveyClaim
-from .arms import UpdateFunction, accumulator_of, cut, mean_and_weight
-from .arms import update_function as update_of_comparison
+from ..report.surveys import SeededSurvey
+from .arms import accumulator_of, cut, update_function
 from .on_torch import cast_batch, orders
-from .setting import ArmPlan, Setting
-from .splits import Split
+from .setting import ArmPlan, Setting, Tick, Way
 
-Tick = Callable[[], None]
-SurveyWay = Literal["real batch", "real batch again", "accumulator", "missing 1/K", "another batch"]
-
-HOW: dict[SurveyWay, str] = {
+HOW: Mapping[Way, str] = {
     "real batch": "the whole batch at once, plain PyTorch",
-    "real batch again": "the same from other seeds: what chance does",
+    "again": "the same from other seeds: what chance does",
     "accumulator": "superbatch.torch.tuning.lr_survey with an Accumulator",
     "missing 1/K": "wrong: gradients of the micro-batches are added up, not averaged",
     "another batch": "a real batch of another size, plain PyTorch",
@@ -40,29 +35,12 @@ HOW: dict[SurveyWay, str] = {
 
 
 @dataclass(frozen=True)
-class SurveyArmPlan:
-    """A split, and how it is surveyed."""
-
-    split: Split  # of the batch of one update
-    way: SurveyWay  # how updates are made
-    claim: SurveyClaim  # what the arm says of itself
-
-    @property
-    def name(self) -> str:
-        """The split, and the way where the split does not say it."""
-        said = {"real batch again": " again", "missing 1/K": " missing 1/K"}
-        return self.split.name + said.get(self.way, "")
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of one update."""
-        return sum(self.split.sizes)
-
-
-@dataclass(frozen=True)
 class SurveySetting:
     """Setting common to all surveys of a study."""
 
+    arms: tuple[ArmPlan, ...]  # the real batch first
+    repeats: int  # surveys of each arm
+    pairs: int  # of those of a split, how many have the real batch's survey beside them
     what: What  # the option that is surveyed
     low: float  # its first value
     high: float  # its last value
@@ -72,72 +50,61 @@ class SurveySetting:
     learning_rate: float  # of the optimizer, where another option is surveyed
 
 
-def survey_seed(
-    recipe: Recipe, setting: SurveySetting, arm: SurveyArmPlan, seed: int, *, tick: Tick = lambda: None
-) -> Survey:
+def train(
+    recipe: Recipe, setting: SurveySetting, repeat: int, *, tick: Tick
+) -> Iterator[tuple[int, SeededSurvey]]:
+    """Survey every arm once, each from a seed of its own.
+
+    The real batch's survey beside that of a split has the index of the split's arm, counted on behind the
+    arms.
+    """
+    for index, arm in enumerate(setting.arms):
+        seed = index * setting.repeats + repeat
+        yield index, survey_seed(recipe, setting, arm, seed, tick)
+        if arm.way == "accumulator" and repeat < setting.pairs:
+            yield len(setting.arms) + index, survey_seed(recipe, setting, setting.arms[0], seed, tick)
+
+
+def survey_seed(recipe: Recipe, setting: SurveySetting, arm: ArmPlan, seed: int, tick: Tick) -> SeededSurvey:
     """Survey one arm from one seed."""
+    made = 0
+
+    def point(*_: int) -> None:
+        nonlocal made
+        made += 1
+        tick(1)
+
+    ramp: dict[str, Any] = {
+        "what": setting.what,
+        "low": setting.low,
+        "high": setting.high,
+        "updates": setting.updates,
+    }
     with torch.random.fork_rng(devices=[]):
         model = recipe.model(seed).to(getattr(torch, setting.dtype))
         optimizer = recipe.optimizers[setting.optimizer](model.parameters(), setting.learning_rate)
         torch.manual_seed(seed)  # a model that draws (dropout) starts every arm from the same state
+        batches = partial(_batches, recipe, setting, arm, seed)
         if arm.way == "accumulator":
-            return lr_survey(
-                accumulator_of(arm.split, recipe, model, optimizer),
-                lambda: _batches(recipe, setting, arm, seed),
-                what=setting.what,
-                low=setting.low,
-                high=setting.high,
-                updates=setting.updates,
-                progress=lambda done, total: tick(),
-            )
-        return _plain(recipe, setting, arm, seed, (model, optimizer), tick)
+            accumulate = accumulator_of(arm.split, recipe, model, optimizer)
+            found = lr_survey(accumulate, batches, **ramp, progress=point)
+        else:
+            sweep, dial = Sweep(**ramp), Dial([optimizer], setting.what)
+            update = update_function(arm, recipe, model, optimizer)
+            for value, batch in zip(sweep.values, batches(), strict=True):
+                dial.turn(value)
+                go_on = sweep.add(update(batch))
+                point()
+                if not go_on:
+                    break
+            found = sweep.report(ratios=dial.ratios)
+    tick(setting.updates - made)  # a survey that stops early counts as whole
+    return SeededSurvey(seed=seed, survey=found)
 
 
-def _plain(
-    recipe: Recipe,
-    setting: SurveySetting,
-    arm: SurveyArmPlan,
-    seed: int,
-    trained: tuple[nn.Module, torch.optim.Optimizer],
-    tick: Tick,
-) -> Survey:
-    model, optimizer = trained
-    sweep = Sweep(setting.what, setting.low, setting.high, setting.updates)
-    dial = Dial([optimizer], setting.what)
-    if arm.way == "missing 1/K":
-        update = _missing_divisor(recipe, arm.split, model, optimizer)
-    else:
-        update = update_of_comparison(ArmPlan(arm.split, "real batch", "real"), recipe, model, optimizer)
-    for value, batch in zip(sweep.values, _batches(recipe, setting, arm, seed), strict=True):
-        dial.turn(value)
-        go_on = sweep.add(update(batch))
-        tick()
-        if not go_on:
-            break
-    return sweep.report(ratios=dial.ratios)
-
-
-def _missing_divisor(
-    recipe: Recipe, split: Split, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> UpdateFunction:
-    loss_fn = recipe.loss_fn(model)
-
-    def update(batch: Any) -> float:
-        reported = weights = 0.0
-        for microbatch in cut(batch, split.sizes):
-            loss, weight = mean_and_weight(recipe, loss_fn, microbatch)
-            loss.backward()
-            reported, weights = reported + weight * loss.item(), weights + weight
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return reported / weights
-
-    return update
-
-
-def _batches(recipe: Recipe, setting: SurveySetting, arm: SurveyArmPlan, seed: int) -> Iterator[Any]:
+def _batches(recipe: Recipe, setting: SurveySetting, arm: ArmPlan, seed: int) -> Iterator[Any]:
     """As many batches as the ramp has points: those of every arm with this seed and batch size."""
-    drawn = Setting(setting.updates, arm.batch_size, setting.optimizer, setting.learning_rate)
+    drawn = Setting(setting.updates, sum(arm.split.sizes), setting.optimizer, setting.learning_rate)
     for indices in orders(recipe.samples, drawn, seed):
         batch = cast_batch(recipe.batch(indices), setting.dtype)
         unequal = arm.way == "accumulator" and not arm.split.equal

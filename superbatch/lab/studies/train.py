@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,39 +26,18 @@ from superbatch.results.noise import Noise
 from superbatch.torch import Accumulator, WholeBatch
 from superbatch.torch.checkpoint import Checkpoint, StopSignals, load_checkpoint, save_checkpoint
 from superbatch.torch.options import PerSampleRandom
+from superbatch.torch.process_group import join_process_group
 
-from ..recipes import Recipe
+from ..recipes import Recipe, load_recipe
 from .on_torch import cast_batch
+from .options import TrainOptions as Options
 from .participants import accumulator
+from .shared_options import Progress
 from .train_log import TrainLog
 
 PRECISIONS = ("float32", "float64", "bf16")
 SCHEDULES = ("constant", "linear", "cosine")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Options of a training; None stands for the recipe's own value, or for leaving it out."""
-
-    batch_size: int | None = None  # samples of one update, on all ranks
-    microbatch_size: int | Literal["auto", "largest"] = "auto"  # samples, ``"auto"`` or ``"largest"``
-    updates: int | None = None  # length of the training
-    optimizer: str | None = None  # one that the recipe allows
-    learning_rate: float | None = None  # at the start
-    precision: str = "float32"  # ``"float32"``, ``"float64"`` or ``"bf16"`` (autocast)
-    clip: float | None = None  # largest norm of the gradient
-    # of the learning rate: ``"constant"``, or ``"linear"`` or ``"cosine"`` down to 0
-    schedule: str = "constant"
-    noise: bool = False  # measure the noise scale
-    sample_rng: bool = False  # give each sample its own random numbers
-    checkpoints: Path | None = None  # folder; a training resumes from its newest one
-    every: int = 100  # updates between checkpoints
-    keep: int = 3  # checkpoints that stay
-    evaluate_every: int | None = None  # updates between evaluations; None: at the end alone
-    log: Path | None = None  # file with a row of JSON for each update
-    tensorboard: Path | None = None  # folder
-    seed: int = 0  # of the weights and the order of the samples
-    device: str = "cpu"  # cpu or cuda
+DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +54,13 @@ class Trained:
 
 
 def train(
-    recipe: Recipe, options: Options, *, progress: Callable[[int, int, str | None], None] = lambda *_: None
+    recipe: str | Recipe,
+    options: Options,
+    *,
+    progress: Callable[[Progress], None] = lambda _: None,
 ) -> Trained:
     """Train a recipe, on one device or, started by torchrun, on as many as there are ranks."""
+    recipe = load_recipe(recipe, data=options.data) if isinstance(recipe, str) else recipe
     batch_size = recipe.batch_size if options.batch_size is None else options.batch_size
     updates = recipe.updates if options.updates is None else options.updates
     _check(recipe, options, batch_size)
@@ -91,7 +74,7 @@ def _trained(
     batch_size: int,
     updates: int,
     place: tuple[int, int, torch.device],
-    progress: Callable[[int, int, str | None], None],
+    progress: Callable[[Progress], None],
 ) -> Trained:
     """Train in a function of its own: when it returns, nothing uses the process group any more."""
     rank, ranks, device = place
@@ -113,7 +96,8 @@ def _trained(
             if log is not None:
                 due = options.evaluate_every and done % options.evaluate_every == 0
                 log.write(done, update, samples, _metric(recipe, model) if due else None)
-                progress(done - first, updates - first, f"update {done} of {updates}, loss {loss:.4g}")
+                text = f"update {done} of {updates}, loss {loss:.4g}"
+                progress(Progress(done - first, updates - first, text))
             if options.checkpoints and (end or done == updates or done % options.every == 0):
                 facts = {"recipe": recipe.name, "seed": options.seed}
                 save_checkpoint(
@@ -148,12 +132,17 @@ def batches_from(samples: int, seed: int, start: int, size: int) -> Iterator[Ten
 
 def _check(recipe: Recipe, options: Options, batch_size: int) -> None:
     recipe.require("evaluate", "metric", "learning_rates", by="superbatch train")
+    if isinstance(options.microbatch_size, str) and options.microbatch_size not in ("auto", "largest"):
+        raise InputError(
+            f"--microbatch-size {options.microbatch_size} is no size. Pass a number, auto or largest."
+        )
     fewest = int(os.environ.get("WORLD_SIZE", "1"))  # a sample for each rank
     if not fewest <= batch_size <= recipe.samples:
         raise InputError(f"--batch-size {batch_size} is not possible. Pass {fewest} to {recipe.samples}.")
     for name, value, choices in (
         ("--precision", options.precision, PRECISIONS),
         ("--schedule", options.schedule, SCHEDULES),
+        ("--device", options.device, DEVICES),
         ("--optimizer", options.optimizer or recipe.default_optimizer, recipe.offered),
     ):
         if value not in choices:
@@ -180,7 +169,7 @@ def _ranks(device: str) -> Iterator[tuple[int, int, torch.device]]:
         return
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    join_process_group("nccl" if device == "cuda" else "gloo")
     yield dist.get_rank(), dist.get_world_size(), torch.device(device)
     dist.barrier()  # a rank that leaves first may abort the others in gloo; after an error none waits
     gc.collect()  # a group that is still held keeps gloo's threads, which may abort the process at its end

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -13,13 +13,13 @@ import numpy as np
 from ..recipes import Recipe
 from ..report.comparison import Run
 from .backends import load_backend
-from .setting import Setting, curve_updates
+from .setting import Setting, Tick, curve_updates
 
 FLOOR = 1e-3
 
 
 def train_seed(
-    recipe: Recipe, setting: Setting, seed: int, *, tick: Callable[[int], None] = lambda microbatches: None
+    recipe: Recipe, setting: Setting, seed: int, *, tick: Tick = lambda microbatches: None
 ) -> Iterator[tuple[int, Run]]:
     """Train every arm from one seed, the real batch first."""
     reference: Mapping[str, Any] | None = None

@@ -11,8 +11,8 @@ import numpy as np
 
 from ..recipes import Recipe
 from ..recipes.drawing import Draws
-from .backends import Trained, timed
-from .setting import ArmPlan, Setting, batches
+from .backends import TrainArms, Trained, timed
+from .setting import ArmPlan, Setting, Tick, batches
 
 
 class Steps(NamedTuple):
@@ -26,34 +26,28 @@ class Steps(NamedTuple):
 def trainer(
     begin: Callable[[Recipe, Setting, ArmPlan, int], Steps],
     within: Callable[[str], AbstractContextManager[Any]] = lambda dtype: nullcontext(),
-) -> Callable[[Recipe, Setting, int, Callable[[int], None]], Iterator[Trained]]:
+) -> TrainArms:
     """Make the function that trains every arm from one seed, from the weights and in the order of torch.
 
     Each arm is trained within a context of its dtype, which a framework may keep for the whole process.
     """
 
-    def train(recipe: Recipe, setting: Setting, seed: int, tick: Callable[[int], None]) -> Iterator[Trained]:
+    def train(recipe: Recipe, setting: Setting, seed: int, tick: Tick) -> Iterator[Trained]:
         for arm in setting.arms:
+            draw = partial(Draws(seed).permutation, recipe.samples)
+            order, ticks = batches(draw, recipe.samples, setting), partial(tick, len(arm.split.sizes))
             with within(setting.dtype):
-                trained = _train(recipe, setting, arm, seed, tick, begin(recipe, setting, arm, seed))
-            yield trained
+                steps = begin(recipe, setting, arm, seed)
+                losses, seconds = timed(order, steps.prepare, steps.update, ticks)
+                found: Any = {name: np.asarray(values) for name, values in steps.weights().items()}
+            yield Trained(
+                losses=losses,
+                seconds=seconds,
+                metric=recipe.evaluate(found),
+                weights={name: values.astype(np.float64) for name, values in found.items()},
+            )
 
     return train
-
-
-def _train(
-    recipe: Recipe, setting: Setting, arm: ArmPlan, seed: int, tick: Callable[[int], None], steps: Steps
-) -> Trained:
-    draws = Draws(seed)
-    order = batches(lambda: draws.permutation(recipe.samples), recipe.samples, setting)
-    losses, seconds = timed(order, steps.prepare, steps.update, lambda: tick(len(arm.split.sizes)))
-    found: Any = {name: np.asarray(values) for name, values in steps.weights().items()}
-    return Trained(
-        losses=losses,
-        seconds=seconds,
-        metric=recipe.evaluate(found),
-        weights={name: values.astype(np.float64) for name, values in found.items()},
-    )
 
 
 def optimizers_of(keras: Any) -> Mapping[str, Callable[..., Any]]:

@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from superbatch.errors import SuperbatchError
 
 from ..recipes import Recipe
 from ..recipes.failing import recipe_failure
 from .backends import load_backend
+from .shared_options import Progress
 from .training import train_seed
 
 REPORT_EVERY = 0.2  # seconds between two messages about progress
@@ -41,7 +42,6 @@ class Advanced:
 class Finished:
     """A run is complete; `run` is the record that the training function made of it."""
 
-    seed: int
     arm: int
     run: Any
 
@@ -58,34 +58,31 @@ Receive = Callable[[Event], None]
 Load = tuple[str, str, str | Path | None]  # backend, recipe and data, for a worker to load them
 
 
-class Arms(Protocol):
-    """Arms to train for each seed; it can be sent to another process."""
-
-    @property
-    def arms(self) -> Sequence[Any]:
-        """Arms that each seed is trained with; the index tells one from another."""
-        ...
-
-
 # (recipe, setting, seed, tick=) -> every arm, as (its index, its run); `tick` takes the work done since its
-# last call. It is a function of a module, so that other processes find it.
+# last call. It is a function of a module, so that other processes find it, and the setting, which has the
+# attribute ``arms``, can be sent to them.
 Train = Callable[..., Iterator[tuple[int, Any]]]
 
 
 def receiver(
-    total: int, finished: Sequence[list[Any]], show: Callable[[int, int, Finished | None], None]
+    total: int,
+    finished: Sequence[list[Any]],
+    progress: Callable[[Progress], None],
+    names: Sequence[str],
+    value: Callable[[Any], float | None],
 ) -> Receive:
-    """Make the function that keeps the runs of each arm and shows (work done, total, finished run)."""
+    """Make the function that keeps the runs of each arm and shows progress: seed, arm and value of a run."""
     done = 0
 
     def receive(event: Event) -> None:
         nonlocal done
+        latest = None
         if isinstance(event, Advanced):
             done += event.microbatches
-            show(done, total, None)
         else:
             finished[event.arm].append(event.run)
-            show(done, total, event)
+            latest = event.run.seed, names[event.arm], value(event.run)
+        progress(Progress(min(done, total), total, latest))
 
     return receive
 
@@ -93,7 +90,7 @@ def receiver(
 def train_seeds(
     recipe: str | Recipe,
     loaded: Recipe,
-    setting: Arms,
+    setting: Any,
     seeds: Sequence[int],
     receive: Receive,
     *,
@@ -102,42 +99,33 @@ def train_seeds(
     backend: str = "torch",
 ) -> None:
     """Train the seeds in this process, or in several where that is asked for and a name loads the recipe."""
-    workers = min(options.workers, len(seeds))
-    if workers == 1 or not isinstance(recipe, str):
+    if min(options.workers, len(seeds)) == 1 or not isinstance(recipe, str):
         train_here(loaded, setting, seeds, receive, train=train)
     else:
-        load = (backend, recipe, options.data)
-        train_spread(load, setting, seeds, receive, workers=workers, threads=options.threads, train=train)
+        train_spread((backend, recipe, options.data), setting, seeds, receive, options=options, train=train)
 
 
 def train_here(
-    recipe: Recipe, setting: Arms, seeds: Sequence[int], receive: Receive, *, train: Train = train_seed
+    recipe: Recipe, setting: Any, seeds: Sequence[int], receive: Receive, *, train: Train = train_seed
 ) -> None:
     """Train the seeds one after the other in this process."""
     tick, flush = _gathered(receive)
     for seed in seeds:
         for arm, run in train(recipe, setting, seed, tick=tick):
             flush()
-            receive(Finished(seed, arm, run))
+            receive(Finished(arm, run))
 
 
 def train_spread(
-    load: Load,
-    setting: Arms,
-    seeds: Sequence[int],
-    receive: Receive,
-    *,
-    workers: int,
-    threads: int,
-    train: Train,
+    load: Load, setting: Any, seeds: Sequence[int], receive: Receive, *, options: Any, train: Train
 ) -> None:
     """Train the seeds in processes of their own; each takes the next seed when it has finished one."""
-    context = multiprocessing.get_context("spawn")
+    context, workers = multiprocessing.get_context("spawn"), min(options.workers, len(seeds))
     todo, events = context.Queue(), context.Queue()
     for seed in (*seeds, *[None] * workers):
         todo.put(seed)
     processes = [
-        context.Process(target=_work, args=(load, setting, train, threads, todo, events), daemon=True)
+        context.Process(target=_work, args=(load, setting, train, options.threads, todo, events), daemon=True)
         for _ in range(workers)
     ]
     try:
@@ -174,21 +162,9 @@ def _listen(processes: Sequence[Any], events: Any, receive: Receive, *, runs: in
         receive(event)
 
 
-def _work(load: Load, setting: Arms, train: Train, threads: int, todo: Any, events: Any) -> None:
-    """Run a worker process."""
+def _work(load: Load, setting: Any, train: Train, threads: int, todo: Any, events: Any) -> None:
+    """Run a worker process, until the seeds or its parent end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        name, recipe_name, data = load
-        backend = load_backend(name)
-        with backend.threads(threads):
-            recipe = backend.load(recipe_name, data)
-            while (seed := todo.get()) is not None:
-                train_here(recipe, setting, [seed], _put_while_parent_lives(events), train=train)
-    except Exception as error:  # noqa: BLE001  (it is raised again where the user is)
-        events.put(Failed(error if isinstance(error, SuperbatchError) else _described(error)))
-
-
-def _put_while_parent_lives(events: Any) -> Receive:
     parent = multiprocessing.parent_process()
 
     def put(event: Event) -> None:
@@ -196,14 +172,19 @@ def _put_while_parent_lives(events: Any) -> Receive:
             sys.exit(1)
         events.put(event)
 
-    return put
-
-
-def _described(error: Exception) -> SuperbatchError:
-    # An exception of a user's own class may not survive the way to the parent; its text does.
-    return recipe_failure(error) or SuperbatchError(
-        " ".join(f"a worker process met {type(error).__name__}: {error}".split())
-    )
+    try:
+        name, recipe_name, data = load
+        backend = load_backend(name)
+        with backend.threads(threads):
+            recipe = backend.load(recipe_name, data)
+            while (seed := todo.get()) is not None:
+                train_here(recipe, setting, [seed], put, train=train)
+    except Exception as error:  # noqa: BLE001  (it is raised again where the user is)
+        if not isinstance(error, SuperbatchError):
+            # An exception of a user's own class may not survive the way to the parent; its text does.
+            text = " ".join(f"a worker process met {type(error).__name__}: {error}".split())
+            error = recipe_failure(error) or SuperbatchError(text)
+        events.put(Failed(error))
 
 
 def _gathered(receive: Receive) -> tuple[Callable[[int], None], Callable[[], None]]:

@@ -1,4 +1,4 @@
-"""Comparison of a micro-batch with the prediction from its parts under a declaration, per parameter."""
+"""Compare a micro-batch with the prediction of a declaration from its parts, parameter by parameter."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from superbatch import normalize
 
-SURE = 30.0  # multiples of the measured rounding: beyond them, a difference is no rounding
-CANCELLED = 1e-14  # of the largest gradient of a parameter, in float64
+SURE = 30.0  # a difference larger than this many times the measured rounding is an error
+CANCELLED = 1e-14  # share of the largest parameter gradient that float64 leaves where terms cancel
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,10 @@ class Evaluated:
     """Loss, weight and gradient of one micro-batch.
 
     Args:
-        loss: a number.
-        weight: as declared.
-        gradient: sums of each parameter's gradient, shape (parameters, sums); None where it cannot be had.
+        loss: value of the loss.
+        weight: weight by the declaration.
+        gradient: sums of each parameter's gradient (`sketch`), shape (parameters, sums); None if it is
+            unknown.
     """
 
     loss: float
@@ -31,18 +32,19 @@ class Evaluated:
 
     @property
     def finite(self) -> bool:
-        """Return whether loss and gradient can be compared with others."""
+        """Return whether loss and gradient are finite, so that they can be compared."""
         return math.isfinite(self.loss) and (self.gradient is None or bool(self.gradient.isfinite().all()))
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """Differences to be expected of a right declaration.
+    """Largest differences that rounding explains under a correct declaration.
 
     Args:
-        loss: relative to the loss.
-        gradient: relative to each parameter's gradient.
-        measured: of each parameter's gradient, shape (parameters,): absolute; None: not measured.
+        loss: difference of the loss, relative to the loss.
+        gradient: difference of each parameter's gradient, relative to that gradient.
+        measured: measured absolute rounding of each parameter's gradient, shape (parameters,); None if it was
+            not measured.
     """
 
     loss: float
@@ -52,12 +54,12 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Difference:
-    """Differences between a union and the prediction that a declaration makes from its parts.
+    """Differences between a micro-batch and the prediction of a declaration from its parts.
 
     Args:
-        loss: relative to the largest loss.
-        gradient: of each parameter, shape (parameters,); None where there is no gradient.
-        size: of each parameter's gradient.
+        loss: difference of the loss, relative to the largest loss.
+        gradient: difference of each parameter's gradient, shape (parameters,); None without gradients.
+        size: norm of each parameter's gradient, shape (parameters,); None without gradients.
     """
 
     loss: float
@@ -65,18 +67,17 @@ class Difference:
     size: Tensor | None
 
     def beyond(self, rounding: Rounding) -> Tensor:
-        """Return the parameters whose gradient differs by more than rounding, ``[-1]`` for the loss.
+        """Return the indices of the parameters whose gradient differs by more than rounding.
 
-        The gradient decides where it is known. A wrong weight hardly shows in the losses of an untrained
-        model, which are all alike; and a loss that is a small difference of large numbers differs by
-        rounding alone.
+        A known gradient decides alone: samples of an untrained model have nearly equal losses, which hide a
+        wrong weight. Without a gradient the loss decides, and the result is ``[-1]`` if it differs.
         """
-        # Without a gradient (shards, a loss that is 0 everywhere) the loss alone can be compared.
+        # No gradient: parameters are sharded, or the loss is 0 everywhere.
         if self.gradient is None or self.size is None or not bool(self.size.any()):
             return torch.tensor([-1] if self.loss > rounding.loss else [], dtype=torch.int64)
-        # A gradient that cancels, as a softmax's of a bias that all classes share, is rounding of its terms.
+        # Where the terms of a gradient cancel (softmax and a bias that all classes share), rounding remains.
         allowed = rounding.gradient * self.size + CANCELLED * self.size.max()
-        # Absolute, as rounding of large terms that cancel is large beside a small sum.
+        # An absolute bound: the rounding of large terms that cancel is large relative to their small sum.
         if rounding.measured is not None:
             allowed = allowed + SURE * rounding.measured
         return (self.gradient > allowed).nonzero().flatten()
@@ -84,14 +85,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class Cut:
-    """A micro-batch (`union`) and the parts that it was cut into.
+    """Results of a micro-batch (the union) and of the parts that it was cut into.
 
     Args:
-        union: result of the whole micro-batch.
+        union: result of the uncut micro-batch.
         parts: result of each part.
-        spans: the positions of each part's samples in the micro-batch.
-        replayed: False where random draws of the parts cannot be those of the union.
-        by_sample: the parts draw one after the other, as the union draws sample after sample.
+        spans: positions of each part's samples in the micro-batch.
+        replayed: False if the parts drew other random numbers than the union.
+        by_sample: the parts draw random numbers one after the other, as the union does sample after sample.
     """
 
     union: Evaluated
@@ -102,8 +103,8 @@ class Cut:
 
     @property
     def in_order(self) -> bool:
-        """Return whether the parts, one after the other, are the union."""
-        # e.g. ((0, 2), (1, 3)) is not: code that draws sample after sample draws others there.
+        """Return whether the parts in sequence have the samples in the order of the union."""
+        # E.g. not ((0, 2), (1, 3)): code that draws per sample would give samples 1 and 2 other numbers.
         places = [place for span in self.spans for place in span]
         return places == sorted(places)
 
@@ -116,25 +117,25 @@ class Cut:
     def difference(
         self, reduction: normalize.Reduction, weights: Sequence[normalize.Number] | None = None
     ) -> Difference:
-        """Return the difference of the union from the prediction of a declared reduction.
+        """Return the difference between the union and the prediction of a declaration.
 
         Args:
-            reduction: of the declaration.
-            weights: of the parts; None: as declared.
+            reduction: declared reduction.
+            weights: weight of each part; None: the declared ones.
         """
         weights = [part.weight for part in self.parts] if weights is None else weights
         return self.against(_factors(reduction, weights))
 
     def against(self, factors: Sequence[float]) -> Difference:
-        """Return the difference of the union from the sum of its parts, each times a factor.
+        """Return the difference between the union and a weighted sum of its parts.
 
         Args:
-            factors: of the parts; a part of factor 0 is left out.
+            factors: factor of each part; a part with factor 0 is left out.
         """
         counted = [(factor, part) for factor, part in zip(factors, self.parts, strict=True) if factor]
-        # fsum rounds once: many parts that cancel must not add a rounding of their own.
+        # fsum rounds once: a sum over many parts that cancel must not add rounding.
         predicted = math.fsum(factor * part.loss for factor, part in counted)
-        # Relative to the largest term, since a union near 0 would make rounding a large share of it.
+        # Relative to the largest term: beside a union near 0, rounding would be a large share.
         largest = max([abs(self.union.loss), *(abs(part.loss) for _, part in counted)])
         error = abs(self.union.loss - predicted)
         loss = error / largest if largest else error
@@ -144,14 +145,14 @@ class Cut:
         for factor, part in counted:
             assert part.gradient is not None
             sums += factor * part.gradient
-        # [parameters, buckets] -> [parameters]; the larger norm, as the union may be 0 and its parts not.
+        # [parameters, buckets] -> [parameters]. The larger norm: the union may be 0 although parts are not.
         size = torch.maximum(self.union.gradient.norm(dim=1), sums.norm(dim=1))
         return Difference(loss, (self.union.gradient - sums).norm(dim=1), size)
 
 
 def _factors(reduction: normalize.Reduction, weights: Sequence[normalize.Number]) -> list[float]:
-    """Return the weights of the parts' losses and gradients in the union's."""
-    # Sums add up as they are; only a mean is divided by the weights.
+    """Return the factor of each part in the loss of the union."""
+    # Sums add up without factors; a mean is divided by the total weight.
     if reduction != "mean":
         return [1.0] * len(weights)
     total = normalize.total_weight(weights)

@@ -1,4 +1,4 @@
-"""Candidate weights that may make a loss a weighted mean over samples; a measurement confirms one of them."""
+"""Candidate values of ``weight=`` for a loss that is a weighted mean; a measurement confirms one of them."""
 
 from __future__ import annotations
 
@@ -23,31 +23,32 @@ _IGNORED = (-100, 0, -1, 255)  # of PyTorch, of masks and padding, of scikit-lea
 
 
 class Candidate(NamedTuple):
-    """A weight function, and the text with which a user would write it."""
+    """Weight function, and the code that a user types for it."""
 
     text: str
     weigh: Callable[[Any], Number]
 
 
 class Clues(NamedTuple):
-    """Clues about labels from the loss modules and tensors in reach."""
+    """Labels to ignore and class weights, found in the objects that a loss function reaches."""
 
     ignored: tuple[int, ...]
     class_tensors: list[Tensor]
 
 
 def weight_candidates(problem: Problem, batch: Any) -> list[Candidate]:
-    """Return weight functions that fit the content of a batch.
+    """Return weight functions that fit the content of a batch, the likeliest first.
+
+    Integer tensors may be labels or lengths; boolean and non-negative floating-point ones may be masks or
+    weights of samples; lists may hold the objects of each sample.
 
     Args:
         problem: its model and loss function are searched for loss modules and class weights.
-        batch: integer parts may be labels or lengths, boolean and non-negative floating ones masks or weights
-            of samples, lists the objects of each sample.
+        batch: batch whose leaves are inspected.
 
     Returns:
-        Candidates; several may give the same counts, the likeliest first: labels with PyTorch's own
-        `ignore_index`, or that of a loss module, and class weights; then masks; then integers of which some
-        value may be padding, positive labels, and lengths.
+        Labels with PyTorch's `ignore_index` or that of a loss module, and class weights; then masks; then
+        integers with a value that may be padding, positive labels, and lengths.
 
     Examples:
         >>> problem = Problem(nn.Linear(1, 1), lambda batch: batch["x"].sum())
@@ -72,26 +73,26 @@ def weight_candidates(problem: Problem, batch: Any) -> list[Candidate]:
 
 
 def _from_tensor(batch: Any, path: str, value: Tensor, clues: Clues) -> Iterator[tuple[int, Candidate]]:
-    """Candidates from one part of the batch, each with its rank: the lower, the likelier."""
+    """Yield the candidates from one tensor of the batch, each with its rank; lower ranks are likelier."""
     if value.is_complex():
         return
     if value.is_floating_point():
         if bool((value >= 0).all()):
             yield 0, Candidate(f'sample_weights("{path}")', sample_weights(path))
-            # A causal language model counts the tokens behind the first one.
+            # A causal language model predicts all tokens but the first.
             if value.ndim > 1 and bool(((value == 0) | (value == 1)).all()):
                 yield from _computed(batch, path, "{}[..., 1:]", lambda part: part[..., 1:], 2)
         return
     possible = [
         ignored for ignored in dict.fromkeys((*clues.ignored, *_IGNORED)) if _fits(ignored, value.dtype)
     ]
-    # -100 even where no label has it: class weights alone may make up the divisor.
+    # -100 even if no label has it: the divisor may consist of class weights alone.
     for ignored in dict.fromkeys((-100, *possible)):
         yield from _by_class(path, value, ignored, clues)
     mask = value.dtype == torch.bool or bool(((value == 0) | (value == 1)).all())
     for ignored in possible:
         if bool((value == ignored).any()):
-            # A label that a loss module is known to ignore comes before a mask, a guess after it.
+            # The ignore_index of a loss module ranks before a mask, a guessed one after it.
             known = ignored == -100 or ignored in clues.ignored
             yield from _by_count(path, value, ignored, 0 if known else 1 if mask else 2)
     if value.dtype != torch.bool and bool((value > 0).any()):
@@ -101,7 +102,7 @@ def _from_tensor(batch: Any, path: str, value: Tensor, clues: Clues) -> Iterator
 
 
 def _fits(ignored: int, dtype: torch.dtype) -> bool:
-    """Tell whether a dtype holds a label: in uint8, -1 compares equal to 255."""
+    """Return whether a dtype can hold a label: in uint8, -1 compares equal to 255."""
     return (
         ignored == 0 if dtype == torch.bool else torch.iinfo(dtype).min <= ignored <= torch.iinfo(dtype).max
     )
@@ -122,14 +123,14 @@ def _by_class(path: str, value: Tensor, ignored: int, clues: Clues) -> Iterator[
     # A comparison would wrap around: in uint8, 156 equals -100.
     kept = value[value != ignored] if _fits(ignored, value.dtype) else value.flatten()
     for weight in clues.class_tensors:
-        # A label without a weight: this tensor holds weights of something else.
+        # Only if every label has an entry: otherwise the tensor holds weights of something else.
         if kept.numel() and int(kept.min()) >= 0 and int(kept.max()) < weight.numel():
             weigh = class_weights(weight, path, ignore_index=ignored)
             yield 0, Candidate(f"class_weights(weight, {given})", weigh)
 
 
 def _from_list(batch: Any, path: str, value: Sequence[Any]) -> Iterator[tuple[int, Candidate]]:
-    """Objects of each sample: boxes in dictionaries, or sequences of different lengths."""
+    """Yield candidates that count objects per sample: boxes in dictionaries, or entries of sequences."""
     where = _expression(batch, path)
     if where is None or not value:
         return
@@ -137,7 +138,7 @@ def _from_list(batch: Any, path: str, value: Sequence[Any]) -> Iterator[tuple[in
     if isinstance(first, Mapping):
         names = [name for name, part in first.items() if isinstance(name, str) and _has_rows(part)]
         for name in names:
-            # Double quotes throughout, as the text is shown as code to type.
+            # Double quotes throughout: the text is code to type.
             text = f"lambda microbatch: sum(len(one[{name!r}]) for one in {where})".replace("'", '"')
             # name=name, since a closure would see the last name of the loop.
             yield 3, Candidate(text, lambda mb, name=name: sum(len(one[name]) for one in get(mb, path)))
@@ -153,7 +154,7 @@ def _has_rows(part: Any) -> bool:
 def _computed(
     batch: Any, path: str, form: str, compute: Callable[[Tensor], Tensor], rank: int
 ) -> Iterator[tuple[int, Candidate]]:
-    """Sums over values computed from a part of the batch."""
+    """Yield a candidate that sums values computed from one tensor of the batch."""
     where = _expression(batch, path)
     if where is not None:
         text = f"sample_weights(lambda microbatch: {form.format(where)})"
@@ -161,7 +162,7 @@ def _computed(
 
 
 def _expression(batch: Any, path: str) -> str | None:
-    """Return Python code for a part of a batch; None where its path does not tell."""
+    """Return Python code that reads a leaf of a batch; None if its path cannot be written as code."""
     text, value = "microbatch", batch
     for step in path.split(".") if path else ():
         # As a user would type it: a key, an index or an attribute for each step of the path.
@@ -179,7 +180,7 @@ def _expression(batch: Any, path: str) -> str | None:
 
 
 def clues_of(problem: Problem, held: Sequence[Any] = ()) -> Clues:
-    """Inspect the loss modules, and tensors that may be class weights, that a loss function reaches.
+    """Find labels to ignore and class weights in the modules and tensors that a loss function reaches.
 
     Args:
         problem: its model and loss function are searched.
@@ -203,13 +204,13 @@ def clues_of(problem: Problem, held: Sequence[Any] = ()) -> Clues:
         if isinstance(value, Tensor):
             tensors.setdefault(id(value), value)
     classes = [t for t in tensors.values() if t.ndim == 1 and t.is_floating_point() and not t.requires_grad]
-    # e.g. an attention mask with -inf is no tensor of class weights.
+    # An attention mask with -inf is no tensor of class weights.
     right = [t for t in classes if bool(((t >= 0) & t.isfinite()).all())]
     return Clues(tuple(ignored), [in_float64(tensor.detach()) for tensor in right])
 
 
 def _tensors_of(found: Any) -> Iterator[Tensor]:
-    """Tensors that a loss module, a function or a plain object holds, those of other modules left out."""
+    """Yield the tensors that a loss module, function, container or plain object holds, and buffers."""
     held: list[Any] = []
     # Private, for correctness: torch's loss modules have no public base class.
     if isinstance(found, nn.modules.loss._Loss):
@@ -226,12 +227,12 @@ def _tensors_of(found: Any) -> Iterator[Tensor]:
 
 
 def _held_by(function: Any) -> Iterator[Any]:
-    """Yield the objects in reach of a function: closure, defaults, bound arguments, globals it names."""
+    """Yield the objects that a function can reach: closure, defaults, bound arguments, globals by name."""
     if isinstance(function, partial):
         yield from (*function.args, *function.keywords.values(), *_held_by(function.func))
         return
     function = function.__func__ if isinstance(function, MethodType) else function
-    if not isinstance(function, FunctionType):  # an object may answer to any name
+    if not isinstance(function, FunctionType):  # objects with __getattr__ may have any attribute
         return
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # a name that is not bound yet

@@ -1,4 +1,4 @@
-"""Result of a check of the declared loss: whether a wrong declaration could have shown."""
+"""Result of a check of the declared loss, and whether it could have found a wrong declaration."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .probing.problem import Problem
 NOT_CUT = "no micro-batch can be cut in two"
 WEIGHTLESS = "every micro-batch has weight 0"
 ALL_ZERO = "every loss and every gradient is 0"
-ALIKE = "all samples count alike"
-ONE_ALONE = "one part alone has a loss other than 0, which a mean and a sum may share"
-ROUNDED = "rounding hides a part of the gradient"
+ALIKE = "all samples have the same weight"
+ONE_ALONE = "only one part has a loss other than 0, so a mean and a sum may agree"
+ROUNDED = "rounding hides a share of the gradient"
 NOT_EVALUATED = "loss_fn cannot be evaluated on parts of a micro-batch"
 NOT_FINITE = "every loss is infinite or NaN"
-NOT_REPEATABLE = "the loss draws random numbers that cannot be repeated"
+NOT_REPEATABLE = "the loss draws random numbers that cannot be drawn again"
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Checked:
     """Outcome of a check that found no contradiction.
 
     Args:
-        informative: False where a wrong declaration could not have shown: a later window may tell more.
-        reason: why it could not, as a text; empty where it was informative.
+        informative: the check would have found a wrong declaration; if not, a later window is checked.
+        reason: why the check would not have found it; empty if it is informative.
 
     Examples:
         >>> Checked.of([ALL_ZERO, ALIKE]), Checked.of([ALL_ZERO, ""]).informative
-        (Checked(informative=False, reason='all samples count alike'), True)
+        (Checked(informative=False, reason='all samples have the same weight'), True)
     """
 
     informative: bool
@@ -42,8 +42,8 @@ class Checked:
 
     @classmethod
     def of(cls, reasons: Iterable[str]) -> Checked:
-        """Sum up micro-batches: one that could have contradicted is enough, else the most telling reason."""
-        # From a check that nearly told to one that compared nothing; the first is reported.
+        """Combine the reasons of micro-batches: an empty one makes the check informative."""
+        # From the check that compared most to the one that compared nothing; the first reason is reported.
         order = (ALIKE, ALL_ZERO, ONE_ALONE, ROUNDED, NOT_REPEATABLE)
         order += (NOT_EVALUATED, NOT_FINITE, WEIGHTLESS, NOT_CUT)
         reasons = set(reasons)
@@ -54,8 +54,8 @@ class Checked:
 def count_alike(problem: Problem, microbatch: Any) -> bool:
     """Return whether labels, masks and weights give every sample of a micro-batch the same weight.
 
-    A mean over tokens is then a mean over samples too, and the check cannot tell them apart. A batch without
-    labels, masks or weights has nothing that could count unequally.
+    If they do, a mean over tokens equals a mean over samples, and the check cannot tell them apart. Without
+    labels, masks or weights the answer is False.
 
     Examples:
         >>> problem = Problem(torch.nn.Linear(1, 1), lambda batch: batch["x"].sum())
@@ -73,19 +73,19 @@ def count_alike(problem: Problem, microbatch: Any) -> bool:
         if leaf.length is not None
     ]
     known = [count for count in counts if count is not None]
-    # Without any count nothing is known, which is not the same as equal counts.
+    # Without any count, equal weights are not known.
     return bool(known) and all(bool((count == count[0]).all()) for count in known)
 
 
 def _counts(value: Any) -> Tensor | None:
-    """Count the labels other than -100 of each sample, or the ones of a mask."""
+    """Return for each sample the number of labels other than -100, or of ones in a mask; else None."""
     # Nested and sparse tensors have no rows to sum over.
     if not isinstance(value, Tensor) or not value.numel() or value.layout is not torch.strided:
         return None
     if value.is_floating_point() or value.is_complex():
-        # Only zeros and ones are a mask; other floats may be inputs.
+        # A float tensor is a mask if it has zeros and ones only; others may be inputs.
         binary = not value.is_complex() and bool(((value == 0) | (value == 1)).all())
         return value.flatten(1).sum(1) if binary and value.ndim > 1 else None
-    # -100 is PyTorch's default of ignore_index; other ones are known from hints (`sample_counts`).
+    # PyTorch's default ignore_index. Others come from the loss modules (`sample_counts.Hints`).
     kept = value if value.dtype == torch.bool else value != -100
     return kept.reshape(len(value), -1).sum(1)

@@ -1,4 +1,4 @@
-"""A loss that contradicts its declaration: the evidence, and the declaration that holds."""
+"""Contradiction between a loss and its declaration: the evidence, and the declaration that holds."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ Kind = Literal["sum", "mean", "weight", "batch_size", "coupled_loss"]
 
 
 class ContradictedError(Exception):
-    """Evidence against a declaration, raised to where a remedy is searched for.
+    """Evidence against a declaration, raised to the caller that searches for a remedy.
 
     Args:
         planned: the micro-batch.
-        cuts: of it; the declaration does not hold for the first.
-        rounding: differences to be expected of a declaration that holds.
-        in_float64: whether the cuts were evaluated in float64 instead of the loss's own precision.
+        cuts: cuts of the micro-batch; the declaration is wrong for the first.
+        rounding: largest differences that rounding explains.
+        in_float64: the cuts were evaluated in float64 instead of the precision of the loss.
     """
 
     def __init__(self, planned: Plan, cuts: list[Cut], rounding: Rounding, *, in_float64: bool) -> None:
-        # Never shown: `_examine` catches it and looks for a remedy.
+        # Users never see it: `_examine` catches it and searches for a remedy.
         super().__init__("the loss contradicts its declaration")
         self.planned, self.cuts, self.rounding, self.in_float64 = planned, cuts, rounding, in_float64
 
 
 @dataclass(frozen=True)
 class Contradiction:
-    """A wrong declaration about a loss, and the remedy.
+    """Wrong declaration of a loss, and its remedy.
 
     Args:
-        kind: as of `superbatch.results.verification.Finding`.
-        detail: the error, without a full stop.
-        remedy: an instruction, without a full stop.
-        evidence: how far the gradient of a parameter (or the loss) is off, relatively.
-        coupled: no declaration about weights explains the loss.
+        kind: kind of the `superbatch.results.verification.Finding`.
+        detail: description of the error, without a full stop.
+        remedy: instruction, without a full stop.
+        evidence: largest relative error of a parameter's gradient, or of the loss.
+        coupled: no weights explain the loss: samples influence each other.
 
     Examples:
         >>> found = Contradiction("mean", "loss_fn returns a mean", 'pass reduction="mean"', 0.5)
@@ -54,8 +54,8 @@ class Contradiction:
 
     def error(self) -> LossSpecError | CoupledSamplesError:
         """Return the error to raise."""
-        # `loss_fn` stays as it is typed.
+        # The name `loss_fn` is not capitalized.
         what = self.detail if self.detail.startswith("loss_fn") else self.detail[0].upper() + self.detail[1:]
         text = f"{what}. Instead {self.remedy}."
-        # Coupled samples need another tool, such as WholeBatch; a wrong declaration another argument.
+        # Two types: coupled samples need WholeBatch, a wrong declaration needs another argument.
         return CoupledSamplesError(text) if self.coupled else LossSpecError(text)

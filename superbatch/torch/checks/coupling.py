@@ -1,8 +1,8 @@
-"""Coupling between the samples of a batch: the modules in which they influence each other.
+"""Coupling between the samples of a batch: the modules in which samples influence each other.
 
-Accumulated gradients are exact only where the loss is a weighted mean over independent samples.
-`coupled_modules` reads the types of modules, needs no data and misses hand-written coupling; `find_coupling`
-probes a few samples in four ways (`probing.separability`), each of which alone misses something.
+Accumulated gradients are exact only if the loss is a weighted mean over independent samples.
+`coupled_modules` reads the types of modules, needs no data and misses hand-written coupling. `find_coupling`
+runs four probes on a few samples (`probing.separability`); each probe alone misses some kind of coupling.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ from .probing.resample import select
 from .probing.separability import Mixed, Probe, failure_of, find_mixing, innermost, loss_coupling
 from .probing.untouched import changed_state, held_parameter, module_state, untouched
 
-# Primes: a dimension of 7 holds the samples, while one of 8 may well be channels.
+# Primes: a dimension of size 7 is most likely that of the samples; one of size 8 may be channels.
 _PRIMES = (7, 5, 3, 2)
 _REMEDIES = {
-    "batchnorm": "use WholeBatch (the statistics of the whole batch), freeze it (module.eval() or "
-    "participants=[FrozenBatchNorm()]), use GroupNorm or LayerNorm instead, or accept the statistics of "
-    "micro-batches with participants=[GhostBatchNorm()], which is another function",
-    "coupled": "use WholeBatch (the whole batch, in the memory of micro-batches), or compute per sample here",
-    "state": "let this state change once for each update and outside the forward, or put the module into "
-    "evaluation mode",
+    "batchnorm": "use WholeBatch (statistics of the whole batch), freeze it (module.eval() or "
+    "participants=[FrozenBatchNorm()]), use GroupNorm or LayerNorm, or normalise each micro-batch by itself "
+    "with participants=[GhostBatchNorm()], which is a different function",
+    "coupled": "use WholeBatch (the whole batch in the memory of micro-batches), or compute per sample here",
+    "state": "change this state once per update, outside the forward, or put the module into evaluation mode",
 }
 
 
 def uses_batch_statistics(module: nn.Module) -> bool:
-    """Return whether a module normalises with statistics of the batch it sees.
+    """Return whether a module normalises with statistics of its input batch.
 
     A BatchNorm does so in training mode, and also in evaluation mode when it has no running statistics
     (`track_running_stats=False`).
@@ -49,8 +48,8 @@ def uses_batch_statistics(module: nn.Module) -> bool:
         module: any module; its children are not inspected.
 
     Returns:
-        True for BatchNorm1d/2d/3d and SyncBatchNorm (and their subclasses) that would use batch statistics
-        now.
+        True for BatchNorm1d/2d/3d and SyncBatchNorm (and subclasses) that use batch statistics in their
+        present mode.
 
     Examples:
         >>> uses_batch_statistics(nn.BatchNorm1d(3)), uses_batch_statistics(nn.BatchNorm1d(3).eval())
@@ -58,43 +57,43 @@ def uses_batch_statistics(module: nn.Module) -> bool:
     """
     if not isinstance(module, _BatchNorm):
         return False
-    # Without running statistics torch falls back to those of the batch, in evaluation mode too.
+    # Without running statistics torch uses those of the batch, in evaluation mode too.
     return module.training or (module.running_mean is None and module.running_var is None)
 
 
 def changes_state(module: nn.Module) -> bool:
-    """Return whether a module is of a type that changes its buffers with every forward, coupled or not.
+    """Return whether a module is of a type whose forward changes its buffers, coupled or not.
 
     Args:
         module: any module; its children are not inspected.
 
     Returns:
-        True in training mode for normalisations with running statistics, and for spectral norm, whose power
-        iteration advances with every forward.
+        True in training mode for normalisations with running statistics, and for spectral norm: each forward
+        makes one power iteration.
 
     Examples:
         >>> changes_state(nn.InstanceNorm1d(3)), changes_state(nn.InstanceNorm1d(3, track_running_stats=True))
         (False, True)
     """
-    # InstanceNorm included: it couples no samples and still moves running statistics.
+    # InstanceNorm included: it couples no samples but updates running statistics.
     if isinstance(module, _NormBase):
         return module.training and module.running_mean is not None
-    # Neither form of spectral norm has a public class that could be asked for.
+    # Neither form of spectral norm has a public class.
     hooks = [type(hook).__name__ for hook in module._forward_pre_hooks.values()]
     return module.training and (type(module).__name__ == "_SpectralNorm" or "SpectralNorm" in hooks)
 
 
 def coupled_modules(model: nn.Module) -> list[str]:
-    """Paths of the modules that, by their type and mode, let samples of a batch influence each other.
+    """Return the paths of the modules that couple samples by their type and mode.
 
-    Costs one walk over the modules and needs no data, so it misses hand-written coupling;
-    `find_coupling` finds that by probing.
+    It walks over the modules once and needs no data, so it misses hand-written coupling, which
+    `find_coupling` finds.
 
     Args:
-        model: the model, in the mode (training or evaluation) in which it is about to be used.
+        model: the model, in the mode (training or evaluation) in which it will run.
 
     Returns:
-        The paths, as in `model.named_modules()` and in its order; the model itself is `""`.
+        Paths in the order and form of `model.named_modules()`; the model itself is `""`.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.ReLU())
@@ -114,26 +113,26 @@ def find_coupling(
     unsplit: Collection[str] = (),
     per_sample: Collection[str] = (),
 ) -> tuple[Finding, ...]:
-    """Probe a model and a loss for samples that influence each other and state that a forward changes.
+    """Probe a model and a loss for coupled samples, and for state that a forward changes.
 
-    Runs about ten forward passes of seven samples in float64 (in the model's own dtype where float64
-    fails), and leaves the model, its gradients and the random state as they were.
+    It runs about ten forward passes of seven samples in float64 (in the model's own dtype if float64 fails).
+    Afterwards the model, its gradients and the random state are restored.
 
     Args:
         model: the model, in the mode in which it is trained.
-        loss_fn: from a micro-batch to its loss, a closure over the model.
-        batch: where samples are taken from; at least 3, better 8 or more.
-        reduction: what `loss_fn` returns.
-        weight: how micro-batches are weighted, as in the Accumulator.
-        unsplit: paths of the batch that are kept whole.
+        loss_fn: function from a micro-batch to its loss, a closure over the model.
+        batch: batch with at least 3 samples, better 8 or more.
+        reduction: reduction of the loss that `loss_fn` returns.
+        weight: weights of micro-batches, as in the Accumulator.
+        unsplit: paths of leaves that every micro-batch gets in full.
         per_sample: paths of lists with one entry for each sample.
 
     Returns:
-        The findings in the order of the forward pass, so that the first names the first module that mixes;
-        `"loss_fn"` stands for code outside every module. Empty where samples are separate.
+        The findings in the order of the forward pass: the first one names the first module that mixes
+        samples. `"loss_fn"` stands for code outside every module. Empty if no sample influences another.
 
     Raises:
-        SplitError: the batch has no samples to take, or they cannot be exchanged.
+        SplitError: the batch cannot be split into samples, or samples cannot be exchanged.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
@@ -147,15 +146,15 @@ def find_coupling(
 def probe_coupling(
     problem: Problem, batch: Any, *, samples: int = 7
 ) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
-    """Run `find_coupling`, with notes on probes that were not possible.
+    """Run `find_coupling`, and return notes on probes that could not run as well.
 
     Args:
-        problem: model, loss and declarations.
-        batch: where samples are taken from.
-        samples: how many to take at most; the largest prime up to it that the batch has is taken.
+        problem: model, loss and declaration.
+        batch: batch to take samples from.
+        samples: largest number of samples; the largest prime not above it or the batch's size is used.
 
     Returns:
-        The findings, and the notes.
+        Findings, and notes.
 
     Examples:
         >>> layer = nn.Linear(2, 1)
@@ -166,9 +165,9 @@ def probe_coupling(
     taken = next((prime for prime in _primes(samples) if prime <= available), 1)
     failure: str | None = "only 1 sample"
     if taken > 1:
-        # Spread over the batch, as neighbours may be alike.
+        # Spread over the batch, because neighbours may be alike.
         chosen = [index * available // taken for index in range(taken)]
-        # One sample more, which replaces others in the probes.
+        # One more sample, which replaces others in the probes.
         spare = next((index for index in range(available) if index not in chosen), chosen[-1])
         small = select(batch, [*chosen, spare], unsplit=problem.unsplit, per_sample=problem.per_sample)
         # In float64 a tolerance of 1e-10 keeps rounding from looking like coupling.
@@ -178,22 +177,22 @@ def probe_coupling(
         # choices[True:] leaves float64 out: DDP holds a parameter, or a device has no float64.
         for dtype, tolerance in choices[own_alone:]:
             with untouched(problem.model, dtype=dtype) as reset:
-                # probe=probe below, as a closure would see the last probe of the loop.
+                # probe=probe below: a closure would see the last probe of the loop.
                 probe = Probe(_computed_in(dtype, problem), small, taken, tolerance, reset, [])
                 failure = failure_of(lambda probe=probe: probe.forward(probe.base()))
                 if failure is None:
                     return tuple(_probed(probe)), tuple(dict.fromkeys(probe.notes))
         failure = f"on {taken} samples {failure}"
-    # No probe ran: types still tell BatchNorm.
-    return tuple(_by_type(problem.model, {})), (f"coupling was searched for by type alone: {failure}",)
+    # No probe ran, but BatchNorm is known by its type.
+    return tuple(_by_type(problem.model, {})), (f"coupling was searched for by module type only: {failure}",)
 
 
 def _computed_in(dtype: torch.dtype | None, problem: Problem) -> Problem:
-    """Return a problem in a dtype, also in those parts of a model that compute in float32 by themselves."""
+    """Return a problem computed in a dtype, including parts of the model that convert to float32."""
     if dtype is None:
         return problem.in_dtype(None)
 
-    # A part of the model that says x.float() would round to 1e-7 and pass for coupling.
+    # x.float() in the model would round to 1e-7, which looks like coupling.
     def loss_fn(batch: Any) -> Any:
         with ComputeIn(dtype):
             return problem.loss_fn(batch)
@@ -208,8 +207,8 @@ def _probed(probe: Probe) -> Iterator[Finding]:
     base = probe.watch(probe.base())
     stateful = {finding.module: finding for finding in _stateful(model, before, module_state(model))}
     mixing = innermost(find_mixing(probe, base), coupled_modules(model))
-    # Of findings about one module the last counts: for state the measurement, over the type; for mixing the
-    # type, over the measurement, as it names the remedy.
+    # The last finding about a module wins. State: measured before typed. Mixing: typed before measured,
+    # because the type gives the remedy.
     by_type = {finding.module: finding for finding in _by_type(model, mixing)}
     state = {
         path: stateful.get(path, finding) for path, finding in by_type.items() if finding.kind == "state"
@@ -217,14 +216,14 @@ def _probed(probe: Probe) -> Iterator[Finding]:
     named = {**stateful, **{finding.module: finding for finding in _measured(mixing)}, **by_type, **state}
     order = {event.call.module: position for position, event in enumerate(base) if not event.entry}
     yield from sorted(named.values(), key=lambda finding: order.get(finding.module, len(base)))
-    # `loss_coupling` freezes BatchNorm; any other module that mixes would only be reported again.
+    # `loss_coupling` freezes BatchNorm; it would report any other mixing module a second time.
     if mixing.keys() <= set(coupled_modules(model)):
         yield from loss_coupling(probe)
 
 
 def _measured(mixing: Mapping[str, Mixed]) -> Iterator[Finding]:
     for path, (evidence, tests) in mixing.items():
-        where = "before the model sees them" if path == "loss_fn" else "here"
+        where = "before the model's forward" if path == "loss_fn" else "here"
         detail = f"samples of a batch influence each other {where}"
         yield Finding("coupled", path, evidence, ", ".join(tests), detail, _REMEDIES["coupled"])
 
@@ -244,7 +243,7 @@ def _by_type(model: nn.Module, mixing: Mapping[str, Mixed]) -> Iterator[Finding]
 
 
 def _stateful(model: nn.Module, before: dict[str, Any], after: dict[str, Any]) -> Iterator[Finding]:
-    """Modules whose state the forward between `before` and `after` changed."""
+    """Yield the modules whose state the forward between `before` and `after` has changed."""
     # One finding for running_mean and running_var of a layer.
     by_module: dict[str, list[str]] = {}
     for path in changed_state(before, after):
@@ -258,13 +257,13 @@ def _stateful(model: nn.Module, before: dict[str, Any], after: dict[str, Any]) -
 def _relative_change(before: Any, after: Any) -> float:
     if not isinstance(before, Tensor) or not isinstance(after, Tensor) or before.shape != after.shape:
         return 1.0
-    # complex128 holds every dtype, integers included.
+    # complex128 represents every dtype, integers included.
     size = float(before.to(torch.complex128).norm())
     return float((after.to(torch.complex128) - before).norm()) / (size or 1.0)
 
 
 def _primes(largest: int) -> list[int]:
-    """Primes up to a number, the largest first."""
-    # More than 7 samples only on request: `diagnose` takes up to 97.
+    """Return the primes up to a number, the largest first."""
+    # More than 7 samples only on request: `diagnose` uses up to 97.
     more = [n for n in range(largest, 7, -1) if all(n % d for d in range(2, math.isqrt(n) + 1))]
     return [*more, *(prime for prime in _PRIMES if prime <= largest)]

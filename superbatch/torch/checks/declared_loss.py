@@ -1,11 +1,11 @@
 """Check of the declared loss on the first window, before anything is updated.
 
-A declaration (`reduction`, `weight`) fixes how the losses of parts make the loss of their union ``u``::
+A declaration (`reduction`, `weight`) fixes how the losses of parts a and b give the loss of their union u::
 
     mean:  l(u) = (w(a) l(a) + w(b) l(b)) / (w(a) + w(b))          sum:  l(u) = l(a) + l(b)
 
-Both sides are computed for some micro-batches, each cut in several ways, with the same random stream of each
-sample on both sides. Gradients are compared parameter by parameter. Where they differ by more than the
+Both sides are computed for some micro-batches, each cut in several ways, with the same random numbers for
+each sample on both sides. Gradients are compared parameter by parameter. If they differ by more than the
 measured rounding, the error names the declaration that does hold.
 """
 
@@ -51,51 +51,53 @@ from .probing.problem import Problem
 from .remedy import find_remedy
 from .verdict import Verdict, expected, settle
 
-MOST_PIECES = 4  # enough for unequal token counts, cheap beside one window
+MOST_CHECKED = 4  # micro-batches: enough to have unequal token counts, cheap beside one window
 
 
-def check_statement(problem: Problem, pieces: Sequence[Any], *, frozen: Sequence[nn.Module] = ()) -> Checked:
+def check_declaration(
+    problem: Problem, pieces: Sequence[Any], *, frozen: Sequence[nn.Module] = ()
+) -> Checked:
     """Compare the loss of micro-batches with the losses of their parts; model and random state are restored.
 
     Args:
         problem: the model, its loss, and its declaration.
-        pieces: micro-batches of at least two samples each; others are passed over.
+        pieces: micro-batches; those with fewer than two samples are skipped.
         frozen: modules to run in evaluation mode: BatchNorms that participants handle.
 
     Returns:
-        Whether a wrong declaration could have shown.
+        The outcome: whether the check could have found a wrong declaration.
 
     Raises:
         LossSpecError: the loss contradicts the declaration; the text names the likely cause.
-        CoupledSamplesError: no declaration about weights explains the losses.
+        CoupledSamplesError: no weights explain the losses.
     """
     with prepared(problem, frozen) as (evaluation, keeper):
         chosen = _choose(pieces, problem)
         found, reasons = _examine(evaluation, chosen)
-        # Raised in the body: `prepared` restores the model before a user sees the error.
+        # Raised inside `prepared`, which restores the model.
         if found is not None:
             raise found.error()
-        # One more evaluation, on the state that the last forward left: does the loss depend on it?
+        # One more evaluation from the state after the last forward: does the loss depend on that state?
         if chosen:
             warn_of_what_moves(keeper, lambda: evaluation.loss_again(chosen[-1]))
             keeper.learn()
     checked = Checked.of(reasons)
-    _say_what_was_not_checked(checked, reasons, evaluation, keeper)
+    _warn_unchecked(checked, reasons, evaluation, keeper)
     return checked
 
 
 def find_contradiction(
     problem: Problem, pieces: Sequence[Any], *, frozen: Sequence[nn.Module] = ()
 ) -> Contradiction | None:
-    """Return the error that `check_statement` would raise, with its remedy; None where the declaration holds.
+    """Return the contradiction that `check_declaration` would raise; None if the declaration holds.
 
     Args:
-        problem: as there.
-        pieces: as there.
-        frozen: as there.
+        problem: the model, its loss, and its declaration.
+        pieces: micro-batches; those with fewer than two samples are skipped.
+        frozen: modules to run in evaluation mode.
 
     Raises:
-        LossSpecError: weights do not add up.
+        LossSpecError: the weights of parts do not add up to that of the micro-batch.
     """
     with prepared(problem, frozen) as (evaluation, _):
         return _examine(evaluation, _choose(pieces, problem))[0]
@@ -104,16 +106,16 @@ def find_contradiction(
 def divisions_of(
     problem: Problem, microbatches: Sequence[Any], *, frozen: Sequence[nn.Module]
 ) -> list[list[divisions.Division]] | None:
-    """Return the divisors of the loss of each micro-batch; None where one cannot be evaluated.
+    """Return the divisors of the loss of each micro-batch; None if one cannot be evaluated.
 
     Args:
-        problem: as in `check_statement`.
-        microbatches: evaluated from the same state each.
-        frozen: as there.
+        problem: the model, its loss, and its declaration.
+        microbatches: micro-batches; each is evaluated from the same state.
+        frozen: modules to run in evaluation mode.
     """
     with prepared(problem, frozen) as (evaluation, _):
         try:
-            # With their graphs, from which the divisors are read.
+            # The graphs are kept: the divisors are read from them.
             losses = [evaluation.plain(microbatch) for microbatch in microbatches]
         except Exception as error:
             if out_of_memory(error):
@@ -124,20 +126,20 @@ def divisions_of(
 
 @contextmanager
 def prepared(problem: Problem, frozen: Sequence[nn.Module] = ()) -> Iterator[tuple[Evaluation, MovedState]]:
-    """Yield the evaluation of a problem and the keeper of its state; everything is restored at the end.
+    """Yield the evaluation of a problem and the keeper of its state; restore everything at the end.
 
     Args:
-        problem: to be evaluated.
+        problem: problem to evaluate.
         frozen: modules to run in evaluation mode.
     """
-    # A twin: a later window is checked while it is open, and its own savepoint must stay.
+    # A second keeper: a later window is checked while it is open, and its savepoint must survive.
     known = problem.state or MovedState([problem.model], [problem.loss_fn])
     keeper = known.twin()
     keeper.begin(check=True)
     random = RandomKeeper(accelerators([problem.model]))
     random.begin()
     try:
-        # Eagerly: a compiled model would be compiled again for each odd number of samples.
+        # Eagerly: a compiled model would be compiled anew for each number of samples.
         with _evaluating(frozen), run_eagerly(), keeper.watching():
             yield Evaluation(problem, keeper), keeper
     finally:
@@ -146,10 +148,10 @@ def prepared(problem: Problem, frozen: Sequence[nn.Module] = ()) -> Iterator[tup
 
 
 def _examine(evaluation: Evaluation, pieces: Sequence[Any]) -> tuple[Contradiction | None, list[str]]:
-    """Compare pieces with their parts; return a contradiction, and why pieces that agree show nothing."""
-    reasons: list[str] = []
+    """Compare micro-batches with their parts; return a contradiction, and a reason for each that agrees."""
+    reasons: list[str] = []  # "" for a micro-batch that would have shown a wrong declaration
     try:
-        # The turn decides which single samples are cut off (`orders`).
+        # `turn` alternates which end single samples are cut from (`orders`).
         for turn, piece in enumerate(pieces):
             reasons.append(_check(evaluation, piece, turn))
     except ContradictedError as found:
@@ -157,7 +159,7 @@ def _examine(evaluation: Evaluation, pieces: Sequence[Any]) -> tuple[Contradicti
         others = [
             plan(piece, unsplit=problem.unsplit, per_sample=problem.per_sample)
             for number, piece in enumerate(pieces)
-            # len(reasons) is the piece that raised: each piece before it has left one reason.
+            # len(reasons) is the index of the micro-batch that raised: each one before it added a reason.
             if number != len(reasons)
         ]
         return find_remedy(evaluation, found, partial(_holds, evaluation, pieces), others), reasons
@@ -165,7 +167,7 @@ def _examine(evaluation: Evaluation, pieces: Sequence[Any]) -> tuple[Contradicti
 
 
 def _holds(evaluation: Evaluation, pieces: Sequence[Any], problem: Problem) -> bool:
-    """Tell whether another declaration passes the check of all pieces, and could have failed it."""
+    """Return whether another declaration passes an informative check of all micro-batches."""
     own, evaluation.problem = evaluation.problem, problem
     try:
         reasons = {_check(evaluation, piece, turn) for turn, piece in enumerate(pieces)}
@@ -173,35 +175,35 @@ def _holds(evaluation: Evaluation, pieces: Sequence[Any], problem: Problem) -> b
         return False
     finally:
         evaluation.problem = own
-    # A declaration that could not have failed is no remedy, e.g. where every loss is 0.
+    # If every loss is 0, each declaration passes, so passing alone does not make a remedy.
     return bool(reasons & {"", ALIKE, ROUNDED}) and NOT_REPEATABLE not in reasons
 
 
-def _say_what_was_not_checked(
+def _warn_unchecked(
     checked: Checked, reasons: Sequence[str], evaluation: Evaluation, keeper: MovedState
 ) -> None:
-    """Warn, once for each reason, where a wrong declaration could have passed."""
+    """Warn once for each reason why a wrong declaration could have passed."""
     if ROUNDED in reasons:
         name, share = evaluation.hidden
         why = (
-            f"rounding hides up to {100 * share:.2g} % of the gradient of {name!r}, and loss_fn does not run "
-            "in float64. Check it with a loss and a model that do"
+            f"rounding may hide {100 * share:.2g} % of the gradient of {name!r}, and loss_fn does not run "
+            "in float64. Check a float64 version of the model and the loss"
         )
     elif NOT_REPEATABLE in reasons:
         why = (
-            f"loss_fn gives another loss for the same samples{_drawn(evaluation)}, or draws random numbers "
-            "that cannot be drawn again for the parts of a micro-batch. Draw them where the batch is made, "
-            "or with torch's, Python's or NumPy's global generators once per call or once per sample; or "
-            "check a loss_fn without them"
+            f"loss_fn returns another loss for the same samples{_drawn(evaluation)}, or its random numbers "
+            "cannot be drawn again for the parts of a micro-batch. Draw them when the batch is made, or from "
+            "the global generators of torch, Python or NumPy, once per call or once per sample; or check a "
+            "loss_fn without random numbers"
         )
     elif checked.reason == NOT_CUT:
-        why = "no micro-batch of it can be cut in two. Check a batch of your choice"
+        why = "none of its micro-batches can be cut in two. Check another batch"
     elif checked.reason == NOT_EVALUATED:
         failure = evaluation.failure
         why = f"loss_fn cannot be evaluated on parts of a micro-batch ({failure}). Check another batch"
     else:
         return
-    if not keeper.not_said([checked.reason or NOT_REPEATABLE]):  # also by an earlier window
+    if not keeper.not_said([checked.reason or NOT_REPEATABLE]):  # an earlier window has warned already
         return
     declared = _declared(evaluation.problem)
     warn(
@@ -212,7 +214,7 @@ def _say_what_was_not_checked(
 
 
 def _declared(problem: Problem) -> str:
-    """Declaration of a loss as it is typed."""
+    """Return the declaration of a loss as the user types it."""
     weight = problem.weight
     weighed = repr(weight) if isinstance(weight, str | None) else getattr(weight, "__name__", "a function")
     return f"reduction={problem.reduction!r}" + (
@@ -221,12 +223,12 @@ def _declared(problem: Problem) -> str:
 
 
 def _drawn(evaluation: Evaluation) -> str:
-    """Random operations that could not be drawn for each sample."""
+    """Return a text with the random operations that could not be drawn for each sample."""
     return f" (through {', '.join(sorted(evaluation.unruled))})" if evaluation.unruled else ""
 
 
 def _choose(pieces: Sequence[Any], problem: Problem) -> list[Any]:
-    """Up to MOST_PIECES pieces of two samples or more, spread over the window."""
+    """Return up to MOST_CHECKED micro-batches of two samples or more, spread over the window."""
     able: list[Any] = []
     for piece in pieces:
         try:
@@ -234,13 +236,13 @@ def _choose(pieces: Sequence[Any], problem: Problem) -> list[Any]:
                 able.append(piece)
         except SplitError:  # noqa: PERF203  (some micro-batches may be cut, others not)
             continue
-    # Evenly spaced, e.g. every second one of 9.
-    stride = max(1, len(able) // MOST_PIECES)
-    return able[::stride][:MOST_PIECES]
+    # Evenly spaced: of 9 every second one.
+    stride = max(1, len(able) // MOST_CHECKED)
+    return able[::stride][:MOST_CHECKED]
 
 
 def _check(evaluation: Evaluation, piece: Any, turn: int) -> str:
-    """Compare one piece with its parts; return why that shows nothing, or an empty text."""
+    """Compare a micro-batch with its parts; return why that shows nothing, or an empty text."""
     problem = evaluation.problem
     planned = plan(piece, unsplit=problem.unsplit, per_sample=problem.per_sample)
     calls: dict[int, Any] = {}
@@ -258,17 +260,17 @@ def _check(evaluation: Evaluation, piece: Any, turn: int) -> str:
         if not union.finite:
             return NOT_FINITE
         cuts = _cuts(evaluation, planned, union, turn, calls)
-    # A total is divided by nothing, so that its weights need not add up.
+    # A total is not divided, so its weights need not add up.
     for cut in cuts if problem.reduction != "total" else ():
         _check_weights(cut)
-    # Suspects by the rounding of the dtypes that the loss has computed in.
+    # Suspects differ by more than the rounding of the dtypes that the loss computes in.
     suspects = [c for c in cuts if len(c.difference(problem.reduction).beyond(expected(dtypes.seen)))]
     if not suspects:
         return _hidden(problem, cuts, piece) if cuts else NOT_EVALUATED
-    # Parts that draw other random numbers than the union have another loss, whatever is declared.
+    # Parts that draw other random numbers than the union differ from it under every declaration.
     if evaluation.unruled or not _replayed(evaluation, planned, cuts):
         return NOT_REPEATABLE
-    # Parts in another order may draw others too; those that were replayed are judged.
+    # Parts in another order may draw other random numbers; only replayed cuts are judged.
     suspects = [cut for cut in suspects if cut.replayed]
     verdict = settle(evaluation, planned, suspects, dtypes.seen) if suspects else Verdict(repeatable=False)
     if not verdict.repeatable:
@@ -280,7 +282,7 @@ def _check(evaluation: Evaluation, piece: Any, turn: int) -> str:
 
 
 def _replayed(evaluation: Evaluation, planned: Plan, cuts: Sequence[Cut]) -> bool:
-    """Tell whether the parts of a piece drew the random numbers that the piece drew."""
+    """Return whether the parts of a micro-batch drew the same random numbers as the micro-batch."""
     ordered = [cut for cut in cuts if cut.in_order]
     if not all(cut.replayed for cut in ordered):
         return False
@@ -291,17 +293,17 @@ def _replayed(evaluation: Evaluation, planned: Plan, cuts: Sequence[Cut]) -> boo
 def _cuts(
     evaluation: Evaluation, planned: Plan, union: Evaluated, turn: int, calls: dict[int, Any]
 ) -> list[Cut]:
-    """Evaluate the parts of a piece, cut in several ways; return the cuts that can be compared."""
+    """Cut a micro-batch in several ways and evaluate the parts; return the cuts that can be compared."""
     cuts = [evaluation.cut(planned, union, order, calls) for order in orders(planned.samples, turn)]
     usable = [cut for cut in cuts if cut is not None and cut.usable]
-    if len(usable) < len(cuts):  # single samples may have no loss: a deviation, a normalised batch
+    if len(usable) < len(cuts):  # a single sample may have no loss: a standard deviation, a BatchNorm
         cuts = [evaluation.cut(planned, union, order, calls) for order in other_orders(planned.samples)]
         usable += [cut for cut in cuts if cut is not None and cut.usable]
     return usable
 
 
 def _hidden(problem: Problem, cuts: Sequence[Cut], piece: Any) -> str:
-    """Why a piece that agrees would agree with a wrong declaration too; empty where it would not."""
+    """Return why a micro-batch would agree with a wrong declaration too; empty if it would not."""
     if not any(_shows(seen) for seen in (cuts[0].union, *cuts[0].parts)):
         return ALL_ZERO
     if problem.reduction != "mean" and all(sum(map(_shows, cut.parts)) < 2 for cut in cuts):
@@ -320,17 +322,17 @@ def _check_weights(cut: Cut) -> None:
     if abs(union - total) > 1e-6 * union:
         listed = " + ".join(f"{part:g}" for part in parts)
         raise LossSpecError(
-            f"weight= is not additive: a micro-batch weighs {union:g}, and its parts weigh {listed}. Return "
-            "a count (samples, tokens) or a sum of sample weights, not a mean."
+            f"weight= is not additive: it returns {union:g} for a micro-batch and {listed} for its parts. "
+            "Return a count (samples, tokens) or a sum of sample weights, not a mean."
         )
 
 
 @contextmanager
 def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Modules in evaluation mode, each restored to its own mode."""
+    """Set modules to evaluation mode inside the context, then restore the mode of each."""
     modes = [(module, module.training) for module in modules]
     for module in modules:
-        # Not train(False), which would set the children too and may be overridden.
+        # Not train(False): it also sets the children, and a user may have overridden it.
         module.training = False
     try:
         yield

@@ -1,4 +1,4 @@
-"""Divisors of a loss, read from its graph: entries of means, and explicit divisors."""
+"""Divisors of a loss, read from its autograd graph: numbers of entries of means, and explicit divisors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _MEAN = 1  # torch's number for reduction="mean"
 
 
 class Division(NamedTuple):
-    """A number that a loss was divided by.
+    """Number that a loss was divided by.
 
     Attributes:
         operator: name of the node in the graph.
-        number: entries of a mean, or the divisor.
-        sure: it is the number of entries of a mean; a divisor may be anything.
-        counted: divisor of a mean that leaves entries out or weighs them; None: `number`.
+        number: number of entries of a mean, or the divisor.
+        sure: `number` is the number of entries of a mean; an explicit divisor may be anything.
+        counted: divisor of a mean that ignores or weights entries; None: `number`.
     """
 
     operator: str
@@ -33,9 +33,9 @@ class Division(NamedTuple):
 
 
 def divisions_of(loss: Tensor) -> list[Division]:
-    """Return the divisions between a loss and the last tensors of several elements in its graph.
+    """Return the divisions between a loss and the last tensors with several elements in its graph.
 
-    Values computed beside the loss, such as an accuracy, are not in its graph.
+    An accuracy that is computed beside the loss is not in its graph.
 
     Examples:
         >>> x = torch.ones(2, 3, requires_grad=True)
@@ -45,7 +45,7 @@ def divisions_of(loss: Tensor) -> list[Division]:
     found: list[Division] = []
     nodes, known = [loss.grad_fn], set[Any]()
     while nodes:
-        # A division of a tensor of several elements belongs to the model, not to the loss's average.
+        # A division of a tensor with several elements belongs to the model, not to the averaging of the loss.
         node = nodes.pop()
         if node is None or node in known or not _makes_one_number(node):
             continue
@@ -64,10 +64,10 @@ def entries_per_sample(
     """Return the entries of a sample in a mean over all entries; None for a mean over samples.
 
     Args:
-        one: of a loss of one sample.
-        two: of two samples of that length.
-        other: of two samples of another length.
-        lengths: the two lengths, of each leaf that has them.
+        one: divisions of the loss of one sample.
+        two: divisions for two samples of that length.
+        other: divisions for two samples of another length.
+        lengths: for each leaf that has lengths, the two lengths.
 
     Examples:
         >>> means = [[Division("mean", number, sure=True)] for number in (3.0, 6.0, 10.0)]
@@ -76,11 +76,11 @@ def entries_per_sample(
         >>> entries_per_sample(means[0], means[0], means[2], [(3, 5)]) is None
         True
     """
-    # Another graph for another length: the divisors do not pair up.
+    # The graph depends on the length, so the divisors cannot be paired.
     if not len(one) == len(two) == len(other):
         return None
     for single, pair, far in zip(one, two, other, strict=True):
-        # A divisor that does not grow with a second sample counts no samples, e.g. a temperature.
+        # A divisor that a second sample does not increase is no count: e.g. a temperature.
         if not single.operator == pair.operator == far.operator or not single.number < pair.number:
             continue
         if pair.number != far.number and (pair.sure or any(_follows(pair, far, *both) for both in lengths)):
@@ -89,12 +89,12 @@ def entries_per_sample(
 
 
 def ratios(one: Sequence[Division], two: Sequence[Division], other: Sequence[Division]) -> list[float]:
-    """Return how much a sample of one length counts to one of another, by each divisor that counts samples.
+    """Return, for each divisor that grows with the samples, the ratio of its values for two sample lengths.
 
     Args:
-        one: of a loss of one sample.
-        two: of that sample twice.
-        other: of a sample of another length, twice.
+        one: divisions of the loss of one sample.
+        two: divisions for that sample twice.
+        other: divisions for a sample of another length, twice.
 
     Examples:
         >>> means = [[Division("mean", number, sure=True)] for number in (3.0, 6.0, 10.0)]
@@ -107,7 +107,7 @@ def ratios(one: Sequence[Division], two: Sequence[Division], other: Sequence[Div
         pair.divisor / far.divisor
         for single, pair, far in zip(one, two, other, strict=True)
         if single.operator == pair.operator == far.operator
-        # Twice the sample must give twice the divisor; a bound such as clamp(min=1) does not.
+        # The sample twice must give twice the divisor, which excludes a bound such as clamp(min=1).
         and pair.divisor == 2 * single.divisor > 0
         and far.divisor > 0
     ]
@@ -122,7 +122,7 @@ def _divisions(node: Any) -> Iterator[Division]:
     name = node.name()
     try:
         if name.startswith("MeanBackward"):
-            # The release of torch decides which of the two is saved.
+            # Which of the two is saved depends on the release of torch.
             entries = getattr(node, "_saved_self_sym_numel", None)
             yield Division(
                 name, float(node._saved_self_sym_sizes.numel() if entries is None else entries), sure=True
@@ -132,16 +132,16 @@ def _divisions(node: Any) -> Iterator[Division]:
             if divisor.numel() == 1 and not divisor.is_complex():
                 yield Division(name, float(divisor), sure=False)
         elif getattr(node, "_saved_reduction", None) == _MEAN:
-            if "Nll" in name:  # its divisor leaves out labels to ignore, and has the weights of classes
+            if "Nll" in name:  # divides by the class weights of the labels that are not ignored
                 entries, total = node._saved_target.numel(), float(node._saved_total_weight)
                 yield Division(name, float(entries), sure=True, counted=total)
             else:
                 yield Division(name, float(node._saved_self.numel()), sure=True)
-    except (AttributeError, RuntimeError):  # nothing was saved, or in another form
+    except (AttributeError, RuntimeError):  # this release of torch saves nothing, or another attribute
         return
 
 
 def _follows(pair: Division, far: Division, length: int, other: int) -> bool:
-    """Return whether the divisors have the ratio of the lengths, or are both less by the same number."""
+    """Return whether two divisors have the ratio of two lengths, both minus the same number or not."""
     proportional = pair.number * other == far.number * length
     return proportional or pair.number / 2 - length == far.number / 2 - other

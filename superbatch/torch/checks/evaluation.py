@@ -1,4 +1,4 @@
-"""Evaluation of a micro-batch and of its parts, from one state and with the same random draws."""
+"""Evaluate a micro-batch and its parts, each from the same state and with the same random numbers."""
 
 from __future__ import annotations
 
@@ -30,28 +30,29 @@ from .probing.untouched import held_parameter, untouched
 from .sketch import sketch
 from .wide_parameters import WideParameters
 
-FEW = 8  # a micro-batch of this many samples is also cut into single ones, of more into four and the rest
-# Scales that change the rounding of the backward: none is near a power of two.
+FEW = 8  # up to this many samples are also cut into single ones; of more, four single ones and the rest
+# Factors of the loss that change the rounding of the backward: none is near a power of two.
 _SCALES = (0.7310585, 1.3247180, 0.5671433)
 _KEY = 0
-# With these `draws_by_sample` repeats a micro-batch: equal numbers of draws by chance are unlikely.
+# Seeds with which `draws_by_sample` repeats a micro-batch; equal numbers of draws by chance are unlikely.
 _SEEDS = range(1, 9)
-_SMALL = 64 << 20  # bytes that are taken without reading the free memory
+_SMALL = 64 << 20  # bytes: a smaller model is copied without reading the free memory
 
 Order = tuple[int, ...]
 
 
 class Evaluation:
-    """Losses and gradients of micro-batches, each from the same state.
+    """Evaluation of micro-batches, each from the same state.
 
     Args:
         problem: the model, its loss, and its declaration.
-        keeper: of the state that a forward changes; it is restored before each forward.
+        keeper: keeper of the state that a forward changes; restores it before each forward.
 
     Attributes:
-        unruled: random operations that could not be drawn per sample.
+        unruled: random operations without a rule to draw them per sample.
         failure: error of the last part that could not be evaluated.
-        hidden: the parameter whose gradient rounding hides, and how much of it.
+        hidden: name of the parameter with the largest share of gradient that rounding may hide, and the
+            share.
     """
 
     def __init__(self, problem: Problem, keeper: MovedState) -> None:
@@ -68,12 +69,12 @@ class Evaluation:
         self._start = self._generators.now()
 
     def begin(self) -> None:
-        """Restore state and generators."""
+        """Restore the state and the generators to the beginning of the check."""
         self._keeper.restore()
         self._generators.set(self._start)
 
     def plain(self, microbatch: Any) -> Tensor:
-        """Evaluate a micro-batch as training would, with the same errors; return the loss."""
+        """Return the loss of a micro-batch, evaluated as in training; errors of user code are raised."""
         self.begin()
         loss = evaluate(self.problem, map_arrays(_copy, microbatch))[0]
         check_loss(loss)
@@ -82,27 +83,27 @@ class Evaluation:
     def see(
         self, microbatch: Any, places: Sequence[int], calls: dict[int, Any], *, scale: float = 1.0
     ) -> Evaluated:
-        """Evaluate a micro-batch; Python's and NumPy's random draws continue from their present state.
+        """Evaluate a micro-batch; Python's and NumPy's generators continue from their present state.
 
         Args:
-            microbatch: on any device.
-            places: of its samples, which random draws belong to.
-            calls: shared by all parts of one micro-batch.
-            scale: of the loss in the backward; the gradient is divided by it again.
+            microbatch: micro-batch, on any device.
+            places: position of each sample, which selects its random stream.
+            calls: counters of random calls, shared by all parts of one micro-batch.
+            scale: factor of the loss in the backward; the gradient is divided by it again.
         """
         states = self._generators.now()
-        self._keeper.restore()  # the last forward may have moved the state
-        self._generators.set(states)  # some of which the keeper restores too
+        self._keeper.restore()  # the last forward may have changed the state
+        self._generators.set(states)  # after `restore`, which also resets some generators
         with sample_stream(_KEY, indices=places, calls=calls, unruled=self.unruled):
-            # On a copy, since a loss may change its micro-batch in place: a view of the user's batch.
+            # On a copy: a loss may write into its micro-batch, which is a view of the user's batch.
             loss, weight = evaluate(self.problem, map_arrays(_copy, microbatch))
             check_loss(loss)
             value = float(loss.detach())
-            # Without a weight, or with a loss of NaN, a gradient would not be compared.
+            # The gradient is not compared if the weight is 0 or the loss is NaN.
             counts = takes_part(weight, reduction=self.problem.reduction) and math.isfinite(value)
             by_backward = self._by_backward
             gradient = self._gradient(loss, scale) if counts else None
-        if self._by_backward != by_backward:  # the graph has been used up
+        if self._by_backward != by_backward:  # the failed attempt has freed the graph: evaluate again
             self._generators.set(states)
             return self.see(microbatch, places, calls, scale=scale)
         return Evaluated(value, weight, gradient)
@@ -110,16 +111,16 @@ class Evaluation:
     def cut(
         self, planned: Plan, union: Evaluated, spans: Sequence[Order], calls: dict[int, Any]
     ) -> Cut | None:
-        """Evaluate the parts of a micro-batch, right after a first evaluation of the micro-batch by `union`.
+        """Evaluate the parts of a micro-batch; call it right after `union` has evaluated the micro-batch.
 
         Args:
             planned: the micro-batch.
             union: result of the micro-batch.
-            spans: the positions of each part's samples.
-            calls: as in `see`.
+            spans: positions of each part's samples.
+            calls: counters of random calls, as in `see`.
 
         Returns:
-            The cut; None where a part cannot be evaluated by itself.
+            The cut; None if a part cannot be evaluated by itself.
         """
         parts: list[Evaluated] = []
         ended: list[bool] = []
@@ -130,9 +131,9 @@ class Evaluation:
                 return None
             parts.append(part)
             ended.append(self._generators.now() == self._end)
-            # A generator at the union's end draws once per call: it starts again for the next part.
+            # A generator in the state that the union left draws once per call: reset it for the next part.
             self._generators.rewind(self._start, self._end)
-        # Draws that continue from sample to sample are those of the union in its own order only.
+        # Draws that continue from sample to sample equal those of the union only in the order of the union.
         cut = Cut(union, tuple(parts), tuple(spans))
         replayed = ended[-1] if cut.in_order else all(ended)
         return replace(cut, replayed=replayed, by_sample=not all(ended))
@@ -140,18 +141,18 @@ class Evaluation:
     def _part(self, microbatch: Any, span: Order, calls: dict[int, Any]) -> Evaluated | None:
         try:
             return self.see(microbatch, span, calls)
-        except Exception as error:  # training would not see a part of a micro-batch
+        except Exception as error:  # not an error of training, which never evaluates a part
             if out_of_memory(error):
                 raise
             self.failure = f"{type(error).__name__}: {error}"
-        # e.g. a mean over no labels raises: a part of weight 0 counts nothing and may do so.
-        stated = self.problem.weight != "returned"
-        if stated and not takes_part(weigh(self.problem, microbatch), reduction=self.problem.reduction):
+        # A part of weight 0 may raise, e.g. in a mean over no labels: it does not contribute.
+        declared = self.problem.weight != "returned"
+        if declared and not takes_part(weigh(self.problem, microbatch), reduction=self.problem.reduction):
             return Evaluated(math.nan, 0)
         return None
 
     def union(self, planned: Plan, calls: dict[int, Any], *, scale: float = 1.0) -> Evaluated:
-        """Evaluate a whole micro-batch from the start of all random draws."""
+        """Evaluate an uncut micro-batch, with all generators at their start."""
         self.begin()
         places = range(planned.samples)
         seen = self.see(planned.take(0, planned.samples), places, calls, scale=scale)
@@ -159,9 +160,9 @@ class Evaluation:
         return seen
 
     def draws_by_sample(self, planned: Plan, orders: Sequence[Sequence[Order]]) -> bool:
-        """Return whether parts draw as many numbers as the union, whatever the numbers are.
+        """Return whether parts draw as many random numbers as the union, for every seed tried.
 
-        A permutation may take as many by chance: it tries again until a number is in range.
+        One seed is not enough: a permutation draws until a number is in range, so counts may agree by chance.
         """
         start = self._start
         try:
@@ -179,7 +180,7 @@ class Evaluation:
             self._generators.set(start)
 
     def loss_again(self, microbatch: Any) -> float | None:
-        """Return the loss with the state as the last forward left it; None where it cannot be had."""
+        """Return the loss from the state that the last forward left; None if loss_fn raises."""
         samples = count_samples(microbatch, unsplit=self.problem.unsplit, per_sample=self.problem.per_sample)
         self._generators.set(self._start)
         try:
@@ -191,21 +192,21 @@ class Evaluation:
             return None
 
     def rounding(self, planned: Plan, union: Evaluated, *, times: int, exact: bool) -> Tensor | None:
-        """Measure the rounding of each parameter's gradient by evaluations whose losses are scaled.
+        """Measure the rounding of each parameter's gradient: evaluate again with scaled losses.
 
         Args:
             planned: the micro-batch.
             union: result of the micro-batch.
-            times: how many more evaluations.
-            exact: False where losses of low precision may differ between two evaluations.
+            times: number of evaluations.
+            exact: losses must repeat to 1e-6; False for low precision, where they must repeat to 1e-2.
 
         Returns:
-            The largest change, shape (parameters,); None for a loss that does not repeat.
+            Largest change of each gradient, shape (parameters,); None if the loss does not repeat.
         """
         largest = None if union.gradient is None else torch.zeros(len(union.gradient), dtype=torch.float64)
         for scale in _SCALES[:times]:
             again = self.union(planned, {}, scale=scale)
-            # 1e-2, since kernels of a low precision may add in another order each time.
+            # 1e-2: kernels in low precision may add in another order each time.
             if not math.isclose(again.loss, union.loss, rel_tol=1e-6 if exact else 1e-2):
                 return None
             if largest is not None and union.gradient is not None and again.gradient is not None:
@@ -213,23 +214,23 @@ class Evaluation:
         return torch.zeros(0) if largest is None else largest
 
     def take(self, planned: Plan, span: Order) -> Any:
-        """Take samples, next to one another or not, out of a micro-batch."""
-        # Neighbours stay a view of the micro-batch; others are copied.
+        """Return a micro-batch of the samples at given positions."""
+        # Adjacent samples are a view of the micro-batch; others are copied.
         if span == tuple(range(span[0], span[-1] + 1)):
             return planned.take(span[0], span[-1] + 1)
         return planned.take(0, len(span), order=span)
 
     @contextmanager
     def in_float64(self) -> Iterator[None]:
-        """Compute in float64: on parameters converted where they are used, or on a copy of the model."""
+        """Compute in float64 inside the context: convert parameters at each use, or copy the model."""
         own = self.problem
         with ExitStack() as stack:
-            # The keeper of the model would restore the model's tensors, not those of the copy.
+            # The keeper restores the model's own tensors, so the copy needs one of its own.
             if self._copied:
                 self._keeper.restore()
                 stack.enter_context(untouched(own.model, dtype=torch.float64))
                 stack.callback(setattr, self, "_keeper", self._keeper)
-                self._keeper = MovedState([own.model], [own.loss_fn])  # of the working copy
+                self._keeper = MovedState([own.model], [own.loss_fn])  # for the working copy
                 self._keeper.begin(check=True)
                 stack.callback(self._keeper.end_check)
                 stack.enter_context(self._keeper.watching())
@@ -243,7 +244,7 @@ class Evaluation:
             yield
 
     def copy_for_float64(self) -> bool:
-        """Let `in_float64` copy the model from now on; False where it cannot, or does already."""
+        """Make `in_float64` copy the model from now on; return False if it does already or cannot."""
         model = self.problem.model
         if self._copied or held_parameter(model) is not None or not _fits_in_float64(model):
             return False
@@ -252,13 +253,13 @@ class Evaluation:
 
     @property
     def rounded(self) -> bool:
-        """Return whether gradients in float64 were rounded to the dtype of their parameters."""
+        """Return whether float64 gradients were rounded to the dtype of their parameters."""
         return self._bypassed
 
     def _gradient(self, loss: Tensor, scale: float) -> Tensor | None:
         parameters = _differentiated(self.problem.model)
         if self.problem.announce is not None or any(p._backward_hooks for p in parameters):
-            return None  # shards have no gradient of the parameters; a hook may be an optimizer that steps
+            return None  # sharded parameters have no full gradient; a gradient hook may be an optimizer step
         seed = torch.full_like(loss, scale)
         if self._by_backward:
             sums = _by_backward(loss, parameters, seed, self._wide)
@@ -268,13 +269,13 @@ class Evaluation:
                     sums = self._wide.gradient(loss, seed)
                 else:
                     sums = sketch(torch.autograd.grad(loss, parameters, seed, allow_unused=True))
-            except RuntimeError as error:  # a reentrant checkpoint allows backward() only
+            except RuntimeError as error:  # reentrant checkpoints support backward() but not grad()
                 if out_of_memory(error):
                     raise
                 self._by_backward = True
                 return None
         self._bypassed |= self._wide is not None and self._wide.bypassed
-        # The scale cancels, up to the rounding that it has changed.
+        # Dividing cancels the scale; only the rounding differs.
         return None if sums is None else sums / scale
 
 
@@ -283,27 +284,28 @@ def _differentiated(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _is_plain(parameter: Tensor) -> bool:
-    """Tell whether a parameter is no tensor subclass, such as a shard."""
+    """Return whether a parameter is an ordinary tensor, not a subclass such as DTensor."""
     return type(parameter) in (nn.Parameter, Tensor) and has_float64(parameter.device)
 
 
 def _fits_in_float64(model: nn.Module) -> bool:
-    """Tell whether there is memory for a working copy and its gradients; an accelerator raises where not."""
+    """Return whether the host has memory for a float64 copy and its gradients."""
+    # Only the host is tested: an accelerator raises if memory runs out.
     parameters = list(model.parameters())
     size = sum(2 * 8 * parameter.numel() for parameter in parameters)
     if not all(has_float64(parameter.device) for parameter in parameters):
-        # Asking for free memory costs more than the copy of a small model.
+        # Reading the free memory costs more than the copy of a small model.
         return False
     if size <= _SMALL or any(parameter.device.type != "cpu" for parameter in parameters):
         return True
-    # `size` includes the gradients; a quarter of the memory leaves room for activations.
+    # `size` includes the gradients. At most a quarter of the memory, to leave room for activations.
     return 4 * size <= memory_limit(torch.device("cpu")).bytes
 
 
 def _by_backward(
     loss: Tensor, parameters: Sequence[Tensor], seed: Tensor, wide: WideParameters | None
 ) -> Tensor | None:
-    """Return sums of gradients by way of ``.grad``, restored afterwards; None where a hook would act."""
+    """Return sums of the gradients that backward() adds to ``.grad``, and restore it; None with a hook."""
     if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters):
         return None
     kept = [parameter.grad for parameter in parameters]
@@ -324,13 +326,13 @@ def _by_backward(
 
 
 def orders(samples: int, turn: int) -> list[tuple[Order, ...]]:
-    """Return the cuts of a micro-batch: at a third; and into single samples, or some of them and the rest.
+    """Return the cuts of a micro-batch: at a third; and into single samples, or four of them and the rest.
 
-    A loss over the hardest samples agrees with one cut by chance, with single samples never.
+    A loss over the hardest samples may agree with one cut by chance, but not with single samples.
 
     Args:
-        samples: of the micro-batch.
-        turn: the number of the micro-batch; the single samples are the first or the last ones by turns.
+        samples: number of samples of the micro-batch.
+        turn: index of the micro-batch; even: the first samples are single ones; odd: the last.
 
     Examples:
         >>> orders(3, 0)
@@ -339,7 +341,7 @@ def orders(samples: int, turn: int) -> list[tuple[Order, ...]]:
         ([1, 1, 1, 1, 5], [5, 1, 1, 1, 1])
     """
     every = tuple(range(samples))
-    # At a third: with two halves, a mean that ignores the number of samples would pass.
+    # At a third: with two halves, a mean that ignores the numbers of samples would pass.
     third = -(-samples // 3)
     cuts: list[tuple[Order, ...]] = [(every[:third], every[third:])]
     single = [(place,) for place in every]
@@ -353,7 +355,7 @@ def orders(samples: int, turn: int) -> list[tuple[Order, ...]]:
 
 
 def other_orders(samples: int) -> list[tuple[Order, ...]]:
-    """Return cuts without single samples, for losses that have no value for one.
+    """Return cuts without single samples, for losses that are undefined for one sample.
 
     Examples:
         >>> other_orders(4)
@@ -364,7 +366,7 @@ def other_orders(samples: int) -> list[tuple[Order, ...]]:
     every = tuple(range(samples))
     half = samples // 2
     first = max(1, half // 2)
-    # Both ends against the middle: another grouping than neighbours or every second sample.
+    # Both ends against the middle: a grouping other than neighbours and every second sample.
     outer = (*every[:first], *every[samples - (half - first) :])
     cuts = [(every[::2], every[1::2]), (outer, tuple(place for place in every if place not in outer))]
     return cuts if samples < 6 else [*cuts, (every[:3], every[3:])]

@@ -1,4 +1,4 @@
-"""The check of what is stated about a loss, on the first window of an accumulator."""
+"""Check of the declared loss on the first window of an accumulator, and on chosen samples of later ones."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ..memory.out_of_memory import out_of_memory, release_caches
 from ..window.config import Config
 from ..window.microbatches import MicrobatchList
 from ..window.sync.sync import Sync
-from .check_pieces import first_pieces
+from .check_samples import first_microbatches
 from .checked import Checked
-from .declared_loss import check_statement
+from .declared_loss import check_declaration
 from .in_step import in_step
 from .lengths import Pair, check_lengths
 from .probing.problem import Problem, by_term
@@ -31,41 +31,41 @@ def check_first_window(config: Config, pieces: MicrobatchList, *, frozen: Sequen
     """Compare losses of micro-batches with those of their parts, before anything is updated.
 
     Args:
-        config: of the accumulator, with a loss_fn.
-        pieces: of the window.
-        frozen: BatchNorms to be taken as frozen.
+        config: settings of the accumulator, with a loss_fn.
+        pieces: micro-batches of the window.
+        frozen: BatchNorms to run as frozen.
 
     Returns:
-        Whether a wrong statement could have shown, on this rank.
+        The outcome on this rank: whether the check could have found a wrong declaration.
 
     Raises:
-        LossSpecError, CoupledSamplesError: the loss is not what was stated.
+        LossSpecError, CoupledSamplesError: the loss contradicts its declaration.
     """
     if not pieces.microbatches:  # a rank without data
         return check_later_window(config, pieces, [], frozen=frozen)
-    return _check_terms(config, pieces, first_pieces(pieces), frozen)
+    return _check_terms(config, pieces, first_microbatches(pieces), frozen)
 
 
 def check_later_window(
     config: Config, pieces: MicrobatchList, chosen: Sequence[Any], *, frozen: Sequence[nn.Module]
 ) -> Checked:
-    """Check the loss again, on chosen samples of a later window; every rank takes part.
+    """Check the loss again, on chosen samples of a later window; every rank calls it.
 
     Args:
-        config: of the accumulator, with a loss_fn.
-        pieces: of the window.
-        chosen: micro-batches; none on a rank that has nothing to show.
-        frozen: BatchNorms to be taken as frozen.
+        config: settings of the accumulator, with a loss_fn.
+        pieces: micro-batches of the window.
+        chosen: micro-batches to check; empty on a rank without unchecked features.
+        frozen: BatchNorms to run as frozen.
 
     Returns:
-        Whether a wrong statement could have shown, on this rank.
+        The outcome on this rank: whether the check could have found a wrong declaration.
 
     Raises:
-        LossSpecError, CoupledSamplesError: the loss is not what was stated.
+        LossSpecError, CoupledSamplesError: the loss contradicts its declaration.
     """
     if not chosen:
         for problem in by_term(_problem(config, pieces)).values():
-            with _told(config.sync), config.sync.no_sync(), in_step(problem, _spare(pieces), config.sync):
+            with _agreed(config.sync), config.sync.no_sync(), in_step(problem, _spare(pieces), config.sync):
                 pass
         return Checked.of(())
     return _check_terms(config, pieces, chosen, frozen)
@@ -74,27 +74,27 @@ def check_later_window(
 def check_pairs(
     config: Config, pieces: MicrobatchList, pairs: Sequence[Pair], *, frozen: Sequence[nn.Module]
 ) -> None:
-    """Check the loss on two samples of different lengths, which no micro-batch mixes; every rank takes part.
+    """Check the loss on samples of different lengths, which no micro-batch contains; every rank calls it.
 
     Args:
-        config: of the accumulator, with a loss_fn.
-        pieces: of the window.
-        pairs: of micro-batches; none on a rank that has nothing to show.
-        frozen: BatchNorms to be taken as frozen.
+        config: settings of the accumulator, with a loss_fn.
+        pieces: micro-batches of the window.
+        pairs: pairs of micro-batches with different lengths; empty on a rank without.
+        frozen: BatchNorms to run as frozen.
 
     Raises:
-        LossSpecError: the loss is a mean over all entries, and samples are declared to count alike, or by
-            something else than those entries.
+        LossSpecError: the loss is a mean over all entries, but the declared weight is left out, or counts
+            something other than entries or samples.
     """
     sync = config.sync
-    with _told(sync), sync.no_sync(), in_step(_problem(config, pieces), _spare(pieces), sync) as whole:
+    with _agreed(sync), sync.no_sync(), in_step(_problem(config, pieces), _spare(pieces), sync) as whole:
         for pair, problem in product(pairs, by_term(whole).values()):
             if problem.reduction == "mean" and problem.weight != "returned":
                 check_lengths(problem, pair, frozen=frozen)
 
 
 def _spare(pieces: MicrobatchList) -> Any:
-    """Return a micro-batch for forwards that other ranks announce; None on a rank without data."""
+    """Return a micro-batch for the forwards that this rank makes for other ranks; None without data."""
     return pieces.runs[0] if pieces.runs else None
 
 
@@ -115,7 +115,7 @@ def _problem(config: Config, pieces: MicrobatchList) -> Problem:
 def _check_terms(
     config: Config, pieces: MicrobatchList, chosen: Sequence[Any], frozen: Sequence[nn.Module]
 ) -> Checked:
-    """Check the loss, or each term of it by itself."""
+    """Check the loss, or each of its terms separately."""
     found: list[Checked] = []
     for name, problem in by_term(_problem(config, pieces)).items():
         try:
@@ -123,36 +123,36 @@ def _check_terms(
         except (LossSpecError, CoupledSamplesError) as error:  # noqa: PERF203  (there are few terms)
             if not name:
                 raise
-            raise type(error)(f"The term {name!r} is not what was declared. {error}") from error
+            raise type(error)(f"The loss term {name!r} contradicts its declaration. {error}") from error
     return next((one for one in found if not one.informative), found[0])
 
 
 def check_on_all_ranks(
     problem: Problem, pieces: Sequence[Any], idle: Any, sync: Sync, *, frozen: Sequence[nn.Module] = ()
 ) -> Checked:
-    """Run `check_statement` on every rank; one that fails stops all.
+    """Run `check_declaration` on every rank; if it raises on one, all ranks raise.
 
     Args:
-        problem: to check.
-        pieces: to check it on.
-        idle: a micro-batch for forwards that other ranks wait for.
+        problem: problem to check.
+        pieces: micro-batches to check it on.
+        idle: micro-batch for the forwards that other ranks wait for.
         sync: the ranks.
-        frozen: BatchNorms to be taken as frozen.
+        frozen: BatchNorms to run as frozen.
 
     Returns:
-        Whether a wrong statement could have shown, on this rank.
+        The outcome on this rank: whether the check could have found a wrong declaration.
 
     Raises:
-        LossSpecError, CoupledSamplesError: as there, or because another rank's check failed.
-        RankError: another rank failed otherwise, as by an error of `loss_fn`.
+        LossSpecError, CoupledSamplesError: the loss contradicts its declaration, here or on another rank.
+        RankError: another rank failed for another reason, e.g. an error in `loss_fn`.
     """
-    with _told(sync), sync.no_sync(), in_step(problem, idle, sync) as announced:
+    with _agreed(sync), sync.no_sync(), in_step(problem, idle, sync) as announced:
         return _check_in_memory(announced, pieces, frozen)
 
 
 @contextmanager
-def _told(sync: Sync) -> Iterator[None]:
-    """Tell the other ranks how the check in the body goes here, and hear how it goes there.
+def _agreed(sync: Sync) -> Iterator[None]:
+    """Vote with the other ranks after the body: if the check has failed on one of them, all raise.
 
     Raises:
         LossSpecError: the loss contradicts its declaration on another rank.
@@ -162,17 +162,17 @@ def _told(sync: Sync) -> Iterator[None]:
     except (LossSpecError, CoupledSamplesError):
         sync.vote(raised=True)
         raise
-    # Any other error is told by the window that it ends, as in a window without a check: the others raise
-    # RankError with its text in the vote here.
+    # The window announces any other error, as it does without a check; the other ranks then raise RankError
+    # with its text in this vote.
     if sync.vote(raised=False):
         raise LossSpecError(
-            "The loss on another rank contradicts what was declared, so no rank makes this update. Correct "
-            "what the error of that rank names."
+            "The loss on another rank contradicts its declaration, so no rank makes this update. Read the "
+            "error of that rank, and correct the declaration."
         )
 
 
 def _check_in_memory(problem: Problem, pieces: Sequence[Any], frozen: Sequence[nn.Module]) -> Checked:
-    """Check with pieces as large as there is memory for; a sample that does not fit fails in the window."""
+    """Check micro-batches, halved until they fit in memory."""
     while (checked := _check_that_fits(problem, pieces, frozen)) is None:
         release_caches(*accelerators([problem.model]))
         pieces = [half for piece in pieces[:8] for half in _halves(problem, piece)]
@@ -181,7 +181,7 @@ def _check_in_memory(problem: Problem, pieces: Sequence[Any], frozen: Sequence[n
 
 def _check_that_fits(problem: Problem, pieces: Sequence[Any], frozen: Sequence[nn.Module]) -> Checked | None:
     try:
-        return check_statement(problem, pieces, frozen=frozen)
+        return check_declaration(problem, pieces, frozen=frozen)
     except BaseException as error:
         if not out_of_memory(error):
             raise
@@ -194,6 +194,6 @@ def _halves(problem: Problem, piece: Any) -> list[Any]:
         planned = plan_of(piece, unsplit=problem.unsplit, per_sample=problem.per_sample)
     except SplitError:
         return []
-    if planned.samples < 4:  # a piece of one sample has no parts to compare it with
+    if planned.samples < 4:  # a half of one sample cannot be cut and compared
         return []
     return cut(planned, near_equal(planned.samples, (planned.samples + 1) // 2))

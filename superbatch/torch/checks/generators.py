@@ -1,7 +1,7 @@
-"""Replay of the generators that have no stream per sample: Python's, NumPy's, and those that user code holds.
+"""Replay of generators without a stream per sample: Python's, NumPy's, and those that user code holds.
 
-Parts of a micro-batch must draw what the micro-batch drew. Code draws either once per call, or sample after
-sample. The first kind is replayed from the start for each part; the second continues from part to part.
+The parts of a micro-batch must draw the numbers that the micro-batch drew. A generator that is used once per
+call is reset to its start for each part. One that is used once per sample continues from part to part.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _MOST_ENTRIES = 64  # of one container
 
 
 class Generators:
-    """States of Python's and NumPy's generators, and of further ones.
+    """States of Python's and NumPy's global generators, and of those that some objects hold.
 
     Args:
-        holders: a model and a loss function, searched for generators that they hold.
+        holders: a model and a loss function, which are searched for generators.
 
     Examples:
         >>> own = random.Random(0)
@@ -49,21 +49,21 @@ class Generators:
                 self._access.append(access)
 
     def now(self) -> list[bytes]:
-        """Return the states at this moment."""
+        """Return the current states."""
         return [access.get() for access in self._access]
 
     def set(self, states: list[bytes]) -> None:
-        """Set the states."""
+        """Set the states to those that `now` returned."""
         for access, state in zip(self._access, states, strict=True):
             access.put(state)
 
     def seed(self, seed: int) -> None:
-        """Give all generators other numbers."""
+        """Seed all generators."""
         for access in self._access:
             access.seed(seed)
 
     def rewind(self, start: list[bytes], end: list[bytes]) -> None:
-        """Set generators at the end to their start: they belong to code that draws once per call."""
+        """Reset each generator whose state is in `end` to `start`: its code draws once per call."""
         for access, first, last in zip(self._access, start, end, strict=True):
             if access.get() == last:
                 access.put(first)
@@ -76,7 +76,7 @@ class _Access(NamedTuple):
 
 
 def _access(get: Callable[[], Any], put: Callable[[Any], object], seed: Callable[[int], object]) -> _Access:
-    # As bytes, since == on NumPy's states compares arrays entry by entry.
+    # As bytes: == on NumPy's states would compare arrays element by element.
     return _Access(lambda: pickle.dumps(get()), lambda state: put(pickle.loads(state)), seed)
 
 
@@ -91,7 +91,7 @@ def _of_object(value: Any, numpy_random: Any) -> _Access | None:
     if numpy_random is None:
         return None
     if isinstance(value, numpy_random.RandomState):
-        # The tuple form exists for MT19937 alone.
+        # legacy=False: the tuple form exists for MT19937 only.
         return _access(partial(value.get_state, legacy=False), value.set_state, value.seed)
     if isinstance(value, numpy_random.Generator):
         bits = value.bit_generator
@@ -101,20 +101,20 @@ def _of_object(value: Any, numpy_random: Any) -> _Access | None:
 
 
 def reachable(holders: Any) -> Iterator[Any]:
-    """Iterate over the objects that functions, modules, containers and plain objects hold, each once.
+    """Yield the objects that functions, modules, containers and plain objects hold, each once.
 
     Args:
-        holders: a tuple of objects to start from.
+        holders: tuple of the objects to start from.
 
     Yields:
-        At most some thousand objects, the nearest first.
+        At most 4000 objects, the nearest first.
 
     Examples:
         >>> rng = random.Random(0)
         >>> any(found is rng for found in reachable((partial(print, {"rng": [rng]}),)))
         True
     """
-    # Breadth first, so that the limit cuts off objects far from the loss.
+    # Breadth first: the limit leaves out the objects farthest from the loss.
     seen: set[int] = set()
     waiting, keep = list(holders), []
     while waiting and len(seen) < _MOST_OBJECTS:
@@ -123,7 +123,7 @@ def reachable(holders: Any) -> Iterator[Any]:
             if id(value) in seen or _is_plain(value):
                 continue
             seen.add(id(value))
-            keep.append(value)  # an id is of use while its object lives
+            keep.append(value)  # while the object lives, its id is not used again
             yield value
             following += list(_held_by(value))[: 8 * _MOST_ENTRIES]
         waiting = following
@@ -153,7 +153,7 @@ def _held_by(value: Any) -> Iterator[Any]:
             yield from getattr(value, "__dict__", {}).values()
             if callable(value) and isinstance(call := type(value).__call__, FunctionType):
                 yield call
-    except Exception:  # noqa: BLE001 - an object that cannot be looked into holds nothing that can be replayed
+    except Exception:  # noqa: BLE001 - an object may raise anything when its attributes are read
         return
 
 
@@ -161,7 +161,7 @@ def _of_function(function: FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # noqa: PERF203  (a name that is not bound yet)
+        except ValueError:  # noqa: PERF203  (a name without a value yet)
             continue
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()

@@ -1,8 +1,8 @@
-"""Checks of a loss on ranks whose forwards wait for each other, as those of sharded models do.
+"""Checks of a loss on ranks whose forwards wait for each other, as in sharded models.
 
-How often a rank evaluates the loss depends on its samples: a difference is evaluated again, a remedy is
-searched for. So each evaluation is announced, and a rank that has finished its own runs a forward for each
-evaluation that other ranks announce.
+The number of evaluations depends on the samples of a rank: a difference is evaluated again, and a remedy is
+searched for. So a rank announces each evaluation, and ranks that have finished run a forward for each
+evaluation that others announce.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .probing.resample import converted
 
 @contextmanager
 def in_step(problem: Problem, microbatch: Any, sync: Sync) -> Iterator[Problem]:
-    """Yield the problem to check; where forwards wait for other ranks, each of its forwards is announced.
+    """Yield the problem to check; if forwards wait for other ranks, it announces each of its forwards.
 
     Args:
-        problem: whose loss is evaluated any number of times, none included.
-        microbatch: of this rank, for the forwards that other ranks announce.
-        sync: the ranks; each enters and leaves the context.
+        problem: problem whose loss is evaluated any number of times, or never.
+        microbatch: micro-batch of this rank for the forwards that other ranks announce.
+        sync: the ranks; each of them must enter and leave the context.
 
     Examples:
         >>> from torch import nn
@@ -48,7 +48,7 @@ def in_step(problem: Problem, microbatch: Any, sync: Sync) -> Iterator[Problem]:
     try:
         # A vote with raised=True announces a forward; ranks that have finished answer it below.
         yield replace(guarded, announce=partial(sync.vote, raised=True))
-    finally:  # after an error too: the other ranks still evaluate
+    finally:  # after an error too, because the other ranks still run forwards
         with prepared(problem) as (evaluation, _):
             while sync.vote(raised=False):
                 evaluation.begin()
@@ -58,14 +58,14 @@ def in_step(problem: Problem, microbatch: Any, sync: Sync) -> Iterator[Problem]:
 
 def _in_turn(problem: Problem, spare: Any, sync: Sync, microbatch: Any) -> Any:
     """Return the loss of a micro-batch; after an error, take part in the collectives of other ranks."""
-    sync.reshard()  # the modules' attributes may have been restored
+    sync.reshard()  # the attributes of the modules may have been restored
     sync.turn(last=False, idle=True)
     try:
         return problem.loss_fn(microbatch)
     except Exception as error:
         if out_of_memory(error):
             traceback.clear_frames(error.__traceback__)
-        # The other ranks wait in this forward: one sample runs it for them, without this rank's error.
+        # The other ranks wait in this forward, so one sample completes it for them.
         part = spare
         with suppress(SplitError):
             part = plan(spare, unsplit=problem.unsplit, per_sample=problem.per_sample).take(0, 1)

@@ -1,4 +1,4 @@
-"""Introspection of a model's computation, without compiling anything for it."""
+"""Run models eagerly, and find out which dtypes they compute in, without compiling anything."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from ..warn import warn
 
 
 class _Stance:
-    """Count of the blocks in which torch must not compile; torch's stance is global, and so is the count.
+    """Number of open blocks in which torch must not compile; global, like torch's stance.
 
-    Of two blocks that overlap in two threads, the second would find the first one's stance and restore it at
-    its end: from then on nothing would be compiled.
+    Without the count, the second of two blocks that overlap in two threads would save the stance of the first
+    and restore it at its end, and nothing would be compiled any more.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # else an error on the way out of its block stops this thread
+        self._lock = (
+            threading.RLock()
+        )  # reentrant: an error while it is released must not deadlock the thread
         self._blocks = 0
         self._eager: Any = None
 
@@ -51,21 +53,21 @@ _STANCE = _Stance()
 
 
 class _Unsaid:
-    """Filter of torch's advice on hooks of compiled modules, which does not hold for the hooks set here.
+    """Filter for torch's warning about hooks of compiled modules, which does not apply to the hooks set here.
 
-    `warnings.catch_warnings` would undo at its end what the program has set meanwhile, and would show again
-    the warnings that are shown once for each line.
+    Not `warnings.catch_warnings`: at its end it would undo filters that the program has set meanwhile, and
+    warnings that are shown once per line would be shown again.
     """
 
     _FILTER = ("ignore", re.compile(r"Using `torch\.compile\(module\)` when there are"), UserWarning, None, 0)
 
     def __enter__(self) -> None:
         self._filters: Any = warnings.filters
-        # In front, where it comes before the program's own filters.
+        # In front, so that it precedes the program's own filters.
         self._filters.insert(0, self._FILTER)
 
     def __exit__(self, *error: object) -> None:
-        # In another block, or thread, an equal one may be there: any of them is as good.
+        # Another block or thread may have inserted an equal filter; removing either one is fine.
         if self._FILTER in self._filters:
             self._filters.remove(self._FILTER)
 
@@ -74,20 +76,20 @@ class _Unsaid:
 def _say_it_runs_eagerly() -> None:
     """Warn once for the process."""
     warn(
-        "a compiled model runs eagerly in virtual_batch, which records its operations; outside of it, it is "
-        "compiled as ever. With compile=True virtual_batch compiles what it has recorded"
+        "A compiled model runs eagerly inside virtual_batch, which records its operations; outside it runs "
+        "compiled. Pass compile=True to virtual_batch to compile the recorded operations."
     )
 
 
 @contextmanager
 def _saying_so() -> Iterator[None]:
-    thread = threading.get_ident()  # the hook is called in others too
+    thread = threading.get_ident()  # the global hook is called in other threads too
 
     def warn_if_compiled(module: nn.Module, inputs: object) -> None:
         if threading.get_ident() == thread and is_compiled(module):
             _say_it_runs_eagerly()
 
-    # On all modules, since a compiled one may be called anywhere inside the model.
+    # On all modules: a compiled one may be called anywhere inside the model.
     handle = all_modules.register_module_forward_pre_hook(warn_if_compiled)
     try:
         yield
@@ -96,7 +98,7 @@ def _saying_so() -> Iterator[None]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether a module itself was given to torch.compile, or compiled in place.
+    """Return whether a module itself was compiled, by torch.compile(module) or module.compile().
 
     Examples:
         >>> is_compiled(nn.Linear(1, 1))
@@ -108,17 +110,17 @@ def is_compiled(module: nn.Module) -> bool:
 
 @contextmanager
 def run_eagerly(*, say: bool = False) -> Iterator[None]:
-    """Run compiled models eagerly: odd sizes and the hooks of a probe are not to be compiled.
+    """Run compiled models eagerly inside the context, so that unusual sizes and probe hooks are not compiled.
 
     Args:
-        say: warn when one is called, once for the process.
+        say: warn when a compiled model is called, once per process.
 
     Examples:
         >>> with run_eagerly():
         ...     torch.ones(2).sum().item()
         2.0
     """
-    # Importing torch._dynamo takes seconds; while nobody has, nothing can be compiled.
+    # Importing torch._dynamo takes seconds, and before it is imported nothing can be compiled.
     if "torch._dynamo" not in sys.modules:
         yield
         return
@@ -134,7 +136,7 @@ def run_eagerly(*, say: bool = False) -> Iterator[None]:
 
 
 class FloatingDtypes(TorchDispatchMode):
-    """Collects the floating-point dtypes of the results of operations, inside autocast too.
+    """Collect the floating-point dtypes of the results of operations, inside autocast too.
 
     Examples:
         >>> with FloatingDtypes() as dtypes:
@@ -149,7 +151,7 @@ class FloatingDtypes(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled in here; to wrap the mode would import the compiler
+        return False  # nothing is compiled inside; wrapping the mode would import the compiler
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

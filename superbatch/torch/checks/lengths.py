@@ -1,7 +1,7 @@
-"""Samples of different lengths in different micro-batches or on different ranks, never in one micro-batch.
+"""Check of losses whose samples differ in length between micro-batches or ranks, but not in a micro-batch.
 
-Within a micro-batch all samples have one length, so that a mean over all entries and a mean over samples are
-the same number. Which of the two a loss is shows in the entries that it divides by.
+In a micro-batch of equal lengths, a mean over all entries equals a mean over samples. The divisors in the
+graph of the loss show which of the two it is.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Pair = tuple[Any, Any]
 
 
 def lengths_in(part: Any, paths: Mapping[str, Any]) -> dict[str, int]:
-    """Return the entries that each sample of a micro-batch has, by the path of the leaf.
+    """Return the number of entries of one sample in each leaf of a micro-batch, by the leaf's path.
 
     Args:
         part: a micro-batch.
-        paths: `unsplit` and `per_sample` declarations.
+        paths: the options `unsplit` and `per_sample`.
 
     Examples:
         >>> lengths_in({"x": torch.ones(2, 5), "y": torch.ones(2)}, {})
@@ -44,10 +44,10 @@ def lengths_in(part: Any, paths: Mapping[str, Any]) -> dict[str, int]:
 
 
 def ragged(parts: Sequence[Any], known: Sequence[str]) -> tuple[int, int] | None:
-    """Return the micro-batches with the shortest and the longest samples; None if all have one length.
+    """Return the indices of the micro-batches with the shortest and longest samples; None if all are equal.
 
     Args:
-        parts: of a window.
+        parts: micro-batches of a window.
         known: paths of leaves with a length.
 
     Examples:
@@ -56,9 +56,9 @@ def ragged(parts: Sequence[Any], known: Sequence[str]) -> tuple[int, int] | None
     """
     for path in known if len(parts) > 1 else ():
         shapes = _shapes(parts, path)
-        if len(set(shapes)) < 2:  # mostly
+        if len(set(shapes)) < 2:  # the usual case
             continue
-        # Without the first dimension: micro-batches may differ in their number of samples.
+        # Without the first dimension: micro-batches may have different numbers of samples.
         entries = [shape[1:].numel() for shape in shapes]
         if min(entries) < max(entries):
             return entries.index(min(entries)), entries.index(max(entries))
@@ -66,26 +66,26 @@ def ragged(parts: Sequence[Any], known: Sequence[str]) -> tuple[int, int] | None
 
 
 def check_lengths(problem: Problem, pair: Pair, *, frozen: Sequence[nn.Module]) -> None:
-    """Check that a loss that is a mean over all entries of a micro-batch is declared as one.
+    """Check that the weight of a mean over all entries of a micro-batch counts these entries, or samples.
 
     Args:
-        problem: a mean, weighed by samples or by a function.
+        problem: problem with ``reduction="mean"``, and weights by samples or by a function.
         pair: two micro-batches with samples of different lengths.
         frozen: modules to run in evaluation mode.
 
     Raises:
-        LossSpecError: samples are declared to count alike, or by a function that counts other things than
-            samples or those entries.
+        LossSpecError: the loss is a mean over all entries, but the declared weight is left out, or counts
+            something other than entries or samples.
     """
     paths = {"unsplit": problem.unsplit, "per_sample": problem.per_sample}
     of_pair = [lengths_in(one, paths) for one in pair]
-    # A leaf that one of the two lacks counts as equal.
+    # A leaf that only one of the two has is not compared.
     apart = {path: (n, of_pair[1][path]) for path, n in of_pair[0].items() if of_pair[1].get(path, n) != n}
     try:
         first, second = (plan(one, **paths) for one in pair)
-    except SplitError:  # such as flattened patches: no samples can be taken from it
+    except SplitError:  # e.g. flattened patches: no samples can be taken from it
         return
-    # The same sample twice doubles a divisor that counts entries; another length then changes it.
+    # Taking a sample twice doubles a divisor that counts entries; a sample of another length changes it too.
     tried = [first.take(0, 1), first.take(0, 2, order=(0, 0)), second.take(0, 2, order=(0, 0))]
     seen = divisions_of(problem, tried, frozen=frozen) if apart else None
     if seen is None:
@@ -93,7 +93,7 @@ def check_lengths(problem: Problem, pair: Pair, *, frozen: Sequence[nn.Module]) 
     entries = entries_per_sample(seen[0], seen[1], seen[2], list(apart.values()))
     if entries is None:
         return
-    # The labels, as losses are mostly means over labels; of several leaves the last one.
+    # Labels first: most losses are means over labels. Of several leaves the last one.
     labels = [path for path in apart if not get(pair[0], path).is_floating_point()]
     path = (labels or list(apart))[-1]
     if callable(problem.weight):
@@ -107,15 +107,15 @@ def check_lengths(problem: Problem, pair: Pair, *, frozen: Sequence[nn.Module]) 
         f"count_tokens({path!r}{shift})" if labels else f"a function that returns the entries of {path!r}"
     )
     raise LossSpecError(
-        f"loss_fn returns a mean over all entries of a micro-batch, and samples of {path!r} have {few} of "
-        f"them in one micro-batch and {many} in another: where samples count alike, an entry of a short one "
-        f"counts more. Instead pass weight={remedy}, or a function that returns the number of samples if "
-        "they are to count alike."
+        f"loss_fn returns a mean over all entries of a micro-batch, but samples of {path!r} have {few} "
+        f"entries in one micro-batch and {many} in another. With equal weights per sample, entries of short "
+        f"samples would weigh more. Instead pass weight={remedy}; or, to keep equal weights per sample, a "
+        "function that returns the number of samples."
     )
 
 
 def _times(weigh: Callable[[Any], Any], one: Any, other: Any) -> float | None:
-    """Return how many times the weight of a sample is that of another one; None where one has none."""
+    """Return the ratio of the weights of two samples; None if one of them has weight 0."""
     first, second = float(weigh(one)), float(weigh(other))
     return first / second if first > 0 and second > 0 else None
 
@@ -123,26 +123,26 @@ def _times(weigh: Callable[[Any], Any], one: Any, other: Any) -> float | None:
 def _check_weights(
     declared: float | None, right: Sequence[float], path: str, entries: tuple[int, int]
 ) -> None:
-    """Check that samples of two lengths weigh alike, or as much as the loss divides by."""
+    """Check that two samples have equal weights, or weights in the ratio of the loss's divisors."""
     if declared is None or not right:
         return
-    # 1.0: samples that count alike are a loss of their own, and a user may want it.
+    # 1.0: a user may want equal weights per sample.
     if any(math.isclose(declared, each, rel_tol=1e-6) for each in (1.0, *right)):
         return
     raise LossSpecError(
         f"weight= gives a sample with {entries[0]} entries of {path!r} {declared:.4g} times the weight of "
-        f"one with {entries[1]}, but loss_fn is a mean over all entries of a micro-batch and divides by "
-        f"{right[0]:.4g} times as many. Return what the loss is divided by, for example with count_tokens, "
-        "or the number of samples if they are to count alike."
+        f"a sample with {entries[1]} entries, but loss_fn is a mean over all entries and divides by "
+        f"{right[0]:.4g} times as many. Return the divisor of the loss, for example with count_tokens; or, "
+        "for equal weights per sample, the number of samples."
     )
 
 
 def _shapes(parts: Sequence[Any], path: str) -> list[torch.Size]:
-    """The shapes of a leaf in each micro-batch; none where it is no tensor in some of them."""
+    """Return the shape of a leaf in each micro-batch; an empty list if it is no tensor in one of them."""
     try:
         if "." in path or not path:
             return [get(part, path).shape for part in parts]
-        key = int(path) if type(parts[0]) is tuple else path  # without a call of ours for each micro-batch
+        key = int(path) if type(parts[0]) is tuple else path  # fast path: one C call for all micro-batches
         return list(map(_shape, map(itemgetter(key), parts)))
     except (TypeError, ValueError, LookupError, AttributeError):
         return []

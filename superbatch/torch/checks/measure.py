@@ -1,4 +1,4 @@
-"""Gradients of a batch, in one pass and accumulated by the Accumulator, and their difference."""
+"""Gradients of a batch, computed in one pass and accumulated by the Accumulator, and their difference."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from .probing.untouched import seed_all, state_restorer
 BatchNormChoice = Literal["per_microbatch", "frozen"]
 Size = int | TokenBudget | None
 
-# A parameter's difference is relative to its own gradient, but at least to this part of the whole gradient:
-# some gradients are zero but for rounding, such as that of a bias before a normalisation.
+# A parameter's difference is relative to the norm of its gradient, or to this share of the whole gradient if
+# that is larger: some gradients are zero up to rounding, e.g. that of a bias before a normalisation.
 _FLOOR = 1e-3
-# Added to a seed, gives other random numbers.
+# Added to a seed, it gives other random numbers.
 _OTHER = 1 << 20
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Setting common to all passes of a verification; within `untouched`.
+    """Settings of all passes of a verification, which run inside `untouched`.
 
     Args:
-        problem: model, loss and declarations, in the dtype of the passes.
+        problem: model, loss and declaration, in the dtype of the passes.
         batch: the whole batch.
-        reset: makes the working copies of the model anew.
-        batchnorm: of the Accumulator; `"frozen"` freezes BatchNorm for the whole batch too.
-        streams: whether every sample draws from its own random stream.
-        restore_state: whether buffers are restored before every micro-batch.
-        seed: of the random numbers of a pass.
-        host_seed: added to it for Python and NumPy.
+        reset: function that makes new working copies of the model.
+        batchnorm: treatment of BatchNorm; `"frozen"` freezes it for the whole batch too.
+        streams: each sample draws from its own random stream.
+        restore_state: buffers are restored before every micro-batch.
+        seed: seed of each pass.
+        host_seed: added to the seed for Python and NumPy.
     """
 
     problem: Problem
@@ -62,18 +62,18 @@ class Setting:
         return replace(self, **changes)
 
     def begin(self) -> None:
-        """Start a pass from the same state."""
+        """Start a pass: restore the state and seed the generators."""
         self.reset()
         if self.batchnorm == "frozen":
             for module in self.problem.model.modules():
                 if isinstance(module, _BatchNorm):
-                    # Not eval(), which a user may have overridden.
+                    # Not eval(): a user may have overridden it.
                     module.training = False
         seed_all(self.seed, self.problem.model, host=self.host_seed)
 
 
 class Measured(NamedTuple):
-    """The loss and the gradient of a batch, and the samples of each micro-batch they were computed in."""
+    """Loss and gradient of a batch, and the number of samples of each micro-batch."""
 
     loss: float
     gradients: dict[str, Tensor]
@@ -84,37 +84,37 @@ def whole(setting: Setting) -> Measured:
     """Compute the gradient of the whole batch in one pass, as a loop without accumulation does.
 
     Args:
-        setting: of the measurement.
+        setting: settings of the pass.
 
     Returns:
-        The loss and the gradients, normalised as reduction and weight ask.
+        The loss and the gradients, normalised by reduction and weight.
     """
-    if setting.streams:  # the accumulator keeps the streams; one micro-batch is a plain pass over the batch
+    if setting.streams:  # the accumulator has the streams; with one micro-batch it makes a single pass
         return accumulated(setting, None)
     setting.begin()
     loss, weight = evaluate(setting.problem, setting.batch)
     factor = scale(weight, weight, reduction=setting.problem.reduction)
-    # The factor enters as the gradient of the loss, so that the forward stays as it is.
+    # The factor is the initial gradient of the backward, so the forward stays unchanged.
     loss.backward(torch.full_like(loss, factor, requires_grad=False))
     model = setting.problem.model
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    # Parameters without a gradient are left out; `differences` takes them as zero.
+    # Parameters without a gradient are left out; `differences` counts them as zero.
     kept = {name: _dense(gradient) for name, gradient in gradients.items() if gradient is not None}
     return Measured(float(loss.detach()) * factor, kept, (_samples(setting.problem, setting.batch),))
 
 
 def accumulated(setting: Setting, size: Size) -> Measured:
-    """Compute the gradient of the batch in micro-batches, with the Accumulator that training would use.
+    """Compute the gradient of the batch in micro-batches, with the Accumulator.
 
     Args:
-        setting: of the measurement.
+        setting: settings of the pass.
         size: the Accumulator's `microbatch_size`.
 
     Returns:
-        The loss and the gradients that an optimizer would get.
+        The loss, and the gradients that an optimizer gets.
     """
-    # Other random numbers than those of the whole batch, which one dropout on the CPU would repeat by chance.
-    # With streams it is torch's same seed: then they must be equal by construction.
+    # Another seed than that of the whole batch: with the same one, a single dropout on the CPU would draw
+    # equal numbers by chance. With streams the seed is the same, and numbers must be equal by construction.
     if not setting.streams:
         setting = setting.but(seed=setting.seed + _OTHER)
     elif size is not None:
@@ -132,7 +132,7 @@ def accumulated(setting: Setting, size: Size) -> Measured:
         weight=problem.weight,
         participants=_participants(setting),
         split=Split(tuple(problem.unsplit), tuple(problem.per_sample)),
-        check=False,  # a wrong declaration is to be measured, not raised
+        check=False,  # a wrong declaration is measured here, not raised
     )
     with _without_advice(), accumulator.window(setting.batch) as window:
         for microbatch in window:
@@ -149,11 +149,11 @@ def differences(measured: Measured, reference: Measured) -> tuple[ParameterDiffe
     """Compare two gradients parameter by parameter.
 
     Args:
-        measured: the gradient to judge.
+        measured: the gradient to compare.
         reference: the exact gradient.
 
     Returns:
-        One entry for each parameter with a gradient in either; a missing gradient counts as zero.
+        One entry for each parameter with a gradient in one of them; a missing gradient counts as zero.
 
     Examples:
         >>> a = Measured(0.0, {"w": torch.tensor([3.0, 4.0])}, (2,))
@@ -174,14 +174,14 @@ def differences(measured: Measured, reference: Measured) -> tuple[ParameterDiffe
 
 
 def largest(measured: Measured, reference: Measured) -> float:
-    """The largest relative difference of any parameter; NaN where one is NaN.
+    """Return the largest relative difference of any parameter; NaN if one is NaN.
 
     Args:
-        measured: the gradient to judge.
+        measured: the gradient to compare.
         reference: the exact gradient.
 
     Returns:
-        The largest `relative` of `differences`.
+        Largest `relative` of `differences`.
 
     Examples:
         >>> one = Measured(0.0, {"w": torch.ones(2)}, (2,))
@@ -189,12 +189,12 @@ def largest(measured: Measured, reference: Measured) -> float:
         0.0
     """
     relatives = [difference.relative for difference in differences(measured, reference)]
-    # Python's max may drop a NaN; amax passes it on.
+    # Python's max may drop a NaN; amax propagates it.
     return float(torch.tensor(relatives, dtype=torch.float64).amax()) if relatives else 0.0
 
 
 class _Reader(torch.optim.Optimizer):
-    """An optimizer that changes nothing: at the boundary it takes the gradients that it is given."""
+    """Optimizer that updates nothing; its step stores the gradients."""
 
     def __init__(self, problem: Problem) -> None:
         self._names = {
@@ -219,9 +219,9 @@ def _participants(setting: Setting) -> list[Any]:
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """A verification opens many windows; the accumulator's advice on gradient_sum is for training."""
+    """Silence the accumulator's advice on gradient_sum, which is meant for training."""
     with warnings.catch_warnings():
-        # By the start of its text, so that warnings of the user's code are shown.
+        # Matched by the start of its text, so that warnings of the user's code are shown.
         warnings.filterwarnings("ignore", message="a window of", category=UserWarning)
         yield
 

@@ -1,7 +1,7 @@
-"""Computation in a higher precision than code asks for.
+"""Computation in a higher precision than the code requests.
 
-A model converted to float64 still computes in float32 where it says so: ``x.float()``, ``torch.zeros(3)``, a
-tensor of class weights. Here each operation gets such operands converted, in the backward too.
+A model converted to float64 still has float32 tensors: ``x.float()``, ``torch.zeros(3)``, class weights. The
+mode converts such operands of each operation, in the backward too.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _COMPLEX_BITS = {torch.complex32: 16, torch.complex64: 32, torch.complex128: 64}
 
 
 class ComputeIn(TorchDispatchMode):
-    """Computes every operation in a floating-point dtype where its operands have a lower one.
+    """Dispatch mode that converts floating-point operands of a lower dtype to a higher one.
 
-    Views and operations in place keep the dtype of the tensor that they are of. Requests for a lower dtype
-    (``x.float()``, ``torch.zeros(3)``) give the higher one.
+    Views and in-place operations keep the dtype of their tensor. Conversions and factories of a lower dtype
+    (``x.float()``, ``torch.zeros(3)``) return the higher one.
 
     Args:
         dtype: float32 or float64.
@@ -39,22 +39,23 @@ class ComputeIn(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled in here; to wrap the mode would import the compiler
+        return False  # nothing is compiled inside; wrapping the mode would import the compiler
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        # In place: the tensor written to keeps its dtype, so the operands take it over.
+        # In place: the written tensor keeps its dtype, so the operands are converted to it.
         if func._schema.is_mutable:
             return func(*self._like_first(args), **kwargs)
-        # A view shares memory with its base. torch.tensor() calls lift_fresh, a view by its schema only.
+        # A view shares memory with its base, so it keeps the dtype. lift_fresh (of torch.tensor()) is a view
+        # by its schema only.
         if func.is_view and "lift_fresh" not in str(func):
             return func(*args, **kwargs)
-        # Autograd hands a gradient to its parameter: it must have the parameter's dtype.
+        # Autograd converts a gradient to the dtype of its parameter.
         if "_to_copy" in str(func) and _to_a_parameter():
             return func(*args, **kwargs)
         if isinstance(kwargs.get("dtype"), torch.dtype):
             kwargs["dtype"] = self._raised(kwargs["dtype"])
-        # Results too: torch.zeros(3) has no operand to convert.
+        # Results as well: torch.zeros(3) has no operand to convert.
         return tree_map(
             self._convert, func(*tree_map(self._convert, args), **tree_map(self._convert, kwargs))
         )
@@ -71,7 +72,7 @@ class ComputeIn(TorchDispatchMode):
         return self.dtype.to_complex() if _COMPLEX_BITS.get(dtype, bits) < bits else dtype
 
     def _like_first(self, args: Any) -> Any:
-        """Return the arguments of an in-place operation, floating ones in the dtype of the first."""
+        """Return the arguments of an in-place operation, floating-point tensors in the dtype of the first."""
         first = args[0] if args else None
         if not isinstance(first, Tensor) or not (first.is_floating_point() or first.is_complex()):
             return args
@@ -86,9 +87,9 @@ class ComputeIn(TorchDispatchMode):
 def _to_a_parameter() -> bool:
     """Return whether autograd converts a gradient to the dtype of its tensor.
 
-    A forward that a checkpoint computes again asks for conversions within the backward too.
+    A checkpoint recomputes its forward within the backward, and conversions of the forward are not meant.
     """
-    # Private, for correctness: nothing public tells whether a backward runs in this thread.
+    # Private: torch has no public way to find out whether a backward runs in this thread.
     if torch._C._current_graph_task_id() == -1:
         return False
     if not torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""Remedy for a loss that contradicts its declaration; each is tried before it is named."""
+"""Remedy for a loss that contradicts its declaration; an error names only a remedy that was tried."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ def find_remedy(
     """Find the declaration that holds for a loss.
 
     Args:
-        evaluation: of the problem with the wrong declaration.
-        found: the evidence against it.
-        holds: returns whether a problem with another declaration passes the check, and could have failed.
-        others: the other micro-batches; a weight must explain each.
+        evaluation: evaluation of the problem with the wrong declaration.
+        found: evidence against the declaration.
+        holds: returns whether another declaration passes an informative check.
+        others: the other micro-batches; a weight must explain each of them.
     """
     problem = evaluation.problem
     given, evidence = _given(problem, found.cuts[0], found.rounding)
-    # The cuts at hand are compared first, as that evaluates nothing.
+    # The existing cuts first: comparing them evaluates nothing.
     if problem.reduction == "mean" and _agree(found, "sum") and holds(replace(problem, reduction="sum")):
         return _summed(given, evidence)
     mean = replace(problem, reduction="mean")
     if problem.reduction != "mean" and _agree(found, "mean") and holds(mean):
         detail = f"loss_fn returns a mean, not a sum: {given}"
         return Contradiction("mean", detail, 'pass reduction="mean"', evidence)
-    # More cuts, since many weights agree with one.
+    # More cuts, because one cut agrees with many weights.
     cuts = _more_cuts(evaluation, found, found.planned, [cut.spans for cut in found.cuts]) or found.cuts
     if problem.reduction != "mean" and _adds_a_constant(cuts, found.rounding):
         return _constant(given, evidence)
-    # Weights that are counted from the batch come before solved ones: they can be typed.
+    # Weights counted from the batch come before solved ones, because a user can type them.
     for candidate in _that_fit(problem, found.planned, evaluation, cuts, found.rounding):
         if holds(_weighed(mean, candidate)):
             return _counted(problem, candidate, given, evidence)
     weights = find_weights(cuts, found.rounding)
-    # A single micro-batch may have weights by chance: each of the others must have them too.
+    # One micro-batch may have solvable weights by chance, so the others are solved too.
     for other in others if weights.kind == "weights" else ():
         more = _more_cuts(evaluation, found, other, [])
         there = find_weights(more, found.rounding) if more else weights
@@ -65,17 +65,17 @@ def find_remedy(
 def worst_parameter(
     problem: Problem, cut: Cut, rounding: Rounding, *, besides: Tensor | None = None
 ) -> tuple[str, float] | None:
-    """Return the parameter whose gradient differs most, and by how much of it; None if none does.
+    """Return the parameter whose gradient differs most, and its relative difference; None if none differs.
 
     Args:
-        problem: with the model and the declaration.
-        cut: of a micro-batch.
-        rounding: beyond which a difference counts.
-        besides: gradients below this are passed over, shape (parameters,).
+        problem: problem with the model and the declaration.
+        cut: cut of a micro-batch.
+        rounding: largest differences that rounding explains.
+        besides: parameters whose gradient is smaller are skipped, shape (parameters,).
     """
     difference = cut.difference(problem.reduction)
     beyond = difference.beyond(rounding)
-    # -1 stands for the loss: no parameter is off.
+    # -1 stands for the loss: then no parameter differs.
     if difference.gradient is None or difference.size is None or not len(beyond) or int(beyond[0]) < 0:
         return None
     if besides is not None:
@@ -90,16 +90,16 @@ def worst_parameter(
 def _given(problem: Problem, cut: Cut, rounding: Rounding) -> tuple[str, float]:
     parts = ", ".join(f"{part.loss:.6g} (weight {part.weight:g})" for part in cut.parts[:3])
     more = f" and {len(cut.parts) - 3} more" if len(cut.parts) > 3 else ""
-    text = f"the loss of a micro-batch is {cut.union.loss:.6g}, of its parts {parts}{more}"
+    text = f"the loss of a micro-batch is {cut.union.loss:.6g}, and the losses of its parts are {parts}{more}"
     worst = worst_parameter(problem, cut, rounding)
     if worst is None:
         return text, cut.difference(problem.reduction).loss
-    return f"{text}, and the gradient of {worst[0]!r} is off by {100 * worst[1]:.2g} %", worst[1]
+    return f"{text}; the gradient of {worst[0]!r} is off by {100 * worst[1]:.2g} %", worst[1]
 
 
 def _agree(found: ContradictedError, reduction: Reduction) -> bool:
-    """Tell whether the evidence at hand speaks for another reduction, before more is evaluated."""
-    # A mean over parts that all weigh 0 is not defined.
+    """Return whether the existing cuts agree with another reduction."""
+    # A mean over parts that all have weight 0 is undefined.
     if reduction == "mean" and not all(sum(part.weight for part in cut.parts) for cut in found.cuts):
         return False
     return not any(len(cut.difference(reduction).beyond(found.rounding)) for cut in found.cuts)
@@ -107,23 +107,23 @@ def _agree(found: ContradictedError, reduction: Reduction) -> bool:
 
 def _summed(given: str, evidence: float) -> Contradiction:
     remedy = (
-        'for a plain sum pass reduction="sum"; for one that is divided by a count of the whole batch '
-        '(Hugging Face models that are given num_items_in_batch) pass reduction="total" without a weight'
+        'for a plain sum pass reduction="sum"; for a sum divided by a count of the whole batch (Hugging Face '
+        'models called with num_items_in_batch) pass reduction="total" without a weight'
     )
-    detail = f"loss_fn returns no mean, since the losses add up: {given}"
+    detail = f"loss_fn returns a sum, not a mean: {given}"
     return Contradiction("sum", detail, remedy, evidence)
 
 
 def _more_cuts(
     evaluation: Evaluation, found: ContradictedError, planned: Plan, spans: list[tuple[Order, ...]]
 ) -> list[Cut]:
-    """Evaluate more cuts of a micro-batch, with a gradient of each part whatever it was said to weigh."""
+    """Evaluate more cuts of a micro-batch, with a gradient of each part regardless of its declared weight."""
     own, spans = evaluation.problem, [*spans]
     more = (*orders(planned.samples, 0), *orders(planned.samples, 1), *other_orders(planned.samples))
     spans += [order for order in more if order not in spans]
     try:
         with evaluation.in_float64() if found.in_float64 else nullcontext():
-            # By samples, since a part of declared weight 0 gets no gradient.
+            # Weighted by samples: a part of declared weight 0 would get no gradient.
             if own.weight != "returned":
                 evaluation.problem = replace(evaluation.problem, weight=None)
             calls: dict[int, Any] = {}
@@ -135,21 +135,21 @@ def _more_cuts(
         return []
     finally:
         evaluation.problem = own
-    # Parts that drew other random numbers would look like other weights.
+    # Other random numbers in the parts would look like other weights.
     return [cut for cut in cuts if cut is not None and cut.replayed]
 
 
 def _that_fit(
     problem: Problem, planned: Plan, evaluation: Evaluation, cuts: Sequence[Cut], rounding: Rounding
 ) -> list[Candidate]:
-    """Return the weights, counted from a leaf of the batch, under which the parts do give the whole."""
+    """Return the candidate weights under which the parts do give the micro-batch."""
     whole = planned.take(0, planned.samples)
     parts = [[evaluation.take(planned, span) for span in cut.spans] for cut in cuts]
 
     def fits(candidate: Candidate) -> bool:
         for cut, those in zip(cuts, parts, strict=True):
             weights: list[Number] = [candidate.weigh(part) for part in those]
-            # Weights that are all 0 make no mean.
+            # A mean with weights that are all 0 is undefined.
             if not sum(weights) or len(cut.difference("mean", weights).beyond(rounding)):
                 return False
         return True
@@ -169,7 +169,7 @@ def _returning(loss_fn: Any, weigh: Callable[[Any], Number], microbatch: Any) ->
 
 
 def _counted(problem: Problem, candidate: Candidate, given: str, evidence: float) -> Contradiction:
-    detail = f"loss_fn returns a mean over something else than the declared weight counts: {given}"
+    detail = f"loss_fn returns a mean over another count than the declared weight: {given}"
     remedy = f"pass weight={candidate.text}"
     if problem.reduction != "mean":
         detail = f"loss_fn returns a mean, not a sum: {given}"
@@ -183,32 +183,32 @@ def _without_candidate(
     found: Weighting, problem: Problem, given: str, evidence: float, cut: Cut
 ) -> Contradiction:
     if found.kind == "weights":
-        what = f"loss_fn returns a mean over a count that no part of the batch shows ({_ratio(found, cut)})"
-        remedy = 'return the loss and what it is divided by from loss_fn, and pass weight="returned"'
+        what = f"loss_fn returns a mean over a count that is not in the batch ({_ratio(found, cut)})"
+        remedy = 'return (loss, divisor of the loss) from loss_fn, and pass weight="returned"'
         if problem.weight == "returned":
-            remedy = "return what the loss is divided by as its weight"
+            remedy = "return the divisor of the loss as its weight"
         if problem.reduction != "mean":
             remedy += ' and reduction="mean"'
         return Contradiction("weight", f"{what}: {given}", remedy, evidence)
     if found.kind == "divisor":
         what = (
-            "no weight explains the loss, which depends on the batch size or is divided by a count that does "
-            f"not add up, such as one with a lower bound (its parts count {_listed(found)} times)"
+            "no weight explains the loss: it depends on the batch size, or its divisor is not additive, such "
+            f"as a count with a lower bound (its parts would need the factors {_listed(found)})"
         )
         remedy = (
-            "return the plain mean over the micro-batch, or the undivided sum with "
+            "return the mean over the micro-batch; or return the undivided sum, and pass "
             'reduction="sum" and the bound as at_least(...)'
         )
         return Contradiction("batch_size", f"{what}: {given}", remedy, evidence, coupled=True)
     known = "known " if found.kind == "open" else ""
     what = (
-        f"no {known}weight explains the loss, so samples influence each other (contrastive losses, a choice "
-        "of the hardest samples, normalisation over the batch) or its terms are means over different counts"
+        f"no {known}weight explains the loss: samples influence each other (contrastive loss, hardest "
+        "samples, normalisation over the batch), or the loss has terms that are means over different counts"
     )
     remedy = (
         "use WholeBatch (the loss of the whole batch, in the memory of micro-batches) or "
-        "cached_gradients (a loss over embeddings), or return such terms by name; superbatch.torch.verify "
-        "names the module"
+        "cached_gradients (a loss over embeddings); or return the terms by name. superbatch.torch.verify "
+        "finds the module that couples samples"
     )
     return Contradiction("coupled_loss", f"{what}: {given}", remedy, evidence, coupled=True)
 
@@ -218,18 +218,17 @@ def _listed(found: Weighting) -> str:
 
 
 def _ratio(found: Weighting, cut: Cut) -> str:
-    # Two parts that count give the ratio; a user can search for it in the data.
+    # The ratio of two parts with a weight is something that a user can search for in the data.
     counted = [(factor, part) for factor, part in zip(found.factors, cut.parts, strict=True) if factor > 0]
     if len(counted) < 2:
-        return "one part alone counts"
+        return "only one part has a weight"
     (first, one), (second, other) = counted[:2]
-    return (
-        f"a part of loss {other.loss:.6g} counts {second / first:.4g} times as much as one of {one.loss:.6g}"
-    )
+    ratio = f"{second / first:.4g} times the weight of one with {one.loss:.6g}"
+    return f"a part with loss {other.loss:.6g} has {ratio}"
 
 
 def _adds_a_constant(cuts: Sequence[Cut], rounding: Rounding) -> bool:
-    """Tell whether K parts are too much by K - 1 times the same: a term that every part adds again."""
+    """Return whether K parts exceed the union by K - 1 times a constant: a term that each part adds again."""
     surplus: dict[int, Tensor] = {}
     size = None
     for cut in cuts:
@@ -240,11 +239,11 @@ def _adds_a_constant(cuts: Sequence[Cut], rounding: Rounding) -> bool:
         # K parts contain the constant K times, the union once. Shape [parameters, buckets].
         surplus[len(gradients)] = total / (len(gradients) - 1)
         size = cut.union.gradient.norm(dim=1)
-    # A single number of parts is compared with nothing.
+    # Two numbers of parts K are needed to compare the constants.
     if len(surplus) < 2 or size is None:
         return False
     first, *others = surplus.values()
-    # A few roundings, since each surplus is a difference of sums.
+    # Four roundings: each surplus is a difference of sums.
     allowed = 4 * rounding.gradient * (size + first.norm(dim=1))
     if rounding.measured is not None and rounding.measured.numel():
         allowed = allowed + 30 * rounding.measured
@@ -253,10 +252,10 @@ def _adds_a_constant(cuts: Sequence[Cut], rounding: Rounding) -> bool:
 
 def _constant(given: str, evidence: float) -> Contradiction:
     detail = (
-        f"a term of the loss, such as a penalty on weights, is added again by every part of a sum: {given}"
+        f"each micro-batch adds again a term of the loss that has no samples, such as weight decay: {given}"
     )
     remedy = (
-        "leave the penalty to the optimizer (weight_decay), multiply it by the micro-batch's samples, or "
-        'return a mean with reduction="mean"'
+        "leave that term to the optimizer (weight_decay), multiply it by the number of samples of the "
+        'micro-batch, or return a mean and pass reduction="mean"'
     )
     return Contradiction("batch_size", detail, remedy, evidence)

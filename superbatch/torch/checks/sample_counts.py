@@ -1,7 +1,7 @@
-"""Counts of each sample that a loss may divide by: labels, masks, sample weights, list lengths.
+"""Counts per sample that a loss may divide by: labels, masks, sample weights, lengths of lists.
 
-A mean over tokens and a mean over samples have the same gradient as long as every sample has equally many
-tokens. A wrong weight shows only on samples that count unequally; they are found and picked here.
+While all samples have equally many tokens, a mean over tokens equals a mean over samples, and a wrong weight
+has no effect. This file finds the samples with unequal counts.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch import Tensor
 from superbatch.batch.containers import array_shape
 from superbatch.batch.tree import get, leaves
 
-_IGNORED = (-100, -1, 0)  # labels that losses leave out
-_OF_IMAGES = 255  # and in maps of labels
-_SMALL = 1 << 12  # elements of a leaf for which a call of an operation costs more than its work
-_BY_CHANCE = 1e-3  # labels at the end of a row that are as likely alike do not pad it
+_IGNORED = (-100, -1, 0)  # labels that losses ignore
+_OF_IMAGES = 255  # the same in label maps of images
+_SMALL = 1 << 12  # elements: below, the overhead of an operation exceeds its work
+_BY_CHANCE = 1e-3  # equal labels at the end of a row are padding if they are less likely than this by chance
 
 
 class Hints(NamedTuple):
-    """Hints about labels from a loss function.
+    """Labels to ignore and class weights of a loss function.
 
     Attributes:
-        ignored: labels that its loss modules leave out.
-        class_weights: those that it reaches.
+        ignored: labels that its loss modules ignore.
+        class_weights: class weights that it can reach.
     """
 
     ignored: tuple[int, ...] = ()
@@ -37,13 +37,13 @@ class Hints(NamedTuple):
 
 
 class Count(NamedTuple):
-    """A number per sample that the loss may be a mean over.
+    """Number per sample that the loss may divide by.
 
     Attributes:
-        path: of the leaf.
-        ignored: the label that is not counted; None: the leaf is summed, or its entries are counted.
-        per_class: weights of labels, to be summed.
-        unpadded: the share of a row without the entries at an end that are all alike.
+        path: path of the leaf.
+        ignored: label that is not counted; None: the leaf is summed, or its entries are counted.
+        per_class: class weights, summed over the labels of a sample.
+        unpadded: count the share of a row without the equal entries at one of its ends.
     """
 
     path: str
@@ -59,7 +59,7 @@ class Count(NamedTuple):
         return repr(self.path) if self.ignored is None else f"{self.path!r} (without {self.ignored})"
 
     def of(self, parts: Sequence[Any]) -> Tensor | None:
-        """Return the counts of all samples of some micro-batches; None where they cannot be counted.
+        """Return the counts of all samples of some micro-batches; None if they cannot be counted.
 
         Examples:
             >>> Count("labels", -100).of([{"labels": torch.tensor([[1, 2], [3, -100]])}])
@@ -68,10 +68,10 @@ class Count(NamedTuple):
         return self.of_values(_values(parts, self.path))
 
     def of_values(self, values: Sequence[Any]) -> Tensor | None:
-        """Return the result of `of`, from the leaf of each micro-batch."""
+        """Return what `of` returns, given the leaf of each micro-batch."""
         try:
             counts = [self._count(value) for value in values]
-        except RuntimeError:  # a dtype that is not compared or summed
+        except RuntimeError:  # torch cannot compare or sum this dtype
             return None
         known = [count for count in counts if count is not None]
         if not known or len(known) < len(counts):
@@ -80,9 +80,9 @@ class Count(NamedTuple):
         return torch.cat(known)
 
     def of_first(self, part: Any) -> float | None:
-        """Return the count of a micro-batch's first sample; None without a count, or for one of chance."""
+        """Return the count of a micro-batch's first sample; None without one, or if it differs by chance."""
         value = _value(part, self.path)
-        # 0 is a label like the others, unless it fills the ends of rows.
+        # 0 is an ordinary label, unless it fills the ends of rows.
         if self.ignored == 0 and not (_has_ends(value) and _pads([value])):
             return None
         try:
@@ -104,13 +104,13 @@ def counts_in(
     per_sample: Collection[str] = (),
     hints: Hints = Hints(),  # noqa: B008  (immutable)
 ) -> list[Count]:
-    """List the counts that a micro-batch has.
+    """Return the counts that the leaves of a micro-batch offer.
 
     Args:
         part: a micro-batch, or a batch.
-        unsplit: paths that are kept whole.
+        unsplit: paths of leaves that every micro-batch gets in full.
         per_sample: paths of lists with one entry for each sample.
-        hints: from the loss function, about labels.
+        hints: labels to ignore and class weights of the loss function.
 
     Examples:
         >>> found = counts_in({"x": -torch.rand(2, 3), "mask": torch.ones(2, 3), "y": torch.tensor([1, 2])})
@@ -126,12 +126,12 @@ def counts_in(
 
 
 class Uneven(NamedTuple):
-    """A count that is not the same for all samples.
+    """Count with different values for some samples.
 
     Attributes:
         kind: the count.
-        values: of the samples.
-        likely: whether a loss may well divide by it: 0 is a label like the others, unless it pads rows.
+        values: value for each sample.
+        likely: a loss is likely to divide by it. The count of labels other than 0 is, if 0 pads rows.
     """
 
     kind: Count
@@ -140,15 +140,15 @@ class Uneven(NamedTuple):
 
 
 def uneven(counts: Sequence[Count], parts: Sequence[Any], *, unlikely: bool = True) -> Iterator[Uneven]:
-    """Yield the counts that are not the same for all samples.
+    """Yield the counts with different values for some samples.
 
-    Every window calls it, so the cheapest tests come first: the smallest label is read once, and mostly is
-    larger than any label that may be ignored.
+    Every window calls this, so the cheapest test comes first: the smallest label of a leaf is read once, and
+    it is mostly larger than any label to ignore.
 
     Args:
-        counts: those to read; of one leaf after the other.
+        counts: counts to read, grouped by leaf.
         parts: micro-batches.
-        unlikely: also those that are not likely.
+        unlikely: also yield counts that a loss is unlikely to divide by.
 
     Examples:
         >>> labels = torch.tensor([[0, 5], [3, 4]])
@@ -172,7 +172,7 @@ def uneven(counts: Sequence[Count], parts: Sequence[Any], *, unlikely: bool = Tr
 
 
 class _Leaf:
-    """A leaf of some micro-batches, with values that several counts share."""
+    """Leaf of some micro-batches, with cached properties that several counts need."""
 
     def __init__(self, parts: Sequence[Any], path: str) -> None:
         self.path = path
@@ -181,7 +181,7 @@ class _Leaf:
         self._has_ends: bool | None = None
 
     def may_tell_apart(self, count: Count) -> bool:
-        """Return whether a count may differ between samples."""
+        """Return whether a count may differ between samples; False is certain."""
         if count.unpadded:
             return self.has_ends()
         if count.ignored is None and not count.per_class:
@@ -190,27 +190,27 @@ class _Leaf:
         if low is None:
             low = min((each.min().item() for each in self.values if _is_plain(each)), default=math.inf)
             self._low = low
-        if count.ignored is not None and count.ignored < low:  # mostly: no second look
+        if count.ignored is not None and count.ignored < low:  # the usual case: that label does not occur
             return False
-        # With one label alone, every sample has the same count of it.
+        # If all labels are equal, every sample has the same count.
         high = max((each.max().item() for each in self.values if _is_plain(each)), default=math.inf)
         return low < high and (count.ignored is None or count.ignored <= high)
 
     def has_ends(self) -> bool:
-        """Return whether some row begins or ends with two entries that are alike."""
+        """Return whether some row begins or ends with two equal entries."""
         if self._has_ends is None:
             self._has_ends = any(map(_has_ends, self.values))
         return self._has_ends
 
 
 def contrast(counts: Tensor) -> float:
-    """Return the relative difference of the mean counts before and behind the check's cut, at a third.
+    """Return the relative difference of the mean counts in the first third and in the rest.
 
     Examples:
         >>> contrast(torch.tensor([2.0, 4.0, 4.0]))
         0.5
     """
-    # A third, rounded up, as `orders` cuts.
+    # A third, rounded up: where `orders` cuts a micro-batch.
     cut = -(-len(counts) // 3)
     if not 0 < cut < len(counts):
         return 0.0
@@ -227,16 +227,16 @@ def spread(counts: Tensor) -> float:
     """
     low, high = (float(end) for end in counts.aminmax())
     if low <= 0 < high:
-        # The smallest that counts at all, which `extremes` picks too.
+        # The smallest positive count: `extremes` picks it too.
         least = float(counts[counts > 0].min())
         low = least if least < high else low
     return (high - low) / high if high > 0 else 0.0
 
 
 def extremes(counts: Tensor, rows: int) -> list[int]:
-    """Return the samples that count least and most, in increasing order, so that every cut separates them.
+    """Return the samples with the smallest counts, then those with the largest: each cut separates them.
 
-    Samples that count nothing are left out where others differ: a mean over nothing is not a number.
+    Samples with count 0 are left out if the others differ: a mean over nothing is NaN.
 
     Examples:
         >>> extremes(torch.tensor([3.0, 1.0, 0.0, 2.0, 9.0]), 2)
@@ -280,7 +280,7 @@ def _of_leaf(path: str, value: Any, hints: Hints) -> list[Count]:
 
 
 def _ignored_in(value: Any) -> Sequence[int | None]:
-    """The labels that may be ignored in a leaf; (None,) for one that is summed, () for one to leave alone."""
+    """Return the labels that a loss may ignore in a leaf; (None,) to sum the leaf, () to skip it."""
     if isinstance(value, list | tuple):
         return (None,) if value and all(_entries(one) is not None for one in value) else ()
     if not _is_plain(value):
@@ -289,7 +289,7 @@ def _ignored_in(value: Any) -> Sequence[int | None]:
         return (None,)
     if value.is_floating_point():
         low, high = (float(end) for end in value.detach().aminmax())
-        # One float for each sample may be its weight; several are counted only where they are a mask.
+        # One float per sample may be its weight; several are counted only if they are a mask.
         alone = value.numel() == len(value)
         return (None,) if low >= 0 and (alone or low == high or _is_binary(value)) else ()
     if value.dtype == torch.uint8 and value.ndim > 3:  # images
@@ -309,14 +309,14 @@ def _is_plain(value: Any) -> bool:
 
 
 def _pads(values: Sequence[Any]) -> bool:
-    """Return whether 0 stands at the ends of rows alone, and more than once in some row."""
+    """Return whether 0 occurs at the ends of rows only, and more than once in some row."""
     if not all(_is_plain(value) and value.ndim > 1 for value in values):
         return False
     kept = [value.flatten(1) != 0 for value in values]
-    # Zeros stay zeros up to the end of the row.
+    # After the first zero, a row has zeros only.
     if not all(bool((row[:, 1:] <= row[:, :-1]).all()) for row in kept):
         return False
-    # Two zeros at the end of a row: a single one may be a label.
+    # At least two zeros at the end of a row, because a single one may be a label.
     return not all(bool(row[:, -2:].any(1).all()) for row in kept)
 
 
@@ -345,7 +345,7 @@ def _counted(value: Any, ignored: int | None) -> Tensor | None:
 
 
 def _entries(one: Any) -> float | None:
-    """Return the count of one entry of a list: the rows of its first array."""
+    """Return the count of one entry of a list: the number of rows of its first array."""
     if isinstance(one, Mapping):
         return next((found for inner in one.values() if (found := _entries(inner)) is not None), None)
     shape = array_shape(one)
@@ -353,35 +353,35 @@ def _entries(one: Any) -> float | None:
 
 
 def _weighed(value: Any, per_class: Sequence[float]) -> Tensor | None:
-    """The summed weights of each sample's labels; labels that have none count nothing."""
+    """Return the sum of the class weights of each sample's labels; a label without a weight counts 0."""
     if not _is_plain(value):
         return None
     labels = value.detach().reshape(len(value), -1).long().cpu()
     known = (labels >= 0) & (labels < len(per_class))
     weights = torch.tensor(per_class, dtype=torch.float64)
-    # The clamp keeps the lookup in range; `known` then clears labels without a weight.
+    # The clamp keeps the lookup in range; `known` then sets labels without a weight to 0.
     return (weights[labels.clamp(0, len(per_class) - 1)] * known).sum(1)
 
 
 def _unpadded(value: Any) -> Tensor | None:
-    """The share of each row without the entries at its end, or at its start, that are all the same."""
+    """Return the share of each row without the equal entries at its end, or at its start."""
     if not _is_plain(value) or value.ndim != 2 or value.shape[1] < 3:
         return None
     value, width = value.detach(), value.shape[1]
     first, last = value[:, :1], value[:, -1:]
-    behind = (value != last).flip(1).int().argmax(1)  # 0 where all are the same: nothing is known of them
+    behind = (value != last).flip(1).int().argmax(1)  # 0 if all are equal: padding unknown
     before = (value != first).int().argmax(1)
     most = torch.maximum(behind, before)
-    low, high = value.aminmax()  # padding has its own label: the smallest or the largest
+    low, high = value.aminmax()  # padding mostly has a label of its own: the smallest or the largest
     pads = torch.where(behind > before, last[:, 0], first[:, 0])
-    chance = (float(high) - float(low) + 1) ** (1.0 - most)  # of that many alike labels in a row
+    chance = (float(high) - float(low) + 1) ** (1.0 - most)  # of so long a run of equal labels
     padded = (chance < _BY_CHANCE) & ((pads == low) | (pads == high))
     return 1 - torch.where(padded, most, 0).cpu().double() / width
 
 
 def _values(parts: Sequence[Any], path: str) -> list[Any]:
-    """The leaf of each micro-batch; of many small tensors of one shape, one tensor with all samples."""
-    try:  # mostly of tensors alone: without a call of ours for each micro-batch
+    """Return the leaf of each micro-batch; many small tensors of one shape become one tensor."""
+    try:  # fast path, mostly taken: one C call for all micro-batches
         key = int(path) if type(parts[0]) is tuple else path
         values: list[Any] = list(map(itemgetter(key), parts)) if path else list(parts)
         if len({value.shape[1:] for value in values}) == 1 and values[0].numel() <= _SMALL:

@@ -1,7 +1,7 @@
-"""Small sums over gradients, linear like the gradients: exact for small parameters, else a sketch.
+"""Linear sketch of gradients: BUCKETS sums per parameter; exact for parameters with fewer elements.
 
-Element ``i`` of a parameter is added to bucket ``i mod BUCKETS``, with a sign drawn from ``i div BUCKETS``.
-Without signs, rows that add up to 0 would cancel, e.g. those of a softmax layer's gradient.
+Element ``i`` of a parameter is added to bucket ``i mod BUCKETS``, with a random sign that depends on
+``i div BUCKETS``. Without signs, rows that add up to 0 would cancel, e.g. in a softmax layer's gradient.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ..devices import has_float64
 from ..modes import without_modes
 
 BUCKETS = 251  # a prime, so that a bucket does not collect one column of a matrix
-_ROWS = 1 << 12  # rows converted to float64 at a time: 8 MB
+_ROWS = 1 << 12  # rows that are converted to float64 at a time: 8 MB
 
 
 def sketch(gradients: Sequence[Tensor | None]) -> Tensor:
-    """Return the sums of each gradient, shape (gradients, BUCKETS), float64 on the host.
+    """Return the sums of each gradient, shape (gradients, BUCKETS), in float64 on the host.
 
     Args:
-        gradients: dense, sparse or complex; None counts as 0.
+        gradients: dense, sparse or complex tensors; None counts as 0.
 
     Examples:
         >>> dense = torch.zeros(500, 3)
@@ -31,7 +31,7 @@ def sketch(gradients: Sequence[Tensor | None]) -> Tensor:
         >>> torch.equal(sums[0], sums[1]), int(sums[0].abs().sum()), int(sums[2].abs().sum())
         (True, 6, 0)
     """
-    with without_modes():  # modes of the check would handle every operation here
+    with without_modes():  # or the check's dispatch modes would handle every operation here
         sums = torch.zeros(len(gradients), BUCKETS, dtype=torch.float64)
         for row, gradient in zip(sums, gradients, strict=True):
             if gradient is not None:

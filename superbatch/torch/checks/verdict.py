@@ -1,7 +1,7 @@
-"""Verdict on a micro-batch whose parts do not give the declared result: a wrong declaration, or rounding.
+"""Decide whether a difference between a micro-batch and its parts is a wrong declaration or rounding.
 
-A difference in a low precision is only suspected. It is decided in float64, against the rounding that further
-evaluations of the same micro-batch show.
+A difference in low precision is only a suspicion. It is evaluated again in float64, and compared with the
+rounding that repeated evaluations of the same micro-batch show.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ class Verdict:
     """Outcome of a comparison that found no wrong declaration.
 
     Args:
-        repeatable: False where the loss differs between two evaluations, so that nothing was compared.
-        hidden: the parameter whose gradient rounding hides, and how much of it; None if there is none.
+        repeatable: False if two evaluations give different losses, so that nothing was compared.
+        hidden: the parameter with the largest share of gradient that rounding may hide, and that share; or
+            None.
     """
 
     repeatable: bool = True
@@ -34,9 +35,9 @@ class Verdict:
 
 
 def expected(dtypes: Collection[torch.dtype]) -> Rounding:
-    """Return the differences that pass as rounding, by the dtypes that a loss computes in.
+    """Return the largest differences that count as rounding, by the dtypes that a loss computes in.
 
-    1e-4 of a gradient leaves room for an epsilon against division by 0, e.g. a count + 1e-6.
+    1e-4 of a gradient allows an epsilon against division by 0, e.g. a count + 1e-6.
     """
     if _native(dtypes):
         return Rounding(loss=1e-7, gradient=1e-6)
@@ -46,21 +47,21 @@ def expected(dtypes: Collection[torch.dtype]) -> Rounding:
 def settle(
     evaluation: Evaluation, planned: Plan, suspects: list[Cut], dtypes: Collection[torch.dtype]
 ) -> Verdict:
-    """Tell a wrong declaration from rounding.
+    """Decide whether suspected cuts show a wrong declaration or rounding.
 
     Args:
-        evaluation: of the problem.
+        evaluation: evaluation of the problem.
         planned: a micro-batch.
-        suspects: cuts of it with more than the expected differences.
-        dtypes: that the loss computes in.
+        suspects: its cuts whose differences exceed the expected ones.
+        dtypes: dtypes that the loss computes in.
 
     Raises:
         ContradictedError: the declaration is wrong.
     """
-    # Two evaluations in a low precision may add in another order.
+    # In low precision two evaluations may add in different orders.
     exact = not any(dtype in LOW_PRECISION for dtype in dtypes)
     native = _native(dtypes)
-    # One evaluation more where float64 decides, three where this is the verdict.
+    # One more evaluation if float64 decides later, three if this measurement decides.
     measured = evaluation.rounding(planned, suspects[0].union, times=3 if native else 1, exact=exact)
     if measured is None:
         return Verdict(repeatable=False)
@@ -79,32 +80,34 @@ def settle(
 
 
 def _native(dtypes: Collection[torch.dtype]) -> bool:
-    """Tell whether a loss is computed in float64 alone."""
+    """Return whether a loss is computed in float64 only."""
     return torch.float32 not in dtypes and not any(dtype in LOW_PRECISION for dtype in dtypes)
 
 
 def _worth_a_second_look(evaluation: Evaluation, cut: Cut, rounding: Rounding) -> bool:
-    """Tell whether a difference may be more than rounding, or rounding may hide one."""
+    """Return whether a difference may be more than rounding, or rounding may hide a difference."""
     difference = cut.difference(evaluation.problem.reduction)
     if difference.gradient is None or difference.size is None or not bool(difference.size.any()):
         return True
     assert rounding.measured is not None
-    # Small beside the gradient, so that a difference within its bound is rounding.
+    # Where the measured rounding is small, a difference within the bound is rounding.
     small = rounding.measured <= rounding.gradient * difference.size
     explained = small & (difference.gradient <= SURE * rounding.measured)
-    nothing_else = difference.size <= 3 * rounding.measured  # as that of a bias before a normalisation
+    nothing_else = difference.size <= 3 * rounding.measured  # e.g. a bias before a normalisation
     left = (difference.gradient > rounding.gradient * difference.size) & ~explained & ~nothing_else
     return bool(left.any())
 
 
 def _most_hidden(evaluation: Evaluation, suspects: list[Cut], rounding: Rounding) -> tuple[str, float]:
-    """Return the parameter of whose gradient rounding can hide the largest share, and that share."""
+    """Return the parameter with the largest share of gradient that rounding may hide, and that share."""
     shares = []
     for cut in suspects:
         size = cut.difference(evaluation.problem.reduction).size
         assert size is not None
         assert rounding.measured is not None
-        beside = size > 3 * rounding.measured  # a bias before a normalisation has no gradient but rounding
+        beside = (
+            size > 3 * rounding.measured
+        )  # else the gradient is rounding only: a bias before a normalisation
         shares.append(torch.where(beside, rounding.gradient + SURE * rounding.measured / size, 0.0))
     most = torch.stack(shares).amax(0)
     names = [name for name, p in evaluation.problem.model.named_parameters() if p.requires_grad]
@@ -112,7 +115,7 @@ def _most_hidden(evaluation: Evaluation, suspects: list[Cut], rounding: Rounding
 
 
 def _higher(evaluation: Evaluation, planned: Plan, suspects: list[Cut]) -> tuple[list[Cut], Rounding] | None:
-    """Evaluate the suspects again in float64, on a copy of the model only where nothing less does."""
+    """Evaluate the suspects again in float64; copy the model only if converting parameters is not enough."""
     if evaluation.problem.announce is not None:  # other ranks exchange parameters in their own precision
         return None
     found = _in_float64(evaluation, planned, suspects)
@@ -124,14 +127,14 @@ def _higher(evaluation: Evaluation, planned: Plan, suspects: list[Cut]) -> tuple
 def _in_float64(
     evaluation: Evaluation, planned: Plan, suspects: list[Cut]
 ) -> tuple[list[Cut], Rounding] | None:
-    """Evaluate the suspects again in float64; None where that is not possible."""
+    """Evaluate the suspects again in float64; None if that fails."""
     try:
         with evaluation.in_float64():
             calls: dict[int, object] = {}
             union = evaluation.union(planned, calls)
             again = [evaluation.cut(planned, union, cut.spans, calls) for cut in suspects]
             cuts = [cut for cut in again if cut is not None and cut.usable]
-            # Without a gradient, less would be compared than before.
+            # If float64 has no gradient and the suspects have one, float64 would compare less.
             lost = suspects[0].union.gradient is not None and union.gradient is None
             if lost or len(cuts) < len(suspects) or not union.finite:
                 return None
@@ -141,22 +144,22 @@ def _in_float64(
                 return [], rounding
             measured = evaluation.rounding(planned, union, times=3, exact=True)
             return None if measured is None else (cuts, replace(rounding, measured=measured))
-    except Exception:  # noqa: BLE001 - code of the user's, or a kernel, that is made for one precision
+    except Exception:  # noqa: BLE001 - user code or a kernel may support one precision only
         return None
 
 
 def _settle_as_it_is(evaluation: Evaluation, planned: Plan, suspects: list[Cut], *, exact: bool) -> Verdict:
-    """Settle in the loss's own precision, where only large differences are sure to be none of rounding."""
+    """Decide in the precision of the loss, in which only large differences are certainly not rounding."""
     measured = evaluation.rounding(planned, suspects[0].union, times=3, exact=exact)
     if measured is None:
         return Verdict(repeatable=False)
-    # In float32 a ReLU near zero may flip between two sizes of a kernel.
+    # In float32, kernels for two batch sizes may disagree on the sign of a ReLU's input near zero.
     limits = Rounding(1e-3, 2e-2, measured) if exact else Rounding(2e-2, 1e-1, measured)
     _raise_if_wrong(evaluation, planned, suspects, limits, in_float64=False)
-    # Any difference of a low precision may hide a wrong term; one of float32 that is small hides none.
+    # In low precision any difference may hide a wrong term; a small one in float32 hides none.
     noticeable = Rounding(limits.loss, limits.gradient / 10 if exact else expected([torch.float32]).gradient)
     for cut in suspects:
-        # The gradient of a bias before a normalisation is rounding alone: it hides nothing.
+        # Skip gradients that are rounding only, e.g. of a bias before a normalisation.
         if worst_parameter(evaluation.problem, cut, noticeable, besides=3 * measured) is not None:
             return Verdict(hidden=_most_hidden(evaluation, [cut], limits))
     return Verdict()

@@ -1,11 +1,11 @@
-"""Search for weights under which the parts of a micro-batch make up the whole.
+"""Search for weights under which a micro-batch is the weighted mean of its parts.
 
-If the loss is a mean, every set S of samples that was evaluated, cut into parts P, obeys::
+If the loss is a mean, every evaluated set S of samples that is cut into parts P satisfies::
 
     sum over P of w(P) (g(P) - g(S)) = 0        w(P) = sum of the weights of its samples
 
-with g the gradient. These equations are linear in the weights of the samples. Where least squares leaves more
-than rounding, no weight explains the loss.
+where g is the gradient. These equations are linear in the weights of the samples. If the residual of least
+squares exceeds rounding, no weights explain the loss.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from torch import Tensor
 
 from .agreement import SURE, Cut, Evaluated, Rounding
 
-_SHOWS = 10.0  # singular values below this, in units of rounding, leave a weight open
-_NONE = 1e-6  # a share of the whole weight that counts as none
+_SHOWS = 10.0  # in units of rounding: smaller singular values do not determine a weight
+_NONE = 1e-6  # share of the total weight below which a weight is 0
 
 
 @dataclass(frozen=True)
 class Weighting:
-    """Weights that were found, or why there are none.
+    """Weights that were found, or the reason why there are none.
 
     Args:
-        kind: "weights": these and no others; "open": some, of which the parts do not tell which; "divisor":
-            factors that are no shares of a weight, as of a sum over a count that does not add up; "none".
-        factors: of each part of the first cut in the whole.
+        kind: "weights": unique weights; "open": weights exist, but the cuts do not determine them; "divisor":
+            the parts need factors that do not come from weights, e.g. for a divisor that is not additive;
+            "none": no factors explain the loss.
+        factors: factor of each part of the first cut.
     """
 
     kind: Literal["weights", "open", "divisor", "none"]
@@ -42,8 +43,8 @@ def find_weights(cuts: Sequence[Cut], rounding: Rounding) -> Weighting:
     """Find weights of samples under which every cut of a micro-batch is a weighted mean of its parts.
 
     Args:
-        cuts: of one micro-batch. A part without a finite loss is empty: a mean over nothing.
-        rounding: differences that count as none.
+        cuts: cuts of one micro-batch. A part without a finite loss is empty: a mean over nothing.
+        rounding: largest differences that rounding explains.
 
     Examples:
         >>> def seen(loss, *gradient):
@@ -61,22 +62,22 @@ def find_weights(cuts: Sequence[Cut], rounding: Rounding) -> Weighting:
         return Weighting("open")
     atoms = _atoms(families)
     shares, smallest = _solve(families, atoms, rounding)
-    # Atoms are sets of samples that all cuts keep together: they alone have weights that can be told.
+    # Atoms are sets of samples that no cut separates: only their total weights can be determined.
     weights = [[float(shares[_inside(span, atoms)].sum()) for span in family.spans] for family in families]
     right = [
         _agrees(family, _normal(those), rounding) for family, those in zip(families, weights, strict=True)
     ]
     if all(right):
-        # In some direction the weights move by less than rounding shows.
+        # Some change of the weights has an effect smaller than rounding.
         if smallest < _SHOWS:
             return Weighting("open")
-        # Shares are known up to 1 / smallest: three times that may be 0.
+        # Shares are known to within 1 / smallest; below three times that a share may be 0.
         least = max(_NONE, 3 / smallest)
         counted = zip(families, weights, strict=True)
         if not any(_counts_nothing(family, those, least) for family, those in counted):
             return Weighting("weights", tuple(_normal(weights[0])))
         return Weighting("none")
-    # Factors without a weight behind them, e.g. a sum divided by max(count, 1).
+    # Factors that no weights give, e.g. for a sum divided by max(count, 1).
     factors = [_free_factors(family, rounding) for family in families]
     if all(one is not None for one in factors):
         return Weighting("divisor", factors[0] or ())
@@ -84,14 +85,14 @@ def find_weights(cuts: Sequence[Cut], rounding: Rounding) -> Weighting:
 
 
 def _families(cuts: Sequence[Cut]) -> list[Cut]:
-    """Return the cuts, and every part that others cut into smaller ones, as cuts of their own."""
+    """Return the cuts, and as further cuts each part that the parts of another cut fill."""
     found = {(frozenset(sum(cut.spans, ())), frozenset(cut.spans)): cut for cut in cuts}
     for outer in cuts:
         for part, span in zip(outer.parts, outer.spans, strict=True):
             for cut in cuts:
                 inner = [(p, s) for p, s in zip(cut.parts, cut.spans, strict=True) if set(s) <= set(span)]
                 spans = tuple(s for _, s in inner)
-                # The inner parts fill the outer one without a gap.
+                # Together the inner parts have all samples of the outer one.
                 if len(inner) > 1 and sum(map(len, spans)) == len(span):
                     key = (frozenset(span), frozenset(spans))
                     found.setdefault(key, Cut(part, tuple(p for p, _ in inner), spans))
@@ -145,14 +146,14 @@ def _solve(
         for n in _inside(s, atoms)
     }
     system = torch.cat(blocks)
-    # Heavier than any other row: least squares then keeps the sum of the weights at 1.
+    # A large factor on this row makes least squares keep the sum of the weights at 1.
     heavy = 1e3 * max(1.0, float(system.norm(dim=0).max()))
     total = torch.full((1, len(atoms)), heavy, dtype=torch.float64)
     nothing = heavy * torch.eye(len(atoms), dtype=torch.float64)[sorted(empty)]
     system = torch.cat([system, total, nothing])
     given = torch.zeros(len(system), dtype=torch.float64)
     given[len(given) - 1 - len(nothing)] = heavy
-    # The SVD also tells how well the weights are determined: by its smallest value.
+    # SVD: the smallest singular value shows how well the weights are determined.
     u, values, v = torch.linalg.svd(system, full_matrices=False)
     known = values > max(1e-12 * float(values[0]), 1e-9)
     projected = torch.where(known, (u.T @ given) / values.clamp(min=1e-300), 0.0)
@@ -160,10 +161,10 @@ def _solve(
 
 
 def _rows(family: Cut, rounding: Rounding) -> tuple[Tensor, Tensor]:
-    """Return the union and, in columns, its parts, in units of the rounding of each parameter."""
+    """Return the union, and its parts as columns, in units of the rounding of each parameter."""
     if family.union.gradient is None:
         size = max(abs(seen.loss) for seen in (family.union, *family.parts) if not _empty(seen))
-        # Losses that are all 0 have no unit.
+        # If all losses are 0, the unit would be 0.
         unit = rounding.loss * size or 1.0
         losses = [0.0 if _empty(part) else part.loss / unit for part in family.parts]
         return torch.tensor([family.union.loss / unit]).double(), torch.tensor([losses]).double()
@@ -175,7 +176,7 @@ def _rows(family: Cut, rounding: Rounding) -> tuple[Tensor, Tensor]:
     unit = rounding.gradient * sizes
     if rounding.measured is not None and rounding.measured.numel():
         unit = unit + SURE * rounding.measured
-    # A parameter without any gradient would divide by 0.
+    # Without parameters whose gradient is 0: their unit is 0.
     kept = sizes > 0
     scaled = [(g[kept] / unit[kept, None]).flatten() for g in (family.union.gradient, *gradients)]
     return scaled[0], torch.stack(scaled[1:], 1)
@@ -192,7 +193,7 @@ def _normal(weights: Sequence[float]) -> list[float]:
 
 
 def _counts_nothing(family: Cut, weights: Sequence[float], least: float) -> bool:
-    """Tell whether a part has a gradient but no weight: the hardest sample counts, and others do not."""
+    """Return whether a part has a gradient but no weight, as in a loss over the hardest samples."""
     largest = max((_size(part) for part in (family.union, *family.parts)), default=0.0)
     parts = zip(family.parts, weights, strict=True)
     return any(weight < least and _size(part) > 1e-6 * largest for part, weight in parts)
@@ -205,11 +206,11 @@ def _size(seen: Evaluated) -> float:
 
 
 def _free_factors(family: Cut, rounding: Rounding) -> tuple[float, ...] | None:
-    """Return positive factors with which the parts add up to the union; None if there are none, or many."""
+    """Return positive factors with which the parts add up to the union; None if there are none or several."""
     filled = [place for place, part in enumerate(family.parts) if not _empty(part)]
     union, parts = _rows(family, rounding)
     parts = parts[:, filled]
-    # With as many unknowns as equations, factors always exist.
+    # With as many unknowns as equations, a solution always exists and shows nothing.
     if not filled or len(union) <= len(filled) or float(torch.linalg.svdvals(parts)[-1]) < _SHOWS:
         return None
     solved = torch.linalg.lstsq(parts, union[:, None], driver="gelsd").solution[:, 0]

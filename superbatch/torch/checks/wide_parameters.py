@@ -1,7 +1,7 @@
 """Gradients in float64 of parameters in a lower precision, without a copy of the model.
 
-Each use of a parameter gets a conversion of it, which is freed after the operation; the backward converts
-again. Autograd rounds the gradient to the parameter's dtype; here it is caught before that.
+Each use of a parameter converts it to float64; the conversion is freed after the operation, and made again in
+the backward. The gradient is recorded before autograd rounds it to the dtype of the parameter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from .sketch import sketch
 
-# Properties that autograd differentiates; others, and these methods, are of the parameter itself.
+# Properties that autograd differentiates. Other properties, and the methods below, read the parameter itself.
 _VIEWS = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 _OF_ITSELF = frozenset(
     {
@@ -33,16 +33,16 @@ _DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
 class WideParameters(TorchFunctionMode):
-    """Converts parameters to float64 wherever an operation that is differentiated reads them.
+    """Function mode that converts parameters to float64 for each operation that autograd differentiates.
 
-    An operation may read parameters past this mode: an `autograd.Function`, a scripted module. Their
-    gradients are rounded to their own dtype.
+    Some operations bypass function modes: those of an `autograd.Function` or a scripted module. Gradients
+    through them are rounded to the dtype of the parameter.
 
     Args:
-        parameters: those to differentiate with respect to, none of them a tensor subclass.
+        parameters: parameters to differentiate with respect to; none is a tensor subclass.
 
     Attributes:
-        bypassed: whether a gradient was rounded, or the loss needs a copy of the model instead.
+        bypassed: a gradient was rounded, or the loss needs a copy of the model.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.tensor([1 / 3]).bfloat16())
@@ -60,30 +60,31 @@ class WideParameters(TorchFunctionMode):
         self._parameters = list(parameters)
         self._rows = {id(parameter): row for row, parameter in enumerate(parameters)}
         self._edges = [get_gradient_edge(parameter) for parameter in parameters]
-        self._sums: Tensor | None = None  # of the differentiation under way
-        self._alive: dict[int, tuple[int, torch.dtype]] = {}  # by the address of a conversion
+        self._sums: Tensor | None = None  # gradients of the differentiation in progress
+        # (index of the parameter, dtype) by the address of its conversion
+        self._alive: dict[int, tuple[int, torch.dtype]] = {}
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Convert parameters in the body, also in its backward passes."""
+        """Convert parameters inside the context, in backward passes too."""
         with saved_tensors_hooks(self._pack, self._unpack), self:
             yield
 
     def gradient(self, loss: Tensor, seed: Tensor, *, backward: bool = False) -> Tensor:
-        """Differentiate a loss; return the sums of each parameter's gradient, as `sketch` does.
+        """Differentiate a loss; return the sketch of each parameter's gradient.
 
         Args:
-            loss: computed in the body of `entered`.
-            seed: the gradient of the loss.
-            backward: into `.grad`, which the caller restores: for a loss that allows nothing else.
+            loss: loss that was computed inside `entered`.
+            seed: gradient of the loss.
+            backward: use backward(), for losses that do not support grad(); the caller restores ``.grad``.
 
         Raises:
-            RuntimeError: the loss allows nothing but a backward.
+            RuntimeError: the loss supports backward() only.
         """
         self._sums = sketch([None] * len(self._parameters))
         try:
-            # Given as edges: given as tensors, this mode would be left until the backward has ended, and a
-            # checkpoint that computes a forward again in it would read the parameters themselves.
+            # As edges: with tensors as arguments torch disables this mode during the backward, and a
+            # checkpoint that recomputes its forward would read the parameters themselves.
             outputs = [get_gradient_edge(loss)]
             if backward:
                 torch.autograd.backward(outputs, [seed])  # type: ignore[arg-type]
@@ -99,7 +100,7 @@ class WideParameters(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._sums is None and func in _DIFFERENTIATE:
             self._refuse(args, kwargs)
-        if func == _DTYPE and id(args[0]) in self._rows:  # modules compare it with that of their input
+        if func == _DTYPE and id(args[0]) in self._rows:  # modules compare it with the dtype of their input
             return _wide(args[0])
         if func in _DIFFERENTIATE or self._is_of_itself(func) or not torch.is_grad_enabled():
             return func(*args, **kwargs)
@@ -114,12 +115,12 @@ class WideParameters(TorchFunctionMode):
         return name in _OF_ITSELF
 
     def _refuse(self, *arguments: Any) -> None:
-        """Raise where a loss itself asks for gradients of parameters, which are caught here."""
+        """Raise if the loss computes gradients of parameters, which this mode intercepts."""
         found: list[bool] = []
         tree_map(lambda value: found.append(id(value) in self._rows), arguments)
         if any(found):
             self.bypassed = True
-            raise RuntimeError("a loss with gradients of parameters in it needs a copy of the model")
+            raise RuntimeError("a loss that computes gradients of parameters needs a copy of the model")
 
     def _widen(self, value: Any) -> Any:
         row = self._rows.get(id(value))
@@ -137,12 +138,12 @@ class WideParameters(TorchFunctionMode):
         """Add the gradient of one use of a parameter.
 
         Args:
-            row: of the parameter.
-            gradient: in float64.
+            row: index of the parameter.
+            gradient: gradient in float64.
         """
-        if self._sums is None:  # a loss that runs a backward by itself
+        if self._sums is None:  # the loss itself calls backward()
             self.bypassed = True
-            raise RuntimeError("a loss that runs a backward needs a copy of the model")
+            raise RuntimeError("a loss that calls backward() needs a copy of the model")
         self._sums[row] += sketch([gradient])[0]
 
     def _pack(self, tensor: Tensor) -> Any:
@@ -161,7 +162,7 @@ class WideParameters(TorchFunctionMode):
 
 
 class _Widened(torch.autograd.Function):
-    """A conversion of a parameter that notes its gradient, and gives none to the parameter."""
+    """Conversion of a parameter that records its gradient and passes none to the parameter."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, wide: WideParameters, row: int) -> Tensor:

@@ -1,1 +1,1 @@
-"""Size of the micro-batches: the largest in memory, the fastest, and the needs of an update."""
+"""Size of the micro-batches: the largest that fits in memory, the fastest, and the memory of an update."""

@@ -1,9 +1,9 @@
-"""Automatic micro-batch sizes, found in real windows of training: no trial is thrown away.
+"""Automatic micro-batch sizes, found in real windows of training, so that no trial is wasted.
 
-An update does not depend on its split, so any micro-batch may be a trial. Memory: the first one is far from
-the limit by prediction, and the room that each one leaves tells the next size (`trials`). Time
-(``mode="fastest"``): sizes are timed from small to large, until two in a row are slower than the best
-(`superbatch.tuning.search`). Later the room is measured now and then, as the limit may change.
+An update does not depend on its split, so any micro-batch may be a trial. Memory: the first trial is
+predicted to need far less than the limit, and the free memory that each trial leaves determines the next size
+(`trials`). Time (``mode="fastest"``): sizes are timed in ascending order, until two in a row are slower than
+the best (`superbatch.tuning.search`). Later the free memory is read at intervals: the limit may change.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from .trials import SizeHistory, known_from, known_of, state_of
 
 Mode = Literal["fastest", "largest"]
 
-# Share of the room that is left free; the largest size was measured to be right within this.
+# Share of the available memory that is left free; measured errors of the largest size were smaller.
 MARGINS: dict[Mode, float] = {"largest": 0.005, "fastest": 0.05}
 
-# Seconds between measurements. One takes about 0.2 ms, which is not noticed at this rate.
+# Seconds between readings of the free memory. One takes about 0.2 ms, which is negligible at this rate.
 _EVERY = 0.1
-_MOST_SIZES = 64  # that are measured at their first run, whatever the time
+_MOST_SIZES = 64  # number of sizes that are measured at their first run, regardless of the interval
 
 
 class AutoSize:
-    """Finds the largest, or the fastest, micro-batch that fits (a `Sizing`; `Accumulator` makes it).
+    """Find the largest, or the fastest, micro-batch that fits (a `Sizing`; `Accumulator` makes it).
 
     Args:
-        loss_fn: of the accumulator.
-        models: that it computes with.
-        optimizers: that make the update.
-        device: where micro-batches are moved; None leaves them where they are.
-        mode: the size to find.
-        unsplit: paths that every micro-batch gets whole.
+        loss_fn: loss function of the accumulator.
+        models: models that `loss_fn` computes with.
+        optimizers: optimizers that make the update.
+        device: device to which micro-batches are moved; None does not move them.
+        mode: find the largest size or the fastest one.
+        unsplit: paths of leaves that every micro-batch gets in full.
         per_sample: paths of lists with one object per sample.
-        gradient_sum: as the accumulator's, for the prediction.
-        masters: likewise.
-        instruments: of measurement; None for those of the device.
+        gradient_sum: option of the accumulator, for the prediction.
+        masters: master parameters of the optimizer, for the prediction.
+        instruments: sources of measurements; None: those of the device.
 
     Examples:
         >>> model = nn.Linear(3, 1)
@@ -112,7 +112,7 @@ class AutoSize:
         self._mode: Mode = "largest" if self._compiled else mode
         self._room = Room(self._device, optimizers, self._instruments, margin=MARGINS[self._mode])
         self._known: dict[Signature, SizeHistory] = {}
-        self._alike: dict[Signature, Signature] = {}  # shapes that go by the size of a larger one
+        self._alike: dict[Signature, Signature] = {}  # shapes that use the size of a larger one
         self._smaller = Smaller()
         # of the window in progress
         self._here: SizeHistory | None = None
@@ -122,7 +122,7 @@ class AutoSize:
         self._times: list[tuple[SizeHistory, int, int, Any, Any]] = []
 
     def twin(self) -> AutoSize:
-        """Return another one, which has found nothing yet."""
+        """Return another one with the same settings, which has found nothing yet."""
         return self._twin()
 
     # -- calls of a window -------------------------------------------------------------------------------
@@ -131,12 +131,12 @@ class AutoSize:
         """Return the sizes to begin a window with.
 
         Args:
-            batch: of the window.
-            samples: of the batch.
-            agree: returns the size that all ranks use, for the one found here; None: each uses its own.
+            batch: batch of the window.
+            samples: number of samples of the batch.
+            agree: function from the size found here to the one that all ranks use; None: each uses its own.
         """
         known = self._here = self._find(batch, samples)
-        # Reading the limit takes 0.2 ms: at each window only while sizes are tried.
+        # Reading the limit takes 0.2 ms, so it is read at each window only while sizes are tried.
         if not self._is_steady(known) or self._is_due():
             self._room.look(known, self._known.values())
         self._samples, self._place = samples, 0
@@ -147,7 +147,7 @@ class AutoSize:
         return list(self._planned)
 
     def rest(self, left: int) -> list[int] | None:
-        """Return other sizes for the samples left, if the last micro-batch changed the estimate."""
+        """Return new sizes for the remaining samples if the last micro-batch changed the estimate."""
         del self._planned[:1]
         known = self._here
         if not left or known is None or self._is_steady(known):
@@ -159,7 +159,7 @@ class AutoSize:
         return list(new)
 
     def measure(self, samples: int) -> AbstractContextManager[None]:
-        """Return a context that measures a micro-batch, or does nothing if there is nothing to learn."""
+        """Return a context that measures a micro-batch, or an empty one if no measurement is needed."""
         known = self._here
         first = self._place == 0
         self._place += 1
@@ -173,13 +173,13 @@ class AutoSize:
         return self._room.measured(known, samples, first=first, timed=timed)
 
     def failed(self, samples: int) -> int:
-        """Continue with smaller micro-batches (see `Smaller`)."""
+        """Return the size to continue with after memory ran out (see `Smaller`)."""
         self._times.clear()
         self._planned = []
         return self._smaller.failed(samples)
 
     def closed(self, *, made: bool) -> None:
-        """Read the clock; the window's end has waited for the device."""
+        """Read the clock at the end of a window, after the device has finished."""
         for known, target, samples, start, end in self._times:
             seconds = self._instruments.seconds(start, end) / samples
             known.timings.setdefault(target, []).append(seconds)
@@ -200,13 +200,13 @@ class AutoSize:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with sizes that were found before; the limit is read again."""
+        """Resume with the sizes of `state_dict`; the limit is read again."""
         self._known = {
             tuple((dtype, tuple(dimensions)) for dtype, dimensions in shape): known_of(known)
             for shape, known in state["shapes"]
         }
         if state["mode"] != self._mode:
-            # The largest size is not the fastest; measurements of memory hold for both.
+            # Another mode has another size, but the measurements of memory remain valid.
             for known in self._known.values():
                 known.size = 0
         self._smaller.load_state_dict(state["failures"])
@@ -214,7 +214,7 @@ class AutoSize:
         self._room.total = None
 
     def report(self) -> MemoryReport | None:
-        """Return a report on the shape of the last window."""
+        """Return a report for the sample shape of the last window."""
         known, limit = self._here, self._room.limit
         if known is None or limit is None:
             return None
@@ -236,7 +236,7 @@ class AutoSize:
     # -- sizes -------------------------------------------------------------------------------------------
 
     def _sizes(self, left: int) -> list[int]:
-        """The sizes for the samples that are left of the window."""
+        """Return sizes for the remaining samples of the window."""
         known = self._here
         assert known is not None
         self._target = 0
@@ -246,14 +246,14 @@ class AutoSize:
             return _begin_with(min(left, self._next_probe(known)), left, left)
         allowed = self._room.reach(known, iter(self._known.values()))
         if self._compiled:
-            # Each size compiles anew: one guess that is safe, and it stays.
+            # Each new size compiles the model again: use one safe guess, and keep it.
             self._settle(known, known.size or min(allowed, near_equal(left, size)[0]))
             return near_equal(left, min(known.size, self._smaller.most or left))
         if self._mode == "fastest":
-            # Of the whole window, not of its rest, which may be smaller than any size to try.
+            # For the whole window: the rest may be smaller than any size to try.
             size, trial = self._fastest(known, min(self._smaller.most or self._samples, room), allowed)
             if trial and left >= 0.75 * trial:
-                # Three quarters of a trial still show its time per sample.
+                # Three quarters of a trial are enough to measure its time per sample.
                 self._target = trial
                 return _begin_with(min(trial, left), left, size)
         size = self._room.with_new(known, near_equal(self._samples, size))
@@ -265,7 +265,7 @@ class AutoSize:
         return pieces if sum(pieces) == left else _equal(left, near_equal(self._samples, size)[0])
 
     def _fastest(self, known: SizeHistory, most: int, allowed: int) -> tuple[int, int]:
-        """The size to use where nothing is tried, and the size to try (0 for none)."""
+        """Return the size to use without a trial, and the size to try (0: none)."""
         if known.size:
             return min(known.size, most), 0
         sizes = self._candidates(known, most)
@@ -273,7 +273,7 @@ class AutoSize:
         timed = {size: known.timings[size] for size in sizes if known.timings.get(size)}
         if trial is None:
             best = fastest(timed)
-            if best == sizes[0] > 1:  # the smallest one is the best so far: look further down
+            if best == sizes[0] > 1:  # the smallest size is the best so far: try smaller ones
                 trial = best = best // 2
                 known.sizes.insert(0, trial)
             else:
@@ -282,7 +282,7 @@ class AutoSize:
         return fastest(timed) if timed else min(trial, allowed), min(trial, allowed)
 
     def _candidates(self, known: SizeHistory, most: int) -> list[int]:
-        """The sizes to time, ascending; they stay the same while estimates of the largest size change."""
+        """Return the sizes to time, ascending; small changes of the largest size do not change them."""
         batch = near_equal(self._samples, most)[0]
         if not known.sizes:
             known.sizes = halvings(batch, smallest=batch // 64)
@@ -297,7 +297,7 @@ class AutoSize:
         known.size, known.total = size, self._room.total
 
     def _is_steady(self, known: SizeHistory) -> bool:
-        """Return whether nothing is being tried: all sizes in use were measured."""
+        """Return whether no trial is open: all sizes in use were measured."""
         if self._compiled or (self._mode == "fastest" and not known.size):
             return bool(known.size)
         return bool(known.runs) and all(_is_seen(known, size) for size in self._planned)
@@ -308,7 +308,7 @@ class AutoSize:
     def _choice(self, known: SizeHistory, most: int) -> tuple[int, str]:
         size = near_equal(self._samples, min(known.size or most, most))[0]
         if self._smaller.most is not None:
-            return size, "memory ran out with larger ones, which are tried again later"
+            return size, "memory ran out with larger sizes, which are tried again later"
         timed = {key: seconds for key, seconds in known.timings.items() if seconds}
         if self._mode == "fastest" and known.size in timed:
             best = time_per_sample(timed[known.size]) * 1000
@@ -324,7 +324,7 @@ class AutoSize:
         shape = self._alike.get(shape, shape)
         known = self._known.get(shape)
         if known is None:
-            # Shorter samples use the size of longer ones, so that few shapes are measured.
+            # Shorter samples use the size for longer ones, so that few shapes are measured.
             larger = [other for other in self._known if covers(other, shape)]
             if larger:
                 self._alike[shape] = min(larger, key=volume)
@@ -346,7 +346,7 @@ class AutoSize:
         try:
             peaks = {size: probe(size) for size in sorted({min(2, samples), min(16, samples)})}
             known = known_from(list(peaks.values()), "fake tensors")
-            if self._room.total is None:  # after the first prediction, which loads much of torch
+            if self._room.total is None:  # read after the first prediction, which imports much of torch
                 self._room.read(known)
             total = self._room.total
             assert total is not None
@@ -357,7 +357,7 @@ class AutoSize:
                 peaks[size] = probe(size)
                 known = known_from(list(peaks.values()), "fake tensors")
         except PredictionError:
-            # Nothing is known: `_sizes` begins with small real runs.
+            # Without a prediction `_sizes` begins with small real runs.
             nothing = fit_curve([(1, 0)])
             return SizeHistory([], "small real runs", nothing, nothing, self._gradients())
         return known
@@ -373,28 +373,28 @@ class AutoSize:
             if self._device.type == "cpu":
                 seconds = self._instruments.seconds(start, end) / samples
                 known.timings.setdefault(target, []).append(seconds)
-            else:  # the clock is read when the window is over
+            else:  # `closed` reads the clock
                 self._times.append((known, target, samples, start, end))
 
     def _next_probe(self, known: SizeHistory) -> int:
         return 1 if self._place == 0 else 4 if known.measured else 2
 
     def _shrink_if_thrashing(self) -> None:
-        """An allocator that has to empty its caches over and over is slow, and near its end."""
+        """Use less memory if the allocator repeatedly empties its caches: it is slow and near the limit."""
         if self._here is not None and self._room.is_tight(self._here):
             self._here.size = -(-9 * self._here.size // 10)
 
 
 def _is_seen(known: SizeHistory, size: int) -> bool:
-    """Return whether a size need not be measured at its first run."""
+    """Return whether a size was measured already, or is one too many to measure."""
     return size in known.runs or len(known.runs) >= _MOST_SIZES
 
 
 def _equal(left: int, size: int) -> list[int]:
-    """Return sizes as in later windows, and the rest: each further size costs kernels."""
+    """Return the sizes that later windows use, and the rest: each further size costs memory for kernels."""
     return [size] * (left // size) + [left % size] * (left % size > 0)
 
 
 def _begin_with(trial: int, left: int, size: int) -> list[int]:
-    """One micro-batch to learn from, and a near-equal split of the others."""
+    """Return the size of a trial, then a near-equal split of the remaining samples."""
     return [trial, *near_equal(left - trial, size)] if left > trial else [left]

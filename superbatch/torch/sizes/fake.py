@@ -1,8 +1,8 @@
-"""Run a model on fake tensors: shapes, dtypes and lifetimes as in a real run, no data and no computation.
+"""Run a model on fake tensors: shapes, dtypes and lifetimes as in a real run, without data and computation.
 
-A function mode lets torch's `FakeTensorMode` work on models as they are: it replaces each real tensor that
-user code mentions - in a closure, in a list, in an optimizer's groups - by a fake, always the same one,
-`.grad` included. The real tensors take no part: their data, gradients, hooks and version counters stay.
+A function mode replaces each real tensor that user code passes to torch (from a closure, a list, the groups
+of an optimizer) by a fake, the same one each time, with a fake `.grad`. So `FakeTensorMode` works on
+unmodified models. Data, gradients, hooks and version counters of the real tensors do not change.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from ..window.participants.snapshot import random_state, restore_random_state
 
 
 class PredictionError(SuperbatchError, RuntimeError):
-    """A model cannot be run on fake tensors."""
+    """The model cannot run on fake tensors."""
 
 
 @contextmanager
 def faked(models: Sequence[nn.Module], ledger: Ledger) -> Iterator[Callable[[Any], Any]]:
-    """Let the body run models, losses and optimizers on fake tensors.
+    """Run models, losses and optimizers on fake tensors inside the context.
 
-    Restored afterwards, also after an exception: Python attributes, containers and training flags of the
-    modules, and the random state of torch, Python and NumPy. Parameters, buffers and `.grad` are not touched.
+    Afterwards, also after an exception, Python attributes, containers and training flags of the modules and
+    the random state of torch, Python and NumPy are restored. Parameters, buffers and `.grad` do not change.
 
     Args:
-        models: whose parameters and buffers are faked from the start; other tensors are when they are used.
+        models: models whose parameters and buffers are faked at once; other tensors at their first use.
         ledger: counts the memory that the body allocates.
 
     Yields:
-        A function that returns the fake of a tensor, and of each tensor in a nested structure.
+        Function that returns a nested structure with a fake in place of each tensor.
 
     Raises:
-        PredictionError: a parameter is distributed, so that its operations would communicate, or a module is
-            scripted.
+        PredictionError: a parameter is distributed, so that operations on it would communicate; or a module
+            is scripted.
 
     Examples:
         >>> layer = nn.Linear(3, 2)
@@ -60,20 +60,20 @@ def faked(models: Sequence[nn.Module], ledger: Ledger) -> Iterator[Callable[[Any
         >>> layer.weight.grad, ledger.peak
         (None, 104)
     """
-    # Loads sympy and dynamo, about a second: only where something is predicted.
+    # Imported here: it loads sympy and dynamo, which takes about a second.
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     _refuse_strange(models)
     kept = [(module, _slots(module), [(m, m.training) for m in module.modules()]) for module in models]
     devices = {parameter.device for model in models for parameter in model.parameters()}
     randomness = random_state(devices)
-    # Real tensors that no function mode sees may meet fakes.
+    # Operations that bypass function modes may combine real tensors with fakes.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     function_mode = _Faking(mode, FakeTensor, ledger)
     try:
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")  # the real run will give them
+            warnings.simplefilter("ignore")  # the real run will show these warnings
             stack.enter_context(run_eagerly())
             stack.enter_context(torch.enable_grad())
             for context in (mode, ledger):
@@ -83,16 +83,16 @@ def faked(models: Sequence[nn.Module], ledger: Ledger) -> Iterator[Callable[[Any
             stack.enter_context(function_mode)
             yield function_mode.fakes
     finally:
-        torch.clear_autocast_cache()  # it may hold casts of fakes
+        torch.clear_autocast_cache()  # it may hold casts of fake tensors
         for _, slots, modes in kept:
             _restore_python(slots, modes)
         restore_random_state(randomness)
 
 
 class GuessValues(TorchDispatchMode):
-    """Returns 1 wherever the value of a fake tensor is read.
+    """Return 1 wherever the value of a fake tensor is read.
 
-    For optimizers, whose memory does not depend on values: Adam on the CPU reads its counter.
+    For optimizers, whose memory does not depend on values: Adam on the CPU reads its step counter.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,7 +103,7 @@ class GuessValues(TorchDispatchMode):
 
 
 class _Faking(TorchFunctionMode):
-    """Puts a fake in the place of each real tensor that a function of torch is called with."""
+    """Function mode that replaces each real tensor argument of a torch function by its fake."""
 
     def __init__(self, mode: Any, kind: type[Tensor], ledger: Ledger) -> None:
         super().__init__()
@@ -114,22 +114,22 @@ class _Faking(TorchFunctionMode):
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}
 
     def fake(self, tensor: Tensor) -> Tensor:
-        """The fake of a tensor, the same one each time."""
+        """Return the fake of a tensor, the same one each time."""
         if isinstance(tensor, self._kind) or _is_wrapped(tensor):
             return tensor
         if id(tensor) not in self._fakes:
             fake = self._mode.from_tensor(tensor, static_shapes=True)
             self._fakes[id(tensor)] = (tensor, fake)
-            # `.grad` of a tensor that autograd made is not stored, and reading it warns.
+            # Only leaves: reading `.grad` of another tensor warns.
             if tensor.is_leaf:
                 fake.grad = None if tensor.grad is None else self.fake(tensor.grad)
-            # Its memory is there already; only the body's allocations count.
+            # Its memory is allocated already; only allocations of the body count.
             self._ledger.leave_out(fake)
         return self._fakes[id(tensor)][1]
 
     def fakes(self, tree: Any) -> Any:
-        """A structure with fakes for its tensors."""
-        # Without torch's general walk: each read of a shape or a dtype comes through here.
+        """Return a nested structure with a fake in place of each tensor."""
+        # Faster than tree_map: each read of a shape or dtype calls this.
         if isinstance(tree, Tensor):
             return self.fake(tree)
         kind = type(tree)
@@ -142,7 +142,7 @@ class _Faking(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         _refuse_hidden_workspace(func, args)
         args, kwargs = self.fakes((args, kwargs or {}))
-        # A function mode is off while it handles a call; hooks and recomputations inside a backward need it.
+        # torch disables a function mode while it handles a call, but hooks in a backward need it.
         if func is Tensor.backward:
             with self:
                 return _tensor_backward(*args, **kwargs)
@@ -163,7 +163,7 @@ def _backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """As torch.autograd.backward, which function modes see (2.13 and later); they do not see the engine."""
+    """Replacement of torch.autograd.backward that calls the engine outside of function modes (torch 2.13)."""
     tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     given = (
         (grad_tensors,) if isinstance(grad_tensors, Tensor) else tuple(grad_tensors or [None] * len(tensors))
@@ -184,9 +184,9 @@ def _backward(
 
 
 def _refuse_hidden_workspace(func: Any, args: tuple[Any, ...]) -> None:
-    """Refuse recurrent layers whose kernel keeps a workspace for the backward that its shape rule hides.
+    """Raise for recurrent layers whose kernel allocates a workspace that fake tensors do not show.
 
-    oneDNN's LSTM and cuDNN's recurrent layers do; others are made of plain operations.
+    oneDNN's LSTM and cuDNN's recurrent layers allocate one; other layers consist of ordinary operations.
     """
     name = getattr(func, "__name__", "")
     if name not in _RECURRENT:
@@ -195,12 +195,12 @@ def _refuse_hidden_workspace(func: Any, args: tuple[Any, ...]) -> None:
     onednn = name == "lstm" and first.dtype != torch.float64 and torch.backends.mkldnn.is_available()
     if first.device.type == "cuda" or (first.device.type == "cpu" and onednn):
         raise PredictionError(
-            f"A recurrent layer ({name}) on {first.device.type} cannot be predicted: its library keeps a "
-            "workspace of unknown size for its backward. Measure small micro-batches instead."
+            f"The memory of a recurrent layer ({name}) on {first.device.type} cannot be predicted: its "
+            "kernel allocates a workspace of unknown size. Measure small micro-batches instead."
         )
 
 
-# Private, for correctness: no public function recognises a tensor inside vmap. torch's stub lacks it.
+# Private: torch has no public function that recognizes a tensor inside vmap. It is missing in torch's stub.
 _is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size)
@@ -209,14 +209,14 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 def _put_fakes(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> None:
-    """Fake the tensors of the modules themselves: some functions of torch no function mode sees."""
+    """Put fakes into the modules, because some functions of torch bypass function modes."""
     for module in model.modules():
         for table in (parameters_of(module), buffers_of(module)):
             for name, tensor in table.items():
-                if tensor is not None:  # a fake of a Parameter passes for one
+                if tensor is not None:  # torch accepts the fake of a Parameter as a Parameter
                     table[name] = fake(tensor)  # pyright: ignore[reportArgumentType]
         if isinstance(module, nn.parallel.DistributedDataParallel):
-            # Its own forward would synchronise buffers and prepare a reduction.
+            # Bypass DDP: its forward would synchronize buffers and prepare a reduction.
             vars(module)["forward"] = module.module.forward
 
 
@@ -225,11 +225,10 @@ def _refuse_strange(models: Sequence[nn.Module]) -> None:
         for name, parameter in model.named_parameters():
             if getattr(parameter, "device_mesh", None) is not None:
                 raise PredictionError(
-                    f"The parameter {name!r} is spread over several processes, and running it on fake "
-                    "tensors would communicate. Measure small micro-batches instead."
+                    f"The parameter {name!r} is distributed over processes, and operations on it would "
+                    "communicate even with fake tensors. Measure small micro-batches instead."
                 )
         if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
             raise PredictionError(
-                "The parameters of a scripted module cannot be exchanged for fakes. Measure small "
-                "micro-batches instead."
+                "A scripted module cannot run on fake tensors. Measure small micro-batches instead."
             )

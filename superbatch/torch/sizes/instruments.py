@@ -1,4 +1,4 @@
-"""Instruments that find an automatic size: a prediction, the limit, a meter of memory, and a clock."""
+"""Sources of measurements for automatic sizes: a prediction, the limit, a memory meter, and a clock."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from ..memory.limits import PeakMeter, free_in_heap, memory_limit
 
 
 class Meter(Protocol):
-    """Measures the peak of a stretch of work, beyond the memory in use at its start."""
+    """Meter of the peak memory between two calls, beyond the memory in use at the first."""
 
     def start(self) -> None:
-        """Begin."""
+        """Begin a measurement."""
         ...
 
     def stop(self) -> int | None:
-        """Return the peak in bytes, None where it cannot be known."""
+        """Return the peak in bytes; None if it cannot be measured."""
         ...
 
 
 @dataclass(frozen=True)
 class Instruments:
-    """Sources of measurements; tests bring their own.
+    """Sources of measurements; tests replace them.
 
     Attributes:
-        predict: (micro-batch, its samples) -> its predicted peak; raises `PredictionError`.
+        predict: returns the predicted peak of (micro-batch, number of samples); raises `PredictionError`.
         limit: reads the free memory.
-        meter: of memory.
-        now: a point in time, without waiting for the device.
-        seconds: the time between two such points; may wait for the device.
-        retries: how often the allocator had to empty its caches to continue.
-        holes: bytes that the C library's heap keeps although they are free; 0 on an accelerator.
-        clean: empties the cache of the device's allocator, so that a size is measured by itself.
+        meter: meter of peak memory.
+        now: returns a point in time, without waiting for the device.
+        seconds: returns the time between two such points; may wait for the device.
+        retries: returns how often the allocator had to empty its caches to continue.
+        holes: returns the freed bytes that the C library's heap still holds; 0 on an accelerator.
+        clean: empties the cache of the device's allocator, so that each size is measured alone.
     """
 
     predict: Callable[[Any, int], Peak]
@@ -54,13 +54,13 @@ class Instruments:
 
 
 def instruments_for(device: torch.device, predict: Callable[[Any, int], Peak]) -> Instruments:
-    """The instruments of a device.
+    """Return the instruments of a device.
 
-    The part for CUDA was not run on a GPU.
+    The branch for CUDA was not run on a GPU.
 
     Args:
-        device: where the models are.
-        predict: see `Instruments`.
+        device: device of the models.
+        predict: function that predicts a peak, as in `Instruments`.
 
     Returns:
         The instruments.
@@ -71,7 +71,7 @@ def instruments_for(device: torch.device, predict: Callable[[Any, int], Peak]) -
         >>> instruments.seconds(start, instruments.now()) >= 0, instruments.limit().bytes > 0
         (True, True)
     """
-    # Functions, as both are read again for each measurement.
+    # Functions, because the limit is read again for each measurement.
     limit, meter = (lambda: memory_limit(device)), PeakMeter(device)
     if device.type != "cuda":
         return Instruments(
@@ -80,24 +80,24 @@ def instruments_for(device: torch.device, predict: Callable[[Any, int], Peak]) -
             meter=meter,
             now=_now,
             seconds=_seconds,
-            # Only caching allocators retry.
+            # Only a caching allocator retries.
             retries=lambda: 0,
             holes=free_in_heap,
         )
 
     def now() -> torch.cuda.Event:
-        # On the stream, so that taking the time does not wait for the device.
+        # An event on the stream: reading the time does not wait for the device.
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(device))
         return event
 
     def seconds(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        # elapsed_time is in milliseconds, and needs the second event to be over.
+        # elapsed_time is in milliseconds, and requires that the second event has completed.
         end.synchronize()
         return start.elapsed_time(end) / 1000
 
     def retries() -> int:
-        # Each retry has emptied the cache: micro-batches are near the limit.
+        # Each retry has emptied the cache, so micro-batches are near the limit.
         return torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
 
     return Instruments(
@@ -106,24 +106,24 @@ def instruments_for(device: torch.device, predict: Callable[[Any, int], Peak]) -
 
 
 def _now() -> tuple[float, float]:
-    # The time of the process's clock and of this thread alone; `_seconds` chooses one.
+    # Wall time, and CPU time of this thread; `_seconds` chooses one.
     return time.perf_counter(), time.thread_time()
 
 
 def _seconds(start: tuple[float, float], end: tuple[float, float]) -> float:
-    """Return the time between two points; with one thread of torch, that of this thread alone."""
+    """Return the wall time between two points; with one torch thread, the CPU time of this thread."""
     wall, alone = (after - before for before, after in zip(start, end, strict=True))
     return alone if torch.get_num_threads() == 1 else wall
 
 
 def is_compiled(models: Sequence[nn.Module]) -> bool:
-    """Return whether a model, or a part of one, was given to torch.compile: each new size compiles it anew.
+    """Return whether a model, or a part of one, is compiled by torch.compile, which recompiles for each size.
 
     Args:
         models: any modules.
 
     Returns:
-        True if so.
+        True if one of the modules is compiled.
 
     Examples:
         >>> is_compiled([nn.Linear(1, 1)])

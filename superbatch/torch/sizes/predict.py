@@ -1,4 +1,4 @@
-"""Predict the peak memory of a micro-batch without computing anything."""
+"""Predict the peak memory of a micro-batch without running its computation."""
 
 from __future__ import annotations
 
@@ -51,36 +51,37 @@ def predict_peak(
     masters: Mapping[Tensor, Tensor] | None = None,
     checkpointed: Sequence[nn.Module] = (),
 ) -> Peak:
-    """Predict the peak memory of a window of micro-batches like this one, on fake tensors.
+    """Predict the peak memory of a window with micro-batches like the given one, on fake tensors.
 
-    Two micro-batches and the update run as the Accumulator runs them, but no operation computes anything:
-    memory is counted as each would allocate it. Two things are not in the figure: memory that a
-    kernel allocates and frees inside one operation, and gaps between an allocator's blocks. Compare
-    `Peak.first` with one measured micro-batch to see how much that is.
+    Two micro-batches and the update run as in the Accumulator, but on fake tensors: the memory that each
+    operation would allocate is counted, and nothing is computed. The prediction lacks memory that a kernel
+    allocates and frees inside one operation, and gaps between blocks of the allocator. To estimate both,
+    compare `Peak.first` with one measured micro-batch.
 
-    Nothing real is touched: parameters, `.grad`, buffers, Python attributes of the modules and random state
-    are as before. `loss_fn` is called, so its effects beyond torch and the modules happen.
+    Parameters, `.grad`, buffers, Python attributes of the modules and random state do not change. `loss_fn`
+    is called, so it has its effects outside of torch and the modules.
 
     Args:
-        loss_fn: ``loss_fn(microbatch) -> loss``, or ``(loss, weight)``, a closure over the models.
-        microbatch: of the size in question, real; its memory counts only where it is moved to `device`.
+        loss_fn: function from a micro-batch to a loss or ``(loss, weight)``, a closure over the models.
+        microbatch: real micro-batch of the size to predict; its memory counts only if it is moved to
+            `device`.
         models: modules that `loss_fn` computes with.
-        optimizers: of the update; without any, gradients of all parameters are summed and no update
-            is made.
-        device: where micro-batches are moved, and whose memory is counted; None leaves them where they are
+        optimizers: optimizers of the update; without any, the gradients of all parameters are summed, and no
+            update is made.
+        device: device to which micro-batches are moved, and whose memory is counted; None does not move them,
             and counts the memory of the models' device.
-        samples: of the micro-batch; None counts them.
-        gradient_sum: as the Accumulator's; ``"auto"`` is taken to be float32, the larger choice.
-        masters: of the optimizer, from `fp32_masters`.
-        checkpointed: modules to run in a gradient checkpoint, for the memory that this would save.
+        samples: number of samples of the micro-batch; None counts them.
+        gradient_sum: option of the Accumulator; ``"auto"`` counts as float32, the larger choice.
+        masters: master parameters of the optimizer, from `fp32_masters`.
+        checkpointed: modules to run in gradient checkpoints, to predict what these save.
 
     Returns:
         The peak, by phase.
 
     Raises:
-        InputError: `device` is not there.
-        PredictionError: fake tensors cannot run the model: its computation depends on values (``.item()``),
-            leaves torch (``.numpy()``), or uses an operation without a shape rule.
+        InputError: `device` is not available.
+        PredictionError: the model cannot run on fake tensors: its computation depends on values
+            (``.item()``), leaves torch (``.numpy()``), or uses an operation without a shape rule.
 
     Examples:
         >>> layer = nn.Linear(1000, 10, bias=False)
@@ -103,7 +104,7 @@ def predict_peak(
     try:
         with stand_ins(optimizers) as lent:
             copies = list(chain.from_iterable(lent))
-            # A wrapper gives its parameters alone.
+            # Optimizers that wrap others hold parameters only; state is in the inner ones.
             pairs = zip(optimizers, lent, strict=True)
             owners = [each[0] if type(each[0]) is type(one) else one for one, each in pairs]
             owned = (
@@ -112,16 +113,16 @@ def predict_peak(
             only_owned = bool(copies) and has_others(models, owned)
             with faked(models, ledger) as fake:
                 for module in checkpointed:
-                    # An instance attribute, which nn.Module.__call__ prefers; `faked` removes it again.
+                    # An instance attribute takes precedence in nn.Module.__call__; `faked` removes it.
                     vars(module)["forward"] = partial(checkpoint, module.forward, use_reentrant=False)
                 place = _place(owned, copies, gradient_sum)
                 if only_owned:
-                    # As the Accumulator: parameters that no optimizer has get no gradient.
+                    # As in the Accumulator, parameters without an optimizer get no gradient.
                     place.inputs = [fake(entry.parameter) for entry in owned]
                 inputs = partial(_on_device, fake(microbatch), device)
                 phases = _microbatches(inputs, loss_fn, place, ledger)
                 update = _update(place, owned, copies, ledger)
-                # It keeps copies of the momentum buffers, which exist from the second window on.
+                # It copies the momentum buffers, which exist from the second window on.
                 if isinstance(place, MomentumGradientSum):
                     phases = _microbatches(inputs, loss_fn, place, ledger).without(update.state)
     except SuperbatchError:
@@ -150,7 +151,7 @@ class _Update(NamedTuple):
 def _microbatches(
     inputs: Callable[[], tuple[Any, Any]], loss_fn: Callable[[Any], Any], place: GradientSum, ledger: Ledger
 ) -> _Phases:
-    """Two micro-batches: the second one sees gradients, as all later ones do."""
+    """Run two micro-batches: the second one finds gradients, like all later ones."""
     place.begin()
     first = forward = backward = activations = 0
     for number in (0, 1):
@@ -159,11 +160,11 @@ def _microbatches(
         microbatch, following = inputs()
         returned = loss_fn(microbatch)
         loss = returned[0] if isinstance(returned, tuple) else returned
-        # As in training: during the backward only the graph keeps tensors of the forward alive.
+        # As in training, only the graph keeps tensors of the forward alive during the backward.
         del returned
         activations = ledger.live - before
         forward = ledger.restart()
-        # Any factor does: memory does not depend on it.
+        # The memory does not depend on the factor 0.5.
         place.backward(loss, 0.5)
         del loss, microbatch, following
         backward = ledger.restart()
@@ -173,16 +174,16 @@ def _microbatches(
 
 
 def _on_device(microbatch: Any, device: torch.device | None) -> tuple[Any, Any]:
-    """A micro-batch where it is worked on, and the next one, which is already on its way to a device."""
+    """Return a micro-batch on the device, and the next one, whose copy to the device has begun."""
     current = to_device(microbatch, device)
-    # The next micro-batch is on its way to the device, and alive as well.
+    # The next micro-batch is being copied to the device, so its memory counts too.
     return current, to_device(microbatch, device) if device is not None and device.type != "cpu" else None
 
 
 def _update(
     place: GradientSum, owned: list[ManagedParameter], optimizers: list[Optimizer], ledger: Ledger
 ) -> _Update:
-    # Adam reads its step counter, a fake.
+    # Adam reads the value of its step counter, which is fake.
     with GuessValues():
         gradients = place.close()
         held = ledger.live
@@ -193,10 +194,10 @@ def _update(
             norm_of(gradients)
         place.attach(gradients)
         for optimizer in optimizers:
-            # Schedulers and users wrap the method of the instance, around the real optimizer.
+            # The class's method: on the instance, schedulers replace it by one of the real optimizer.
             type(optimizer).step(optimizer)
         peak = ledger.restart()
-        del gradients  # the sums live as long, also where the optimizer gets them in another dtype
+        del gradients  # not earlier: the sums live as long, even if the optimizer gets them in another dtype
         clear(owned)
         place.begin()  # drops the state of the last window; `restore` removes hooks:
         place.restore()
@@ -205,7 +206,7 @@ def _update(
 
 def _peak(samples: int, phases: _Phases, update: _Update) -> Peak:
     ends: dict[Literal["forward", "backward", "optimizer"], int] = {
-        # The state that the first update makes is alive in all later windows.
+        # The optimizer's state of the first update is alive in all later windows.
         "backward": phases.backward + update.state,
         "forward": phases.forward + update.state,
         "optimizer": update.peak,
@@ -244,14 +245,14 @@ def _device_of(models: Sequence[nn.Module]) -> torch.device:
 
 
 def _require_there(device: torch.device) -> None:
-    # Autograd ends the process where a fake tensor is on a device that this torch was built without.
+    # Autograd aborts the process if a fake tensor is on a device that this build of torch does not support.
     if device.type != "cpu" and not torch.get_device_module(device).is_available():
-        raise InputError(f"There is no device={str(device)!r} here. Predict on a machine that has one.")
+        raise InputError(f"device={str(device)!r} is not available. Predict on a machine that has it.")
 
 
 def _unpredictable(error: Exception) -> PredictionError:
     text = " ".join(str(error).split())
     return PredictionError(
-        f"The model and the loss could not be run on fake tensors: {type(error).__name__}: {text[:300]}. "
-        "Measure small micro-batches instead; if this error comes in a real run too, correct it first."
+        f"The model or the loss cannot run on fake tensors ({type(error).__name__}: {text[:300]}). Measure "
+        "small micro-batches instead. If a real run raises this error too, correct it first."
     )

@@ -1,7 +1,7 @@
 """Check that an update has enough memory, before the optimizer changes anything.
 
-An optimizer that runs out of memory in the middle has moved some parameters and not others, and nothing can
-be retried. So the bytes of its step, counted on fake tensors, are allocated and freed before it.
+If memory runs out inside an optimizer step, some parameters have changed and others have not, and the step
+cannot be retried. So the memory of the step, counted on fake tensors, is allocated and freed before it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..window.wrapped import leaves_of
 from .fake import GuessValues, faked
 from .stand_ins import stand_ins
 
-# Below, the inspection of the optimizer would take longer than the memory is worth.
+# Smaller steps are not checked: inspecting the optimizer would take longer than the step.
 LEAST_BYTES = 2**20
 
 
@@ -28,9 +28,9 @@ class Reserve:
     """Memory that the optimizers of an accumulator need for an update.
 
     Args:
-        models: whose parameters they update.
-        optimizers: that make the update.
-        owned: their parameters; may change in place.
+        models: models whose parameters are updated.
+        optimizers: optimizers that make the update.
+        owned: parameters of the optimizers; the list may change in place.
 
     Examples:
         >>> layer = nn.Linear(1000, 500)
@@ -48,7 +48,7 @@ class Reserve:
         owned: list[ManagedParameter],
     ) -> None:
         self._models, self._owned = models, owned
-        # Those inside of wrappers, which hold the state.
+        # The innermost optimizers of wrappers, because they hold the state.
         self._leaves = [leaf for optimizer in optimizers for leaf in leaves_of(optimizer)]
         self._share = len(
             {id(p) for leaf in self._leaves for group in leaf.param_groups for p in group["params"]}
@@ -57,19 +57,19 @@ class Reserve:
         self.tight = False
 
     def require(self) -> None:
-        """Check that there is memory for the update: the first one, and each one where memory is tight.
+        """Check the memory for the first update, and for each one while memory is tight.
 
         Raises:
-            OutOfMemoryError: there is not.
+            OutOfMemoryError: the memory is not enough.
         """
-        # Once all state exists and memory is not tight, an update needs as much as the last one.
+        # Once all state exists and memory is not tight, an update needs as much as the previous one.
         states = sum([len(leaf.state) for leaf in self._leaves])
         if states == min(len(self._owned), self._share) and not self.tight:
             return
         if sum([entry.target.nbytes for entry in self._owned]) < LEAST_BYTES:
             return
         if self._known is None or self._known[0] != states:
-            # A dry run takes milliseconds: only where states were added since the last one.
+            # A dry run takes milliseconds, so it is repeated only after states were added.
             self._known = (states, self.bytes_of_update())
         needed = self._known[1]
         try:
@@ -80,26 +80,26 @@ class Reserve:
             text = str(error)
         else:
             return
-        # The cache holds the blocks that were allocated for the check.
+        # Free the cached blocks that were allocated for the check.
         release_caches(*(entry.target.device for entry in self._owned))
         raise OutOfMemoryError(_text(f"{needed / 2**20:.1f} MiB", text))
 
     def bytes_of_update(self) -> int:
-        """Return the most bytes that a step of the optimizers needs at once beyond those in use now.
+        """Return the peak bytes of a step of the optimizers, beyond those in use now.
 
-        Gradients must be there. 0 where fake tensors cannot run an optimizer.
+        The gradients must exist. The result is 0 if an optimizer cannot run on fake tensors.
         """
         ledger = Ledger(self._device, rounded=64)
         try:
             with stand_ins(self._leaves) as lent, faked(self._models, ledger), GuessValues():
-                # Copies of the optimizers are counted until here; only the step is wanted.
+                # Reset the count: so far it has the copies of the optimizers.
                 ledger.restart()
                 before = ledger.live
                 for (optimizer,) in lent:
-                    # Schedulers wrap the method of the instance, around the real optimizer.
+                    # The class's method: on the instance, schedulers replace it by one of the real optimizer.
                     type(optimizer).step(optimizer)
                 return ledger.restart() - before
-        except Exception:  # noqa: BLE001  (of an unknown optimizer, which is stepped for real right after)
+        except Exception:  # noqa: BLE001  (an unknown optimizer may raise anything; the real step follows)
             return 0
 
     @property
@@ -109,7 +109,7 @@ class Reserve:
         return next(parameter.device for model in self._models for parameter in model.parameters())
 
     def _allocate(self, needed: int) -> None:
-        """Allocate in pieces no larger than the step's own, so that gaps between blocks serve as well."""
+        """Allocate and free pieces no larger than those of the step, which may use gaps between blocks."""
         piece = max(entry.target.nbytes for entry in self._owned)
         pieces: list[Tensor] = []
         while needed > 0:
@@ -118,14 +118,14 @@ class Reserve:
 
 
 def raise_if_out_of_memory(error: BaseException, *, torn: Callable[[], None] | None) -> None:
-    """Raise the error for an update that ran out of memory; nothing is tried again.
+    """Raise `OutOfMemoryError` if memory ran out in an update, which is not retried.
 
     Args:
-        error: any.
-        torn: called where something has moved; None where nothing has.
+        error: any error.
+        torn: function to call if the optimizer may have changed something; None if it has not.
 
     Raises:
-        OutOfMemoryError: `error` is an allocator's error, not yet one of this library.
+        OutOfMemoryError: `error` is an error of an allocator, not one of this library.
 
     Examples:
         >>> raise_if_out_of_memory(ValueError("something else"), torn=None)
@@ -136,16 +136,16 @@ def raise_if_out_of_memory(error: BaseException, *, torn: Callable[[], None] | N
         raise OutOfMemoryError(_text("memory", str(error))) from None
     torn()
     raise OutOfMemoryError(
-        f"Memory ran out inside the optimizer's step ({error}): some parameters or states have moved, others "
-        "have not. Load a checkpoint; leave the optimizer more memory (foreach=False, a smaller "
-        "microbatch_size)."
+        f"Memory ran out inside the optimizer's step ({error}): some parameters or states have changed, and "
+        "others have not. Load a checkpoint, and leave more memory for the optimizer (foreach=False, a "
+        "smaller microbatch_size)."
     ) from None
 
 
 def _text(needed: str, failure: str) -> str:
     return (
-        f"There is no memory for an update: the optimizer's state and its temporary tensors need {needed} "
-        f"({failure}). All is as before the window. Use an optimizer with less state, foreach=False or "
-        "fused=True, gradients or parameters of lower precision, or free memory: a smaller micro-batch does "
-        "not help here."
+        f"There is not enough memory for an update: the optimizer's state and temporary tensors need "
+        f"{needed} ({failure}). All is as before the window. Use an optimizer with less state, foreach=False "
+        "or fused=True, or gradients or parameters of lower precision, or free memory. A smaller micro-batch "
+        "does not help."
     )

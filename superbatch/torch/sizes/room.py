@@ -1,4 +1,4 @@
-"""Memory available to micro-batches, read from the limit and from measured micro-batches."""
+"""Memory available to micro-batches (the room), from the limit and from measured micro-batches."""
 
 from __future__ import annotations
 
@@ -19,38 +19,39 @@ from ..memory.ledger import Ledger
 from .instruments import Instruments
 from .trials import SizeHistory, most_of, reach
 
-# Share of the room that is left free. At a limit that an allocation hits, as RLIMIT_AS is hit, a
-# failure can be recovered from; at others the system ends the process.
+# Share of the room that is left free under limits at which the system ends the process. Under limits at which
+# an allocation fails, such as RLIMIT_AS, the run can recover.
 DEADLY = 0.10
 LEAST_MARGIN = 2**19
 
-# Kernels, threads and libraries take memory at their first use, which no prediction knows.
+# Memory that kernels, threads and libraries allocate at their first use; predictions do not include it.
 AT_FIRST = {"cpu": 128 * 2**20, "cuda": 256 * 2**20}
 
-# A heap that keeps freed memory is fragmented, and needs a multiple of the tensors' own bytes: up to 2.5
-# was measured with glibc's malloc, whose threshold for mappings moves, on a conv net, a transformer, an MLP.
-# There is no telling when, so measurements say nothing; with MALLOC_MMAP_THRESHOLD_=65536 there are no holes.
+# A heap that holds freed memory is fragmented, and may need a multiple of the tensors' bytes: with glibc's
+# malloc, whose mmap threshold is dynamic, up to 2.5 times was measured on a conv net, a transformer and an
+# MLP. This cannot be predicted, so measurements are not used. With MALLOC_MMAP_THRESHOLD_=65536 there are no
+# holes.
 HOLES = 3.0
 _HOLED = 0.25
 _LEAST_HOLES = 2**24
 
-# With more room by these factors a search starts anew: of the fastest size, and of the largest one while
-# nothing was run; and of the largest one later.
+# Factors of growth of the room from which a search starts again: for the fastest size, and for the largest
+# one before any run; and for the largest one later.
 _MUCH = 1.25
 _MORE = 1.05
-_LESS = 0.9  # of the share used before, where there is less room than it seems
-_CALM = 100  # windows without trouble, after which as much is used as before
-_CLEANED = 2  # runs of each size: the first also holds what libraries try out
+_LESS = 0.9  # factor on the share of the room in use, after the allocator has had trouble
+_CALM = 100  # windows without trouble, after which the full share is used again
+_CLEANED = 2  # runs of each size: in the first, libraries also try out algorithms
 
 
 class Room:
-    """The bytes that there is room for, kept up to date by every measured micro-batch.
+    """Bytes available to micro-batches, updated by every measured micro-batch.
 
     Args:
-        device: whose memory.
-        optimizers: whose state may not exist yet.
-        instruments: of measurement.
-        margin: the share that is left free.
+        device: device of the memory.
+        optimizers: optimizers whose state may not exist yet.
+        instruments: sources of measurements.
+        margin: share of the room that is left free.
     """
 
     def __init__(
@@ -63,22 +64,22 @@ class Room:
     ) -> None:
         self._device, self._optimizers = device, tuple(optimizers)
         self._tools, self._margin = instruments, margin
-        self.limit: Limit | None = None  # as it was first read
-        self.total: int | None = None  # bytes that there is room for at the beginning of a window
-        self.checked = 0.0  # when, by time.perf_counter
+        self.limit: Limit | None = None  # first reading
+        self.total: int | None = None  # bytes available at the beginning of a window
+        self.checked = 0.0  # time of the last reading, by time.perf_counter
         self._state = 0  # bytes of optimizer state that does not exist yet
-        self._state_is_new = False  # it exists, and the limit was not read since
-        self._held = 0  # bytes of the last window's gradients, which are kept until the next one
+        self._state_is_new = False  # the state exists, but the limit was not read since
+        self._held = 0  # bytes of the last window's gradients, which are kept until the next window
         self._kept: list[int] = []  # bytes that new sizes below others have left in use: their kernels
         self._holed = False
-        self._share = 1.0  # that may be used of the total
+        self._share = 1.0  # share of the total that may be used
         self._calm = 0  # windows since the last trouble
-        self._retries = instruments.retries()  # of the allocator, outside of the first runs of a size
+        self._retries = instruments.retries()  # retries of the allocator, except in first runs of a size
 
     # -- how large ---------------------------------------------------------------------------------------
 
     def top(self) -> int:
-        """Return the memory that may be used, of all that is available."""
+        """Return the bytes that micro-batches may use."""
         assert self.total is not None and self.limit is not None
         if self._holed:
             return int(self.total / HOLES)
@@ -87,34 +88,34 @@ class Room:
         return int(self.total * self._share * (1 - margin)) - LEAST_MARGIN
 
     def _bound(self) -> int:
-        """Return the memory that a size in use may need, a part of the margin: readings are not all alike."""
+        """Return the bytes that a size in use may need, with a part of the margin, because readings vary."""
         assert self.total is not None
         return self.top() if self._holed else (2 * int(self.total * self._share) + self.top()) // 3
 
     def largest(self, known: SizeHistory) -> int:
-        """Return the largest size that may be run; a new one also needs room for the memory that it keeps.
+        """Return the largest size that may run; a new size also needs room for the memory that it keeps.
 
-        It stays until a new size was run, it no longer fits, or clearly more does, so that sizes do not
-        change with every reading.
+        The result changes only after a new size was run, if it no longer fits, or if a clearly larger one
+        fits, so that sizes do not change with every reading.
         """
         demand, bound, now = known.demand(), self._bound(), known.largest
         stays = now and demand.at(now) + self._keeps(known, now) <= bound
         run = max((size for size in known.runs if demand.at(size) <= bound), default=0)
         found = max(self._largest_new(known), run)
-        # Before the first run, memory that is needed once is still free, so there seems to be more room.
+        # Before the first run, memory for kernels is still free, so the room seems larger than it is.
         if not stays or found > (_MORE if known.runs else _MUCH) * now:
             known.largest = found
         return known.largest
 
     def with_new(self, known: SizeHistory, sizes: Sequence[int]) -> int:
-        """Return the largest of these sizes, or less without room for it and for the memory new ones keep."""
+        """Return the largest of these sizes; a smaller one if the memory that new sizes keep does not fit."""
         keep = sum(self._keeps(known, size) for size in set(sizes))
         if known.demand().at(max(sizes)) + keep <= self._bound():
             return max(sizes)
         return self._largest_new(known)  # one new size at a time: the next search follows it
 
     def _largest_new(self, known: SizeHistory) -> int:
-        """Return the largest size with room for it, and for the memory that it keeps if it is new."""
+        """Return the largest size that fits, including the memory that it keeps if it is new."""
         demand, kernels, counts = known.demand(), self._kernels(known), not self._holed
 
         def needs(samples: int) -> int:
@@ -123,13 +124,13 @@ class Room:
         return max(1, bisect_right(range(1, most_of(known) + 1), self.top(), key=needs))
 
     def _keeps(self, known: SizeHistory, samples: int) -> int:
-        """The bytes that a size is taken to keep from its first run on."""
+        """Return an estimate of the bytes that a size keeps from its first run on."""
         if samples in known.runs or self._holed:
             return 0
         return max(self._kernels(known), known.keeps_beyond(samples))
 
     def _kernels(self, known: SizeHistory) -> int:
-        """The bytes that any new size is taken to keep."""
+        """Return an estimate of the bytes that any new size keeps."""
         if self._holed or not known.runs:
             return 0
         return max(self._kept[-3:], default=known.kept_beyond[0])
@@ -137,7 +138,7 @@ class Room:
     def reach(self, known: SizeHistory, others: Iterator[SizeHistory]) -> int:
         """Return the largest micro-batch that the measurements so far allow (see `trials.reach`)."""
         assert self.total is not None
-        # The memory that a new size keeps shows only in a micro-batch that is not the first of its window.
+        # The memory that a new size keeps is visible only in micro-batches after the first of a window.
         top = self._bound() if self._kept else self.top()
         ratios = [max(o.needed.values()) / max(1, o.curve.at(o.tried)) for o in others if o.needed]
         return reach(
@@ -150,10 +151,11 @@ class Room:
         )
 
     def is_tight(self, known: SizeHistory) -> bool:
-        """Return whether the allocator has had trouble since the last time although there seems to be room.
+        """Return whether the allocator has retried since the last call, although there seems to be room.
 
-        Then less is used, until there was none for some windows. Retries in the first runs of a size are no
-        trouble: its caches hold blocks of other sizes, and a limit is found by touching it.
+        Then a smaller share of the room is used, until some windows had no retry. Retries in the first runs
+        of a size do not count: the caches hold blocks of other sizes, and reaching the limit is part of the
+        search.
         """
         retries = self._tools.retries()
         self._calm, is_tight = self._calm + 1, retries > self._retries
@@ -169,7 +171,7 @@ class Room:
     # -- the limit ---------------------------------------------------------------------------------------
 
     def read(self, known: SizeHistory) -> None:
-        """Read the limit for the first time, and leave room for the state that the first update makes."""
+        """Read the limit for the first time, and reserve memory for the state of the first update."""
         self.limit = self.limit or self._tools.limit()
         if known.peaks:
             self._state = known.peaks[0].optimizer_state
@@ -181,13 +183,13 @@ class Room:
     def look(self, known: SizeHistory, shapes: Iterable[SizeHistory]) -> None:
         """Read the limit between two windows."""
         self._note(known, self._tools.limit().bytes + self._held)
-        if self._state_is_new:  # use also a little more than was guessed
+        if self._state_is_new:  # use the room even if it is only a little more than estimated
             self._state_is_new = False
             for shape in shapes:
                 shape.largest = 0
 
     def updated(self, known: SizeHistory | None) -> None:
-        """Note that an update was made: the optimizer's state exists, and its size is no guess."""
+        """Record that an update was made, so that the optimizer's state exists."""
         if self._state:
             self._state_is_new, self.checked = True, -math.inf
         self._state = 0
@@ -206,13 +208,13 @@ class Room:
     def measured(
         self, known: SizeHistory, samples: int, *, first: bool, timed: Callable[[Any, Any], None]
     ) -> Iterator[None]:
-        """Measure one micro-batch.
+        """Measure one micro-batch inside the context.
 
         Args:
-            known: history of its shape, where the result is noted.
-            samples: of it.
-            first: whether it is the first one of its window.
-            timed: called when it began and ended, by the clock of the instruments.
+            known: history of its shape, which receives the result.
+            samples: number of its samples.
+            first: it is the first one of its window.
+            timed: function that receives its start and end by the clock of the instruments.
         """
         tools, fresh = self._tools, samples not in known.runs
         if cleaned := known.runs.get(samples, 0) < _CLEANED:
@@ -248,14 +250,15 @@ class Room:
 
     @contextmanager
     def probed(self, known: SizeHistory, samples: int, *, first: bool) -> Iterator[None]:
-        """Measure a small micro-batch of a model that cannot be predicted, by the tensors that it makes.
+        """Measure the tensors of a small micro-batch inside the context, for a model without a prediction.
 
-        Two of them make the curve. The first one of a window makes the gradients too, and is left out.
+        Two measurements give the curve. The first micro-batch of a window also makes the gradients, so it is
+        not measured.
 
         Args:
-            known: of its shape.
-            samples: of it.
-            first: whether it is the first one of its window.
+            known: history of its shape.
+            samples: number of its samples.
+            first: it is the first one of its window.
         """
         ledger = Ledger(self._device, rounded=64)
         with ledger:

@@ -1,4 +1,4 @@
-"""Options that lower the peak memory of a micro-batch, and by how much: each is tried on fake tensors."""
+"""Options that lower the peak memory of a micro-batch, and their savings, predicted on fake tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..window.validation import check_momentum
 from .fake import PredictionError
 from .predict import predict_peak
 
-# Smaller savings, as a part of the peak, are left out.
+# Share of the peak; smaller savings are left out.
 _WORTH = 0.01
 
 
@@ -28,14 +28,14 @@ def savings(
     optimizers: Optimizer | Sequence[Optimizer] = (),
     **options: Any,
 ) -> list[Saving]:
-    """Return the means to lower the peak of a window of such micro-batches.
+    """Return the options that lower the peak of a window with micro-batches like the given one.
 
-    * Gradient checkpoints around the blocks that a model repeats: their activations are computed again in the
-      backward instead of kept.
-    * Sums of gradients in the parameters' own low-precision dtype, or straight in SGD's momentum buffer.
+    * Gradient checkpoints around the repeated blocks of a model: activations are recomputed in the backward
+      instead of stored.
+    * Gradients summed in the low-precision dtype of the parameters, or directly in SGD's momentum buffer.
     * An optimizer that updates one parameter at a time, or keeps less state.
 
-    Each is predicted by itself; together they may save less than their sum.
+    Each option is predicted alone; together they may save less than the sum.
 
     Args:
         loss_fn: as in `predict_peak`.
@@ -48,7 +48,7 @@ def savings(
         The options that save 1 % of the peak or more, the largest saving first.
 
     Raises:
-        PredictionError: fake tensors cannot run the model.
+        PredictionError: the model cannot run on fake tensors.
 
     Examples:
         >>> import torch
@@ -72,7 +72,7 @@ def savings(
 
     now = predict()
     found = [
-        # Each alone against the present peak, as they may overlap.
+        # Each option alone is compared with the present peak, because they may overlap.
         *_checkpoints(predict, models, now),
         *_narrow_sums(predict, models, options, now),
         *_in_momentum(predict, optimizers, options, now),
@@ -84,13 +84,13 @@ def savings(
 
 
 def repeated_blocks(models: Sequence[nn.Module]) -> list[nn.Module]:
-    """The blocks that a model is stacked of: the most modules of one class, with parts, side by side.
+    """Return the repeated blocks of a model: sibling modules of one class that have submodules.
 
     Args:
         models: any modules.
 
     Returns:
-        The blocks of the stack with the most parameters; empty if there is none.
+        The group of blocks with the most parameters; empty if there is none.
 
     Examples:
         >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -104,7 +104,7 @@ def repeated_blocks(models: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _stacks(parent: nn.Module) -> Iterator[list[nn.Module]]:
-    # A block without parts is one operation, whose checkpoint would save nothing.
+    # A module without submodules is one operation, for which a checkpoint saves nothing.
     children = [child for child in parent.children() if next(child.children(), None) is not None]
     for kind in {type(child) for child in children}:
         alike = [child for child in children if type(child) is kind]
@@ -134,7 +134,7 @@ def _checkpoints(predict: Callable[..., Peak], models: Sequence[nn.Module], now:
 def _narrow_sums(
     predict: Callable[..., Peak], models: Sequence[nn.Module], options: dict[str, Any], now: Peak
 ) -> Iterator[Saving]:
-    # Only parameters of a low precision are summed in a wider dtype.
+    # Only gradients of low-precision parameters are summed in a wider dtype.
     low = any(parameter.dtype in LOW_PRECISION for model in models for parameter in model.parameters())
     if low and options.get("gradient_sum") is not None and not options.get("masters"):
         peak = predict(gradient_sum=None)
@@ -145,7 +145,7 @@ def _narrow_sums(
 def _in_momentum(
     predict: Callable[..., Peak], optimizers: Sequence[Optimizer], options: dict[str, Any], now: Peak
 ) -> Iterator[Saving]:
-    """Only where the optimizer allows it; which options do not, the accumulator says."""
+    """Yield the saving of gradient_sum="momentum" if the optimizer supports it."""
     if not optimizers or options.get("masters") or options.get("gradient_sum") == "momentum":
         return
     try:
@@ -160,16 +160,16 @@ def _in_momentum(
 def _one_at_a_time(
     predict: Callable[..., Peak], optimizers: Sequence[Optimizer], now: Peak
 ) -> Iterator[Saving]:
-    # Elsewhere the peak stays, as another phase has it.
+    # If the peak is in another phase, these options do not lower it.
     if now.phase != "optimizer":
         return
-    # fused first, as it is faster too; foreach=False works on every device.
+    # fused first, because it is faster; foreach=False works on every device.
     for option, value in (("fused", True), ("foreach", False)):
         changed = [_with(optimizer, option, value) for optimizer in optimizers]
         if any(group.get(option, value) is not value for o in optimizers for group in o.param_groups):
             try:
                 peak = predict(optimizers=changed)
-            except PredictionError:  # not every optimizer has a fused form on every device
+            except PredictionError:  # some optimizers have no fused form on this device
                 continue
             yield Saving(
                 f"an update with {option}={value}", now.bytes - peak.bytes, f"optimizer({option}={value})"
@@ -178,7 +178,7 @@ def _one_at_a_time(
 
 
 def _with(optimizer: Optimizer, option: str, value: bool) -> Optimizer:
-    # Not by __init__: the copy shares parameters and state, and differs in one option.
+    # Without __init__: the copy shares parameters and state, and differs in one option.
     copy: Any = object.__new__(type(optimizer))
     copy.__dict__.update(optimizer.__dict__)
     copy.param_groups = [
@@ -188,7 +188,7 @@ def _with(optimizer: Optimizer, option: str, value: bool) -> Optimizer:
 
 
 def _state(optimizers: Sequence[Optimizer], now: Peak) -> Iterator[Saving]:
-    # The state that exists, besides the one that the first update will make.
+    # State that exists already; the prediction adds the state of a first update.
     there = sum(
         value.nbytes
         for optimizer in optimizers

@@ -1,4 +1,4 @@
-"""Properties of a batch that its memory depends on beside the samples: shape and dtype of one sample."""
+"""Shape and dtype of one sample, on which the memory of a batch depends besides its number of samples."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def signature(batch: Any, samples: int) -> Signature:
 
     Args:
         batch: any nested batch.
-        samples: the number of its samples.
+        samples: number of its samples.
 
     Returns:
-        For each array its dtype and the shape of one sample. Arrays that do not have one entry per sample
-        (tokens of packed sequences, what every micro-batch gets whole) count with their length per sample,
-        rounded up.
+        For each array its dtype and the shape of one sample. Arrays without one entry per sample (tokens of
+        packed sequences, leaves that are not split) count with their length divided by the samples, rounded
+        up.
 
     Examples:
         >>> import torch
@@ -39,17 +39,17 @@ def signature(batch: Any, samples: int) -> Signature:
         if shape and shape[0] == samples:
             shape = shape[1:]
         elif shape:
-            # Rounded up: a sample of a packed sequence has a number of tokens that varies.
+            # Rounded up, because samples of a packed sequence have different numbers of tokens.
             shape = (-(-shape[0] // samples), *shape[1:])
         found.append((str(getattr(array, "dtype", "")), shape))
         return array
 
     kind = type(batch)
-    # Exact types, as a subclass may hold arrays beside its items.
+    # Exact types: a subclass may hold arrays besides its items.
     if kind in (tuple, list, dict) and all(
         type(leaf) is Tensor for leaf in (batch.values() if kind is dict else batch)
     ):
-        for leaf in batch.values() if kind is dict else batch:  # the commonest batches, without a walk
+        for leaf in batch.values() if kind is dict else batch:  # fast path for the most common batches
             note(leaf)
     else:
         map_arrays(note, batch)
@@ -57,14 +57,14 @@ def signature(batch: Any, samples: int) -> Signature:
 
 
 def covers(known: Signature, asked: Signature) -> bool:
-    """Return whether samples of a known shape need at least the memory of another shape's.
+    """Return whether samples of a known shape need at least as much memory as samples of another shape.
 
     Args:
-        known: the signature that was measured.
-        asked: the signature of the next batch.
+        known: signature that was measured.
+        asked: signature of the next batch.
 
     Returns:
-        True if they have the same arrays, and no dimension is larger than the known one.
+        True if both have the same arrays, and no dimension exceeds the known one.
 
     Examples:
         >>> covers((("torch.int64", (512,)),), (("torch.int64", (37,)),))
@@ -74,7 +74,7 @@ def covers(known: Signature, asked: Signature) -> bool:
     """
     return len(known) == len(asked) and all(
         dtype == other
-        # Another number of dimensions is another kind of input.
+        # Inputs with different numbers of dimensions are not comparable.
         and len(shape) == len(wanted)
         and all(a >= b for a, b in zip(shape, wanted, strict=True))
         for (dtype, shape), (other, wanted) in zip(known, asked, strict=True)
@@ -82,13 +82,13 @@ def covers(known: Signature, asked: Signature) -> bool:
 
 
 def volume(shape: Signature) -> int:
-    """The elements of one sample, to tell a small shape from a large one.
+    """Return the number of elements of one sample.
 
     Args:
         shape: a signature.
 
     Returns:
-        The elements of all arrays together.
+        Number of elements in all arrays together.
 
     Examples:
         >>> volume((("torch.int64", (7,)), ("torch.float32", ())))

@@ -1,6 +1,6 @@
-"""Samples per micro-batch of a window: set by the user, or found (`auto`).
+"""Samples per micro-batch: set by the user (`Fixed`), or found (`auto.AutoSize`).
 
-An update does not depend on it; memory and time do.
+Memory and time depend on this size; an update does not.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 
 class Sizing(Protocol):
-    """Sizes that a window asks for between its micro-batches, and its reports of them.
+    """Choice of sizes, which a window calls between its micro-batches.
 
     Attributes:
-        measures: whether `measure` measures, so that `rest` may change the sizes.
-        learns: whether `closed` has anything to note.
+        measures: `measure` measures, so `rest` may change the sizes.
+        learns: `closed` must be called at the end of the window.
     """
 
     measures: bool
     learns: bool
 
     def rest(self, left: int) -> list[int] | None:
-        """Return, after a micro-batch, other sizes for the samples that are left; None: as planned."""
+        """Return new sizes for the remaining samples after a micro-batch; None: as planned."""
         ...
 
     def measure(self, samples: int) -> AbstractContextManager[None]:
@@ -36,11 +36,11 @@ class Sizing(Protocol):
         ...
 
     def failed(self, samples: int) -> int:
-        """Note that a micro-batch ran out of memory; return the most samples to continue with, 0 for none."""
+        """Record that a micro-batch ran out of memory; return the largest size to continue with, or 0."""
         ...
 
     def closed(self, *, made: bool) -> None:
-        """Note that the window is over, and whether it made its update."""
+        """Record the end of the window, and whether it made its update."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -48,22 +48,22 @@ class Sizing(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the sizes found before."""
+        """Resume with the sizes of `state_dict`."""
         ...
 
     def report(self) -> MemoryReport | None:
-        """Return a readable report on the sizes found; None without any."""
+        """Return a report on the sizes found; None without measurements."""
         ...
 
 
 class Smaller:
-    """The largest size that may be used for a while after memory ran out.
+    """Temporary limit of the micro-batch size after memory ran out.
 
-    Other users of the memory may have caused the failure, so larger sizes are tried again; the wait doubles
-    with each window that fails, so that a size that never fits is hardly ever tried.
+    Another process may have caused the failure, so larger sizes are tried again later. The number of updates
+    until then doubles with each window that fails, so that a size that never fits is rarely tried.
 
     Attributes:
-        most: samples of a micro-batch; None: no limit.
+        most: largest number of samples of a micro-batch; None: no limit.
 
     Examples:
         >>> smaller = Smaller()
@@ -81,42 +81,42 @@ class Smaller:
 
     def failed(self, samples: int) -> int:
         """Return half the samples, rounded up; 0 if there was only one."""
-        # One sample cannot be halved.
+        # A single sample cannot be halved.
         if samples == 1:
             return 0
         half = (samples + 1) // 2
         self.most = half if self.most is None else min(self.most, half)
-        if not self._failed:  # further halvings in one window search for a size that fits
+        if not self._failed:  # once per window: further halvings belong to the search for a size that fits
             self._until, self._wait, self._failed = self._wait, 2 * self._wait, True
         return self.most
 
     def closed(self, *, made: bool) -> None:
         """Count the updates until larger sizes are tried again."""
         self._failed = False
-        # A window that made no update may be the same one again.
+        # Only updates count: a window without an update may be repeated.
         if self.most is not None and made:
             self._until -= 1
             if self._until <= 0:
                 self.most = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return for how long which size is the largest."""
+        """Return the limit, and the number of updates for which it holds."""
         return {"most": self.most, "wait": self._wait, "until": self._until}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from what `state_dict` returned."""
         most, wait, until = state["most"], state["wait"], state["until"]
-        # Before anything is set: the state may come from a damaged file.
+        # Validated before anything is set: the state may come from a damaged file.
         if not all(isinstance(number, int) for number in (1 if most is None else most, wait, until)):
-            raise TypeError("no numbers of samples and updates")
+            raise TypeError("numbers of samples and updates are not integers")
         self.most, self._wait, self._until = most, wait, until
 
 
 class Fixed:
-    """The size that the user set; a smaller one for a while after memory ran out.
+    """Size that the user has set; temporarily a smaller one after memory ran out.
 
     Args:
-        size: most samples of a micro-batch, a `TokenBudget`, or None for a batch in one piece.
+        size: largest number of samples of a micro-batch, a `TokenBudget`, or None: the batch is not split.
 
     Examples:
         >>> sizing = Fixed(64)
@@ -133,39 +133,39 @@ class Fixed:
 
     @property
     def most(self) -> int | None:
-        """Samples of a micro-batch since memory ran out, else None."""
+        """Temporary limit of the samples of a micro-batch after memory ran out, else None."""
         return self._smaller.most
 
     def rest(self, left: int) -> list[int] | None:
-        """Return None: as planned."""
+        """Return None: the sizes stay as planned."""
         return None
 
     def measure(self, samples: int) -> AbstractContextManager[None]:
-        """Return an empty context."""
+        """Return an empty context: nothing is measured."""
         return nullcontext()
 
     def failed(self, samples: int) -> int:
-        """Continue with smaller micro-batches (see `Smaller`)."""
+        """Return the size to continue with after memory ran out (see `Smaller`)."""
         most = self._smaller.failed(samples)
         self.learns = self.most is not None
         return most
 
     def closed(self, *, made: bool) -> None:
-        """Count the updates until the size that the user set is tried again."""
+        """Count the updates until the size of the user is tried again."""
         self._smaller.closed(made=made)
         self.learns = self.most is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return for how long which smaller size is used."""
+        """Return the temporary limit, and the number of updates for which it holds."""
         return self._smaller.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the smaller size."""
+        """Resume with the temporary limit of `state_dict`."""
         self._smaller.load_state_dict(state)
         self.learns = self.most is not None
 
     def twin(self) -> Fixed:
-        """Return another one of the same size."""
+        """Return another one with the same size."""
         return Fixed(self.size)
 
     def report(self) -> MemoryReport | None:
@@ -174,39 +174,39 @@ class Fixed:
 
 
 def sizing_state(sizing: Sizing, of_windows: Sizing) -> dict[str, Any]:
-    """Return the saved state of an accumulator's two ways to choose sizes.
+    """Return the saved state of an accumulator's two choices of sizes.
 
     Args:
-        sizing: of batches.
-        of_windows: of windows, whose micro-batches are taken as they are while memory lasts.
+        sizing: choice for batches.
+        of_windows: choice for windows of given micro-batches, which are cut only after memory ran out.
     """
-    # By class, so that a run may resume with another way to choose sizes.
+    # Keyed by class, so that a run may resume with another kind of choice.
     return {type(sizing).__name__: sizing.state_dict(), "of windows": of_windows.state_dict()}
 
 
 def load_sizing(state: Mapping[str, Any], sizing: Sizing) -> Fixed:
-    """Resume with the sizes of a saved state; return those of windows.
+    """Resume with the sizes of a saved state; return the choice for windows.
 
     Args:
-        state: of an accumulator.
-        sizing: of batches.
+        state: state of an accumulator.
+        sizing: choice for batches.
 
     Raises:
-        InputError: it is no such state; the sizes are as before.
+        InputError: the sizes in the state cannot be read; `sizing` is unchanged.
     """
     saved, before = state.get("sizing", {}), sizing.state_dict()
-    # Of the same moment too: a window that was saved before memory ran out is not to be cut smaller now.
+    # A new one: a window that was saved before memory ran out must not be cut smaller now.
     of_windows = Fixed(None)
     try:
         if "of windows" in saved:
             of_windows.load_state_dict(saved["of windows"])
-        if type(sizing).__name__ in saved:  # a run may resume with another way to choose sizes
+        if type(sizing).__name__ in saved:  # missing if the run resumes with another kind of choice
             sizing.load_state_dict(saved[type(sizing).__name__])
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         # After an error both are as before.
         sizing.load_state_dict(before)
         raise InputError(
-            f"The state has sizes of micro-batches that cannot be read ({type(error).__name__}: {error}). "
+            f"The micro-batch sizes in the saved state cannot be read ({type(error).__name__}: {error}). "
             "Pass what Accumulator.state_dict() of this version returned."
         ) from None
     return of_windows
@@ -215,12 +215,12 @@ def load_sizing(state: Mapping[str, Any], sizing: Sizing) -> Fixed:
 def agreed(planned: Sequence[int], samples: int, agree: Callable[[int], int]) -> tuple[int, int]:
     """Return the sizes that all ranks use: of the first micro-batch, which may be a trial, and of the others.
 
-    A rank whose whole batch is one micro-batch does not limit the others.
+    A rank whose whole batch fits in one micro-batch does not limit the others.
 
     Args:
-        planned: that this rank has found.
-        samples: of its batch.
-        agree: returns the least of the ranks' sizes.
+        planned: sizes that this rank has found.
+        samples: number of samples of its batch.
+        agree: function that returns the smallest size of all ranks.
 
     Examples:
         >>> least = lambda mine: min(mine, 3)  # another rank has found 3
@@ -234,5 +234,5 @@ def agreed(planned: Sequence[int], samples: int, agree: Callable[[int], int]) ->
     return one, other
 
 
-# Larger than any batch, so that the least of all ranks is another rank's.
+# Larger than any batch, so that the minimum over the ranks is another rank's.
 _ANY = 1 << 40

@@ -1,4 +1,4 @@
-"""Copies of optimizers for a dry run on fake tensors; the real ones stay as they are."""
+"""Copies of optimizers for a dry run on fake tensors, which does not change the real ones."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _CONTAINERS = (dict, defaultdict, OrderedDict, list, tuple, set, deque)
 
 @contextmanager
 def stand_ins(optimizers: Sequence[Optimizer]) -> Iterator[list[list[Optimizer]]]:
-    """Lend copies of optimizers that may step on fake tensors; the real ones stay as they are.
+    """Yield copies of optimizers that may step on fake tensors without changing the real ones.
 
     Args:
-        optimizers: any; of those that wrap others, the ones inside are copied (`leaves_of`).
+        optimizers: any optimizers; of wrappers the inner ones are copied (`leaves_of`).
 
     Yields:
-        The copies for each optimizer. Call ``type(copy).step(copy)``: schedulers wrap the method of the
-        instance, around the real optimizer.
+        List of copies for each optimizer. Call ``type(copy).step(copy)``, because on the instance schedulers
+        replace the method by one of the real optimizer.
 
     Raises:
         PredictionError: an optimizer keeps its state where it cannot be copied.
@@ -42,22 +42,22 @@ def stand_ins(optimizers: Sequence[Optimizer]) -> Iterator[list[list[Optimizer]]
     try:
         yield [[copy_of(leaf) for leaf in each] for each in leaves]
     finally:
-        # An object in a state is not copied, and may have been given fake tensors.
+        # Objects inside a state are not copied, so the dry run may have put fake tensors into them.
         for holder, contents in kept:
             _restore(holder, contents)
 
 
 def copy_of(optimizer: Optimizer) -> Optimizer:
-    """An optimizer of the same parameters, whose step leaves the state and groups of the given one alone.
+    """Copy an optimizer, so that a step of the copy does not change the state and groups of the original.
 
     Args:
-        optimizer: one that wraps no other.
+        optimizer: an optimizer that wraps no other.
 
     Returns:
-        One of the same class, with the same options and state; hooks are left out.
+        Optimizer of the same class with the same parameters, options and state, without hooks.
 
     Raises:
-        PredictionError: its state or its groups are not its own.
+        PredictionError: the state or the groups belong to another object.
 
     Examples:
         >>> import torch
@@ -65,26 +65,26 @@ def copy_of(optimizer: Optimizer) -> Optimizer:
         >>> copy_of(sgd).param_groups[0]["params"][0] is sgd.param_groups[0]["params"][0]
         True
     """
-    # A wrapper answers with the state of the optimizer inside, which a copy would then change.
+    # A wrapper returns the state of its inner optimizer, which a copy would then change.
     own = vars(optimizer)
     missing = [name for name in ("state", "param_groups") if name not in own]
     if missing:
         raise PredictionError(
             f"The optimizer {type(optimizer).__name__} has no {missing[0]!r} of its own, so it cannot be "
-            "copied to predict its memory. Pass the optimizer that it wraps, or state a microbatch_size."
+            "copied to predict its memory. Pass the optimizer that it wraps, or an int as microbatch_size."
         )
     copied: dict[int, Any] = {}
-    # Not by __init__, whose arguments are not known.
+    # Without __init__, whose arguments are unknown.
     copy: Any = object.__new__(type(optimizer))
     copy.__dict__.update({name: _apart(value, copied) for name, value in own.items()})
-    # Hooks are user code, which must not run for a prediction.
+    # Without hooks: a prediction must not run user code.
     copy.__dict__["_optimizer_step_pre_hooks"] = {}
     copy.__dict__["_optimizer_step_post_hooks"] = {}
     return copy
 
 
 def _apart(value: Any, copied: dict[int, Any]) -> Any:
-    """Copy containers inside each other, each once; everything else is shared."""
+    """Copy nested containers, each once; everything else is shared."""
     kind = type(value)
     if kind not in _CONTAINERS:
         return value
@@ -94,7 +94,7 @@ def _apart(value: Any, copied: dict[int, Any]) -> Any:
         found = copied[id(value)] = kind(_apart(each, copied) for each in value)
         return found
     made: Any = defaultdict(value.default_factory) if kind is defaultdict else kind()
-    # Before its contents, which may refer to it.
+    # Registered before its content, which may refer to the container.
     copied[id(value)] = made
     if isinstance(value, dict):
         for key, each in value.items():
@@ -107,12 +107,12 @@ def _apart(value: Any, copied: dict[int, Any]) -> Any:
 
 
 def _contents(roots: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """List the containers and objects in reach, each with its content."""
+    """Yield the containers and objects that can be reached, each with its content."""
     seen: set[int] = set()
     left: list[Any] = list(roots)
     while left:
         value = left.pop()
-        # `faked` restores modules; a tensor is exchanged for its fake, and never written to.
+        # `faked` restores modules; real tensors are replaced by fakes and never written.
         if id(value) in seen or isinstance(value, Tensor | nn.Module | type | str) or callable(value):
             continue
         seen.add(id(value))
@@ -132,7 +132,7 @@ def _contents(roots: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
 
 def _restore(holder: Any, contents: Any) -> None:
     if isinstance(holder, dict):
-        # By identity: == on tensors compares their entries.
+        # By identity: == on tensors compares elements.
         same = holder.keys() == contents.keys() and all(holder[key] is each for key, each in contents.items())
     elif isinstance(holder, set):
         same = holder == contents

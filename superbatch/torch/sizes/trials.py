@@ -1,8 +1,7 @@
 """Measurements of micro-batches of one shape, and the largest size to try next.
 
-Bytes count from the beginning of a window, when there are no gradients yet. `total` is the room
-at that point, once all optimizer state exists. Every measured micro-batch gives its need and the room
-there was:
+Bytes are counted from the beginning of a window, when there are no gradients yet. `total` is the room at that
+point, once all optimizer state exists. Every measured micro-batch gives the bytes it needed and the room:
 
     first of a window:  needed = measured + gradients that its successors find   total = free
     a later one:        needed = measured + gradients                            total = free + gradients
@@ -17,20 +16,20 @@ from typing import Any
 from superbatch.results.memory import How, Peak
 from superbatch.tuning.search import APART, MemoryCurve, corrected, fit_curve
 
-# Nothing measured: the prediction may be wrong by so much and the micro-batch still fits.
+# Share of the room that the first trial may need by the prediction: it may need twice as much and still fit.
 _UNMEASURED = 0.5
 
-# The same with one small micro-batch measured, which shows the memory that is needed once.
+# The same after one small micro-batch, which has shown the memory that is needed once.
 _MEASURED = 0.6
 
-# From a measured micro-batch the next one goes this much of the way to the limit; to a near limit in one go,
-# and to one that is not near if the measurements rise as predicted.
+# The next trial goes this share of the way from the largest measured size to the limit. It goes all the way
+# if the limit is near, or if the measurements rise as predicted.
 _STRIDE = 0.75
 _NEAR = 0.15
 _STRAIGHT = 0.05
 _FAR = 0.35
 _ROUGH = 0.02
-_BEYOND = 0.1  # a size larger than all others by this share shows the memory that such sizes keep
+_BEYOND = 0.1  # a size larger than all others by this share shows how much memory a larger size keeps
 
 
 @dataclass
@@ -38,21 +37,22 @@ class SizeHistory:
     """Measurements of micro-batches of one shape.
 
     Attributes:
-        peaks: predicted, ascending in samples.
-        how: they were predicted.
+        peaks: predicted peaks, ascending in samples.
+        how: kind of the prediction.
         curve: predicted bytes of a micro-batch, by samples.
-        first: predicted bytes of a window's first micro-batch, before there are gradients.
+        first: predicted bytes of a window's first micro-batch, when there are no gradients yet.
         gradients: bytes of a window's gradients.
-        needed: bytes of real ones, by samples.
-        rough: sizes among these of first micro-batches of windows, in which gradients are a guess.
-        runs: how many were measured, by samples.
-        measured: their peaks beyond the memory in use before each, by samples, for people.
-        sizes: that are timed, ascending.
+        needed: bytes that real micro-batches needed, by samples.
+        rough: sizes in `needed` from first micro-batches of windows, whose gradients are estimated.
+        runs: number of measured micro-batches, by samples.
+        measured: measured peaks beyond the memory in use before, by samples; for reports.
+        sizes: sizes to time, ascending.
         timings: seconds per sample, by target size, in order.
-        size: the size that was settled on; 0 before.
-        total: bytes that there was room for then.
-        largest: the largest size that there is room for, as last estimated; 0 before.
-        kept_beyond: bytes that the last size beyond all others kept, and by how many samples it was beyond.
+        size: final size of the search; 0 during the search.
+        total: available bytes when the search ended.
+        largest: last estimate of the largest size that fits; 0 before.
+        kept_beyond: bytes that the last size larger than all others kept, and by how many samples it was
+            larger.
     """
 
     peaks: list[Peak]
@@ -73,65 +73,65 @@ class SizeHistory:
 
     @property
     def tried(self) -> int:
-        """The largest size that was run; 0 before."""
+        """Return the largest size that was run; 0 before any run."""
         return max(self.needed, default=0)
 
     def demand(self) -> MemoryCurve:
-        """Memory that micro-batches need: the prediction, corrected by the measurements."""
+        """Return the memory curve of micro-batches: the prediction, corrected by measurements."""
         return corrected(self.curve, list(self.needed.items()))
 
     def missing(self, samples: int) -> int:
-        """Return the memory that the first micro-batch of a window does not need yet: that of gradients."""
-        # Not more than the gradients, however far the two predicted curves are apart.
+        """Return the bytes of gradients, which the first micro-batch of a window does not need yet."""
+        # At most the gradients, even if the difference of the two predicted curves is larger.
         return min(self.gradients, max(0, self.curve.at(samples) - self.first.at(samples)))
 
     def note_kept(self, samples: int, kept: int) -> None:
-        """Record the memory that a size beyond all others keeps, before it is given to `note`."""
+        """Record the memory that a size larger than all others keeps; call it before `note`."""
         by = samples - max(self.runs, default=0)
-        # A slightly larger size alone shows nothing: it is added to those before.
+        # Small increments are accumulated, because each alone is too small to measure.
         (before, more) = (0, 0) if by > _BEYOND * samples else self.kept_beyond
         self.kept_beyond = before + kept, more + by
 
     def keeps_beyond(self, samples: int) -> int:
-        """The bytes that a size is taken to keep because it is beyond all others: libraries' buffers grow.
+        """Return an estimate of the bytes that a size larger than all others keeps in buffers of libraries.
 
-        They grow in steps, so a size that is a little beyond is taken to keep as much as the last one did,
-        and one that is far beyond more in proportion; at most twice as much after the very first size, which
-        kept most of it for all sizes.
+        Buffers grow in steps, so a slightly larger size is estimated to keep as much as the last one, and a
+        much larger one in proportion. After the very first size the estimate is at most twice its bytes,
+        because most of these serve all sizes.
         """
         (kept, by), most = self.kept_beyond, max(self.runs, default=0)
         growth = max(1.0, (samples - most) / by)
         return int(kept * (growth if len(self.runs) > 1 else min(growth, 2.0))) if samples > most else 0
 
     def note(self, samples: int, peak: int | None, *, first: bool, kept: int = 0) -> None:
-        """Note a real micro-batch.
+        """Record a real micro-batch.
 
         Args:
-            samples: of it.
-            peak: its measured peak beyond the memory in use before it; None where it cannot be known.
-            first: whether it was the first one of its window.
-            kept: bytes that stay in use from now on, such as kernels that were made for this size.
+            samples: number of its samples.
+            peak: measured peak beyond the memory in use before; None if it could not be measured.
+            first: it was the first one of its window.
+            kept: bytes that stay in use, such as kernels compiled for this size.
         """
         runs = self.runs[samples] = self.runs.get(samples, 0) + 1
         if peak is None:
-            # Without a measurement the estimate takes its place.
+            # Without a measurement, use the estimate.
             self.needed.setdefault(samples, self.demand().at(samples))
             return
         self.measured[samples] = peak
         exact = self.needed.keys() - self.rough
-        # A measurement that includes all gradients is known up to this size: it is the better one.
+        # A measurement of this or a larger size with all gradients exists, and is more precise.
         if first and samples <= max(exact, default=0):
             return
         needed = peak - kept + (self.missing(samples) if first else self.gradients)
-        # The first run of a size has needs of its own; afterwards the highest counts.
+        # The first two runs of a size may need extra memory and are replaced; afterwards the maximum counts.
         self.needed[samples] = max(needed, self.needed.get(samples, 0)) if runs > 2 else needed
         if first:
             self.rough.add(samples)
-            # The gradients made meanwhile hide smaller amounts, and so the slope from there.
+            # Gradients that were made in between hide smaller amounts, so the slope from there is unknown.
             self._drop(other for other in self.rough if other < samples and self._hidden(other))
             return
         self.rough.discard(samples)
-        # Between a guess and a measurement there is no slope, unless the guess is a small part of both.
+        # The slope between a rough value and an exact one is useless, unless the estimated part is small.
         self._drop(other for other in self.rough if self.missing(other) > _ROUGH * needed)
 
     def _hidden(self, samples: int) -> bool:
@@ -144,14 +144,14 @@ class SizeHistory:
 
 
 def known_from(peaks: Sequence[Peak], how: How) -> SizeHistory:
-    """Begin with predicted peaks.
+    """Return a history with predicted peaks only.
 
     Args:
-        peaks: of at least one size.
-        how: they were predicted.
+        peaks: predicted peaks of at least one size.
+        how: kind of the prediction.
 
     Returns:
-        The history with predictions alone.
+        The history.
 
     Examples:
         >>> peak = Peak(
@@ -183,22 +183,23 @@ def known_from(peaks: Sequence[Peak], how: How) -> SizeHistory:
 def reach(
     known: SizeHistory, *, total: int, top: int, at_first: int, each: int = 0, ratio: float = 0.0
 ) -> int:
-    """The largest micro-batch that may be run next.
+    """Return the largest micro-batch that may run next.
 
-    A micro-batch far beyond everything measured rests on the prediction alone, so sizes rise in strides: the
-    first one is to need at most half of the total by the prediction, the next ones go three quarters of the
-    way to the limit, or all of it where the measurements rise as predicted.
+    A micro-batch much larger than all measured ones relies on the prediction alone, so sizes grow in steps.
+    The first one may need half of the total by the prediction. The next ones go three quarters of the way to
+    the limit, or all the way if the measurements rise as predicted.
 
     Args:
         known: history of this shape.
-        total: bytes that there is room for.
-        top: bytes that may be used of these: the margin is the difference.
-        at_first: bytes that kernels and threads may take at their first use, which no prediction knows.
-        each: bytes that stay in use with each new size.
-        ratio: how much micro-batches of other shapes needed for each byte predicted; 0 if none was measured.
+        total: available bytes.
+        top: bytes of these that may be used; the difference is the margin.
+        at_first: bytes that kernels and threads may allocate at their first use, which predictions do not
+            include.
+        each: bytes that each new size keeps.
+        ratio: measured bytes per predicted byte for other shapes; 0 if none was measured.
 
     Returns:
-        Samples, at least 1: nothing smaller exists.
+        Number of samples, at least 1.
 
     Examples:
         >>> peak = Peak(
@@ -221,11 +222,11 @@ def reach(
         (86, 60)
     """
     if not known.needed:
-        # Another shape was measured here: that has shown how far predictions are off.
+        # Measurements of another shape have shown the error of predictions.
         share = 0.8 / max(ratio, 1.0) if ratio else _UNMEASURED
         return max(1, known.curve.largest(int(min(top, share * total)) - at_first, most_of(known)))
     demand, highest = known.demand(), max(known.needed.values())
-    # One small micro-batch has shown the memory that is needed once, such as kernels.
+    # One small micro-batch has shown the memory that is needed once, e.g. for kernels.
     if highest < 0.3 * total:
         budget = _MEASURED * total
     elif top - highest <= _NEAR * total or (highest > _FAR * total and _rises_as_predicted(known, each)):
@@ -237,7 +238,7 @@ def reach(
 
 def _rises_as_predicted(known: SizeHistory, each: int) -> bool:
     low, high = min(known.needed), known.tried
-    # Sizes that are near each other show no slope.
+    # Two sizes that are close to each other give no reliable slope.
     if low > APART * high:
         return False
     rise = known.curve.at(high) - known.curve.at(low)
@@ -245,16 +246,13 @@ def _rises_as_predicted(known: SizeHistory, each: int) -> bool:
 
 
 def most_of(known: SizeHistory) -> int:
-    """Return the largest size that a curve is used for: far beyond the predictions it says nothing."""
+    """Return the largest size for which the curve is used; far beyond the predictions it is unreliable."""
     return 16 * max(known.curve.points[-1][0], known.tried)
 
 
 def state_of(known: SizeHistory) -> dict[str, Any]:
-    """Plain containers from which `known_of` makes the same again.
-
-    Peaks are left out: only reports show them.
-    """
-    # Without `runs`: a resumed run measures each size anew, maybe on another machine.
+    """Return a history as plain containers for `known_of`, without peaks, which only reports show."""
+    # Without `runs`: a resumed run, maybe on another machine, measures each size again.
     return {
         "how": known.how,
         "curve": [list(point) for point in known.curve.points],

@@ -29,57 +29,57 @@ def controller(
     least: int = 1,
     most: int | None = None,
 ) -> Controller:
-    """Make a `superbatch.tuning.adaptive.Controller` whose windows have one length on all ranks of a model.
+    """Make a `superbatch.tuning.adaptive.Controller` whose windows have equal length on all ranks of a model.
 
-    Rank 0 decides. Every rank must ask as often, so all need data for as many windows (equal shards, as
-    `DistributedSampler` makes them).
+    Rank 0 decides, and all ranks must call the controller equally often. So each rank needs data for the same
+    number of windows: equal shards, as `DistributedSampler` makes them.
 
     Args:
-        model: in DistributedDataParallel, where there are several ranks.
-        noise: what is known now, such as ``lambda: accumulate.noise``.
+        model: the model, in DistributedDataParallel if there are several ranks.
+        noise: function that returns the present noise estimate, such as ``lambda: accumulate.noise``.
         microbatch: samples of one micro-batch *on one rank*.
         start: accumulation steps of the first window.
-        target: noise over signal that is aimed at.
-        least: accumulation steps at least.
-        most: accumulation steps at most.
+        target: ratio of noise to signal to aim at.
+        least: smallest number of accumulation steps.
+        most: largest number of accumulation steps; None: no limit.
 
     Returns:
-        The controller: pass it to `windows`.
+        The controller; pass it to `windows`.
 
     Examples:
         >>> steps = controller(nn.Linear(2, 1), lambda: None, microbatch=8, start=4)
-        >>> steps(0), steps(1)  # nothing is known: held
+        >>> steps(0), steps(1)  # without an estimate the steps stay
         (4, 4)
     """
-    # Finds DDP: all ranks of the model must open windows of one length.
+    # The ranks of DDP, because all of them must open windows of equal length.
     sync: Sync = find_sync([model])
     return Controller(
         noise,
-        # Of all ranks: the noise scale is in samples of the effective batch.
+        # On all ranks: the noise scale is in samples of the effective batch.
         microbatch=microbatch * sync.count,
         start=start,
         target=target,
         least=least,
         most=most,
-        # Rank 0's decision: measured noise is rounded differently on each.
+        # Rank 0 decides, because rounding of the measured noise differs between ranks.
         first=sync.first,
     )
 
 
 class AdaptiveBatch:
-    """Lets an optimizer's settings follow a batch that a controller changes.
+    """Scale an optimizer's settings whenever a controller changes the batch.
 
-    By itself a `Controller` leaves the rate alone, so that a larger batch means less noise, as a decayed rate
-    would. With this the settings are scaled at each change, before the window's update.
+    A `Controller` alone does not change the learning rate, so a larger batch reduces noise like a decayed
+    rate. `AdaptiveBatch` scales the settings at each change of the batch, before the window's update.
 
     Args:
-        optimizer: scaled by `rescale`.
+        optimizer: optimizer that `rescale` scales.
         steps: the controller, or another schedule of accumulation steps.
-        rule: ``"linear"``, ``"sqrt"``, ``"power"`` or ``"keep"``; for the gain see `AdaScaleRate`.
-        scheduler: what sets the optimizer's rate, if anything does.
+        rule: ``"linear"``, ``"sqrt"``, ``"power"`` or ``"keep"``; for ``"gain"`` see `AdaScaleRate`.
+        scheduler: scheduler of the optimizer's rate; None if there is none.
 
     Raises:
-        InputError: the rule depends on the noise.
+        InputError: the rule is ``"gain"``, which depends on the noise.
 
     Examples:
         >>> import torch
@@ -95,8 +95,8 @@ class AdaptiveBatch:
     ) -> None:
         if rule == "gain":
             raise InputError(
-                'rule="gain" would let the rate wander off, because the noise changes between two '
-                "changes of the batch. Use AdaScaleRate, whose gain is always that over one base batch."
+                'rule="gain" would accumulate errors in the rate, because the noise changes between two '
+                "changes of the batch. Use AdaScaleRate, whose gain is relative to a fixed base batch."
             )
         self._optimizer, self._steps, self._scheduler = optimizer, steps, scheduler
         self._rule: Rule = rule
@@ -105,34 +105,35 @@ class AdaptiveBatch:
     def __call__(self, update: int) -> int:
         """Return the accumulation steps of an update, and scale the optimizer to them."""
         steps = self._steps(update)
-        # Not at the first call: the settings are for the first batch.
+        # Not at the first call: the optimizer's settings are meant for the first batch.
         if self._last is not None and steps != self._last:
             rescale(self._optimizer, self._last, steps, rule=self._rule, scheduler=self._scheduler)
         self._last = steps
         return steps
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save: the steps that the optimizer is scaled to."""
+        """Return the state to save: the steps to which the optimizer is scaled."""
         return {"last": self._last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state; the controller's and the optimizer's are loaded apart."""
+        """Resume from a saved state; load the states of the controller and the optimizer separately."""
         self._last = state["last"]
 
 
 class AdaScaleRate:
-    """Sets an optimizer's rate to AdaScale's, ``gain x lr0(tau)``: a scheduler for the Accumulator.
+    """Set an optimizer's rate by AdaScale, ``gain x lr0(tau)``: a scheduler for the Accumulator.
 
-    For Adam the rate takes the square root of the gain; the progress takes it whole.
+    For Adam the rate is scaled by the square root of the gain; the progress tau grows by the gain itself.
 
     Args:
-        optimizer: its rates are lr0 at a factor of 1.
-        factor: factor of the rate as a function of tau, of updates with the base batch; such as ``lambda tau:
-            0.5 ** (tau // 1000)``.
-        base_batch: samples of one update, on all ranks, that the rate and `factor` are for.
+        optimizer: the optimizer; its rates are lr0 at a factor of 1.
+        factor: factor of the rate as a function of tau, the number of updates with the base batch; such as
+            ``lambda tau: 0.5 ** (tau // 1000)``.
+        base_batch: samples of one update, on all ranks, for which the rate and `factor` are meant.
         batch: samples of each update, on all ranks: a number, or a function of the update's index.
-        noise: what is known now, such as ``meter.estimate`` with a `NoiseMeter` that the Accumulator gets as
-            ``observers=[meter]``. It is asked at once, when there is no Accumulator yet.
+        noise: function that returns the present noise estimate, such as ``meter.estimate`` of a `NoiseMeter`
+            that is passed to the Accumulator as ``observers=[meter]``. It is called at once, before there is
+            an Accumulator.
 
     Examples:
         >>> import torch
@@ -156,18 +157,18 @@ class AdaScaleRate:
     ) -> None:
         self._optimizer, self._noise = optimizer, noise
         self._batch = batch if callable(batch) else lambda update: batch
-        # initial_lr where a scheduler has changed lr already.
+        # initial_lr, because a scheduler may have changed lr already.
         self._rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
         adam = isinstance(optimizer, Adam | AdamW)  # no subclass of Adam in older releases
-        # The step of Adam does not grow with the gradient, so the rate takes the root of the gain.
+        # Adam's step does not grow with the gradient, so its rate is scaled by the root of the gain.
         self._adascale = AdaScale(factor, base_batch, power=0.5 if adam else 1.0)
         self._update = 0
-        # The first update already has its gain.
+        # The gain applies from the first update on.
         self._apply()
 
     @property
     def progress(self) -> float:
-        """tau: how many updates with the base batch those so far were worth; train until it is enough."""
+        """tau: progress so far, as a number of updates with the base batch."""
         return self._adascale.progress
 
     @property
@@ -176,8 +177,8 @@ class AdaScaleRate:
         return self._adascale.gain
 
     def step(self) -> None:
-        """Note an update, and set the rate of the next one; called by the Accumulator."""
-        # Before the rate is set: tau is that of the update that comes next.
+        """Advance tau by an update, and set the rate of the next one; the Accumulator calls this."""
+        # First, because the rate belongs to the tau of the next update.
         self._adascale.advance()
         self._update += 1
         self._apply()
@@ -187,10 +188,10 @@ class AdaScaleRate:
         return {"update": self._update, "rates": list(self._rates), "adascale": self._adascale.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state; the optimizer's own holds the rate of the next update.
+        """Resume from a saved state; the optimizer's state has the rate of the next update.
 
         Args:
-            state: from `state_dict`.
+            state: result of `state_dict`.
         """
         self._update, self._rates = int(state["update"]), list(state["rates"])
         self._adascale.load_state_dict(state["adascale"])
@@ -198,5 +199,5 @@ class AdaScaleRate:
     def _apply(self) -> None:
         factor = self._adascale.rate(self._batch(self._update), self._noise())
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
-            # In place where the rate is a tensor: a captured graph reads that tensor.
+            # In place if the rate is a tensor, because a captured graph reads that tensor.
             set_number(group, "lr", rate * factor)

@@ -1,8 +1,8 @@
-"""The batches of a survey: as many as it has points, from the beginning again where they end.
+"""Batches of a survey: one per point, starting again when the data end.
 
-What is read is restored where it can be: counters and generators of a loader, its samplers and its datasets;
-the epoch of persistent workers; and the state of a loader that has `state_dict` and `load_state_dict`. Where
-an iterator stands cannot be restored, so none is taken.
+Afterwards the position of the data is restored as far as possible: counters and generators of a loader, its
+samplers and datasets; the epoch of persistent workers; and the state of a loader that has `state_dict` and
+`load_state_dict`. The position of an iterator cannot be restored, so iterators are not accepted.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Batches:
-    """An endless stream of batches.
+    """Endless stream of batches.
 
     Args:
-        batches: can be iterated over again and again (a DataLoader, a list), or a function without arguments
-            that returns something to iterate over.
-        accumulation_steps: group its micro-batches into windows of this many, as `windows` does; None takes
-            each as a batch. A schedule continues when the batches begin again: it counts updates.
+        batches: iterable that can start again (a DataLoader, a list), or a function without arguments that
+            returns an iterable.
+        accumulation_steps: group micro-batches into windows of this many, as `windows` does; None: each item
+            is a batch. A schedule counts updates, so it continues when the batches start again.
 
     Attributes:
-        epochs: how often the batches were begun with.
+        epochs: number of starts.
 
     Raises:
-        InputError: it is an iterator or a generator, which cannot be begun with again.
+        InputError: `batches` is an iterator or a generator, which cannot start again.
 
     Examples:
         >>> stream = Batches([1, 2], None)
@@ -56,32 +56,31 @@ class Batches:
         """Return the next batch.
 
         Raises:
-            InputError: there is not a single one.
+            InputError: there are no batches.
         """
         if self._iterator is not None:
             # A for loop with a return: next() with a default would hide a batch that is None.
             for batch in self._iterator:
                 self._taken += 1
                 return batch
-        # The old iterator first: two of them would keep twice the workers.
+        # Closed first: two iterators would have twice as many workers.
         self.close()
         self.epochs += 1
         loader = self._begin()
-        # Schedules count updates of the survey, over the ends of the loader.
+        # A schedule counts the survey's updates across epochs of the loader.
         grouped = None if self._steps is None else windows(loader, self._steps, first_update=self._taken)
         self._iterator = iter(loader if grouped is None else grouped)
         for batch in self._iterator:
             self._taken += 1
             return batch
         raise InputError(
-            f"The batches are empty{' the second time' if self.epochs > 1 else ''}, and a survey makes one "
-            "update per point. Pass a loader that is not empty, or a function that makes a new iterator for "
-            "each call."
+            f"The batches are empty{' the second time' if self.epochs > 1 else ''}, but a survey needs one "
+            "per point. Pass a loader that is not empty, or a function that returns a new iterator each time."
         )
 
     def close(self) -> None:
-        """Drop the iterator: workers of a loader end with it."""
-        # Generators have close(); a DataLoader's iterator ends with its last reference.
+        """Free the iterator; the workers of a loader end with it."""
+        # Generators have close(); the iterator of a DataLoader ends with its last reference.
         close = getattr(self._iterator, "close", None)
         if callable(close):
             close()
@@ -92,8 +91,8 @@ def keep_position(batches: Any, undo: ExitStack) -> None:
     """Record the position of a loader, and restore it when `undo` is closed.
 
     Args:
-        batches: of the user.
-        undo: an ExitStack that restores the position when it is closed.
+        batches: the user's batches.
+        undo: ExitStack that restores the position when it is closed.
 
     Examples:
         >>> import torch
@@ -107,7 +106,7 @@ def keep_position(batches: Any, undo: ExitStack) -> None:
         True
     """
     holders, with_state = _holders(batches), _has_state(batches)
-    # A loader with a state of its own restores it whole.
+    # A loader with state_dict restores everything itself.
     for holder in holders:
         if not (holder is batches and with_state):
             _keep_attributes(holder, undo)
@@ -115,7 +114,7 @@ def keep_position(batches: Any, undo: ExitStack) -> None:
         # A copy: a loader may return its live state.
         undo.callback(batches.load_state_dict, copy.deepcopy(batches.state_dict()))
     if isinstance(batches, DataLoader):
-        # Persistent workers continue their epoch afterwards, unaware of those that serve the survey.
+        # Persistent workers continue their epoch afterwards; the survey uses others.
         undo.callback(setattr, batches, "_iterator", batches._iterator)
         batches._iterator = None
 
@@ -125,12 +124,12 @@ def _has_state(batches: Any) -> bool:
 
 
 def _holders(batches: Any) -> list[Any]:
-    """The loader, its samplers and its datasets, with those that they wrap: whatever may count or draw."""
+    """Return the loader, its samplers and its datasets, and those they wrap, which may have a position."""
     found: dict[int, Any] = {}
     waiting = [batches]
     while waiting:
         one = waiting.pop(0)
-        # Functions hold no position, and objects without __dict__ no attributes.
+        # Functions and objects without __dict__ hold no position.
         if id(one) in found or not hasattr(one, "__dict__") or isinstance(one, FunctionType):
             continue
         found[id(one)] = one
@@ -144,10 +143,10 @@ def _holders(batches: Any) -> list[Any]:
 
 
 def _keep_attributes(holder: Any, undo: ExitStack) -> None:
-    """Its counters, and the generators it draws from. Not its containers: a cache may keep growing."""
+    """Record counters and generators of an object. Not its containers: a cache may continue to grow."""
     attributes = vars(holder)
     plain = {name: value for name, value in attributes.items() if isinstance(value, _PLAIN)}
-    # update and not replace: attributes that were added since may be caches.
+    # update, not replace: attributes that were added since may be caches.
     undo.callback(attributes.update, plain)
     for value in attributes.values():
         restore = generator_restorer(value)
@@ -156,13 +155,12 @@ def _keep_attributes(holder: Any, undo: ExitStack) -> None:
 
 
 def _beginner(batches: Any) -> Callable[[], Iterable[Any]]:
-    # Iterator before Iterable: every iterator is iterable.
+    # Iterator is tested before Iterable, because every iterator is iterable.
     if isinstance(batches, Iterator):
         raise InputError(
-            f"The batches are an iterator ({type(batches).__name__}), which cannot begin again: the "
-            "training would lack what the survey takes. Pass the DataLoader or list itself "
-            "(accumulation_steps=K makes windows of it), or a function that returns a new iterator: "
-            "lambda: windows(loader, 8)."
+            f"The batches are an iterator ({type(batches).__name__}), which cannot start again, so training "
+            "would lack the batches of the survey. Pass the DataLoader or list itself (accumulation_steps=K "
+            "groups it into windows), or a function that returns a new iterator: lambda: windows(loader, 8)."
         )
     if isinstance(batches, Iterable):
         return lambda: batches

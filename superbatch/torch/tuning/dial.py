@@ -1,4 +1,4 @@
-"""One option of all parameter groups as one number: what a survey turns."""
+"""One option of all parameter groups, set by a single number: the variable of a survey."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ RANGES: dict[What, tuple[float, float]] = {"momentum": (0.0, 0.999), "weight_dec
 
 
 class Dial:
-    """Sets the surveyed option of every parameter group; groups keep their ratios.
+    """Set the surveyed option of every parameter group; groups keep their ratios.
 
-    The group with the largest value leads. Where all are zero (a warm-up's first learning rate), the
-    schedulers' initial rates give the ratios, else all groups get the same.
+    Ratios are relative to the group with the largest value. If all values are zero (the first learning rate
+    of a warm-up), the initial rates of schedulers give the ratios; without those all groups get the same
+    value.
 
     Args:
-        optimizers: whose groups.
+        optimizers: optimizers with the groups.
         what: the option.
 
     Attributes:
-        ratios: of each group to the leading one.
+        ratios: ratio of each group to the one with the largest value.
 
     Raises:
         OptimizerError: a group does not have the option.
@@ -44,32 +45,32 @@ class Dial:
     def __init__(self, optimizers: Sequence[Optimizer], what: What) -> None:
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._set = _SETTERS[what]
-        # Before anything is set: a survey changes all groups or none.
+        # Checked before anything is set: a survey changes all groups or none.
         if any(_key(group, what) not in group for group in self._groups):
             raise OptimizerError(
                 f"A survey cannot change what={what!r} of "
                 f"{', '.join(type(o).__name__ for o in optimizers)}: a parameter group has no such "
                 'option. Survey what="lr", or use an optimizer that has it.'
             )
-        # Momentum is not scaled by ratio: 0.9 and 0.45 are no halves of one thing.
+        # Momentum is not scaled by a ratio: all groups get the same value.
         self.ratios = (1.0,) * len(self._groups) if what == "momentum" else _ratios(self._groups, what)
 
     def turn(self, value: float) -> None:
-        """Give the leading group this value, and the others theirs."""
+        """Set the value of the leading group, and those of the others by their ratios."""
         for group, ratio in zip(self._groups, self.ratios, strict=True):
             self._set(group, value * ratio)
 
 
 def range_of(optimizers: Sequence[Optimizer], what: What) -> tuple[float, float]:
-    """The default ramp of an option.
+    """Return the default range of an option.
 
     Args:
-        optimizers: that are surveyed.
+        optimizers: surveyed optimizers.
         what: the option.
 
     Returns:
-        First and last value: a rate from 1e-6 to 10 for SGD, whose update is the gradient's size times it,
-        and from 1e-7 to 1 for the others, whose updates have a size of their own (Adam).
+        First and last value. For learning rates 1e-6 and 10 with SGD, whose update is rate times gradient;
+        1e-7 and 1 with other optimizers, whose update does not grow with the gradient (Adam).
 
     Examples:
         >>> import torch
@@ -79,13 +80,13 @@ def range_of(optimizers: Sequence[Optimizer], what: What) -> tuple[float, float]
     """
     if what != "lr":
         return RANGES[what]
-    # Adam's step has the size of the rate, SGD's that of rate times gradient.
+    # Adam's step is about as large as the rate, SGD's is rate times gradient.
     return (1e-6, 10.0) if all(isinstance(optimizer, SGD) for optimizer in optimizers) else (1e-7, 1.0)
 
 
 def _ratios(groups: Sequence[dict[str, Any]], what: What) -> tuple[float, ...]:
     values = [float(group[what]) for group in groups]
-    # A warm-up starts at 0, and the ratios are then those of the initial rates.
+    # A warm-up starts at 0; then the initial rates give the ratios.
     if what == "lr" and not any(values):
         values = [float(group.get("initial_lr", 0.0)) for group in groups]
     largest = max(values)
@@ -98,7 +99,7 @@ def _key(group: dict[str, Any], what: What) -> str:
 
 def _set_number(name: str) -> Callable[[dict[str, Any], float], None]:
     def put(group: dict[str, Any], value: float) -> None:
-        if isinstance(group[name], Tensor):  # a compiled or captured optimizer holds on to the tensor
+        if isinstance(group[name], Tensor):  # in place: a compiled or captured optimizer reads this tensor
             group[name].fill_(value)
         else:
             group[name] = value
@@ -106,7 +107,7 @@ def _set_number(name: str) -> Callable[[dict[str, Any], float], None]:
     return put
 
 
-_NO_MOMENTUM = 1e-300  # of which float32 and float64 make nothing
+_NO_MOMENTUM = 1e-300  # so small that it has no effect in float32 and float64
 
 
 def _set_momentum(group: dict[str, Any], value: float) -> None:

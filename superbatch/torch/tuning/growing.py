@@ -21,19 +21,19 @@ from .scaling import change_betas, schedulers_of, set_number
 def rate_of(
     scheduler: LRScheduler | Callable[[Optimizer], LRScheduler], *, samples_per_step: int
 ) -> Callable[[float], float]:
-    """Read the factor of the rate that a torch scheduler sets, as a function of the samples seen.
+    """Return the rate factor of a torch scheduler as a function of the samples seen.
 
-    A copy of the scheduler is stepped on a throwaway optimizer, as far as is asked: the scheduler and its
-    optimizer stay what they are.
+    A copy of the scheduler is stepped on a temporary optimizer as far as needed; the scheduler and its
+    optimizer do not change.
 
     Args:
-        scheduler: new, not stepped yet; or a function that makes it for an optimizer.
-        samples_per_step: samples between two steps of it: those of one update where it is stepped after each,
-            those of an epoch where it is stepped after each epoch.
+        scheduler: new scheduler that was not stepped yet; or a function that makes one for an optimizer.
+        samples_per_step: samples between two steps of the scheduler: those of one update, or those of an
+            epoch if it is stepped once per epoch.
 
     Returns:
-        samples -> rate over the optimizer's rate (its ``initial_lr``). Where the scheduler has come to its
-        end, the last value.
+        Function from samples to the rate relative to the optimizer's rate (its ``initial_lr``). After the end
+        of the schedule it returns the last value.
 
     Raises:
         InputError: its rate depends on more than the number of steps, or differs between groups.
@@ -49,20 +49,21 @@ def rate_of(
 
 
 class GrowBatch:
-    """Trains with a batch that grows: the accumulation steps of each window, and the rate that goes with it.
+    """Schedule of a growing batch: accumulation steps of each window, and the learning rate.
 
-    Pass it to `windows` as the accumulation steps, and to the Accumulator as its scheduler. Adam's beta2
-    follows the batch too, and keeps its half-life in samples.
+    Pass it to `windows` as the accumulation steps, and to the Accumulator as its scheduler. Adam's beta2 is
+    changed with the batch, so that its half-life in samples stays constant.
 
-    Rates go by updates that were made, lengths by windows: after a window that made no update they are one
-    apart until `windows` gets ``first_update=accumulate.updates`` again, as at the start of an epoch.
+    Rates depend on the number of updates, accumulation steps on the number of windows. After a window without
+    an update the two differ by one, until `windows` is called with ``first_update=accumulate.updates`` again,
+    e.g. at the start of an epoch.
 
     Args:
-        optimizer: its rate (``initial_lr`` where a scheduler was made with it) is the schedule's 1.
-        schedule: from `superbatch.tuning.growing.grow_batch`.
+        optimizer: the optimizer; its rate (``initial_lr`` if a scheduler was made with it) is a factor of 1.
+        schedule: result of `superbatch.tuning.growing.grow_batch`.
 
     Raises:
-        InputError: the schedule's temperature is not that of the optimizer.
+        InputError: the temperature of the schedule is wrong for the optimizer.
 
     Examples:
         >>> from superbatch.tuning.growing import grow_batch
@@ -79,7 +80,7 @@ class GrowBatch:
         _require_temperature(optimizer, schedule.temperature_of)
         self._optimizer, self._schedule, self._update = optimizer, schedule, 0
         groups = optimizer.param_groups
-        # initial_lr where a scheduler has changed lr already.
+        # initial_lr, because a scheduler may have changed lr already.
         self._rates = [float(group.get("initial_lr", group["lr"])) for group in groups]
         self._betas = [float(group["betas"][1]) if "betas" in group else None for group in groups]
         if schedule.momentum is not None:
@@ -91,7 +92,7 @@ class GrowBatch:
         return self._schedule(update)
 
     def step(self) -> None:
-        """Set what the next update is made with; called by the Accumulator after each one."""
+        """Set the rate and betas of the next update; the Accumulator calls this after each update."""
         self._update += 1
         self._apply()
 
@@ -113,12 +114,12 @@ class GrowBatch:
         rate = self._schedule.rate(self._update)
         groups = self._optimizer.param_groups
         for group, base, beta2 in zip(groups, self._rates, self._betas, strict=True):
-            # From the base and not from the last rate: rounding does not add up.
+            # From the base, not from the last rate, so that rounding does not accumulate.
             set_number(group, "lr", base * rate)
             if beta2 is None:
                 continue
             new = self._schedule.beta2(beta2, self._update)
-            # Unchanged in most updates: the state is left alone.
+            # Only if it changes, which is rare, because a change scales the state too.
             if new != float(group["betas"][1]):
                 for change in change_betas(self._optimizer, group, beta1=float(group["betas"][0]), beta2=new):
                     change()
@@ -128,8 +129,8 @@ class GrowBatch:
         for group in self._optimizer.param_groups:
             if "momentum" not in group:
                 raise InputError(
-                    f"The schedule is for momentum {momentum}, but {type(self._optimizer).__name__} has no "
-                    "momentum to change. Leave momentum= out, or train with SGD."
+                    f"The schedule changes momentum (to {momentum}), but {type(self._optimizer).__name__} "
+                    "has none. Leave momentum= out of grow_batch(), or train with SGD."
                 )
         for group in self._optimizer.param_groups:
             group["momentum"] = momentum
@@ -149,7 +150,7 @@ def _require_temperature(optimizer: Optimizer, temperature: str) -> None:
 
 
 class _Simulated:
-    """The rates of a scheduler over its steps, simulated as far as is asked."""
+    """Rates of a scheduler by steps, simulated as far as needed."""
 
     def __init__(self, scheduler: LRScheduler, samples_per_step: int) -> None:
         self._scheduler, self._samples = scheduler, samples_per_step
@@ -160,18 +161,18 @@ class _Simulated:
 
     def __call__(self, samples: float) -> float:
         step = int(samples // self._samples)
-        # As far as is asked, and each step once: schedules ask for rising samples.
+        # Each step is simulated once, when it is first needed.
         while len(self._factors) <= step and not self._over:
             self._advance()
         return self._factors[min(step, len(self._factors) - 1)]
 
     def _advance(self) -> None:
         with warnings.catch_warnings():
-            # The throwaway optimizer is never stepped, which schedulers warn of.
+            # Schedulers warn because the temporary optimizer is never stepped.
             warnings.simplefilter("ignore")
             try:
                 self._scheduler.step()
-            except ValueError:  # how OneCycleLR says that it is over
+            except ValueError:  # OneCycleLR raises it at its end
                 self._over = True
                 return
         self._factors.append(self._factor())
@@ -185,8 +186,8 @@ class _Simulated:
         # Relative: rates of 1e-6 differ by less than 1e-9 in rounding alone.
         if max(found) - min(found) > 1e-9 * max(map(abs, found)):
             raise InputError(
-                f"The scheduler multiplies the rates of groups by {found}, but there is one batch for all "
-                "of them. Give one factor, as a function of the samples seen."
+                f"The scheduler multiplies the rates of parameter groups by different factors ({found}), but "
+                "all groups have the same batch. Pass a scheduler with one factor for all groups."
             )
         return found[0]
 
@@ -194,23 +195,23 @@ class _Simulated:
 def _throwaway(scheduler: Any) -> LRScheduler:
     if isinstance(scheduler, ReduceLROnPlateau):
         raise InputError(
-            "The rate of a ReduceLROnPlateau depends on losses that are not known beforehand. Pass a "
-            "scheduler that depends on the number of its steps alone."
+            "The rate of a ReduceLROnPlateau depends on future losses, so it cannot be simulated. Pass a "
+            "scheduler whose rate depends only on the number of its steps."
         )
     if not isinstance(scheduler, LRScheduler):
         if not callable(scheduler):
             raise InputError(
-                f"The scheduler is of type {type(scheduler).__name__} and cannot be simulated. Pass a "
-                "torch scheduler, or a function that makes one for an optimizer."
+                f"A scheduler of type {type(scheduler).__name__} cannot be simulated. Pass a torch scheduler "
+                "or a function from an optimizer to a torch scheduler."
             )
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9)
         return _throwaway(scheduler(optimizer))
-    # A ChainedScheduler counts nothing itself.
+    # A ChainedScheduler has no counter of its own.
     stepped = max(getattr(each, "last_epoch", 0) for each in schedulers_of(scheduler))
     if stepped > 0:
         raise InputError(
-            f"The batch grows from the start of the schedule, but the scheduler is after {stepped} steps. "
-            "Pass a new one."
+            f"The scheduler has made {stepped} steps already, but the batch grows from the start of the "
+            "schedule. Pass a new scheduler."
         )
     # Parameters of one element: the copy needs groups, not weights.
     groups = [
@@ -218,6 +219,6 @@ def _throwaway(scheduler: Any) -> LRScheduler:
         for group in scheduler.optimizer.param_groups
     ]
     throwaway = torch.optim.SGD(groups, lr=0.0)
-    # The copy's optimizer is the throwaway one, wherever the scheduler (or one inside it) holds it; neither
-    # the user's parameters nor their state are copied.
+    # In the copy, the temporary optimizer replaces the user's one, also in nested schedulers; parameters and
+    # states of the user are not copied.
     return copy.deepcopy(scheduler, {id(scheduler.optimizer): throwaway})

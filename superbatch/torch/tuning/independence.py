@@ -1,4 +1,4 @@
-"""Test by gradients, at parameters that rest, whether the micro-batches of windows are independent draws."""
+"""Test by gradients, at fixed parameters, whether the micro-batches of windows are independent draws."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def independence_at_rest(
     windows: int = 3 * FEWEST_TRIPLES,
     **options: Any,
 ) -> Independence:
-    """Compare gradients of windows with what the spread of their micro-batches explains; nothing is updated.
+    """Test whether gradients of windows vary as their micro-batches predict; nothing is updated.
 
-    The test that a `superbatch.NoiseMeter` makes by losses sees no noise that gradients share and losses do
-    not. This one does, at the price of 60 windows of computing and of three gradients in memory. Data sorted
-    from end to end look like a gradient that drifts, which neither of them takes for noise.
+    The test of a `superbatch.NoiseMeter` uses losses, so it misses noise that only the gradients of a window
+    share. This test finds it, at the cost of computing 60 windows and of memory for three gradients. Both
+    tests miss data that are sorted over the whole epoch, because these look like a drifting gradient.
 
     Args:
-        models: whose gradient it is; parameters stay as they are, and so does ``.grad``.
-        loss_fn: loss of a micro-batch.
-        batches: as training has them, in its order; at least `windows` of them.
-        windows: how many to compare, three at a time.
-        options: of `superbatch.torch.Gradient`, as in training: ``microbatch_size``, ``weight``,
+        models: modules of the gradient; parameters and ``.grad`` do not change.
+        loss_fn: function from a micro-batch to its loss.
+        batches: at least `windows` batches, in the order of training.
+        windows: number of windows to compare, three at a time.
+        options: options of `superbatch.torch.Gradient`, as in training: ``microbatch_size``, ``weight``,
             ``reduction``.
 
     Returns:
-        The verdict, with the noise scale that updates see as windows are now.
+        The verdict, and the noise scale of updates with the present windows.
 
     Raises:
         InputError: there are fewer batches, a window has one micro-batch, or an option cannot be used.
@@ -65,12 +65,9 @@ def independence_at_rest(
         True
     """
     if positive_int("windows", windows) < 3:
-        raise InputError(
-            f"windows={windows} is too few to compare three at a time. Pass {3 * FEWEST_TRIPLES} or more "
-            "for a verdict."
-        )
+        raise InputError(f"windows={windows} is too few for a verdict. Pass {3 * FEWEST_TRIPLES} or more.")
     if "observers" in options:
-        raise InputError("The test makes its own NoiseMeter. Leave observers= out.")
+        raise InputError("The test uses a NoiseMeter of its own. Leave observers= out.")
     meter = NoiseMeter(every=1)
     fresh = meter.state_dict()
     gradient = Gradient(models, loss_fn, observers=[meter], **options)
@@ -92,7 +89,7 @@ Gradients = Sequence[Tensor | None]
 
 
 class _Windows:
-    """Means over windows: squared length of the gradient, variance between neighbours, samples."""
+    """Means over windows: squared norm of the gradient, variance between neighbours, samples."""
 
     def __init__(self) -> None:
         self._lengths: list[float] = []
@@ -109,7 +106,7 @@ class _Windows:
         self._samples += [samples for *_, samples in found]
 
     def noise_scale(self) -> float | None:
-        """``N D / (mean |g|^2 - D)``, D the variance of whole windows: right whatever is shared."""
+        """``N D / (mean |g|^2 - D)`` with D the variance between windows: correct with shared noise too."""
         between, length, samples = (
             math.fsum(each) / len(each) for each in (self._between, self._lengths, self._samples)
         )
@@ -124,7 +121,7 @@ def _one(
     batches: Iterator[Any],
     windows: int,
 ) -> tuple[Gradients, float, float]:
-    """Gradient of the next window, the variance that its micro-batches explain, and its samples."""
+    """Return the gradient of the next window, the variance by its micro-batches, and its samples."""
     batch = next(batches, None)
     if batch is None:
         raise InputError(
@@ -138,15 +135,15 @@ def _one(
     noise = meter.estimate()
     if not meter.windows:
         raise InputError(
-            f"A window of the test could not be measured: {noise.reason}. Pass a microbatch_size that cuts "
-            "each batch in two or more."
+            f"The noise of a window could not be measured: {noise.reason}. Pass a microbatch_size that cuts "
+            "each batch into two or more micro-batches."
         )
     parts = [None if p.grad is None else p.grad.detach().to_dense().clone() for p in owned]
     return parts, noise.variance / noise.samples_per_window, noise.samples_per_window
 
 
 def _distance(one: Gradients, other: Gradients) -> float:
-    """The squared distance, parameter by parameter: float64 copies of whole gradients would not fit."""
+    """Return the squared distance, one parameter at a time to save memory for float64 copies."""
     found = 0.0
     for a, b in zip(one, other, strict=True):
         if a is None and b is None:

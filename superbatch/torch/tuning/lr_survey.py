@@ -1,4 +1,4 @@
-"""Learning-rate range test, made of the updates that training will make."""
+"""Learning-rate range test with the updates that training makes."""
 
 from __future__ import annotations
 
@@ -33,42 +33,43 @@ def lr_survey(
 ) -> Survey:
     """Survey learning rates: train while the rate grows from update to update, then restore everything.
 
-    Point t makes one update of the accumulator - the whole batch, all its micro-batches and weights - with
-    the rate ``low (high / low)^(t / (updates - 1))``, and notes the window's weighted mean loss before it.
-    The survey ends early when a loss is not finite, or when the smoothed loss is more than 4 times its best.
+    Point t makes one update of the accumulator with a whole batch and the rate
+    ``low (high / low)^(t / (updates - 1))``, and records the weighted mean loss of the batch before the
+    update. The survey ends early if a loss is not finite, or if the smoothed loss exceeds 4 times its
+    minimum.
 
-    Momentum and moments start fresh: an optimizer in the middle of training is surveyed without them. While
-    it runs, a survey holds a copy of the parameters and, beside the optimizer's own state, a second one.
+    Momentum and moments start at zero, even for an optimizer in the middle of training. During the survey the
+    parameters need twice, and the optimizer's state up to twice, their memory.
 
-    Afterwards all is as before, bit for bit, also after an exception or Ctrl-C: parameters, masters, buffers,
-    attributes and modes of the models, `.grad`, optimizer, GradScaler, random state (torch, Python, NumPy),
-    the accumulator's counters and sizes. Its schedulers and its noise meter are left alone. What is read is
-    restored where it can be: counters and generators of a loader, its samplers and its datasets, an epoch of
-    its workers, a loader with `state_dict`.
+    Afterwards everything is restored bit for bit, also after an exception or Ctrl-C: parameters, masters,
+    buffers, attributes and modes of the models, `.grad`, optimizer, GradScaler, random state (torch, Python,
+    NumPy), and the accumulator's counters and sizes. Its schedulers and noise meter are not used. The
+    position of the data is restored as far as possible: counters and generators of a loader, its samplers and
+    datasets, the epoch of its workers, a loader with `state_dict`.
 
     Args:
-        accumulator: of the training, or (model, optimizer, loss_fn) to make one of.
-        batches: what the accumulator is called with: a DataLoader or any other iterable that can be begun
-            with again (it is, where it ends), or a function that returns an iterator. Not an iterator: it
-            could not be put back. Nor can a generator of its own that a loader inside a function draws from.
-        what: the option that grows: ``"lr"``; ``"momentum"`` (SGD's, Adam's first beta), from `low` to `high`
+        accumulator: accumulator of the training, or (model, optimizer, loss_fn) to make one.
+        batches: batches for the accumulator: a DataLoader or another iterable that can start again, or a
+            function that returns an iterator. An iterator itself raises, because its position cannot be
+            restored. A generator of a loader inside such a function is not restored.
+        what: option that grows: ``"lr"``; ``"momentum"`` (SGD's, Adam's first beta), from `low` to `high`
             with 1 - m falling exponentially; ``"weight_decay"``.
         low: first value; 1e-6 for SGD's rate, 1e-7 for others', 0 for momentum, 1e-6 for weight decay.
         high: last value; 10 for SGD's rate, 1 for others', 0.999 for momentum, 1 for weight decay.
-        updates: points of the ramp.
+        updates: number of points.
         accumulation_steps: for a loader of micro-batches: group this many into a window, as `windows` does. A
-            schedule counts the survey's updates, from 0, and continues where the loader begins again.
-        progress: told (points done, points at most) after each.
+            schedule counts the survey's updates from 0, and continues when the loader starts again.
+        progress: function to call with (points done, number of points) after each point.
 
     Returns:
-        The curve and what it suggests. Parameter groups keep their ratios: values are of the group with the
-        largest, `Survey.of_groups` gives all.
+        The curve, and suggested values. Parameter groups keep their ratios: values are those of the group
+        with the largest value; `Survey.of_groups` gives all.
 
     Raises:
-        InputError: the ramp or the batches cannot be used.
+        InputError: the range or the batches cannot be used.
         OptimizerError: the optimizer has no such option.
-        WindowError: the accumulator is in the middle of a window.
-        LossSpecError, CoupledSamplesError: the accumulator refuses the loss, as it would in training.
+        WindowError: a window of the accumulator is open.
+        LossSpecError, CoupledSamplesError: the check of the loss fails, as it would in training.
 
     Examples:
         >>> import torch
@@ -87,20 +88,20 @@ def lr_survey(
         L. N. Smith, 2015, https://arxiv.org/abs/1506.01186
     """
     start = time.perf_counter()
-    # Before an accumulator is made of a tuple.
+    # Checked before an accumulator is made from a tuple.
     check_choice(what, "what", What)
     accumulator = _as_accumulator(accumulator)
     stream = Batches(batches, accumulation_steps)
-    # Counters and sizes of the training's own accumulator stay as they are.
+    # A twin, so that counters and sizes of the training's accumulator do not change.
     twin = accumulator.engine.twin()
     config = twin.config
     optimizers = config.rule.optimizers
-    # Raises where a group has no such option, before anything is recorded.
+    # Raises if a group has no such option, before anything is recorded.
     dial = Dial(optimizers, what)
     default = range_of(optimizers, what)
     sweep = Sweep(what, default[0] if low is None else low, default[1] if high is None else high, updates)
     skipped: list[int] = []
-    # Recorded before the first update, restored also after Ctrl-C.
+    # The state is recorded before the first update, and restored after Ctrl-C too.
     with put_back(
         config.models,
         optimizers,
@@ -112,11 +113,11 @@ def lr_survey(
         undo.callback(stream.close)
         for point, value in enumerate(sweep.values):
             batch = stream.take()
-            # Before the update: the loss that it records was computed before the step.
+            # Set before the update, whose recorded loss was computed before its step.
             dial.turn(value)
             go_on = _point(twin.update, batch, sweep, skipped, point)
             progress(point + 1, updates)
-            # The ranks' losses are one number, but none may continue alone where rounding made it two.
+            # Ranks have equal losses up to rounding; the vote makes sure that none continues alone.
             if config.sync.vote(not go_on):
                 sweep.stop("another rank stopped")
                 break
@@ -128,7 +129,7 @@ def lr_survey(
 def _point(
     accumulate: Callable[[Any], Update], batch: Any, sweep: Sweep, skipped: list[int], point: int
 ) -> bool:
-    """Make one update and note its loss; return whether to continue."""
+    """Make one update and record its loss; return whether to continue."""
     try:
         update = accumulate(batch)
     except NonFiniteError as error:
@@ -137,13 +138,13 @@ def _point(
     if update.dropped:
         sweep.stop("a micro-batch was left out: its loss or gradient is not finite")
         return False
-    # A batch without weight has no loss, so the curve would have a hole.
+    # A batch with weight 0 has no loss, so the curve would have a gap.
     if not update.weight and update.skipped is not None:
         raise InputError(
-            "A batch of the survey has no weight, so it has no loss. Survey on batches in which "
-            "something counts."
+            "A batch of the survey has weight 0, so it has no loss. Pass batches with labels or samples that "
+            "are not ignored."
         )
-    # E.g. an overflow of the scaler: the point is kept, and listed as skipped.
+    # E.g. an overflow of the scaler: the point stays, and is listed as skipped.
     if not update.made:
         if update.skipped is not None and update.skipped.startswith("not finite"):
             sweep.stop(update.skipped)
@@ -158,6 +159,6 @@ def _as_accumulator(given: Any) -> Accumulator | WholeBatch:
     if isinstance(given, Sequence) and len(given) == 3:
         return Accumulator(*given)
     raise InputError(
-        f"lr_survey() cannot make a survey of a {type(given).__name__}. Pass an Accumulator, or "
+        f"lr_survey() cannot use a {type(given).__name__}. Pass an Accumulator, or "
         "(model, optimizer, loss_fn)."
     )

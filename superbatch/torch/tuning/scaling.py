@@ -1,6 +1,6 @@
-"""From batch B to kappa B on a torch optimizer: groups, moments and schedulers, all of them or nothing.
+"""Scale a torch optimizer from batch B to kappa B: groups, moments and schedulers, all of them or none.
 
-The rules are those of `tuning.scaling`. Whatever can fail is done before the first value is changed.
+The rules are those of `tuning.scaling`. Everything that can fail runs before the first value is changed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from superbatch.tuning.scaling import Family, Rule, choose, scale
 Change = Callable[[], object]
 
 RATES_OF_GROUPS = ("initial_lr", "max_lr", "min_lr", "swa_lr")
-"""What schedulers write into a group, in units of the learning rate."""
+"""Entries that schedulers write into a group, in units of the learning rate."""
 
 RATES_OF_SCHEDULERS = ("base_lrs", "max_lrs", "min_lrs", "eta_min", "_last_lr")
-"""What schedulers keep for themselves, in units of the learning rate."""
+"""Attributes of schedulers in units of the learning rate."""
 
 
 def rescale(
@@ -39,28 +39,27 @@ def rescale(
     *,
     scheduler: Any = None,
 ) -> tuple[Scaling, ...]:
-    """Scale an optimizer from one effective batch to another, in place; at once, or not at all.
+    """Scale an optimizer from one effective batch to another, in place; after an error nothing has changed.
 
-    SGD, Adam and AdamW (and their subclasses) get all that `tuning.scaling.scale` says. Moments that Adam
-    has gathered are kept: as beta2 changes, its state is scaled so that the debiased second moment is what it
-    was. Of any other optimizer only the learning rate is changed, and only by a rule that is named.
+    For SGD, Adam and AdamW (and subclasses) all settings are scaled as in `tuning.scaling.scale`. If beta2
+    changes, Adam's state is scaled so that the debiased second moment stays the same. For any other optimizer
+    only the learning rate is scaled, and only with an explicit `rule`.
 
     Args:
         optimizer: a torch optimizer.
-        from_batch: samples of one update, on all ranks, that its settings are for.
-        to_batch: samples of one update that they shall be for.
-        noise: the noise scale: what `Accumulator.noise` measured, a number of samples, or None.
-        rule: see `superbatch.tuning.scaling.scale`; None chooses.
-        scheduler: the scheduler, or a list of them, that sets this optimizer's rate; its rates are scaled as
-            well, or it would undo the change. How many updates it lasts stays as it is.
+        from_batch: samples of one update, on all ranks, for which the present settings are meant.
+        to_batch: samples of one update for which to scale them.
+        noise: noise scale: the result of `Accumulator.noise`, a number of samples, or None.
+        rule: rule of `superbatch.tuning.scaling.scale`; None: chosen by that function.
+        scheduler: scheduler of this optimizer's rate, or a list of them. Its rates are scaled too, because it
+            would otherwise undo the change. Its number of steps does not change.
 
     Returns:
-        For each parameter group what was changed, by which rule, and how far that holds.
+        For each parameter group: the changes, the rule, and its range of validity.
 
     Raises:
-        InputError: a value cannot be scaled, or a scheduler sets the rate and was not passed; nothing has
-            changed.
-        OptimizerError: no rule is known for this optimizer, and none was named; nothing has changed.
+        InputError: a value cannot be scaled, or a scheduler sets the rate and was not passed.
+        OptimizerError: no rule is known for this optimizer, and none was passed.
 
     Examples:
         >>> import torch
@@ -78,15 +77,14 @@ def rescale(
     known = isinstance(optimizer, SGD | Adam | AdamW)
     if not known and rule is None:
         raise OptimizerError(
-            f"No rule is known for the settings of an optimizer of type {type(optimizer).__name__}. "
-            'Name one for the rate alone: rule="sqrt" for optimizers of the kind of Adam, rule="linear" for '
-            "those of the kind of SGD."
+            f"No rule is known for an optimizer of type {type(optimizer).__name__}. To scale its learning "
+            'rate only, pass rule="sqrt" (for optimizers like Adam) or rule="linear" (like SGD).'
         )
     _positive("from_batch", from_batch)
     kappa = _positive("to_batch", to_batch) / from_batch
     value = noise_range(noise).value
     ratio = None if value is None else value / from_batch
-    # Computed for all groups first: whatever raises, nothing has changed.
+    # Computed for all groups first, so that after an error nothing has changed.
     done = [
         _scaled(group, family_of(optimizer, group, rule), kappa, ratio, rule, known=known)
         for group in optimizer.param_groups
@@ -100,11 +98,11 @@ def rescale(
     if schedulers:
         rates = {scaling.rate for scaling in done}
         changes += [partial(_scale_scheduler, each, rates) for each in schedulers]
-        # Schedulers keep one base rate for each group, and others for all.
+        # Schedulers have one base rate for each group, but other rates for all groups together.
         if len(rates) > 1:
             raise InputError(
-                f"The rates of groups change by different factors ({sorted(rates)}), and a scheduler "
-                "keeps some rates for all groups. Name one rule for all of them."
+                f"The rates of parameter groups change by different factors ({sorted(rates)}), but a "
+                "scheduler has some rates for all groups together. Pass one rule= for all groups."
             )
     # From here on nothing can fail.
     for change in changes:
@@ -113,15 +111,15 @@ def rescale(
 
 
 def family_of(optimizer: Optimizer, group: Mapping[str, Any], rule: Rule | None = None) -> Family:
-    """The family of rules for a parameter group.
+    """Return the family of rules for a parameter group.
 
     Args:
-        optimizer: any.
+        optimizer: any optimizer.
         group: one of its groups.
-        rule: what was asked for; decides for an optimizer that is not known.
+        rule: requested rule, which determines the family of an unknown optimizer.
 
     Returns:
-        ``"sgd"``, ``"adam"``, or ``"adamw"`` where weight decay is decoupled.
+        ``"sgd"``, ``"adam"``, or ``"adamw"`` with decoupled weight decay.
 
     Examples:
         >>> import torch
@@ -138,20 +136,21 @@ def family_of(optimizer: Optimizer, group: Mapping[str, Any], rule: Rule | None 
 
 
 def change_betas(optimizer: Optimizer, group: dict[str, Any], *, beta1: float, beta2: float) -> list[Change]:
-    """Prepare a change of Adam's betas that keeps its debiased moments as they are.
+    """Prepare a change of Adam's betas that does not change its debiased moments.
 
-    Adam divides a moment by ``1 - beta ** updates``, as if all updates had been made with the beta of today.
-    After a change that is wrong by ``(1 - new ** updates) / (1 - old ** updates)``: early in training the
-    next steps would be several times too long, or too short. So the state is multiplied by it.
+    Adam divides a moment by ``1 - beta ** updates``, as if all updates had been made with the present beta.
+    After a change this is wrong by the factor ``(1 - new ** updates) / (1 - old ** updates)``: early in
+    training the next steps would be several times too long, or too short. So the state is multiplied by this
+    factor.
 
     Args:
         optimizer: Adam or AdamW.
         group: one of its groups.
-        beta1: the new one.
-        beta2: the new one.
+        beta1: new first beta.
+        beta2: new second beta.
 
     Returns:
-        What is to be done, each of which cannot fail.
+        Functions that make the changes and cannot fail.
 
     Examples:
         >>> import torch
@@ -168,7 +167,7 @@ def change_betas(optimizer: Optimizer, group: dict[str, Any], *, beta1: float, b
     changes: list[Change] = []
     for parameter in group["params"]:
         state = optimizer.state.get(parameter, {})
-        # A float or a tensor, by the options of the optimizer.
+        # A float or a tensor, depending on the options of the optimizer.
         updates = float(state.get("step", 0))
         for names, old, new in (
             (("exp_avg",), old1, beta1),
@@ -183,12 +182,12 @@ def change_betas(optimizer: Optimizer, group: dict[str, Any], *, beta1: float, b
 
 
 def set_number(holder: Any, name: str, value: float) -> None:
-    """Set an entry of a group; where it is a tensor (``capturable``), in place.
+    """Set an entry of a parameter group; a tensor (with ``capturable``) is set in place.
 
     Args:
-        holder: a group.
-        name: of the entry.
-        value: a number.
+        holder: parameter group.
+        name: name of the entry.
+        value: new value.
 
     Examples:
         >>> import torch
@@ -204,10 +203,10 @@ def set_number(holder: Any, name: str, value: float) -> None:
 
 
 def schedulers_of(scheduler: Any) -> list[Any]:
-    """Return schedulers, and those that they are made of.
+    """Return schedulers, and the schedulers that they contain.
 
     Args:
-        scheduler: one, a list of them, or None.
+        scheduler: a scheduler, a list of them, or None.
 
     Examples:
         >>> schedulers_of(None)
@@ -239,14 +238,14 @@ def _scaled(
         settings["eps"] = float(group["eps"])
     if known and group.get("weight_decay"):
         settings["weight_decay"] = float(group["weight_decay"])
-    # A noise scale that is not determined leaves the choice to the rule that needs none.
+    # If the noise scale could not be determined, a rule without it is chosen.
     chosen = choose(family, rule, ratio)
     return scale(settings, optimizer=family, kappa=kappa, ratio=ratio, rule=chosen)
 
 
 def _rate_only(scaling: Scaling, name: str) -> Scaling:
-    said = f"Only the rate was changed: superbatch knows no rule for the other settings of {name}."
-    why = "Asked for: no rule is known for this optimizer."
+    said = f"Only the rate was changed: superbatch has no rule for the other settings of {name}."
+    why = "Requested: superbatch has no rule for this optimizer."
     return replace(scaling, optimizer=name, why=why, limits=(said,))
 
 
@@ -266,7 +265,7 @@ def _group_changes(optimizer: Optimizer, group: dict[str, Any], scaling: Scaling
 
 def _set_betas(group: dict[str, Any], beta1: float, beta2: float) -> None:
     betas = group["betas"]
-    # Tensors with capturable=True: in place, for the captured graph.
+    # With capturable=True betas are tensors, and are set in place for the captured graph.
     if any(isinstance(beta, Tensor) for beta in betas):
         for beta, value in zip(betas, (beta1, beta2), strict=True):
             beta.fill_(value)
@@ -277,24 +276,24 @@ def _set_betas(group: dict[str, Any], beta1: float, beta2: float) -> None:
 def _require_schedulers(optimizer: Optimizer, schedulers: Iterable[Any]) -> None:
     schedulers = list(schedulers)
     for each in schedulers:
-        # By identity: the rates of another optimizer would be changed.
+        # By identity: an equal scheduler of another optimizer must not be changed.
         if getattr(each, "optimizer", None) is not optimizer:
             raise InputError(
                 f"The scheduler of type {type(each).__name__} does not belong to this optimizer. Pass the "
                 "scheduler that was made with it."
             )
-    # initial_lr is left by the constructor of every torch scheduler.
+    # The constructor of every torch scheduler sets initial_lr.
     if not schedulers and any("initial_lr" in group for group in optimizer.param_groups):
         raise InputError(
-            "A scheduler sets the rate of this optimizer and would undo the change when it is "
-            "stepped next. Pass it too: rescale(..., scheduler=scheduler)."
+            "A scheduler sets the rate of this optimizer, and its next step would undo the change. Pass the "
+            "scheduler too: rescale(..., scheduler=scheduler)."
         )
 
 
 def _scale_scheduler(scheduler: Any, rates: set[float]) -> None:
     (rate,) = rates
     for name in RATES_OF_SCHEDULERS:
-        # `min_lrs` of ReduceLROnPlateau, `eta_min` of the cosines, ...: what there is depends on the class.
+        # E.g. `min_lrs` of ReduceLROnPlateau, `eta_min` of cosine schedules: each class has some of them.
         value = vars(scheduler).get(name)
         if isinstance(value, list):
             setattr(scheduler, name, [each * rate for each in value])

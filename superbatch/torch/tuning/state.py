@@ -1,7 +1,7 @@
-"""Change everything that training changes, for a survey, and restore it bit for bit, whatever happens.
+"""Restore everything that a survey changes, bit for bit, after an error too.
 
-Each part notes what it will restore *before* anything is changed, and is restored by itself: an error in
-one leaves no other behind. Tensors keep their identity: contents are copied back into them.
+Each part records its state *before* anything is changed, and is restored on its own: an error in one does not
+prevent the others. Tensors keep their identity, because contents are copied into them.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ def put_back(
     owned: Sequence[ManagedParameter] = (),
     devices: Iterable[torch.device] = (),
 ) -> Iterator[ExitStack]:
-    """Run the body, then restore everything as it was, also after an exception or Ctrl-C.
+    """Run the body, then restore everything, also after an exception or Ctrl-C.
 
-    Inside, the optimizers have no state (momentum and moments start fresh) and no parameter has a gradient.
+    Inside, the optimizers have no state (momentum and moments start at zero) and no parameter has a gradient.
 
     Args:
-        models: parameters, buffers, training modes, attributes.
-        optimizers: state and groups; their own parameters too.
+        models: models whose parameters, buffers, training modes and attributes are restored.
+        optimizers: optimizers whose state, groups and parameters are restored.
         scaler: a GradScaler, or None.
         owned: parameters with their masters.
-        devices: whose random state is kept, beside that of the models' devices.
+        devices: devices whose random state is restored, besides those of the models.
 
     Yields:
-        What is closed in the end, for more to be restored.
+        ExitStack to which the caller may add functions that restore more.
 
     Examples:
         >>> layer = nn.Linear(2, 1)
@@ -53,9 +53,9 @@ def put_back(
         >>> bool((layer.weight == before).all())
         True
     """
-    # Before anything changes: whatever cannot be recorded raises here.
+    # Before anything changes: errors while recording are raised here.
     tensors = _tensors(models, optimizers, owned)
-    undo = ExitStack()  # what is noted first is restored last
+    undo = ExitStack()  # the first entry is restored last
     try:
         undo.callback(restore_random_state, random_state({*devices, *(t.device for t in tensors)}))
         for model in models:
@@ -67,7 +67,7 @@ def put_back(
         for optimizer in optimizers:
             _begin_afresh(optimizer, undo)
         yield undo
-    # Restoring runs to its end: a second Ctrl-C waits.
+    # Restoring is not interrupted: a second Ctrl-C waits.
     finally:
         with _interrupts_wait():
             undo.close()
@@ -75,12 +75,12 @@ def put_back(
 
 @contextmanager
 def _interrupts_wait() -> Iterator[None]:
-    """Let Ctrl-C wait until the body is done: half of what was restored would be worse than nothing."""
+    """Defer Ctrl-C until the end of the body, because half-restored state would be inconsistent."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield  # other threads are not interrupted; where nobody listens, or C code does, nothing is raised
+        yield  # no KeyboardInterrupt here: another thread, or SIGINT is ignored or handled by C code
         return
-    # Noted and raised afterwards, by the handler that was there.
+    # Recorded, and passed to the previous handler afterwards.
     pressed: list[tuple[int, FrameType | None]] = []
     signal.signal(signal.SIGINT, lambda number, frame: pressed.append((number, frame)))
     try:
@@ -104,7 +104,7 @@ def _tensors(
 
 
 def _keep_contents(tensors: Sequence[Tensor], undo: ExitStack) -> None:
-    # On the host, where there is one beside the device: a survey should fit where training fits.
+    # On the host, so that a survey fits on a device on which training fits.
     copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
 
     def restore() -> None:
@@ -116,7 +116,7 @@ def _keep_contents(tensors: Sequence[Tensor], undo: ExitStack) -> None:
 
 
 def _set_gradients_aside(tensors: Sequence[Tensor], undo: ExitStack) -> None:
-    # Only leaves have a .grad of their own.
+    # Only leaves have a .grad.
     leaves = [tensor for tensor in tensors if tensor.is_leaf]
     gradients = [tensor.grad for tensor in leaves]
 
@@ -125,13 +125,13 @@ def _set_gradients_aside(tensors: Sequence[Tensor], undo: ExitStack) -> None:
             tensor.grad = gradient
 
     undo.callback(restore)
-    for tensor in leaves:  # a backward would add to what is there, in place
+    for tensor in leaves:  # or a backward would add to the old gradient in place
         tensor.grad = None
 
 
 def _begin_afresh(optimizer: Optimizer, undo: ExitStack) -> None:
-    """Empty the state of an optimizer; what comes back is the old one, which nothing has touched."""
-    # A shallow copy: the old tensors are not written, for they are taken out.
+    """Empty the state of an optimizer; the old state is restored unchanged."""
+    # A shallow copy is enough: the old tensors are removed from the optimizer, so nothing writes them.
     state = dict(optimizer.state)
     _keep_attributes(optimizer, undo)
     for group in optimizer.param_groups:
@@ -139,27 +139,27 @@ def _begin_afresh(optimizer: Optimizer, undo: ExitStack) -> None:
         _keep_numbers(group, undo)
     undo.callback(_as_it_was, optimizer.state, state)
     optimizer.state.clear()
-    if isinstance(optimizer, Adagrad):  # makes its state when it is made, and cannot do without
+    if isinstance(optimizer, Adagrad):  # its constructor makes the state, which `step` requires
         for tensor, values in state.items():
             start = torch.full_like(values["sum"], optimizer.defaults["initial_accumulator_value"])
             optimizer.state[tensor] = {"step": torch.zeros_like(values["step"]), "sum": start}
 
 
 def _keep_attributes(thing: Any, undo: ExitStack) -> None:
-    """Attributes of an object, and the content of the tensors and dictionaries among them."""
+    """Record the attributes of an object, and the content of tensors and dictionaries among them."""
     attributes = vars(thing)
     undo.callback(_as_it_was, attributes, dict(attributes))
     _keep_numbers(attributes, undo)
     for table in attributes.values():
         if isinstance(table, dict):
             for inner in table.values():
-                if isinstance(inner, dict):  # what a scaler knows of each optimizer
+                if isinstance(inner, dict):  # a GradScaler's state per optimizer
                     undo.callback(_as_it_was, inner, dict(inner))
             undo.callback(_as_it_was, table, dict(table))
 
 
 def _keep_numbers(table: Mapping[str, Any], undo: ExitStack) -> None:
-    """The content of tensors: a rate that a captured optimizer holds on to, a scale."""
+    """Record the content of tensors, e.g. a rate that a captured optimizer reads, or a scale."""
     for value in table.values():
         if isinstance(value, Tensor):
             undo.callback(value.copy_, value.clone())

@@ -1,12 +1,12 @@
-"""A window that ends when its gradient is good enough: unbiased only as a sum.
+"""Window that ends when its gradient has little noise: only the sum of gradients is unbiased.
 
-Whoever stops once a gradient looks good, stops early when the noise happens to agree with it. The *mean* over
-such a window is biased: by 2 % of the signal where the noise has 100 directions, by half of it where it has
-one. By Wald's identity the *sum* is not: ``E[sum of K gradients] = E[K] G`` for every rule that does not look
-ahead. So the sum is divided by a number that was fixed before, and a longer window makes a longer update. An
-optimizer that forgets the length of a gradient (Adam) would undo that.
+Such a window ends early if the noise happens to agree with the gradient, so the *mean* over the window is
+biased: by 2 % of the signal if the noise has 100 dimensions, by half of it if it has one. By Wald's identity
+the *sum* is unbiased: ``E[sum of K gradients] = E[K] G`` for every rule that does not use future gradients.
+So the sum is divided by a number that is fixed in advance, and a longer window makes a longer update. Adam,
+whose step does not grow with the gradient, would undo that.
 
-Prefer `tuning.adaptive.Controller`, which decides from windows that are past and needs none of this.
+Prefer `tuning.adaptive.Controller`, which decides from earlier windows and has no such bias.
 """
 
 from __future__ import annotations
@@ -43,29 +43,30 @@ def update_until(
     reduction: str = "sum",
     weight: Callable[[Any], float] = count_samples,
 ) -> StoppedUpdate:
-    """Make one update from as many micro-batches as it takes to have little noise.
+    """Make one update from micro-batches until the ratio of noise to signal is small.
 
-    After each micro-batch noise over signal is estimated from those seen. The update is made with the sum of
-    their gradients over `planned`.
+    After each micro-batch the ratio is estimated from those so far. The gradient of the update is the sum of
+    their gradients divided by `planned`.
 
     Args:
-        model: whose parameters the optimizer has.
+        model: model with the optimizer's parameters.
         optimizer: `torch.optim.SGD`, with or without momentum.
-        loss_fn: micro-batch -> its loss, *summed* over its samples.
-        microbatches: an iterator; what is not needed stays in it.
-        planned: the weight, in samples, that the learning rate is for.
-        target: noise over signal at which to stop.
-        least: micro-batches at least; the estimate of fewer says little.
-        most: micro-batches at most.
-        reduction: what `loss_fn` returns, and what the update is made of: a sum.
-        weight: how much a micro-batch counts; its samples.
+        loss_fn: function from a micro-batch to its loss, *summed* over its samples.
+        microbatches: iterator; micro-batches that are not needed stay in it.
+        planned: weight, in samples, for which the learning rate is meant.
+        target: ratio of noise to signal at which to stop.
+        least: smallest number of micro-batches; the estimate from fewer is unreliable.
+        most: largest number of micro-batches.
+        reduction: reduction of the loss: must be ``"sum"``.
+        weight: function from a micro-batch to its weight; by default its number of samples.
 
     Returns:
         The record of the update.
 
     Raises:
-        InputError: a mean was asked for, which is biased; an option cannot be used; no data were left.
-        OptimizerError: the optimizer forgets the length of a gradient.
+        InputError: ``reduction`` is a mean, which is biased; an option cannot be used; there are no data
+            left.
+        OptimizerError: the step of the optimizer does not grow with the gradient.
         NonFiniteError: a gradient is not finite; no update was made.
 
     Examples:
@@ -77,7 +78,7 @@ def update_until(
         >>> done.factor == 8 * done.microbatches / 64, done.stopped
         (True, True)
     """
-    # Everything that can be refused is, before a micro-batch is taken from the iterator.
+    # All arguments are checked before a micro-batch is taken from the iterator.
     _check(model, optimizer, reduction, planned, target)
     least, most = max(2, positive_int("least", least)), positive_int("most", most)
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -86,19 +87,20 @@ def update_until(
     for microbatch in microbatches:
         seen.add(loss_fn(microbatch), float(weight(microbatch)))
         ratio = seen.ratio()
-        # At least `least`: an early ratio is mostly noise.
+        # Not before `least`: an early ratio is mostly noise.
         stopped = seen.count >= least and ratio is not None and ratio <= target
         if stopped or seen.count >= most:
             break
     if not seen.count:
-        raise InputError("The iterator has no micro-batches left: the data have ended. Make a new one.")
-    # The norm of the sum: one infinity anywhere shows.
+        raise InputError("The iterator has no micro-batches left. Make a new one with iter(loader).")
+    # The norm of the sum is infinite or NaN if one element is.
     norm = norm_of(seen.sums)
     if norm is None or not math.isfinite(float(norm)):
         raise NonFiniteError(
-            "The gradient is not finite, or there is none, so no update was made. Check the loss."
+            "The gradient is not finite, or there is none, so no update was made. Check that loss_fn returns "
+            "a finite loss with a graph."
         )
-    # By the planned weight and not by that of this window: this is what keeps it unbiased.
+    # Divided by the planned weight, not by that of this window: so the update is unbiased.
     _update(optimizer, parameters, [None if g is None else g / planned for g in seen.sums])
     return StoppedUpdate(
         loss=seen.loss / seen.weight,
@@ -111,7 +113,7 @@ def update_until(
 
 
 class _Seen:
-    """Sums over the micro-batches of a window so far."""
+    """Sums over the micro-batches of the window so far."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
         self._parameters = parameters
@@ -121,7 +123,7 @@ class _Seen:
         self._weights = 0.0  # sum n_i^2
 
     def add(self, loss: Tensor, weight: float) -> None:
-        # grad() and not backward(): .grad of the user is left alone.
+        # grad(), not backward(), so that the user's .grad does not change.
         gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
         norm = norm_of(gradients)
         for index, gradient in enumerate(gradients):
@@ -139,7 +141,7 @@ class _Seen:
         self._weights += weight * weight
 
     def ratio(self) -> float | None:
-        """Noise over signal of the mean; None where it cannot be said."""
+        """Return the ratio of noise to signal of the mean; None if it cannot be estimated."""
         norm = norm_of(self.sums)
         if self.count < 2 or norm is None or not self.weight:
             return None
@@ -155,34 +157,32 @@ def _update(optimizer: Optimizer, parameters: list[Tensor], gradients: list[Tens
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     try:
-        # Also after an error in step(): a gradient left behind would be added to.
+        # After an error in step() too: the next backward would add to a gradient that is left.
         optimizer.step()
     finally:
         optimizer.zero_grad(set_to_none=True)
 
 
 def _check(model: nn.Module, optimizer: Optimizer, reduction: str, planned: float, target: float) -> None:
-    # The mean of a window that stops by its own noise is biased.
+    # The mean of a window that ends by its own noise is biased.
     if reduction != "sum":
         raise InputError(
-            "A window that ends when its gradient is good enough cannot have "
-            f"reduction={reduction!r}: the mean over such a window is biased, because it ends early "
-            'where the noise agrees with the signal. Use reduction="sum" with a loss summed over '
-            "samples, or choose windows from past ones with superbatch.tuning.adaptive.Controller."
+            f"update_until() cannot have reduction={reduction!r}: the window ends early if noise agrees with "
+            'the signal, so a mean over it is biased. Use reduction="sum" with a loss summed over samples, '
+            "or choose the length of windows from earlier ones with superbatch.tuning.adaptive.Controller."
         )
     if not isinstance(optimizer, SGD):
         raise OptimizerError(
-            f"{type(optimizer).__name__} may forget the length of a gradient, but for a window that "
-            "ends when its gradient is good enough only the sum is unbiased. Use torch.optim.SGD, or "
-            "superbatch.tuning.adaptive.Controller."
+            f"The step of {type(optimizer).__name__} may not grow with the gradient, but update_until() is "
+            "unbiased only if it does. Use torch.optim.SGD, or superbatch.tuning.adaptive.Controller."
         )
     for name, value in (("planned", planned), ("target", target)):
         if isinstance(value, bool) or not 0 < value < math.inf:
-            raise InputError(f"{name}={value!r} is no positive number. Pass one.")
+            raise InputError(f"{name}={value!r} is not a positive number. Pass a positive number.")
     if find_sync([model]).shared:
         raise InputError(
-            "The model is on several ranks, and each rank would end its window by itself. Use "
-            "superbatch.torch.tuning.controller, whose windows are one length on all ranks."
+            "The model is on several ranks, which would end their windows at different lengths. Use "
+            "superbatch.torch.tuning.controller, whose windows have equal length on all ranks."
         )
     # Ghost statistics would change with the length of the window.
     norms.refuse(norms.find_batchnorms([model]))

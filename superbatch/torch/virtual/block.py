@@ -1,4 +1,4 @@
-"""`virtual_batch`: code for the batch you want, run in the memory you have."""
+"""`virtual_batch`: run code that is written for a large batch in the memory of a micro-batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..window.participants.snapshot import random_state, restore_random_state
 from . import options
 from .collector import rarely_collecting
 from .ranks.reducer import RankReducer
-from .run.log import Meeting, OnGather
+from .run.log import LoggedPoint, OnGather
 from .session import Session
 from .trace.unsupported import RefuseVirtualData, sets_data
 from .trace.watching import Watching
@@ -72,9 +72,9 @@ class VirtualBatch:
         """
         return self._session.report()
 
-    def meetings(self) -> list[Meeting]:
-        """Return the coupling points so far, with the result of each that is a single number."""
-        return self._session.log.meetings()
+    def logged_points(self) -> list[LoggedPoint]:
+        """Return the coupling points so far; those whose result is a single number have it."""
+        return self._session.log.logged_points()
 
     @property
     def ranks(self) -> RankReducer:
@@ -100,16 +100,16 @@ def virtual_batch(
     In the block, tensors of the batch have the full size N. Model, loss and backward run once, unchanged.
     Their operations are recorded, and run micro-batch by micro-batch when numbers are read. Coupling points
     (BatchNorm, a contrastive loss, a mean) are reduced over all samples first. An operator without a rule
-    gathers its inputs: this costs memory, not exactness. When the block ends, the gradient of the whole batch
-    has been added to every ``.grad``, in real tensors.
+    gathers its inputs: this costs memory, not exactness. At the end of the block, the gradient of the whole
+    batch has been added to every ``.grad``, in real tensors.
 
     Args:
         model: a module or a list of modules, whose parameters get gradients.
         microbatch_size: largest number of samples in a micro-batch, at least 1; ``"auto"``: as many as fit in
             the free memory, chosen from the recorded sizes when numbers are first read.
         rng: random numbers of operators such as dropout. ``"microbatch"``: each operator and micro-batch has
-            its own seed, and nothing is stored: the large batch's distribution. ``"batch"``: the numbers that
-            the large batch would draw, stored for all samples: the large batch's numbers.
+            its own seed, and nothing is stored: the distribution of the large batch. ``"batch"``: the very
+            numbers that the large batch would draw, stored for all samples.
         device: device of the computation; None: that of the parameters.
         device_budget: largest number of bytes stored for all samples on the device; the rest is moved to the
             host's memory. None: no limit. Full values (`CouplingReport.whole`) count, but stay on the device.
@@ -133,8 +133,8 @@ def virtual_batch(
         InputError: an argument is wrong.
         CoupledSamplesError: an operation gathers with ``on_gather="error"``, or a BatchNorm over ranks runs
             backward with ``create_graph=True``.
-        WindowError: the program reads the memory of a virtual tensor, or reads a tensor after the block that
-            was not materialized in it; or another rank has failed.
+        WindowError: the program reads the memory of a virtual tensor; after the block it reads a tensor that
+            was not materialized in the block; or another rank has failed.
 
     Ranks: each rank opens the block with its own samples; numbers of samples and micro-batches may differ.
     `torch.nn.SyncBatchNorm`, and every BatchNorm with ``group``, uses the statistics of all ranks, on any
@@ -143,14 +143,14 @@ def virtual_batch(
     communicate in it. At its end ``.grad`` of all parameters is averaged over the ranks once, as DDP defines
     it (equal weight per rank; not inside ``no_sync``; without DDP's communication hooks). Collectives that
     the program calls on virtual tensors (``torch.distributed.nn.functional.all_gather``) materialize them.
-    If a rank fails before its first collective, while it computes the input of a program's collective, or at
-    the end of the block, the other ranks raise. If it fails elsewhere after reading numbers, they wait for
-    the group's time-out, as with DDP.
+    If a rank fails before its first collective, while it computes the input of a collective of the program,
+    or at the end of the block, the other ranks raise. If it fails elsewhere after reading numbers, the other
+    ranks wait for the time-out of the group, as with DDP.
 
     After an exception, gradients (of the models and of all leaves that the block used), buffers and random
-    state (of torch, Python and NumPy) are as before the block. Writes into parameters (an averaged teacher)
-    and plain attributes stay: make them after the block, or use `superbatch.torch.WholeBatch`, which
-    restores them. Compiled models run eagerly in the block.
+    state (of torch, Python and NumPy) are restored. Writes into parameters (an averaged teacher) and plain
+    attributes are not: make them after the block, or use `superbatch.torch.WholeBatch`, which restores them
+    too. Compiled models run eagerly in the block.
 
     Examples:
         >>> _ = torch.manual_seed(0)
@@ -184,9 +184,9 @@ def open_block(models: Sequence[nn.Module], chosen: options.Options) -> Iterator
     session = Session(models, chosen)
     buffers = BufferKeeper(models)
     buffers.take()
-    if chosen.size != "auto":  # "auto" uses all memory, so freed blocks go back to the system
+    if chosen.size != "auto":  # "auto" uses all memory, so freed blocks are returned to the system
         fastpaths.keep_freed_memory([chosen.device])
-    # Of every device that the models use: dropout of an earlier layer may run elsewhere.
+    # For every device that the models use: dropout of an earlier layer may run on another one.
     randomness = random_state(accelerators(models, chosen.device))
     try:
         # Outermost: shards stay gathered, and DDP stays silent, until `settle` has reduced the gradients.
@@ -195,7 +195,7 @@ def open_block(models: Sequence[nn.Module], chosen: options.Options) -> Iterator
                 # Dynamo would trace into this recording: compiled models run eagerly, with a warning.
                 stack.enter_context(run_eagerly(say=True))
                 # After an in-place write autograd replays the view's own function, instead of as_strided, for
-                # which a layout of the samples is unknown.
+                # which a sharding of the samples is unknown.
                 stack.enter_context(_force_original_view_tracking(mode=True))
                 stack.enter_context(session.log.following())
                 stack.enter_context(Watching(lambda: session.recording, session.before_the_batch))
@@ -209,7 +209,7 @@ def open_block(models: Sequence[nn.Module], chosen: options.Options) -> Iterator
         session.end(failed=True)
         buffers.restore()
         restore_random_state(randomness)
-        if isinstance(error, Exception):  # not a KeyboardInterrupt: telling the other ranks may block
+        if isinstance(error, Exception):  # not for KeyboardInterrupt: a vote with the other ranks may block
             session.across.fail()
         raise
     finally:

@@ -72,7 +72,7 @@ def checked_device(device: Any, parameters: Iterable[Tensor]) -> torch.device:
         ) from error
     # torch accepts it, but its kernels compute shapes only: every gradient would be empty.
     if found.type == "meta":
-        raise InputError(f"device={device!r} computes no numbers. Pass a CPU or accelerator device.")
+        raise InputError(f"device={device!r} computes shapes only. Pass a CPU or accelerator device.")
     return found
 
 

@@ -108,7 +108,7 @@ class Session:
         return recording
 
     def settle(self) -> None:
-        """Compute all that the program may still read, and set real gradients."""
+        """Compute the values that the program may still read, and set real gradients."""
         recording = self.recording
         self.across.ending = True
         if recording is not None:
@@ -126,7 +126,7 @@ class Session:
             refuse_hollow(tensor)
         if recording is not None:
             _leave_leaves_real(recording)
-            self.across.scatter()  # FSDP2: after all gradients are real, for it reduces those of the shards
+            self.across.scatter()  # FSDP2: after all gradients are real, because it reduces them into shards
             for model in self._models:
                 _leave_real(paths(model), recording)
 
@@ -137,7 +137,7 @@ class Session:
                 self._written[tensor] = tensor.clone()
 
     def end(self, *, failed: bool) -> None:
-        """Free the recording; after a failure restore memory and gradients."""
+        """Free the recording; after a failure, restore memory and gradients."""
         self._over = True
         memory, self._memory = self._memory, []
         if failed:
@@ -164,7 +164,7 @@ def _numbers(grad: Tensor | None) -> Tensor | None:
 
 def _put(leaf: Tensor, old: Tensor | None, new: Tensor | None) -> None:
     """Set a gradient; an existing gradient tensor is updated in place and keeps its identity."""
-    # As autograd accumulates: an optimizer or a bucket view (DDP) may hold the old tensor.
+    # In place, like autograd: an optimizer or a bucket view (DDP) may hold the old tensor.
     if old is not None and new is not None and old.layout is new.layout is torch.strided:
         new = old if new.data_ptr() == old.data_ptr() else old.copy_(new)
     leaf.grad = None
@@ -188,5 +188,5 @@ def _leave_real(modules: Iterable[nn.Module], recording: Recording) -> None:
                 if item.virtual.recording is not recording:
                     continue
                 # A sharded attribute stays virtual: gathering it would take the memory of the whole batch.
-                if owned is buffers or current(recording, item).layout is None:
+                if owned is buffers or current(recording, item).shard is None:
                     owned[name] = recording.numbers(item).detach()

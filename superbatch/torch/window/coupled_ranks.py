@@ -126,7 +126,7 @@ def require_every_rank(virtual: VirtualBatch, weight: float, *, stated: bool) ->
     if virtual.ranks.exchanges:
         return Parts(0.0, weight)
     _warn_of_unknown(virtual.report().unknown)
-    for point, number, counts in virtual.meetings():
+    for point, number, counts in virtual.logged_points():
         # The virtual batch sums BatchNorm's statistics over the ranks.
         if point.operation == "batch_norm":
             continue

@@ -85,7 +85,7 @@ class Ending:
         if self._looks is not None:
             took_part = partial(weights.took_part, dropped)
             shown = Shown(progress.microbatches, weights.each(losses), weights.counted(dropped), took_part)
-            news = self._looks.news(shown)
+            news = self._looks.needs_check(shown)
         mark = 0 if noise is None else noise.mark()
         ahead = partial(update_rule.announced, window.gradients, config.sync, config.owned)
         # One exchange for sums, flags and announcements, because each costs a round trip.
@@ -275,7 +275,7 @@ class Ending:
         unchanged = progress.written(0, len(progress.microbatches) - 1) is None
         without_noise = nullcontext() if window.noise is None else window.noise.lifted()
         with kept_modes(), without_noise, window.config.aside():
-            self._looks.look(shown, unchanged=unchanged)
+            self._looks.check_now(shown, unchanged=unchanged)
 
     def _record(
         self,

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, normalize
+from torch.nn.functional import normalize
 
 from superbatch.torch.gradcache.cached import cached_gradients
 
 from ..models import seeded
+from ..pairs import info_nce
 from .docstrings import Texts, load_texts, shuffled
 from .pair_files import pair_files, read_pairs
 from .recipe import CoupledRecipe, Measure, Point
@@ -45,19 +46,12 @@ class Towers(nn.Module):
         return normalize(both[0], dim=1), normalize(both[1], dim=1)
 
 
-def info_nce(query: Tensor, code: Tensor) -> Tensor:
-    """Compute symmetric InfoNCE of micro-batches (K, m, d), their mean."""
-    scores = query @ code.mT / TEMPERATURE
-    partner = torch.arange(scores.shape[-1], device=scores.device).expand(scores.shape[:-1])
-    return (cross_entropy(scores.mT, partner) + cross_entropy(scores, partner)) / 2
-
-
 def loss_at(model: nn.Module, strength: float, *, size: int | None = None) -> Loss:
     """Make the loss: each pair against the others of its micro-batch."""
 
     def loss_fn(batch: Any) -> Tensor:
         query, code = model(batch["query"], batch["code"])
-        return info_nce(groups(query, size), groups(code, size))
+        return info_nce(groups(query, size), groups(code, size), TEMPERATURE)
 
     return loss_fn
 
@@ -69,8 +63,7 @@ def cached(model: nn.Module, optimizer: torch.optim.Optimizer, strength: float) 
         return model(batch["query"], batch["code"])
 
     def loss_fn(embeddings: Any) -> Tensor:
-        query, code = embeddings
-        return info_nce(query[None], code[None])
+        return info_nce(*embeddings, temperature=TEMPERATURE)
 
     def update(batch: Any) -> None:
         cached_gradients(encode, loss_fn, batch, EXACT, models=model)
@@ -123,9 +116,6 @@ def code_search(data: str | Path | None = None, *, texts: Texts | None = None) -
         samples=len(train["query"]),
         batch=lambda indices: _some_words(train, indices),
         loss_fn=lambda model: loss_at(model, 0.0),
-        evaluate=lambda model: recall(model, test, 1),
-        metric="recall@1",
-        unit="%",
         margin=1.0,
         learning_rates={"adam": 0.1},
         batch_size=BATCH,

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from superbatch.errors import InputError
 
-from .docstrings import LEFT_OUT, library
+from ..text import collate
+from .docstrings import LEFT_OUT, files_of, library
 
 LONG, SHORT = 128, 24  # bytes of a long text, and the most of a short one
-START, IGNORE = 256, -100  # input before the first byte, and label of padding
+START = 256  # input before the first byte, and behind the last
 LEAST, MOST = 1000, 10_000  # texts of each kind: the fewest, and how many are used at most
 COMMENT = re.compile(rb"\s*# ([A-Z][ -~]{10,})")
 SHORTEST_LINE = 10
@@ -41,7 +42,8 @@ def corpus(data: str | Path | None) -> Corpus:
     Sources give pieces of 128 bytes and comments; text gives pieces and beginnings of lines.
     """
     folder = library(data)
-    sources, texts = ([*_files(folder, suffix)] for suffix in ("py", "txt"))
+    sources = files_of(folder, "py", left_out={*LEFT_OUT, "encodings"})
+    texts = files_of(folder, "txt", left_out=set())
     use_text = data is not None and not sources
     long, short = ("text", "lines") if use_text else ("source", "comments")
     read: Callable[[bytes], Found] = _of_text if use_text else _of_source
@@ -60,20 +62,6 @@ def corpus(data: str | Path | None) -> Corpus:
     return Corpus(_shuffled(longs, g), _shuffled(shorts, g), long, short, where)
 
 
-def table(texts: list[bytes]) -> Texts:
-    """Make input ids and labels of texts, padded to the longest."""
-    length = max(map(len, texts))
-    labels = torch.tensor([[*text, *[IGNORE] * (length - len(text))] for text in texts])
-    before = torch.cat([torch.full((len(texts), 1), START), labels[:, :-1]], 1)
-    return {"ids": torch.where(before < 0, START, before), "labels": labels}
-
-
-def _files(folder: Path, suffix: str) -> list[Path]:
-    left_out = {*LEFT_OUT, "encodings"} if suffix == "py" else set[str]()
-    found = sorted(folder.rglob(f"*.{suffix}"))
-    return [path for path in found if not left_out & set(path.relative_to(folder).parts)]
-
-
 def _of_source(text: bytes) -> Found:
     shorts = [found[1][:SHORT] for line in text.splitlines() if (found := COMMENT.fullmatch(line))]
     return [text[i : i + LONG] for i in range(0, len(text) - LONG, 16 * LONG)], shorts
@@ -87,4 +75,4 @@ def _of_text(text: bytes) -> Found:
 
 def _shuffled(texts: list[bytes], g: torch.Generator) -> Texts:
     order = torch.randperm(len(texts), generator=g)[:MOST].tolist()
-    return table([texts[i] for i in order])
+    return collate([texts[i] for i in order], first=START, padding=START)

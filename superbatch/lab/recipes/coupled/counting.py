@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
+from torch.nn.functional import batch_norm
 
 from ..models import evaluated, seeded
 from .images import ImageTask, Samples, generated, read_folder
@@ -20,39 +20,28 @@ from .ways import LossAt, Way, exact, written_out
 BATCH, UPDATES, EXACT = 32, 200, 16
 
 
-class GroupedBatchNorm(nn.Module):
-    """BatchNorm2d over groups of m samples; running statistics move once for each group."""
+class GroupedBatchNorm(nn.BatchNorm2d):
+    """BatchNorm over groups of m samples; running statistics move once for each group."""
 
     def __init__(self, channels: int, size: int) -> None:
-        super().__init__()
+        super().__init__(channels)
         self.size = size
-        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
-        self.running_mean: Tensor
-        self.running_var: Tensor
-        self.register_buffer("running_mean", torch.zeros(channels))
-        self.register_buffer("running_var", torch.ones(channels))
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Normalise (n, channels, height, width)."""
-        if self.training:
-            return (self._normalised(images) * _wide(self.weight)) + _wide(self.bias)
-        scale = self.weight * (self.running_var + 1e-5).rsqrt()
-        return (images - _wide(self.running_mean)) * _wide(scale) + _wide(self.bias)
-
-    def _normalised(self, images: Tensor) -> Tensor:
-        grouped = images.unflatten(0, (-1, self.size))
-        var, mean = torch.var_mean(grouped, (1, 3, 4), unbiased=False, keepdim=True)
-        count = grouped[0, :, 0].numel()
-        with torch.no_grad():
-            pairs = zip(mean.flatten(1), var.flatten(1) * count / max(count - 1, 1), strict=True)
-            for group_mean, group_var in pairs:
-                self.running_mean.lerp_(group_mean, 0.1)
-                self.running_var.lerp_(group_var, 0.1)
-        return ((grouped - mean) * (var + 1e-5).rsqrt()).flatten(0, 1)
-
-
-def _wide(values: Tensor) -> Tensor:
-    return values[:, None, None]
+        if not self.training:
+            return super().forward(input)
+        # The groups' channels side by side are those of one batch of m samples.
+        beside = input.unflatten(0, (-1, self.size)).transpose(0, 1).flatten(1, 2)
+        count = len(input) // self.size
+        means, variances = beside.new_zeros(2, beside.shape[1])  # momentum 1.0: those of this batch
+        weight, bias = self.weight.repeat(count), self.bias.repeat(count)
+        normal = batch_norm(beside, means, variances, weight, bias, training=True, momentum=1.0)
+        for name, found in (("running_mean", means), ("running_var", variances)):
+            for of_group in found.chunk(count):
+                self.get_buffer(name).lerp_(of_group, 0.1)
+        self.get_buffer("num_batches_tracked").add_(count)
+        return normal.unflatten(1, (count, -1)).transpose(0, 1).flatten(0, 1)
 
 
 Norm = Callable[[int], nn.Module]
@@ -98,41 +87,25 @@ _LIMITS = (
 )
 
 
-def _uncoupled(model: Callable[..., Callable[[int], nn.Module]], loss_at: LossAt) -> tuple[Way, ...]:
-    """Norms that are exact in any micro-batches, in place of BatchNorm."""
-    return (
-        Way(
-            name="GroupNorm",
-            how="GroupNorm of 4 groups in place of BatchNorm: exact in any micro-batches",
-            model=model(partial(nn.GroupNorm, 4), bias=True),
-            update=written_out(loss_at),
-        ),
-        Way(
-            name="frozen BatchNorm",
-            how="running statistics as initialised: exact in any micro-batches, and no normalisation",
-            model=model(FrozenNorm, bias=True),
-            update=written_out(loss_at),
-        ),
-    )
-
-
 def counting(data: str | Path | None = None) -> CoupledRecipe:
     """Make the recipe on a folder of images, or on generated spots."""
     task = generated(BATCH * UPDATES) if data is None else read_folder(Path(data))
     loss_at = loss_of(task)
     sized = partial(network, channels=task.train.images.shape[1], outputs=task.outputs)
 
-    def model(norm: Norm, *, bias: bool) -> Callable[[int], nn.Module]:
-        return seeded(partial(sized, norm, bias=bias))
+    def way(name: str, how: str, norm: Norm, *, bias: bool = True) -> Way:
+        model = seeded(partial(sized, norm, bias=bias))
+        return Way(name=name, how=how, model=model, update=written_out(loss_at))
 
     def of_groups(size: int) -> Way:
-        norm = partial(GroupedBatchNorm, size=size)
         how = f"micro-batches of {size}, each with its own BatchNorm statistics"
-        return Way(
-            name=f"plain, m = {size}", how=how, model=model(norm, bias=False), update=written_out(loss_at)
-        )
+        return way(f"plain, m = {size}", how, partial(GroupedBatchNorm, size=size), bias=False)
 
-    whole = model(nn.BatchNorm2d, bias=False)
+    group, frozen = (
+        "GroupNorm of 4 groups in place of BatchNorm: exact in any micro-batches",
+        "running statistics as initialised: exact in any micro-batches, and no normalisation",
+    )
+    whole = seeded(partial(sized, nn.BatchNorm2d, bias=False))
     held_out = f"of {len(task.test.targets)} test images"
     return CoupledRecipe(
         name="counting",
@@ -141,9 +114,6 @@ def counting(data: str | Path | None = None) -> CoupledRecipe:
         samples=len(task.train.targets),
         batch=task.train.batch,
         loss_fn=lambda model: loss_at(model, 0.0),
-        evaluate=lambda model: mean_error(model, task, task.test),
-        metric=task.metric,
-        unit=task.unit,
         margin=task.margin,
         learning_rates={"adam": 0.01},
         batch_size=BATCH,
@@ -152,7 +122,8 @@ def counting(data: str | Path | None = None) -> CoupledRecipe:
         ways=(
             exact(loss_at, whole, EXACT, f"the statistics of all {BATCH} samples"),
             *map(of_groups, (8, 4, 2)),
-            *_uncoupled(model, loss_at),
+            way("GroupNorm", group, partial(nn.GroupNorm, 4)),
+            way("frozen BatchNorm", frozen, FrozenNorm),
         ),
         points=tuple(Point(learning_rate=rate) for rate in (0.01, 0.03)),
         validate=lambda model: -mean_error(model, task, task.valid),

@@ -6,7 +6,7 @@ import ast
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +52,12 @@ def library(data: str | Path | None) -> Path:
     return Path(sysconfig.get_paths()["stdlib"] if data is None else data)
 
 
+def files_of(folder: Path, suffix: str, *, left_out: Set[str]) -> list[Path]:
+    """List the files of a folder and its subfolders but for some, in order."""
+    found = sorted(folder.rglob(f"*.{suffix}"))
+    return [path for path in found if not left_out & set(path.relative_to(folder).parts)]
+
+
 def as_numbers(pairs: Sequence[Pair], *, training_from: int) -> Texts:
     """Number the words that occur at least twice in the training pairs, the most frequent first."""
     counts = Counter(word for query, code in pairs[training_from:] for word in sorted({*query, *code}))
@@ -72,9 +78,7 @@ def _table(texts: Sequence[Sequence[str]], numbers: dict[str, int], length: int)
 def _pairs(library: Path) -> Iterator[Pair]:
     """Yield each documented function of a folder once: the words of its docstring and of its body."""
     seen = set[str]()
-    for path in sorted(library.rglob("*.py")):
-        if LEFT_OUT & set(path.relative_to(library).parts):
-            continue
+    for path in files_of(library, "py", left_out=LEFT_OUT):
         for node in _functions(path):
             query = words(ast.get_docstring(node) or "")[:40]
             if len(query) < FEWEST or (key := " ".join(query)) in seen:

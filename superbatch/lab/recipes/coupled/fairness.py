@@ -65,15 +65,11 @@ def loss_at(model: nn.Module, strength: float, *, size: int | None = None, unbia
 
 
 @torch.no_grad()
-def accuracy_and_gap(model: nn.Module, table: Table) -> tuple[float, float]:
-    """Measure accuracy and the gap between the groups' shares of positive answers, in points."""
+def measured(model: nn.Module, table: Table) -> tuple[float, float, float]:
+    """Measure accuracy minus gap, the gap between the groups' shares of positive answers, and accuracy."""
     positive = model(table["features"].to(dtype_of(model)))[:, 0] > 0
-    right = (positive == table["label"].bool()).float().mean().item()
-    return 100 * right, 100 * gap(positive.float(), table["group"]).abs().item()
-
-
-def _measure(model: nn.Module, table: Table) -> tuple[float, float, float]:
-    accuracy, apart = accuracy_and_gap(model, table)
+    accuracy = 100 * (positive == table["label"].bool()).float().mean().item()
+    apart = 100 * gap(positive.float(), table["group"]).abs().item()
     return accuracy - apart, apart, accuracy
 
 
@@ -90,9 +86,6 @@ def fairness() -> CoupledRecipe:
         samples=len(train["label"]),
         batch=lambda indices: {name: values[indices] for name, values in train.items()},
         loss_fn=lambda model: loss_at(model, 10.0),
-        evaluate=lambda model: _measure(model, test)[0],
-        metric="accuracy minus gap",
-        unit="points",
         margin=1.0,
         learning_rates={"adam": 3e-3},
         batch_size=BATCH,
@@ -104,13 +97,13 @@ def fairness() -> CoupledRecipe:
             *(plain(halves, model, m, of_halves, kind="unbiased") for m in (64, 16)),
         ),
         points=tuple(Point(learning_rate=3e-3, strength=strength) for strength in (1.0, 3.0, 10.0, 30.0)),
-        validate=lambda model: _measure(model, valid)[0],
+        validate=lambda model: measured(model, valid)[0],
         measures=(
             Measure(name="accuracy minus gap, points", meaning="what validation chooses by; 8000 test rows"),
             Measure(name="gap, points", meaning="between the groups' shares of positive answers"),
             Measure(name="accuracy, %", meaning="of the test rows"),
         ),
-        measure=lambda model: _measure(model, test),
+        measure=lambda model: measured(model, test),
         lower_is_better=False,
         mechanism="the square of a mean over m samples is the square of the mean plus variance / m",
         limits=(

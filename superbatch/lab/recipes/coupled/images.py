@@ -66,9 +66,10 @@ def spots(count: int, seed: int) -> Samples:
 
 def generated(training: int) -> ImageTask:
     """Make the task of counting spots."""
-    parts = spots(training, seed=0), spots(HELD_OUT, seed=1), spots(HELD_OUT, seed=2)
+    counts = {"train": training, "valid": HELD_OUT, "test": HELD_OUT}
+    parts = {name: spots(count, seed) for seed, (name, count) in enumerate(counts.items())}
     what = "0 to 30 spots in generated images"
-    return _numbers(*parts, description=what, centre=15, scale=10, unit="spots", margin=0.1)
+    return _numbers(parts, centre=15, scale=10, description=what, unit="spots", margin=0.1)
 
 
 def read_folder(folder: Path) -> ImageTask:
@@ -78,43 +79,42 @@ def read_folder(folder: Path) -> ImageTask:
     the images, at most 500, are held out for validation and as many for the test.
     """
     classes = sorted(each for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
-    files = [[path for path in sorted(each.rglob("*")) if path.suffix.lower() in KINDS] for each in classes]
-    if sum(map(len, files)) < LEAST or sum(map(bool, files)) < 2:
+    read = {
+        each.name: [path for path in sorted(each.rglob("*")) if path.suffix.lower() in KINDS]
+        for each in classes
+    }
+    files = {name: inside for name, inside in read.items() if inside}
+    count = sum(map(len, files.values()))
+    if count < LEAST or len(files) < 2:
         raise InputError(
-            f"{str(folder)!r} has {sum(map(len, files))} images in {sum(map(bool, files))} subfolders, and "
+            f"{str(folder)!r} has {count} images in {len(files)} subfolders, and "
             f"counting needs {LEAST} images in 2: FOLDER/CLASS/*.png, or FOLDER/NUMBER/*.png to count."
         )
-    names = [each.name for each, inside in zip(classes, files, strict=True) if inside]
-    files = [inside for inside in files if inside]
-    numbers = all(name.isascii() and name.isdigit() for name in names)
-    of_class = [float(name) for name in names] if numbers else range(len(names))
-    images = torch.stack([_pixels(path) for inside in files for path in inside])
-    targets = torch.tensor([value for value, inside in zip(of_class, files, strict=True) for _ in inside])
+    numbers = all(name.isascii() and name.isdigit() for name in files)
+    of_class = [float(name) for name in files] if numbers else range(len(files))
+    images = torch.stack([_pixels(path) for inside in files.values() for path in inside])
+    targets = torch.tensor(
+        [own for own, inside in zip(of_class, files.values(), strict=True) for _ in inside]
+    )
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     held = min(HELD_OUT, len(images) // 5)
-    test, valid, train = (
-        Samples(images[part], targets[part]) for part in order.split([held, held, len(images) - 2 * held])
-    )
-    where = repr(str(folder))
+    cuts = zip(("test", "valid", "train"), order.split([held, held, len(images) - 2 * held]), strict=True)
+    parts = {name: Samples(images[part], targets[part]) for name, part in cuts}
     if numbers:
-        least, most = sorted(map(int, names))[:: len(names) - 1]
-        scale = train.targets.std().clamp_min(1e-6).item()
+        learnt = parts["train"].targets
+        scale = learnt.std().clamp_min(1e-6).item()
         return _numbers(
-            train,
-            valid,
-            test,
-            description=f"{least} to {most} things in images of {where}",
-            centre=train.targets.mean().item(),
+            parts,
+            centre=learnt.mean().item(),
             scale=scale,
+            description=f"{min(of_class):.0f} to {max(of_class):.0f} things in images of {str(folder)!r}",
             unit="things",
             margin=float(f"{scale / 100:.1g}"),
         )
     return ImageTask(
-        description=f"{len(names)} classes of images of {where}",
-        outputs=len(names),
-        train=train,
-        valid=valid,
-        test=test,
+        **parts,
+        description=f"{len(files)} classes of images of {str(folder)!r}",
+        outputs=len(files),
         loss=cross_entropy,
         error=lambda outputs, targets: 100 * (outputs.argmax(1) != targets).to(outputs.dtype),
         metric="errors",
@@ -123,29 +123,15 @@ def read_folder(folder: Path) -> ImageTask:
     )
 
 
-def _numbers(
-    train: Samples,
-    valid: Samples,
-    test: Samples,
-    *,
-    description: str,
-    centre: float,
-    scale: float,
-    unit: str,
-    margin: float,
-) -> ImageTask:
+def _numbers(parts: dict[str, Samples], *, centre: float, scale: float, **facts: Any) -> ImageTask:
     return ImageTask(
-        description=description,
+        **parts,
+        **facts,
         outputs=1,
-        train=train,
-        valid=valid,
-        test=test,
         # The output is a number in units of `scale` around the centre, as a linear layer finds it easily.
         loss=lambda out, targets: smooth_l1_loss(out[:, 0], (targets - centre) / scale, beta=0.3),
         error=lambda out, targets: (scale * out[:, 0] + centre - targets).abs(),
         metric="mean absolute error",
-        unit=unit,
-        margin=margin,
     )
 
 

@@ -25,14 +25,14 @@ class Point:
 class Measure:
     """A measured quantity of a trained model."""
 
-    name: str  # with the unit: a column of the table
+    name: str  # and its unit, after a comma: a column of the table
     meaning: str  # one sentence
     form: str = ".2f"  # a format specification
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoupledRecipe(Recipe):
-    """A recipe whose update depends on the whole batch."""
+    """A recipe whose update depends on the whole batch; its first measure is its metric."""
 
     # to make the update; the first is exact, in micro-batches, and the others are compared with it
     ways: tuple[Way, ...]
@@ -53,6 +53,10 @@ class CoupledRecipe(Recipe):
         for name in ("ways", "points", "measures"):
             if not getattr(self, name):
                 raise InputError(f"The recipe {self.name!r} has no {name}. Pass at least one.")
+        metric, _, unit = self.measures[0].name.partition(", ")
+        first = {"metric": metric, "unit": unit, "evaluate": lambda model: self.measure(model)[0]}
+        for name, value in first.items():
+            object.__setattr__(self, name, value)  # as a frozen dataclass sets its own fields
 
     def way(self, name: str) -> Way:
         """The way of that name; StopIteration if there is none."""

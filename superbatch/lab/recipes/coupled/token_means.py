@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
-from superbatch.torch import count_tokens
+from superbatch.torch import Accumulator, count_tokens
 
 from ..models import seeded
-from .corpora import IGNORE, START, Texts, corpus
+from ..text import IGNORE
+from .corpora import START, Texts, corpus
 from .recipe import CoupledRecipe, Measure, Point
-from .ways import Loss, Way, groups, plain, weighted, written_out
+from .ways import Loss, Way, accumulated, groups, plain, written_out
 
 BATCH, UPDATES, EXACT = 32, 100, 16
 SHARE = 8  # one text in this number is long
@@ -49,18 +50,15 @@ def _rows(texts: Texts, rows: Tensor | slice) -> Texts:
     return {name: values[rows] for name, values in texts.items()}
 
 
-def _together(longs: Texts, shorts: Texts) -> Texts:
+def _mixed(longs: Texts, shorts: Texts) -> Texts:
+    """Add short texts, repeated in turn, until one text of `SHARE` is long."""
+    rows = torch.arange((SHARE - 1) * len(longs["ids"])) % len(shorts["ids"])
     room = longs["ids"].shape[1] - shorts["ids"].shape[1]
     filler = {"ids": START, "labels": IGNORE}
     return {
-        name: torch.cat([longs[name], pad(shorts[name], (0, room), value=filler[name])]) for name in filler
+        name: torch.cat([longs[name], pad(shorts[name][rows], (0, room), value=value)])
+        for name, value in filler.items()
     }
-
-
-def _mixed(longs: Texts, shorts: Texts) -> Texts:
-    """Add short texts, repeated in turn, until one text of `SHARE` is long."""
-    rest = torch.arange((SHARE - 1) * len(longs["ids"]))
-    return _together(longs, _rows(shorts, rest % len(shorts["ids"])))
 
 
 def token_losses(model: nn.Module, texts: Any) -> Tensor:
@@ -101,14 +99,6 @@ def bits(model: nn.Module, texts: Texts) -> float:
     return token_losses(model, texts).sum().item() / int(tokens(texts).sum()) / math.log(2)
 
 
-def _measures(long: str, short: str) -> tuple[Measure, ...]:
-    return (
-        Measure(name=f"{long}, bits/byte", meaning="of 300 pieces of 128 bytes", form=".3f"),
-        Measure(name=f"{short}, bits/byte", meaning=f"of 300 {short}", form=".3f"),
-        Measure(name="all tokens, bits/byte", meaning="as training mixes them", form=".3f"),
-    )
-
-
 def token_means(data: str | Path | None = None, *, held_out: int = HELD_OUT) -> CoupledRecipe:
     """Make the recipe from a folder of Python sources or of ``.txt`` files, or from the standard library."""
     found = corpus(data)
@@ -119,7 +109,7 @@ def token_means(data: str | Path | None = None, *, held_out: int = HELD_OUT) -> 
     )
     train = _mixed(*(_rows(each, slice(2 * HELD_OUT, None)) for each in (longs, shorts)))
     usual = BATCH * tokens(train).double().mean().item()
-    model = seeded(Convolutions)
+    model, weight = seeded(Convolutions), count_tokens("labels", ignore_index=IGNORE)
 
     return CoupledRecipe(
         name="token-means",
@@ -129,21 +119,18 @@ def token_means(data: str | Path | None = None, *, held_out: int = HELD_OUT) -> 
         samples=len(train["ids"]),
         batch=lambda indices: _rows(train, indices),
         loss_fn=lambda model: loss_at(model, 0.0),
-        evaluate=lambda model: bits(model, test[0]),
-        metric=found.long,
-        unit="bits/byte",
         margin=0.03,
         learning_rates={"adam": 0.01},
         batch_size=BATCH,
         updates=UPDATES,
-        weight=count_tokens("labels", ignore_index=IGNORE),
+        weight=weight,
         counts="tokens",
         ways=(
             Way(
                 name="superbatch",
                 how=f"Accumulator with weight=count_tokens(...) in micro-batches of {EXACT}",
                 model=model,
-                update=weighted(loss_at, count_tokens("labels", ignore_index=IGNORE), EXACT),
+                update=accumulated(Accumulator, loss_at, microbatch_size=EXACT, weight=weight),
             ),
             *(plain(mean_of_means, model, m, "they count alike, whatever their tokens") for m in (4, 1)),
             Way(
@@ -155,7 +142,11 @@ def token_means(data: str | Path | None = None, *, held_out: int = HELD_OUT) -> 
         ),
         points=tuple(Point(learning_rate=rate) for rate in (0.01, 0.03)),
         validate=lambda model: -_measure(model, valid)[-1],
-        measures=_measures(found.long, found.short),
+        measures=(
+            Measure(name=f"{found.long}, bits/byte", meaning="of 300 pieces of 128 bytes", form=".3f"),
+            Measure(name=f"{found.short}, bits/byte", meaning=f"of 300 {found.short}", form=".3f"),
+            Measure(name="all tokens, bits/byte", meaning="as training mixes them", form=".3f"),
+        ),
         measure=lambda model: _measure(model, test),
         lower_is_better=True,
         mechanism="a mean of means gives a byte of a short text more weight than one of a long text",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from superbatch.torch import Accumulator, WholeBatch
+from superbatch.torch import WholeBatch
 
 Loss = Callable[[Any], Tensor]
 LossAt = Callable[[nn.Module, float], Loss]  # (model, strength of the point) -> the loss function of a batch
@@ -43,22 +43,11 @@ def groups(values: Tensor, size: int | None) -> Tensor:
     return values.unsqueeze(0) if size is None else values.unflatten(0, (-1, size))
 
 
-def whole_batch(loss_at: LossAt, microbatch_size: int) -> MakeUpdate:
-    """Make exact updates by `superbatch.torch.WholeBatch`."""
+def accumulated(kind: Callable[..., Update], loss_at: LossAt, **options: Any) -> MakeUpdate:
+    """Make exact updates by `Accumulator` or `WholeBatch`."""
 
     def make(model: nn.Module, optimizer: torch.optim.Optimizer, strength: float) -> Update:
-        return WholeBatch(model, optimizer, loss_at(model, strength), microbatch_size=microbatch_size)
-
-    return make
-
-
-def weighted(loss_at: LossAt, weight: Callable[[Any], int | float], microbatch_size: int) -> MakeUpdate:
-    """Make exact updates by `superbatch.torch.Accumulator` with a weight."""
-
-    def make(model: nn.Module, optimizer: torch.optim.Optimizer, strength: float) -> Update:
-        return Accumulator(
-            model, optimizer, loss_at(model, strength), microbatch_size=microbatch_size, weight=weight
-        )
+        return kind(model, optimizer, loss_at(model, strength), **options)
 
     return make
 
@@ -66,7 +55,9 @@ def weighted(loss_at: LossAt, weight: Callable[[Any], int | float], microbatch_s
 def exact(loss_at: LossAt, model: Callable[[int], nn.Module], size: int, how: str) -> Way:
     """The way that all others are compared with: `superbatch.torch.WholeBatch`."""
     how = f"WholeBatch in micro-batches of {size}: {how}"
-    return Way(name="superbatch", how=how, model=model, update=whole_batch(loss_at, size))
+    return Way(
+        name="superbatch", how=how, model=model, update=accumulated(WholeBatch, loss_at, microbatch_size=size)
+    )
 
 
 def plain(

@@ -1,8 +1,8 @@
-"""Diagnosis of an accumulated gradient that is not the batch's: suspects are removed one after the other.
+"""Find out why an accumulated gradient differs from the batch's, by removing possible causes one by one.
 
-The order matters. A pass that does not repeat cannot be judged; then come random numbers, then state that a
-forward changes. The rest is a wrong declaration of the loss or coupled samples, which the check of the first
-window tells apart.
+The order matters: first nondeterminism, without which nothing can be compared; then random numbers; then
+state that a forward changes. What remains is a wrong declaration or coupled samples, which the check of the
+first window distinguishes.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from .problem import evaluate, forward
 from .untouched import changed_state, module_state
 
 _COUPLINGS = ("batchnorm", "coupled", "coupled_loss", "weight")
-_STATED = ("sum", "mean", "weight")
+_DECLARED = ("sum", "mean", "weight")
 _CHECK = "parts of a micro-batch"
-_NOISE = 30.0  # multiples of the difference of two equal passes
+_NOISE = 30.0  # times the difference of two equal passes
 _MOST_PROBED = 97
-_SEEDS = 8  # one coin for a whole batch is the same under half of them
+_SEEDS = 8  # several: a single coin flip per batch comes out the same for half of all seeds
 
 
 class Diagnosis(NamedTuple):
-    """Causes in the order in which to fix them, findings of the probes, and notes on open questions."""
+    """Causes in the order in which to fix them, findings of the probes, and notes on what was not tested."""
 
     causes: tuple[Finding, ...]
     findings: tuple[Finding, ...]
@@ -41,16 +41,16 @@ class Diagnosis(NamedTuple):
 
 
 def judge(setting: Setting, size: Size) -> tuple[Finding, ...]:
-    """Judge the declaration about the loss where the gradients agree, which they may by chance.
+    """Check the declared loss of a batch whose gradients agree, because they may agree by chance.
 
     Args:
-        setting: a batch whose accumulated gradient is the batch's; it must fit in memory.
+        setting: settings with a batch that fits in memory.
         size: the `microbatch_size`.
 
     Returns:
         At most one cause.
     """
-    found = _statement(setting, size)
+    found = _judged_declaration(setting, size)
     return () if found is None else (found,)
 
 
@@ -58,30 +58,30 @@ def diagnose(setting: Setting, size: Size, *, tolerance: float) -> Diagnosis:
     """Find the causes of a gradient that is not exact.
 
     Args:
-        setting: a batch whose accumulated gradient differs from the batch's; it must fit in memory.
-        size: the `microbatch_size` with which it does.
-        tolerance: the largest relative difference that counts as rounding.
+        setting: settings with a batch that fits in memory and whose accumulated gradient is wrong.
+        size: the `microbatch_size` of that gradient.
+        tolerance: largest relative difference that counts as rounding.
 
     Returns:
-        At least one cause, of kind `"unknown"` where no test tells.
+        At least one cause; its kind is `"unknown"` if no test finds one.
     """
-    # Twice the same pass: their difference cannot come from the split.
+    # The same pass twice: a difference cannot come from the split.
     first = accumulated(setting, size)
     evidence = largest(accumulated(setting, size), first)
     if evidence > tolerance:
         if not largest(first, whole(setting)) > _NOISE * evidence:
             return Diagnosis((_nondeterminism(evidence),), (), ())
-        tolerance = _NOISE * evidence  # threads add up in any order: that alone explains no more than this
+        tolerance = _NOISE * evidence  # the most that sums in another order of threads explain
     causes: list[Finding] = []
-    # Random numbers first, as they would hide the effect of a moved buffer.
+    # Random numbers first: they would hide the effect of a changed buffer.
     for remove in (_remove_randomness, _remove_state):
         setting, cause = remove(setting, size, tolerance)
         causes += cause
         if largest(accumulated(setting, size), whole(setting)) <= tolerance:
             break
     else:
-        return _statement_or_coupling(setting, size, causes, tolerance)
-    # dtype None: the probes choose the dtype by themselves.
+        return _declaration_or_coupling(setting, size, causes, tolerance)
+    # dtype None: the probes choose it.
     findings, notes = probe_coupling(setting.problem.in_dtype(None), setting.batch)
     return Diagnosis(tuple(causes), findings, notes)
 
@@ -92,24 +92,21 @@ def _nondeterminism(evidence: float) -> Finding:
         "loss_fn",
         evidence,
         "the same pass twice",
-        "the same pass with the same seed gives another gradient",
-        "look for a generator, a counter or a memory that loss_fn keeps outside the model, or for "
-        "kernels that "
-        "torch.use_deterministic_algorithms(True) refuses",
+        "two passes with the same seed give different gradients",
+        "search for a generator, counter or cache that loss_fn keeps outside the model, and for kernels that "
+        "torch.use_deterministic_algorithms(True) reports",
     )
 
 
 def _remove_randomness(setting: Setting, size: Size, tolerance: float) -> tuple[Setting, list[Finding]]:
     streams = setting.but(streams=True)
-    remedy = (
-        "pass participants=[PerSampleRandom()]: each sample then has its own random numbers in every split"
-    )
+    remedy = "pass participants=[PerSampleRandom()]: each sample then has the same numbers in every split"
     outside = (
         "draw them with torch's own functions, one draw for each sample, then pass "
         "participants=[PerSampleRandom()]"
     )
-    detail = "random numbers are drawn, and other ones in micro-batches than in the batch"
-    # With streams torch's numbers are the same in every split; only Python's and NumPy's can differ.
+    detail = "the random numbers drawn in micro-batches differ from those of the batch"
+    # With streams torch's random numbers are the same in every split; only Python's and NumPy's can differ.
     seed = {"host_seed": 1} if setting.streams else {"seed": 1, "host_seed": 1}
     evidence = largest(accumulated(setting.but(**seed), size), accumulated(setting, size))
     if evidence <= tolerance:
@@ -119,14 +116,14 @@ def _remove_randomness(setting: Setting, size: Size, tolerance: float) -> tuple[
             detail, remedy = f"{detail}, from Python's or NumPy's generator", outside
     except InputError as error:
         streams, remedy = setting, outside
-        detail = f"{detail}; they cannot be drawn for each sample ({error})"
+        detail = f"{detail}; they cannot be drawn per sample ({error})"
     return streams, [Finding("random", _first_random(setting), evidence, "another seed", detail, remedy)]
 
 
 def _first_random(setting: Setting) -> str:
-    """The first module whose output depends on the seed."""
+    """Return the path of the first module whose output depends on the seed."""
     problem = setting.problem
-    # Two samples are enough to see a module draw.
+    # Two samples are enough to find a module that draws random numbers.
     few = take(setting.batch, 0, 2, unsplit=problem.unsplit, per_sample=problem.per_sample)
 
     def watched(seed: int) -> list[Watched]:
@@ -145,51 +142,51 @@ def _remove_state(setting: Setting, size: Size, tolerance: float) -> tuple[Setti
     evaluate(setting.problem, setting.batch)
     batchnorms = {path for path, module in model.named_modules() if isinstance(module, _BatchNorm)}
     changed = changed_state(before, module_state(model))
-    # Running statistics move by design; participants handle them.
+    # Running statistics change by design; participants handle them.
     changed = [path for path in changed if path.rpartition(".")[0] not in batchnorms]
     restored = setting.but(restore_state=True)
     evidence = largest(accumulated(restored, size), accumulated(setting, size)) if changed else 0.0
     if evidence <= tolerance:
         return setting, []
-    detail = f"every forward changes {', '.join(changed)}, on which the gradient depends"
-    remedy = "change this state once for each update, outside the forward"
+    detail = f"each forward changes {', '.join(changed)}, on which the gradient depends"
+    remedy = "change this state once per update, outside the forward"
     # Buffers of spectral norm's power iteration: weight_u and weight_v.
     if any(name.endswith(("_u", "_v")) for name in changed):
         remedy += (
-            ": keep spectral norm in evaluation mode, and advance it once in training mode before each update"
+            ": keep spectral norm in evaluation mode, and run it once in training mode before each update"
         )
     where = changed[0].rpartition(".")[0]
     return restored, [Finding("state", where, evidence, "state restored", detail, remedy)]
 
 
-def _statement_or_coupling(
+def _declaration_or_coupling(
     setting: Setting, size: Size, causes: list[Finding], tolerance: float
 ) -> Diagnosis:
     findings, notes = probe_coupling(setting.problem.in_dtype(None), setting.batch)
     places = [finding for finding in findings if finding.kind in ("batchnorm", "coupled")]
-    statement = _statement(setting, size)
-    # A reduction or weight that holds explains all; otherwise the probed place is nearer to the cause.
-    if statement is not None and (statement.kind in _STATED or not places):
-        found = [finding for finding in findings if finding.kind == statement.kind == "coupled_loss"]
-        found = found or [statement]  # a probe may know more of the coupling
+    judged = _judged_declaration(setting, size)
+    # A wrong reduction or weight explains everything; otherwise the probes locate the cause better.
+    if judged is not None and (judged.kind in _DECLARED or not places):
+        found = [finding for finding in findings if finding.kind == judged.kind == "coupled_loss"]
+        found = found or [judged]  # a probe's finding has more detail
         return Diagnosis((*causes, *found), (*_elsewhere(findings), *found), notes)
     coupled = [finding for finding in findings if finding.kind in _COUPLINGS]
-    if not coupled:  # it may need more samples to act: a capacity, a quantile
+    if not coupled:  # coupling may need more samples to show: a capacity limit, a quantile
         findings, notes = probe_coupling(setting.problem.in_dtype(None), setting.batch, samples=_MOST_PROBED)
         coupled = [finding for finding in findings if finding.kind in _COUPLINGS]
     if not coupled and not causes:
-        # Micro-batches of one sample are as far from the batch as a split can be.
+        # Micro-batches of one sample differ most from the batch.
         coupled = [_unknown(largest(accumulated(setting, 1), whole(setting)))]
     return Diagnosis((*causes, *coupled), findings, notes)
 
 
 def _elsewhere(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Leave out the mixed difference's findings on the whole loss: its declaration was judged since."""
+    """Return the findings without those of the mixed difference: the check has judged the loss since."""
     return tuple(finding for finding in findings if finding.module != "loss_fn" or finding.kind == "coupled")
 
 
-def _statement(setting: Setting, size: Size) -> Finding | None:
-    """Judge the declaration as the first window's check does, on the batch and on micro-batches of it."""
+def _judged_declaration(setting: Setting, size: Size) -> Finding | None:
+    """Run the first window's check on the batch and its micro-batches; return a finding or None."""
     frozen: list[nn.Module] = []
     if setting.batchnorm == "frozen":
         frozen = [module for module in setting.problem.model.modules() if isinstance(module, _BatchNorm)]
@@ -220,6 +217,6 @@ def _unknown(evidence: float) -> Finding:
         "loss_fn",
         evidence,
         "comparison",
-        "the accumulated gradient is another, and no test tells why",
-        "compare find_coupling() on a larger batch, and micro-batches of other sizes",
+        "the accumulated gradient differs, and no test finds the cause",
+        "run find_coupling() on a larger batch, and compare other sizes of micro-batches",
     )

@@ -14,43 +14,43 @@ from .problem import Problem
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model without a gradient, and one whose gradients are reduced over ranks.
+    """Raise for a model without trainable parameters, and for one whose gradients are reduced over ranks.
 
     Raises:
-        InputError: it is such a model.
+        InputError: the model is one of these.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError(
-            f"A {type(model).__name__} without parameters that need a gradient has no gradient to compare. "
-            "Pass the model that is trained, and do not freeze all of it."
+            f"The {type(model).__name__} has no parameter with requires_grad=True, so it has no gradient. "
+            "Pass the model that is trained."
         )
-    # A part that is wrapped reduces its gradients as well.
+    # A wrapped part of the model reduces its gradients too.
     for path, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise InputError(
-                f"DistributedDataParallel ({path or 'the model itself'}) reduces gradients over ranks, and "
-                "each rank would verify another batch. Pass its .module, and a loss_fn that calls that."
+                f"DistributedDataParallel ({path or 'the model itself'}) averages gradients over ranks with "
+                "different batches. Pass its .module, and a loss_fn that calls that module."
             )
 
 
 def check_options(problem: Problem, tolerance: Any) -> None:
-    """Refuse options of the wrong type or value.
+    """Raise for options of the wrong type or value.
 
     Raises:
-        InputError: one of them is.
+        InputError: an option has the wrong type or value.
     """
-    # The usual slip: the loss itself instead of a function.
+    # The usual mistake: the loss itself instead of a function.
     if not callable(problem.loss_fn):
         raise InputError(
-            f"loss_fn={problem.loss_fn!r} cannot be called. Pass a function micro-batch -> loss."
+            f"loss_fn={problem.loss_fn!r} cannot be called. Pass a function from a micro-batch to its loss."
         )
     check_loss_fn(problem.loss_fn)
-    # Before anything is copied or evaluated: the Accumulator's three forms of weight=.
+    # The three forms of weight= that the Accumulator has.
     if not (problem.weight is None or problem.weight == "returned" or callable(problem.weight)):
         raise InputError(
-            f"weight={problem.weight!r} cannot weigh a micro-batch. Pass None (samples), a function "
-            'micro-batch -> number, or "returned".'
+            f"weight={problem.weight!r} is not a weight. Pass None (weight by samples), a function from a "
+            'micro-batch to a number, or "returned".'
         )
-    # check_positive lets None pass, which stands for an option without a value.
+    # check_positive accepts None, as an option that is left out.
     if tolerance is None or check_positive(tolerance, "tolerance") is None:
-        raise InputError(f"tolerance={tolerance!r} is no relative difference. Pass a float, such as 1e-12.")
+        raise InputError(f"tolerance={tolerance!r} is not a positive number. Pass a float such as 1e-12.")

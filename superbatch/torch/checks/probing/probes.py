@@ -1,8 +1,8 @@
-"""Probes that read a forward pass: does the part that belongs to one sample depend on other samples?
+"""Probes of a forward pass: find modules whose output for one sample depends on other samples.
 
-A probe runs `loss_fn` on a batch of N samples, N a prime, so that a dimension of size N (or k N) is most
-likely that of the samples. Two samples are watched, the first and the last but one. The inputs and outputs of
-each module are cut down to their rows, under every reading of the shape; mixing counts if all readings agree.
+A probe runs `loss_fn` on N samples. N is a prime, so that a dimension of size N (or k N) is most likely that
+of the samples. Two samples are watched: the first and the last but one. A tensor may have several dimensions
+that could hold the samples (readings); a module mixes samples if every reading shows it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Mixing:
     """A module that couples the samples of a batch.
 
     Args:
-        module: its path; `"loss_fn"` outside every module.
-        order: when it came in the forward pass, to tell the first.
-        evidence: the relative change, or the relative gradient, that should have been zero.
+        module: path of the module; `"loss_fn"` for code outside every module.
+        order: position in the forward pass.
+        evidence: relative change, or relative gradient, that should be zero.
 
     Examples:
         >>> Mixing("encoder.norm", 3, 0.5).module
@@ -40,7 +40,7 @@ class Mixing:
 
 
 class _Call(NamedTuple):
-    """One call of a module: its path, and how often it had been called before."""
+    """Call of a module: its path, and the number of its earlier calls."""
 
     module: str
     calls: int
@@ -48,7 +48,7 @@ class _Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Watched:
-    """Input (`entry`) or output of a call, cut down to the watched samples; made by `watch`."""
+    """Rows of the watched samples in the input (`entry`) or output of a call; made by `watch`."""
 
     call: _Call
     entry: bool
@@ -71,7 +71,7 @@ class _Recorder:
     def before(self, path: str, inputs: Any) -> None:
         call = _Call(path, self.counts[path])
         self.counts[path] += 1
-        # Before the call is on the stack, whose top is its caller.
+        # Before the call is pushed: the top of the stack is its caller.
         self.note(call, inputs, entry=True)
         self.stack.append(call)
 
@@ -80,7 +80,7 @@ class _Recorder:
 
     def note(self, call: _Call, value: Any, *, entry: bool) -> None:
         caller = self.stack[-1] if self.stack else None
-        # Detached, so that the record keeps no graph alive.
+        # Detached, so that the events keep no graph alive.
         tensors = [
             _Cutting(tensor.shape, _readings(tensor.detach(), self.samples)) for tensor in tensors_in(value)
         ]
@@ -88,12 +88,12 @@ class _Recorder:
 
 
 def watched(samples: int) -> tuple[int, int]:
-    """The two samples that a probe watches: the first, with others after it, and one with others before it.
+    """Return the two samples that a probe watches: one with others after it, and one with others before it.
 
-    They are not the first and the last, which a batch that is mixed with its own reverse would pair.
+    Not the first and the last: code that mixes a batch with its reverse would pair them.
 
     Args:
-        samples: the samples of the batch, at least 2.
+        samples: number of samples of the batch, at least 2.
 
     Returns:
         Two indices.
@@ -106,12 +106,12 @@ def watched(samples: int) -> tuple[int, int]:
 
 
 def watch(model: nn.Module, run: Callable[[], Any], samples: int) -> list[Watched]:
-    """Run a forward pass and keep every module's inputs and outputs for the watched samples.
+    """Run a forward pass, and record every module's inputs and outputs for the watched samples.
 
     Args:
-        model: its modules are watched; the hooks are gone afterwards.
-        run: the forward pass.
-        samples: the samples of its batch, a prime.
+        model: model whose modules are watched; the hooks are removed afterwards.
+        run: function that runs the forward pass.
+        samples: number of samples of its batch, a prime.
 
     Returns:
         The events in order, for `first_difference`.
@@ -138,19 +138,19 @@ def watch(model: nn.Module, run: Callable[[], Any], samples: int) -> list[Watche
 
 
 def first_difference(a: list[Watched], b: list[Watched], *, tolerance: float) -> Mixing | None:
-    """The first module at which watched samples differ between two passes that differ in other samples only.
+    """Return the first module that mixes samples, from two passes that differ only in unwatched samples.
 
-    A difference counts where it also shows in the calling module's output: rows that a router hands to an
-    expert differ between passes, but mean no mixing as long as each sample gets its own result back.
+    The output of the calling module must differ too. A router may give an expert different rows in the two
+    passes, but mixes nothing if each sample gets its own result back.
 
     Args:
         a: one pass, from `watch`.
-        b: the other.
-        tolerance: the largest relative difference that counts as rounding.
+        b: the other pass.
+        tolerance: largest relative difference that counts as rounding.
 
     Returns:
-        The coupling module: the module itself where its output differs but its input does not, the calling
-        module where already the input differs. None if nowhere.
+        The module whose output differs although its input does not; the calling module if the input differs
+        already; None without a difference.
 
     Examples:
         >>> model, x = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.randn(7, 2)
@@ -159,7 +159,7 @@ def first_difference(a: list[Watched], b: list[Watched], *, tolerance: float) ->
         >>> first_difference(one, other, tolerance=1e-4).module, first_difference(one, one, tolerance=0.0)
         ('1', None)
     """
-    # By call and not by position: a router may call its experts in another order.
+    # By call, not by position: a router may call its experts in another order.
     others = {(event.call, event.entry): event for event in b}
     changes = {
         key: _change(event, others[key]) for event in a if (key := (event.call, event.entry)) in others
@@ -168,7 +168,7 @@ def first_difference(a: list[Watched], b: list[Watched], *, tolerance: float) ->
         evidence = changes.get((event.call, event.entry)) or 0.0
         if evidence <= tolerance:
             continue
-        # A result of the caller that did not change proves that the difference had no effect.
+        # If the output of the caller is unchanged, the difference had no effect.
         given = changes.get((event.caller, False)) if event.caller else None
         if given is None or given > tolerance:
             caller = event.caller.module if event.caller else "loss_fn"
@@ -179,21 +179,20 @@ def first_difference(a: list[Watched], b: list[Watched], *, tolerance: float) ->
 def gradient_mixing(
     model: nn.Module, run: Callable[[], Any], samples: int, *, tolerance: float
 ) -> tuple[list[Mixing], list[str]]:
-    """The modules whose output for one sample has a gradient towards another sample of their own input.
+    """Find the modules whose output for one sample has a gradient with respect to another sample's input.
 
-    ``d out[0] / d in[j] != 0`` for some ``j != 0``, found with one local backward per module. Unlike a
-    comparison of values it finds a normalisation whose value does not depend on the batch but whose gradient
-    does.
+    ``d out[0] / d in[j] != 0`` for some ``j != 0``, by one local backward per module. Unlike a comparison of
+    values, it finds a normalisation whose value does not depend on the batch but whose gradient does.
 
     Args:
-        model: its modules are watched; the hooks are gone afterwards.
-        run: the forward pass.
-        samples: the samples of its batch, a prime.
-        tolerance: the largest gradient, relative to that towards the sample itself, that counts as rounding.
+        model: model whose modules are watched; the hooks are removed afterwards.
+        run: function that runs the forward pass.
+        samples: number of samples of its batch, a prime.
+        tolerance: largest gradient that counts as rounding, relative to that of the sample itself.
 
     Returns:
-        All such modules in the order of the pass, and the paths of modules that could not be probed. A module
-        that contains one of them is not named again.
+        The modules in the order of the pass, without modules that contain one of them; and the paths of
+        modules that could not be probed.
 
     Examples:
         >>> model, x = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.randn(7, 2)
@@ -207,18 +206,18 @@ def gradient_mixing(
 
     def hooks(path: str) -> tuple[Callable[..., Any], Callable[..., None]]:
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            # Data asks for no gradient; without one the first module could not be probed.
+            # Data has requires_grad=False, and without a gradient the first module could not be probed.
             return _differentiable(args), _differentiable(kwargs)
 
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             nonlocal order
             order += 1
-            # A module around one that mixes has its gradient too.
+            # A module that contains a mixing module has the same gradient.
             if any(_contains(path, mixing.module) for mixing in found):
                 return
             try:
                 evidence = _cross_gradient(tensors_in((args, kwargs)), tensors_in(output), samples)
-            except RuntimeError:  # a graph that cannot be walked from here (a checkpoint, in-place code)
+            except RuntimeError:  # no gradient from here: a checkpoint, in-place code
                 failed.append(path)
                 return
             if evidence > tolerance:
@@ -226,20 +225,20 @@ def gradient_mixing(
 
         return before, after
 
-    # `verify` may be called under no_grad, where there are no graphs.
+    # enable_grad: `verify` may be called under no_grad.
     with _hooked(model, hooks), torch.enable_grad():
         run()
     return found, failed
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in nested containers and dataclasses, in order.
+    """Return the tensors in nested containers and dataclasses, in order.
 
     Args:
         value: inputs or outputs of a module.
 
     Returns:
-        Its tensors.
+        The tensors.
 
     Examples:
         >>> len(tensors_in(({"a": torch.ones(1)}, [torch.ones(1), 3])))
@@ -261,7 +260,7 @@ def _hooked(model: nn.Module, hooks: Callable[[str], tuple[Any, Any]]) -> Iterat
     with contextlib.ExitStack() as handles:
         for path, module in model.named_modules():
             before, after = hooks(path)
-            # One by one: an error on the way removes the hooks that are set already.
+            # One by one: after an error, the hooks that are set already are removed.
             for handle in (
                 module.register_forward_pre_hook(before, with_kwargs=True),
                 module.register_forward_hook(after, with_kwargs=True),
@@ -272,7 +271,7 @@ def _hooked(model: nn.Module, hooks: Callable[[str], tuple[Any, Any]]) -> Iterat
 
 def _readings(tensor: Tensor, samples: int) -> list[Tensor]:
     """Return the rows of the watched samples, under each reading of the shape."""
-    # Copies (cat makes them), as in-place code may follow.
+    # cat copies them, because in-place code may follow.
     return [torch.cat([_rows(tensor, *own) for own in pair]) for pair in _cuts(tensor, samples)]
 
 
@@ -280,17 +279,17 @@ _Cut = tuple[int, slice]
 
 
 def _cuts(tensor: Tensor, samples: int) -> list[tuple[_Cut, _Cut]]:
-    """(dimension, slice) of each watched sample, for each dimension that may hold the samples."""
+    """Return (dimension, slice) of both watched samples, for each dimension that may hold the samples."""
     cuts: list[tuple[_Cut, _Cut]] = []
     for dimension, size in enumerate(tensor.shape):
-        # Not a multiple of N: no dimension of samples.
+        # A size that is no multiple of N cannot hold the samples.
         if size == 0 or size % samples:
             continue
         block = size // samples
         second = watched(samples)[1]
         later = slice(second * block, (second + 1) * block)
         cuts.append(((dimension, slice(0, block)), (dimension, later)))
-        if block > 1:  # samples run fastest: (time, samples) flattened, or several views one after the other
+        if block > 1:  # samples vary fastest: (time, samples) flattened, or several concatenated views
             first, later = slice(0, None, samples), slice(second, None, samples)
             cuts.append(((dimension, first), (dimension, later)))
     return cuts
@@ -301,11 +300,11 @@ def _rows(tensor: Tensor, dimension: int, own: slice) -> Tensor:
 
 
 def _change(one: Watched, other: Watched) -> float | None:
-    """The largest relative difference of comparable tensors; None where there are none."""
-    # A pass may return fewer tensors than the other; only pairs are compared.
+    """Return the largest relative difference of comparable tensors; None without any."""
+    # One pass may return fewer tensors than the other; only pairs are compared.
     pairs = zip(one.tensors, other.tensors, strict=False)
     comparable = [(a.readings, b.readings) for a, b in pairs if a.shape == b.shape and a.readings]
-    # The smallest change of all readings: a wrong reading shows mixing where there is none.
+    # The smallest change over all readings, because a wrong reading shows mixing where there is none.
     return max((min(map(_relative, *readings)) for readings in comparable), default=None)
 
 
@@ -316,17 +315,17 @@ def _relative(a: Tensor, b: Tensor) -> float:
     if not a.numel() or bool(torch.equal(a, b)):
         return 0.0
     if bool(a.isnan().logical_xor(b.isnan()).any()):
-        return 1.0  # a NaN came through, or was lost: all of the value changed
-    # inf - inf is NaN; a difference of NaN or inf has no size.
+        return 1.0  # a NaN in one of them only: a complete change
+    # inf - inf is NaN; differences of NaN or inf are set to 0.
     difference = difference.nan_to_num(0.0, 0.0, 0.0).amax()
     return float(difference / size) if size.isfinite() and size > 0 else float(difference)
 
 
 def _differentiable(value: Any) -> Any:
-    """Make floating-point inputs require gradients, as data does not."""
+    """Return inputs whose floating-point tensors require gradients."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and not value.requires_grad and torch.is_grad_enabled():
-            # Multiplied, because a leaf would refuse in-place layers.
+            # Times 1: autograd does not allow in-place layers on a leaf.
             return value.detach().requires_grad_() * 1
         return value
     if type(value) in (list, tuple):
@@ -337,7 +336,7 @@ def _differentiable(value: Any) -> Any:
 
 
 def _cross_gradient(inputs: list[Tensor], outputs: list[Tensor], samples: int) -> float:
-    """The largest, over outputs and inputs, of the smallest cross gradient over all readings of shapes."""
+    """Return the largest cross gradient of outputs with respect to inputs, each minimal over all readings."""
     wanted = [tensor for tensor in inputs if tensor.requires_grad and _cuts(tensor, samples)]
     worst: list[float] = [0.0]
     for output in outputs:
@@ -347,11 +346,11 @@ def _cross_gradient(inputs: list[Tensor], outputs: list[Tensor], samples: int) -
         for first, _ in _cuts(output, samples):
             own = _rows(output, *first)
             noise = _fixed_noise(own)
-            # The graph is kept for other readings, and for the modules around this one.
+            # The graph is retained for other readings, and for the modules that contain this one.
             gradients = torch.autograd.grad(own, wanted, noise, retain_graph=True, allow_unused=True)
             found = [_towards_others(gradient, samples) for gradient in gradients]
             pairs = zip(smallest or found, found, strict=True)
-            # The smallest, as a wrong reading shows gradients where there are none.
+            # The smallest, because a wrong reading shows gradients where there are none.
             smallest = [min(before, now) for before, now in pairs]
         worst += smallest or []
     return max(worst)
@@ -366,14 +365,14 @@ def _towards_others(gradient: Tensor | None, samples: int) -> float:
     readings = []
     for (dimension, own), _ in _cuts(gradient, samples):
         others = gradient.detach().clone()
-        # Without the sample's own rows, the rest is the gradient towards others.
+        # Without the sample's own rows, only gradients of other samples remain.
         others.movedim(dimension, 0)[own] = 0
         readings.append(float(others.abs().amax() / largest))
     return min(readings, default=0.0)
 
 
 def _fixed_noise(like: Tensor) -> Tensor:
-    """Weights without symmetry, so that gradients do not cancel: those of a normalised output sum to zero."""
+    """Return fixed random weights: with equal ones the gradient of a normalised output would cancel."""
     position = torch.arange(like.numel(), dtype=torch.float64, device=where_float64_is(like[:0]).device)
     return (1.0 + 0.5 * torch.sin(position * 1.7 + 0.3)).to(like.dtype).to(like.device)
 

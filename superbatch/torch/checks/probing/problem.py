@@ -1,4 +1,4 @@
-"""Problem to verify - a model, its loss and the weights of micro-batches - and one evaluation of it."""
+"""Problem to verify: a model, its loss and the weights of micro-batches; and one evaluation of it."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ WeightOption = Callable[[Any], Any] | Literal["returned"] | None
 
 @dataclass(frozen=True)
 class Problem:
-    """A model and a loss, with the declaration that the accumulation under test relies on.
+    """Model and loss, with the declaration to check.
 
     Args:
         model: module with the parameters.
-        loss_fn: from a micro-batch to a scalar tensor, or to (loss, weight) where `weight="returned"`.
-        reduction: what `loss_fn` returns.
-        weight: how micro-batches are weighted (None: by samples).
-        unsplit: paths of the batch that are kept whole.
+        loss_fn: function from a micro-batch to a scalar tensor; to (loss, weight) with `weight="returned"`.
+        reduction: reduction of the loss that `loss_fn` returns.
+        weight: weights of micro-batches (None: by samples).
+        unsplit: paths of leaves that every micro-batch gets in full.
         per_sample: paths of lists with one entry for each sample.
-        dtype: of the floating-point parts of batches; None keeps their own.
-        state: keeper of the state that a forward changes; None: no forward has been watched yet.
-        terms: what each loss is where `loss_fn` returns several by name (`by_term`); then `reduction` and
-            `weight` have no meaning.
-        announce: called before each forward, where forwards wait for those of other ranks (`in_step`); then
-            losses alone are compared, since a backward of shards leaves no gradient of a parameter.
+        dtype: dtype for the floating-point tensors of batches; None keeps their own.
+        state: keeper of the state that a forward changes; None before the first forward.
+        terms: declaration of each term if `loss_fn` returns several by name (`by_term`); then `reduction` and
+            `weight` are unused.
+        announce: function to call before each forward if forwards wait for those of other ranks (`in_step`).
+            Then only losses are compared: with sharded parameters no rank has a full gradient.
 
     Examples:
         >>> layer = nn.Linear(2, 1)
@@ -62,21 +62,21 @@ class Problem:
     announce: Callable[[], object] | None = None
 
     def in_dtype(self, dtype: torch.dtype | None) -> Problem:
-        """The same problem with batches of another dtype."""
+        """Return the same problem with batches of another dtype."""
         return replace(self, dtype=dtype)
 
     @property
     def device(self) -> torch.device | None:
         """Device of the model's first parameter; None for a model without parameters."""
-        # The first one: a model on several devices moves its inputs by itself.
+        # A model on several devices moves its inputs from the first one itself.
         return next((parameter.device for parameter in self.model.parameters()), None)
 
 
 def by_term(problem: Problem) -> dict[str, Problem]:
-    """Return a problem with one loss for each term of a problem, by name; ``{"": problem}`` without terms.
+    """Return one problem for each term of a loss, by name; ``{"": problem}`` without terms.
 
     Args:
-        problem: with or without terms.
+        problem: problem with or without terms.
 
     Examples:
         >>> terms = {"a": Declared("sum"), "b": Declared("mean")}
@@ -90,7 +90,7 @@ def by_term(problem: Problem) -> dict[str, Problem]:
             problem,
             loss_fn=partial(_term_of, problem.loss_fn, name, problem.terms),
             reduction=term.reduction,
-            # None is the name that a single loss has for samples.
+            # A single loss declares weights by samples as None.
             weight=None if term.weigh == "samples" else term.weigh,
             terms={},
         )
@@ -99,7 +99,7 @@ def by_term(problem: Problem) -> dict[str, Problem]:
 
 
 def _term_of(loss_fn: LossFn, name: str, terms: Mapping[str, Declared], microbatch: Any) -> Any:
-    # Only terms that return their weight have one here.
+    # `weights` has only the terms that return their weight.
     losses, weights = read_terms(loss_fn(microbatch), terms)
     return (losses[name], weights[name]) if name in weights else losses[name]
 
@@ -108,7 +108,7 @@ def forward(problem: Problem, batch: Any) -> Any:
     """Call the loss function on a batch in the problem's dtype, on the model's device.
 
     Args:
-        problem: with the loss function.
+        problem: problem with the loss function.
         batch: a (micro-)batch, on any device.
 
     Returns:
@@ -118,10 +118,10 @@ def forward(problem: Problem, batch: Any) -> Any:
         >>> forward(Problem(nn.Linear(1, 1), lambda x: x.sum()), torch.ones(2))
         tensor(2.)
     """
-    # Before anything can raise, as the other ranks run a forward with this one.
+    # Before anything can raise: the other ranks run a forward together with this one.
     if problem.announce is not None:
         problem.announce()
-    # Where training moves its micro-batches too.
+    # To the device to which training moves its micro-batches.
     return problem.loss_fn(converted(batch, problem.dtype, problem.device))
 
 
@@ -129,7 +129,7 @@ def evaluate(problem: Problem, batch: Any) -> tuple[Tensor, Number]:
     """Call the loss function once.
 
     Args:
-        problem: to be evaluated.
+        problem: problem to evaluate.
         batch: a (micro-)batch, on any device.
 
     Returns:
@@ -143,31 +143,31 @@ def evaluate(problem: Problem, batch: Any) -> tuple[Tensor, Number]:
         (tensor(2.), 2)
     """
     loss, weight = _parted(problem, forward(problem, batch))
-    # Known slips, such as a number from .item(), have a text of their own.
+    # Common mistakes, such as a number from .item(), have a message of their own.
     if not isinstance(loss, Tensor):
         raise without_tensor(loss)
     if loss.numel() != 1:
         raise InputError(
-            f"loss_fn returned a tensor of shape {tuple(loss.shape)}, and the loss of a micro-batch is one "
-            'number with a graph. Return a scalar tensor, or (loss, weight) with weight="returned".'
+            f"loss_fn returned a tensor of shape {tuple(loss.shape)} instead of one number. Return a scalar "
+            'tensor with a graph, or (loss, weight) with weight="returned".'
         )
-    stated = problem.weight == "returned"
-    # A returned weight is known after the forward only.
-    weight = check_weight(weight, "a micro-batch") if stated else weigh(problem, batch)
+    declared = problem.weight == "returned"
+    # A returned weight is known only after the forward.
+    weight = check_weight(weight, "a micro-batch") if declared else weigh(problem, batch)
     if not weight and not loss.requires_grad and loss.is_floating_point():
         loss = loss.detach().clone().requires_grad_()  # a sum over nothing may be a constant, without a graph
     return loss, weight
 
 
 def weigh(problem: Problem, batch: Any) -> Number:
-    """The weight of a micro-batch, as declared; by samples where it is only known after the forward.
+    """Return the declared weight of a micro-batch; its number of samples with ``weight="returned"``.
 
     Args:
-        problem: with the declaration.
+        problem: problem with the declaration.
         batch: a micro-batch on the host.
 
     Returns:
-        An int or float.
+        The weight, an int or float.
 
     Examples:
         >>> weigh(Problem(nn.Linear(1, 1), lambda x: x.sum(), weight=lambda x: 0.5), torch.ones(2))

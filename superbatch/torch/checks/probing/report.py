@@ -1,4 +1,4 @@
-"""Report of `verify`: both gradients in each dtype, their comparison, and the causes of a difference."""
+"""Make the report of `verify`: both gradients in each dtype, their comparison, and causes of a difference."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ...window.participants.moved_state import MovedState
 from ..coupling import probe_coupling
 from ..introspection import FloatingDtypes
 from ..measure import BatchNormChoice, Measured, Setting, accumulated, differences, largest, whole
+from .coupling_points import find_coupling_points
 from .diagnose import Diagnosis, diagnose, judge
-from .meetings import find_meetings
 from .problem import Problem, by_term, evaluate
 from .rounding import ROUNDING, measured_floor, rounding_of
 from .separability import failure_of
@@ -35,7 +35,7 @@ MIXING = ("batchnorm", "coupled", "coupled_loss", "unknown")
 
 
 class _Outcome(NamedTuple):
-    """Both gradients in one dtype; `against` names the kind of the reference."""
+    """Both gradients in one dtype; `against` is the kind of the reference."""
 
     dtype: torch.dtype
     against: Literal["batch", "splits"]
@@ -45,10 +45,10 @@ class _Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """Options of `verify`, checked.
+    """Checked options of `verify`.
 
     Attributes:
-        probes: where the gradients agree, search for causes that this split does not show.
+        probes: if the gradients agree, search for causes that this split does not reveal.
     """
 
     problem: Problem
@@ -63,11 +63,11 @@ class Request:
     probes: bool = True
 
     def setting(self, dtype: torch.dtype | None, reset: Any) -> Setting:
-        """Return the setting of a measurement in a dtype; None: the model's own.
+        """Return the settings of a measurement.
 
         Args:
-            dtype: of the parameters.
-            reset: restores the state before each pass.
+            dtype: dtype of the parameters; None: that of the model.
+            reset: function that restores the state before each pass.
         """
         problem = self.problem.in_dtype(dtype)
         return Setting(problem, self.batch, reset, self.batchnorm, self.sample_rng)
@@ -75,8 +75,8 @@ class Request:
 
 @contextmanager
 def _state_as_before(problem: Problem) -> Iterator[None]:
-    """Run the body, then restore the state that it has moved, large tensors that are no parameters aside."""
-    # `untouched` restores the model; the loss function may move state of its own.
+    """Run the body, then restore the state that it has changed, except large tensors outside the model."""
+    # `untouched` restores the model; the loss function may change state of its own.
     keeper = MovedState([problem.model], [problem.loss_fn])
     keeper.begin()
     try:
@@ -86,12 +86,12 @@ def _state_as_before(problem: Problem) -> Iterator[None]:
 
 
 def verified(request: Request) -> Verification:
-    """Return the report of a request; everything is left as it was.
+    """Return the report of a request, and restore everything.
 
     Args:
-        request: checked.
+        request: checked options.
     """
-    # Each term has its own declaration, and so its own report.
+    # Each term has a declaration of its own, and therefore a report of its own.
     terms = by_term(request.problem)
     with _state_as_before(request.problem):
         reports = {name: _report(replace(request, problem=one)) for name, one in terms.items()}
@@ -103,16 +103,16 @@ def _report(request: Request) -> Verification:
     outcomes = _measure(request, notes)
     float64 = next((outcome for outcome in outcomes if outcome.dtype == torch.float64), None)
     comparisons = [_compare(request, outcome, float64, notes) for outcome in outcomes]
-    # float64 judges where there is one: rounding cannot pass for a wrong loss there.
+    # float64 decides if it was measured: its rounding is too small to look like a wrong loss.
     structural = _index_of_judge(outcomes)
     diagnosis = Diagnosis((), (), ())
     if not comparisons[structural].exact:
         diagnosis = _diagnose(request, outcomes[structural], comparisons[structural].tolerance)
-    # Gradients of this split may agree by chance; another cut of the batch may not.
+    # Gradients of this split may agree by chance; the check cuts the batch in other ways.
     elif request.probes:
         diagnosis = Diagnosis(_by_chance(request, outcomes[structural]), *_coupling(request))
     causes, exact = diagnosis.causes, all(comparison.exact for comparison in comparisons)
-    # Exact in float64 and not in the model's dtype: the sum over micro-batches rounds too much.
+    # Exact in float64 but not in the model's dtype: the sum over micro-batches rounds too much.
     if not causes and not exact:
         causes = (_precision(comparisons[0]),)
     return Verification(
@@ -122,23 +122,23 @@ def _report(request: Request) -> Verification:
         causes,
         diagnosis.findings,
         (*notes, *diagnosis.notes),
-        _meetings(request, causes),
+        _coupling_points(request, causes),
     )
 
 
-def _meetings(request: Request, causes: tuple[Finding, ...]) -> tuple[CouplingPoint, ...]:
-    """Return the points that couple samples: a second opinion, which fails silently."""
+def _coupling_points(request: Request, causes: tuple[Finding, ...]) -> tuple[CouplingPoint, ...]:
+    """Return the points that couple samples; errors of this additional search are ignored."""
     problem = request.problem
-    # `find_meetings` needs samples in every leaf.
+    # `find_coupling_points` needs samples in every leaf.
     if not any(cause.kind in MIXING for cause in causes) or problem.unsplit or problem.per_sample:
         return ()
     found: list[CouplingPoint] = []
-    failure_of(lambda: found.extend(find_meetings(problem, request.batch)))
+    failure_of(lambda: found.extend(find_coupling_points(problem, request.batch)))
     return tuple(found)
 
 
 def _measure(request: Request, notes: list[str]) -> list[_Outcome]:
-    """Both gradients, in the model's own dtype first: an error of the user's code is to come as it is."""
+    """Measure both gradients in each dtype, the model's own first: its errors are raised unchanged."""
     own = _own_dtype(request.problem.model)
     outcomes: list[_Outcome] = []
     if request.dtype != "float64" or own == torch.float64:
@@ -146,10 +146,10 @@ def _measure(request: Request, notes: list[str]) -> list[_Outcome]:
     if request.dtype != "own" and own != torch.float64:
         try:
             outcomes.append(_pair(request, torch.float64, torch.float64, notes))
-        # An error of this library is about the problem, not about float64.
+        # An error of this library is not caused by float64.
         except SuperbatchError:
             raise
-        except Exception as error:  # a model that is not made for float64 may raise anything
+        except Exception as error:  # a model without support for float64 may raise anything
             if request.dtype == "float64":
                 raise _no_float64(error) from error
             notes.append(f"float64 was not measured: {type(error).__name__}: {error}")
@@ -158,7 +158,7 @@ def _measure(request: Request, notes: list[str]) -> list[_Outcome]:
 
 def _pair(request: Request, dtype: torch.dtype | None, name: torch.dtype, notes: list[str]) -> _Outcome:
     if dtype is not None:
-        # DDP's hooks are lost where the dtype of a parameter changes.
+        # Changing the dtype of a parameter would remove DDP's hooks.
         held = held_parameter(request.problem.model)
         if held is not None:
             raise RuntimeError(f"DistributedDataParallel, or an earlier loss, still uses {held!r}")
@@ -171,7 +171,7 @@ def _pair(request: Request, dtype: torch.dtype | None, name: torch.dtype, notes:
             except (RuntimeError, MemoryError) as error:
                 if request.against == "batch" or not out_of_memory(error):
                     raise
-        # Outside of the except block, whose traceback keeps the tensors of the failed pass alive.
+        # Outside the except block: its traceback keeps the tensors of the failed pass alive.
         if request.against == "auto":
             notes.append(f"in {_text(name)} the whole batch does not fit in memory: two splits were compared")
         measured = accumulated(setting, request.microbatch_size)
@@ -187,9 +187,9 @@ def _accumulated(setting: Setting, size: int | TokenBudget) -> Measured:
         if out_of_memory(error):
             raise
         raise InputError(
-            f"With microbatch_size={size!r} the model runs on the whole batch, but not on its micro-batches "
-            f"({type(error).__name__}: {error}). Pass a larger microbatch_size, or change what refuses small "
-            "batches, as BatchNorm does."
+            f"The model runs on the whole batch, but not on micro-batches with microbatch_size={size!r} "
+            f"({type(error).__name__}: {error}). Pass a larger microbatch_size, or replace the layer that "
+            "raises for small batches, such as BatchNorm."
         ) from error
 
 
@@ -200,13 +200,13 @@ def _compare(
     if outcome.dtype != torch.float64:
         tolerance, most = rounding_of(outcome.dtype, request.problem.model)
         if float64 is not None:
-            # The rounding of one pass; 8 times that for a sum over many micro-batches.
+            # Eight times the rounding of one pass, for the sum over many micro-batches.
             tolerance = min(max(tolerance, 8 * largest(outcome.reference, float64.reference)), most)
         elif outcome.against == "batch" and largest(outcome.measured, outcome.reference) > tolerance:
             with untouched(request.problem.model) as reset:
                 floor = measured_floor(request.setting(None, reset), outcome.reference)
             tolerance = min(max(tolerance, floor), most)
-    # Between the tolerance and 1 %, a part of the model may compute in a lower precision.
+    # Between the tolerance and 1 %: a part of the model may compute in a lower precision.
     elif tolerance < largest(outcome.measured, outcome.reference) < 1e-2:
         tolerance = max(tolerance, _inner_rounding(request, notes))
     return GradientComparison(
@@ -222,7 +222,7 @@ def _compare(
 
 
 def _index_of_judge(outcomes: list[_Outcome]) -> int:
-    """Return the index of the widest dtype, whose comparison separates errors from rounding."""
+    """Return the index of the most precise dtype, whose comparison separates errors from rounding best."""
     return max(range(len(outcomes)), key=lambda index: outcomes[index].dtype == torch.float64)
 
 
@@ -233,15 +233,15 @@ def _coupling(request: Request) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
 
 
 def _by_chance(request: Request, outcome: _Outcome) -> tuple[Finding, ...]:
-    """Return a wrong declaration that this split of the batch does not show; the check has other splits."""
-    # Cut in other ways too, on as many samples as are known to fit.
+    """Return a wrong declaration that this split does not reveal, found by the check with other cuts."""
+    # On as many samples as are known to fit.
     batch, size = _in_memory(request, outcome)
     with untouched(request.problem.model) as reset:
         return judge(request.setting(None, reset).but(batch=batch), size)
 
 
 def _diagnose(request: Request, outcome: _Outcome, tolerance: float) -> Diagnosis:
-    """In the dtype that showed the difference; on as much of the batch as fits in memory."""
+    """Diagnose in the dtype that showed the difference, on as much of the batch as fits in memory."""
     dtype = None if outcome.dtype == _own_dtype(request.problem.model) else outcome.dtype
     batch, size = _in_memory(request, outcome)
     with untouched(request.problem.model, dtype=dtype) as reset:
@@ -249,11 +249,11 @@ def _diagnose(request: Request, outcome: _Outcome, tolerance: float) -> Diagnosi
 
 
 def _in_memory(request: Request, outcome: _Outcome) -> tuple[Any, int | TokenBudget]:
-    """As much of the batch as fits in memory, and the size of its micro-batches."""
+    """Return as much of the batch as fits in memory, and the size of its micro-batches."""
     size, problem = request.microbatch_size, request.problem
     if outcome.against == "batch" or not isinstance(size, int):
         return request.batch, size
-    # One micro-batch is known to fit: it takes the place of the batch, and its halves are micro-batches.
+    # One micro-batch is known to fit: use it as the batch, and its halves as micro-batches.
     batch = take(request.batch, 0, max(size, 2), unsplit=problem.unsplit, per_sample=problem.per_sample)
     return batch, max(1, size // 2)
 
@@ -264,15 +264,15 @@ def _precision(comparison: GradientComparison) -> Finding:
         "loss_fn",
         comparison.largest,
         "comparison with float64",
-        f"exact in float64, but {comparison.dtype} loses more by adding up micro-batches than in one pass",
+        f"exact in float64, but in {comparison.dtype} the sum over micro-batches rounds more than one pass",
         "pass gradient_sum=torch.float32, or keep the parameters in float32 and compute under autocast",
     )
 
 
 def _inner_rounding(request: Request, notes: list[str]) -> float:
-    """The rounding of operations that the model does in a lower precision than it was given."""
+    """Return the rounding of operations that the model runs in a lower precision than its input."""
     problem = request.problem
-    # Two samples show the dtypes that operations compute in.
+    # Two samples are enough to find the dtypes of operations.
     pair = take(request.batch, 0, 2, unsplit=problem.unsplit, per_sample=problem.per_sample)
     with untouched(problem.model, dtype=torch.float64) as reset:
         setting = request.setting(torch.float64, reset)
@@ -283,13 +283,13 @@ def _inner_rounding(request: Request, notes: list[str]) -> float:
     if not lower:
         return 0.0
     coarsest = max(lower, key=lower.__getitem__)
-    notes.append(f"parts of the model compute in {_text(coarsest)} whatever they are given")
-    # Every part of the model rounds at least this much, whatever the dtype of its parameters.
+    notes.append(f"parts of the model compute in {_text(coarsest)} for every dtype of their inputs")
+    # The result rounds at least this much for every dtype of the parameters.
     return lower[coarsest]
 
 
 def _own_dtype(model: nn.Module) -> torch.dtype:
-    """The lowest floating-point precision of the trainable parameters."""
+    """Return the floating-point dtype of lowest precision among the trainable parameters."""
     dtypes = [p.dtype for p in model.parameters() if p.requires_grad and p.dtype.is_floating_point]
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
 
@@ -299,15 +299,15 @@ def _text(dtype: torch.dtype) -> str:
 
 
 def _other_size(size: int | TokenBudget) -> int:
-    """A split that is not the one under test."""
+    """Return a size that gives another split than the given one."""
     if isinstance(size, TokenBudget):
-        # A budget of tokens has no half; single samples are always another split.
+        # A token budget cannot be halved; single samples are always another split.
         return 1
     return size // 2 if size > 1 else 2
 
 
 def _no_float64(error: Exception) -> InputError:
     return InputError(
-        f'With dtype="float64" the model or the loss does not run ({type(error).__name__}: {error}). Pass '
+        f'The model or the loss does not run with dtype="float64" ({type(error).__name__}: {error}). Pass '
         'dtype="own".'
     )

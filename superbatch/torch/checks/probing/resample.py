@@ -1,4 +1,4 @@
-"""Batches made from the samples of another (repeated, replaced, amplified, poisoned): material of probes."""
+"""Make batches from the samples of another one: repeated, replaced, amplified or NaN samples for probes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from .untouched import as_dtype
 def select(
     batch: Any, indices: Sequence[int], *, unsplit: Collection[str] = (), per_sample: Collection[str] = ()
 ) -> Any:
-    """Make a batch of the given samples of another, in this order; a sample may come several times.
+    """Make a batch of given samples of another, in the given order; samples may be repeated.
 
     Args:
         batch: a nested batch.
-        indices: which samples.
-        unsplit: paths that are kept whole.
+        indices: indices of the samples.
+        unsplit: paths of leaves that every batch gets in full.
         per_sample: paths of lists with one entry for each sample.
 
     Returns:
-        A batch of the same structure with `len(indices)` samples, in memory of its own.
+        A copy with the same structure and `len(indices)` samples.
 
     Raises:
-        SplitError: a part has samples of different lengths in one array (a packed sequence).
+        SplitError: a leaf has samples of different lengths in one array (a packed sequence).
 
     Examples:
         >>> select({"x": torch.tensor([5, 6, 7]), "names": ["a", "b", "c"]}, [2, 0, 2])
@@ -40,7 +40,7 @@ def select(
 
     def rows(node: Any) -> Any:
         if isinstance(node, Tensor):
-            # Indexing copies, so that the samples of a probe can be written to.
+            # Indexing copies, so a probe may write into the samples.
             return node[torch.tensor(indices, device=node.device)]
         if isinstance(node, list | tuple):
             # In the type of the list, e.g. a named tuple.
@@ -58,20 +58,20 @@ def change_floats(
     unsplit: Collection[str] = (),
     per_sample: Collection[str] = (),
 ) -> Any:
-    """Apply a function to the floating-point values of some samples, and keep all others bit for bit.
+    """Apply a function to the floating-point values of some samples; the others stay bit for bit.
 
     Args:
-        fn: from the rows of the changed samples to their new values, of the same shape.
+        fn: function from the rows of the changed samples to new values of the same shape.
         batch: a nested batch of tensors.
-        changed: which samples.
-        unsplit: paths that are kept whole.
+        changed: indices of the samples to change.
+        unsplit: paths of leaves that every batch gets in full.
         per_sample: paths of lists with one entry for each sample.
 
     Returns:
-        A batch of the same structure; the very same object where nothing floats.
+        A batch of the same structure; the same object if it has no floating-point tensors.
 
     Raises:
-        SplitError: as `select`.
+        SplitError: a leaf has samples of different lengths in one array (a packed sequence).
 
     Examples:
         >>> change_floats(lambda x: x * 10, (torch.ones(3), torch.ones(3, dtype=torch.long)), [1])
@@ -83,14 +83,14 @@ def change_floats(
         if not isinstance(node, Tensor) or not node.is_floating_point():
             return node
         where = torch.tensor(changed, device=node.device)
-        # Only changed rows are written; the others stay bit for bit.
+        # index_copy writes only the changed rows.
         return node.index_copy(0, where, fn(node[where]).to(node.dtype))
 
     return _map_samples(rows, batch, lengths)
 
 
 def converted(batch: Any, dtype: torch.dtype | None, device: torch.device | None) -> Any:
-    """Move the tensors of a batch to a device, the floating-point ones to a dtype too.
+    """Move the tensors of a batch to a device, and convert the floating-point ones to a dtype.
 
     Args:
         batch: a nested batch.
@@ -107,7 +107,7 @@ def converted(batch: Any, dtype: torch.dtype | None, device: torch.device | None
 
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            # One call for both conversions copies once.
+            # A single call for both conversions copies only once.
             return leaf.to(device=device or leaf.device, dtype=as_dtype(leaf.dtype, dtype))
         kind = getattr(getattr(leaf, "dtype", None), "kind", None)
         return leaf.astype("float64") if dtype is torch.float64 and kind == "f" else leaf  # NumPy
@@ -150,7 +150,7 @@ def _map_samples(fn: Callable[[Any], Any], batch: Any, lengths: dict[str, Leaf],
     entries = children(batch) or []
     join = f"{path}.{{}}" if path else "{}"
     new = [_map_samples(fn, value, lengths, join.format(name)) for name, value in entries]
-    # An unchanged part stays the same object, as `change_floats` promises.
+    # An unchanged part stays the same object, as documented in `change_floats`.
     if all(after is before for after, (_, before) in zip(new, entries, strict=True)):
         return batch
     return rebuilder(batch, path)(new)
@@ -161,6 +161,6 @@ def _checked(node: Any, leaf: Leaf) -> Any:
     if len(node) == leaf.length:
         return node
     raise SplitError(
-        f"The part {leaf.path!r} is packed ({len(node)} rows for {leaf.length} samples), and its samples "
-        "cannot be exchanged for others. Probe an unpacked batch of the same samples."
+        f"The leaf {leaf.path!r} is packed ({len(node)} rows for {leaf.length} samples), so its samples "
+        "cannot be exchanged. Probe an unpacked batch of the same samples."
     )

@@ -1,4 +1,4 @@
-"""Differences that rounding explains, by dtype, by the precision of float32 products, and as measured."""
+"""Differences that rounding explains: by dtype, by the precision of float32 products, and as measured."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from superbatch.torch.devices import accelerators, generator_states
 from ..measure import Measured, Setting, largest, whole
 from .resample import select
 
-# Relative difference that a correct accumulation may show, and the most that is put down to rounding where
-# the large batch itself is further from a better gradient (activations near a kink of the model).
+# (Relative difference that a correct accumulation may have; largest difference that counts as rounding if the
+# large batch itself is that far from a more precise gradient, e.g. because of activations near a kink).
 ROUNDING = {torch.float32: (1e-5, 1e-2), torch.bfloat16: (3e-2, 0.3), torch.float16: (5e-3, 0.1)}
-_TF32 = (2e-3, 1e-2)  # products of numbers with 10 bits: kernels differ by sizes
-_EIGHT_BITS = (0.25, 0.8)  # floats of two to three bits
-_TIMES = 8  # the measured floor: two passes do not show the largest
+_TF32 = (2e-3, 1e-2)  # products of numbers with 10 bits; the kernel depends on the batch size
+_EIGHT_BITS = (0.25, 0.8)  # floats with a mantissa of two or three bits
+_TIMES = 8  # factor on the measured floor, because two passes do not show the largest difference
 
 
 def rounding_of(dtype: torch.dtype, model: nn.Module) -> tuple[float, float]:
-    """Return the relative rounding of a correct accumulation, and the most that is put down to rounding.
+    """Return the relative difference of a correct accumulation, and the largest that counts as rounding.
 
     Args:
-        dtype: that the model computes in.
-        model: whose float32 products may be made in TF32.
+        dtype: dtype that the model computes in.
+        model: model whose float32 products may run in TF32.
 
     Examples:
         >>> rounding_of(torch.float32, nn.Linear(1, 1)), rounding_of(torch.float8_e5m2, nn.Linear(1, 1))
@@ -41,7 +41,7 @@ def rounding_of(dtype: torch.dtype, model: nn.Module) -> tuple[float, float]:
 
 
 def products_in_tf32(model: nn.Module) -> bool:
-    """Return whether torch may round what CUDA multiplies to 10 bits: cuDNN by default, products if asked.
+    """Return whether CUDA may round factors to 10 bits (TF32): in cuDNN by default, in matmul if enabled.
 
     Examples:
         >>> products_in_tf32(nn.Linear(1, 1)), products_in_tf32(nn.Conv1d(1, 1, 1))
@@ -57,18 +57,19 @@ def products_in_tf32(model: nn.Module) -> bool:
 def _is_on(setting: Callable[[], Any]) -> bool:
     try:
         return bool(setting())
-    except RuntimeError:  # it was set by torch's newer interface: then it is not off
+    except RuntimeError:  # raised if it was set by torch's newer interface, so it may be on
         return True
 
 
 def measured_floor(setting: Setting, reference: Measured) -> float:
-    """Return by how much the large batch differs from itself, with room for what two passes do not show.
+    """Return eight times the difference between repeated gradients of the large batch.
 
-    It is computed again, and with its samples the other way round where it draws no random numbers: kernels
-    that add in any order show in the one, sums in another order in the other.
+    The gradient is computed again, which shows kernels that add in a random order. If the loss draws no
+    random numbers, it is also computed with the samples reversed, which shows the effect of the order of
+    summation.
 
     Args:
-        setting: of the large batch.
+        setting: settings of the large batch.
         reference: its gradient.
     """
     setting.begin()
@@ -82,7 +83,7 @@ def measured_floor(setting: Setting, reference: Measured) -> float:
         order = list(reversed(range(count_samples(setting.batch, **paths))))
         turned = setting.but(batch=select(setting.batch, order, **paths))
         floor = max(floor, largest(whole(turned), reference))
-    return _TIMES * floor if floor == floor else 0.0  # a NaN is no rounding
+    return _TIMES * floor if floor == floor else 0.0  # a NaN is not rounding
 
 
 def _states(setting: Setting) -> dict[str, Any]:

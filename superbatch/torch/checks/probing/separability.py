@@ -1,13 +1,14 @@
-"""Four probes on a few samples: does the loss of a batch consist of independent parts?
+"""Four probes on a few samples that find out whether the loss is a sum over independent samples.
 
-Each misses something: a value may not depend on the batch while its gradient does; a comparison passes no
-NaN on; a coupling may rest at the values it is tried at. Together they found every case they were tried on.
+Each probe alone misses something: a value may be independent of the batch although its gradient is not; a
+comparison (``>``) does not propagate NaN; a coupling may be inactive at the values tried. Together they found
+every case of the tests.
 
 * mixed difference: ``[f(a', R) - f(a, R)] - [f(a', R') - f(a, R')]`` of the summed loss f, for samples a,
-  a' and others R, R'; zero for a sum over samples. It sees the loss as a whole.
-* perturbed samples: all samples but two are replaced and amplified; those two must not notice, in any
-  module.
-* NaN probe: all samples but two are NaN; no tolerance is needed.
+  a' and other samples R, R'; zero for a sum over samples. It tests the loss as a function.
+* perturbed samples: all samples but two are replaced and amplified; the rows of those two must not change in
+  any module.
+* NaN probe: all samples but two are NaN; it needs no tolerance.
 * gradient probe: ``d out[0] / d in[j]`` of every module.
 """
 
@@ -39,22 +40,22 @@ _COUPLED_LOSS = (
 
 
 class Mixed(NamedTuple):
-    """Evidence that a module mixes samples: the largest relative difference, and the tests."""
+    """Evidence that a module mixes samples: largest relative difference, and the probes that found it."""
 
     evidence: float
     tests: tuple[str, ...]
 
 
 class Probe(NamedTuple):
-    """Samples to probe with, one more to replace them by, and how to run a pass; within `untouched`.
+    """Samples to probe, one more that replaces them, and functions that run a pass inside `untouched`.
 
     Args:
-        problem: model, loss and declarations.
+        problem: model, loss and declaration.
         batch: `samples + 1` samples.
-        samples: how many are probed, a prime.
-        tolerance: the largest relative difference that counts as rounding.
-        reset: makes the working copies of the model anew.
-        notes: probes that were not possible are added here.
+        samples: number of probed samples, a prime.
+        tolerance: largest relative difference that counts as rounding.
+        reset: function that makes new working copies of the model.
+        notes: list that receives a note for each probe that cannot run.
     """
 
     problem: Problem
@@ -65,66 +66,66 @@ class Probe(NamedTuple):
     notes: list[str]
 
     def take(self, indices: list[int]) -> Any:
-        """A batch of these samples."""
+        """Return a batch of the samples at these indices."""
         return select(self.batch, indices, unsplit=self.problem.unsplit, per_sample=self.problem.per_sample)
 
     def base(self) -> Any:
-        """The samples that others are compared with."""
+        """Return the unchanged samples, with which changed ones are compared."""
         return self.take(list(range(self.samples)))
 
     def begin(self) -> None:
-        """Start a pass: from the same state, and with the same random numbers to come."""
-        # The pass before may have moved buffers.
+        """Start a pass: restore the state and seed the generators."""
+        # The previous pass may have changed buffers.
         self.reset()
         seed_all(_SEED, self.problem.model)
 
     def forward(self, batch: Any) -> tuple[Tensor, Number]:
-        """Evaluate the loss and the weight."""
+        """Return the loss and the weight of a batch."""
         return evaluate(self.problem, batch)
 
     def watch(self, batch: Any) -> list[Watched]:
-        """Evaluate the loss, and keep each module's inputs and outputs for the watched samples."""
+        """Evaluate the loss, and return each module's inputs and outputs for the watched samples."""
         self.begin()
-        # The loss alone: the weight of a poisoned batch may be refused.
+        # Without the weight, which may raise for a batch with NaN.
         return watch(self.problem.model, lambda: forward(self.problem, batch), self.samples)
 
 
 def find_mixing(probe: Probe, base: list[Watched]) -> dict[str, Mixed]:
-    """Run the probes that look into the model.
+    """Run the probes of single modules.
 
     Args:
-        probe: the samples and how to run them.
-        base: inputs and outputs of the modules for the base samples.
+        probe: samples, and functions that run a pass.
+        base: inputs and outputs of the modules for the unchanged samples.
 
     Returns:
-        The modules that mix samples, by path; `"loss_fn"` for code outside every module.
+        Modules that mix samples, by path; `"loss_fn"` stands for code outside every module.
     """
     found: dict[str, Mixed] = {}
 
     def note(mixing: Mixing, test: str) -> None:
-        # Several tests may name one module; the largest evidence is kept.
+        # Several probes may find one module; the largest evidence is kept.
         before = found.get(mixing.module, Mixed(0.0, ()))
         tests = dict.fromkeys([*before.tests, test])
         found[mixing.module] = Mixed(max(before.evidence, mixing.evidence), tuple(tests))
 
-    # Values can be compared only between passes that repeat.
+    # Values can be compared only if a pass repeats.
     if first_difference(base, probe.watch(probe.base()), tolerance=probe.tolerance) is None:
         _compare_values(probe, base, note)
     else:
-        probe.notes.append("the same pass twice differs: values were not compared between modules")
+        probe.notes.append("two equal passes differ: values were not compared between modules")
     _probe_gradients(probe, note)
     return found
 
 
 def innermost(found: dict[str, Mixed], known: Collection[str]) -> dict[str, Mixed]:
-    """Leave out modules that contain another that mixes: they differ because of it.
+    """Return the modules that contain no other mixing module.
 
     Args:
-        found: modules that mix, by path.
-        known: paths of other modules that mix.
+        found: modules that mix samples, by path.
+        known: paths of further modules that mix samples.
 
     Returns:
-        The rest.
+        The innermost modules.
 
     Examples:
         >>> list(innermost({"": Mixed(1.0, ()), "a": Mixed(1.0, ()), "ab": Mixed(1.0, ())}, ["a.b"]))
@@ -135,18 +136,18 @@ def innermost(found: dict[str, Mixed], known: Collection[str]) -> dict[str, Mixe
 
 
 def loss_coupling(probe: Probe) -> Iterator[Finding]:
-    """Take the mixed difference of the loss, with BatchNorm frozen so that it hides no other coupling.
+    """Compute the mixed difference of the loss, with BatchNorm frozen so that it hides no other coupling.
 
     Args:
-        probe: the samples and how to run them.
+        probe: samples, and functions that run a pass.
 
     Yields:
-        One finding where the weighted loss is no sum over samples: of kind `"weight"` where it is one with
-        another weight, else `"coupled_loss"`.
+        One finding if the weighted loss is not a sum over samples: of kind `"weight"` if another weight makes
+        it one, else `"coupled_loss"`.
     """
-    # Other samples take the places of a and a' in each, as one pair may be alike by chance.
+    # Several pairs (a, a'), because one pair may be alike by chance.
     quadruples = [_quadruple(probe, shift) for shift in range(0, probe.samples, 2)]
-    # Equal samples make the difference 0 for every loss.
+    # With equal samples the difference is 0 for every loss.
     if all(same_values(q[0], q[1]) or same_values(q[0], q[2]) for q in quadruples):
         probe.notes.append("samples are equal: the mixed difference shows nothing")
         return
@@ -156,9 +157,11 @@ def loss_coupling(probe: Probe) -> Iterator[Finding]:
         probe.notes.append(f"mixed difference: {failure}")
         return
     reduction = probe.problem.reduction
-    # Under a right declaration the loss times this is a sum over samples.
-    stated = [[after_forward_scale(weight, reduction=reduction) for _, weight, _ in four] for four in results]
-    evidence = _mixed(results, stated)
+    # Under a correct declaration, the loss times this factor is a sum over samples.
+    declared = [
+        [after_forward_scale(weight, reduction=reduction) for _, weight, _ in four] for four in results
+    ]
+    evidence = _mixed(results, declared)
     if evidence > probe.tolerance:
         yield _explained(probe, results, evidence)
         return
@@ -169,13 +172,13 @@ def loss_coupling(probe: Probe) -> Iterator[Finding]:
 
 
 def failure_of(run: Callable[[], Any]) -> str | None:
-    """Run user code on samples that it may not be made for.
+    """Run user code that may raise on modified samples, and return its error.
 
     Args:
         run: the code.
 
     Returns:
-        None if it ran, else its error as a text. Errors of this library are raised.
+        None if it ran, else its error as text. Errors of this library are raised.
 
     Examples:
         >>> failure_of(lambda: 1 / 0), failure_of(lambda: 1)
@@ -185,7 +188,7 @@ def failure_of(run: Callable[[], Any]) -> str | None:
         run()
     except SuperbatchError:
         raise
-    except Exception as error:  # noqa: BLE001 - user code may raise anything on samples it does not expect
+    except Exception as error:  # noqa: BLE001 - user code may raise anything on modified samples
         return f"{type(error).__name__}: {error}"
     return None
 
@@ -193,7 +196,7 @@ def failure_of(run: Callable[[], Any]) -> str | None:
 def _compare_values(probe: Probe, base: list[Watched], note: Callable[[Mixing, str], None]) -> None:
     for test, batch in _perturbed(probe):
         passes: list[list[Watched]] = []
-        # Default arguments, as a closure would see the last values of the loop.
+        # Default arguments: a closure would see the last values of the loop.
         failure = failure_of(lambda batch=batch, passes=passes: passes.append(probe.watch(batch)))
         if failure is not None:
             probe.notes.append(f"{test}: {failure}")
@@ -226,7 +229,7 @@ def _probe_gradients(probe: Probe, note: Callable[[Mixing, str], None]) -> None:
 
 
 def _perturbed(probe: Probe) -> Iterator[tuple[str, Any]]:
-    """Batches in which all samples but the watched ones are changed, and the test each belongs to."""
+    """Yield (name of the probe, batch) with all samples changed except the watched ones."""
     spare, base = probe.samples, probe.base()
     everyone = range(probe.samples)
     others = [index for index in everyone if index not in watched(probe.samples)]
@@ -238,25 +241,25 @@ def _perturbed(probe: Probe) -> Iterator[tuple[str, Any]]:
         problem = probe.problem
         return change_floats(fn, base, others, unsplit=problem.unsplit, per_sample=problem.per_sample)
 
-    # The same samples in other places.
+    # The same samples in another order.
     reordered = dict(zip(others, reversed(others), strict=True))
     batches = [
         ("perturbed samples", probe.take([spare if index in others else index for index in everyone])),
         ("perturbed samples", probe.take([reordered.get(index, index) for index in everyone])),
-        # A maximum notices 8 x, a division zeros; NaN spreads through every sum.
+        # Times 8 affects a maximum, zeros affect a division, NaN affects every sum.
         ("perturbed samples", changed(lambda x: 8 * x)),
         ("perturbed samples", changed(torch.zeros_like)),
         ("NaN probe", changed(lambda x: torch.full_like(x, math.nan))),
     ]
-    # `changed` leaves a batch without floats as it is.
+    # `changed` does not change a batch without floating-point tensors.
     different = [(test, batch) for test, batch in batches if not same_values(base, batch)]
     if not different:
-        probe.notes.append("samples are equal and nothing floats: replacing samples shows nothing")
+        probe.notes.append("samples are equal and have no floats: replacing samples shows nothing")
     yield from different
 
 
 def _order_dependence(probe: Probe) -> float:
-    """The relative change of the loss when the batch is reversed; 0 where it draws random numbers."""
+    """Return the relative change of the loss if the batch is reversed; 0 if it draws random numbers."""
 
     def loss_of(indices: list[int], seed: int) -> float:
         probe.begin()
@@ -265,7 +268,7 @@ def _order_dependence(probe: Probe) -> float:
 
     order = list(range(probe.samples))
     first = loss_of(order, 0)
-    # A loss that draws random numbers changes in any order.
+    # A loss that draws random numbers changes with the seed.
     if any(loss_of(order, seed) != first for seed in (1, 2, 3)):
         return 0.0
     change = abs(loss_of(order[::-1], 0) - first)
@@ -279,13 +282,13 @@ class _Sum(NamedTuple):
 
 
 def _quadruple(probe: Probe, shift: int) -> list[Any]:
-    """The batches (a, R), (a', R), (a, R'), (a', R')."""
+    """Return the batches (a, R), (a', R), (a, R'), (a', R')."""
 
     def take(one: int, others: list[int]) -> Any:
         return probe.take([(shift + index) % probe.samples for index in (one, *others)])
 
     others = list(range(2, probe.samples)) or [1]
-    # Other samples than the first others: the same ones in another order would have the same statistics.
+    # R' has other samples than R: the same ones in another order would have the same statistics.
     replaced = [index + 1 for index in others]
     return [take(one, rest) for rest in (others, replaced) for one in (0, 1)]
 
@@ -294,7 +297,7 @@ def _frozen_losses(probe: Probe, batches: list[Any]) -> list[_Sum]:
     sums: list[_Sum] = []
     for batch in batches:
         probe.begin()
-        # BatchNorm is known by its type and would hide other coupling.
+        # BatchNorm is found by its type; here it would hide other coupling.
         for module in probe.problem.model.modules():
             if isinstance(module, _BatchNorm):
                 module.training = False
@@ -305,16 +308,16 @@ def _frozen_losses(probe: Probe, batches: list[Any]) -> list[_Sum]:
 
 def _explained(probe: Probe, results: list[list[_Sum]], evidence: float) -> Finding:
     for text, weigh in weight_candidates(probe.problem, probe.batch):
-        # The likeliest candidate under which the loss is a sum over samples.
+        # The candidates are in order: the likeliest first.
         if _mixed(results, [[weigh(batch) for _, _, batch in four] for four in results]) <= probe.tolerance:
-            detail = f"the loss is a mean over another count than its weight; it fits {text}"
+            detail = f"the loss is a mean over another count than its weight: {text} fits"
             return Finding("weight", "loss_fn", evidence, "mixed difference", detail, f"pass weight={text}")
-    detail = "the loss is no weighted mean over samples"
+    detail = "the loss is not a weighted mean over samples"
     return Finding("coupled_loss", "loss_fn", evidence, "mixed difference", detail, _COUPLED_LOSS)
 
 
 def _mixed(results: list[list[_Sum]], weights: list[list[Number]]) -> float:
-    """The largest mixed difference of four weighted losses, relative to the largest of them."""
+    """Return the largest mixed difference of four weighted losses, relative to the largest of them."""
     found: list[float] = []
     for four, scales in zip(results, weights, strict=True):
         # In the order of `_quadruple`: the loss of (a, R), (a', R), (a, R'), (a', R').
@@ -325,5 +328,5 @@ def _mixed(results: list[list[_Sum]], weights: list[list[Number]]) -> float:
 
 
 def _within(path: str, other: str) -> bool:
-    """Return whether a module contains another, which then is the nearer place."""
+    """Return whether one module contains another."""
     return other not in (path, "loss_fn") and (path == "" or other.startswith(f"{path}."))

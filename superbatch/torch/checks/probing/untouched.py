@@ -1,9 +1,8 @@
-"""Trial run of a model, which leaves it bit for bit as it was.
+"""Trial run of a model on working copies of its tensors, which restores the model bit for bit.
 
-Every parameter and buffer gets a working copy of its data (tensors that share memory keep sharing it),
-optionally in another dtype. Afterwards each tensor object has its own storage again, which nothing has
-written to. The tensor objects stay the same, so that a `loss_fn` that closes over the model, or over a
-parameter, sees the copies.
+The data of every parameter and buffer is replaced by a copy (tensors that share memory share it in the copies
+too), optionally in another dtype. Afterwards each tensor gets its own storage back. The tensor objects stay
+the same, so a `loss_fn` that closes over the model or a parameter uses the copies.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _CONTAINERS = (list, dict, set, deque)
 
 
 class _Slot(NamedTuple):
-    owner: Any  # a dict or other container whose content is restored in place; None: `content` does it
+    owner: Any  # container whose content is restored in place; None: calling `content` restores
     content: Any
 
 
@@ -47,21 +46,20 @@ class _Kept(NamedTuple):
 
 @contextmanager
 def untouched(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[Callable[[], None]]:
-    """Let the body run and convert a model, and restore everything afterwards, also after an exception.
+    """Run a model on working copies inside the context, and restore everything, also after an exception.
 
-    Restored are: parameters, buffers and other tensors of the modules (object, storage and bits), `.grad`,
+    Restored are parameters, buffers and other tensors of the modules (object, storage and bits), `.grad`,
     `requires_grad`, training flags, Python attributes, containers and generators of the modules, and the
-    random state of torch (CPU and the model's devices), Python and NumPy. State outside the modules is the
-    caller's.
+    random state of torch (CPU and the model's devices), Python and NumPy. The caller restores state outside
+    the modules.
 
     Args:
-        model: its parameters get working copies; `.grad` is None inside.
-        dtype: the dtype of floating-point working copies (complex ones get the matching complex dtype);
-            None keeps their own.
+        model: model whose parameters get working copies; `.grad` is None inside.
+        dtype: dtype of floating-point working copies (complex ones get the matching complex dtype); None
+            keeps their own.
 
     Yields:
-        A function without arguments that makes the working copies anew, to begin another pass from the same
-        state.
+        Function without arguments that makes new working copies, to begin another pass from the same state.
 
     Examples:
         >>> layer = nn.Linear(2, 1)
@@ -82,7 +80,7 @@ def untouched(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator
         _copy(tensors, dtype)
 
     try:
-        # Eagerly: compiled code would be compiled again for the copies' dtype.
+        # Eagerly: a compiled model would be compiled anew for the dtype of the copies.
         with run_eagerly():
             reset()
             yield reset
@@ -93,13 +91,13 @@ def untouched(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator
 
 
 def state_restorer(model: nn.Module) -> Callable[[], None]:
-    """Remember buffers, modes and plain attributes of modules, to begin several passes from the same state.
+    """Record buffers, modes and attributes of modules, to begin several passes from the same state.
 
     Args:
         model: any module.
 
     Returns:
-        A function that restores them, and leaves parameters and gradients alone.
+        Function that restores them; it does not change parameters and gradients.
 
     Examples:
         >>> norm = nn.BatchNorm1d(2)
@@ -110,7 +108,7 @@ def state_restorer(model: nn.Module) -> Callable[[], None]:
         tensor(0)
     """
     slots, modes = _slots(model), [(module, module.training) for module in model.modules()]
-    # A plain tensor that a forward writes to is as good as a buffer; one with a gradient is a result.
+    # A plain tensor attribute is restored like a buffer, unless it requires a gradient: then it is a result.
     attributes = (value for module in model.modules() for value in _held(_attributes(module).values()))
     plain = (value for value in attributes if isinstance(value, Tensor) and not value.requires_grad)
     tensors = {id(tensor): tensor for tensor in (*model.buffers(), *plain)}
@@ -120,7 +118,7 @@ def state_restorer(model: nn.Module) -> Callable[[], None]:
         _restore_python(slots, modes)
         with torch.no_grad():
             for tensor, content in copies:
-                # A forward may have made it longer, e.g. a cache.
+                # A forward may have resized it, e.g. a cache.
                 if tensor.shape != content.shape:
                     tensor.resize_(content.shape)
                 tensor.copy_(content)
@@ -129,16 +127,16 @@ def state_restorer(model: nn.Module) -> Callable[[], None]:
 
 
 def held_parameter(model: nn.Module) -> str | None:
-    """A parameter whose dtype must not be changed, not even for a while, in a distributed program.
+    """Return the name of a parameter with autograd hooks that a temporary change of its dtype would remove.
 
-    A change of the dtype makes autograd replace the node of a parameter, and with it go the hooks by
-    which DistributedDataParallel reduces gradients.
+    A change of the dtype makes autograd replace the AccumulateGrad node of a parameter, which holds the hooks
+    by which DistributedDataParallel reduces gradients.
 
     Args:
         model: any module.
 
     Returns:
-        The name of a parameter that autograd keeps for another user; None without one or a process group.
+        Name of a parameter whose node is in use; None without one, or without a process group.
 
     Examples:
         >>> held_parameter(nn.Linear(1, 1)) is None
@@ -148,11 +146,11 @@ def held_parameter(model: nn.Module) -> str | None:
         return None
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            # The node is made for each call, unless it is held already, as by DDP: then the mark is
-            # found. (The stub says that `metadata` is a method; it is a dict.)
+            # Autograd makes a new node for each call unless another object, such as DDP, holds one: then the
+            # mark is found again. (In torch's stub `metadata` is a method; it is a dict.)
             node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
             node.metadata["superbatch"] = True
-            # Without another reference the node is freed, and its metadata with it.
+            # Without another reference this frees the node and its metadata.
             del node
             node = torch.autograd.graph.get_gradient_edge(parameter).node
             if node.metadata.pop("superbatch", False):
@@ -165,8 +163,8 @@ def seed_all(seed: int, model: nn.Module, *, host: int = 0) -> None:
 
     Args:
         seed: a non-negative integer.
-        model: names the devices; others are left alone, so that CUDA is not initialised for nothing.
-        host: added to the seed for Python and NumPy.
+        model: model whose devices are seeded; others are not, so that CUDA is not initialised needlessly.
+        host: offset of the seed for Python and NumPy.
 
     Examples:
         >>> layer = nn.Linear(1, 1)
@@ -176,10 +174,10 @@ def seed_all(seed: int, model: nn.Module, *, host: int = 0) -> None:
         >>> bool(first == torch.rand(()))
         True
     """
-    # Not torch.manual_seed, which seeds every device.
+    # Not torch.manual_seed: it seeds every device.
     torch.default_generator.manual_seed(seed)
     random.seed(seed + host)
-    # Not imported for this: without it nobody draws from NumPy.
+    # If NumPy is not imported yet, no code can draw from it.
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed + host)
     for kind in {device.type for device in accelerators([model])}:
@@ -190,13 +188,13 @@ def seed_all(seed: int, model: nn.Module, *, host: int = 0) -> None:
 
 
 def module_state(model: nn.Module) -> dict[str, Any]:
-    """Return the state that a forward could change in modules: copies of buffers and attributes, by path.
+    """Return the state that a forward may change in modules: buffers and attributes, by path.
 
     Args:
         model: any module.
 
     Returns:
-        Tensors as copies; numbers, strings and None as they are; other objects are left out.
+        Copies of tensors; numbers, strings and None; other objects are left out.
 
     Examples:
         >>> list(module_state(nn.BatchNorm1d(1)))[:3]
@@ -207,7 +205,7 @@ def module_state(model: nn.Module) -> dict[str, Any]:
         for name, value in (*buffers_of(module).items(), *_attributes(module).items()):
             where = f"{path}.{name}" if path else name
             if isinstance(value, Tensor):
-                # A copy, since a forward writes to its buffers in place.
+                # A copy: a forward writes into its buffers in place.
                 state[where] = value.detach().clone()
             elif value is None or isinstance(value, bool | int | float | str):
                 state[where] = value
@@ -215,14 +213,14 @@ def module_state(model: nn.Module) -> dict[str, Any]:
 
 
 def changed_state(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Paths of the buffers and attributes that differ between two results of `module_state`.
+    """Return the paths of the buffers and attributes that differ between two results of `module_state`.
 
     Args:
         before: the earlier state.
         after: the later state.
 
     Returns:
-        The paths, in the order of the modules.
+        Paths in the order of the modules.
 
     Examples:
         >>> norm = nn.BatchNorm1d(2)
@@ -238,7 +236,7 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if a.shape != b.shape or a.dtype != b.dtype:
             return False
-        return bool(((a == b) | ((a != a) & (b != b))).all())  # a NaN that stays a NaN is no change
+        return bool(((a == b) | ((a != a) & (b != b))).all())  # NaN in both is equal
     return type(a) is type(b) and bool(a == b or a != a)
 
 
@@ -253,14 +251,14 @@ def _kept(model: nn.Module) -> list[_Kept]:
         values = (value for table in tables for value in table.values())
         # By id: tied parameters are one tensor in several modules.
         tensors.update({id(value): value for value in values if isinstance(value, Tensor)})
-    # `.grad` of a tensor that autograd made is not stored, and reading it warns.
+    # Only leaves: reading `.grad` of another tensor warns.
     return [_Kept(t, t.data, t.grad if t.is_leaf else None, t.requires_grad) for t in tensors.values()]
 
 
 def _slots(model: nn.Module) -> list[_Slot]:
     slots: list[_Slot] = []
     for module in model.modules():
-        # Shallow: the tensors stay the same objects, and `_restore_tensors` restores their data.
+        # Shallow: `_restore_tensors` restores the data of the tensors.
         slots += [_Slot(table, dict(table)) for table in (parameters_of(module), buffers_of(module))]
         attributes = _attributes(module)
         for value in _held(attributes.values()):
@@ -273,7 +271,7 @@ def _slots(model: nn.Module) -> list[_Slot]:
 
 
 def _held(values: Iterable[Any]) -> Iterator[Any]:
-    """The values, and those in built-in containers among them, however deep: each object once."""
+    """Yield the values and, at any depth, the content of built-in containers among them; each object once."""
     seen: set[int] = set()
     waiting = list(values)
     while waiting:
@@ -293,7 +291,7 @@ def _restore_python(slots: list[_Slot], modes: list[tuple[nn.Module, bool]]) -> 
             content()
             continue
         if isinstance(owner, nn.Module):
-            # Attributes that the body has added.
+            # Remove the attributes that the body has added.
             for name in _attributes(owner).keys() - content.keys():
                 del owner.__dict__[name]
             owner.__dict__.update(content)
@@ -307,7 +305,7 @@ def _restore_python(slots: list[_Slot], modes: list[tuple[nn.Module, bool]]) -> 
 def _copy(tensors: list[_Kept], dtype: torch.dtype | None) -> None:
     storages: dict[tuple[Any, ...], Tensor] = {}
     for tensor, data, _, requires_grad in tensors:
-        # A gradient of another dtype does not allow the new data.
+        # First, because torch raises if the new data and the gradient have different dtypes.
         if tensor.is_leaf:
             tensor.grad = None
         tensor.data = _copied(data, dtype, storages)
@@ -319,26 +317,27 @@ def _copied(data: Tensor, dtype: torch.dtype | None, storages: dict[tuple[Any, .
     wanted = as_dtype(data.dtype, dtype)
     if type(data) is not Tensor or data.layout is not torch.strided or data.device.type == "meta":
         return data.clone().to(wanted)
-    # By storage, not by tensor: parameters that are views of each other must stay so in the copies.
+    # By storage, not by tensor: parameters that share memory must share it in the copies.
     key = (data.untyped_storage().data_ptr(), data.dtype, data.device)
     if data.numel() == 0:
         return data.clone().to(wanted)
     if key not in storages:
-        # The whole storage; the copies are views of it, as the tensors were.
+        # Copy the whole storage; the working copies are views of it, like the tensors.
         flat = torch.empty(0, dtype=data.dtype, device=data.device).set_(data.untyped_storage())
         storages[key] = flat.to(wanted, copy=True)
     return storages[key].as_strided(data.size(), data.stride(), data.storage_offset())
 
 
 def as_dtype(given: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype that a tensor of dtype `given` gets where floating-point tensors become `wanted`.
+    """Return the dtype of a tensor after conversion of floating-point tensors.
 
     Args:
-        given: a tensor's dtype.
-        wanted: a floating-point dtype, or None to leave every tensor as it is.
+        given: dtype of the tensor.
+        wanted: floating-point dtype to convert to; None: no conversion.
 
     Returns:
-        `wanted` for a floating-point dtype, its complex companion for a complex one, else `given`.
+        `wanted` for a floating-point dtype, the complex dtype of equal precision for a complex one, else
+        `given`.
 
     Examples:
         >>> as_dtype(torch.float32, torch.float64), as_dtype(torch.int64, torch.float64)
@@ -352,7 +351,7 @@ def as_dtype(given: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 def _restore_tensors(tensors: list[_Kept]) -> None:
     for tensor, data, gradient, requires_grad in tensors:
         if tensor.is_leaf:
-            tensor.grad = None  # a gradient of the working dtype would refuse the data's own dtype
+            tensor.grad = None  # or torch raises because its dtype differs from that of the data
         tensor.data = data
         if tensor.is_leaf:
             tensor.requires_grad_(requires_grad)

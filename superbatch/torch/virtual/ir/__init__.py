@@ -1,1 +1,1 @@
-"""Intermediate representation: values, layouts and operator calls."""
+"""Intermediate representation: values, shardings and operator calls."""

@@ -1,4 +1,4 @@
-"""Call of an operator on values, the recipe that a rule returns for it, and the shapes of its results."""
+"""Call of an operator on values, the strategy that a rule returns for it, and the shapes of its results."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .layout import Layout, Part
 from .reductions import Sums
+from .shard import Part, Shard
 from .strides import careful
 from .values import Operand, Reduction, Run, Value
 
@@ -58,7 +58,7 @@ class Call(NamedTuple):
                     args[position] = changes.pop(argument.name)
                 else:
                     kwargs[argument.name] = changes.pop(argument.name)
-        assert not changes  # a name that the schema lacks would be dropped, and the rule be wrong
+        assert not changes  # a name that is not in the schema would be ignored, and the rule be wrong
         return tuple(args), kwargs
 
 
@@ -69,23 +69,23 @@ def _arguments(func: Any) -> dict[str, tuple[int, Any]]:
     return {argument.name: (position, argument.default_value) for position, argument in arguments}
 
 
-class Recipe(NamedTuple):
-    """Recipe that makes a call micro-batch by micro-batch.
+class OpStrategy(NamedTuple):
+    """Strategy that makes a call micro-batch by micro-batch.
 
     Attributes:
         operands: the inputs, in the order of the tensors that `run` receives.
-        outputs: layout of each output; None: full, reduced over the micro-batches.
+        outputs: sharding of each output; None: full, reduced over the micro-batches.
         run: computes the outputs of one micro-batch.
         reduce: makes the reduction of the full outputs.
         view: the output shares the memory of its input.
         light: costs about as much as reading the inputs.
         placed: `run` reads the position of the micro-batch (`Part.start`), not only its size.
-        results: number of outputs that are computed: tensors behind them are None, numbers behind them are
-            those of the whole batch. None: all.
+        results: number of outputs that are computed. Later outputs are None if they are tensors, and those of
+            the whole batch if they are numbers. None: all are computed.
     """
 
     operands: Sequence[Operand]
-    outputs: Sequence[Layout | None]
+    outputs: Sequence[Shard | None]
     run: Run
     reduce: Callable[[], Reduction] = Sums
     view: bool = False
@@ -93,8 +93,8 @@ class Recipe(NamedTuple):
     placed: bool = False
     results: int | None = None
 
-    def drawing(self, run: Run) -> Recipe:
-        """Return the recipe with a function that draws random numbers; it is never light."""
+    def drawing(self, run: Run) -> OpStrategy:
+        """Return the strategy with another function, which draws random numbers; it is never light."""
         return self._replace(run=run, light=False)
 
 
@@ -107,8 +107,8 @@ _INSTEAD: dict[Any, Any] = {
 }
 
 
-# The derivative formulas of these check `is_contiguous()` of the matrix that the program sees: if it is, they
-# take the saved LU factors for those of the transpose. So each micro-batch has the memory order of the batch.
+# The derivative formulas of these call `is_contiguous()` on the matrix of the program: if it is, they read
+# the saved LU factors as those of the transpose. So each micro-batch must have the memory order of the batch.
 _BY_ORDER = {torch.ops.aten._linalg_det, torch.ops.aten._linalg_slogdet, torch.ops.aten._linalg_solve_ex}
 
 
@@ -140,7 +140,7 @@ class Direct:
 
     Attributes:
         func: the operator.
-        rest: the arguments behind the tensors.
+        rest: the arguments after the tensors.
     """
 
     __slots__ = ("func", "rest")
@@ -163,8 +163,7 @@ def _filled(call: Call, args: tuple[Any, ...] | None, kwargs: dict[str, Any] | N
         positions = [path[0] for path in paths]
         if positions == list(range(len(positions))) and not kwargs:
             return Direct(func, args[len(positions) :])
-        # The common case: tensors at the top level only. Copying one list is all that a call costs beside its
-        # kernel.
+        # The common case: tensors at the top level only. Copying one list is the only overhead of a call.
         template = list(args)
 
         def run(part: Part, tensors: list[Tensor]) -> Any:
@@ -187,7 +186,7 @@ def substituted(
     args: tuple[Any, ...], kwargs: dict[str, Any], paths: Iterable[Path], tensors: Iterable[Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     """Return copies of the arguments with other tensors at the given places."""
-    # Lists are copied, for the call's own are shared by all micro-batches and cached recipes.
+    # Lists are copied, because all micro-batches and cached strategies share those of the call.
     new_args: list[Any] = [list(arg) if isinstance(arg, (list, tuple)) else arg for arg in args]
     new_kwargs = dict(kwargs)
     for path, tensor in zip(paths, tensors, strict=True):
@@ -204,7 +203,7 @@ def substituted(
 # -- shapes of results --------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=1 << 14)  # one object per form, so that keys of the caches compare metas by identity
+@lru_cache(maxsize=1 << 14)  # one object per form, so that cache keys compare metas by identity
 def blank(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
     """Return a meta tensor of the given form; the same object for the same form."""
     if not offset:
@@ -242,13 +241,13 @@ def shapes(call: Call) -> Any:
     return _shapes(_Arguments(key, args, kwargs, call.func))
 
 
-def results(call: Call, recipe: Recipe | None) -> Any:
-    """Return `shapes` without the results that the recipe omits; None if one of the rest is no tensor."""
+def results(call: Call, strategy: OpStrategy | None) -> Any:
+    """Return `shapes` without the results that the strategy omits; None if one of the others is no tensor."""
     metas = shapes(call)
     if isinstance(metas, Tensor):
         return metas
-    if recipe is not None and recipe.results is not None:
-        count = recipe.results
+    if strategy is not None and strategy.results is not None:
+        count = strategy.results
         return [*metas[:count], *(None if isinstance(item, Tensor) else item for item in metas[count:])]
     return metas if all(item is None or isinstance(item, Tensor) for item in metas) else None
 
@@ -304,13 +303,13 @@ def _part_of_key(items: Sequence[Any]) -> tuple[Any, ...]:
 
 
 class _Arguments:
-    """Arguments as a cache key; meta tensors compare by identity, for `blank` makes one per form."""
+    """Arguments as a cache key; meta tensors compare by identity, because `blank` makes one per form."""
 
     __slots__ = ("args", "func", "hash", "key", "kwargs")
 
     def __init__(self, key: tuple[Any, ...], args: list[Any], kwargs: dict[str, Any], func: Any) -> None:
         self.key, self.args, self.kwargs, self.func = key, args, kwargs, func
-        self.hash = hash(key)  # once: the lookup and an insertion would each hash the nested tuples
+        self.hash = hash(key)  # once: lookup and insertion would each hash the nested tuples
 
     def __hash__(self) -> int:
         return self.hash
@@ -324,7 +323,7 @@ def _shapes(call: _Arguments) -> Any:
     result = call.func(*call.args, **call.kwargs)
     for item in [result] if isinstance(result, Tensor) else result:
         if isinstance(item, Tensor) and item.layout is not torch.strided:
-            raise NotImplementedError(f"a result of {call.func} is {item.layout}")
+            raise NotImplementedError(f"a result of {call.func} has the layout {item.layout}")
     if isinstance(result, Tensor):
         return blank_like(result)
     return [blank_like(item) if isinstance(item, Tensor) else item for item in result]
@@ -361,5 +360,5 @@ def mapped(results: Any, function: Callable[[Any], Any], kind: Any = Tensor) -> 
 
 def operator(name: str) -> Any:
     """Return an operator of ATen by its name; the name itself if this release of torch lacks it."""
-    # The name as a key of a table of rules matches no operator, so the row is without effect.
+    # The name matches no operator, so a row of a table with it as the key has no effect.
     return getattr(torch.ops.aten, name, name)

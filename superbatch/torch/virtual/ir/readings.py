@@ -22,7 +22,7 @@ def memory_of(tensor: Tensor) -> int | None:
 
 
 class Readings:
-    """Values that stand for real tensors, by the memory of these."""
+    """Values that stand for real tensors, by the memory of these tensors."""
 
     def __init__(self) -> None:
         # Weak: a value that no pending operation reads any more needs no copy.
@@ -31,7 +31,7 @@ class Readings:
     def read(self, value: Value, tensor: Tensor) -> None:
         """Bind a value to a real tensor as it is now, without a copy unless the program writes into it."""
         # `.data` pins the present memory: `tensor.data = another` swaps it and leaves `_version` unchanged.
-        value.whole = tensor.data
+        value.full = tensor.data
         # The version finds writes that no dispatch mode sees; an inference tensor has no version counter.
         value.source = None if tensor.is_inference() else (tensor, tensor._version)
         self._readers.setdefault(memory_of(tensor), []).append(weakref.ref(value))
@@ -44,8 +44,8 @@ class Readings:
         """Copy each tensor that is about to be written, if a pending operation reads it."""
         for tensor in tensors:
             for reader in self._readers.pop(memory_of(tensor), ()):
-                if (value := reader()) is not None and value.whole is not None:
-                    value.whole, value.source = value.whole.clone(), None
+                if (value := reader()) is not None and value.full is not None:
+                    value.full, value.source = value.full.clone(), None
 
     def forget_unused(self) -> None:
         """Remove the entries of values that were freed."""

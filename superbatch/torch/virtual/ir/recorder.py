@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from superbatch.results.coupling import CouplingKind
 
-from .calls import Recipe
-from .layout import Layout, Part
+from .calls import OpStrategy
 from .readings import Readings
+from .shard import Part, Shard
 from .values import Handle, Operand, Value
 
 
@@ -42,7 +42,7 @@ class Recorder(Protocol):
         """Number of samples of the batch."""
         ...
 
-    # Read by `numbers`: after the block only values that were materialized in it can be read.
+    # After the block, `numbers` returns only values that were materialized in it.
     @property
     def open(self) -> bool:
         """Flag: the block has not ended."""
@@ -78,8 +78,10 @@ class Recorder(Protocol):
         """Record an operation on values, and return the values of its results."""
         ...
 
-    def add(self, func: Any, recipe: Recipe, metas: Any, *, once: bool = False, known: bool = False) -> Any:
-        """Record an operation with its recipe, and return the values of its results."""
+    def add(
+        self, func: Any, strategy: OpStrategy, metas: Any, *, once: bool = False, known: bool = False
+    ) -> Any:
+        """Record an operation with its strategy, and return the values of its results."""
         ...
 
     def value(self, tensor: Any) -> Any:
@@ -121,7 +123,7 @@ class Recorder(Protocol):
         """Return a real tensor with the numbers of a virtual one."""
         ...
 
-    def there(self, values: Iterable[Value]) -> list[Tensor]:
+    def materialized(self, values: Iterable[Value]) -> list[Tensor]:
         """Return the tensors of full values, materialized if need be."""
         ...
 
@@ -134,7 +136,7 @@ class Recorder(Protocol):
         """Write a value into a buffer once it is computed."""
         ...
 
-    # Asked before every operation on a real tensor, e.g. the program reads running_mean in the block.
+    # Called before every operation on a real tensor, e.g. if the program reads running_mean in the block.
     def settle_writes(self, args: Iterable[Any]) -> None:
         """Make the pending writes if one of the arguments shares memory with a buffer that waits."""
         ...
@@ -152,12 +154,12 @@ class RankSums(Protocol):
         """Normalise over the ranks of a layer inside the context."""
         ...
 
-    def layout_of(self, recording: Recorder, value: Value) -> Layout | None:
-        """Return the layout of the input of a BatchNorm over ranks; None for an InstanceNorm."""
+    def shard_of(self, recording: Recorder, value: Value) -> Shard | None:
+        """Return the sharding of the input of a BatchNorm over ranks; None for an InstanceNorm."""
         ...
 
-    def layout_back(self, recording: Recorder, value: Value, mean: Value) -> Layout | None:
-        """Return the layout of the input in the backward; None if the forward was not over ranks."""
+    def shard_in_backward(self, recording: Recorder, value: Value, mean: Value) -> Shard | None:
+        """Return the sharding of the input in the backward; None if the forward was not over ranks."""
         ...
 
     # `moments` gives (mean [C], M2 [C], count) of a micro-batch; `form` is (C, dtype of the statistics).

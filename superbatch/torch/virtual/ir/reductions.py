@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layout import Layout, Part, join
+from .shard import Part, Shard, join
 
 
 class Sums:
@@ -97,8 +97,8 @@ class Extremes:
 class Joined:
     """Concatenation of the rows of all micro-batches: a gathered value."""
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
         self._pieces: dict[int, Tensor] = {}
 
     def add(self, part: Part, outputs: list[Any]) -> None:
@@ -108,7 +108,7 @@ class Joined:
 
     def result(self) -> list[Tensor]:
         """Return the rows in the order of the samples."""
-        return [join([self._pieces[number] for number in sorted(self._pieces)], self._layout)]
+        return [join([self._pieces[number] for number in sorted(self._pieces)], self._shard)]
 
 
 class First:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .layout import Part
+from .shard import Part
 from .values import Run
 
 aten: Any = torch.ops.aten
@@ -127,7 +127,7 @@ def in_order(metas: Sequence[Tensor], run: Run) -> Run:
         metas: meta tensors of the batch.
         run: takes rows of each of them.
     """
-    # From the metas, once per recipe: the order of the batch does not depend on the micro-batch.
+    # From the metas, once per strategy: the order of the batch does not depend on the micro-batch.
     orders = [_order_of(meta) for meta in metas]
 
     def ordered(part: Part, tensors: list[Tensor]) -> Any:

@@ -1,7 +1,7 @@
 """Recorded values, and the operations that compute them.
 
-A `Value` stands for a tensor of the whole batch: sharded into rows by micro-batch (it has a `Layout`), or
-full (layout None), such as a parameter, a batch statistic or the loss. A `Node` is one operation on values.
+A `Value` stands for a tensor of the whole batch: sharded into rows by micro-batch (it has a `Shard`), or
+full (`shard` is None), as a parameter, a batch statistic or the loss is. A `Node` is one operation on values.
 References go from a value to its node and from a node to its inputs; outputs are held weakly. So Python's
 reference counts free a value once the program and all later operations have dropped it.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from superbatch.results.coupling import CouplingKind
 
-from .layout import Layout, Part, cut
+from .shard import Part, Shard, cut
 
 
 class Handle:
@@ -45,11 +45,11 @@ class Sliced(NamedTuple):
     """Rows cut from one full tensor, on the device or on the host."""
 
     tensor: Tensor
-    layout: Layout
+    shard: Shard
 
     def get(self, part: Part) -> Tensor:
         """Return the rows of a micro-batch as a view."""
-        return cut(self.tensor, self.layout, part)
+        return cut(self.tensor, self.shard, part)
 
 
 class Value:
@@ -58,44 +58,44 @@ class Value:
     Attributes:
         meta: shape, strides and dtype, as a tensor on the meta device.
         device: device of the computation.
-        layout: dimension of the samples; None if the value is full.
+        shard: how the samples are sharded; None if the value is full.
         node: the operation that computes it; None if it is an input, or is stored.
         index: position among the outputs of the node.
-        whole: the full tensor, once it is materialized.
+        full: the full tensor, once it is materialized.
         source: the program's tensor that shares this memory, with its `_version` at the time of reading;
             None if the memory is our own.
         pieces: the rows by micro-batch, once they are stored.
-        gathered: the full value made of the rows, weakly.
-        grows: dimensions that grow with the number of samples, apart from that of the layout.
+        gathered: weak reference to the full value that is joined from the rows.
+        grows: dimensions that grow with the number of samples, besides the sharded one.
         picked: number of batch rows in a full value, if it does not depend on the batch size.
-        held: keeps the bytes of `whole` in the store's count for as long as the value lives.
+        held: keeps the bytes of `full` in the store's count for as long as the value lives.
     """
 
     __slots__ = (
         "__weakref__",
         "_handle",
         "device",
+        "full",
         "gathered",
         "grows",
         "held",
         "index",
-        "layout",
         "meta",
         "node",
         "picked",
         "pieces",
+        "shard",
         "source",
-        "whole",
     )
 
-    def __init__(self, meta: Tensor, device: torch.device, layout: Layout | None = None) -> None:
+    def __init__(self, meta: Tensor, device: torch.device, shard: Shard | None = None) -> None:
         # None only for a sparse or nested tensor, which has no strides to describe it.
         self.meta = meta
         self.device = device
-        self.layout = layout
+        self.shard = shard
         self.node: Node | None = None
         self.index = 0
-        self.whole: Tensor | None = None
+        self.full: Tensor | None = None
         self.pieces: Pieces | None = None
         self.source: tuple[Tensor, int] | None = None
         self.gathered: weakref.ref[Value] | None = None
@@ -105,9 +105,9 @@ class Value:
         self._handle: weakref.ref[Handle] | None = None
 
     @property
-    def there(self) -> bool:
+    def materialized(self) -> bool:
         """Return whether the value is materialized."""
-        return self.whole is not None or self.pieces is not None
+        return self.full is not None or self.pieces is not None
 
     @property
     def has_gradient(self) -> bool:
@@ -123,7 +123,7 @@ class Value:
             self._handle = handle.reference
         return handle
 
-    # From the meta tensor: known before anything is computed, which the schedule and "auto" need.
+    # From the meta tensor, because the schedule and "auto" need it before anything is computed.
     @property
     def nbytes(self) -> int:
         """Bytes of all rows."""
@@ -135,11 +135,11 @@ class Operand(NamedTuple):
 
     Attributes:
         value: the value.
-        layout: the operation reads the rows of its micro-batch, cut by this layout; None: the full tensor.
+        shard: the operation reads the rows of its micro-batch, cut by this sharding; None: the full tensor.
     """
 
     value: Value
-    layout: Layout | None
+    shard: Shard | None
 
 
 class Reduction(Protocol):
@@ -159,13 +159,13 @@ _serial = itertools.count()  # one for all threads: `next` of it is atomic
 
 
 class Action(NamedTuple):
-    """Operation without its values: what all operations of the same form share.
+    """Operation without its values, shared by all operations of the same form.
 
     Attributes:
         metas: one meta tensor per result; None for an absent result, an int for a result that is a number.
         single: the operator returns one tensor, not a sequence.
         once: the operation reads full values only, so it runs once and not per micro-batch.
-        layouts: layout of each result; None: full.
+        shards: sharding of each result; None: full.
         run: computes the results of one micro-batch; a tuple if there are several.
         reduce: makes the `Reduction` of the full results; None without full results, or with `once`.
         view: the result shares the memory of its input.
@@ -177,7 +177,7 @@ class Action(NamedTuple):
     metas: tuple[Tensor | int | None, ...]
     single: bool
     once: bool
-    layouts: tuple[Layout | None, ...]
+    shards: tuple[Shard | None, ...]
     run: Run
     reduce: Callable[[], Reduction] | None
     view: bool
@@ -190,7 +190,7 @@ class ByRows(NamedTuple):
 
     Attributes:
         action: the operation by rows.
-        operands: its inputs, with the layouts that cut them.
+        operands: its inputs, with the shardings that cut them.
         larger: the results are much larger than the inputs that are cut.
     """
 
@@ -213,10 +213,10 @@ class Node:
         serial: position in the recording order; inputs have smaller serials.
         operands: the inputs.
         outputs: weak references to the results; a dead one is not needed any more.
-        single, once, layouts, run, reduce, view, light, known: as in `Action`.
+        single, once, shards, run, reduce, view, light, known: as in `Action`.
         gathers: the node gathers rows into a full tensor; "unknown" if an operator has no rule.
         where: path of the module whose forward recorded it.
-        by_rows: how to compute it by rows instead of once; None if it cannot be.
+        by_rows: alternative form that computes it by rows instead of once; None if there is none.
         backward: recorded during a backward pass.
     """
 
@@ -225,7 +225,6 @@ class Node:
         "by_rows",
         "gathers",
         "known",
-        "layouts",
         "light",
         "once",
         "operands",
@@ -234,6 +233,7 @@ class Node:
         "reduce",
         "run",
         "serial",
+        "shards",
         "single",
         "view",
         "where",
@@ -257,7 +257,7 @@ class Node:
         self.outputs = [weakref.ref(value) for value in outputs]
         # Flattened into slots: a sweep reads these for every node, and an attribute of an attribute costs
         # twice.
-        _, self.single, self.once, self.layouts, self.run, self.reduce, self.view, self.light, self.known = (
+        _, self.single, self.once, self.shards, self.run, self.reduce, self.view, self.light, self.known = (
             action
         )
         self.gathers: CouplingKind | None = gathers

@@ -1,7 +1,7 @@
-r"""A virtual batch over ranks: BatchNorm over the samples of all ranks, one reduction of the gradients.
+r"""Virtual batch over ranks: BatchNorm over the samples of all ranks, one reduction of the gradients.
 
-Each collective of a block is a recorded operation that also reads the result of the one before. So every rank
-issues them in program order, whenever it reads numbers. Samples and micro-batches per rank may differ.
+Each collective of a block is a recorded operation that also reads the result of the previous one. So every
+rank issues them in program order, whenever it reads numbers. Samples and micro-batches per rank may differ.
 Moments :math:`(n_r, \mu_r, M_r)` of the ranks combine as within one: :math:`\mu = \sum n_r \mu_r / n`,
 :math:`M = \sum M_r + n_r (\mu_r - \mu)^2`. In the backward only the sums in dx are over all ranks.
 """
@@ -25,10 +25,10 @@ from superbatch.torch.window.sync.manual import Manual
 from superbatch.torch.window.sync.sync import Sync
 from superbatch.torch.window.wrapped_models import sharded_part
 
-from ..ir.calls import Recipe, blank
-from ..ir.layout import Layout, Part
+from ..ir.calls import OpStrategy, blank
 from ..ir.recorder import Recorder
 from ..ir.reductions import Moments
+from ..ir.shard import Part, Shard
 from ..ir.values import Operand, Value
 from ..trace.aliases import assign
 from ..trace.tensor import VirtualTensor
@@ -50,7 +50,7 @@ class RankReducer:
         sync: ranks over which gradients are averaged.
         ending: the program has reached the end of the block: all its collectives are recorded.
         heard: this rank has stopped because another one failed.
-        settled: no rank waits for this one: the block is over, or the others know that this rank failed.
+        settled: no rank waits for this one: the block has ended, or the others have learned of its failure.
         exchanges: the program has called a collective on virtual tensors.
     """
 
@@ -70,16 +70,16 @@ class RankReducer:
         # Inside the program's own `no_sync` gradients are reduced by a later backward.
         self._reduces = reduces and self.sync.shared and self.sync.reduces
         self.ending = False
-        self._meeting = False  # inside a collective of the program, which all ranks call
+        self._in_collective = False  # inside a collective of the program, which all ranks call
         self._device = device
         self._layers = synchronised_layers(modules)
         self._groups = _different([*map(self._group_of, self._layers), self.sync])
         self._recording: weakref.ref[Recorder] | None = None
         self._last: Value | None = None
         self._totals: weakref.WeakKeyDictionary[Value, tuple[Sync, Value]] = weakref.WeakKeyDictionary()
-        # Without gradients a single rank may run the block (a validation): it must wait for nobody.
+        # Without gradients a single rank may run the block (a validation), so it must not wait for others.
         self._agreed = self._over = not (self._groups and torch.is_grad_enabled())
-        # For each collective that was recorded and not issued: a call that takes part in it with NaN.
+        # For each recorded collective that was not issued yet: a function that takes part in it with NaN.
         self._pending: deque[Callable[[], object]] = deque()
         self._issuing = False
 
@@ -106,25 +106,25 @@ class RankReducer:
     @contextmanager
     def held_together(self) -> Iterator[None]:
         """Disable DDP's reduction, gather shards, and route SyncBatchNorm to virtual tensors in the body."""
-        # DDP's forward broadcasts buffers; in the block it would wait there for ranks that compute.
+        # Now, because DDP's forward would broadcast buffers in the block and wait for ranks that compute.
         self.sync.broadcast_buffers()
         with self.sync.no_sync(), self.sync.gathered(), routed(self._layers):
             yield
 
     # -- statistics -----------------------------------------------------------------------------------------
 
-    def layout_of(self, recording: Recorder, value: Value) -> Layout | None:
-        """Return the layout of the input of a BatchNorm over ranks; None for an InstanceNorm.
+    def shard_of(self, recording: Recorder, value: Value) -> Shard | None:
+        """Return the sharding of the input of a BatchNorm over ranks; None for an InstanceNorm.
 
         Raises:
             CoupledSamplesError: the samples are not in dimension 0.
         """
-        if value.layout is not None and value.layout.dim == 1:  # [1, N * C, ...], as InstanceNorm reshapes
+        if value.shard is not None and value.shard.dim == 1:  # [1, N * C, ...], as InstanceNorm reshapes
             return None
-        if value.layout is None and value.meta.shape[:1] == (recording.samples,):
-            return Layout(0)  # a full result of an operator without a rule
+        if value.shard is None and value.meta.shape[:1] == (recording.samples,):
+            return Shard(0)  # a full result of an operator without a rule
         raise CoupledSamplesError(
-            f"The input of a BatchNorm over ranks, of shape {tuple(value.meta.shape)}, has its samples not "
+            f"The input of a BatchNorm over ranks has shape {tuple(value.meta.shape)}, with the samples not "
             "in dimension 0. Move them there with permute()."
         )
 
@@ -152,13 +152,14 @@ class RankReducer:
             # One flat tensor [2 * channels + 1]: one all-gather per layer.
             return [torch.cat([mean, squares, mean.new_full((1,), count)])]
 
-        recipe = Recipe([x], [None], lambda part, tensors: moments(part, tensors)[0], lambda: Moments(finish))
-        packed = recording.add("batch_norm", recipe, blank((2 * channels + 1,), (1,), dtype))
+        strategy = OpStrategy(
+            [x], [None], lambda part, tensors: moments(part, tensors)[0], lambda: Moments(finish)
+        )
+        packed = recording.add("batch_norm", strategy, blank((2 * channels + 1,), (1,), dtype))
 
         def combine(part: Part, tensors: list[Tensor]) -> Any:
             means, squares, counts = sync.all_gather(tensors[0]).split([channels, channels, 1], dim=1)
-            # The count of all ranks stays a tensor: its number would make the recording wait for the
-            # collective.
+            # The count of all ranks stays a tensor: reading the number would wait for the collective.
             count = counts.sum()
             mean = (means * (counts / count)).sum(0)
             total = (squares + counts * (means - mean).square()).sum(0)
@@ -171,9 +172,9 @@ class RankReducer:
         self._totals[found[0]] = sync, count
         return found
 
-    def layout_back(self, recording: Recorder, value: Value, mean: Value) -> Layout | None:
-        """Return the layout of the input in the backward; None if the forward was not over ranks."""
-        return self.layout_of(recording, value) if self.spans(mean) else None
+    def shard_in_backward(self, recording: Recorder, value: Value, mean: Value) -> Shard | None:
+        """Return the sharding of the input in the backward; None if the forward was not over ranks."""
+        return self.shard_of(recording, value) if self.spans(mean) else None
 
     def spans(self, mean: Value) -> bool:
         """Return whether the mean of a BatchNorm was computed over several ranks."""
@@ -207,7 +208,7 @@ class RankReducer:
             return sums
         if torch.is_grad_enabled():
             raise CoupledSamplesError(
-                "A BatchNorm over ranks has no backward with create_graph=True. "
+                "A BatchNorm over ranks does not support create_graph=True in its backward. "
                 "Use a layer without batch statistics, or a BatchNorm within each rank."
             )
         sync, total = known
@@ -238,7 +239,7 @@ class RankReducer:
         run: Callable[[Part, list[Tensor]], Any],
         metas: list[Tensor],
     ) -> list[Value]:
-        """Record a collective that is issued after the one before it."""
+        """Record a collective that is issued after the previous one."""
 
         def issue(part: Part, tensors: list[Tensor]) -> Any:
             with self._issued():
@@ -246,11 +247,11 @@ class RankReducer:
                 self._pending.popleft()  # before the call: a failure inside it must not repeat it
                 return run(part, tensors)
 
-        # Reading the last result of the one before orders the collectives, whatever the plan does else.
+        # Reading the last result of the previous collective fixes the order, independently of the plan.
         operands = [
             Operand(value, None) for value in [*values, *([] if self._last is None else [self._last])]
         ]
-        results = recording.add(name, Recipe(operands, [None] * len(metas), issue), metas, once=True)
+        results = recording.add(name, OpStrategy(operands, [None] * len(metas), issue), metas, once=True)
         self._recording, self._last = weakref.ref(recording), results[-1]
         return results
 
@@ -264,15 +265,15 @@ class RankReducer:
             self._issuing = before
 
     def catch_up(self) -> None:
-        """Issue all recorded collectives, so that the next one comes after them on every rank."""
+        """Issue all recorded collectives, so that the next one follows them on every rank."""
         recording = None if self._recording is None else self._recording()
-        if recording is not None and self._last is not None and self._last.whole is None:
+        if recording is not None and self._last is not None and self._last.full is None:
             recording.materialize([self._last])
 
     # -- the program's own collectives ----------------------------------------------------------------------
 
     def user_collective(self, recording: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run a collective of the program on materialized tensors; the ones that it writes become full."""
+        """Run a collective of the program on materialized tensors; tensors that it writes become full."""
         if self._issuing:
             return func(*args, **kwargs)
         real: dict[int, tuple[VirtualTensor, Tensor]] = {}
@@ -288,14 +289,16 @@ class RankReducer:
             return real[id(item)][1]
 
         joins = any(isinstance(item, VirtualTensor) for item in collectives.flat([*args, *kwargs.values()]))
-        self._meeting = joins  # computing the numbers may fail: `fail` then answers the others' collective
+        self._in_collective = (
+            joins  # computing the numbers may fail: `fail` then answers the others' collective
+        )
         self.catch_up()
         recording.settle_writes(collectives.flat(args))
         arguments = [number(arg) for arg in args]
         named = {name: number(arg) for name, arg in kwargs.items()}
         with self._issued():
-            self._meet(again=joins)
-            self._meeting = False
+            self._vote_before_collective(again=joins)
+            self._in_collective = False
             result = func(*arguments, **named)
             if real:
                 self.exchanges = True
@@ -317,7 +320,7 @@ class RankReducer:
             self._agreed = True
             self._exchange(failed)
 
-    def _meet(self, *, again: bool) -> None:
+    def _vote_before_collective(self, *, again: bool) -> None:
         """Vote, before a collective of the program, whether a rank has failed.
 
         Args:
@@ -339,26 +342,28 @@ class RankReducer:
 
     def _exchange(self, failed: bool) -> None:
         somewhere = failed
-        for group in self._groups:  # the gradients' group votes last, so it hears of failures in the others
+        for (
+            group
+        ) in self._groups:  # the group of the gradients votes last and includes failures in the others
             somewhere = group.vote(somewhere)
         self._over = self._over or somewhere
         if somewhere and not failed:
             self.heard = True
             raise WindowError(
-                "Another rank that shares the virtual batch has failed. See the error on that rank."
+                "Another rank that shares the virtual batch has failed. Read the error of that rank."
             )
 
     def fail(self) -> None:
-        """Tell the other ranks that this one has failed, if it knows which collective they wait for."""
-        with suppress(RuntimeError):  # the error that is being raised says more
+        """Notify the other ranks that this one has failed, if the collective that they wait for is known."""
+        with suppress(RuntimeError):  # the error that is being raised has the cause
             first = not self._agreed
             self.agree(failed=True)
             # At the end of the block, and in a collective of the program, all ranks have recorded the same
             # collectives. This rank takes part in the remaining ones with NaN, then votes.
-            if (self.ending or self._meeting) and not self._over:
+            if (self.ending or self._in_collective) and not self._over:
                 while self._pending:
                     self._pending.popleft()()
-                if self._meeting:
+                if self._in_collective:
                     self._exchange(failed=True)
                 self._agree_at_the_end(failed=True)
             self.settled = first or self._over

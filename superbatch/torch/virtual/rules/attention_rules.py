@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from superbatch.torch.devices import seeded
 
-from ..ir.calls import Call, Recipe, filled
-from ..ir.layout import Layout, Part
+from ..ir.calls import Call, OpStrategy, filled
+from ..ir.shard import Part, Shard
 from ..ir.values import Operand, Run, Value
 
 aten: Any = torch.ops.aten
@@ -50,15 +50,15 @@ _EFFICIENT = _Kernel(
 # -- where the samples are ----------------------------------------------------------------------------------
 
 
-def _layout_of(call: Call, values: Sequence[Value], *, seed: int | None = None) -> Layout | None:
-    """Return the common layout of the values; None if not in dimension 0, or for dropout without a seed."""
+def _shard_of(call: Call, values: Sequence[Value], *, seed: int | None = None) -> Shard | None:
+    """Return the common sharding of the values; None if not in dimension 0, or for dropout without a seed."""
     # Without a seed the forward of a micro-batch and its repetition in the backward would draw two masks.
-    layouts = (value.layout for value in values if value.layout is not None)
-    layout = next((layout for layout in layouts if layout.dim == 0), None)
-    if layout is None or (call.argument("dropout_p") and seed is None):
+    shards = (value.shard for value in values if value.shard is not None)
+    shard = next((shard for shard in shards if shard.dim == 0), None)
+    if shard is None or (call.argument("dropout_p") and seed is None):
         return None
-    rows = layout.rows(call.samples)
-    return layout if all(value.meta.shape[0] == rows for value in values) else None
+    rows = shard.rows(call.samples)
+    return shard if all(value.meta.shape[0] == rows for value in values) else None
 
 
 def _bias(call: Call) -> Value | None:
@@ -66,26 +66,25 @@ def _bias(call: Call) -> Value | None:
     return call.argument("attn_mask") or call.argument("attn_bias")
 
 
-def _of_bias(bias: Value, call: Call, layout: Layout) -> Layout | None:
-    """Return the layout of a bias with one entry per sample; None for one bias that all samples share."""
-    each = bias.meta.dim() == 4 and bias.meta.shape[0] == layout.rows(call.samples)
-    return layout if each else None
+def _of_bias(bias: Value, call: Call, shard: Shard) -> Shard | None:
+    """Return the sharding of a bias with one entry per sample; None for one bias that all samples share."""
+    each = bias.meta.dim() == 4 and bias.meta.shape[0] == shard.rows(call.samples)
+    return shard if each else None
 
 
 # -- the kernel of CPU --------------------------------------------------------------------------------------
 
 
-def _attention(outputs: int) -> Callable[[Call], Recipe | None]:
-    def rule(call: Call) -> Recipe | None:
+def _attention(outputs: int) -> Callable[[Call], OpStrategy | None]:
+    def rule(call: Call) -> OpStrategy | None:
         bias = _bias(call)
-        layout = _layout_of(call, [value for value in call.tensors if value is not bias])
-        if layout is None:
+        shard = _shard_of(call, [value for value in call.tensors if value is not bias])
+        if shard is None:
             return None
         operands = [
-            Operand(value, _of_bias(value, call, layout) if value is bias else layout)
-            for value in call.tensors
+            Operand(value, _of_bias(value, call, shard) if value is bias else shard) for value in call.tensors
         ]
-        return Recipe(operands, [layout] * outputs, filled(call))
+        return OpStrategy(operands, [shard] * outputs, filled(call))
 
     return rule
 
@@ -106,34 +105,34 @@ class Seeded(NamedTuple):
 
     def __call__(self, part: Part, tensors: list[Tensor]) -> Any:
         """Run the function with the seed of the micro-batch."""
-        # The sum may exceed 2**63, which the generator would take for another seed or refuse.
+        # The sum may exceed 2**63, for which the generator uses another seed or raises.
         with seeded(tensors[0].device, (self.seed + part.start) % 2**63):
             return self.run(part, tensors)
 
 
-def with_dropout(call: Call, seed: int) -> Recipe | None:
-    """Return a recipe for attention with dropout on CUDA.
+def with_dropout(call: Call, seed: int) -> OpStrategy | None:
+    """Return a strategy for attention with dropout on CUDA.
 
     Args:
         call: call of a forward or a backward.
         seed: seed of the forward.
 
     Returns:
-        The recipe; None if there is no rule for the call.
+        The strategy; None if there is no rule for the call.
     """
-    recipe = DROPPED[call.func](call, seed)
-    return None if recipe is None else recipe.drawing(Seeded(seed, recipe.run))
+    strategy = DROPPED[call.func](call, seed)
+    return None if strategy is None else strategy.drawing(Seeded(seed, strategy.run))
 
 
-def _forward(kernel: _Kernel) -> Callable[..., Recipe | None]:
-    def rule(call: Call, seed: int | None = None) -> Recipe | None:
+def _forward(kernel: _Kernel) -> Callable[..., OpStrategy | None]:
+    def rule(call: Call, seed: int | None = None) -> OpStrategy | None:
         main, bias = [call.argument(name) for name in _INPUTS], _bias(call)
-        layout = _layout_of(call, main, seed=seed)
-        if layout is None or call.argument("return_debug_mask", False):  # a mask of all samples in one tensor
+        shard = _shard_of(call, main, seed=seed)
+        if shard is None or call.argument("return_debug_mask", False):  # a mask of all samples in one tensor
             return None
-        operands = [Operand(value, layout) for value in main]
+        operands = [Operand(value, shard) for value in main]
         if bias is not None:
-            operands.append(Operand(bias, _of_bias(bias, call, layout)))
+            operands.append(Operand(bias, _of_bias(bias, call, shard)))
         run = filled(call)
 
         def output(part: Part, tensors: list[Tensor]) -> Any:
@@ -141,29 +140,29 @@ def _forward(kernel: _Kernel) -> Callable[..., Recipe | None]:
 
         # Only output and logsumexp are tensors of the samples; the state behind them belongs to one kernel
         # call.
-        return Recipe(operands, [layout] * len(call.func._schema.returns), output, results=2)
+        return OpStrategy(operands, [shard] * len(call.func._schema.returns), output, results=2)
 
     return rule
 
 
-def _backward(kernel: _Kernel) -> Callable[..., Recipe | None]:
+def _backward(kernel: _Kernel) -> Callable[..., OpStrategy | None]:
     """Rule for a backward; the gradient of a bias that all samples share is a sum over them."""
 
-    def rule(call: Call, seed: int | None = None) -> Recipe | None:
+    def rule(call: Call, seed: int | None = None) -> OpStrategy | None:
         names = [argument.name for argument in call.func._schema.arguments]
         grad, bias = names[0], _bias(call)
         main = [call.argument(name) for name in (grad, *_INPUTS)]
         if main[0] is None:
             return None
-        layout = _layout_of(call, main, seed=seed)
-        if layout is None:
+        shard = _shard_of(call, main, seed=seed)
+        if shard is None:
             return None
-        operands = [Operand(value, layout) for value in main]
-        of_bias: Layout | None = layout
+        operands = [Operand(value, shard) for value in main]
+        of_bias: Shard | None = shard
         if bias is not None:
-            of_bias = _of_bias(bias, call, layout)
+            of_bias = _of_bias(bias, call, shard)
             operands.append(Operand(bias, of_bias))
-        # Without tensors, which are filled in for each micro-batch: the recipe is cached for the process.
+        # Without tensors, which are filled in for each micro-batch: the strategy is cached for the process.
         plain = {name: call.argument(name) for name in names}
         plain = {name: None if isinstance(item, Value) else item for name, item in plain.items()}
         inputs = (grad, *_INPUTS, *([] if bias is None else ["attn_bias"]))
@@ -175,8 +174,8 @@ def _backward(kernel: _Kernel) -> Callable[..., Recipe | None]:
             kept = zip(kernel.keeps, kernel.forward(**{**options, **forward}), strict=False)
             return call.func(**{**plain, **given, **dict(kept)})
 
-        return Recipe(
-            operands, [layout, layout, layout, of_bias][: len(call.func._schema.returns)], gradients
+        return OpStrategy(
+            operands, [shard, shard, shard, of_bias][: len(call.func._schema.returns)], gradients
         )
 
     return rule
@@ -208,18 +207,18 @@ def _aligned(bias: Tensor, to: int) -> Tensor:
     return F.pad(bias, (0, -columns % to))[..., :columns]
 
 
-BACKWARD: dict[Any, Callable[..., Recipe | None]] = {
+BACKWARD: dict[Any, Callable[..., OpStrategy | None]] = {
     aten._scaled_dot_product_flash_attention_backward.default: _backward(_FLASH),
     aten._scaled_dot_product_efficient_attention_backward.default: _backward(_EFFICIENT),
     aten._scaled_dot_product_cudnn_attention_backward.default: _backward(_CUDNN),
 }
-DROPPED: dict[Any, Callable[..., Recipe | None]] = {
+DROPPED: dict[Any, Callable[..., OpStrategy | None]] = {
     _FLASH.forward: _forward(_FLASH),
     _EFFICIENT.forward: _forward(_EFFICIENT),
     _CUDNN.forward: _forward(_CUDNN),
     **BACKWARD,
 }
-RULES: dict[Any, Callable[[Call], Recipe | None]] = {
+RULES: dict[Any, Callable[[Call], OpStrategy | None]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention(2),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention(3),
     **DROPPED,

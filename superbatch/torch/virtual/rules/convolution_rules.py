@@ -1,8 +1,8 @@
 """Rules for convolutions whose channels are the samples.
 
-The gradient of a convolution's weight is itself a convolution, of the input with the output's gradient, both
-with batch and channels exchanged. Autograd records it so if that gradient is differentiated again (a gradient
-penalty). It sums over its channels, which are the samples, so micro-batches add up.
+The gradient of a convolution's weight is itself a convolution: of the input with the output's gradient, both
+with batch and channels exchanged. Autograd records this convolution if the gradient is differentiated again
+(a gradient penalty). It sums over its channels, which are the samples, so results of micro-batches add up.
 """
 
 from __future__ import annotations
@@ -12,49 +12,49 @@ from typing import Any
 
 import torch
 
-from ..ir.calls import Call, Recipe, filled
-from ..ir.layout import Layout
+from ..ir.calls import Call, OpStrategy, filled
+from ..ir.shard import Shard
 from ..ir.values import Operand, Value
 
 aten: Any = torch.ops.aten
 
 
-def _channels(x: Value, weight: Value, call: Call) -> Layout | None:
-    """Return the layout of the samples if they are the channels that are summed; else None."""
+def _channels(x: Value, weight: Value, call: Call) -> Shard | None:
+    """Return the sharding of the samples if they are the channels that are summed; else None."""
     summed = 0 if call.argument("transposed") else 1  # weight [out, in, ...], transposed [in, out, ...]
     if call.argument("groups") != 1:  # a slice of the channels would mix groups
         return None
-    if x.layout is None:  # a full input has as many channels as the weight, so it can be cut too
-        return weight.layout.at(1) if weight.layout is not None and weight.layout.dim == summed else None
-    same = weight.layout is None or weight.layout == x.layout.at(summed)
-    return x.layout if x.layout.dim == 1 and same else None
+    if x.shard is None:  # a full input has as many channels as the weight, so it can be cut too
+        return weight.shard.at(1) if weight.shard is not None and weight.shard.dim == summed else None
+    same = weight.shard is None or weight.shard == x.shard.at(summed)
+    return x.shard if x.shard.dim == 1 and same else None
 
 
-def _operands(x: Value, weight: Value, layout: Layout, call: Call) -> list[Operand]:
-    return [Operand(x, layout), Operand(weight, layout.at(0 if call.argument("transposed") else 1))]
+def _operands(x: Value, weight: Value, shard: Shard, call: Call) -> list[Operand]:
+    return [Operand(x, shard), Operand(weight, shard.at(0 if call.argument("transposed") else 1))]
 
 
-def _convolution(call: Call) -> Recipe | None:
+def _convolution(call: Call) -> OpStrategy | None:
     """Rule for a forward: a sum over the channels, each of which belongs to one micro-batch."""
     x, weight = call.tensors[:2]
-    layout = _channels(x, weight, call)
-    if layout is None or call.argument("bias") is not None:  # each micro-batch would add the bias
+    shard = _channels(x, weight, call)
+    if shard is None or call.argument("bias") is not None:  # each micro-batch would add the bias
         return None
-    return Recipe(_operands(x, weight, layout, call), [None], filled(call))
+    return OpStrategy(_operands(x, weight, shard, call), [None], filled(call))
 
 
-def _backward(call: Call) -> Recipe | None:
+def _backward(call: Call) -> OpStrategy | None:
     """Rule for a backward: each channel of input and weight has its own gradient, from one full output's."""
     grad, x, weight = call.tensors
-    layout = _channels(x, weight, call)
-    if layout is None or grad.layout is not None or call.argument("output_mask")[2]:
+    shard = _channels(x, weight, call)
+    if shard is None or grad.shard is not None or call.argument("output_mask")[2]:
         return None
-    cut = _operands(x, weight, layout, call)
+    cut = _operands(x, weight, shard, call)
     # The bias has no gradient here (output_mask[2] is False), so the third output is empty.
-    return Recipe([Operand(grad, None), *cut], [layout, cut[1].layout, None], filled(call))
+    return OpStrategy([Operand(grad, None), *cut], [shard, cut[1].shard, None], filled(call))
 
 
-RULES: dict[Any, Callable[[Call], Recipe | None]] = {
+RULES: dict[Any, Callable[[Call], OpStrategy | None]] = {
     aten.convolution: _convolution,
     aten._convolution: _convolution,
     aten.convolution_backward: _backward,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..ir.calls import Call, Recipe, filled
+from ..ir.calls import Call, OpStrategy, filled
 from ..ir.values import Operand, Value
 from .attention_rules import RULES as ATTENTION
 from .convolution_rules import RULES as CONVOLUTIONS
@@ -18,7 +18,7 @@ from .reduce_rules import RULES as REDUCTIONS
 from .shape_rules import RULES as SHAPES
 from .table import ROWS
 
-Rule = Callable[[Call], "Recipe | None"]
+Rule = Callable[[Call], "OpStrategy | None"]
 _aten: Any = torch.ops.aten
 # Elementwise operators without torch's `pointwise` tag.
 _ELEMENTWISE = {
@@ -41,18 +41,18 @@ _ELEMENTWISE = {
 OWN: dict[Any, Rule] = {**SHAPES, **REDUCTIONS, **ATTENTION, **INDEXING, **LOSSES, **CONVOLUTIONS}
 
 
-def find(call: Call) -> Recipe | None:
-    """Return a recipe that makes a call micro-batch by micro-batch; None without a rule.
+def find(call: Call) -> OpStrategy | None:
+    """Return a strategy that makes a call micro-batch by micro-batch; None without a rule.
 
-    Operands of the recipe may be sharded values that are read in full: the caller gathers them.
+    Operands of the strategy may be sharded values that are read in full: the caller gathers them.
     """
     func = call.func
-    # The overload first: max.dim is a rule of its own, max.default another.
+    # The overload first: max.dim and max.default have different rules.
     own = OWN.get(func) or OWN.get(func.overloadpacket)
     if own is not None:
-        recipe = own(call)
-        if recipe is not None:
-            return recipe  # else the table: the function may cover special cases only (nll_loss_backward)
+        strategy = own(call)
+        if strategy is not None:
+            return strategy  # else the table: the function may cover special cases only (nll_loss_backward)
     rows = ROWS.get(func) or ROWS.get(func.overloadpacket)
     if rows is not None:
         return _by_row(call, rows)
@@ -77,9 +77,9 @@ _DRAWN_BEFORE = {torch.ops.aten._scaled_dot_product_flash_attention_backward}
 # -- rows of the table --------------------------------------------------------------------------------------
 
 
-def _by_row(call: Call, rows: list[tuple[str, str]]) -> Recipe | None:
-    """Return the recipe of the row that gathers the fewest bytes."""
-    best: tuple[int, Recipe] | None = None
+def _by_row(call: Call, rows: list[tuple[str, str]]) -> OpStrategy | None:
+    """Return the strategy of the row that gathers the fewest bytes."""
+    best: tuple[int, OpStrategy] | None = None
     for inputs, outputs in rows:
         found = _fit(call, inputs, outputs)
         if found is not None and (best is None or found[0] < best[0]):
@@ -87,59 +87,59 @@ def _by_row(call: Call, rows: list[tuple[str, str]]) -> Recipe | None:
     return None if best is None else best[1]
 
 
-def _fit(call: Call, inputs: str, outputs: str) -> tuple[int, Recipe] | None:
+def _fit(call: Call, inputs: str, outputs: str) -> tuple[int, OpStrategy] | None:
     codes = inputs.ljust(len(call.tensors), "_")
     # The values that the row cuts must agree in `outer` and `inner`; their dimensions are the row's codes.
-    layouts = [
-        value.layout
+    shards = [
+        value.shard
         for code, value in zip(codes, call.tensors, strict=False)
-        if code != "_" and value.layout is not None and value.layout.dim == int(code)
+        if code != "_" and value.shard is not None and value.shard.dim == int(code)
     ]
-    if not layouts or len({layout[1:] for layout in layouts}) > 1:
+    if not shards or len({shard[1:] for shard in shards}) > 1:
         return None
-    common, gathered, operands = layouts[0], 0, []
+    common, gathered, operands = shards[0], 0, []
     rows = common.rows(call.samples)
     for code, value in zip(codes, call.tensors, strict=False):
         if code == "_":
-            if value.layout is not None:
+            if value.shard is not None:
                 gathered += value.nbytes
             operands.append(Operand(value, None))
             continue
-        layout = common.at(int(code))
-        if value.layout != layout and value.layout is not None:  # sharded in another dimension
+        shard = common.at(int(code))
+        if value.shard != shard and value.shard is not None:  # sharded in another dimension
             gathered += value.nbytes
-        if value.meta.dim() <= layout.dim or value.meta.shape[layout.dim] != rows:
+        if value.meta.dim() <= shard.dim or value.meta.shape[shard.dim] != rows:
             return None
-        operands.append(Operand(value, layout))
+        operands.append(Operand(value, shard))
     kinds = [None if code == "+" else common.at(int(code)) for code in outputs]
-    return gathered, Recipe(operands, kinds, filled(call))
+    return gathered, OpStrategy(operands, kinds, filled(call))
 
 
 # -- elementwise --------------------------------------------------------------------------------------------
 
 
-def elementwise(call: Call) -> Recipe | None:
-    """Return the recipe of an elementwise call: cut each tensor that has the rows of the batch."""
+def elementwise(call: Call) -> OpStrategy | None:
+    """Return the strategy of an elementwise call: cut each tensor that has the rows of the batch."""
     dims = max((value.meta.dim() for value in call.tensors), default=0)
     leading = _leading(call)
-    if leading is None or leading.layout is None:
+    if leading is None or leading.shard is None:
         return None
-    from_end = leading.layout.dim - leading.meta.dim()  # negative: broadcasting aligns from the right
-    rows = leading.layout.rows(call.samples)
+    from_end = leading.shard.dim - leading.meta.dim()  # negative: broadcasting aligns from the right
+    rows = leading.shard.rows(call.samples)
     operands = []
     for value in call.tensors:
         dim = value.meta.dim() + from_end
         if dim < 0 or (value.meta.shape[dim] == 1 != rows):  # e.g. a bias [d], or a mean [1, d]
             operands.append(Operand(value, None))
         elif value.meta.shape[dim] == rows:
-            operands.append(Operand(value, leading.layout.at(dim)))
+            operands.append(Operand(value, leading.shard.at(dim)))
         else:  # a batch of one sample broadcasts to the size of another tensor
             return None
-    output = leading.layout.at(dims + from_end)
-    return Recipe(operands, [output] * len(call.func._schema.returns), filled(call), light=True)
+    output = leading.shard.at(dims + from_end)
+    return OpStrategy(operands, [output] * len(call.func._schema.returns), filled(call), light=True)
 
 
 def _leading(call: Call) -> Value | None:
-    """Return the largest sharded value; others with another layout are gathered."""
-    batch = [value for value in call.tensors if value.layout is not None]
+    """Return the largest sharded value; others with another sharding are gathered."""
+    batch = [value for value in call.tensors if value.shard is not None]
     return max(batch, key=lambda value: (value.meta.numel(), value.meta.dim()), default=None)

@@ -8,45 +8,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ir.calls import Call, Recipe, filled, shapes
-from ..ir.layout import Layout, Part
+from ..ir.calls import Call, OpStrategy, filled, shapes
 from ..ir.reductions import First, Sums
+from ..ir.shard import Part, Shard
 from ..ir.values import Operand, Value
 
 aten: Any = torch.ops.aten
 _MEAN, _SUM = 1, 2  # of `reduction`
 
 
-def _rows_of(value: Value, layout: Layout, samples: int) -> bool:
-    return value.meta.dim() > layout.dim and value.meta.shape[layout.dim] == layout.rows(samples)
+def _rows_of(value: Value, shard: Shard, samples: int) -> bool:
+    return value.meta.dim() > shard.dim and value.meta.shape[shard.dim] == shard.rows(samples)
 
 
-def _nll_loss_forward(call: Call) -> Recipe | None:
+def _nll_loss_forward(call: Call) -> OpStrategy | None:
     """Rule for (loss, sum of weights); a composite makes means of sums (see `trace.composites`)."""
     x, target = call.tensors[:2]
-    if x.layout is None or x.layout.dim != 0:
+    if x.shard is None or x.shard.dim != 0:
         return None
     reduction = call.argument("reduction")
-    rows = x.layout.rows(call.samples)
-    if target.meta.shape[:1] != (rows,) or (target.layout is not None and target.layout != x.layout):
+    rows = x.shard.rows(call.samples)
+    if target.meta.shape[:1] != (rows,) or (target.shard is not None and target.shard != x.shard):
         return None
-    if any(value.layout is not None for value in call.tensors[2:]) or reduction == 1:
+    if any(value.shard is not None for value in call.tensors[2:]) or reduction == 1:
         return None
     operands = [
-        Operand(x, x.layout),
-        Operand(target, x.layout),
+        Operand(x, x.shard),
+        Operand(target, x.shard),
         *(Operand(w, None) for w in call.tensors[2:]),
     ]
     if reduction == 0:  # the sum of weights is 0 without a reduction, in every micro-batch
-        return Recipe(operands, [x.layout, None], filled(call), First)
-    return Recipe(operands, [None, None], filled(call))
+        return OpStrategy(operands, [x.shard, None], filled(call), First)
+    return OpStrategy(operands, [None, None], filled(call))
 
 
-def _nll_loss_backward(call: Call) -> Recipe | None:
+def _nll_loss_backward(call: Call) -> OpStrategy | None:
     """Rule for classes that are samples, as in ``cross_entropy(logits.T, labels)``."""
     grad, x, target, *others = call.tensors
-    layout = x.layout
-    if layout is None or layout != Layout(1) or x.meta.dim() != 2:
+    shard = x.shard
+    if shard is None or shard != Shard(1) or x.meta.dim() != 2:
         return None  # samples in dimension 0: a row of the table
     reduction, ignored = call.argument("reduction"), call.argument("ignore_index")
     dtype, weighted = x.meta.dtype, len(others) > 1
@@ -63,27 +63,29 @@ def _nll_loss_backward(call: Call) -> Recipe | None:
         return torch.where(target[:, None] == classes, share, 0).to(dtype)
 
     # The gradient does not depend on the numbers of x, so x is no operand.
-    return Recipe([Operand(v, None) for v in (grad, target, *others)], [layout], run, light=True, placed=True)
+    return OpStrategy(
+        [Operand(v, None) for v in (grad, target, *others)], [shard], run, light=True, placed=True
+    )
 
 
 # -- losses with a margin -----------------------------------------------------------------------------------
 
 
-def _of_margins(call: Call, x: Value, target: Value) -> Layout | None:
-    """Return the layout if each sample is one row [N, C]; None for one dimension, which is a single row."""
-    layout = x.layout or target.layout
-    if layout is None or layout.dim != 0 or x.meta.dim() != 2:
+def _of_margins(call: Call, x: Value, target: Value) -> Shard | None:
+    """Return the sharding if each sample is one row [N, C]; None for one dimension, which is a single row."""
+    shard = x.shard or target.shard
+    if shard is None or shard.dim != 0 or x.meta.dim() != 2:
         return None
-    return layout if all(_rows_of(value, layout, call.samples) for value in (x, target)) else None
+    return shard if all(_rows_of(value, shard, call.samples) for value in (x, target)) else None
 
 
-def _margin_loss(call: Call) -> Recipe | None:
+def _margin_loss(call: Call) -> OpStrategy | None:
     """Rule for multi_margin_loss and multilabel_margin_loss_forward: a mean is the sum over all rows / N."""
     x, target = call.tensors[:2]
-    layout = _of_margins(call, x, target)
-    if layout is None:
+    shard = _of_margins(call, x, target)
+    if shard is None:
         return None
-    reduction, rows = call.argument("reduction", _MEAN), layout.rows(call.samples)
+    reduction, rows = call.argument("reduction", _MEAN), shard.rows(call.samples)
     # The kernel would divide by the rows of the micro-batch.
     args, kwargs = call.replaced(reduction=_SUM) if reduction == _MEAN else (call.args, call.kwargs)
     run = filled(call, args, kwargs)
@@ -93,17 +95,17 @@ def _margin_loss(call: Call) -> Recipe | None:
         found = run(part, tensors)
         return (found[0] / rows, *found[1:]) if several else found / rows
 
-    outputs = [layout if reduction == 0 else None, *([layout] if several else [])]
-    operands = [Operand(v, layout if v is x or v is target else None) for v in call.tensors]
-    return Recipe(operands, outputs, mean if reduction == _MEAN else run)
+    outputs = [shard if reduction == 0 else None, *([shard] if several else [])]
+    operands = [Operand(v, shard if v is x or v is target else None) for v in call.tensors]
+    return OpStrategy(operands, outputs, mean if reduction == _MEAN else run)
 
 
-def _margin_loss_backward(call: Call) -> Recipe | None:
+def _margin_loss_backward(call: Call) -> OpStrategy | None:
     grad, x, target, *others = call.tensors
-    layout = _of_margins(call, x, target)
-    if layout is None:
+    shard = _of_margins(call, x, target)
+    if shard is None:
         return None
-    reduction, rows = call.argument("reduction", _MEAN), layout.rows(call.samples)
+    reduction, rows = call.argument("reduction", _MEAN), shard.rows(call.samples)
     args, kwargs = call.replaced(reduction=_SUM) if reduction == _MEAN else (call.args, call.kwargs)
     run = filled(call, args, kwargs)
 
@@ -112,20 +114,20 @@ def _margin_loss_backward(call: Call) -> Recipe | None:
 
     several = call.func.overloadpacket is aten.multilabel_margin_loss_backward  # others: `is_target`, [N, C]
     operands = [
-        Operand(grad, layout if reduction == 0 else None),
-        Operand(x, layout),
-        Operand(target, layout),
+        Operand(grad, shard if reduction == 0 else None),
+        Operand(x, shard),
+        Operand(target, shard),
     ]
-    operands += [Operand(v, layout if several else None) for v in others]
-    return Recipe(operands, [layout], mean if reduction == _MEAN else run)
+    operands += [Operand(v, shard if several else None) for v in others]
+    return OpStrategy(operands, [shard], mean if reduction == _MEAN else run)
 
 
 # -- kernels whose saved state the backward recomputes -----------------------------------------------------
 
 
-def _log_sigmoid_forward(call: Call) -> Recipe | None:
+def _log_sigmoid_forward(call: Call) -> OpStrategy | None:
     (x,) = call.tensors
-    if x.layout is None:
+    if x.shard is None:
         return None
     run = filled(call)
 
@@ -133,13 +135,13 @@ def _log_sigmoid_forward(call: Call) -> Recipe | None:
         found, kept = run(part, tensors)
         return found, kept if kept.shape == found.shape else found  # on CUDA the saved buffer is empty
 
-    return Recipe([Operand(x, x.layout)], [x.layout] * 2, output, light=True)
+    return OpStrategy([Operand(x, x.shard)], [x.shard] * 2, output, light=True)
 
 
-def _log_sigmoid_backward(call: Call) -> Recipe | None:
+def _log_sigmoid_backward(call: Call) -> OpStrategy | None:
     grad, x = call.tensors[:2]
-    layout = x.layout or grad.layout
-    if layout is None:
+    shard = x.shard or grad.shard
+    if shard is None:
         return None
 
     def run(part: Part, tensors: list[Tensor]) -> Any:
@@ -147,7 +149,7 @@ def _log_sigmoid_backward(call: Call) -> Recipe | None:
         # The saved buffer may have the form of another device or be a placeholder: it is computed again.
         return aten.log_sigmoid_backward(grad, x, aten.log_sigmoid_forward(x)[1])
 
-    return Recipe([Operand(grad, layout), Operand(x, layout)], [layout], run, light=True)
+    return OpStrategy([Operand(grad, shard), Operand(x, shard)], [shard], run, light=True)
 
 
 class _Ctc:
@@ -161,14 +163,14 @@ class _Ctc:
         self.blank = call.argument("blank", 0)
         self.infinite = call.argument("zero_infinity", False)
 
-    def operands(self) -> tuple[Layout, list[Operand]] | None:
-        """Return the layout and the operands; None if the targets are concatenated, or samples elsewhere."""
+    def operands(self) -> tuple[Shard, list[Operand]] | None:
+        """Return sharding and operands; None for concatenated targets, or samples in another dimension."""
         probabilities, targets = self.main
-        layout = probabilities.layout
-        if layout is None or layout != Layout(1) or probabilities.meta.dim() != 3 or targets.meta.dim() != 2:
+        shard = probabilities.shard
+        if shard is None or shard != Shard(1) or probabilities.meta.dim() != 3 or targets.meta.dim() != 2:
             return None
-        found = [Operand(probabilities, Layout(1)), Operand(targets, Layout(0))]
-        return layout, [*found, *(Operand(v, Layout(0)) for v in self.lengths if isinstance(v, Value))]
+        found = [Operand(probabilities, Shard(1)), Operand(targets, Shard(0))]
+        return shard, [*found, *(Operand(v, Shard(0)) for v in self.lengths if isinstance(v, Value))]
 
     def forward(self, part: Part, tensors: list[Tensor]) -> Any:
         """Return the loss and the kernel's alpha table of a micro-batch."""
@@ -182,7 +184,7 @@ class _Ctc:
         return [list(lengths)[part.start : part.stop] for lengths in self.lengths]
 
 
-def _ctc_loss(call: Call) -> Recipe | None:
+def _ctc_loss(call: Call) -> OpStrategy | None:
     ctc = _Ctc(call, 0)
     found = ctc.operands()
     if found is None:
@@ -194,15 +196,15 @@ def _ctc_loss(call: Call) -> Recipe | None:
         # As wide as the longest target of the micro-batch: padded, for the rows of all are joined.
         return loss, torch.nn.functional.pad(table, (0, width - table.shape[-1]))
 
-    return Recipe(found[1], [Layout(0), Layout(0)], run, placed=True)
+    return OpStrategy(found[1], [Shard(0), Shard(0)], run, placed=True)
 
 
-def _ctc_loss_backward(call: Call) -> Recipe | None:
+def _ctc_loss_backward(call: Call) -> OpStrategy | None:
     ctc = _Ctc(call, 1)
     found = ctc.operands()
     if found is None:
         return None
-    layout, operands = found
+    shard, operands = found
 
     def run(part: Part, tensors: list[Tensor]) -> Any:
         grad, *given = tensors
@@ -211,70 +213,70 @@ def _ctc_loss_backward(call: Call) -> Recipe | None:
         lengths = ctc.cut(part, given)
         return aten._ctc_loss_backward(grad, *given[:2], *lengths, loss, table, ctc.blank, ctc.infinite)
 
-    return Recipe([Operand(call.tensors[0], Layout(0)), *operands], [layout], run, placed=True)
+    return OpStrategy([Operand(call.tensors[0], Shard(0)), *operands], [shard], run, placed=True)
 
 
 # -- distances ----------------------------------------------------------------------------------------------
 
 
-def _distances(call: Call) -> Recipe | None:
+def _distances(call: Call) -> OpStrategy | None:
     """Rule for cdist: distances between the rows of two tensors, for each leading index."""
-    recipe = _leading_alike(call, filled(call))
-    if recipe is not None:
-        return recipe
+    strategy = _leading_alike(call, filled(call))
+    if strategy is not None:
+        return strategy
     first, second = call.tensors[:2]
-    layout, dims = first.layout, max(first.meta.dim(), second.meta.dim())
-    if layout is not None and layout.dim == first.meta.dim() - 2:
-        return Recipe([Operand(first, layout), Operand(second, None)], [layout.at(dims - 2)], filled(call))
+    shard, dims = first.shard, max(first.meta.dim(), second.meta.dim())
+    if shard is not None and shard.dim == first.meta.dim() - 2:
+        return OpStrategy([Operand(first, shard), Operand(second, None)], [shard.at(dims - 2)], filled(call))
     # Cut by the second: each micro-batch fills some columns of the distances.
-    layout = second.layout
-    if layout is not None and first.layout is None and layout.dim == second.meta.dim() - 2:
-        operands = [Operand(first, None), Operand(second, layout)]
-        return Recipe(operands, [layout.at(dims - 1)], filled(call))
+    shard = second.shard
+    if shard is not None and first.shard is None and shard.dim == second.meta.dim() - 2:
+        operands = [Operand(first, None), Operand(second, shard)]
+        return OpStrategy(operands, [shard.at(dims - 1)], filled(call))
     return None
 
 
-def _distances_backward(call: Call) -> Recipe | None:
+def _distances_backward(call: Call) -> OpStrategy | None:
     """Rule for the gradient of the first tensor, from (grad, first, second, distances)."""
     run = _dense(filled(call))
-    recipe = _leading_alike(call, run)
-    if recipe is not None:
-        return recipe
+    strategy = _leading_alike(call, run)
+    if strategy is not None:
+        return strategy
     grad, first, second, distances = call.tensors
     if grad.meta.dim() != 2 or first.meta.dim() != 2 or second.meta.dim() != 2:
         return None
-    if first.layout is not None and first.layout.dim == 0:
-        layout = first.layout
-        operands = [Operand(grad, layout), Operand(first, layout), Operand(second, None)]
-        return Recipe([*operands, Operand(distances, layout)], [layout], run)
-    if second.layout is not None and first.layout is None and second.layout.dim == 0:
-        across = second.layout.at(1)  # every row of the second contributes to each row of the first: a sum
-        operands = [Operand(grad, across), Operand(first, None), Operand(second, second.layout)]
-        return Recipe([*operands, Operand(distances, across)], [None], run, Sums)
+    if first.shard is not None and first.shard.dim == 0:
+        shard = first.shard
+        operands = [Operand(grad, shard), Operand(first, shard), Operand(second, None)]
+        return OpStrategy([*operands, Operand(distances, shard)], [shard], run)
+    if second.shard is not None and first.shard is None and second.shard.dim == 0:
+        across = second.shard.at(1)  # every row of the second contributes to each row of the first: a sum
+        operands = [Operand(grad, across), Operand(first, None), Operand(second, second.shard)]
+        return OpStrategy([*operands, Operand(distances, across)], [None], run, Sums)
     return None
 
 
-def _leading_alike(call: Call, run: Callable[[Part, list[Tensor]], Any]) -> Recipe | None:
-    """Return a recipe for samples in a leading dimension, which broadcasts; None if they are not."""
-    leading = [(v.layout, v.layout.dim - v.meta.dim()) for v in call.tensors if v.layout is not None]
-    places = {(layout[1:], place) for layout, place in leading if place < -2}  # -2 and -1 are the matrix
+def _leading_alike(call: Call, run: Callable[[Part, list[Tensor]], Any]) -> OpStrategy | None:
+    """Return a strategy for samples in a leading dimension, which broadcasts; None if they are not."""
+    leading = [(v.shard, v.shard.dim - v.meta.dim()) for v in call.tensors if v.shard is not None]
+    places = {(shard[1:], place) for shard, place in leading if place < -2}  # -2 and -1 are the matrix
     if len(places) != 1:
         return None
     ((_, place),) = places
-    layout = leading[0][0]
+    shard = leading[0][0]
     operands = []
     for value in call.tensors:
         dim = value.meta.dim() + place
-        if dim < 0 or value.meta.shape[dim] == 1 != layout.rows(call.samples):
+        if dim < 0 or value.meta.shape[dim] == 1 != shard.rows(call.samples):
             operands.append(Operand(value, None))
-        elif value.meta.shape[dim] == layout.rows(call.samples):
-            operands.append(Operand(value, layout.at(dim)))
+        elif value.meta.shape[dim] == shard.rows(call.samples):
+            operands.append(Operand(value, shard.at(dim)))
         else:
             return None
     output = shapes(call)
     dim = output.dim() + place
-    there = dim >= 0 and output.shape[dim] == layout.rows(call.samples)
-    return Recipe(operands, [layout.at(dim) if there else None], run)
+    there = dim >= 0 and output.shape[dim] == shard.rows(call.samples)
+    return OpStrategy(operands, [shard.at(dim) if there else None], run)
 
 
 def _dense(run: Callable[[Part, list[Tensor]], Any]) -> Callable[[Part, list[Tensor]], Any]:
@@ -285,43 +287,43 @@ def _dense(run: Callable[[Part, list[Tensor]], Any]) -> Callable[[Part, list[Ten
 # -- lookups ------------------------------------------------------------------------------------------------
 
 
-def _embedding_backward(call: Call) -> Recipe | None:
+def _embedding_backward(call: Call) -> OpStrategy | None:
     """Rule for the gradient of an embedding table: a sum over the samples."""
     grad, index = call.tensors
-    layout = grad.layout or index.layout
-    if layout is None or call.argument("scale_grad_by_freq", False):
-        return None  # a micro-batch does not know how often the whole batch uses a row
-    if not all(_rows_of(value, layout, call.samples) for value in (grad, index)):
+    shard = grad.shard or index.shard
+    if shard is None or call.argument("scale_grad_by_freq", False):
+        return None  # scale_grad_by_freq needs the counts of rows in the whole batch
+    if not all(_rows_of(value, shard, call.samples) for value in (grad, index)):
         return None
-    return Recipe([Operand(grad, layout), Operand(index, layout)], [None], filled(call))
+    return OpStrategy([Operand(grad, shard), Operand(index, shard)], [None], filled(call))
 
 
-def _trilinear(call: Call) -> Recipe | None:
+def _trilinear(call: Call) -> OpStrategy | None:
     """Rule for bilinear layers: a product of three tensors without some dimensions, summed over others."""
     expands = [call.argument(f"expand{number}") for number in (1, 2, 3)]
     count = call.tensors[0].meta.dim() + len(expands[0])
     # Position of each tensor's dimensions in the common space of `count` dimensions.
     own = [[dim for dim in range(count) if dim not in expand] for expand in expands]
     places = {
-        dims[value.layout.dim]: value.layout
+        dims[value.shard.dim]: value.shard
         for value, dims in zip(call.tensors, own, strict=True)
-        if value.layout is not None
+        if value.shard is not None
     }
     if len(places) != 1:
         return None
-    ((place, layout),) = places.items()
+    ((place, shard),) = places.items()
     operands = []
     for value, dims in zip(call.tensors, own, strict=True):
-        there = layout.at(dims.index(place)) if place in dims else None
+        there = shard.at(dims.index(place)) if place in dims else None
         if there is not None and not _rows_of(value, there, call.samples):
             return None
         operands.append(Operand(value, there))
     summed = [dim % count for dim in call.argument("sumdim")]
-    output = None if place in summed else layout.at(place - sum(dim < place for dim in summed))
-    return Recipe(operands, [output], filled(call))
+    output = None if place in summed else shard.at(place - sum(dim < place for dim in summed))
+    return OpStrategy(operands, [output], filled(call))
 
 
-RULES: dict[Any, Callable[[Call], Recipe | None]] = {
+RULES: dict[Any, Callable[[Call], OpStrategy | None]] = {
     aten.nll_loss_forward: _nll_loss_forward,
     aten.nll_loss2d_forward: _nll_loss_forward,
     aten.nll_loss_backward: _nll_loss_backward,

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ir.calls import Call, Recipe, filled, operator, substituted
-from ..ir.layout import Layout, Part
+from ..ir.calls import Call, OpStrategy, filled, operator, substituted
 from ..ir.matrices import leading_alike
 from ..ir.reductions import Extremes, Folded, Moments, Sums
+from ..ir.shard import Part, Shard
 from ..ir.strides import careful
 from ..ir.values import Operand, Run, Value
 
@@ -34,79 +34,79 @@ def _dims(call: Call, name: str = "dim") -> set[int]:
     }
 
 
-def _after(layout: Layout, dims: set[int], keep: bool) -> Layout:
-    """Return the layout of a result from which `dims` are removed; with `keep` they have size 1 instead."""
-    return layout if keep else layout.at(layout.dim - sum(dim < layout.dim for dim in dims))
+def _after(shard: Shard, dims: set[int], keep: bool) -> Shard:
+    """Return the sharding of a result from which `dims` are removed; with `keep` they have size 1 instead."""
+    return shard if keep else shard.at(shard.dim - sum(dim < shard.dim for dim in dims))
 
 
-def _reduction(reduce: Callable[[], Any]) -> Callable[[Call], Recipe | None]:
-    def rule(call: Call) -> Recipe | None:
+def _reduction(reduce: Callable[[], Any]) -> Callable[[Call], OpStrategy | None]:
+    def rule(call: Call) -> OpStrategy | None:
         value = call.tensors[0]
-        if value.layout is None or len(call.tensors) > 1:
+        if value.shard is None or len(call.tensors) > 1:
             return None
         # Without the argument (max.default): over all dimensions.
         dims = _dims(call) if call.argument("dim") is not None else set(range(value.meta.dim()))
-        operands = [Operand(value, value.layout)]
-        if value.layout.dim in dims:
-            return Recipe(operands, [None], filled(call), reduce)
-        output = _after(value.layout, dims, bool(call.argument("keepdim", False)))
-        return Recipe(operands, [output], filled(call))
+        operands = [Operand(value, value.shard)]
+        if value.shard.dim in dims:
+            return OpStrategy(operands, [None], filled(call), reduce)
+        output = _after(value.shard, dims, bool(call.argument("keepdim", False)))
+        return OpStrategy(operands, [output], filled(call))
 
     return rule
 
 
-def _per_sample(outputs: int = 1, name: str = "dim") -> Callable[[Call], Recipe | None]:
+def _per_sample(outputs: int = 1, name: str = "dim") -> Callable[[Call], OpStrategy | None]:
     """Return a rule for an operator along one dimension of features, which keeps all dimensions."""
 
-    def rule(call: Call) -> Recipe | None:
-        first = next((value for value in call.tensors if value.layout is not None), None)
-        if first is None or first.layout is None or first.layout.dim in _dims(call, name):
+    def rule(call: Call) -> OpStrategy | None:
+        first = next((value for value in call.tensors if value.shard is not None), None)
+        if first is None or first.shard is None or first.shard.dim in _dims(call, name):
             return None
-        return _all_alike(call, first.layout, [first.layout] * outputs)
+        return _all_alike(call, first.shard, [first.shard] * outputs)
 
     return rule
 
 
-def _renorm(call: Call) -> Recipe | None:
+def _renorm(call: Call) -> OpStrategy | None:
     """Rule for renorm along the samples: the norm of each sample is limited by itself."""
     (x,) = call.tensors
-    if x.layout is None or x.layout.dim not in _dims(call):
+    if x.shard is None or x.shard.dim not in _dims(call):
         return None
-    return Recipe([Operand(x, x.layout)], [x.layout], filled(call))
+    return OpStrategy([Operand(x, x.shard)], [x.shard], filled(call))
 
 
-def _all_alike(call: Call, layout: Layout, outputs: list[Layout | None]) -> Recipe | None:
-    """Return a recipe that cuts every tensor in the same dimension; None if one has other rows."""
-    rows = layout.rows(call.samples)
+def _all_alike(call: Call, shard: Shard, outputs: list[Shard | None]) -> OpStrategy | None:
+    """Return a strategy that cuts every tensor in the same dimension; None if one has other rows."""
+    rows = shard.rows(call.samples)
     for value in call.tensors:
-        if value.meta.dim() <= layout.dim or value.meta.shape[layout.dim] != rows:
+        if value.meta.dim() <= shard.dim or value.meta.shape[shard.dim] != rows:
             return None
-    return Recipe([Operand(value, layout) for value in call.tensors], outputs, filled(call))
+    return OpStrategy([Operand(value, shard) for value in call.tensors], outputs, filled(call))
 
 
-def _within_samples(outputs: int) -> Callable[[Call], Recipe | None]:
+def _within_samples(outputs: int) -> Callable[[Call], OpStrategy | None]:
     """Return a rule for a reduction of features only."""
 
-    def rule(call: Call) -> Recipe | None:
+    def rule(call: Call) -> OpStrategy | None:
         value, dims = call.tensors[0], _dims(call)
-        if value.layout is None or value.layout.dim in dims:
+        if value.shard is None or value.shard.dim in dims:
             return None
-        output = _after(value.layout, dims, bool(call.argument("keepdim", False)))
-        return Recipe([Operand(value, value.layout)], [output] * outputs, filled(call))
+        output = _after(value.shard, dims, bool(call.argument("keepdim", False)))
+        return OpStrategy([Operand(value, value.shard)], [output] * outputs, filled(call))
 
     return rule
 
 
-def _moments(call: Call) -> Recipe | None:
+def _moments(call: Call) -> OpStrategy | None:
     """Rule for var, std, var_mean and std_mean."""
     value, dims = call.tensors[0], _dims(call)
     with_mean = call.func.overloadpacket in (aten.var_mean, aten.std_mean)
-    if value.layout is None:
+    if value.shard is None:
         return None
     keep = bool(call.argument("keepdim", False))
-    if value.layout.dim not in dims:
-        output = _after(value.layout, dims, keep)
-        return Recipe([Operand(value, value.layout)], [output] * (1 + with_mean), filled(call))
+    if value.shard.dim not in dims:
+        output = _after(value.shard, dims, keep)
+        return OpStrategy([Operand(value, value.shard)], [output] * (1 + with_mean), filled(call))
     correction = call.argument("correction")
     if correction is None:  # overloads without it have `unbiased`, True by default
         correction = 1 if call.argument("unbiased", True) else 0
@@ -127,47 +127,47 @@ def _moments(call: Call) -> Recipe | None:
         found = [variance.sqrt() if root else variance, *([mean] if with_mean else [])]
         return [tensor.to(value.meta.dtype) for tensor in found] if half else found
 
-    return Recipe([Operand(value, value.layout)], [None] * (1 + with_mean), run, lambda: Moments(finish))
+    return OpStrategy([Operand(value, value.shard)], [None] * (1 + with_mean), run, lambda: Moments(finish))
 
 
-def _vector_norm(call: Call) -> Recipe | None:
+def _vector_norm(call: Call) -> OpStrategy | None:
     value, dims = call.tensors[0], _dims(call)
-    if value.layout is None or value.layout.dim in dims:
+    if value.shard is None or value.shard.dim in dims:
         return None  # its decomposition is a sum of powers, which has a rule
-    output = _after(value.layout, dims, bool(call.argument("keepdim", False)))
-    return Recipe([Operand(value, value.layout)], [output], filled(call))
+    output = _after(value.shard, dims, bool(call.argument("keepdim", False)))
+    return OpStrategy([Operand(value, value.shard)], [output], filled(call))
 
 
 # -- normalisation over the last dimensions -----------------------------------------------------------------
 
 
-def _layer_norm(call: Call) -> Recipe | None:
+def _layer_norm(call: Call) -> OpStrategy | None:
     value = call.tensors[0]
     own = len(call.argument("normalized_shape"))
     # The last `own` dimensions are normalised together: the samples must be in front of them.
-    if value.layout is None or value.layout.dim >= value.meta.dim() - own:
+    if value.shard is None or value.shard.dim >= value.meta.dim() - own:
         return None
-    if any(other.layout is not None for other in call.tensors[1:]):
+    if any(other.shard is not None for other in call.tensors[1:]):
         return None
-    operands = [Operand(value, value.layout), *(Operand(other, None) for other in call.tensors[1:])]
-    return Recipe(operands, [value.layout] * len(_results(call)), filled(call))
+    operands = [Operand(value, value.shard), *(Operand(other, None) for other in call.tensors[1:])]
+    return OpStrategy(operands, [value.shard] * len(_results(call)), filled(call))
 
 
 def _results(call: Call) -> Any:
     return call.func._schema.returns
 
 
-def _layer_norm_backward(call: Call) -> Recipe | None:
+def _layer_norm_backward(call: Call) -> OpStrategy | None:
     grad, x = call.tensors[:2]
     own = len(call.argument("normalized_shape"))
-    layout = x.layout or grad.layout
-    if layout is None or layout.dim >= x.meta.dim() - own:
+    shard = x.shard or grad.shard
+    if shard is None or shard.dim >= x.meta.dim() - own:
         return None
-    rows, operands = layout.rows(call.samples), []
+    rows, operands = shard.rows(call.samples), []
     for value in call.tensors:
         # Mean and 1 / deviation [N, ..., 1] are cut as the input is; weight and bias have fewer dimensions.
-        batched = value.meta.dim() == x.meta.dim() and value.meta.shape[layout.dim] == rows
-        operands.append(Operand(value, layout if batched else None))
+        batched = value.meta.dim() == x.meta.dim() and value.meta.shape[shard.dim] == rows
+        operands.append(Operand(value, shard if batched else None))
     sums = len(_results(call)) - 1  # gradients of weight and bias: sums over the samples
     plain = filled(call)
 
@@ -175,34 +175,34 @@ def _layer_norm_backward(call: Call) -> Recipe | None:
         # The kernel assumes contiguous mean and deviation; rows cut from an outer block are strided.
         return plain(part, [tensor.contiguous() for tensor in tensors])
 
-    return Recipe(operands, [layout] + [None] * sums, run)
+    return OpStrategy(operands, [shard] + [None] * sums, run)
 
 
-def _group_norm(call: Call) -> Recipe | None:
+def _group_norm(call: Call) -> OpStrategy | None:
     """Rule for group normalisation, which takes the number of samples as an argument."""
     x = call.tensors[0]
-    if x.layout is None or x.layout.dim != 0 or any(other.layout is not None for other in call.tensors[1:]):
+    if x.shard is None or x.shard.dim != 0 or any(other.shard is not None for other in call.tensors[1:]):
         return None
-    operands = [Operand(x, x.layout), *(Operand(other, None) for other in call.tensors[1:])]
-    return Recipe(operands, [x.layout] * 3, _with_rows(call, x.layout))
+    operands = [Operand(x, x.shard), *(Operand(other, None) for other in call.tensors[1:])]
+    return OpStrategy(operands, [x.shard] * 3, _with_rows(call, x.shard))
 
 
-def _group_norm_backward(call: Call) -> Recipe | None:
-    layout = call.tensors[1].layout or call.tensors[0].layout
-    if layout is None or layout.dim != 0 or any(other.layout is not None for other in call.tensors[4:]):
+def _group_norm_backward(call: Call) -> OpStrategy | None:
+    shard = call.tensors[1].shard or call.tensors[0].shard
+    if shard is None or shard.dim != 0 or any(other.shard is not None for other in call.tensors[4:]):
         return None
-    operands = [Operand(value, layout) for value in call.tensors[:4]]
+    operands = [Operand(value, shard) for value in call.tensors[:4]]
     operands += [Operand(other, None) for other in call.tensors[4:]]
-    return Recipe(operands, [layout, None, None], _with_rows(call, layout))
+    return OpStrategy(operands, [shard, None, None], _with_rows(call, shard))
 
 
-def _with_rows(call: Call, layout: Layout) -> Run:
+def _with_rows(call: Call, shard: Shard) -> Run:
     """Return a function that makes the call with the rows of the micro-batch as the argument N."""
     position = next(i for i, argument in enumerate(call.func._schema.arguments) if argument.name == "N")
 
     def run(part: Part, tensors: list[Tensor]) -> Any:
         args = list(call.args)
-        args[position] = layout.rows(part.samples)
+        args[position] = shard.rows(part.samples)
         args, kwargs = substituted(tuple(args), call.kwargs, call.paths, tensors)
         return call.func(*args, **kwargs)
 
@@ -212,85 +212,85 @@ def _with_rows(call: Call, layout: Layout) -> Run:
 # -- operators that take shapes as arguments -----------------------------------------------------------------
 
 
-def _constant_pad(call: Call) -> Recipe | None:
+def _constant_pad(call: Call) -> OpStrategy | None:
     x = call.tensors[0]
     # `pad` has two numbers for each padded dimension, from the last one.
-    if x.layout is None or x.layout.dim >= x.meta.dim() - len(call.argument("pad")) // 2:
+    if x.shard is None or x.shard.dim >= x.meta.dim() - len(call.argument("pad")) // 2:
         return None
-    return Recipe([Operand(x, x.layout)], [x.layout], filled(call))
+    return OpStrategy([Operand(x, x.shard)], [x.shard], filled(call))
 
 
-def _upsample_backward(call: Call) -> Recipe | None:
+def _upsample_backward(call: Call) -> OpStrategy | None:
     """Rule for backwards of upsampling, which take the shape of the input as an argument."""
     grad = call.tensors[0]
-    if grad.layout is None or grad.layout.dim != 0:
+    if grad.shard is None or grad.shard.dim != 0:
         return None
-    layout = grad.layout
+    shard = grad.shard
     size = list(call.argument("input_size"))
 
     def run(part: Part, tensors: list[Tensor]) -> Any:
-        args, kwargs = call.replaced(input_size=[layout.rows(part.samples), *size[1:]])
+        args, kwargs = call.replaced(input_size=[shard.rows(part.samples), *size[1:]])
         return call.func(tensors[0], *args[1:], **kwargs)
 
-    return Recipe([Operand(grad, layout)], [layout], run)
+    return OpStrategy([Operand(grad, shard)], [shard], run)
 
 
-def _last_dims(count: int, outputs: int = 1) -> Callable[[Call], Recipe | None]:
+def _last_dims(count: int, outputs: int = 1) -> Callable[[Call], OpStrategy | None]:
     """Return a rule for a function of the last dimensions, computed for every leading index (matrices)."""
 
-    def rule(call: Call) -> Recipe | None:
-        first = next((value for value in call.tensors if value.layout is not None), None)
-        if first is None or first.layout is None or first.layout.dim >= first.meta.dim() - count:
+    def rule(call: Call) -> OpStrategy | None:
+        first = next((value for value in call.tensors if value.shard is not None), None)
+        if first is None or first.shard is None or first.shard.dim >= first.meta.dim() - count:
             return None
-        return _all_alike(call, first.layout, [first.layout] * outputs) if leading_alike(call) else None
+        return _all_alike(call, first.shard, [first.shard] * outputs) if leading_alike(call) else None
 
     return rule
 
 
-def _images(dims: int) -> Callable[[Call], Recipe | None]:
+def _images(dims: int) -> Callable[[Call], OpStrategy | None]:
     """Return a rule for images of the given number of dimensions."""
 
-    def rule(call: Call) -> Recipe | None:
+    def rule(call: Call) -> OpStrategy | None:
         (x,) = call.tensors
         # With one dimension less the operator takes the first for channels.
-        if x.layout is None or x.layout.dim != 0 or x.meta.dim() != dims:
+        if x.shard is None or x.shard.dim != 0 or x.meta.dim() != dims:
             return None
-        return Recipe([Operand(x, x.layout)], [x.layout], filled(call))
+        return OpStrategy([Operand(x, x.shard)], [x.shard], filled(call))
 
     return rule
 
 
-def _addmm(call: Call) -> Recipe | None:
+def _addmm(call: Call) -> OpStrategy | None:
     """Rule for rows times a matrix, plus one row for all samples or one for each."""
     added, rows, matrix = call.tensors
-    layout = rows.layout
-    if layout is None or layout.dim != 0:
+    shard = rows.shard
+    if shard is None or shard.dim != 0:
         return None
-    each = added.meta.dim() == 2 and added.meta.shape[0] == layout.rows(call.samples)
-    operands = [Operand(added, layout if each else None), Operand(rows, layout), Operand(matrix, None)]
-    return Recipe(operands, [layout], filled(call))
+    each = added.meta.dim() == 2 and added.meta.shape[0] == shard.rows(call.samples)
+    operands = [Operand(added, shard if each else None), Operand(rows, shard), Operand(matrix, None)]
+    return OpStrategy(operands, [shard], filled(call))
 
 
-def _both_extremes(call: Call) -> Recipe | None:
+def _both_extremes(call: Call) -> OpStrategy | None:
     """Rule for aminmax."""
     x, dim = call.tensors[0], call.argument("dim")
-    if x.layout is None:
+    if x.shard is None:
         return None
     dims = set(range(x.meta.dim())) if dim is None else {dim % max(x.meta.dim(), 1)}
-    if x.layout.dim in dims:
-        return Recipe([Operand(x, x.layout)], [None, None], filled(call), Extremes)
-    output = _after(x.layout, dims, bool(call.argument("keepdim", False)))
-    return Recipe([Operand(x, x.layout)], [output] * 2, filled(call))
+    if x.shard.dim in dims:
+        return OpStrategy([Operand(x, x.shard)], [None, None], filled(call), Extremes)
+    output = _after(x.shard, dims, bool(call.argument("keepdim", False)))
+    return OpStrategy([Operand(x, x.shard)], [output] * 2, filled(call))
 
 
-def _argument_extreme(call: Call) -> Recipe | None:
+def _argument_extreme(call: Call) -> OpStrategy | None:
     value = call.tensors[0]
     dim = call.argument("dim")
     # Along the samples the result is the index of a sample, which micro-batches would count from 0.
-    if value.layout is None or dim is None or dim % value.meta.dim() == value.layout.dim:
+    if value.shard is None or dim is None or dim % value.meta.dim() == value.shard.dim:
         return None
-    output = _after(value.layout, _dims(call), bool(call.argument("keepdim", False)))
-    return Recipe([Operand(value, value.layout)], [output], filled(call))
+    output = _after(value.shard, _dims(call), bool(call.argument("keepdim", False)))
+    return OpStrategy([Operand(value, value.shard)], [output], filled(call))
 
 
 _MAXIMUM, _MINIMUM = lambda: Folded(torch.maximum), lambda: Folded(torch.minimum)
@@ -317,7 +317,7 @@ _MATRICES = {
     "lu_unpack": 3,
 }
 
-RULES: dict[Any, Callable[[Call], Recipe | None]] = {
+RULES: dict[Any, Callable[[Call], OpStrategy | None]] = {
     aten.sum: _reduction(Sums),
     aten.nansum: _reduction(Sums),
     aten.count_nonzero: _reduction(Sums),

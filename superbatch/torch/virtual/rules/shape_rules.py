@@ -1,4 +1,4 @@
-"""Rules for views and other changes of shape: the layout of the result, and the change for a micro-batch."""
+"""Rules for views and other changes of shape: sharding of the result, and the change for a micro-batch."""
 
 from __future__ import annotations
 
@@ -9,76 +9,76 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ir.calls import Call, Recipe, filled
-from ..ir.layout import Layout, Part, sized
+from ..ir.calls import Call, OpStrategy, filled
 from ..ir.reductions import Joined
+from ..ir.shard import Part, Shard, sized
 from ..ir.values import Operand, Value
-from .told_sizes import backward_of_a_view, expanded
+from .shape_arguments import backward_of_a_view, expanded
 
 aten: Any = torch.ops.aten
 
 
-def _batch(call: Call) -> tuple[Value, Layout] | None:
+def _batch(call: Call) -> tuple[Value, Shard] | None:
     value = call.tensors[0] if call.tensors else None
-    if value is None or value.layout is None:
+    if value is None or value.shard is None:
         return None
-    return value, value.layout
+    return value, value.shard
 
 
 def _view_of(
-    value: Value, layout: Layout, output: Layout, run: Callable[[Part, list[Tensor]], Any]
-) -> Recipe:
-    return Recipe([Operand(value, layout)], [output], run, view=True, light=True)
+    value: Value, shard: Shard, output: Shard, run: Callable[[Part, list[Tensor]], Any]
+) -> OpStrategy:
+    return OpStrategy([Operand(value, shard)], [output], run, view=True, light=True)
 
 
-def _same(call: Call) -> Recipe | None:
+def _same(call: Call) -> OpStrategy | None:
     if (found := _batch(call)) is None:
         return None
     return _view_of(*found, found[1], lambda part, tensors: tensors[0])
 
 
-def reshaped(old: Sequence[int], layout: Layout, new: Sequence[int], samples: int) -> Layout | None:
-    """Return the layout of the samples after a reshape; None if they are not in one dimension.
+def reshaped(old: Sequence[int], shard: Shard, new: Sequence[int], samples: int) -> Shard | None:
+    """Return the sharding of the samples after a reshape; None if they are not in one dimension.
 
     Examples:
-        >>> reshaped((4, 3, 5), Layout(0), (12, 5), 4)
-        Layout(dim=0, outer=1, inner=3)
-        >>> reshaped((3, 4, 5), Layout(1), (12, 5), 4)
-        Layout(dim=0, outer=3, inner=1)
+        >>> reshaped((4, 3, 5), Shard(0), (12, 5), 4)
+        Shard(dim=0, outer=1, inner=3)
+        >>> reshaped((3, 4, 5), Shard(1), (12, 5), 4)
+        Shard(dim=0, outer=3, inner=1)
     """
     # In memory order a tensor is [before][samples][after]. The reshape may move factors between `outer` and
     # the dimensions in front, and between `inner` and those behind, but must not split the samples.
-    before = math.prod(old[: layout.dim]) * layout.outer
+    before = math.prod(old[: shard.dim]) * shard.outer
     front = 1
     for dim, size in enumerate(new):
         if not before * front:  # an empty tensor: the counts do not tell the dimensions apart
             return None
         if before % front == 0 and size and size % (before // front * samples) == 0:
             outer = before // front
-            after = layout.inner * math.prod(old[layout.dim + 1 :])
+            after = shard.inner * math.prod(old[shard.dim + 1 :])
             inner = size // (outer * samples)
             if inner * math.prod(new[dim + 1 :]) == after:
-                return Layout(dim, outer, inner)
+                return Shard(dim, outer, inner)
         front *= size
     return None
 
 
-def _view(call: Call) -> Recipe | None:
+def _view(call: Call) -> OpStrategy | None:
     if (found := _batch(call)) is None:
         return None
-    value, layout = found
+    value, shard = found
     size = call.argument("size")
     if not isinstance(size, (list, tuple)):
         return None  # view.dtype
     new = _inferred(size, value.meta.numel())
-    if (output := reshaped(tuple(value.meta.shape), layout, new, call.samples)) is None:
+    if (output := reshaped(tuple(value.meta.shape), shard, new, call.samples)) is None:
         return None
 
     def run(part: Part, tensors: list[Tensor]) -> Tensor:
         # reshape: the strides of a micro-batch may not allow a view.
         return tensors[0].reshape(sized(new, output, part))
 
-    return _view_of(value, layout, output, run)
+    return _view_of(value, shard, output, run)
 
 
 def _inferred(shape: Sequence[int], numel: int) -> list[int]:
@@ -87,40 +87,40 @@ def _inferred(shape: Sequence[int], numel: int) -> list[int]:
     return [numel // known if size == -1 and known else size for size in shape]
 
 
-def _permute(call: Call) -> Recipe | None:
+def _permute(call: Call) -> OpStrategy | None:
     if (found := _batch(call)) is None:
         return None
-    value, layout = found
+    value, shard = found
     dims = [dim % value.meta.dim() for dim in call.argument("dims")]
-    return _view_of(value, layout, layout.at(dims.index(layout.dim)), filled(call))
+    return _view_of(value, shard, shard.at(dims.index(shard.dim)), filled(call))
 
 
-def _transpose(call: Call) -> Recipe | None:
+def _transpose(call: Call) -> OpStrategy | None:
     if (found := _batch(call)) is None:
         return None
-    value, layout = found
+    value, shard = found
     count = value.meta.dim()
     if call.func.overloadpacket is aten.t:
         first, second = (0, 1) if count == 2 else (0, 0)
     else:
         first, second = (call.argument(name) % count for name in ("dim0", "dim1"))
-    new = {first: second, second: first}.get(layout.dim, layout.dim)
-    return _view_of(value, layout, layout.at(new), filled(call))
+    new = {first: second, second: first}.get(shard.dim, shard.dim)
+    return _view_of(value, shard, shard.at(new), filled(call))
 
 
-def _unsqueeze(call: Call) -> Recipe | None:
+def _unsqueeze(call: Call) -> OpStrategy | None:
     if (found := _batch(call)) is None:
         return None
-    value, layout = found
+    value, shard = found
     dim = call.argument("dim") % (value.meta.dim() + 1)
     # A new dimension in front of the samples moves them by one.
-    return _view_of(value, layout, layout.at(layout.dim + (dim <= layout.dim)), filled(call))
+    return _view_of(value, shard, shard.at(shard.dim + (dim <= shard.dim)), filled(call))
 
 
-def _squeeze(call: Call) -> Recipe | None:
+def _squeeze(call: Call) -> OpStrategy | None:
     if (found := _batch(call)) is None:
         return None
-    value, layout = found
+    value, shard = found
     shape = value.meta.shape
     named = call.argument("dim")
     if named is None:
@@ -128,171 +128,171 @@ def _squeeze(call: Call) -> Recipe | None:
     else:
         dims = [dim % len(shape) for dim in (named if isinstance(named, (list, tuple)) else [named])]
     # Listed explicitly: `squeeze()` would remove the dimension of the samples in a micro-batch of one.
-    gone = [dim for dim in dims if shape[dim] == 1 and dim != layout.dim]
-    if layout.dim in dims and shape[layout.dim] == 1:
+    gone = [dim for dim in dims if shape[dim] == 1 and dim != shard.dim]
+    if shard.dim in dims and shape[shard.dim] == 1:
         return None
-    output = layout.at(layout.dim - sum(dim < layout.dim for dim in gone))
-    return _view_of(value, layout, output, lambda part, tensors: tensors[0].squeeze(gone))
+    output = shard.at(shard.dim - sum(dim < shard.dim for dim in gone))
+    return _view_of(value, shard, output, lambda part, tensors: tensors[0].squeeze(gone))
 
 
-def _select(call: Call) -> Recipe | None:
+def _select(call: Call) -> OpStrategy | None:
     if (found := _batch(call)) is None:
         return None
-    value, layout = found
+    value, shard = found
     dim = call.argument("dim") % value.meta.dim()
-    if dim == layout.dim:
-        if layout.outer != 1:
+    if dim == shard.dim:
+        if shard.outer != 1:
             return None
         # One sample, which one micro-batch has: a full value.
-        row = call.argument("index") % layout.rows(call.samples)
-        return _rows(value, layout, row, row + 1, 1, squeeze=True)
-    return _view_of(value, layout, layout.at(layout.dim - (dim < layout.dim)), filled(call))
+        row = call.argument("index") % shard.rows(call.samples)
+        return _rows(value, shard, row, row + 1, 1, squeeze=True)
+    return _view_of(value, shard, shard.at(shard.dim - (dim < shard.dim)), filled(call))
 
 
-def _slice(call: Call) -> Recipe | None:
+def _slice(call: Call) -> OpStrategy | None:
     if (found := _batch(call)) is None:
         return None
-    value, layout = found
+    value, shard = found
     dim = call.argument("dim", 0) % value.meta.dim()
-    if dim != layout.dim:
-        return _view_of(value, layout, layout, filled(call))
+    if dim != shard.dim:
+        return _view_of(value, shard, shard, filled(call))
     step = call.argument("step", 1)
-    start, stop, _ = slice(call.argument("start"), call.argument("end")).indices(layout.rows(call.samples))
-    block = call.samples * layout.inner
+    start, stop, _ = slice(call.argument("start"), call.argument("end")).indices(shard.rows(call.samples))
+    block = call.samples * shard.inner
     # e.g. z[:N] of z = cat([a, b]): still all samples.
     if step == 1 and start % block == 0 and stop % block == 0 and stop > start:
-        return _blocks(value, layout, start // block, stop // block)
-    if layout.outer == 1:
-        return _rows(value, layout, start, stop, step, squeeze=False)
+        return _blocks(value, shard, start // block, stop // block)
+    if shard.outer == 1:
+        return _rows(value, shard, start, stop, step, squeeze=False)
     return None
 
 
-def _blocks(value: Value, layout: Layout, first: int, last: int) -> Recipe:
-    """Return a recipe for some of the outer blocks: all samples, repeated less often."""
-    output = layout.repeated(last - first)
+def _blocks(value: Value, shard: Shard, first: int, last: int) -> OpStrategy:
+    """Return a strategy for some of the outer blocks: all samples, repeated less often."""
+    output = shard.repeated(last - first)
 
     def run(part: Part, tensors: list[Tensor]) -> Tensor:
-        block = part.samples * layout.inner
-        return tensors[0].narrow(layout.dim, first * block, (last - first) * block)
+        block = part.samples * shard.inner
+        return tensors[0].narrow(shard.dim, first * block, (last - first) * block)
 
-    return _view_of(value, layout, output, run)
+    return _view_of(value, shard, output, run)
 
 
-def _rows(value: Value, layout: Layout, start: int, stop: int, step: int, *, squeeze: bool) -> Recipe:
-    """Return a recipe for some of the samples: a full value, joined from the micro-batches that have them."""
+def _rows(value: Value, shard: Shard, start: int, stop: int, step: int, *, squeeze: bool) -> OpStrategy:
+    """Return a strategy for some of the samples: a full value, joined from the micro-batches with them."""
 
     def run(part: Part, tensors: list[Tensor]) -> Tensor:
-        first, last = part.start * layout.inner, part.stop * layout.inner
+        first, last = part.start * shard.inner, part.stop * shard.inner
         # The first selected row that is not in front of this micro-batch; the division rounds up.
         begin = start if start >= first else start + -(-(first - start) // step) * step
         end = min(stop, last)
         chosen = slice(begin - first, max(end, begin) - first, step)
-        return tensors[0][(slice(None),) * layout.dim + (chosen,)]
+        return tensors[0][(slice(None),) * shard.dim + (chosen,)]
 
     class JoinedSlice(Joined):
         def result(self) -> list[Tensor]:
             (rows,) = super().result()
-            return [rows.squeeze(layout.dim) if squeeze else rows]
+            return [rows.squeeze(shard.dim) if squeeze else rows]
 
-    return Recipe([Operand(value, layout)], [None], run, lambda: JoinedSlice(layout), placed=True)
+    return OpStrategy([Operand(value, shard)], [None], run, lambda: JoinedSlice(shard), placed=True)
 
 
-def _cat(call: Call) -> Recipe | None:
+def _cat(call: Call) -> OpStrategy | None:
     parts = call.tensors
-    first = next((value for value in parts if value.layout is not None), None)
-    if first is None or first.layout is None:
+    first = next((value for value in parts if value.shard is not None), None)
+    if first is None or first.shard is None:
         return None
     dim = call.argument("dim", 0)
     new = call.func.overloadpacket is aten.stack
     dim = dim % (first.meta.dim() + new)
-    layout = first.layout
-    if new or dim != layout.dim:
-        rows = layout.rows(call.samples)
-        if any(value.meta.dim() <= layout.dim or value.meta.shape[layout.dim] != rows for value in parts):
+    shard = first.shard
+    if new or dim != shard.dim:
+        rows = shard.rows(call.samples)
+        if any(value.meta.dim() <= shard.dim or value.meta.shape[shard.dim] != rows for value in parts):
             return None  # an empty tensor [0], which cat skips, or another number of rows
-        output = layout.at(layout.dim + (new and dim <= layout.dim))
-        return Recipe([Operand(value, layout) for value in parts], [output], filled(call))
+        output = shard.at(shard.dim + (new and dim <= shard.dim))
+        return OpStrategy([Operand(value, shard) for value in parts], [output], filled(call))
     # cat([a, b]) along the samples repeats the batch, if all have the same dimension and `inner`.
-    if any(value.layout is None or value.layout[0::2] != layout[0::2] for value in parts):
+    if any(value.shard is None or value.shard[0::2] != shard[0::2] for value in parts):
         return None
-    output = layout.repeated(sum(value.layout.outer for value in parts if value.layout))
-    return Recipe([Operand(value, value.layout) for value in parts], [output], filled(call))
+    output = shard.repeated(sum(value.shard.outer for value in parts if value.shard))
+    return OpStrategy([Operand(value, value.shard) for value in parts], [output], filled(call))
 
 
-def _clone(call: Call) -> Recipe | None:
+def _clone(call: Call) -> OpStrategy | None:
     if (found := _batch(call)) is None:
         return None
-    # Not a view, though nothing is written in place here: the clone is contiguous, and the views of it that
-    # follow would otherwise be copies.
-    return Recipe([Operand(*found)], [found[1]], filled(call), light=True)
+    # Not a view, although nothing is written in place here: later views of the clone need it to be
+    # contiguous, or they would be copies.
+    return OpStrategy([Operand(*found)], [found[1]], filled(call), light=True)
 
 
-def _new(call: Call) -> Recipe | None:
+def _new(call: Call) -> OpStrategy | None:
     """Rule for new_zeros and the like, if a dimension of the new tensor has the rows of the batch."""
     if (found := _batch(call)) is None:
         return None
-    value, layout = found
+    value, shard = found
     size = list(call.argument("size"))
-    rows = layout.rows(call.samples)
+    rows = shard.rows(call.samples)
     dims = [dim for dim, count in enumerate(size) if count == rows]
     if not dims:
         return None
-    output = layout.at(layout.dim if layout.dim in dims else dims[0])  # the same dimension, if it fits
+    output = shard.at(shard.dim if shard.dim in dims else dims[0])  # the same dimension, if it fits
     dtype, device = value.meta.dtype, value.device
 
     def run(part: Part, tensors: list[Tensor]) -> Any:
         args, kwargs = call.replaced(size=sized(size, output, part))
         return call.func(torch.empty(1, dtype=dtype, device=device), *args[1:], **kwargs)
 
-    # No operands: the new tensor does not wait for the numbers of the tensor that it is modelled on.
-    return Recipe([], [output], run, light=True)
+    # No operands: the new tensor depends only on the shape of the other one, not on its numbers.
+    return OpStrategy([], [output], run, light=True)
 
 
-def _like(call: Call) -> Recipe | None:
+def _like(call: Call) -> OpStrategy | None:
     """Rule for zeros_like and the like, which read only the shape."""
     if (found := _batch(call)) is None:
         return None
-    value, layout = found
+    value, shard = found
     shape, dtype, device = tuple(value.meta.shape), value.meta.dtype, value.device
 
     def run(part: Part, tensors: list[Tensor]) -> Any:
         # One element, expanded: it carries the shape without the memory.
-        one = torch.empty(1, dtype=dtype, device=device).expand(sized(shape, layout, part))
+        one = torch.empty(1, dtype=dtype, device=device).expand(sized(shape, shard, part))
         return call.func(one, *call.args[1:], **call.kwargs)
 
-    return Recipe([], [layout], run, light=True)
+    return OpStrategy([], [shard], run, light=True)
 
 
-def _repeat(call: Call) -> Recipe | None:
+def _repeat(call: Call) -> OpStrategy | None:
     if (found := _batch(call)) is None:
         return None
-    value, layout = found
+    value, shard = found
     repeats = list(call.argument("repeats"))
-    dim = layout.dim + len(repeats) - value.meta.dim()
+    dim = shard.dim + len(repeats) - value.meta.dim()
     # The result is [repeat][outer][samples][inner], so repetitions multiply `outer`.
-    output = Layout(dim, layout.outer * repeats[dim], layout.inner)
-    return Recipe([Operand(value, layout)], [output], filled(call))
+    output = Shard(dim, shard.outer * repeats[dim], shard.inner)
+    return OpStrategy([Operand(value, shard)], [output], filled(call))
 
 
-def _diagonal(call: Call) -> Recipe | None:
+def _diagonal(call: Call) -> OpStrategy | None:
     if (found := _batch(call)) is None:
         return None
-    value, layout = found
+    value, shard = found
     dims = [call.argument(name) % value.meta.dim() for name in ("dim1", "dim2")]
-    if layout.dim in dims:
+    if shard.dim in dims:
         return None
-    output = layout.at(layout.dim - sum(dim < layout.dim for dim in dims))
-    return _view_of(value, layout, output, filled(call))
+    output = shard.at(shard.dim - sum(dim < shard.dim for dim in dims))
+    return _view_of(value, shard, output, filled(call))
 
 
-def _unfold(call: Call) -> Recipe | None:
+def _unfold(call: Call) -> OpStrategy | None:
     found = _batch(call)
     if found is None or call.argument("dimension") % found[0].meta.dim() == found[1].dim:
         return None
     return _view_of(*found, found[1], filled(call))
 
 
-def _complex_view(call: Call) -> Recipe | None:
+def _complex_view(call: Call) -> OpStrategy | None:
     if (found := _batch(call)) is None:
         return None
     last = found[1].dim == found[0].meta.dim() - 1
@@ -301,19 +301,19 @@ def _complex_view(call: Call) -> Recipe | None:
     return _view_of(*found, found[1], filled(call))
 
 
-def _resolved(call: Call) -> Recipe | None:
+def _resolved(call: Call) -> OpStrategy | None:
     """Rule that materializes conjugates and negatives: a wrapper subclass has no bit for them."""
     value, run = call.tensors[0], filled(call)
-    return Recipe(
-        [Operand(value, value.layout)],
-        [value.layout],
+    return OpStrategy(
+        [Operand(value, value.shard)],
+        [value.shard],
         lambda part, tensors: run(part, tensors).resolve_conj().resolve_neg(),
     )
 
 
 LIKES = {aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like}
 
-RULES: dict[Any, Callable[[Call], Recipe | None]] = {
+RULES: dict[Any, Callable[[Call], OpStrategy | None]] = {
     aten.lift_fresh: _same,
     aten.view.default: _view,
     aten._unsafe_view: _view,

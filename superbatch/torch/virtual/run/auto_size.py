@@ -38,19 +38,19 @@ def largest_size(plan: Plan, samples: int, free: int, budget: int | None) -> int
         A size from 1 to `samples`.
     """
     kept = sum(value.nbytes for value in plan.kept)
-    whole = sum(
+    full = sum(
         value.nbytes
         for node in plan.stage
         for output in node.outputs
-        if (value := output()) is not None and value.layout is None
+        if (value := output()) is not None and value.shard is None
     )
     # Stored rows and full values take their bytes whatever the size; only the rest is for micro-batches.
-    room = SHARE * free - (kept if budget is None else min(kept, budget)) - whole
+    room = SHARE * free - (kept if budget is None else min(kept, budget)) - full
     alive = max((_most_alive(nodes) for nodes in plan.sweeps.values()), default=0)
     if not alive:  # nothing runs per micro-batch
         return samples
     carried = sum(
-        base.nbytes for base in {_base(value) for value in CarriedRows(plan).until} if not base.there
+        base.nbytes for base in {_base(value) for value in CarriedRows(plan).until} if not base.materialized
     )
     few = FEW if much_again(plan) else 1  # up to this number of micro-batches the last one carries its rows
     size = int(room * samples / (alive + carried))
@@ -100,8 +100,8 @@ def _base(value: Value) -> Value:
 
 
 def _inputs(node: Node) -> list[Value]:
-    return [value for value, layout in node.operands if layout is not None]
+    return [value for value, shard in node.operands if shard is not None]
 
 
 def _outputs(node: Node) -> list[Value]:
-    return [value for output in node.outputs if (value := output()) is not None and value.layout is not None]
+    return [value for output in node.outputs if (value := output()) is not None and value.shard is not None]

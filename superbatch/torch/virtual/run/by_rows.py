@@ -1,8 +1,8 @@
 """Compute large full values one micro-batch at a time when every consumer reads them by rows.
 
-The gradient with respect to gathered embeddings is a sum over all samples, so it is full, and so is all that
-the backward computes from it: a transpose, a negation, a linear layer. Each has one row per sample, so it can
-be cut. Operations that enlarge their input are cut from the start; others if a device budget is set.
+The gradient with respect to gathered embeddings is a sum over all samples, so it is full. What the backward
+computes from it is full too: a transpose, a negation, a linear layer. Each of these has one row per sample,
+so it can be cut. Operations that enlarge their input are always cut; others if a device budget is set.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..ir.calls import substituted
-from ..ir.layout import Layout
+from ..ir.shard import Shard
 from ..ir.values import ByRows, Node, Operand, Value, going_back
 from .memo import Form, Template, template
 
@@ -26,34 +26,34 @@ def by_rows(form: Form) -> ByRows | None:
     Returns:
         None if the operation has to run once on the full values.
     """
-    if not going_back():  # the case that pays: in the backward, gradients of gathered values
+    if not going_back():  # only the backward has large full values: gradients of gathered ones
         return None
     # A computed value is in memory already: cutting it saves nothing.
-    cut = {id(v): layout for v in form.tensors if v.whole is None and (layout := _rows(v, form.samples))}
+    cut = {id(v): shard for v in form.tensors if v.full is None and (shard := _rows(v, form.samples))}
     if not cut:
         return None
-    # The rules decide on the layouts alone, so they are asked with values that pretend to be sharded.
+    # Rules depend only on the shardings, so they are called with stand-ins that are sharded.
     stand_ins = [Value(v.meta, v.device, cut[id(v)]) if id(v) in cut else v for v in form.tensors]
     args, kwargs = substituted(form.args, form.kwargs, form.paths, stand_ins)
     known = template(Form(form.func, tuple(args), kwargs, form.samples))
-    # Cutting gains nothing if the rule gathers an input again, or if a result is full all the same.
-    if known is None or known.gathered or any(layout is None for layout in known.action.layouts):
+    # Cutting gains nothing if the rule gathers an input again, or if a result is still full.
+    if known is None or known.gathered or any(shard is None for shard in known.action.shards):
         return None
     return ByRows(known.action, _operands(known, form.tensors), _gets_larger(known, form, set(cut)))
 
 
-def _rows(value: Value, samples: int) -> Layout | None:
-    """Return the layout that cuts a full value: that of its inputs, or dimension 0; None without rows."""
+def _rows(value: Value, samples: int) -> Shard | None:
+    """Return the sharding that cuts a full value: that of its inputs, or dimension 0; None without rows."""
     made = None if value.node is None else value.node.by_rows
     if made is not None:
-        return made.action.layouts[value.index]
-    # The size alone does not tell: a weight [N, d] of a layer as wide as the batch has N rows, but none is a
-    # sample's. `grows` excludes it.
-    return Layout(0) if 0 in value.grows and value.meta.shape[0] == samples else None
+        return made.action.shards[value.index]
+    # The size alone is ambiguous: the weight [N, d] of a layer as wide as the batch has N rows that are no
+    # samples. `grows` excludes it.
+    return Shard(0) if 0 in value.grows and value.meta.shape[0] == samples else None
 
 
 def _operands(known: Template, tensors: Sequence[Value]) -> tuple[Operand, ...]:
-    return tuple(Operand(tensors[index], layout) for index, layout in known.operands)
+    return tuple(Operand(tensors[index], shard) for index, shard in known.operands)
 
 
 def _gets_larger(known: Template, form: Form, cut: set[int]) -> bool:
@@ -61,43 +61,43 @@ def _gets_larger(known: Template, form: Form, cut: set[int]) -> bool:
     return made >= 2 * sum(value.meta.numel() for value in form.tensors if id(value) in cut)
 
 
-def cut_to_rows(nodes: Iterable[Node], asked_for: set[Value]) -> dict[Value, Layout]:
+def cut_to_rows(nodes: Iterable[Node], readable: set[Value]) -> dict[Value, Shard]:
     """Switch operations on full values to their form by rows where every reader of the results reads rows.
 
     Args:
         nodes: all operations that may still run, in order; changed in place.
-        asked_for: values that the program may read.
+        readable: values that the program may read.
 
     Returns:
-        Sums over samples that are read by rows only, with the layout of these reads.
+        Sums over samples that are read by rows only, with the sharding of these reads.
     """
-    readings: dict[Value, set[Layout | None]] = {}
-    apart: dict[Value, Layout] = {}
+    readings: dict[Value, set[Shard | None]] = {}
+    apart: dict[Value, Shard] = {}
     for node in reversed(list(nodes)):  # backwards: readers are recorded after the producer
         outputs = [output() for output in node.outputs]
         read = [None if value is None else _only(readings.get(value)) for value in outputs]
-        free = not any(value in asked_for for value in outputs)
-        if node.by_rows is not None and free and read == list(node.by_rows.action.layouts):
+        free = not any(value in readable for value in outputs)
+        if node.by_rows is not None and free and read == list(node.by_rows.action.shards):
             _cut(node, node.by_rows)
         elif not node.once and free and not node.gathers:  # a gathered value may get more readers
             sums = zip(outputs, read, strict=True)
-            apart |= {v: rows for v, rows in sums if v is not None and v.layout is None and rows is not None}
-        for value, layout in node.operands:
-            readings.setdefault(value, set()).add(layout)
+            apart |= {v: rows for v, rows in sums if v is not None and v.shard is None and rows is not None}
+        for value, shard in node.operands:
+            readings.setdefault(value, set()).add(shard)
     return apart
 
 
-def _only(layouts: set[Layout | None] | None) -> Layout | None:
-    """Return the only layout that a value is read with; None if there are several, or it is read in full."""
-    return next(iter(layouts)) if layouts is not None and len(layouts) == 1 else None
+def _only(shards: set[Shard | None] | None) -> Shard | None:
+    """Return the only sharding that a value is read with; None for several, or if it is read in full."""
+    return next(iter(shards)) if shards is not None and len(shards) == 1 else None
 
 
 def _cut(node: Node, rows: ByRows) -> None:
     action = rows.action
-    node.operands, node.layouts, node.run = rows.operands, action.layouts, action.run
+    node.operands, node.shards, node.run = rows.operands, action.shards, action.run
     node.view, node.light, node.known = action.view, action.light, action.known
     node.once, node.by_rows = False, None
-    for output, layout in zip(node.outputs, action.layouts, strict=True):
+    for output, shard in zip(node.outputs, action.shards, strict=True):
         value = output()
         if value is not None:
-            value.layout = layout
+            value.shard = shard

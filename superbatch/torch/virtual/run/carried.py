@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..ir.layout import Part
+from ..ir.shard import Part
 from ..ir.values import Node, Value
 from .plan import Plan
 
@@ -39,9 +39,9 @@ class CarriedRows:
         self.until: dict[Value, int] = {}
         self.rows: dict[Value, Tensor] = {}
         for node, number in self.first.items():
-            for value, layout in node.operands:
+            for value, shard in node.operands:
                 # Full values, materialized ones and stored ones are read from their own place.
-                made = None if value.layout is None or layout is None or value.there else value.node
+                made = None if value.shard is None or shard is None or value.materialized else value.node
                 if made is not None and value not in plan.kept and self.first[made] < number:
                     self.until[value] = max(number, self.until.get(value, 0))
 

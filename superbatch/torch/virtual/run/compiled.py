@@ -19,7 +19,7 @@ from torch import Tensor
 from superbatch.torch.memory.out_of_memory import out_of_memory
 
 from ...warn import warn
-from ..ir.layout import Part
+from ..ir.shard import Part
 from ..ir.values import Run
 
 _DEVICES = {"cpu", "cuda"}
@@ -33,13 +33,13 @@ class Member(NamedTuple):
         run: as in `Node`.
         inputs: registers that it reads.
         outputs: (index of the result, register); index None: the only result.
-        whole: indices of the results that are reduced.
+        reduced: indices of the results that are reduced.
     """
 
     run: Run
     inputs: tuple[int, ...]
     outputs: tuple[tuple[int | None, int], ...]
-    whole: tuple[int | None, ...]
+    reduced: tuple[int | None, ...]
 
 
 class Segment:
@@ -94,8 +94,8 @@ class Segment:
             result = member.run(part, [registers[slot] for slot in member.inputs])
             for index, slot in member.outputs:
                 registers[slot] = result if index is None else result[index]
-            if member.whole:
-                found.append([result if index is None else result[index] for index in member.whole])
+            if member.reduced:
+                found.append([result if index is None else result[index] for index in member.reduced])
             for slot in frees:
                 registers[slot] = None
             del result  # or it would live through the next operation
@@ -207,7 +207,7 @@ def _remembered(key: _Key) -> _Compiled | None:
 @lru_cache(maxsize=1 << 10)
 def _warn(reason: str) -> None:
     """Warn once for each reason."""
-    warn(f"virtual_batch(compile=True): some operations are not compiled and run as without it ({reason})")
+    warn(f"virtual_batch(compile=True) cannot compile some operations, which run uncompiled ({reason})")
 
 
 def _made(segment: Segment, form: Form) -> _Compiled | None:

@@ -48,7 +48,7 @@ def _remembered(structure: Structure) -> _Known:
 
 def structure(program: Sequence[Instruction], registers: Sequence[Any]) -> Structure:
     """Return the wiring of a program: equal for programs that differ only in constants."""
-    whole = tuple([slot for slot, value in enumerate(registers) if value is not None])
+    full = tuple([slot for slot, value in enumerate(registers) if value is not None])
     steps = [
         (
             # A `Direct` call is inlined, and its source depends on the number of arguments behind the
@@ -61,14 +61,14 @@ def structure(program: Sequence[Instruction], registers: Sequence[Any]) -> Struc
         )
         for run, inputs, output, more, frees, _, _ in program
     ]
-    return (whole, *steps)
+    return (full, *steps)
 
 
 def _of_more(more: SideEffects) -> Structure:
     return (
         tuple([load.slot for load in more.loads]),
         tuple(more.outputs),
-        None if more.reduction is None else tuple(more.whole),
+        None if more.reduction is None else tuple(more.reduced),
         tuple([slot for slot, _ in more.keeps]),
         tuple([slot for slot, _ in more.carries]),
         tuple(more.early),
@@ -93,8 +93,8 @@ def _constants(program: Sequence[Instruction], registers: Sequence[Any]) -> Iter
 
 
 def _made(structure: Structure) -> Callable[..., Function]:
-    whole, *steps = structure
-    writer = _Writer(whole)
+    full, *steps = structure
+    writer = _Writer(full)
     for step in steps:
         writer.write(*step)
     # An empty namespace: the source reads arguments and constants only.
@@ -108,13 +108,13 @@ class _Writer:
     """Writer of the source of a function.
 
     Args:
-        whole: registers of full values, which are constants of the function.
+        full: registers of full values, which are constants of the function.
     """
 
-    def __init__(self, whole: Sequence[int]) -> None:
+    def __init__(self, full: Sequence[int]) -> None:
         self._lines: list[str] = []
         self._count = 0
-        self._whole = {slot: self._constant() for slot in whole}
+        self._full = {slot: self._constant() for slot in full}
 
     def _constant(self) -> str:
         self._count += 1
@@ -132,7 +132,7 @@ class _Writer:
             frees: as in `Instruction`.
             more: the side effects, as `_of_more` returns them.
         """
-        read = [self._whole.get(slot) or f"r{slot}" for slot in inputs]
+        read = [self._full.get(slot) or f"r{slot}" for slot in inputs]
         function = self._constant()
         arguments = [*read, *(self._constant() for _ in range(direct - 1))]
         tensors = f"[{', '.join(read)}]"

@@ -2,8 +2,8 @@
 
 A batch statistic, a loss and the gradient of a weight have the same size for any batch. Half of a batch, a
 permuted batch or a gathered embedding grows with it and takes memory that a micro-batch does not.
-`Value.grows` lists those dimensions. How an operator passes them on is found by evaluating its shapes again
-with those dimensions twice as large.
+`Value.grows` lists those dimensions. For the results of an operator they are found by evaluating its shapes
+again with those dimensions twice as large.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from superbatch.torch.memory.out_of_memory import out_of_memory
 
 from ..ir.calls import Call, blank, shapes
-from ..ir.layout import Layout
+from ..ir.shard import Shard
 from ..ir.values import Value
 from .memo import Form
 
@@ -54,13 +54,13 @@ def may_grow(form: Form, results: Any) -> bool:
     for value in form.tensors:
         if value.grows or value.picked:
             return True
-        batch = batch or value.layout is not None
+        batch = batch or value.shard is not None
     if not batch:
         return False
     value = results if type(results) is Value else next(iter(values_of(results)), None)
     if value is None:
         return False
-    if value.layout is not None:  # e.g. z @ z.T: rows of similarities, as many columns as samples
+    if value.shard is not None:  # e.g. z @ z.T: rows of similarities, as many columns as samples
         return value.node is not None and any(read.grows for read, _ in value.node.operands)
     return value.node is None or value.node.once or form.func in _PICKS
 
@@ -85,14 +85,14 @@ def mark_growth(form: Form, results: Any, microbatch: int) -> bool:
     if not values:
         return False
     node = next((value.node for value in values if value.node is not None), None)
-    read = {} if node is None else {id(v): layout for v, layout in node.operands if layout is not None}
+    read = {} if node is None else {id(v): shard for v, shard in node.operands if shard is not None}
     reads = tuple([read.get(id(value)) for value in form.tensors])
-    # An argument of a type whose equality is unknown: nothing is cached.
+    # Without a key nothing is cached: an argument has a type whose equality is unknown.
     if form.key is None:
         return _marked(form, values, reads, microbatch)
     # Growth of the inputs is no part of `form.key`: the same call may read a gathered value or a parameter.
     grown = tuple([(value.grows, value.picked, id(value.meta)) for value in form.tensors])
-    shape = tuple([(value.layout, id(value.meta)) for value in values])
+    shape = tuple([(value.shard, id(value.meta)) for value in values])
     key = _Key((form.key, microbatch, reads, grown, shape))
     key.call = form, values, reads
     known = _remembered(key)
@@ -112,7 +112,7 @@ class _Growth(NamedTuple):
 class _Key(tuple[Any, ...]):
     """Cache key; holds the call until it is evaluated."""
 
-    call: tuple[Form, list[Value], tuple[Layout | None, ...]] | None
+    call: tuple[Form, list[Value], tuple[Shard | None, ...]] | None
 
 
 @lru_cache(maxsize=1 << 12)
@@ -125,19 +125,19 @@ def _remembered(key: _Key) -> _Growth:
     return _Growth([(value.grows, value.picked) for value in values], lost, held)
 
 
-def _marked(form: Form, values: list[Value], reads: tuple[Layout | None, ...], microbatch: int) -> bool:
+def _marked(form: Form, values: list[Value], reads: tuple[Shard | None, ...], microbatch: int) -> bool:
     dims = [_dims_read_whole(v, read, microbatch) for v, read in zip(form.tensors, reads, strict=True)]
-    # e.g. x[:100] or x[0]: the number of rows is in the arguments, so doubling the batch does not show it.
-    if form.func in _PICKS and len(values) == 1 and values[0].layout is None:
+    # e.g. x[:100] or x[0]: the arguments fix the number of rows, so doubling the batch does not change it.
+    if form.func in _PICKS and len(values) == 1 and values[0].shard is None:
         _picked(form.call(), values[0], form.tensors[0], dims[0], microbatch)
-        return form.tensors[0].layout is not None and bool(values[0].grows)
+        return form.tensors[0].shard is not None and bool(values[0].grows)
     picked = [value.picked for value in form.tensors]
     # e.g. a Python loop that stacks x[0], x[1], ...: each row is small, all of them are the batch.
-    if form.func.overloadpacket in _JOINS and sum(picked) > microbatch and values[0].layout is None:
+    if form.func.overloadpacket in _JOINS and sum(picked) > microbatch and values[0].shard is None:
         values[0].grows = ((form.call().argument("dim", 0)) % max(values[0].meta.dim(), 1),)
         return True
-    # The gradient of x[:100] is of the size of x, though its input is not.
-    if form.func in _PLACES and max(picked) and not any(dims) and values[0].layout is None:
+    # The gradient of x[:100] has the size of x, although its input has not.
+    if form.func in _PLACES and max(picked) and not any(dims) and values[0].shard is None:
         dim = form.call().argument("dim") % max(values[0].meta.dim(), 1)
         if values[0].meta.shape[dim] > microbatch:
             values[0].grows = (dim,)
@@ -146,7 +146,7 @@ def _marked(form: Form, values: list[Value], reads: tuple[Layout | None, ...], m
         _grown(form, values, dims, microbatch)
     # The rest (e.g. x[0] * 2) still consists of picked rows.
     for value in values:
-        if value.layout is None and not value.grows and value.meta.dim():
+        if value.shard is None and not value.grows and value.meta.dim():
             value.picked = max(picked, default=0)
     return False
 
@@ -155,19 +155,19 @@ def _flat(results: Any) -> Sequence[Any]:
     return results if isinstance(results, (list, tuple)) else (results,)
 
 
-def _dims_read_whole(value: Value, read: Layout | None, microbatch: int) -> tuple[int, ...]:
+def _dims_read_whole(value: Value, read: Shard | None, microbatch: int) -> tuple[int, ...]:
     """Return the dimensions that grow with the batch and that an operation reads in full."""
     if value.meta is None:
         return ()
-    dims = {*value.grows, *(() if value.layout is None else (value.layout.dim,))}
+    dims = {*value.grows, *(() if value.shard is None else (value.shard.dim,))}
     return tuple(sorted(dims - ({read.dim} if read is not None else set())))
 
 
 def _picked(call: Call, result: Value, source: Value, dims: tuple[int, ...], microbatch: int) -> None:
     """Mark rows that were picked by index: their number does not depend on the batch."""
-    layout = source.layout
+    shard = source.shard
     dim = (call.argument("dim") or 0) % max(source.meta.dim(), 1)
-    grows = {*dims, *(() if layout is None else (layout.dim,))}
+    grows = {*dims, *(() if shard is None else (shard.dim,))}
     gone = call.func is aten.select.int
     # select removes `dim`: the dimensions behind it move to the front by one.
     rest = [other - (gone and other > dim) for other in grows - {dim}]
@@ -193,7 +193,7 @@ def _grown(form: Form, values: Sequence[Value], dims: Sequence[tuple[int, ...]],
             found = {dim for dim, size in enumerate(shape) if dim < len(twice) and twice[dim] != size}
         else:
             found = _alike(form, dims, shape, microbatch)
-        own = set() if value.layout is None else {value.layout.dim}
+        own = set() if value.shard is None else {value.shard.dim}
         value.grows = tuple(sorted(found - own))
 
 
@@ -218,7 +218,7 @@ def _larger(form: Form, dims: Sequence[tuple[int, ...]], microbatch: int) -> lis
 
 def _of_index(value: Value, microbatch: int) -> tuple[int, ...]:
     """Return the dimensions longer than a micro-batch of an integer or bool tensor: a permutation, a mask."""
-    if value.layout is not None or value.has_gradient:
+    if value.shard is not None or value.has_gradient:
         return ()
     return tuple(dim for dim, size in enumerate(value.meta.shape) if size > microbatch)
 
@@ -248,7 +248,7 @@ def _reshaped(old: Sequence[int], dims: Sequence[int], new: Sequence[int]) -> se
 def _alike(form: Form, dims: Sequence[tuple[int, ...]], shape: Sequence[int], microbatch: int) -> set[int]:
     """Guess the growing dimensions by their sizes, or by their positions; only above a micro-batch's size."""
     sizes = {value.meta.shape[dim] for value, grows in zip(form.tensors, dims, strict=True) for dim in grows}
-    sizes |= {size for value in form.tensors if value.layout for size in [value.layout.rows(form.samples)]}
+    sizes |= {size for value in form.tensors if value.shard for size in [value.shard.rows(form.samples)]}
     found = {dim for dim, size in enumerate(shape) if size in sizes and size > microbatch}
     if found:
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..ir.layout import Layout
+from ..ir.shard import Shard
 from ..ir.values import Reduction, Run, Value
 from .store import RowStore
 
@@ -14,7 +14,7 @@ class Load(NamedTuple):
 
     slot: int
     source: Value
-    layout: Layout  # cuts the rows of the micro-batch
+    shard: Shard  # cuts the rows of the micro-batch
     place: int  # index among the stored values that the program reads, for the prefetch of the next one
 
 
@@ -24,7 +24,7 @@ class SideEffects(NamedTuple):
     Attributes:
         loads: loads before it runs.
         outputs: (index of the result, register); index None: the only result.
-        whole: indices of the results that are reduced.
+        reduced: indices of the results that are reduced.
         reduction: the reduction of these; None without.
         keeps: registers whose rows are stored for later sweeps.
         carries: registers whose rows the last micro-batch carries to the next sweep.
@@ -33,7 +33,7 @@ class SideEffects(NamedTuple):
 
     loads: list[Load]
     outputs: list[tuple[int | None, int]]
-    whole: list[int | None]
+    reduced: list[int | None]
     reduction: Reduction | None
     keeps: list[tuple[int, RowStore]]
     carries: list[tuple[int, Value]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..ir.layout import Part
+from ..ir.shard import Part
 from .instructions import Instruction, SideEffects
 
 # (part, rows, ahead, following, carries); `rows` executes a `Load`. It is an argument of each call, not held:
@@ -50,7 +50,7 @@ def _finish(more: SideEffects, result: Any, part: Part, registers: list[Any], ca
     for index, slot in more.outputs:
         registers[slot] = result if index is None else result[index]
     if more.reduction is not None:
-        more.reduction.add(part, [result if index is None else result[index] for index in more.whole])
+        more.reduction.add(part, [result if index is None else result[index] for index in more.reduced])
     for slot, kept in more.keeps:
         kept.put(part, registers[slot])
     if carried is not None:

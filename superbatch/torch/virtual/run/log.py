@@ -41,13 +41,13 @@ def paths(
 _PICKS = {torch.ops.aten.select.int, torch.ops.aten.slice.Tensor}
 
 
-class Meeting(NamedTuple):
+class LoggedPoint(NamedTuple):
     """Coupling point of the forward, with its result if that is a single number.
 
     Attributes:
         point: the point, as in the report.
-        number: the result; None if it has dimensions or is not in memory any more.
-        counts: the number has an integer dtype, as a count of labels has.
+        number: the result; None if it has dimensions or was freed.
+        counts: the number has an integer dtype, e.g. a count of labels.
     """
 
     point: CouplingPoint
@@ -77,12 +77,12 @@ class Log:
         self._on_gather: OnGather = on_gather
         self._path: list[str] = []
         self._unknown: dict[int, int] = {}  # serial of the node that follows, and bytes
-        # By serial: a plan meets a node again in a later sweep, and reports are in the order of recording.
+        # By serial: later sweeps log a node again, and reports are in the order of recording.
         self._points: dict[int, CouplingPoint] = {}
         self._numbers: dict[int, Value] = {}  # results of coupling points that are one number
         self._aside: dict[int, CouplingPoint] = {}
         self._backward: set[int] = set()
-        self._whole: dict[tuple[str, str, bool], list[int]] = {}  # count, bytes, picked rows, grows
+        self._full: dict[tuple[str, str, bool], list[int]] = {}  # count, bytes, picked rows, grows
         self.in_pieces = True
         self.sweeps = self.recorded = self.run = self.repeated = 0
 
@@ -126,12 +126,11 @@ class Log:
         if self._on_gather == "ok":
             return
         self._warn_or_raise(
-            f"{operator} in {self.where or 'no module'} has no rule for single samples, so it gathers "
-            f"{nbytes} bytes of the whole batch into one tensor. "
-            'Use another operator, or pass on_gather="ok".'
+            f"{operator} in {self.where or 'no module'} has no rule, so it gathers {nbytes} bytes of the "
+            'whole batch into one tensor. Use another operator, or pass on_gather="ok" to allow it.'
         )
 
-    def whole_needed(self, operator: str, nbytes: int) -> None:
+    def full_value_needed(self, operator: str, nbytes: int) -> None:
         """Log that an operator with a rule copies rows of all samples into one tensor.
 
         Raises:
@@ -141,9 +140,9 @@ class Log:
             return
         place = "the backward pass" if going_back() else self.where or "no module"
         self._warn_or_raise(
-            f"{operator} in {place} puts {nbytes} bytes of the whole batch into one tensor. Use operations "
-            "that keep a row for each sample (torch.where or a product with a mask instead of an index), or "
-            'pass on_gather="ok".'
+            f"{operator} in {place} gathers {nbytes} bytes of the whole batch into one tensor. Use "
+            "operations that keep one row per sample (torch.where or a product with a mask instead of an "
+            'index), or pass on_gather="ok" to allow it.'
         )
 
     def _warn_or_raise(self, text: str) -> None:
@@ -151,7 +150,7 @@ class Log:
             raise CoupledSamplesError(text)
         warn(text)
 
-    def met(self, node: Node, kept: int) -> None:
+    def log_point(self, node: Node, kept: int) -> None:
         """Log a coupling point.
 
         Args:
@@ -166,20 +165,20 @@ class Log:
         if len(outputs) == 1 and not outputs[0].meta.dim():
             self._numbers[node.serial] = outputs[0]
 
-    def meetings(self) -> list[Meeting]:
+    def logged_points(self) -> list[LoggedPoint]:
         """Return the coupling points of the forward in the order of recording."""
-        return [self._meeting(serial) for serial in sorted(self._points)]
+        return [self._logged(serial) for serial in sorted(self._points)]
 
-    def _meeting(self, serial: int) -> Meeting:
+    def _logged(self, serial: int) -> LoggedPoint:
         value = self._numbers.get(serial)
-        number = None if value is None or value.whole is None else float(value.whole.item())
-        return Meeting(self._points[serial], number, value is not None and not value.has_gradient)
+        number = None if value is None or value.full is None else float(value.full.item())
+        return LoggedPoint(self._points[serial], number, value is not None and not value.has_gradient)
 
     def planned(self, todo: Plan) -> None:
         """Log the coupling points of a plan, and drop the list of their nodes."""
-        for node in todo.meeting:
-            self.met(node, sum(v.nbytes for v, layout in node.operands if layout and v in todo.kept))
-        todo.meeting.clear()  # a node holds its inputs, which a sweep frees after their last use
+        for node in todo.points:
+            self.log_point(node, sum(v.nbytes for v, shard in node.operands if shard and v in todo.kept))
+        todo.points.clear()  # a node holds its inputs, which a sweep frees after their last use
         for node in todo.stage:
             if node.gathers == "unknown":
                 self.gathered(node)
@@ -189,7 +188,7 @@ class Log:
         if node.serial not in self._points and not node.backward:
             self._aside[node.serial] = _point(node, 0)
 
-    def whole(self, place: tuple[str, str, bool], nbytes: int, rows: int) -> None:
+    def full_value(self, place: tuple[str, str, bool], nbytes: int, rows: int) -> None:
         """Log a full value that was in memory.
 
         Args:
@@ -197,7 +196,7 @@ class Log:
             nbytes: its size.
             rows: number of batch rows in it; 0: it grows with the batch.
         """
-        sums = self._whole.setdefault(place, [0, 0, 0, 0])
+        sums = self._full.setdefault(place, [0, 0, 0, 0])
         sums[:] = sums[0] + 1, sums[1] + nbytes, sums[2] + rows, sums[3] or not rows
 
     def report(self, samples: int, microbatches: int, store: Store | None = None) -> CouplingReport:
@@ -218,7 +217,7 @@ class Log:
             unknown=tuple(self._aside[serial] for serial in sorted(self._aside)),
             whole=tuple(
                 WholeValue(*place, times, nbytes)
-                for place, (times, nbytes, count, grows) in self._whole.items()
+                for place, (times, nbytes, count, grows) in self._full.items()
                 if grows or count > rows  # a few picked rows (x[0]) take less than a micro-batch
             ),
             whole_on_device=whole,
@@ -227,7 +226,7 @@ class Log:
 
 def _point(node: Node, kept: int) -> CouplingPoint:
     if node.gathers:
-        gathered = sum(v.nbytes for v, layout in node.operands if layout)
+        gathered = sum(v.nbytes for v, shard in node.operands if shard)
         return CouplingPoint(node.where, node.name, node.gathers, kept, gathered)
     if node.operator in _PICKS:
         chosen = sum(value.nbytes for output in node.outputs if (value := output()) is not None)

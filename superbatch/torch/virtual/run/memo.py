@@ -1,7 +1,7 @@
 """Cache of recorded operations, keyed by operator, arguments, shapes, dtypes and batch dimension.
 
-Every update records the same operations. The recipe of an operation and the shapes of its results depend on
-the operator, its other arguments, and the shape, strides, dtype, device and layout of each tensor, never on
+Every update records the same operations. The strategy of an operation and the shapes of its results depend on
+the operator, its other arguments, and the shape, strides, dtype, device and sharding of each tensor, never on
 numbers. So both are cached for the process. An entry holds no numbers and no values of a block: the rules see
 stand-ins.
 """
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from superbatch.torch.memory.out_of_memory import out_of_memory
 
-from ..ir.calls import Call, Path, Recipe, filled, results, substituted
-from ..ir.layout import Layout
+from ..ir.calls import Call, OpStrategy, Path, filled, results, substituted
+from ..ir.shard import Shard
 from ..ir.values import Action, Operand, Value
 from ..rules.decompositions import AT_ONCE, decomposition
 from ..rules.lookup import draws, find
@@ -49,13 +49,13 @@ class Template(NamedTuple):
 
     Attributes:
         action: what each call records.
-        operands: (index of the tensor in the call, layout in which it is read).
-        gathered: an operand has to be gathered first, because it is not read by its own layout.
+        operands: (index of the tensor in the call, sharding in which it is read).
+        gathered: an operand has to be gathered first, because it is not read by its own sharding.
         unknown: the operator has no rule.
     """
 
     action: Action
-    operands: tuple[tuple[int, Layout | None], ...]
+    operands: tuple[tuple[int, Shard | None], ...]
     gathered: bool
     unknown: bool
 
@@ -100,7 +100,7 @@ class Form:
             self.tensors.append(arg)
             self.paths.append(path)
             # `blank` makes one meta per form, and the cache entry keeps it alive: the id stands for the form.
-            parts += (id(arg.meta), arg.layout, arg.device)
+            parts += (id(arg.meta), arg.shard, arg.device)
             return True
         if kind is list or kind is tuple or isinstance(arg, (list, tuple)):
             inner: list[Any] = []
@@ -176,50 +176,50 @@ def _remembered(key: _Key) -> _Known:
 
 def _with_stand_ins(form: Form) -> Call:
     """Return the call with stand-ins: values that have a form and no node or numbers."""
-    places = {id(value): Value(value.meta, value.device, value.layout) for value in form.tensors}
+    places = {id(value): Value(value.meta, value.device, value.shard) for value in form.tensors}
     tensors = [places[id(value)] for value in form.tensors]
     args, kwargs = substituted(form.args, form.kwargs, form.paths, tensors)
     return Call(form.func, tuple(args), kwargs, tensors, form.paths, form.samples)
 
 
 def _made(call: Call) -> Template | None:
-    recipe = find(call)
-    batch = any(value.layout is not None for value in call.tensors)
-    if recipe is None and batch and decomposition(call.func) is not None:
+    strategy = find(call)
+    batch = any(value.shard is not None for value in call.tensors)
+    if strategy is None and batch and decomposition(call.func) is not None:
         return None  # recorded as simpler operations, each of which has its own template
     try:
-        metas = results(call, recipe)
+        metas = results(call, strategy)
     except (NotImplementedError, RuntimeError, TypeError, AssertionError) as error:
         if out_of_memory(error):
             raise
         return None
     if metas is None:
         return None
-    unknown = recipe is None
-    if recipe is None:
+    unknown = strategy is None
+    if strategy is None:
         count = 1 if isinstance(metas, Tensor) else len(metas)
-        recipe = Recipe([Operand(value, None) for value in call.tensors], [None] * count, filled(call))
+        strategy = OpStrategy([Operand(value, None) for value in call.tensors], [None] * count, filled(call))
     # Reversed: of a tensor that comes twice the first index is kept.
     places = {id(value): index for index, value in reversed(list(enumerate(call.tensors)))}
-    operands = tuple((places[id(value)], layout) for value, layout in recipe.operands)
-    gathered = any(v.layout is not None and v.layout != layout for v, layout in recipe.operands)
-    layouts = [*(layout for _, layout in operands), *recipe.outputs]
-    once = unknown or all(layout is None for layout in layouts)
-    known = not recipe.placed and call.func.overloadpacket not in _NOT_COMPILED
-    return Template(action(recipe, metas, once=once, known=known), operands, gathered, unknown)
+    operands = tuple((places[id(value)], shard) for value, shard in strategy.operands)
+    gathered = any(v.shard is not None and v.shard != shard for v, shard in strategy.operands)
+    shards = [*(shard for _, shard in operands), *strategy.outputs]
+    once = unknown or all(shard is None for shard in shards)
+    known = not strategy.placed and call.func.overloadpacket not in _NOT_COMPILED
+    return Template(action(strategy, metas, once=once, known=known), operands, gathered, unknown)
 
 
-def action(recipe: Recipe, metas: Any, *, once: bool, known: bool) -> Action:
-    """Return the action of a recipe for results of the given shapes."""
+def action(strategy: OpStrategy, metas: Any, *, once: bool, known: bool) -> Action:
+    """Return the action of a strategy for results of the given shapes."""
     single = isinstance(metas, Tensor)
     return Action(
         (metas,) if single else tuple(metas),
         single,
         once,
-        tuple(recipe.outputs),
-        recipe.run,
-        None if once else recipe.reduce,
-        recipe.view,
-        recipe.light,
+        tuple(strategy.outputs),
+        strategy.run,
+        None if once else strategy.reduce,
+        strategy.view,
+        strategy.light,
         known,
     )

@@ -1,7 +1,7 @@
 """Prefetch of rows from the host's memory while the device computes.
 
-A sweep knows which rows it reads next. One tensor of rows more than the plan counts is on the device. The
-CUDA branches were not run on a GPU.
+A sweep knows which rows it reads next. The prefetch needs device memory for one more tensor of rows than the
+plan counts. The CUDA branches were not run on a GPU.
 """
 
 from __future__ import annotations

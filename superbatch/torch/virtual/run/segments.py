@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..ir.layout import Part
+from ..ir.shard import Part
 from .compiled import Member, Segment
 from .instructions import Instruction, Load, SideEffects, filled
 
@@ -107,7 +107,7 @@ class _Rewriting:
                 slot = len(self._registers)
                 self._registers.append(None)
                 outputs.append((len(outputs), slot))
-                found = SideEffects([], [], list(range(len(more.whole))), more.reduction, [], [], [])
+                found = SideEffects([], [], list(range(len(more.reduced))), more.reduction, [], [], [])
                 reducing.append(Instruction(_found, [slot], 0, found, []))
         steps = tuple(_member(member, local) for member in members.values())
         segment = Segment(steps, tuple(local[slot] for slot in wanted), len(local))
@@ -128,7 +128,7 @@ def _member(instruction: Instruction, local: dict[int, int]) -> Member:
     if more is None:
         return Member(instruction.run, inputs, ((None, local[instruction.output]),), ())
     outputs = tuple((index, local[slot]) for index, slot in more.outputs)
-    return Member(instruction.run, inputs, outputs, () if more.reduction is None else tuple(more.whole))
+    return Member(instruction.run, inputs, outputs, () if more.reduction is None else tuple(more.reduced))
 
 
 def _found(part: Part, tensors: list[Any]) -> Any:

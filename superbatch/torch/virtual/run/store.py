@@ -10,7 +10,7 @@ from torch import Tensor
 
 from superbatch.torch.window.transfer import SideStream, empty_on_host
 
-from ..ir.layout import Part
+from ..ir.shard import Part
 from .prefetch import Prefetcher
 
 ELSEWHERE = {"cuda", "xpu", "mps"}  # devices with their own memory, to which rows are prefetched
@@ -74,7 +74,7 @@ class Store:
 
     def keep(self, piece: Tensor) -> tuple[Tensor, bool]:
         """Return the rows in the memory that stores them, and True if it is the host's."""
-        # A stored slice keeps the whole tensor alive that it is a slice of.
+        # A stored slice would keep alive the whole tensor that it is a slice of.
         if piece.untyped_storage().nbytes() > 2 * piece.nbytes:
             piece = piece.clone()
         host = self.is_full(piece.nbytes)
@@ -87,7 +87,7 @@ class Store:
         return piece, host
 
 
-class Held:
+class CountedBytes:
     """Memory of a full value that grows with the batch: counted for as long as this object lives.
 
     Args:

@@ -12,10 +12,11 @@ from torch import Tensor
 from superbatch.errors import WindowError
 
 from ..ir.conjugates import conjugates_seen
-from ..ir.layout import Layout, Part, cut
 from ..ir.readings import memory_of
+from ..ir.shard import Part, Shard, cut
 from ..ir.values import Node, Reduction, Value
 from .carried import CarriedRows, worth_carrying
+from .full_values import FullValues
 from .generated import generated
 from .instructions import Instruction, Load, SideEffects, filled
 from .interpreter import Function, interpreted
@@ -23,7 +24,6 @@ from .log import Log
 from .plan import Plan
 from .prefetch import Prefetcher
 from .store import RowStore, Store
-from .wholes import Wholes
 
 WORTH_WRITING = 8  # micro-batches: generating a function costs what it saves in about six of them
 
@@ -42,7 +42,7 @@ def run(plan: Plan, parts: Sequence[Part], store: Store, log: Log, *, compile: b
         WindowError: an input was written in place after an operation on it was recorded.
     """
     done: set[int] = set()  # serials, not nodes: a set of nodes would keep their inputs alive
-    wholes = Wholes(store, log, len(parts))
+    full_values = FullValues(store, log, len(parts))
     carried = CarriedRows(plan) if worth_carrying(plan, parts) else None
     last = {node.serial: number for number in sorted(plan.sweeps) for node in plan.sweeps[number]}
     # no_grad: autograd recorded the virtual tensors; a graph of the real ones would keep all activations.
@@ -50,12 +50,14 @@ def run(plan: Plan, parts: Sequence[Part], store: Store, log: Log, *, compile: b
         for number in sorted({*plan.once, *plan.sweeps}):
             # Popped, as are the sweeps: the plan would hold nodes, and these their inputs, to the end.
             for node in plan.once.pop(number, ()):
-                _run_once(node, wholes)
+                _run_once(node, full_values)
             nodes = plan.sweeps.pop(number, None)
             if nodes:
                 again = sum(node.serial in done for node in nodes)
                 ordinary = len(parts) - (carried is not None)
-                _sweep(nodes, number, plan, parts, store, carried, wholes, first=not done, compile=compile)
+                _sweep(
+                    nodes, number, plan, parts, store, carried, full_values, first=not done, compile=compile
+                )
                 log.sweeps += 1
                 log.run += len(nodes) * len(parts) - again * (len(parts) - ordinary)
                 log.repeated += again * ordinary
@@ -75,37 +77,37 @@ def unchanged(value: Value) -> Tensor:
     Raises:
         WindowError: the program has written it since the operation on it was recorded.
     """
-    tensor = value.whole
+    tensor = value.full
     assert tensor is not None
     if value.source is not None and _is_written(*value.source, tensor):
         raise WindowError(
-            f"A tensor of shape {tuple(tensor.shape)} was written in place after the virtual batch had used "
-            "it. Change parameters and buffers after the block, or write into a clone."
+            f"A tensor of shape {tuple(tensor.shape)} was written in place after an operation of the virtual "
+            "batch had read it. Write into parameters and buffers after the block, or write into a clone."
         )
     return tensor
 
 
 def _is_written(source: Tensor, version: int, memory: Tensor) -> bool:
-    """Return whether the memory of a tensor was written, and not only replaced (`.data = ...`)."""
+    """Return whether the memory of a tensor was written, rather than replaced by `.data = ...`."""
     return source._version != version and memory_of(source) == memory_of(memory)
 
 
-def _run_once(node: Node, wholes: Wholes) -> None:
+def _run_once(node: Node, full_values: FullValues) -> None:
     tensors = [unchanged(value) for value, _ in node.operands]
     results = node.run(Part(0, 0, 0), tensors)  # no micro-batch: it reads full values only
-    for value in _set_whole(node, range(len(node.outputs)), (results,) if node.single else results):
-        wholes.hold(value, node, tensors)
+    for value in _set_full(node, range(len(node.outputs)), (results,) if node.single else results):
+        full_values.hold(value, node, tensors)
     # It never runs again, but `plan.stage` holds it: an N x N input would live to the end of the plan.
     node.operands, node.by_rows = (), None
 
 
-def _set_whole(node: Node, indices: Sequence[int], results: Sequence[Any]) -> list[Value]:
+def _set_full(node: Node, indices: Sequence[int], results: Sequence[Any]) -> list[Value]:
     found: list[Value] = []
     for index, result in zip(indices, results, strict=True):
         value = node.outputs[index]()
         if value is not None:
             # Without its node the value frees the graph behind it.
-            value.whole, value.node = result, None
+            value.full, value.node = result, None
             found.append(value)
     return found
 
@@ -113,16 +115,16 @@ def _set_whole(node: Node, indices: Sequence[int], results: Sequence[Any]) -> li
 class _Results:
     """Results of a sweep: full values and stored rows."""
 
-    def __init__(self, store: Store, wholes: Wholes) -> None:
-        self._store, self._wholes = store, wholes
+    def __init__(self, store: Store, full_values: FullValues) -> None:
+        self._store, self._full_values = store, full_values
         self._reduced: dict[Node, tuple[Reduction, list[int]]] = {}
         self._kept: dict[Value, RowStore] = {}
 
-    def reduction(self, node: Node, whole: list[int]) -> Reduction:
+    def reduction(self, node: Node, full: list[int]) -> Reduction:
         """Return the reduction of the full outputs of a node."""
         if node not in self._reduced:
             assert node.reduce is not None
-            self._reduced[node] = node.reduce(), whole
+            self._reduced[node] = node.reduce(), full
         return self._reduced[node][0]
 
     def kept(self, value: Value) -> RowStore:
@@ -132,21 +134,21 @@ class _Results:
     def set(self, plan: Plan, parts: Sequence[Part]) -> None:
         """Assign the results to their values after the last micro-batch."""
         # Not before: a value with `pieces` counts as materialized, though rows are missing.
-        for node, (reduction, whole) in self._reduced.items():
-            for value in _set_whole(node, whole, reduction.result()):
+        for node, (reduction, full) in self._reduced.items():
+            for value in _set_full(node, full, reduction.result()):
                 if value in plan.apart and self._store.is_full(value.nbytes):
                     self._put_apart(value, plan.apart[value][0], parts)
                 else:
-                    self._wholes.hold(value, node)
+                    self._full_values.hold(value, node)
         for value, kept in self._kept.items():
             value.pieces, value.node = kept, None
 
-    def _put_apart(self, value: Value, layout: Layout, parts: Sequence[Part]) -> None:
+    def _put_apart(self, value: Value, shard: Shard, parts: Sequence[Part]) -> None:
         """Store a full result by its rows."""
         kept, tensor = RowStore(self._store), unchanged(value)
         for part in parts:
-            kept.put(part, cut(tensor, layout, part))
-        value.pieces, value.whole = kept, None
+            kept.put(part, cut(tensor, shard, part))
+        value.pieces, value.full = kept, None
 
 
 def _sweep(
@@ -156,12 +158,12 @@ def _sweep(
     parts: Sequence[Part],
     store: Store,
     carried: CarriedRows | None,
-    wholes: Wholes,
+    full_values: FullValues,
     *,
     first: bool,
     compile: bool,
 ) -> None:
-    results = _Results(store, wholes)
+    results = _Results(store, full_values)
     # Rows that no later sweep reads are freed after each micro-batch, to make room for those of this sweep.
     read = [value.pieces for value, until in plan.kept.items() if until == number]
     read += [value.pieces for value, (_, until) in plan.apart.items() if until == number]
@@ -210,7 +212,7 @@ class _Program:
         self, nodes: list[Node], number: int, plan: Plan, results: _Results, carried: CarriedRows | None
     ) -> None:
         self._number, self._plan, self._results, self._carried = number, plan, results, carried
-        self._slots: dict[tuple[int, Layout | None], int] = {}
+        self._slots: dict[tuple[int, Shard | None], int] = {}
         self._registers: list[Any] = []  # initial contents, the same for each micro-batch
         self._read: list[Value] = []  # stored values in the order of their loads, for the prefetch
         self._program = [self._instruction(node) for node in nodes]
@@ -254,11 +256,11 @@ class _Program:
     def _instruction(self, node: Node) -> Instruction:
         loads: list[Load] = []
         inputs: list[int] = []
-        for value, layout in node.operands:
-            # By layout too: an operation may read a full value both cut into rows and in full.
-            slot = self._slots.get((id(value), layout))
+        for value, shard in node.operands:
+            # By sharding too: an operation may read a full value both cut into rows and in full.
+            slot = self._slots.get((id(value), shard))
             if slot is None:
-                slot = self._input(value, layout, loads)
+                slot = self._input(value, shard, loads)
             inputs.append(slot)
         outputs = self._outputs(node)
         if node.single and outputs and not loads and not self._is_needed(outputs[0][2]):
@@ -273,25 +275,25 @@ class _Program:
         self, node: Node, loads: list[Load], outputs: list[tuple[int | None, int, Value]]
     ) -> SideEffects:
         single = node.single
-        whole = [None if single else index for index, layout in enumerate(node.layouts) if layout is None]
+        full = [None if single else index for index, shard in enumerate(node.shards) if shard is None]
         reduction = None
         # A node that a later sweep recomputes for its rows must not reduce its full outputs a second time.
-        if whole and self._plan.stage[node] == self._number:
-            reduction = self._results.reduction(node, [index or 0 for index in whole])
+        if full and self._plan.stage[node] == self._number:
+            reduction = self._results.reduction(node, [index or 0 for index in full])
         carried = () if self._carried is None else self._carried.until
         keeps = [(slot, self._results.kept(v)) for _, slot, v in outputs if v in self._plan.kept]
         carries = [(slot, value) for _, slot, value in outputs if value in carried]
         registers = [(index, slot) for index, slot, _ in outputs]
-        return SideEffects(loads, registers, whole, reduction, keeps, carries, [])
+        return SideEffects(loads, registers, full, reduction, keeps, carries, [])
 
-    def _input(self, value: Value, layout: Layout | None, loads: list[Load]) -> int:
+    def _input(self, value: Value, shard: Shard | None, loads: list[Load]) -> int:
         """Return a new register for an input that no instruction of the program computes."""
-        slot = self._slots[id(value), layout] = len(self._registers)
-        if layout is None:
+        slot = self._slots[id(value), shard] = len(self._registers)
+        if shard is None:
             self._registers.append(unchanged(value))
             return slot
         self._registers.append(None)
-        loads.append(Load(slot, value, layout, len(self._read)))
+        loads.append(Load(slot, value, shard, len(self._read)))
         if value.pieces is not None:
             self._read.append(value)
         return slot
@@ -300,11 +302,11 @@ class _Program:
         """Return (index of the result, register, value) for each result that is sharded."""
         outputs: list[tuple[int | None, int, Value]] = []
         single = node.single
-        for index, layout in enumerate(node.layouts):
-            value = None if layout is None else node.outputs[index]()
-            if value is None or value.there:  # freed, or stored by an earlier sweep
+        for index, shard in enumerate(node.shards):
+            value = None if shard is None else node.outputs[index]()
+            if value is None or value.materialized:  # freed, or stored by an earlier sweep
                 continue
-            slot = self._slots[id(value), layout] = len(self._registers)
+            slot = self._slots[id(value), shard] = len(self._registers)
             self._registers.append(None)
             outputs.append((None if single else index, slot, value))
         return outputs
@@ -342,7 +344,7 @@ class _Program:
             if then is not None and then[0].pieces is not None:
                 ahead.begin(then, then[0].pieces.get(then[1]))
             return rows
-        if value.whole is not None:
-            return cut(unchanged(value), load.layout, part)
-        assert self._carried is not None, "what a sweep reads is computed before it, or in it"
+        if value.full is not None:
+            return cut(unchanged(value), load.shard, part)
+        assert self._carried is not None, "a sweep reads only values that it or an earlier step computes"
         return self._carried.take(value, self._number)

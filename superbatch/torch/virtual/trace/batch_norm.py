@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ir.calls import Recipe, blank
-from ..ir.layout import Layout, Part
+from ..ir.calls import OpStrategy, blank
 from ..ir.recorder import Recorder
 from ..ir.reductions import First, Moments
+from ..ir.shard import Part, Shard
 from ..ir.strides import with_canonical_strides
 from ..ir.values import Operand, Run, Value
 
@@ -47,10 +47,10 @@ def _picked(tensors: list[Tensor], places: Sequence[int | None], first: int) -> 
     return [None if place is None else tensors[first + place] for place in places]
 
 
-def _layout_of(value: Value) -> Layout | None:
-    """Return the layout if the samples are in dimension 0, so that each micro-batch has all channels."""
-    layout = value.layout
-    return layout if layout is not None and layout.dim == 0 else None
+def _shard_of(value: Value) -> Shard | None:
+    """Return the sharding if the samples are in dimension 0, so that each micro-batch has all channels."""
+    shard = value.shard
+    return shard if shard is not None and shard.dim == 0 else None
 
 
 def forward(
@@ -66,13 +66,13 @@ def forward(
 ) -> Any:
     """`native_batch_norm`: (output, mean, 1 / standard deviation)."""
     value = recording.value(x)
-    layout = _layout_of(value)
+    shard = _shard_of(value)
     affine = [_given(recording, weight), _given(recording, bias)]
     across = recording.across
     if across is not None and across.normalises and training:
-        layout = layout or across.layout_of(recording, value)
-    # Affine parameters with a layout: an InstanceNorm, which repeats them for each sample.
-    if layout is None or any(v is not None and v.layout is not None for v in affine):
+        shard = shard or across.shard_of(recording, value)
+    # Affine parameters with a sharding: an InstanceNorm, which repeats them for each sample.
+    if shard is None or any(v is not None and v.shard is not None for v in affine):
         return _samples_in_channels(
             recording, x, (weight, bias, running_mean, running_var, training, momentum, eps)
         )
@@ -84,17 +84,19 @@ def forward(
             w, b, mean, var = _picked(tensors, places, 1)
             return _kernel(tensors[0], w, b, mean, var, False, 0.0, eps)
 
-        recipe = Recipe([Operand(value, layout), *operands], [layout, None, None], frozen, First, light=True)
+        strategy = OpStrategy(
+            [Operand(value, shard), *operands], [shard, None, None], frozen, First, light=True
+        )
         empty = blank((0,), (1,), value.meta.dtype)  # in eval mode the kernel returns no batch statistics
-        return recording.shown(recording.add("batch_norm", recipe, [value.meta, empty, empty]))
-    mean, invstd, var, unbiased = _statistics(recording, value, layout, affine[0], eps)
+        return recording.shown(recording.add("batch_norm", strategy, [value.meta, empty, empty]))
+    mean, invstd, var, unbiased = _statistics(recording, value, shard, affine[0], eps)
     if running_mean is not None:  # once per batch, with the unbiased variance of all n
         _update(recording, running_mean, mean, momentum)
         _update(recording, running_var, unbiased, momentum)
     operands, places = _options([*affine, mean, var])
     run = _normalised(tuple(places), eps)
-    recipe = Recipe([Operand(value, layout), *operands], [layout], run, light=True)
-    output = recording.add("batch_norm", recipe, value.meta, known=True)
+    strategy = OpStrategy([Operand(value, shard), *operands], [shard], run, light=True)
+    output = recording.add("batch_norm", strategy, value.meta, known=True)
     return recording.shown([output, mean, invstd])
 
 
@@ -112,7 +114,7 @@ def _normalised(places: tuple[int | None, ...], eps: float) -> Run:
 
 
 def _statistics(
-    recording: Recorder, value: Value, layout: Layout, weight: Value | None, eps: float
+    recording: Recorder, value: Value, shard: Shard, weight: Value | None, eps: float
 ) -> list[Value]:
     """Return mean, 1 / standard deviation, biased and unbiased variance, each [channels]."""
     channels = value.meta.shape[1]
@@ -122,15 +124,15 @@ def _statistics(
     moments = _moments(dtype)
     across = recording.across
     if across is not None and across.normalises:
-        return across.statistics(recording, Operand(value, layout), moments, (channels, dtype), eps)
+        return across.statistics(recording, Operand(value, shard), moments, (channels, dtype), eps)
 
     def finish(mean: Tensor, squares: Tensor, count: int) -> list[Tensor]:
         var = squares / count
         return [mean, (var + eps).rsqrt(), var, squares / max(count - 1, 1)]
 
     meta = blank((channels,), (1,), dtype)
-    recipe = Recipe([Operand(value, layout)], [None] * 4, moments, lambda: Moments(finish))
-    return recording.add("batch_norm", recipe, [meta] * 4, known=True)
+    strategy = OpStrategy([Operand(value, shard)], [None] * 4, moments, lambda: Moments(finish))
+    return recording.add("batch_norm", strategy, [meta] * 4, known=True)
 
 
 @lru_cache(maxsize=1 << 10)
@@ -158,16 +160,16 @@ def _by_channel(x: Tensor) -> Tensor:
 
 
 def _update(recording: Recorder, buffer: Tensor, value: Value, momentum: float) -> None:
-    """Record the update of a running statistic as one operation; its four operators would be four."""
+    """Record the update of a running statistic as one operation instead of four."""
     old, dtype = recording.given(buffer), buffer.dtype
 
     def moved(part: Part, tensors: list[Tensor]) -> Tensor:
         old, new = tensors
         return (1 - momentum) * old + momentum * new.to(dtype)
 
-    recipe = Recipe([Operand(old, None), Operand(value, None)], [None], moved)
+    strategy = OpStrategy([Operand(old, None), Operand(value, None)], [None], moved)
     # Later: the statistic is not computed yet, and the forward must not start a sweep.
-    recording.write_later(buffer, recording.add("batch_norm running statistic", recipe, old.meta))
+    recording.write_later(buffer, recording.add("batch_norm running statistic", strategy, old.meta))
 
 
 def backward(
@@ -185,18 +187,18 @@ def backward(
 ) -> Any:
     """`native_batch_norm_backward`: (dx, d weight, d bias)."""
     value, given = recording.value(x), recording.value(grad)
-    layout = _layout_of(value) or _layout_of(given)  # a full input may have a gradient with rows
+    shard = _shard_of(value) or _shard_of(given)  # a full input may have a gradient with rows
     w = _given(recording, weight)
-    if layout is None and recording.across is not None:
-        layout = recording.across.layout_back(recording, value, recording.value(save_mean))
-    if layout is None or (w is not None and w.layout is not None):
+    if shard is None and recording.across is not None:
+        shard = recording.across.shard_in_backward(recording, value, recording.value(save_mean))
+    if shard is None or (w is not None and w.shard is not None):
         return _samples_in_channels_backward(
             recording,
             grad,
             x,
             (weight, running_mean, running_var, save_mean, save_invstd, training, eps, mask),
         )
-    inputs = [Operand(given, layout), Operand(value, layout)]
+    inputs = [Operand(given, shard), Operand(value, shard)]
     channel = blank((value.meta.shape[1],), (1,), (w or value).meta.dtype)
     if not training:
         operands, places = _options([w, _given(recording, running_mean), _given(recording, running_var)])
@@ -206,17 +208,17 @@ def backward(
             dy, x = tensors[:2]
             return _backward_kernel(dy, x, scale, mean, var, None, None, False, eps, mask)
 
-        recipe = Recipe([*inputs, *operands], [layout, None, None], frozen)
+        strategy = OpStrategy([*inputs, *operands], [shard, None, None], frozen)
         metas = [
             meta if wanted else None
             for meta, wanted in zip([value.meta, channel, channel], mask, strict=True)
         ]
-        return recording.shown(recording.add("batch_norm backward", recipe, metas))
+        return recording.shown(recording.add("batch_norm backward", strategy, metas))
     mean, invstd = recording.value(save_mean), recording.value(save_invstd)
     operands, places = _options([w, mean, invstd])
-    recipe = Recipe([*inputs, *operands], [None, None], _sums(tuple(places), eps))
-    d_weight, d_bias = recording.add("batch_norm sums", recipe, [mean.meta] * 2, known=True)
-    dx = _input_gradient(recording, inputs, w, [mean, invstd, d_weight, d_bias], layout) if mask[0] else None
+    strategy = OpStrategy([*inputs, *operands], [None, None], _sums(tuple(places), eps))
+    d_weight, d_bias = recording.add("batch_norm sums", strategy, [mean.meta] * 2, known=True)
+    dx = _input_gradient(recording, inputs, w, [mean, invstd, d_weight, d_bias], shard) if mask[0] else None
     results = recording.shown([dx, d_weight if mask[1] else None, d_bias if mask[2] else None])
     # The sums are float32 for 16-bit parameters: rounded once, after the reduction.
     return [results[0], *(None if one is None else one.to(channel.dtype) for one in results[1:])]
@@ -236,14 +238,14 @@ def _sums(places: tuple[int | None, ...], eps: float) -> Run:
 
 
 def _input_gradient(
-    recording: Recorder, inputs: list[Operand], weight: Value | None, whole: list[Value], layout: Layout
+    recording: Recorder, inputs: list[Operand], weight: Value | None, full: list[Value], shard: Shard
 ) -> Value:
     value = inputs[1].value
     count = value.meta.numel() // max(value.meta.shape[1], 1)
     if recording.across is not None:  # over ranks dx needs the sums of all; parameter gradients stay local
-        whole = [*whole[:2], *recording.across.sums(recording, whole[0], whole[2:], count)]
+        full = [*full[:2], *recording.across.sums(recording, full[0], full[2:], count)]
 
-    meta, x = whole[0].meta, value.meta
+    meta, x = full[0].meta, value.meta
     shape = (1, len(meta), *[1] * (x.dim() - 2))
     dtype = x.dtype if x.dtype.itemsize >= meta.dtype.itemsize else meta.dtype
 
@@ -255,11 +257,11 @@ def _input_gradient(
         c = -a * d_bias / count - b * mean
         return [one.to(dtype).view(shape) for one in (a, b, c)]  # reshaped once, not per micro-batch
 
-    operands = [Operand(v, None) for v in [*whole, *([] if weight is None else [weight])]]
+    operands = [Operand(v, None) for v in [*full, *([] if weight is None else [weight])]]
     metas = [blank(shape, (len(meta), *[1] * (x.dim() - 1)), dtype)] * 3
-    a, b, c = recording.add("batch_norm coefficients", Recipe(operands, [None] * 3, coefficients), metas)
-    recipe = Recipe([*inputs, *(Operand(v, None) for v in (a, b, c))], [layout], _gradient, light=True)
-    return recording.add("batch_norm input", recipe, value.meta, known=True)
+    a, b, c = recording.add("batch_norm coefficients", OpStrategy(operands, [None] * 3, coefficients), metas)
+    strategy = OpStrategy([*inputs, *(Operand(v, None) for v in (a, b, c))], [shard], _gradient, light=True)
+    return recording.add("batch_norm input", strategy, value.meta, known=True)
 
 
 def _gradient(part: Part, tensors: list[Tensor]) -> Tensor:
@@ -275,25 +277,25 @@ def _samples_in_channels(recording: Recorder, x: Any, rest: tuple[Any, ...]) -> 
     # InstanceNorm calls batch_norm on [1, N * C, ...]: the samples are in dimension 1.
     value = recording.value(x)
     channels = [_given(recording, t) for t in (weight, bias)]
-    layout = value.layout
+    shard = value.shard
     if running_mean is not None and training:  # running statistics couple the samples of an InstanceNorm
         return _on_full_tensor(recording, x, rest)
-    if layout is None or layout.dim != 1 or not training:
+    if shard is None or shard.dim != 1 or not training:
         return NotImplemented
     places: list[int | None] = []
-    operands = [Operand(value, layout)]
+    operands = [Operand(value, shard)]
     for item in channels:
         places.append(None if item is None else len(operands))
         if item is not None:
-            operands.append(Operand(item, layout.at(0)))
+            operands.append(Operand(item, shard.at(0)))
 
     def run(part: Part, tensors: list[Tensor]) -> Any:
         w, b = _picked(tensors, places, 0)
         return _kernel(tensors[0], w, b, None, None, True, 0.0, eps)
 
     stat = blank((value.meta.shape[1],), (1,), value.meta.dtype)
-    recipe = Recipe(operands, [layout, layout.at(0), layout.at(0)], run)
-    return recording.shown(recording.add("instance_norm", recipe, [value.meta, stat, stat]))
+    strategy = OpStrategy(operands, [shard, shard.at(0), shard.at(0)], run)
+    return recording.shown(recording.add("instance_norm", strategy, [value.meta, stat, stat]))
 
 
 def _on_full_tensor(recording: Recorder, x: Any, rest: tuple[Any, ...]) -> Any:
@@ -307,13 +309,13 @@ def _on_full_tensor(recording: Recorder, x: Any, rest: tuple[Any, ...]) -> Any:
 def _samples_in_channels_backward(recording: Recorder, grad: Any, x: Any, rest: tuple[Any, ...]) -> Any:
     weight, running_mean, _, save_mean, save_invstd, training, eps, mask = rest
     value, given = recording.value(x), recording.value(grad)
-    layout = value.layout or given.layout
-    if layout is None or layout.dim != 1 or not training or running_mean is not None:
+    shard = value.shard or given.shard
+    if shard is None or shard.dim != 1 or not training or running_mean is not None:
         return NotImplemented
-    operands = [Operand(given, layout), Operand(value, layout)]
-    operands += [Operand(recording.value(t), layout.at(0)) for t in (save_mean, save_invstd)]
+    operands = [Operand(given, shard), Operand(value, shard)]
+    operands += [Operand(recording.value(t), shard.at(0)) for t in (save_mean, save_invstd)]
     if weight is not None:
-        operands.append(Operand(recording.value(weight), layout.at(0)))
+        operands.append(Operand(recording.value(weight), shard.at(0)))
 
     def run(part: Part, tensors: list[Tensor]) -> Any:
         dy, x, mean, invstd, *w = tensors
@@ -323,8 +325,8 @@ def _samples_in_channels_backward(recording: Recorder, grad: Any, x: Any, rest: 
     metas = [
         meta if wanted else None for meta, wanted in zip([value.meta, channel, channel], mask, strict=True)
     ]
-    outputs = [layout, layout.at(0), layout.at(0)]
-    return recording.shown(recording.add("instance_norm backward", Recipe(operands, outputs, run), metas))
+    outputs = [shard, shard.at(0), shard.at(0)]
+    return recording.shown(recording.add("instance_norm backward", OpStrategy(operands, outputs, run), metas))
 
 
 # -- CUDA (written by their schemas, tested on a CPU only) ---------------------------------------------------

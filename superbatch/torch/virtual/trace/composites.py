@@ -13,8 +13,8 @@ from torch import Tensor
 from superbatch.torch.memory.out_of_memory import out_of_memory
 
 from ..ir.calls import Call, mapped, substituted
-from ..ir.layout import Layout
 from ..ir.recorder import Recorder
+from ..ir.shard import Shard
 from ..rules.decompositions import decomposition
 from . import batch_norm, indexing, recurrent
 from .aliases import view
@@ -24,8 +24,8 @@ aten: Any = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def _layout(recording: Recorder, tensor: Any) -> Layout | None:
-    return recording.value(tensor).layout if isinstance(tensor, Tensor) else None
+def _shard(recording: Recorder, tensor: Any) -> Shard | None:
+    return recording.value(tensor).shard if isinstance(tensor, Tensor) else None
 
 
 # -- means --------------------------------------------------------------------------------------------------
@@ -39,9 +39,9 @@ def _mean(recording: Recorder, x: Any, dim: Any = None, keepdim: bool = False, *
         if dim is None or dim == []
         else [d % count for d in ([dim] if isinstance(dim, int) else dim)]
     )
-    layout = _layout(recording, x)
+    shard = _shard(recording, x)
     kind = dtype or x.dtype  # an integer mean raises in torch: left to the rule, which calls the operator
-    if layout is None or layout.dim not in dims or not (kind.is_floating_point or kind.is_complex):
+    if shard is None or shard.dim not in dims or not (kind.is_floating_point or kind.is_complex):
         return NotImplemented
     wide = torch.float32 if kind in _HALF else dtype  # a float16 sum over the batch could overflow
     total = aten.sum.dim_IntList(x, list(dims), keepdim, dtype=wide)
@@ -52,7 +52,7 @@ def _nll_loss_forward(
     recording: Recorder, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int
 ) -> Any:
     """Return a mean as the sum of losses, divided once by the sum of weights; without a reduction, losses."""
-    if _layout(recording, x) is None:
+    if _shard(recording, x) is None:
         return NotImplemented
     forward = aten.nll_loss2d_forward if x.dim() == 4 else aten.nll_loss_forward
     how = 2 if reduction else 0  # a sum: the mean of a micro-batch would divide by its own weights
@@ -61,7 +61,7 @@ def _nll_loss_forward(
     )
     if reduction == 0:  # torch gives 0 for the sum of weights; a recorded one would be a coupling point
         return total, torch.zeros((), dtype=x.dtype, device=x.device)
-    # The sum of weights depends on the targets alone: so the backward does not wait for the forward's sweep.
+    # Computed from the targets alone, so that the backward does not wait for the forward's sweep.
     counts = target != ignore_index
     if weight is None:
         weights = counts.sum().to(x.dtype)
@@ -147,7 +147,7 @@ def decomposed(recording: Recorder, call: Call) -> Any:
     try:
         return simpler(*args, **kwargs)
     except (NotImplementedError, RuntimeError, ValueError, AssertionError) as error:
-        # A decomposition may ask for a number or for a stride that does not exist: gathering always works.
+        # A decomposition may read a number, or a stride that does not exist; gathering always works.
         if out_of_memory(error) or isinstance(error, WrongRuleError):
             raise
         return NotImplemented

@@ -19,7 +19,7 @@ from ..rules.decompositions import is_composite
 from ..run.memo import Form
 from . import composites
 from .aliases import assign, current, functional_of, view, with_defaults
-from .held import held
+from .paranoid_composites import compared
 from .randomness import drawn_as_the_batch
 from .tensor import VirtualTensor
 from .unsupported import REFUSED
@@ -30,7 +30,7 @@ aten: Any = torch.ops.aten
 def dispatch(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Dispatch an operation on virtual tensors."""
     if recording.paranoid and recording.open:
-        return held(recording, func, args, kwargs, _done)
+        return compared(recording, func, args, kwargs, _done)
     return _done(recording, func, args, kwargs)
 
 
@@ -58,7 +58,7 @@ def _done(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[st
 
 
 class _Kind(NamedTuple):
-    """Kind of an operator, cached: it takes several lookups in schema, tags and tables."""
+    """Kind of an operator; cached, because finding it takes several lookups in schema, tags and tables."""
 
     answer: Callable[..., Any] | None  # computes the result itself: a number, or a list of views
     composite: bool
@@ -129,12 +129,12 @@ def _write_with_numbers(recording: Recorder, func: Any, args: Any, kwargs: Any) 
     # Pending operations read the numbers from before the write.
     recording.readings.before(func, args, kwargs)
     virtual = [item for item in written if isinstance(item, VirtualTensor)]
-    # The operator reads the rows of all samples at once, so the log names it as the one that gathers them.
-    wholes: list[Value] = []
+    # The operator reads the rows of all samples at once, so it is logged as one that gathers.
+    full_values: list[Value] = []
 
     def take(item: VirtualTensor) -> None:
         owner = item.virtual.recording
-        wholes.append(owner.gathered(current(owner, item), "gathered", func))
+        full_values.append(owner.gathered(current(owner, item), "gathered", func))
 
     for arg in (*args, *kwargs.values()):
         mapped(arg, take, VirtualTensor)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..ir.calls import blank_like
-from ..ir.layout import Layout
+from ..ir.shard import Shard
 from ..ir.values import Sliced, Value
 from .recording import Recording
 
@@ -37,10 +37,10 @@ class _Enter(torch.autograd.Function):
 
 
 def _source(tensor: Tensor, recording: Recording) -> Value:
-    value = Value(blank_like(tensor), recording.device, Layout(0))
+    value = Value(blank_like(tensor), recording.device, Shard(0))
     if tensor.device == recording.device:
         recording.readings.read(value, tensor.detach())
     else:
         # On the host: micro-batches are copied one at a time, and the batch is never on the device.
-        value.pieces = Sliced(tensor.detach(), Layout(0))
+        value.pieces = Sliced(tensor.detach(), Shard(0))
     return value

@@ -57,8 +57,8 @@ def index_put(
 
 def _by_sample(recording: Recorder, x: Any) -> bool:
     """Return whether each row of dimension 0 is one sample."""
-    layout = recording.value(x).layout
-    return layout is not None and tuple(layout) == (0, 1, 1)
+    shard = recording.value(x).shard
+    return shard is not None and tuple(shard) == (0, 1, 1)
 
 
 def _one_of_each(recording: Recorder, x: Any, indices: Sequence[Any]) -> Any:
@@ -67,10 +67,10 @@ def _one_of_each(recording: Recorder, x: Any, indices: Sequence[Any]) -> Any:
     if len(indices) < 2 or any(item is None or item.dim() != 1 or _is_mask(item) for item in indices):
         return None
     known = recording.value(first)
-    if known.layout is not None or known.whole is None or first.shape[0] != x.shape[0]:
+    if known.shard is not None or known.full is None or first.shape[0] != x.shape[0]:
         return None
     # Compared by numbers: only arange(N) pairs each sample with its own index.
-    if not torch.equal(known.whole, torch.arange(x.shape[0], device=known.whole.device)):
+    if not torch.equal(known.full, torch.arange(x.shape[0], device=known.full.device)):
         return None
     # % because an index may be negative; row-major, as `_flat` flattens.
     place = indices[1] % x.shape[1]
@@ -91,13 +91,13 @@ def _one_of_features(recording: Recorder, x: Any, indices: Sequence[Any]) -> tup
         return None
     dim, item = found[0]
     known = recording.value(item)
-    if known.layout is not None:
+    if known.shard is not None:
         return None
     if not _is_mask(item):
         return dim, item % x.shape[dim]
-    if known.whole is None or item.dim() != 1:
+    if known.full is None or item.dim() != 1:
         return None
-    return dim, known.whole.nonzero().squeeze(1)  # a mask is known here, so its rows can be counted
+    return dim, known.full.nonzero().squeeze(1)  # a mask is known here, so its rows can be counted
 
 
 def _is_mask(item: Tensor) -> bool:

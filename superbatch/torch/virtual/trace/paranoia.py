@@ -14,9 +14,9 @@ from superbatch.torch.devices import in_float64
 
 from ..ir.calls import Call, filled, substituted
 from ..ir.conjugates import conjugates_seen
-from ..ir.layout import Part
 from ..ir.recorder import Recorder
 from ..ir.references import REFERENCES, arguments_by_name
+from ..ir.shard import Part
 from ..ir.values import Value
 
 # Uninitialized memory is arbitrary and cannot be compared: it is zeroed.
@@ -47,7 +47,7 @@ def check(recording: Recorder, call: Call, results: Any) -> None:
     Raises:
         WrongRuleError: a result differs by more than rounding.
     """
-    inputs = recording.there([recording.gathered(value) for value in call.tensors])
+    inputs = recording.materialized([recording.gathered(value) for value in call.tensors])
     copies = [tensor.clone() for tensor in inputs]  # a reference must not write the block's own tensors
     # A few kernels cannot be called on the gathered tensors, because the state of their forward is missing.
     reference = REFERENCES.get(call.func.overloadpacket)
@@ -91,13 +91,13 @@ def compare(
         if not isinstance(value, Value) or not isinstance(whole, Tensor) or index in unread:
             continue
         # Materialized now, and kept: paranoid mode runs a sweep for each operation.
-        (ours,) = recording.there([recording.gathered(value)])
+        (ours,) = recording.materialized([recording.gathered(value)])
         if ours.shape != whole.shape or ours.dtype != whole.dtype or not _close(ours, whole, scale):
-            shapes, layouts = [tuple(v.meta.shape) for v in values], [v.layout for v in values]
+            shapes, shards = [tuple(v.meta.shape) for v in values], [v.shard for v in values]
             raise WrongRuleError(
-                f"Output {index} of {func} on shapes {shapes} with samples in {layouts} differs by "
-                f"micro-batches from that of the whole batch: {_difference(ours, whole)}. "
-                "Report it, and compute this operation outside the block until it is fixed."
+                f"Output {index} of {func} on shapes {shapes} with samples in {shards} is wrong: computed by "
+                f"micro-batches it differs from that of the whole batch ({_difference(ours, whole)}). "
+                "Report this bug, and compute the operation outside the block until it is fixed."
             )
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from superbatch.torch.devices import seeded
 
-from ..ir.calls import Call, Recipe, empty_like, mapped, shapes, substituted
-from ..ir.layout import Part
+from ..ir.calls import Call, OpStrategy, empty_like, mapped, shapes, substituted
 from ..ir.recorder import Recorder
+from ..ir.shard import Part
 from ..ir.values import Value
 from ..rules.attention_rules import BACKWARD, DROPPED, Seeded, with_dropout
 from ..rules.lookup import elementwise
@@ -39,8 +39,8 @@ class Randomness:
         """Return whether to draw the numbers of the real large batch."""
         return self._how == "batch"
 
-    def recipe(self, call: Call) -> Recipe | None:
-        """Return a recipe that draws random numbers; None without one."""
+    def strategy(self, call: Call) -> OpStrategy | None:
+        """Return a strategy that draws random numbers; None without one."""
         if call.func.overloadpacket in _DRAWS_WHOLE:
             return None
         if call.func in BACKWARD:
@@ -50,25 +50,25 @@ class Randomness:
             return None if known is None else with_dropout(call, known)
         if call.func in DROPPED:
             return with_dropout(call, int(torch.randint(2**62, ())))
-        recipe = elementwise(call)
-        if recipe is None or not _draws_each(call):
+        strategy = elementwise(call)
+        if strategy is None or not _draws_each(call):
             return None
         # From torch's CPU generator: a seed set by the program makes the block reproducible.
         seed = int(torch.randint(2**62, ()))
-        run, drawn_on = recipe.run, call.argument("device")
+        run, drawn_on = strategy.run, call.argument("device")
 
         def drawn(part: Part, tensors: list[Tensor]) -> Any:
             with seeded(drawn_on or tensors[0].device, (seed + part.start) % 2**63):
                 return run(part, tensors)
 
-        return recipe.drawing(drawn)
+        return strategy.drawing(drawn)
 
-    def note(self, recipe: Recipe | None, results: Any) -> None:
+    def note(self, strategy: OpStrategy | None, results: Any) -> None:
         """Store the seed of an attention, for its backward."""
-        if recipe is not None and isinstance(recipe.run, Seeded) and len(results) > 1:
+        if strategy is not None and isinstance(strategy.run, Seeded) and len(results) > 1:
             logsumexp = results[1]
             if isinstance(logsumexp, Value):
-                self._seeds[logsumexp] = recipe.run.seed
+                self._seeds[logsumexp] = strategy.run.seed
 
 
 def _draws_each(call: Call) -> bool:
@@ -101,23 +101,19 @@ _SHAPE_ALONE = {
 
 def drawn_as_the_batch(recording: Recorder, call: Call) -> Any:
     """Draw the numbers of the real large batch, and return them as values."""
-    layout = next((value.layout for value in call.tensors if value.layout is not None), None)
+    shard = next((value.shard for value in call.tensors if value.shard is not None), None)
     # With the strides of the batch: a generator fills memory in order, so other strides are another mask.
     tensors = [empty_like(value.meta, value.device) for value in call.tensors]
     if (functional_of(call.func) or call.func) not in _SHAPE_ALONE:
-        numbers = recording.there([recording.gathered(value) for value in call.tensors])
+        numbers = recording.materialized([recording.gathered(value) for value in call.tensors])
         tensors = [empty.copy_(tensor) for empty, tensor in zip(tensors, numbers, strict=True)]
     new_args, new_kwargs = substituted(call.args, call.kwargs, call.paths, tensors)
 
     def kept(tensor: Tensor) -> Value:
         value = recording.given(tensor)
-        if (
-            layout
-            and tensor.dim() > layout.dim
-            and tensor.shape[layout.dim] == layout.rows(recording.samples)
-        ):
+        if shard and tensor.dim() > shard.dim and tensor.shape[shard.dim] == shard.rows(recording.samples):
             # Full in memory, but sharded for its readers: e.g. a dropout mask is read by rows.
-            value.layout = layout
+            value.shard = shard
         return value
 
     return mapped(call.func(*new_args, **new_kwargs), kept)

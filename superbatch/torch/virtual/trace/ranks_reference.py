@@ -82,7 +82,7 @@ def _over(
 ) -> list[Tensor]:
     # `summed` is a recorded collective, so its place in the order is the same on every rank.
     flat = torch.stack(mine) if split else mine
-    (found,) = recording.there([across.summed(recording, mean, recording.given(flat))])
+    (found,) = recording.materialized([across.summed(recording, mean, recording.given(flat))])
     return list(found) if split else [found]
 
 

@@ -16,27 +16,27 @@ from superbatch.errors import WindowError
 from superbatch.results.coupling import CouplingKind
 from superbatch.torch.memory.out_of_memory import out_of_memory
 
-from ..ir.calls import Call, Recipe, blank, blank_like, empty_like, filled, mapped, results
+from ..ir.calls import Call, OpStrategy, blank, blank_like, empty_like, filled, mapped, results
 from ..ir.conjugates import conjugates_seen
-from ..ir.layout import Layout, Part, parts_of
 from ..ir.readings import Readings
 from ..ir.recorder import RankSums
+from ..ir.shard import Part, Shard, parts_of
 from ..ir.values import Action, Handle, Node, Operand, Value
 from ..ir.writes import Writes
 from ..rules.lookup import find
 from ..run.auto_size import microbatch_size
 from ..run.by_rows import by_rows
+from ..run.full_values import mark
 from ..run.growth import may_grow
 from ..run.log import Log
 from ..run.memo import Form, Template, action, template, traits
 from ..run.plan import plan
 from ..run.store import Store
 from ..run.sweep import run, unchanged
-from ..run.wholes import mark
 from . import composites, paranoia
 from .aliases import current
 from .dispatch import dispatch
-from .gathering import ASKED, gather
+from .gathering import READ_BY_PROGRAM, gather
 from .leaves import Leaves
 from .randomness import Randomness, drawn_as_the_batch
 from .spreading import spread
@@ -44,7 +44,7 @@ from .tensor import VirtualTensor, refuse_hollow
 
 aten: Any = torch.ops.aten
 _SMALL = 4096  # elements: smaller real tensors are copied at once, which is cheaper than watching for writes
-_ONE_ROW = (1, 1)  # `outer` and `inner` of a layout with one row per sample
+_ONE_ROW = (1, 1)  # `outer` and `inner` of a sharding with one row per sample
 _NOTHING = blank((), (), torch.float32)  # meta of a result that the operator omits
 
 
@@ -95,7 +95,7 @@ class Recording:
         self._shown: list[weakref.ref[Handle]] = []
         self._writes = Writes()
         self.readings = Readings()
-        self._uneven: dict[torch.Size, Layout] = {}  # by shape; see `rules.told_sizes`
+        self._uneven: dict[torch.Size, Shard] = {}  # by shape; see `rules.shape_arguments`
 
     # -- recording --------------------------------------------------------------------------------------
 
@@ -123,8 +123,8 @@ class Recording:
         for value in form.tensors:
             if value.meta is None:  # sparse or nested
                 return self._run_now(form.call())
-            batch = batch or value.layout is not None
-            waits = waits or value.whole is None
+            batch = batch or value.shard is not None
+            waits = waits or value.full is None
         if kind.at_once:
             return self._run_now(form.call())
         if not batch and kind.like:  # e.g. ones_like(loss): must not compute a pending loss
@@ -151,74 +151,74 @@ class Recording:
             return self._node(func, rows.operands, rows.action)
         if known.gathered:
             kind: CouplingKind = "unknown" if known.unknown else "gathered"
-            operands = [
-                self._operand(Operand(tensors[i], layout), kind, func) for i, layout in known.operands
-            ]
+            operands = [self._operand(Operand(tensors[i], shard), kind, func) for i, shard in known.operands]
         else:
-            operands = [Operand(tensors[index], layout) for index, layout in known.operands]
+            operands = [Operand(tensors[index], shard) for index, shard in known.operands]
         results = self._node(func, operands, known.action)
         if rows is not None and isinstance(results, Value) and results.node is not None:
-            results.node.by_rows = rows  # the plan decides: only it knows every reader
+            results.node.by_rows = rows  # the plan decides later, when every reader is known
         return results
 
     def _untemplated(self, call: Call, batch: bool, random: bool) -> Any:
         """Record an operation that has no cached template."""
         if random and (self.randomness.as_the_batch or call.argument("generator") is not None):
             return drawn_as_the_batch(self, call)
-        recipe = self.randomness.recipe(call) if random else find(call)
-        if recipe is None and batch:
+        strategy = self.randomness.strategy(call) if random else find(call)
+        if strategy is None and batch:
             results = composites.decomposed(self, call)
             if results is not NotImplemented:
                 return mapped(results, self.value)
-        found = self._recorded(call, recipe, check=self.paranoid and not random)
+        found = self._recorded(call, strategy, check=self.paranoid and not random)
         if random:
-            self.randomness.note(recipe, found)
+            self.randomness.note(strategy, found)
         return found
 
-    def _recorded(self, call: Call, recipe: Recipe | None, *, check: bool) -> Any:
+    def _recorded(self, call: Call, strategy: OpStrategy | None, *, check: bool) -> Any:
         try:
-            metas = results(call, recipe)
+            metas = results(call, strategy)
         except (NotImplementedError, RuntimeError, TypeError, AssertionError) as error:
             if out_of_memory(error):
                 raise
             return self._run_now(call)  # e.g. nonzero: its shape depends on numbers
         if metas is None:
             return self._run_now(call)
-        if recipe is not None:
-            found = self.add(call.func, recipe, metas)
+        if strategy is not None:
+            found = self.add(call.func, strategy, metas)
             if check:
                 paranoia.check(self, call, found)
             return found
         count = 1 if isinstance(metas, Tensor) else len(metas)
-        whole = Recipe([Operand(value, None) for value in call.tensors], [None] * count, filled(call))
-        return self.add(call.func, whole, metas, once=True)
+        full = OpStrategy([Operand(value, None) for value in call.tensors], [None] * count, filled(call))
+        return self.add(call.func, full, metas, once=True)
 
-    def add(self, func: Any, recipe: Recipe, metas: Any, *, once: bool = False, known: bool = False) -> Any:
-        """Record an operation with its recipe, and return the values of its results."""
+    def add(
+        self, func: Any, strategy: OpStrategy, metas: Any, *, once: bool = False, known: bool = False
+    ) -> Any:
+        """Record an operation with its strategy, and return the values of its results."""
         kind: CouplingKind = "unknown" if once else "gathered"
-        operands = [self._operand(operand, kind, func) for operand in recipe.operands]
-        layouts = [*(layout for _, layout in operands), *recipe.outputs]
-        once = once or all(layout is None for layout in layouts)
-        return self._node(func, operands, action(recipe, metas, once=once, known=known))
+        operands = [self._operand(operand, kind, func) for operand in strategy.operands]
+        shards = [*(shard for _, shard in operands), *strategy.outputs]
+        once = once or all(shard is None for shard in shards)
+        return self._node(func, operands, action(strategy, metas, once=once, known=known))
 
     def _node(self, func: Any, operands: Sequence[Operand], action: Action) -> Any:
         self.log.recorded += 1
         device = self.device
-        for value, layout in operands:
-            if layout is not None:
+        for value, shard in operands:
+            if shard is not None:
                 device = value.device
                 break
         if action.single:
-            (meta,), (layout,) = action.metas, action.layouts
+            (meta,), (shard,) = action.metas, action.shards
             assert isinstance(meta, Tensor)
-            output = Value(meta, device, layout)
-            if layout is not None and layout[1:] != _ONE_ROW:
-                self._uneven[meta.shape] = layout
+            output = Value(meta, device, shard)
+            if shard is not None and shard[1:] != _ONE_ROW:
+                self._uneven[meta.shape] = shard
             Node(func, operands, action, (output,), where=self.log.where)
             return output
         outputs = [
-            Value(meta if isinstance(meta, Tensor) else _NOTHING, device, layout)
-            for meta, layout in zip(action.metas, action.layouts, strict=True)
+            Value(meta if isinstance(meta, Tensor) else _NOTHING, device, shard)
+            for meta, shard in zip(action.metas, action.shards, strict=True)
         ]
         Node(func, operands, action, outputs, where=self.log.where)
         return [
@@ -227,12 +227,12 @@ class Recording:
         ]
 
     def _operand(self, operand: Operand, kind: CouplingKind, why: Any) -> Operand:
-        value, layout = operand
-        if value.layout is not None and value.layout != layout:
-            return Operand(self.gathered(value, kind, why), layout)
+        value, shard = operand
+        if value.shard is not None and value.shard != shard:
+            return Operand(self.gathered(value, kind, why), shard)
         return operand
 
-    def gathered(self, value: Value, kind: CouplingKind = "gathered", why: Any = ASKED) -> Value:
+    def gathered(self, value: Value, kind: CouplingKind = "gathered", why: Any = READ_BY_PROGRAM) -> Value:
         """Return a value as a full one.
 
         Args:
@@ -240,12 +240,12 @@ class Recording:
             kind: "gathered": the operator reads it in full; "unknown": the operator has no rule.
             why: the operator.
         """
-        return value if value.layout is None else gather(self.log, value, kind, why)
+        return value if value.shard is None else gather(self.log, value, kind, why)
 
     def _run_now(self, call: Call) -> Any:
         """Run an operation immediately, on full tensors."""
-        whole = [self.gathered(value, "unknown", call.func) for value in call.tensors]
-        tensors = self.there(whole)
+        full = [self.gathered(value, "unknown", call.func) for value in call.tensors]
+        tensors = self.materialized(full)
         with conjugates_seen():
             return mapped(filled(call)(Part(0, 0, self.samples), tensors), self.given)
 
@@ -263,7 +263,7 @@ class Recording:
         """Return a value for a real tensor."""
         if tensor.layout is not torch.strided or tensor.is_nested:
             value = Value(None, tensor.device)  # type: ignore[arg-type]  (no strides, so no meta)
-            value.whole = tensor
+            value.full = tensor
             return value
         self.settle_writes((tensor,))  # e.g. a running mean that this block updates
         self.note_leaf(tensor)
@@ -271,7 +271,7 @@ class Recording:
             tensor = tensor.resolve_conj().resolve_neg()
         value = Value(blank_like(tensor), tensor.device)
         if tensor.numel() <= _SMALL and not tensor.requires_grad:
-            value.whole = tensor.clone()
+            value.full = tensor.clone()
         else:
             self.readings.read(value, tensor)
         return value
@@ -304,10 +304,8 @@ class Recording:
 
     def _shown_value(self, value: Value) -> Tensor | None:
         # Known integers and flags without rows are returned as real tensors: the program indexes with them.
-        if value.meta is None or (
-            value.whole is not None and value.layout is None and not value.has_gradient
-        ):
-            return value.whole
+        if value.meta is None or (value.full is not None and value.shard is None and not value.has_gradient):
+            return value.full
         return self.show(value)
 
     def show(self, value: Value) -> VirtualTensor:
@@ -318,7 +316,7 @@ class Recording:
         """Register a handle: while it lives, the program may read its value."""
         self._shown.append(handle.reference)
 
-    def _asked_for(self) -> list[Value]:
+    def _readable(self) -> list[Value]:
         """Return the values that tensors of the program show."""
         alive = {id(handle): handle for shown in self._shown if (handle := shown()) is not None}
         self._shown = [handle.reference for handle in alive.values()]
@@ -332,18 +330,18 @@ class Recording:
             return tensor
         owner = tensor.virtual.recording
         value = owner.gathered(current(owner, tensor))
-        if value.whole is None and not owner.open:
+        if value.full is None and not owner.open:
             raise WindowError(
                 f"This virtual tensor of shape {tuple(tensor.shape)} was not materialized before its block "
-                "ended. Read it inside the block: tensor.item(), tensor.numpy()."
+                "ended. Read it inside the block with tensor.item() or tensor.numpy()."
             )
-        (whole,) = owner.there([value])
-        return whole
+        (full,) = owner.materialized([value])
+        return full
 
-    def there(self, values: Iterable[Value]) -> list[Tensor]:
+    def materialized(self, values: Iterable[Value]) -> list[Tensor]:
         """Return the tensors of full values, materialized if need be."""
         values = list(values)
-        if any(value.whole is None for value in values):
+        if any(value.full is None for value in values):
             self.materialize(values)
         return [unchanged(value) for value in values]
 
@@ -353,10 +351,10 @@ class Recording:
         # optimizer has changed since.
         writes = self._writes.take()
         wanted = [*targets, *(self.gathered(value) for _, value in writes), *self.pending()]
-        wanted = [value for value in wanted if value.whole is None]
-        # After the block rows cannot be read any more, though a variable may still show them.
-        asked_for = [] if self.ending else self._asked_for()
-        todo = plan(wanted, asked_for, by_rows=self.store.budget is not None)
+        wanted = [value for value in wanted if value.full is None]
+        # After the block rows cannot be read, even if a variable still refers to them.
+        readable = [] if self.ending else self._readable()
+        todo = plan(wanted, readable, by_rows=self.store.budget is not None)
         if not self.parts:
             size = microbatch_size(self.size, todo, self.samples, self.device, self.store.budget)
             self.parts = parts_of(self.samples, size)
@@ -374,7 +372,7 @@ class Recording:
         for leaf, _ in self.leaves.had.values():
             if isinstance(leaf.grad, VirtualTensor) and leaf.grad.virtual.recording is self:
                 value = current(self, leaf.grad)
-                if value.layout is not None:  # sharded: its inputs are freed at the end
+                if value.shard is not None:  # sharded: its inputs are freed at the end
                     leaf.grad = self.show(self.gathered(value))
         self.ending = True
         self.materialize(self.pending())
@@ -390,4 +388,4 @@ class Recording:
 
     def pending(self) -> list[Value]:
         """Return the full values that the program may still read and that are not computed."""
-        return [value for value in self._asked_for() if value.layout is None and value.whole is None]
+        return [value for value in self._readable() if value.shard is None and value.full is None]

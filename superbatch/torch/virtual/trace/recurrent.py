@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ir.calls import Recipe, blank, blank_like
-from ..ir.layout import Layout, Part
+from ..ir.calls import OpStrategy, blank, blank_like
 from ..ir.recorder import Recorder
+from ..ir.shard import Part, Shard
 from ..ir.values import Operand
 
 aten: Any = torch.ops.aten
@@ -25,17 +25,17 @@ _STATES = ("hx", "cx", "grad_hy", "grad_cy")  # (layers, samples, features)
 
 def forward(recording: Recorder, *args: Any, **kwargs: Any) -> Any:
     """`_cudnn_rnn`: output, last states, and an empty reserve."""
-    named = _told(_FORWARD, args, kwargs)
-    layout = _layout(recording, named)
-    if layout is None:
+    named = _by_name(_FORWARD, args, kwargs)
+    shard = _shard(recording, named)
+    if shard is None:
         return NotImplemented
-    operands, fill = _operands(recording, named, ["input", "hx", "cx"], layout)
+    operands, fill = _operands(recording, named, ["input", "hx", "cx"], shard)
 
     def run(part: Part, tensors: list[Tensor]) -> Any:
         return _FORWARD(**fill(tensors))[:3]  # without reserve and packed weights
 
-    recipe = Recipe(operands, [layout, layout.at(1), layout.at(1)], run)
-    out, hy, cy = _recorded(recording, _FORWARD, recipe, _states_of(named))
+    strategy = OpStrategy(operands, [shard, shard.at(1), shard.at(1)], run)
+    out, hy, cy = _recorded(recording, _FORWARD, strategy, _states_of(named))
     x, weight_buf = named["input"], named["weight_buf"]
     nothing = torch.empty(0, dtype=torch.uint8, device=x.device)
     return (
@@ -49,12 +49,12 @@ def forward(recording: Recorder, *args: Any, **kwargs: Any) -> Any:
 
 def backward(recording: Recorder, *args: Any, **kwargs: Any) -> Any:
     """`_cudnn_rnn_backward`: gradients of input, first states and weights."""
-    named = _told(_BACKWARD, args, kwargs)
-    layout = _layout(recording, named) if named["train"] else None  # cuDNN has no backward in eval mode
-    if layout is None:
+    named = _by_name(_BACKWARD, args, kwargs)
+    shard = _shard(recording, named) if named["train"] else None  # cuDNN has no backward in eval mode
+    if shard is None:
         return NotImplemented
     names = ["input", "hx", "cx", "grad_output", "grad_hy", "grad_cy"]
-    operands, fill = _operands(recording, named, names, layout)
+    operands, fill = _operands(recording, named, names, shard)
     forward = [argument.name for argument in _FORWARD._schema.arguments]
     mask = list(named["output_mask"])
     count = len(named["weight"]) if mask[3] else 0
@@ -71,48 +71,48 @@ def backward(recording: Recorder, *args: Any, **kwargs: Any) -> Any:
     metas = [_in_time(named["input"], named["batch_first"]), *(_dense(named[name]) for name in ("hx", "cx"))]
     metas = [meta if wanted else None for meta, wanted in zip(metas, mask, strict=False)]
     metas += [_dense(weight) for weight in named["weight"][:count]]
-    recipe = Recipe(operands, [layout, layout.at(1), layout.at(1), *[None] * count], run)
-    dx, dhx, dcx, *weights = _recorded(recording, _BACKWARD, recipe, metas)
+    strategy = OpStrategy(operands, [shard, shard.at(1), shard.at(1), *[None] * count], run)
+    dx, dhx, dcx, *weights = _recorded(recording, _BACKWARD, strategy, metas)
     return dx, dhx, dcx, weights
 
 
-def _told(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return all arguments by name."""
     names = [argument.name for argument in func._schema.arguments]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _layout(recording: Recorder, named: dict[str, Any]) -> Layout | None:
-    """Return the layout of the input if its samples are independent; else None."""
+def _shard(recording: Recorder, named: dict[str, Any]) -> Shard | None:
+    """Return the sharding of the input if its samples are independent; else None."""
     # Packed sequences mix samples in one dimension; dropout would need the forward's mask in its repetition.
     if len(named["batch_sizes"]) or (named["dropout"] and named["train"]) or named["input"].dim() != 3:
         return None
     dim = 0 if named["batch_first"] else 1
-    layout, state = (recording.value(named[name]).layout for name in ("input", "hx"))
-    if layout is None and state is not None and state.dim == 1:  # a full input, e.g. expanded, with states
-        layout = state.at(dim)
-    if layout is None or layout.dim != dim:
+    shard, state = (recording.value(named[name]).shard for name in ("input", "hx"))
+    if shard is None and state is not None and state.dim == 1:  # a full input, e.g. expanded, with states
+        shard = state.at(dim)
+    if shard is None or shard.dim != dim:
         return None
     weights = [*named["weight"], *([] if named["weight_buf"] is None else [named["weight_buf"]])]
-    if any(recording.value(weight).layout is not None for weight in weights):
+    if any(recording.value(weight).shard is not None for weight in weights):
         return None
-    rows = layout.rows(recording.samples)
+    rows = shard.rows(recording.samples)
     alike = named["input"].shape[dim] == rows == named["hx"].shape[1]
-    return layout if alike else None
+    return shard if alike else None
 
 
 def _operands(
-    recording: Recorder, named: dict[str, Any], names: list[str], layout: Layout
+    recording: Recorder, named: dict[str, Any], names: list[str], shard: Shard
 ) -> tuple[list[Operand], Callable[[list[Tensor]], dict[str, Any]]]:
     """Return the operands, and a function that fills their tensors into the arguments."""
     names = [name for name in names if named[name] is not None]
     operands = [
-        Operand(recording.value(named[name]), layout.at(1) if name in _STATES else layout) for name in names
+        Operand(recording.value(named[name]), shard.at(1) if name in _STATES else shard) for name in names
     ]
     buffer, count = named["weight_buf"], len(named["weight"])
     given = buffer is not None and buffer.numel() > 0  # empty: the placeholder of `forward`
-    whole = [*named["weight"], *([buffer] if given else [])]
-    operands += [Operand(recording.value(tensor), None) for tensor in whole]
+    full = [*named["weight"], *([buffer] if given else [])]
+    operands += [Operand(recording.value(tensor), None) for tensor in full]
     plain = {name: None if isinstance(item, Tensor) else item for name, item in named.items()}
     plain["weight"] = None  # the recording must not keep tensors of the program alive
 
@@ -149,5 +149,5 @@ def _of_shape(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return blank(shape, torch.empty(shape, device="meta").stride(), dtype)
 
 
-def _recorded(recording: Recorder, func: Any, recipe: Recipe, metas: list[Tensor | None]) -> Any:
-    return recording.shown(recording.add(func, recipe, metas))
+def _recorded(recording: Recorder, func: Any, strategy: OpStrategy, metas: list[Tensor | None]) -> Any:
+    return recording.shown(recording.add(func, strategy, metas))

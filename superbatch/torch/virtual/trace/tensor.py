@@ -171,8 +171,8 @@ class VirtualTensor(Tensor):
         """Describe the tensor, with numbers if they are full and already computed."""
         # A debugger calls this: it must not start a sweep.
         value = self.virtual.handle.value
-        if value.layout is None and value.whole is not None:
-            return f"VirtualTensor({value.whole!r})"
+        if value.shard is None and value.full is not None:
+            return f"VirtualTensor({value.full!r})"
         return f"VirtualTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __format__(self, spec: str) -> str:

@@ -63,8 +63,8 @@ def refuse_nested(leaf: Any) -> Any:
     """
     if isinstance(leaf, Tensor) and leaf.is_nested:
         raise InputError(
-            "virtual_batch takes no nested tensors (torch.nested): their samples have no dimension of their "
-            "own. Pass torch.nested.to_padded_tensor(x, 0.0) and the lengths or a mask."
+            "virtual_batch cannot take a nested tensor (torch.nested), which has no dimension of size N. "
+            "Pass torch.nested.to_padded_tensor(x, 0.0) and the lengths or a mask."
         )
     return leaf
 
@@ -76,7 +76,7 @@ def refuse_jagged(*args: Any, **kwargs: Any) -> Any:
         WindowError: always.
     """
     raise WindowError(
-        "A nested tensor (torch.nested, layout=torch.jagged) cannot be made of the virtual batch. "
+        "A nested tensor (torch.nested, layout=torch.jagged) cannot be made from a virtual tensor. "
         "Use a padded tensor and a mask in the block."
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ from ...memory.out_of_memory import out_of_memory
 from ..norm import finite_norm
 from .all_reduce import Exchanges, all_reduced, kind
 from .faults import HEADER, Position, Told, error_of, in_order
+from .frame_sum import FrameSum
+
+T = TypeVar("T")
 
 
 class Manual:
@@ -117,11 +120,10 @@ class Manual:
         if not self.shared or here.lost:
             return
         try:
-            total = self._tensor(here.frame([], failed=True))
-            work: Any = dist.all_reduce(total, group=self.group, async_op=True)
-            while not work.is_completed():  # Ctrl-C can end this wait, but not one in C++
+            total = FrameSum(self._tensor(here.frame([], failed=True)), self.group)
+            while not total.is_completed():  # Ctrl-C can end this wait, but not one in C++
                 time.sleep(0.001)
-            work.wait()
+            total.numbers()
             self._tell_each(here.told(failed))
         except RuntimeError as error:  # not raised, because this rank's own error is raised
             if not here.lost:
@@ -230,9 +232,7 @@ class Manual:
         here = self._position
         if here.lost:
             raise RankError(here.lost)
-        total = self._tensor(frame)
-        self._reach(dist.all_reduce, total, group=self.group)
-        found = total.tolist()
+        found = self._reach(lambda: FrameSum(self._tensor(frame), self.group).numbers())
         # By the sum, because the frame of each rank would take another exchange.
         if not in_order(found, dist.get_world_size(self.group)):
             raise error_of(self._tell_each(here.told(None)))
@@ -250,14 +250,14 @@ class Manual:
         dtype = torch.float64 if self.device.type != "mps" else torch.float32
         return torch.tensor(numbers, dtype=dtype, device=self.device)
 
-    def _reach(self, exchange: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Make an exchange.
+    def _reach(self, exchange: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Make an exchange, and return what it returns.
 
         Raises:
             RankError: another rank cannot be reached.
         """
         try:
-            exchange(*args, **kwargs)
+            return exchange(*args, **kwargs)
         except RuntimeError as error:
             if out_of_memory(error):
                 raise

@@ -11,10 +11,10 @@ from ..ir.values import Node, Value, going_back
 from .growth import mark_growth, values_of
 from .log import Log
 from .memo import Form
-from .store import Held, Store
+from .store import CountedBytes, Store
 
 
-class Wholes:
+class FullValues:
     """Count of the full values in memory.
 
     Args:
@@ -33,12 +33,12 @@ class Wholes:
 
     def note(self, value: Value, place: tuple[str, str, bool], read: Sequence[Tensor] = ()) -> None:
         """Count a materialized value; `place` is its module, its operator, and True in a backward."""
-        tensor = value.whole
+        tensor = value.full
         # A view of an input has no memory of its own: the input was counted.
         if tensor is None or value.held is not None or any(_share_memory(tensor, other) for other in read):
             return
-        value.held = Held(self._store, value.nbytes)
-        self._log.whole(place, value.nbytes, value.picked)
+        value.held = CountedBytes(self._store, value.nbytes)
+        self._log.full_value(place, value.nbytes, value.picked)
 
 
 def mark(form: Form, results: Any, rows: int, store: Store, log: Log) -> None:
@@ -58,10 +58,10 @@ def mark(form: Form, results: Any, rows: int, store: Store, log: Log) -> None:
         return
     values = values_of(results)
     if mark_growth(form, results, rows):
-        log.whole_needed(str(form.func), sum(value.nbytes for value in values))
+        log.full_value_needed(str(form.func), sum(value.nbytes for value in values))
     for value in values:
-        if value.whole is not None and (value.grows or value.picked):
-            Wholes(store, log, 2).note(value, (log.where, str(form.func), going_back()))
+        if value.full is not None and (value.grows or value.picked):
+            FullValues(store, log, 2).note(value, (log.where, str(form.func), going_back()))
 
 
 def _share_memory(tensor: Tensor, other: Tensor) -> bool:

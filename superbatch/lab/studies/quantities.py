@@ -1,4 +1,4 @@
-"""Numbers as people write them: ``2GiB``, ``500 MB``, ``8,16,32``."""
+"""Values of options as people write them: ``2GiB``, ``500 MB``, ``8,16,32``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _UNITS = {"": 1, "b": 1} | {
 }
 
 
-def parse_bytes(text: str, *, flag: str) -> int:
+def parse_bytes(text: str, flag: str) -> int:
     """Read a number of bytes: K and KiB are 1024, kB is 1000, likewise M, G and T; no unit: bytes.
 
     Examples:
-        >>> [parse_bytes(text, flag="--limit") for text in ("2GiB", "1.5 MB", "16k", "123")]
+        >>> [parse_bytes(text, "--limit") for text in ("2GiB", "1.5 MB", "16k", "123")]
         [2147483648, 1500000, 16384, 123]
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", text.lower())
@@ -27,11 +27,11 @@ def parse_bytes(text: str, *, flag: str) -> int:
     return count
 
 
-def parse_sizes(text: str, *, flag: str) -> tuple[int, ...]:
+def parse_sizes(text: str, flag: str) -> tuple[int, ...]:
     """Read sizes of micro-batches.
 
     Examples:
-        >>> parse_sizes("8, 16,32", flag="--sizes")
+        >>> parse_sizes("8, 16,32", "--sizes")
         (8, 16, 32)
     """
     parts = [part.strip() for part in text.split(",")]

@@ -11,33 +11,33 @@ from superbatch.torch.virtual import virtual_batch
 from .problem import Problem, evaluate
 from .untouched import untouched
 
-_SAMPLES, _SIZE = 7, 3  # unequal micro-batches, and a number that is hardly that of anything else
+_SAMPLES, _SIZE = 7, 3  # unequal micro-batches, and a number that no other dimension is likely to have
 
 
-def find_meetings(problem: Problem, batch: Any) -> tuple[CouplingPoint, ...]:
+def find_coupling_points(problem: Problem, batch: Any) -> tuple[CouplingPoint, ...]:
     """Return every point of the forward that couples samples: operator and module.
 
-    Runs one forward and backward of a few samples in a `virtual_batch`. Unlike a probe that compares numbers
-    it needs no tolerance, and unlike the types of modules it shows hand-written code. The mean over samples
-    at the end of a loss is no such point: its result flows into no sample.
+    It runs one forward and backward of a few samples in a `virtual_batch`. Unlike a comparison of numbers it
+    needs no tolerance, and unlike the types of modules it finds hand-written code. The mean over samples at
+    the end of a loss is no such point, because no sample reads its result.
 
     Args:
         problem: model, loss function and declaration; all leaves of its batches have samples.
-        batch: real samples.
+        batch: batch of real samples.
 
     Returns:
-        The points, in order; none for a problem whose samples do not influence each other.
+        The points in order; empty if no sample influences another.
 
     Examples:
         >>> import torch
         >>> from torch import nn
         >>> model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
         >>> problem = Problem(model, lambda x: model(x).square().mean(), "mean", None, (), ())
-        >>> [(point.module, point.operation) for point in find_meetings(problem, torch.randn(8, 2))]
+        >>> [(point.module, point.operation) for point in find_coupling_points(problem, torch.randn(8, 2))]
         [('1', 'batch_norm')]
     """
     few = take(batch, 0, min(_SAMPLES, count_samples(batch)))
-    # On working copies, as the forward moves buffers and the backward leaves gradients.
+    # On working copies: the forward changes buffers, and the backward leaves gradients.
     with untouched(problem.model), virtual_batch(problem.model, _SIZE) as virtual:
         evaluate(problem, virtual(few))[0].backward()
     return virtual.report().points

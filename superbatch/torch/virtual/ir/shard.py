@@ -1,4 +1,4 @@
-"""Layout of the samples in a tensor: one dimension, read as ``[outer][samples][inner]``.
+"""Sharding of the samples in a tensor: one dimension, read as ``[outer][samples][inner]``.
 
 A batch of N images has its samples in dimension 0, one row each. After ``x.view(N * T, F)`` each sample has
 `inner` = T rows. After ``torch.cat([view1, view2])`` all samples come twice, `outer` = 2: the rows of a
@@ -16,8 +16,8 @@ from torch import Tensor
 from superbatch.batch.split import near_equal
 
 
-class Layout(NamedTuple):
-    """Dimension of the samples, and the rows of each sample in it.
+class Shard(NamedTuple):
+    """Dimension that is sharded by samples, and the rows of each sample in it.
 
     Attributes:
         dim: the dimension, never negative.
@@ -25,7 +25,7 @@ class Layout(NamedTuple):
         inner: adjacent rows of one sample.
 
     Examples:
-        >>> Layout(0).rows(5), Layout(0, outer=2, inner=3).rows(5)
+        >>> Shard(0).rows(5), Shard(0, outer=2, inner=3).rows(5)
         (5, 30)
     """
 
@@ -37,13 +37,13 @@ class Layout(NamedTuple):
         """Return the size of the dimension for the given number of samples."""
         return self.outer * samples * self.inner
 
-    def at(self, dim: int) -> Layout:
-        """Return the layout with the samples in another dimension."""
-        return Layout(dim, self.outer, self.inner)
+    def at(self, dim: int) -> Shard:
+        """Return the sharding with the samples in another dimension."""
+        return Shard(dim, self.outer, self.inner)
 
-    def repeated(self, outer: int) -> Layout:
-        """Return the layout with another number of repetitions of the batch."""
-        return Layout(self.dim, outer, self.inner)
+    def repeated(self, outer: int) -> Shard:
+        """Return the sharding with another number of repetitions of the batch."""
+        return Shard(self.dim, outer, self.inner)
 
 
 class Part(NamedTuple):
@@ -60,7 +60,7 @@ class Part(NamedTuple):
 
 
 def parts_of(samples: int, size: int) -> list[Part]:
-    """Return the micro-batches of a batch: of near-equal sizes, none above the given one.
+    """Return the micro-batches of a batch: their sizes differ by at most 1, and none exceeds `size`.
 
     Examples:
         >>> parts_of(5, 3)
@@ -73,14 +73,14 @@ def parts_of(samples: int, size: int) -> list[Part]:
     return parts
 
 
-def cut(tensor: Tensor, layout: Layout, part: Part) -> Tensor:
+def cut(tensor: Tensor, shard: Shard, part: Part) -> Tensor:
     """Return the rows of a micro-batch.
 
     Examples:
-        >>> cut(torch.arange(6), Layout(0, outer=2), Part(0, 1, 3))
+        >>> cut(torch.arange(6), Shard(0, outer=2), Part(0, 1, 3))
         tensor([1, 2, 4, 5])
     """
-    dim, outer, inner = layout
+    dim, outer, inner = shard
     if outer == 0:  # e.g. x.repeat(0, 1): the dimension is empty, in a micro-batch too
         return tensor
     if outer == 1:
@@ -92,14 +92,14 @@ def cut(tensor: Tensor, layout: Layout, part: Part) -> Tensor:
     return blocks.flatten(dim, dim + 1)  # copies: the rows of several blocks have no common stride
 
 
-def join(pieces: Sequence[Tensor], layout: Layout) -> Tensor:
+def join(pieces: Sequence[Tensor], shard: Shard) -> Tensor:
     """Return the tensor of all samples; the inverse of `cut`.
 
     Examples:
-        >>> join([torch.tensor([0, 3]), torch.tensor([1, 2, 4, 5])], Layout(0, outer=2))
+        >>> join([torch.tensor([0, 3]), torch.tensor([1, 2, 4, 5])], Shard(0, outer=2))
         tensor([0, 1, 2, 3, 4, 5])
     """
-    dim, outer, _ = layout
+    dim, outer, _ = shard
     if len(pieces) == 1 or outer == 0:  # one micro-batch: no copy of the batch
         return pieces[0]
     if outer == 1:
@@ -109,13 +109,13 @@ def join(pieces: Sequence[Tensor], layout: Layout) -> Tensor:
     return torch.cat(blocks, dim + 1).flatten(dim, dim + 1)
 
 
-def sized(shape: Sequence[int], layout: Layout, part: Part) -> list[int]:
+def sized(shape: Sequence[int], shard: Shard, part: Part) -> list[int]:
     """Return the shape of the whole batch, changed to the samples of a micro-batch.
 
     Examples:
-        >>> sized((8, 3), Layout(0), Part(0, 2, 4))
+        >>> sized((8, 3), Shard(0), Part(0, 2, 4))
         [2, 3]
     """
     found = list(shape)  # a new list: rules are cached for the process, and threads share them
-    found[layout.dim] = layout.rows(part.samples)
+    found[shard.dim] = shard.rows(part.samples)
     return found

@@ -1,80 +1,32 @@
-"""Options of an advice, and the numbers of micro-batches and of their samples in question."""
+"""Checks of the options of an advice, and the numbers of micro-batches and samples in question."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from superbatch.errors import InputError
 from superbatch.tuning.noise_range import NoiseRange
 
 from ..recipes import Recipe
-from .shared_options import check_counts, check_memory_device
+from .options import AdviseOptions as Options
+from .shared_options import check_counts, check_memory_device, check_positive
 
 STEPS = 8  # accumulation steps in question, where nothing is said
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Options of an advice; those that are None are measured on the recipe, or taken from it."""
-
-    microbatch_size: int | None = None  # samples of a micro-batch on one rank
-    accumulation_steps: int | None = None  # in question
-    batch_size: int | None = None  # samples of an update in question, on all ranks
-    ranks: int = 1  # that work at the same time
-    noise: float | None = None  # the noise scale in samples
-    noise_low: float | None = None  # lower end of its range; `noise` where that is given
-    noise_high: float | None = None  # upper end; `noise` where that is given, else infinite
-    microbatch_seconds: float | None = None  # forward and backward of one micro-batch
-    update_seconds: float | None = None  # of the optimizer and what else happens once per update
-    # Of the exchange of gradients, once per update; None: measured where the command runs on several ranks,
-    # and else 0.
-    all_reduce_seconds: float | None = None
-    parameters: int | None = None  # of the model
-    optimizer: str | None = None  # one that the recipe allows; without a recipe sgd, momentum, adam or adamw
-    # For the batch in question, where that is stated (`batch_stated`) or there is no recipe; else for the
-    # recipe's. So are the two below it.
-    learning_rate: float | None = None
-    beta2: float | None = None  # of Adam
-    weight_decay: float | None = None
-    device: str = "cpu"  # "cpu" or "cuda"
-    threads: int | None = None  # of torch
-    updates: int | None = None  # over which the noise is measured, at most
-    seconds: float = 60.0  # for measuring the noise, roughly
-    data: str | Path | None = None  # folder of data, for a recipe that reads one
-
-    @property
-    def batch_stated(self) -> bool:
-        """True if these options alone determine the batch in question."""
-        return self.batch_size is not None or None not in (self.microbatch_size, self.accumulation_steps)
-
-
 COUNTS = ("microbatch_size", "accumulation_steps", "batch_size", "ranks", "parameters", "updates", "threads")
 
 
 def check_options(options: Options) -> None:
     """Refuse numbers that cannot be used, before anything is measured."""
     check_counts(options, *COUNTS)
-    for names, fine, do in (
-        (
-            ("learning_rate", "microbatch_seconds", "seconds"),
-            lambda value: 0 < value < math.inf,
-            "more than 0",
-        ),
-        (
-            ("update_seconds", "all_reduce_seconds", "weight_decay"),
-            lambda value: 0 <= value < math.inf,
-            "0 or more",
-        ),
-        (("beta2",), lambda value: 0 < value < 1, "a number between 0 and 1"),
-    ):
-        for name in names:
-            value = getattr(options, name)
-            if value is not None and not fine(value):
-                raise InputError(f"{name}={value!r} is out of range. Give {do}.")
+    check_positive(options, "learning_rate", "microbatch_seconds", "seconds")
+    for name in ("update_seconds", "all_reduce_seconds", "weight_decay"):
+        value = getattr(options, name)
+        if value is not None and not 0 <= value < math.inf:
+            raise InputError(f"{name}={value!r} is out of range. Give 0 or more.")
+    if options.beta2 is not None and not 0 < options.beta2 < 1:
+        raise InputError(f"beta2={options.beta2!r} is out of range. Give a number between 0 and 1.")
     check_memory_device(options.device)
 
 

@@ -1,8 +1,8 @@
 """Paranoid mode for composites, lists of views and in-place writes.
 
 `paranoia.check` compares a single operation that a rule records. Composites (BatchNorm, means, losses,
-recurrent layers, indexing) record several, and a write changes all tensors that share the memory. Here the
-program's own operation runs on full tensors, and the tensors that the program sees are compared.
+recurrent layers, indexing) record several, and a write changes all tensors that share memory. So here the
+operation of the program runs on full tensors, and the tensors that the program gets are compared.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _BATCH_NORM = {aten.native_batch_norm, aten.cudnn_batch_norm}
 _BATCH_NORM_BACKWARD = {aten.native_batch_norm_backward, aten.cudnn_batch_norm_backward}
 
 
-def held(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], do: Do) -> Any:
+def compared(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], do: Do) -> Any:
     """Run an operation, and compare its results with those on full tensors.
 
     Raises:
         WrongRuleError: a result differs by more than rounding.
     """
     if func._schema.is_mutable:
-        return _held_write(recording, func, args, kwargs, do)
+        return _compared_write(recording, func, args, kwargs, do)
     if func is aten.native_dropout.default:
-        return _held_dropout(recording, func, args, kwargs, do)
+        return _compared_dropout(recording, func, args, kwargs, do)
     if composites.found(func) is None and func not in composites.LISTS:
         return do(recording, func, args, kwargs)
-    given = recording.values(args, kwargs)  # taken before: BatchNorm writes its running statistics
+    given = recording.values(args, kwargs)  # before the operation: BatchNorm writes its running statistics
     results = do(recording, func, args, kwargs)
     values, inputs, (new_args, new_kwargs) = _whole(recording, given)
     named = arguments_by_name(func, new_args, new_kwargs)
@@ -92,7 +92,7 @@ def _whole(recording: Recorder, given: tuple[Any, Any]) -> tuple[list[Value], li
     for arg in (*given[0], *given[1].values()):
         mapped(arg, values.append, Value)
     unique = {id(value): value for value in values}
-    numbers = recording.there([recording.gathered(value) for value in unique.values()])
+    numbers = recording.materialized([recording.gathered(value) for value in unique.values()])
     found = dict(zip(unique, numbers, strict=True))
 
     def copied(value: Value) -> Tensor:
@@ -109,13 +109,13 @@ def _compare(
 ) -> None:
     # Some kernels return 16-bit statistics where ours are float32.
     cast = [
-        whole.to(value.meta.dtype) if isinstance(value, Value) and isinstance(whole, Tensor) else whole
-        for value, whole in zip(ours, expected, strict=False)
+        full.to(value.meta.dtype) if isinstance(value, Value) and isinstance(full, Tensor) else full
+        for value, full in zip(ours, expected, strict=False)
     ]
     compare(recording, func, values, inputs, ours, cast)
 
 
-def _held_dropout(recording: Recorder, func: Any, args: Any, kwargs: Any, do: Do) -> Any:
+def _compared_dropout(recording: Recorder, func: Any, args: Any, kwargs: Any, do: Do) -> Any:
     """Compare the result of dropout with its input times the mask that it returned."""
     given = recording.values(args, kwargs)
     results = do(recording, func, args, kwargs)
@@ -123,7 +123,7 @@ def _held_dropout(recording: Recorder, func: Any, args: Any, kwargs: Any, do: Do
     named = arguments_by_name(func, new_args, new_kwargs)
     if named["train"] is not False:  # None means training too
         ours = [recording.value(item) for item in results]
-        (mask,) = recording.there([recording.gathered(ours[1])])
+        (mask,) = recording.materialized([recording.gathered(ours[1])])
         _compare(recording, func, values, inputs, ours[:1], dropped(named, mask))
     return results
 
@@ -131,7 +131,7 @@ def _held_dropout(recording: Recorder, func: Any, args: Any, kwargs: Any, do: Do
 # -- writing in place ---------------------------------------------------------------------------------------
 
 
-def _held_write(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any, do: Do) -> Any:
+def _compared_write(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any, do: Do) -> Any:
     """Compare a tensor after a write, and the base that it is a view of."""
     target = args[0] if args else None
     if not isinstance(target, VirtualTensor) or target.virtual.recording is not recording or "out" in kwargs:
@@ -144,13 +144,13 @@ def _held_write(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: A
     given = recording.values(args[1:], kwargs)
     result = do(recording, func, args, kwargs)
     values, inputs, (rest, new_kwargs) = _whole(recording, given)
-    (numbers,) = recording.there([recording.gathered(base)])
-    # With the strides that the program sees: `view` may raise for those of the gathered tensor.
+    (numbers,) = recording.materialized([recording.gathered(base)])
+    # With the strides of the program's tensor: `view` may raise for those of the gathered one.
     memory = torch.empty_strided(
         base.meta.shape, base.meta.stride(), dtype=numbers.dtype, device=numbers.device
     )
     with torch.no_grad(), conjugates_seen():
-        # detach: a second tensor object, for `squeeze_` changes the shape of the one that it gets.
+        # detach makes a second tensor object, because `squeeze_` changes the shape of its argument.
         real = memory.copy_(numbers).detach()
         for step in steps:
             real = step.func(real, *step.args, **step.kwargs)
