@@ -1,4 +1,4 @@
-"""The face: a batch in, one exact update out."""
+"""`Accumulator`: one exact update from each batch, computed in micro-batches."""
 
 from __future__ import annotations
 
@@ -39,45 +39,46 @@ class Accumulator:
 
     Args:
         model: the model, or a list of models, that `loss_fn` uses and the optimizer updates.
-        optimizer: a torch optimizer, or a list of optimizers that own different parameters; over float32
-            copies of low-precision parameters: in `MasterWeights`.
-        loss_fn: ``loss_fn(microbatch) -> loss``, a closure over the model. Not needed for the owned loop.
+        optimizer: a torch optimizer, or a list of optimizers that own different parameters. Wrap an
+            optimizer of float32 copies of low-precision parameters in `MasterWeights`.
+        loss_fn: ``loss_fn(microbatch) -> loss``, a closure over the model. Not needed if you only use
+            `window`.
         microbatch_size: samples per micro-batch at most, or a `TokenBudget`; ``"auto"`` finds the fastest
-            size that fits in memory, ``"largest"`` the largest. None works through a batch in one piece.
-        reduction: what `loss_fn` returns: the ``"mean"`` over the micro-batch (PyTorch's default), the
-            ``"sum"``, to be divided by the weight of the batch, or a ``"total"`` that nothing divides.
+            size that fits in memory, ``"largest"`` the largest. None computes the batch in one piece.
+        reduction: what `loss_fn` returns: the ``"mean"`` over the micro-batch (PyTorch's default), a
+            ``"sum"`` that is divided by the weight of the batch, or a ``"total"`` that is not divided.
         weight: how much a micro-batch counts: None for its samples; a function micro-batch -> number
-            (`count_tokens`, `sample_weights`, `class_weights`); or ``"returned"`` where `loss_fn` returns
-            ``(loss, weight)``; in `at_least` with a lower bound of their sum. Several losses with weights of
-            their own: a mapping name -> one of these, and `loss_fn` returns a mapping name -> loss.
+            (`count_tokens`, `sample_weights`, `class_weights`); or ``"returned"`` if `loss_fn` returns
+            ``(loss, weight)``. `at_least` gives the sum of the weights a lower bound. For several losses with
+            weights of their own, pass a mapping name -> weight; `loss_fn` returns a mapping name -> loss.
         max_grad_norm: clip the normalised gradient to this 2-norm, once per window.
-        clip: a function of a list of gradients that changes them in place, called once per window after
-            that: `ClipValue`, or one of your own.
+        clip: a function that changes a list of gradients in place, called once per window after
+            `max_grad_norm` is applied: `ClipValue`, or your own.
         scheduler: a learning-rate scheduler, or a list of them, stepped once per update that was made.
         scaler: a `torch.amp.GradScaler`; an overflow skips the update and the scheduler.
         nonfinite: what to do with NaN and infinity: ``"raise"``; ``"skip_microbatch"`` leaves a micro-batch
-            and its weight out (its gradient is checked before it is added); ``"skip_update"`` gives up the
+            and its weight out (its gradient is checked before it is added); ``"skip_update"`` discards the
             window.
         device: where micro-batches are moved: ``"auto"`` (the model's device), a device, or None.
         gradient_sum: dtype that gradients of bfloat16/float16 parameters are summed in. ``"auto"``: float32
             when a window has more than 16 micro-batches. None: the parameters' dtype. ``"momentum"`` sums
             straight into SGD's momentum buffer (exact).
-        participants: what takes part in each window: `FrozenBatchNorm` or `GhostBatchNorm` for BatchNorm in
-            training mode, which is an error without them; `PerSampleRandom`; objects of your own that are
-            restored with a window (`superbatch.torch.window.participant.Participant`).
+        participants: `FrozenBatchNorm` or `GhostBatchNorm`, one of which BatchNorm in training mode needs;
+            `PerSampleRandom`; objects of your own that are restored with a window
+            (`superbatch.torch.window.participant.Participant`).
         observers: a `superbatch.NoiseMeter` that measures how noisy the gradient is.
-        split: leaves of a batch that are not tensors with the samples first.
+        split: declares the leaves of a batch that are not tensors with the samples first.
         check: compare losses of micro-batches with losses of their parts on the first window, and on a later
-            one that shows something new (the first loss that is not 0, the first unequal counts of labels),
-            and raise before an update with a wrong `reduction` or `weight`. It calls `loss_fn` a few times.
-        sync: how ranks share a window. ``"auto"``: as the model is wrapped or sharded; an error where several
-            ranks are initialised and nothing wraps it. ``"all_reduce"`` sums the gradients of a model that
-            nothing wraps over all ranks, once in a window; None: this rank trains alone. For `fully_shard`:
-            ``"window"`` reduces gradients once, and keeps those that are not sharded until then;
-            ``"microbatch"`` reduces them after each micro-batch. The attribute `sync` tells what was chosen.
+            one that shows something new (the first loss that is not 0, the first unequal counts of labels).
+            A wrong `reduction` or `weight` raises before the update. The check calls `loss_fn` a few times.
+        sync: how ranks share a window. ``"auto"`` follows the model's wrapper or sharding, and raises if
+            several ranks are initialised and the model is not wrapped and not sharded. ``"all_reduce"`` sums
+            the gradients of such a model over all ranks, once per window. None: this rank trains alone. For
+            `fully_shard`: ``"window"`` reduces gradients once per window and keeps them unsharded until then;
+            ``"microbatch"`` reduces them after each micro-batch. The attribute `sync` reports the choice.
 
     Attributes:
-        engine: what opens the windows, for tools that make updates of their own.
+        engine: the object that opens windows, for tools that make updates of their own.
 
     Raises:
         InputError: an argument has the wrong type or value, or two of them exclude each other.
@@ -147,12 +148,12 @@ class Accumulator:
 
     @property
     def sync(self) -> RanksReport:
-        """Report on the ranks that share a window: what was chosen, and the bytes that it takes."""
+        """Report on the ranks that share a window: how they synchronise, and the bytes that it takes."""
         return self.engine.config.sync.report
 
     @property
     def memory(self) -> MemoryReport | None:
-        """Sizes that ``"auto"`` or ``"largest"`` has found; else None."""
+        """Sizes found by ``"auto"`` or ``"largest"``; None for a size that you gave."""
         return self.engine.memory
 
     @property
@@ -165,8 +166,8 @@ class Accumulator:
 
         Args:
             batch: any nesting of tensors, arrays, mappings, sequences and dataclasses with the samples first,
-                on the host; or a Window, whose micro-batches are taken as they are. Arrays are cut, but not
-                made tensors: `loss_fn` does it. None on a rank without data, where other ranks have some.
+                on the host; or a Window, whose micro-batches are taken as they are. Arrays are split and stay
+                arrays: `loss_fn` converts them. Pass None on a rank whose data ended before the others'.
 
         Returns:
             The record of the update.
@@ -174,7 +175,8 @@ class Accumulator:
         Raises:
             InputError, SplitError: the batch cannot be split; nothing has changed.
             LossSpecError, CoupledSamplesError: the loss is not what was declared; nothing has changed.
-            NonFiniteError: a loss or gradient is not finite (with ``nonfinite="raise"``); all is as before.
+            NonFiniteError: a loss or gradient is not finite (with ``nonfinite="raise"``); nothing has
+                changed.
         """
         return self.engine.update(batch)
 
@@ -191,7 +193,7 @@ class Accumulator:
 
         Returns:
             A context manager: iterate over it, call its ``backward(loss)`` for each micro-batch, read its
-            ``update`` afterwards. Left by an exception, or before the last backward, it is discarded.
+            ``update`` afterwards. Leaving it by an exception or before the last backward discards the window.
 
         Raises:
             InputError, SplitError: the batch cannot be split.
@@ -211,12 +213,12 @@ class Accumulator:
         return self.engine.open(batch)
 
     def discard(self) -> None:
-        """Discard a window that was loaded or that an interrupt left open, and restore its changes.
+        """Discard a window that was loaded or that an interrupt left open, and undo its changes.
 
-        A window whose optimizers had stepped is finished instead.
+        If its optimizers have already stepped, the window is finished instead.
 
         Raises:
-            WindowError: the window is being ended: a hook, scheduler or participant made this call.
+            WindowError: a hook, scheduler or participant called this while the window ends.
 
         Examples:
             >>> model = nn.Linear(2, 1)
@@ -227,7 +229,7 @@ class Accumulator:
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save beside the model's and the optimizer's: tensors and plain containers.
 
-        Inside a window (in the loop, after ``backward``) it holds what resumes the window bit for bit.
+        Inside a window (in the loop, after ``backward``) the state also resumes that window bit for bit.
 
         Raises:
             WindowError: between the forward and the backward of a micro-batch, or while the window ends (in a
@@ -236,14 +238,15 @@ class Accumulator:
         return self.engine.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state; a window that was open is resumed by the next call or `window`.
+        """Resume from a saved state; the next call or `window` resumes a window that was open.
 
         Args:
-            state: from `state_dict`. The model and the optimizer must be loaded from the same moment, in any
-                order, and the next batch must be the one of the window in flight.
+            state: from `state_dict`. Load the model and the optimizer from the same moment, in any order. If
+                a window was open, pass its batch next.
 
         Raises:
-            InputError: it is no such state, its noise was averaged otherwise, or its masters do not fit.
+            InputError: `state` is not from `state_dict`, its noise was averaged with another setting, or its
+                master weights do not fit.
             WindowError: a window is open.
         """
         self.engine.load_state_dict(state)

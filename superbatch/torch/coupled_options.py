@@ -1,4 +1,4 @@
-"""Options of `WholeBatch` and `WholeGradient` that separate samples have, and coupled ones have not."""
+"""Checks of the options of `WholeBatch` and `WholeGradient`: coupled samples exclude some of the others'."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def check_coupled(
     """Check the options of a loss whose samples are coupled.
 
     Args:
-        loss_fn: of the batch.
+        loss_fn: from a batch to its loss.
         microbatch_size: samples, ``"auto"`` or None.
         rng: ``"microbatch"`` or ``"batch"``.
         nonfinite: ``"raise"`` or ``"skip_update"``.
-        participants: of the user.
-        weight: of a rank's batch; None: its samples.
+        participants: the user's.
+        weight: from a rank's batch to its weight; None: its samples.
 
     Raises:
         InputError: one of them has the wrong type or value.
@@ -35,35 +35,35 @@ def check_coupled(
     # Required here: a coupled loss cannot be taken micro-batch by micro-batch from an owned loop.
     if not callable(loss_fn):
         raise InputError(
-            f"loss_fn={loss_fn!r} cannot be called. Pass a function batch -> loss: it is called once, with "
-            "the whole batch."
+            f"loss_fn={loss_fn!r} is not a function. Pass a function batch -> loss, which is called once, "
+            "with the whole batch."
         )
     if not is_size(microbatch_size) or microbatch_size == "largest":
         raise InputError(
-            f'microbatch_size={microbatch_size!r} is no number of samples. Pass a positive int, "auto", or '
-            "None for all at once; the update does not depend on it."
+            f'microbatch_size={microbatch_size!r} is not a number of samples. Pass a positive int, "auto", '
+            "or None for all at once; the update does not depend on it."
         )
     check_choice(rng, "rng", Rng)
-    # A row of the batch that is not finite has reached the loss of all the others.
+    # A NaN in one sample reaches the loss of all samples, so no micro-batch can be left out.
     if nonfinite == "skip_microbatch":
         raise InputError(
-            "A micro-batch cannot be left out where samples are coupled. "
-            'Pass nonfinite="skip_update" or "raise".'
+            'nonfinite="skip_microbatch" does not work here: a micro-batch of coupled samples cannot be left '
+            'out. Pass nonfinite="skip_update" or "raise".'
         )
     # Any other object is checked as a participant when the engine is made.
     for each in participants if isinstance(participants, Sequence) else ():
         if isinstance(each, GhostBatchNorm):
             raise InputError(
-                "GhostBatchNorm normalises each micro-batch by itself, and a whole batch is normalised as "
-                "one. Leave it out, or use Accumulator."
+                "GhostBatchNorm normalises each micro-batch by itself, but here BatchNorm normalises the "
+                "whole batch. Remove it from participants=, or use Accumulator."
             )
         if isinstance(each, PerSampleRandom):
             raise InputError(
-                'PerSampleRandom is for separate samples. Pass rng="batch" to draw what the large batch '
-                "draws."
+                "PerSampleRandom needs samples that are not coupled. Remove it from participants= and pass "
+                'rng="batch": random operators then draw what they draw for the large batch.'
             )
     if weight is not None and not callable(weight):
         raise InputError(
-            f"weight={weight!r} is no function. Pass a function of this rank's batch, such as "
-            'count_tokens("labels"), or leave it out: a rank weighs as its samples.'
+            f"weight={weight!r} is not a function. Pass a function of this rank's batch, such as "
+            'count_tokens("labels"), or omit weight= to weigh a rank by its samples.'
         )

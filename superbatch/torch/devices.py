@@ -13,9 +13,9 @@ from . import fastpaths
 
 
 def resolved(device: torch.device) -> torch.device:
-    """Return a device with the index that tensors made there have.
+    """Return a device with its index: ``"cuda"`` becomes the current device, such as ``"cuda:0"``.
 
-    Plain ``"cuda"`` is the current device. Tensors, autograd and generators name it by its index, and
+    Tensors, autograd and generators name a device with its index, and
     ``torch.device("cuda") != torch.device("cuda:0")``.
 
     Args:
@@ -36,11 +36,11 @@ def resolved(device: torch.device) -> torch.device:
 
 
 def accelerators(models: Iterable[nn.Module], *others: Tensor | torch.device | None) -> list[torch.device]:
-    """Return every device that parameters and buffers are on, without the CPU, each once.
+    """Return each device that holds parameters or buffers, without the CPU.
 
     Args:
         models: any modules.
-        others: tensors and devices beside them; None is passed over.
+        others: further tensors and devices; None is ignored.
 
     Examples:
         >>> accelerators([nn.Linear(1, 1), nn.Linear(1, 1, device="meta")])
@@ -57,7 +57,7 @@ def accelerators(models: Iterable[nn.Module], *others: Tensor | torch.device | N
 def generator_states(devices: Iterable[torch.device]) -> dict[str, Tensor]:
     """Return the state of each device's default generator, by the device's name.
 
-    Devices without a generator of their own (the CPU's is not asked here; ``meta`` has none) are left out.
+    The CPU is left out, and so are devices without a generator (``meta``).
 
     Examples:
         >>> generator_states([torch.device("cpu"), torch.device("meta")])
@@ -88,10 +88,10 @@ def module_of(device: torch.device) -> Any:
 
 @contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed a device's default generator for a while, and restore its state afterwards.
+    """Seed a device's default generator during the block, and restore its state afterwards.
 
     Args:
-        device: that the numbers are drawn on.
+        device: the generator's device.
         seed: below 2**63.
 
     Examples:
@@ -116,14 +116,14 @@ def generator_of(device: torch.device) -> Any:
     """Return the generator that a device's random operators draw from.
 
     Args:
-        device: any; without an index the current one of its kind.
+        device: any; without an index it is the current device of its kind.
 
     Returns:
-        A `torch.Generator`, or on other kinds of devices an object with its ``get_state``, ``set_state`` and
+        A `torch.Generator`, or for MPS and its like an object with ``get_state``, ``set_state`` and
         ``manual_seed``.
 
     Raises:
-        NotImplementedError: torch gives no access to one there.
+        NotImplementedError: torch has no generator for that device.
 
     Examples:
         >>> generator_of(torch.device("cpu")) is torch.default_generator
@@ -133,7 +133,7 @@ def generator_of(device: torch.device) -> Any:
         return torch.default_generator
     module = module_of(device)
     if not hasattr(module, "get_rng_state"):
-        raise NotImplementedError(f"random numbers on {device}: torch has no generator for that device")
+        raise NotImplementedError(f"torch has no random generator for the device {device}")
     generators = getattr(module, "default_generators", ())  # empty before the first use of the device
     if generators:
         # CUDA keeps one generator for each index.
@@ -142,7 +142,7 @@ def generator_of(device: torch.device) -> Any:
 
 
 class _ByModule:
-    """The generator of a device whose module has functions for it only, as MPS."""
+    """The generator of a device, such as MPS, that torch controls by functions of the device's module."""
 
     def __init__(self, module: Any, device: torch.device) -> None:
         self._module, self._device = module, device
@@ -158,7 +158,7 @@ class _ByModule:
 
 
 def alike(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return tensors in groups of one device and one dtype: what one kernel works on.
+    """Return tensors in groups of one device and one dtype, as one kernel takes them.
 
     Examples:
         >>> [len(group) for group in alike([torch.ones(1), torch.ones(2).half(), torch.ones(3)])]
@@ -200,7 +200,7 @@ def has_float64(device: torch.device) -> bool:
 
 
 def in_float64(tensor: Tensor) -> Tensor:
-    """Return a tensor in float64 (complex128): on its own device, or on the CPU where that has no float64.
+    """Return a tensor in float64 (complex128), on its own device or else on the CPU.
 
     Examples:
         >>> in_float64(torch.ones(2, dtype=torch.bfloat16)).dtype
@@ -224,7 +224,7 @@ def where_float64_is(tensor: Tensor) -> Tensor:
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor, in the same memory; any other tensor as it is.
 
-    Operations on a DTensor may communicate, and refuse those of two meshes in one call.
+    Operations on a DTensor may communicate, and raise for DTensors of two meshes in one call.
 
     Examples:
         >>> local_part(torch.ones(2))

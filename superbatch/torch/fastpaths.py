@@ -1,11 +1,11 @@
-"""Fast paths: private parts of torch and memory of other libraries, read for speed alone.
+"""Fast paths: private functions of torch and memory of other libraries, used for speed alone.
 
 Each path has a plain version beside it, which does the same with public functions; `PLAIN` pairs them.
-`tests/torch/test_fastpaths.py` compares both, and `benchmarks/fastpaths.py` measures what a path gains. One
-that gains less than 1 % of a window is deleted, and its plain version takes its place. Callers write
+`tests/torch/test_fastpaths.py` compares both, and `benchmarks/fastpaths.py` measures the gain of each path.
+A path that gains less than 1 % of a window is replaced by its plain version. Callers write
 ``fastpaths.backward(...)``, so that a path can be exchanged in one place.
 
-Private parts that correctness needs are not here. They stand where they are used, with the reason.
+Private functions that correctness needs are not here but where they are used, with the reason.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 # -- autograd ------------------------------------------------------------------------------------------------
 
-# The function that torch.autograd.backward ends in. torch's function modes do not see it.
+# The function that torch.autograd.backward calls last. torch's function modes do not see it.
 engine_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 _in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
@@ -35,9 +35,9 @@ def backward(
     """Run autograd without the checks of user input in `torch.autograd.backward`.
 
     Args:
-        loss: where the backward starts.
-        gradient: of the loss.
-        inputs: leaves that gradients are accumulated in; None for all.
+        loss: the tensor that the backward starts from.
+        gradient: gradient with respect to `loss`.
+        inputs: leaves whose ``.grad`` is accumulated; None for all.
         retain_graph: keep the graph for another backward.
 
     Examples:
@@ -46,6 +46,7 @@ def backward(
         >>> x.grad
         tensor([3., 3.])
     """
+    # Subclasses of Tensor and transforms of torch.func need torch's own function.
     if type(loss) is not Tensor or gradient is None or _in_transform():
         plain_backward(loss, gradient, inputs, retain_graph=retain_graph)
         return
@@ -75,7 +76,7 @@ _MT19937_BYTES = 624 * 4 + 4  # NumPy's struct mt19937_state: uint32_t key[624];
 def numpy_memory(numpy_random: Any) -> bytes | None:
     """Return the state of NumPy's global generator as bytes, None if it is not a Mersenne Twister.
 
-    A second normal number that the generator holds back is not part of it.
+    The bytes do not include the second normal number that the generator may have in store.
 
     Args:
         numpy_random: the module ``numpy.random``.
@@ -109,9 +110,9 @@ _PYTHON_WORDS = 1 + 624  # CPython: RandomObject after its head: int index; uint
 
 
 def python_memory() -> tuple[bytes, float | None] | None:
-    """Return the state of Python's global generator: its bytes and the normal number that it holds back.
+    """Return the state of Python's global generator: its bytes and the normal number that it has in store.
 
-    None where its memory is not laid out as expected.
+    None if its memory does not have the expected layout.
 
     Examples:
         >>> before = python_memory()
@@ -126,14 +127,14 @@ def python_memory() -> tuple[bytes, float | None] | None:
 
 
 def plain_python_memory() -> tuple[bytes, float | None] | None:
-    """Return the same from the public state, which Python builds number by number."""
+    """Return the same values from the public state, which Python builds number by number."""
     _, (*state, index), gauss_next = random.getstate()
     return bytes((ctypes.c_uint32 * _PYTHON_WORDS)(index, *state)), gauss_next
 
 
 @cache
 def _python_generator() -> Any:
-    """Python's global generator, if its memory holds what its state says."""
+    """Return Python's global generator, or None if its memory differs from its public state."""
     generator: Any = getattr(random, "_inst", None)
     if sys.implementation.name != "cpython" or type(generator) is not random.Random:
         return None
@@ -146,8 +147,8 @@ def _python_generator() -> Any:
 
 # -- many tensors in one call --------------------------------------------------------------------------------
 #
-# On an accelerator one kernel for all tensors of a device and dtype, as torch.optim calls them; on the CPU a
-# loop inside torch.
+# On an accelerator: one kernel for all tensors of a device and dtype, as torch.optim does. On the CPU: a loop
+# inside torch.
 
 
 def divide(tensors: list[Tensor], divisor: float) -> None:
@@ -246,16 +247,17 @@ _LEARNT = 2**25 - 2**16  # glibc learns from blocks of up to 32 MiB, its own hea
 
 
 def keep_freed_memory(devices: Iterable[torch.device]) -> None:
-    """Let glibc keep what a micro-batch frees for the next one.
+    """Make glibc keep memory that a micro-batch frees, for the next micro-batch.
 
-    By default it hands the end of its heap back to the system once more is free there than twice the largest
-    block that a program has freed so far, and fetches it again page by page, in each micro-batch. A block of
-    32 MiB that is taken, never touched and freed is the largest that it learns from; afterwards up to 64 MiB
-    stay. Costs microseconds, once in a process, and no memory; where the user has set glibc's thresholds, or
-    another allocator is in use, it does nothing. See docs/decisions/0021.
+    By default glibc returns the end of its heap to the system once its free part exceeds twice the largest
+    block freed so far. Each micro-batch then fetches the memory again page by page. glibc raises this
+    threshold for freed blocks of up to 32 MiB, so this function allocates one such block and frees it
+    untouched; afterwards glibc keeps up to 64 MiB. It takes microseconds, once per process, and no memory.
+    It has no effect if the user has set glibc's thresholds or uses another allocator. See
+    docs/decisions/0021.
 
     Args:
-        devices: where the training works; nothing is done where none is the CPU.
+        devices: devices of the training; nothing is done if none is the CPU.
 
     Examples:
         >>> keep_freed_memory([torch.device("cpu")])
@@ -264,7 +266,7 @@ def keep_freed_memory(devices: Iterable[torch.device]) -> None:
         mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD: https://man7.org/linux/man-pages/man3/mallopt.3.html
     """
     if any(device.type == "cpu" for device in devices):
-        with suppress(RuntimeError):  # a limit of addresses: then there is not so much to keep
+        with suppress(RuntimeError):  # under a limit of address space there is less memory to keep
             _take_and_free()
 
 
@@ -274,7 +276,7 @@ def plain_keep_freed_memory(devices: Iterable[torch.device]) -> None:
 
 @cache  # glibc does not forget, and a profiler would show the block in each step
 def _take_and_free() -> None:
-    # No tensor: those who count tensors would count it, and deterministic algorithms fill what is empty.
+    # A storage, not a tensor: torch.empty fills its memory in deterministic mode, and tools count tensors.
     torch.UntypedStorage(_LEARNT, device="cpu")
 
 

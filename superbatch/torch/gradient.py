@@ -1,4 +1,4 @@
-"""The gradient of a batch without a step, for whoever owns the step."""
+"""`Gradient` and `WholeGradient`: the gradient of a batch, for loops that step the optimizer themselves."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ T = TypeVar("T")
 class Gradient:
     """Adds the gradient of a whole batch to ``.grad``, computed in micro-batches that fit in memory.
 
-    As ``loss.backward()`` of the real large batch does: the gradient is normalised by the weight of the
-    batch, summed over the ranks of DistributedDataParallel, and not clipped; no optimizer steps. It has
-    everything that a window has: the check of the loss, recovery from out-of-memory, float32 sums, random
-    streams. A failure leaves ``.grad`` and everything else as before.
+    The result is that of ``loss.backward()`` on the real large batch: the gradient is normalised by the
+    weight of the batch, summed over the ranks of DistributedDataParallel, and not clipped. No optimizer
+    steps. The loss is checked, out-of-memory is recovered from, and low-precision gradients are summed in
+    float32, as in an `Accumulator`. A failure leaves ``.grad`` and everything else as before.
 
     Args:
         models: the model, or a list of models; the gradients of all their trainable parameters are added.
-        loss_fn: ``loss_fn(microbatch) -> loss``, a closure over the models; None: `window` alone is used.
+        loss_fn: ``loss_fn(microbatch) -> loss``, a closure over the models; None if you only use `window`.
         microbatch_size: as the `Accumulator`'s; so are `reduction`, `weight`, `nonfinite`, `device`,
-            `gradient_sum` (but for ``"momentum"``), `participants`, `observers`, `split`, `check` and `sync`.
+            `gradient_sum` (without ``"momentum"``), `participants`, `observers`, `split`, `check` and `sync`.
         scaler: a `torch.amp.GradScaler` that scales each loss. The gradient stays scaled, as after
             ``scaler.scale(loss).backward()``, and an overflow stays in it for ``scaler.step()`` to find.
-        backward: a host's own backward, such as ``accelerator.backward``, called with each scaled loss in
-            place of ``loss.backward()``. It must not divide the loss. Where it scales by a GradScaler, pass
+        backward: another library's backward, such as ``accelerator.backward``, called with each scaled loss
+            in place of ``loss.backward()``. It must not divide the loss. If it scales by a GradScaler, pass
             that as `scaler` too.
 
     Attributes:
-        engine: what opens the windows, for tools that make gradients of their own.
+        engine: the object that opens windows, for tools that make gradients of their own.
 
     Raises:
         InputError: an argument has the wrong type or value, or no parameter needs a gradient.
@@ -88,7 +88,7 @@ class Gradient:
         sync: SyncOption = "auto",
     ) -> None:
         options = Options(
-            # Without loss_fn no size can be tried.
+            # Without loss_fn there is no function to try sizes with.
             microbatch_size=_size(microbatch_size, loss_fn),
             reduction=reduction,
             weight=weight,
@@ -102,7 +102,7 @@ class Gradient:
             split=split,
             check=check,
             sync=sync,
-            # No optimizer: the gradient stays in .grad, scaled where losses are.
+            # No optimizer: the gradient stays in .grad, and stays scaled if a scaler scaled the losses.
             steps=False,
         )
         # None in place of an optimizer; the owned parameters are all trainable ones of the models.
@@ -110,12 +110,12 @@ class Gradient:
 
     @property
     def sync(self) -> RanksReport:
-        """Report on the ranks that share a window: what was chosen, and the bytes that it takes."""
+        """Report on the ranks that share a window: how they synchronise, and the bytes that it takes."""
         return self.engine.config.sync.report
 
     @property
     def memory(self) -> MemoryReport | None:
-        """Sizes that ``"auto"`` or ``"largest"`` has found; else None."""
+        """Sizes found by ``"auto"`` or ``"largest"``; None for a size that you gave."""
         return self.engine.memory
 
     @property
@@ -135,7 +135,8 @@ class Gradient:
         Raises:
             InputError, SplitError: the batch cannot be split; nothing has changed.
             LossSpecError, CoupledSamplesError: the loss is not what was declared; nothing has changed.
-            NonFiniteError: a loss or gradient is not finite (with ``nonfinite="raise"``); all is as before.
+            NonFiniteError: a loss or gradient is not finite (with ``nonfinite="raise"``); nothing has
+                changed.
         """
         return self.engine.update(batch)
 
@@ -161,11 +162,11 @@ class Gradient:
         return self.engine.open(batch)
 
     def discard(self) -> None:
-        """Discard a window that was loaded or that an interrupt left open, and restore its changes."""
+        """Discard a window that was loaded or that an interrupt left open, and undo its changes."""
         self.engine.discard()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sizes and checks so far, and the window that is open: tensors and plain containers."""
+        """Return the sizes and checks so far, and the open window, as tensors and plain containers."""
         return self.engine.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -175,7 +176,7 @@ class Gradient:
             state: from `state_dict`.
 
         Raises:
-            InputError: it is no such state.
+            InputError: `state` is not from `state_dict`.
             WindowError: a window is open.
         """
         self.engine.load_state_dict(state)
@@ -184,15 +185,16 @@ class Gradient:
 def gradient(
     models: nn.Module | Sequence[nn.Module], loss_fn: Callable[[Any], Any], batch: Any, **options: Any
 ) -> Update:
-    """Add the gradient of one batch to ``.grad``: `Gradient` for once.
+    """Add the gradient of one batch to ``.grad``; `Gradient` for a single call.
 
-    In a training loop make a `Gradient` before it: it knows its micro-batch size and checks the loss once.
+    For a training loop, make a `Gradient` before the loop: it searches its micro-batch size and checks the
+    loss once, where this function does both in each call.
 
     Args:
         models: as for `Gradient`.
-        loss_fn: likewise.
-        batch: likewise.
-        options: likewise.
+        loss_fn: as for `Gradient`.
+        batch: as for a call of `Gradient`.
+        options: other options of `Gradient`.
 
     Examples:
         >>> model = nn.Linear(3, 1)
@@ -201,15 +203,14 @@ def gradient(
         >>> record.samples, model.weight.grad is not None
         (10, True)
     """
-    # Nothing outlives the call: sizes are searched and the loss is checked again each time.
     return Gradient(models, loss_fn, **options)(batch)
 
 
 class WholeGradient:
-    """Adds the gradient of a batch whose samples are coupled to ``.grad``, at the memory of micro-batches.
+    """Adds to ``.grad`` the gradient of a batch whose samples are coupled, in the memory of micro-batches.
 
-    `Gradient` for BatchNorm in training mode and contrastive losses, as `WholeBatch` is the `Accumulator` for
-    them.
+    Use it in place of `Gradient` for BatchNorm in training mode and contrastive losses, as you use
+    `WholeBatch` in place of `Accumulator`.
 
     Args:
         models: as `Gradient`'s.
@@ -220,7 +221,7 @@ class WholeGradient:
         backward: as `Gradient`'s.
 
     Attributes:
-        engine: what opens the windows, for tools that make gradients of their own.
+        engine: the object that opens windows, for tools that make gradients of their own.
 
     Raises:
         InputError: an argument has the wrong type or value, or no parameter needs a gradient.
@@ -248,7 +249,7 @@ class WholeGradient:
         weight: Callable[[Any], Any] | None = None,
         sync: CoupledSync = "auto",
     ) -> None:
-        # Before Options, whose messages speak of micro-batches.
+        # Before Options: its messages are about micro-batches, and this loss has the whole batch.
         check_coupled(loss_fn, microbatch_size, rng, nonfinite, participants, weight)
         options = Options(
             microbatch_size=microbatch_size,
@@ -257,7 +258,7 @@ class WholeGradient:
             nonfinite=nonfinite,
             device=device,
             participants=participants,
-            # A weight of 0 would leave this rank out, while the others wait for its forward.
+            # A rank with weight 0 would skip its forward, and the other ranks would wait for it.
             weight=None if weight is None else positive_weight(weight),
             sync=sync,
             # Coupled: the engine evaluates loss_fn once, on a virtual batch.
@@ -280,16 +281,17 @@ class WholeGradient:
             batch: as `WholeBatch`'s.
 
         Returns:
-            The record, as `Gradient`'s; one loss has the weight 1.
+            The record, as `Gradient`'s; its weight is 1, because there is one loss.
 
         Raises:
             InputError, SplitError: the batch cannot be split; nothing has changed.
-            NonFiniteError: the loss or gradient is not finite (with ``nonfinite="raise"``); all is as before.
+            NonFiniteError: the loss or gradient is not finite (with ``nonfinite="raise"``); nothing has
+                changed.
         """
         return self.engine.update(batch)
 
     def discard(self) -> None:
-        """Discard a window that an interrupt left open, and restore its changes."""
+        """Discard a window that an interrupt left open, and undo its changes."""
         self.engine.discard()
 
     def state_dict(self) -> dict[str, Any]:
@@ -303,13 +305,13 @@ class WholeGradient:
             state: from `state_dict`.
 
         Raises:
-            InputError: it is no such state.
+            InputError: `state` is not from `state_dict`.
             WindowError: a window is open.
         """
         self.engine.load_state_dict(state)
 
 
 def _size(microbatch_size: Any, loss_fn: object) -> Any:
-    """Return the default for a loop that the user owns: nothing can be tried there, so batches stay whole."""
-    # "auto" is the default here, so it cannot be told from a choice of the user.
+    """Return None in place of ``"auto"`` if there is no `loss_fn` to try sizes with: batches stay whole."""
+    # No error: "auto" is the default, so the user may not have asked for it.
     return None if loss_fn is None and microbatch_size == "auto" else microbatch_size

@@ -1,4 +1,4 @@
-"""Signals (Ctrl-C, and those that a cluster sends) deferred while something must not be cut in two."""
+"""Deferral of signals (Ctrl-C, and those that a cluster sends) during code that must run to its end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib import import_module
 from types import FrameType, TracebackType
 from typing import Any, Generic, TypeVar
 
-try:  # the functions below `signal`'s own, which spend 5 us per call on enums
+try:  # the C functions: those of `signal` spend 5 us per call on enums
     _signals: Any = import_module("_signal")
 except ImportError:  # no CPython
     _signals = signal
@@ -20,12 +20,12 @@ T = TypeVar("T")
 
 
 class DeferredInterrupts:
-    """Context in which SIGINT, SIGTERM and SIGUSR1 wait; their handlers are called at its end.
+    """Context that defers SIGINT, SIGTERM and SIGUSR1; their handlers are called at its end.
 
-    Programs save a checkpoint on the latter two when a cluster stops them. Python calls handlers in the main
-    thread alone, so other threads need no such context, and change nothing. A handler that is no Python
-    function (the system's default, "ignore") stays in place. Several signals of one kind count as one. The
-    handlers are restored also where the block raises.
+    Programs save a checkpoint on SIGTERM or SIGUSR1 when a cluster stops them. Python calls handlers only in
+    the main thread, so the context does nothing in other threads. A handler that is no Python function (the
+    system's default, "ignore") stays in place. Several signals of one kind count as one. The handlers are
+    restored also if the block raises.
 
     Examples:
         >>> done = []
@@ -53,7 +53,7 @@ class DeferredInterrupts:
                     _signals.signal(number, self._note)
         except BaseException as error:
             if isinstance(error, ValueError) and threading.current_thread() is not threading.main_thread():
-                self._handlers = []  # only the main thread may set any; to ask first takes longer
+                self._handlers = []  # only the main thread may set handlers; asking first is slower
             else:
                 self.__exit__(None, None, None)
                 raise
@@ -65,24 +65,25 @@ class DeferredInterrupts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        handlers = self._handlers[::-1]  # of SIGINT last: it mostly raises
+        handlers = self._handlers[::-1]  # SIGINT's handler last, because it usually raises
         for number, handler in handlers:
-            if _signals.getsignal(number) is self._note:  # else the block has set another one, which stays
+            if _signals.getsignal(number) is self._note:  # a handler that the block has set stays
                 _signals.signal(number, handler)
-        waiting, self._note, self._waiting = self._waiting, None, {}  # a cycle, and frames hold tensors
+        # self._note refers to self: the cycle would keep the frames, and with them tensors.
+        waiting, self._note, self._waiting = self._waiting, None, {}
         for number, handler in handlers:
             if number in waiting:
                 handler(number, waiting.pop(number))
 
 
 class EnteredOrLeft(Generic[T]):
-    """Context that an interrupt finds entered or left, never between, as torch's modes need it.
+    """Context that an interrupt cannot stop halfway through entering or leaving, for torch's modes.
 
-    An interrupt before `__exit__` has begun leaves it entered, as it does every context of Python. Its owner
-    may call `close` then.
+    An interrupt before `__exit__` begins leaves the context entered, as in all of Python. The owner can call
+    `close` then.
 
     Args:
-        context: entered once.
+        context: the context to enter once.
 
     Examples:
         >>> import contextlib, io

@@ -1,4 +1,4 @@
-"""Float32 copies of low-precision parameters, for an optimizer to update in their place."""
+"""Master weights: float32 copies of low-precision parameters, which the optimizer updates instead."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from ..errors import InputError
 from .window.participants.gradient_sum import LOW_PRECISION, ManagedParameter
 from .window.validation import as_models
 
-# A version tells whether anybody has written since the last copy.
-# Name -> versions of a parameter and its master.
+# Name -> versions of a parameter and of its master; a changed version means a write since the last copy.
 Written = dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class MasterWeights:
-    """An optimizer over float32 copies of low-precision parameters, which are set to them after each update.
+    """An optimizer of float32 copies of low-precision parameters; each update copies them back, rounded.
 
     Args:
-        optimizer: made over ``masters.values()``.
+        optimizer: made with ``masters.values()``.
         masters: parameter -> copy, from `fp32_masters`.
 
     Raises:
-        InputError: `masters` is no mapping.
+        InputError: `masters` is not a mapping.
 
     Examples:
         >>> from superbatch.torch import Accumulator
@@ -46,23 +45,25 @@ class MasterWeights:
         # A list of tensors is a common slip: fp32_masters(model).values().
         if not isinstance(self.masters, Mapping):
             raise InputError(
-                f"The masters are a {type(self.masters).__name__}. Pass what fp32_masters(model) returned."
+                f"masters= is a {type(self.masters).__name__}, not a dict. Pass what fp32_masters(model) "
+                "returned."
             )
 
 
 def fp32_masters(model: nn.Module) -> dict[Tensor, Tensor]:
-    """Make float32 copies of a model's low-precision parameters, for an optimizer to update in their place.
+    """Make float32 copies of a model's low-precision parameters, which the optimizer updates instead.
 
     Args:
         model: a model with bfloat16 or float16 parameters.
 
     Returns:
-        Trainable parameter -> its float32 copy (parameters that are wider map to themselves): make the
-        optimizer over the values, and pass both as ``MasterWeights(optimizer, masters)``. They are saved with
-        ``Accumulator.state_dict()``; save and load it, the model and the optimizer, in any order.
+        Trainable parameter -> its float32 copy; float32 and float64 parameters map to themselves. Make the
+        optimizer with the values, and pass both as ``MasterWeights(optimizer, masters)``.
+        ``Accumulator.state_dict()`` contains the copies: save and load it, the model and the optimizer, in
+        any order.
 
     Raises:
-        InputError: `model` is no module.
+        InputError: `model` is not a module.
 
     Examples:
         >>> from superbatch.torch import Accumulator
@@ -83,7 +84,7 @@ def fp32_masters(model: nn.Module) -> dict[Tensor, Tensor]:
 
 
 def masters_written(owned: list[ManagedParameter]) -> Written:
-    """Note the versions of parameters and their masters, as the last copy from one to the other left them."""
+    """Record the versions of parameters and their masters after the last copy between them."""
     return {
         entry.name: (entry.parameter._version, entry.target._version)
         for entry in owned
@@ -92,18 +93,18 @@ def masters_written(owned: list[ManagedParameter]) -> Written:
 
 
 def masters_at_first(owned: list[ManagedParameter]) -> Written:
-    """Note the versions of parameters and their masters, which must agree where an accumulator begins.
+    """Check that each master rounds to its parameter, and record the versions of both.
 
     Raises:
-        InputError: a master does not round to its parameter, so that the first update would undo the loading
-            of the parameter, or spoil it.
+        InputError: a master does not round to its parameter, so the first update would overwrite a parameter
+            that was loaded.
     """
     for entry in owned:
         parameter, master = entry.parameter, entry.target
         # On the meta device there are no values to compare.
         if master is parameter or parameter.is_meta or master.is_meta:
             continue
-        # A master may be on another device, e.g. on the CPU to save memory.
+        # A master may be on the CPU, to save memory of the GPU.
         if not _rounds_to(master.to(parameter.device), parameter):
             raise InputError(
                 f"The master of {entry.name!r} differs from the parameter by more than rounding, so the "
@@ -113,47 +114,48 @@ def masters_at_first(owned: list[ManagedParameter]) -> Written:
 
 
 def take_over(owned: list[ManagedParameter], written: Written) -> None:
-    """Make parameters and masters agree where somebody else has written to one of them.
+    """Make parameters and masters agree after other code has written to one of them.
 
-    A master that rounds to its parameter stays: the parameter of a checkpoint is loaded before or after it.
-    Where the two differ, a written parameter (other weights, an average) goes into the master, since the next
-    update would undo it; else a written master goes into the parameter.
+    A master that rounds to its parameter stays, so a checkpoint can load either of them first. If they
+    differ, a written parameter (other weights, an average) is copied into its master, because the next update
+    would overwrite the parameter. If only the master was written, it is copied into the parameter.
     """
     for entry in owned:
         parameter, master = entry.parameter, entry.target
         noted = written.get(entry.name)
-        # Nobody has written: no comparison, which would read both tensors.
+        # Not written since the last copy: skip the comparison, which reads both tensors.
         if master is parameter or noted == (parameter._version, master._version):
             continue
         if not _rounds_to(master, parameter):
-            # The parameter is as the last copy left it, so the master is what changed.
+            # The parameter has the version of the last copy, so only the master was written.
             only_master = noted is not None and noted[0] == parameter._version
             with torch.no_grad():
                 if only_master:
                     parameter.copy_(master)
                 else:
                     master.copy_(parameter)
-        # After the copy, whose own write moves a version.
+        # After the copy, which changes a version itself.
         written[entry.name] = (parameter._version, master._version)
 
 
 def _rounds_to(master: Tensor, parameter: Tensor) -> bool:
     rounded = master.detach().to(parameter.dtype)
-    # torch.equal first: one kernel, and NaN is rare.
-    return torch.equal(rounded, parameter) or bool(  # NaN is not equal to itself
+    # torch.equal first: one kernel, and enough unless there is a NaN, which is not equal to itself.
+    return torch.equal(rounded, parameter) or bool(
         ((rounded == parameter) | (rounded.isnan() & parameter.isnan())).all()
     )
 
 
 def masters_state(models: Sequence[nn.Module], masters: Mapping[Tensor, Tensor]) -> dict[str, Tensor] | None:
-    """Return the masters by the names of their parameters, to be saved; None if there are none.
+    """Return the masters to save, by the names of their parameters; None if there are none.
 
     Args:
-        models: of the accumulator.
+        models: the accumulator's models.
         masters: parameter -> master.
 
     Returns:
-        The tensors themselves, as in a module's ``state_dict()``; without those that are the parameters.
+        The tensors themselves, as in a module's ``state_dict()``, without parameters that are their own
+        master.
 
     Examples:
         >>> layer = nn.Linear(2, 1).bfloat16()
@@ -166,16 +168,16 @@ def masters_state(models: Sequence[nn.Module], masters: Mapping[Tensor, Tensor])
 def masters_loader(
     models: Sequence[nn.Module], masters: Mapping[Tensor, Tensor], saved: object
 ) -> Callable[[], None]:
-    """Return what copies saved masters into those that there are, after everything was checked.
+    """Check saved masters and return a function that copies them into the present ones.
 
     Args:
-        models: of the accumulator.
+        models: the accumulator's models.
         masters: parameter -> master.
         saved: from `masters_state`.
 
     Raises:
-        InputError: other parameters have masters here, or of another shape or dtype, or a saved one is not
-            finite; nothing has changed.
+        InputError: the saved masters are of other parameters, shapes or dtypes, or one of them is not finite;
+            nothing has changed.
 
     Examples:
         >>> layer = nn.Linear(2, 1).bfloat16()
@@ -190,15 +192,15 @@ def masters_loader(
         return lambda: None
     if not isinstance(saved, Mapping) or not all(isinstance(each, Tensor) for each in saved.values()):
         raise InputError(
-            "The saved masters are no mapping of names to tensors. Pass what state_dict() returned."
+            "The saved masters are not a dict of names and tensors. Pass what state_dict() returned."
         )
     if saved.keys() != here.keys():
         # The smallest name, so that the message is the same in each run.
         name = min(saved.keys() ^ here.keys())
         where = "the saved state" if name in saved else "this Accumulator"
         raise InputError(
-            f"Only {where} has a float32 master of {name!r}. "
-            "Make the Accumulator with MasterWeights(optimizer, fp32_masters(model)) of the same model."
+            f"Only {where} has a float32 master of {name!r}. Make the Accumulator with "
+            "MasterWeights(optimizer, fp32_masters(model)) of the same model."
         )
     # All are checked before one is copied.
     for name, master in here.items():
@@ -213,26 +215,25 @@ def masters_loader(
 
 
 def _check_saved(name: str, saved: Tensor, master: Tensor) -> None:
-    """Raise if a saved master cannot be copied into the one that there is, or would spoil it."""
+    """Raise if a saved master does not fit the present one, or is not finite."""
     if saved.shape != master.shape:
         raise InputError(
-            f"The saved master of {name!r} has shape {tuple(saved.shape)}, the parameter "
+            f"The saved master of {name!r} has shape {tuple(saved.shape)}, but the parameter has shape "
             f"{tuple(master.shape)}. Load the state of the same model."
         )
     if saved.dtype != master.dtype:
         raise InputError(
-            f"The saved master of {name!r} is of {saved.dtype}, not {master.dtype}. Load the state "
-            "as it was saved: a conversion rounds it."
+            f"The saved master of {name!r} has dtype {saved.dtype}, not {master.dtype}. Load the state as "
+            "it was saved, because a conversion rounds it."
         )
     if saved.is_meta:
         raise InputError(f"The saved master of {name!r} is on the meta device. Load a state that has values.")
-    # What is infinite on purpose (a mask) is so in both.
-    # Compared elementwise: -inf in a mask is no error.
+    # An intended infinity, such as -inf in a mask, is in both tensors and is no error.
     wrong = ~torch.isfinite(saved) & (saved != master.detach().to(saved.device))
     if wrong.any():
         raise InputError(
-            f"The saved master of {name!r} holds {float(saved[wrong][0])} ({int(wrong.sum())} of "
-            f"{saved.numel()} values are not finite). Load an earlier state, from before it was spoiled."
+            f"The saved master of {name!r} contains {float(saved[wrong][0])}: {int(wrong.sum())} of "
+            f"{saved.numel()} values are not finite. Load an earlier state, in which all values are finite."
         )
 
 

@@ -1,4 +1,4 @@
-"""torch's modes that are in force, restored after a failure that cut torch's own bookkeeping in two."""
+"""Active modes of torch, restored after a failure in the middle of torch's own bookkeeping."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _EDGES = [_GeneratorContextManager.__enter__.__code__, _GeneratorContextManager.
 
 
 class Modes:
-    """The modes that are in force now, outermost first.
+    """The modes that are active now, outermost first.
 
-    torch enters and leaves a mode, and takes it off while the mode handles a function, in lines of Python: an
-    interrupt, or a lack of memory, between two of them leaves a mode in force for ever, or takes one off that
-    is still in use. There is no public way to see the modes, hence the private names.
+    torch enters and leaves a mode in Python, and removes it while the mode handles a function. An interrupt
+    or a lack of memory between two of these lines leaves a mode active for ever, or removes one that is
+    still in use. torch has no public way to list its modes, hence the private names.
 
     Attributes:
         functions: modes of functions (`torch.overrides.TorchFunctionMode`).
@@ -56,10 +56,10 @@ class Modes:
         self.grad = torch.is_grad_enabled()
 
     def recover(self, error: BaseException | None) -> None:
-        """Bring back what an error may have cut in two, and nothing that its owner may still leave.
+        """Restore what an error may have left inconsistent, but keep modes that their owner still leaves.
 
         Args:
-            error: the reason; modes are taken off or put on for an interrupt or a lack of memory alone.
+            error: the reason. Modes are removed or added only for an interrupt or a lack of memory.
         """
         if error is None or isinstance(error, GeneratorExit):
             return
@@ -70,7 +70,7 @@ class Modes:
             self.restore()
 
     def restore(self) -> None:
-        """Bring into force the modes that were in force when this object was made."""
+        """Activate the modes that were active when this object was made, and remove all others."""
         torch.set_grad_enabled(self.grad)
         now = Modes()
         _become(self.functions, now.functions, _pop_torch_function_stack, _push_mode)
@@ -84,7 +84,7 @@ class Modes:
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Take every mode off during the block: what runs there is not a part of what the modes watch.
+    """Remove every mode during the block, so that the modes do not see what runs there.
 
     Examples:
         >>> import torch
@@ -103,7 +103,7 @@ def without_modes() -> Iterator[None]:
 
 @contextmanager
 def kept_modes() -> Iterator[None]:
-    """Leave the block with the modes that it was entered with, whatever failed inside."""
+    """Restore at the end of the block the modes that were active at its start, whatever failed inside."""
     modes = Modes()
     try:
         yield
@@ -112,7 +112,7 @@ def kept_modes() -> Iterator[None]:
 
 
 def view_tracking() -> Callable[[], None]:
-    """Return a function that restores how autograd tracks views now.
+    """Return a function that restores autograd's present setting for tracking views.
 
     Examples:
         >>> restore = view_tracking()
@@ -122,7 +122,7 @@ def view_tracking() -> Callable[[], None]:
 
 
 def _cuts(error: BaseException | None) -> bool:
-    """Return whether an error, or one that it came from, may stop torch between two lines of its own."""
+    """Return whether an error, or one of its contexts, may have stopped torch between two of its lines."""
     while error is not None:
         if out_of_memory(error) or not isinstance(error, Exception | GeneratorExit):
             return True
@@ -133,9 +133,9 @@ def _cuts(error: BaseException | None) -> bool:
 def _close_contexts(error: BaseException) -> None:
     """Close the context managers that an error has left suspended, the innermost first.
 
-    An interrupt may come after a function of `contextlib.contextmanager` has entered and before Python takes
-    note of it. Its end then runs whenever the error's traceback is freed: it would take off whichever mode is
-    in force by then, and restore what is out of date.
+    An interrupt may arrive after a `contextlib.contextmanager` function has entered and before Python has
+    recorded it. The function's end then runs only when the error's traceback is freed: it would remove
+    whichever mode is active by then, and restore an outdated setting.
     """
     suspended = list[Any]()
     each: BaseException | None = error
@@ -145,7 +145,7 @@ def _close_contexts(error: BaseException) -> None:
                 suspended.append(frame.f_locals["self"])
         each = each.__context__
     for context in reversed(suspended):
-        with suppress(Exception):  # its error: Python prints and ignores it where a generator is freed
+        with suppress(Exception):  # as Python does with an error of a generator that is freed
             context.gen.close()
 
 

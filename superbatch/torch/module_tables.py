@@ -1,7 +1,7 @@
 """Tables of a module: its own parameters, buffers and children by name.
 
-torch's public forms walk them anew: ``named_buffers(recurse=False)`` takes 25 times as long, for each module
-and each update. They leave out names without a tensor, and what they return cannot be written.
+torch's public functions build a new list in each call: ``named_buffers(recurse=False)`` takes 25 times as
+long, for each module and each update. They leave out names without a tensor, and their result is a copy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
         >>> list(parameters_of(nn.Linear(2, 3, bias=False)).items())[1]
         ('bias', None)
     """
-    # Private to torch, and used for reading only where nothing public does the same.
+    # Private to torch: no public function returns the table itself.
     return module._parameters
 
 

@@ -1,4 +1,4 @@
-"""Options of an `Accumulator` that are objects: each holds what belongs together."""
+"""Option objects of an `Accumulator`: BatchNorm, random streams, leaves of a batch, clipping."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 
-# A dtype, a word or None: the type is what checkers show to a user.
 GradientSumOption = torch.dtype | Literal["auto", "momentum"] | None
 
 
@@ -19,7 +18,7 @@ class FrozenBatchNorm:
     """BatchNorms that normalise with their running statistics during each window: exact.
 
     Args:
-        modules: BatchNorms, or modules that contain them; none: all of the accumulator's models.
+        modules: BatchNorms, or modules that contain them. Without arguments: those of all models.
 
     Examples:
         >>> from superbatch.torch import Accumulator
@@ -43,11 +42,11 @@ class FrozenBatchNorm:
 class GhostBatchNorm:
     """BatchNorms that normalise each micro-batch by itself, as ghost batch normalisation does: not exact.
 
-    The gradient is another one than that of the batch. Running statistics move once per update, by the mean
-    and the variance of the whole batch, pooled from the micro-batches.
+    The gradient differs from that of the batch. Running statistics move once per update, by the mean and the
+    variance of the whole batch, pooled from the micro-batches.
 
     Args:
-        modules: BatchNorms, or modules that contain them; none: all of the accumulator's models.
+        modules: BatchNorms, or modules that contain them. Without arguments: those of all models.
 
     Examples:
         >>> GhostBatchNorm(nn.BatchNorm1d(4))
@@ -68,7 +67,7 @@ class GhostBatchNorm:
 class PerSampleRandom:
     """A random stream for each sample, so that dropout and noise do not depend on the split.
 
-    Without it each micro-batch draws on from the global generator, as a loop by hand does.
+    Without it each micro-batch draws from the global generator, as in a loop written by hand.
 
     Examples:
         >>> PerSampleRandom()
@@ -78,15 +77,15 @@ class PerSampleRandom:
 
 @dataclass(frozen=True)
 class Split:
-    """Leaves of a batch that are not tensors with the samples first.
+    """Declaration of the leaves of a batch that are not tensors with the samples first.
 
     Args:
-        unsplit: paths of leaves that every micro-batch gets unsplit (the same object: do not change it in
-            place).
+        unsplit: paths of leaves that every micro-batch gets unsplit. All get the same object: do not change
+            it in place.
         per_sample: paths of lists that hold one object per sample.
 
     Raises:
-        InputError: one of them is no sequence of strings.
+        InputError: `unsplit` or `per_sample` is not a sequence of strings.
 
     Examples:
         >>> Split(per_sample=["targets"])
@@ -103,7 +102,7 @@ class Split:
 
     @property
     def paths(self) -> dict[str, tuple[str, ...]]:
-        """Paths in the words of `superbatch.batch`."""
+        """Both options as keyword arguments for functions of `superbatch.batch`."""
         return {"unsplit": tuple(self.unsplit), "per_sample": tuple(self.per_sample)}
 
 
@@ -130,36 +129,38 @@ class ClipValue:
         limit = self.limit
         # `not limit > 0` refuses NaN as well.
         if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
-            raise InputError(f"ClipValue({limit!r}) limits nothing. Pass a positive number.")
+            raise InputError(f"ClipValue({limit!r}) needs a positive limit. Pass a positive number.")
 
     def __call__(self, gradients: Sequence[Tensor]) -> None:
         """Clip the elements of each tensor.
 
         Raises:
-            InputError: a tensor is complex: complex numbers have no order.
+            InputError: a tensor is complex.
         """
         # In place: .grad may be a view of a flat buffer.
         for gradient in gradients:
             if gradient.is_complex():
                 raise InputError(
-                    "ClipValue cannot clip complex numbers, which have no order. Use max_grad_norm."
+                    "ClipValue cannot clip a complex gradient: complex numbers have no order. Pass "
+                    "max_grad_norm= instead of clip=."
                 )
             gradient.clamp_(-self.limit, self.limit)
 
 
 def _modules(modules: Sequence[object], name: str) -> tuple[nn.Module, ...]:
-    # Classes are no modules: FrozenBatchNorm(nn.BatchNorm2d) is refused.
+    # A class is not a module: FrozenBatchNorm(nn.BatchNorm2d) raises.
     found = tuple(module for module in modules if isinstance(module, nn.Module))
     if len(found) != len(modules):
-        raise InputError(f"{name}() takes modules. Pass the model, or some of its BatchNorms.")
+        other = next(module for module in modules if not isinstance(module, nn.Module))
+        raise InputError(f"{name}({other!r}) takes modules. Pass the model, or some of its BatchNorms.")
     return found
 
 
 def _paths(paths: object, name: str) -> tuple[str, ...]:
-    # A string is a sequence of strings: unsplit="anchors" would be seven paths.
+    # A string is a sequence of strings: unsplit="anchors" would become seven paths.
     if isinstance(paths, Sequence) and not isinstance(paths, str) and all(isinstance(p, str) for p in paths):
         return tuple(paths)
-    raise InputError(f'{name}={paths!r} is no sequence of paths. Pass {name}=["path"].')
+    raise InputError(f'{name}={paths!r} is not a list of paths. Pass {name}=["path"].')
 
 
 NOT_DECLARED = Split()  # a batch of tensors alone

@@ -1,4 +1,4 @@
-"""The end of the data on several ranks: all of them make the same number of updates."""
+"""The same number of updates on every rank, when the data of some ranks end earlier."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ Batch = TypeVar("Batch")
 def until_all_end(batches: Iterable[Batch]) -> Iterator[Batch | None]:
     """Yield the batches of this rank, then None until the last rank has ended.
 
-    Pass each to `Accumulator` as it comes: None takes part in the update without data. Two numbers are
-    exchanged over the default process group for each batch. A loop that ends early must end on every rank.
+    Pass each item to an `Accumulator`, None too: the rank then takes part in the update without data. Each
+    batch costs an exchange of two numbers over the default process group. If you break out of the loop, do
+    so on every rank.
 
     Args:
-        batches: of this rank: any number, also none.
+        batches: the batches of this rank; any number, also none.
 
     Yields:
         As many items on every rank: the batches in order, then None.
 
     Raises:
-        RankError: `batches` raised an error on another rank, or one has ended or hangs. The rank with the
-            error raises its own.
+        RankError: `batches` raised an error on another rank, or another rank has ended or hangs. The rank
+            with the error raises that error.
 
     Examples:
         >>> list(until_all_end([1, 2]))  # one process: the batches
@@ -53,15 +54,15 @@ def until_all_end(batches: Iterable[Batch]) -> Iterator[Batch | None]:
                 ended = True
             # KeyboardInterrupt too: the others wait for this rank.
             except BaseException:
-                with suppress(RankError):  # where they cannot be reached, the error here says more
+                with suppress(RankError):  # if they cannot be reached, raise this rank's own error
                     _sum(active=False, failed=True)  # the others wait in this exchange
                 raise
         # One sum for both numbers.
         active, failed = _sum(active=not ended, failed=False)
         if failed:
             raise RankError(
-                "Another rank failed while it loaded its next batch, so no rank makes the update. "
-                "Correct the error that it raises."
+                "Another rank failed while it loaded its next batch, so no rank makes the update. Correct "
+                "the error that the other rank raises."
             )
         if not active:
             return
@@ -69,7 +70,7 @@ def until_all_end(batches: Iterable[Batch]) -> Iterator[Batch | None]:
 
 
 def _sum(*, active: bool, failed: bool) -> list[int]:
-    """Return the number of ranks that have a batch, and of those that have failed.
+    """Return the number of ranks that have a batch, and the number of ranks that have failed.
 
     Raises:
         RankError: a rank cannot be reached.

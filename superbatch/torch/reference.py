@@ -1,15 +1,15 @@
 """Definition of the update: the gradient of the loss of the real large batch, in plain torch.
 
-Read this file first. Everything else in the library computes the same numbers in less memory or time. With
-micro-batches ``i`` of weight ``w_i``, what `loss_fn` returns ``l_i``, and ``W = sum w_i``::
+Read this file first. Everything else in the library computes the same numbers in less memory or time. For
+micro-batches ``i`` of weight ``w_i`` with ``l_i = loss_fn(i)`` and ``W = sum w_i``::
 
     reduction="mean":    L = sum_i (w_i / W) l_i
     reduction="sum":     L = sum_i l_i / W
     reduction="total":   L = sum_i l_i
     several terms:       L = sum_t L_t, each with a reduction and a weight of its own
     coupled by the loss: L = loss_fn(concatenation of encode(i)), by two passes (`coupled_gradient`)
-    coupled in a model:  L = loss_fn(concatenation of i), as a BatchNorm needs it: `superbatch.torch.virtual`
-                         runs each operator of forward and backward in micro-batches, by a rule for each
+    coupled in a model:  L = loss_fn(concatenation of i), e.g. with BatchNorm: `superbatch.torch.virtual`
+                         runs each operator of forward and backward in micro-batches
 
 Ranks add nothing to the definition: ``i`` runs over the micro-batches of all of them.
 """
@@ -33,10 +33,10 @@ def gradient(
     """Return the gradient of a separable loss, and the loss.
 
     Args:
-        parameters: to differentiate.
-        microbatches: of the batch.
-        terms: for each term of the loss: its reduction, its ``loss_fn(microbatch)``, and its weight of each
-            micro-batch. Most losses have one.
+        parameters: tensors to differentiate with respect to.
+        microbatches: the micro-batches of the batch.
+        terms: for each term of the loss: its reduction, its ``loss_fn(microbatch)``, and the weight of each
+            micro-batch. Most losses have one term.
 
     Examples:
         >>> w = torch.tensor([2.0], requires_grad=True)
@@ -52,7 +52,7 @@ def gradient(
         divided_by = normalize.window_weight(normalize.total_weight(weights), reduction=reduction)
         for microbatch, weight in zip(microbatches, weights, strict=True):
             if not normalize.takes_part(weight, reduction=reduction):
-                continue  # a mean over nothing may be NaN
+                continue  # weight 0: a mean over no element is NaN
             scaled = loss_fn(microbatch) * normalize.scale(weight, divided_by, reduction=reduction)
             # A parameter that a term does not use has a gradient of None.
             _add(total, torch.autograd.grad(scaled, parameters, allow_unused=True))
@@ -69,8 +69,8 @@ def coupled_gradient(
     """Return the gradient of a loss over the embeddings of all samples, and the loss.
 
     Args:
-        parameters: to differentiate.
-        microbatches: of the batch.
+        parameters: tensors to differentiate with respect to.
+        microbatches: the micro-batches of the batch.
         encode: from a micro-batch to its embeddings, samples first; each sample by itself.
         loss_fn: from the embeddings of the whole batch to its loss.
 

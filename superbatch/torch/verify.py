@@ -1,4 +1,4 @@
-"""Comparison of accumulated gradients with those of the whole batch, for a model and a loss."""
+"""`verify`: comparison of the accumulated gradient with that of the whole batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .options import NOT_DECLARED, FrozenBatchNorm, PerSampleRandom, Split
 from .window.options import check_lists, check_split
 from .window.validation import as_models, check_choice
 
-# float64 rounding of sums of some thousand terms stays below this.
+# Rounding of float64 sums of some thousand terms stays below this.
 TOLERANCE = 1e-12
 
 
@@ -42,27 +42,27 @@ def verify(
     """Compare the accumulated gradient with that of the whole batch, and name what breaks exactness.
 
     Every parameter's gradient is compared by ``|accumulated - reference| / max(|reference|, 1e-3 |all|)``.
-    In float64 it is exact up to `tolerance`; in the model's own dtype up to rounding, which is judged by
-    how far the large batch itself is from the float64 gradient. Where the gradients differ, each suspect
-    is removed in turn: what is not repeatable, random numbers, state that a forward changes, wrong
-    weights, samples that influence each other. What is stated about the loss is judged by the check that the
-    Accumulator makes on its first window, also where the gradients agree: under one split they may by chance.
+    In float64 the difference may be `tolerance`. In the model's own dtype it may be as large as the rounding
+    of the large batch, measured against the float64 gradient. If the gradients differ, each possible cause is
+    removed in turn: a loss that is not repeatable, random numbers, state that a forward changes, wrong
+    weights, samples that influence each other. The declared `reduction` and `weight` are also checked as on
+    the Accumulator's first window, because gradients under one split may agree by chance.
 
-    Model, gradients, random state and the state that `loss_fn` reaches are left as they were, bit for bit.
+    Model, gradients, random state and the state that `loss_fn` reaches are restored bit for bit.
 
     Args:
-        model: the model, or several, in the mode in which they are trained.
+        model: the model, or several, in the mode (train or eval) of the training.
         loss_fn: from a micro-batch to its loss, a closure over the model.
-        batch: a batch as it is trained with, on the host; two samples or more.
+        batch: a batch of the training, on the host; two samples or more.
         microbatch_size: samples (or a TokenBudget) of a micro-batch, smaller than the batch.
-        reduction: what `loss_fn` returns, as stated to the Accumulator.
-        weight: how micro-batches are weighted, as stated to the Accumulator. Of a loss with several terms a
-            mapping, there as well; each term is verified by itself, so that a large one hides no other.
+        reduction: what `loss_fn` returns, as the Accumulator's.
+        weight: how micro-batches are weighted, as the Accumulator's. Each term of a loss with several terms
+            is verified by itself, so that a large term does not hide an error in another.
         participants: as the Accumulator's. `PerSampleRandom` gives each sample a random stream in both
             passes; `FrozenBatchNorm` freezes BatchNorm in both. Others have no effect.
         split: leaves that are not tensors with the samples first, as the Accumulator's.
-        against: `"batch"`, or `"splits"`: another split of it, where the whole does not fit in memory;
-            `"auto"` takes the batch unless that runs out of memory.
+        against: `"batch"`; or `"splits"`, another split, for a batch that does not fit in memory in one
+            piece; `"auto"` uses the batch unless it runs out of memory.
         dtype: `"own"` (the model's), `"float64"`, or `"both"`.
         tolerance: largest relative difference in float64 that counts as exact.
 
@@ -114,23 +114,22 @@ def verify_sizes(
 ) -> Iterator[Verification]:
     """Yield the report of `verify` for several sizes of micro-batches.
 
-    Gradients that agree by chance, and coupled samples, are looked for with the first size only: the check of
-    the declared loss cuts micro-batches further, so that the largest size shows the most.
+    Only the first size includes the check of the declared loss: the check cuts micro-batches further, so the
+    largest size finds the most.
 
     Args:
-        model: as `verify`'s, and so are the others.
-        loss_fn: likewise.
-        batch: likewise.
+        model: as `verify`'s.
+        loss_fn: as `verify`'s.
+        batch: as `verify`'s.
         sizes: of micro-batches, the largest first.
-        reduction: likewise.
-        weight: likewise.
-        participants: likewise.
-        split: likewise.
+        reduction: as `verify`'s.
+        weight: as `verify`'s.
+        participants: as `verify`'s.
+        split: as `verify`'s.
     """
     declared = declare(reduction, weight)
     for index, size in enumerate(sizes):
         request = _request(model, loss_fn, batch, declared, participants, split, microbatch_size=size)
-        # The largest size comes first, and the check of the declared loss shows most there.
         yield verified(replace(request, probes=index == 0))
 
 
@@ -147,7 +146,7 @@ def _request(
     dtype: Dtype = "both",
     tolerance: float = TOLERANCE,
 ) -> Request:
-    """Return the options of `verify`, checked."""
+    """Check the options of `verify` and return them."""
     check_split(split)
     check_lists(participants=participants)
     models = as_models(model)
@@ -156,22 +155,21 @@ def _request(
         models[0] if len(models) == 1 else nn.ModuleList(models),
         loss_fn,
         declared.reduction,
-        # None means: by samples, which the verification counts itself.
+        # None means by samples, which the comparison counts itself.
         None if declared.weigh == "samples" else declared.weigh,
         tuple(split.unsplit),
         tuple(split.per_sample),
         terms=declared.terms,
     )
-    # A stream per sample in both passes makes dropout comparable.
+    # With a random stream per sample, dropout draws the same numbers in both passes.
     sample_rng = any(isinstance(each, PerSampleRandom) for each in participants)
     frozen = any(isinstance(each, FrozenBatchNorm) for each in participants)
     check_model(problem.model)
-    # Each term is verified by itself: a large one would hide the others.
+    # Each term is verified by itself, so that a large one does not hide an error in another.
     for one in (problem, *by_term(problem).values()):
         check_options(one, tolerance)
     check_choice(against, "against", Against)
     check_choice(dtype, "dtype", Dtype)
-    # PerSampleRandom and FrozenBatchNorm are the participants that change a gradient.
     samples, batchnorm = count_samples(batch, **split.paths), "frozen" if frozen else "per_microbatch"
     request = Request(
         problem, batch, samples, microbatch_size, sample_rng, batchnorm, against, dtype, tolerance
@@ -181,11 +179,11 @@ def _request(
 
 
 def _check_split(request: Request) -> None:
-    # A TokenBudget decides by lengths, so the cut itself is counted.
+    # A TokenBudget splits by lengths, so count the micro-batches of the split itself.
     parts = sizes(request.batch, request.samples, request.microbatch_size)
     if len(parts) < 2:
         raise InputError(
-            f"With microbatch_size={request.microbatch_size!r} and {request.samples} samples the "
-            "batch is one micro-batch, so there is nothing to compare. Pass a larger batch, or a "
-            "smaller microbatch_size."
+            f"With microbatch_size={request.microbatch_size!r} and {request.samples} samples the batch is "
+            "one micro-batch, so there is nothing to compare. Pass a larger batch, or a smaller "
+            "microbatch_size."
         )

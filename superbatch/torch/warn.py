@@ -1,4 +1,4 @@
-"""Warnings that point at the line of the user's program which called superbatch."""
+"""Warnings that point at the line of the user's program that called superbatch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def warn(text: str) -> None:
     """Warn at the innermost line outside of superbatch and torch.
 
     Args:
-        text: of the `UserWarning`.
+        text: text of the `UserWarning`.
 
     Examples:
         >>> with warnings.catch_warnings(record=True) as caught:

@@ -18,7 +18,7 @@ Where = str | Callable[[Any], Any]
 
 
 def count_tokens(where: Where, *, ignore_index: int = -100, shift: bool = False) -> Weight:
-    """Weigh a micro-batch by the tokens that its loss counts: the weight of a token-mean cross entropy.
+    """Weigh a micro-batch by the number of tokens in its loss: the weight of a cross entropy per token.
 
     ``w = #{labels != ignore_index}``
 
@@ -26,7 +26,7 @@ def count_tokens(where: Where, *, ignore_index: int = -100, shift: bool = False)
         where: path of the labels in a micro-batch (``"labels"``, ``"1"``), or a function micro-batch ->
             labels; integer labels of shape (samples, ...) with the sequence last.
         ignore_index: the label that `torch.nn.functional.cross_entropy` leaves out.
-        shift: the model itself drops the first label of each sequence (next-token heads of Hugging Face do).
+        shift: the model itself drops the first label of each sequence, as Hugging Face's causal models do.
 
     Returns:
         A function micro-batch -> int, for ``Accumulator(weight=...)``.
@@ -38,21 +38,21 @@ def count_tokens(where: Where, *, ignore_index: int = -100, shift: bool = False)
         >>> count_tokens("labels", shift=True)({"labels": torch.tensor([[5, 6, -100], [7, -100, -100]])})
         1
     """
-    # Checked at once: an error in the first window would come after the data were loaded.
+    # Checked here, because an error in the first window comes only after the data were loaded.
     read = _reader(where)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int) or not isinstance(shift, bool):
         raise InputError(
-            f"ignore_index={ignore_index!r} must be an int and shift={shift!r} a bool. Pass such as "
-            "ignore_index=-100, shift=True."
+            f"ignore_index={ignore_index!r} must be an int, and shift={shift!r} must be a bool. Pass them "
+            "as in ignore_index=-100, shift=True."
         )
 
     def weight(microbatch: Any) -> int:
         labels = read(microbatch)
-        # -100 does not exist in uint8: the comparison would be with 156.
-        labels = labels.long() if labels.dtype == torch.uint8 else labels  # where -100 would be 156
+        # In uint8 -100 wraps to 156, so the comparison would ignore the label 156.
+        labels = labels.long() if labels.dtype == torch.uint8 else labels
         if shift:
             if not labels.ndim:
-                raise _no_labels(labels, "shift=True drops the first label of each sequence")
+                raise _no_labels(labels, "shift=True needs sequences, to drop the first label of each")
             # The last dimension: labels may be [samples, choices, sequence].
             labels = labels[..., 1:]
         return int((labels != ignore_index).sum())
@@ -74,12 +74,12 @@ def sample_weights(where: Where) -> Weight:
         2.5
     """
     read = _reader(where)
-    # In float64: the weights of many samples are added, and then divided by.
+    # In float64: the update is divided by this sum over many samples.
     return lambda microbatch: float(where_float64_is(read(microbatch)).sum(dtype=torch.float64))
 
 
 def class_weights(weight: Tensor, where: Where, *, ignore_index: int = -100) -> Weight:
-    """Weigh a micro-batch as ``CrossEntropyLoss(weight=weight)`` does, by its labels' weights.
+    """Weigh a micro-batch by the class weights of its labels, as ``CrossEntropyLoss(weight=weight)`` does.
 
     ``w = sum_j weight[label_j]`` over labels other than `ignore_index`.
 
@@ -92,7 +92,7 @@ def class_weights(weight: Tensor, where: Where, *, ignore_index: int = -100) -> 
         A function micro-batch -> float (summed in float64).
 
     Raises:
-        InputError: `weight` is no 1-d floating tensor.
+        InputError: `weight` is not a 1-d floating-point tensor of finite weights >= 0.
 
     Examples:
         >>> class_weights(torch.tensor([1.0, 3.0]), "1")((None, torch.tensor([0, 1, 1])))
@@ -102,8 +102,8 @@ def class_weights(weight: Tensor, where: Where, *, ignore_index: int = -100) -> 
     right = isinstance(weight, Tensor) and weight.ndim == 1 and weight.is_floating_point()
     if not right or not bool(((weight >= 0) & weight.isfinite()).all()):
         raise InputError(
-            f"The class weights are {weight!r}, but a class needs one finite floating-point weight "
-            "that is not negative. Pass the 1-d tensor that CrossEntropyLoss(weight=...) gets."
+            f"The class weights are {weight!r}, but each class needs one finite floating-point weight of at "
+            "least 0. Pass the 1-d tensor that you pass to CrossEntropyLoss(weight=...)."
         )
     # On the host: weights are needed before any forward, and labels are small.
     read, per_class = _reader(where), weight.detach().cpu().double()
@@ -112,9 +112,9 @@ def class_weights(weight: Tensor, where: Where, *, ignore_index: int = -100) -> 
         labels = read(microbatch).cpu()
         if labels.is_floating_point():
             raise _no_labels(labels, "a class is an integer")
-        labels = labels.long()  # uint8 would select as a mask
+        labels = labels.long()  # indexing by uint8 selects as a mask
         counted = labels[labels != ignore_index]
-        # An index out of range would otherwise be an IndexError without the class.
+        # Otherwise torch raises an IndexError that does not name the labels.
         if counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < len(per_class):
             raise _no_labels(counted, f"there are weights for the classes 0..{len(per_class) - 1}")
         return float(per_class[counted].sum())
@@ -125,19 +125,19 @@ def class_weights(weight: Tensor, where: Where, *, ignore_index: int = -100) -> 
 def _reader(where: Where) -> Callable[[Any], Tensor]:
     if not callable(where) and not isinstance(where, str):
         raise InputError(
-            f"The place of labels or weights is of type {type(where).__name__}. Pass a path such as "
+            f"where={where!r} is a {type(where).__name__}, not a path. Pass a path such as "
             '"labels" or "1", or a function of the micro-batch.'
         )
 
     def read(microbatch: Any) -> Tensor:
         found = where(microbatch) if callable(where) else get(microbatch, where)
         try:
-            # as_tensor takes lists and arrays too, without a copy of an array.
+            # as_tensor converts lists too, and does not copy an array.
             return torch.as_tensor(found)
         except (TypeError, ValueError, RuntimeError) as error:
             raise InputError(
-                f"{where!r} names a {type(found).__name__}, but labels and weights are numbers. Name a "
-                "tensor, an array or a list of numbers."
+                f"{where!r} is a {type(found).__name__}, but labels and weights are numbers. Pass the path "
+                "of a tensor, an array or a list of numbers."
             ) from error
 
     return read
@@ -147,7 +147,7 @@ def _no_labels(labels: Tensor, wrong: str) -> InputError:
     spread = f"from {labels.min().item()} to {labels.max().item()}" if labels.numel() else "none"
     return InputError(
         f"Labels of dtype {labels.dtype} and shape {tuple(labels.shape)}, {spread}, cannot be weighed: "
-        f"{wrong}. Name the labels that the loss is given, and its ignore_index."
+        f"{wrong}. Pass the path of the labels that the loss gets, and the loss's ignore_index."
     )
 
 
@@ -156,7 +156,7 @@ class AtLeast:
     """A weight whose total over a batch has a lower bound.
 
     Attributes:
-        minimum: of the total.
+        minimum: lower bound of the total.
         weight: as the ``weight=`` option.
     """
 
@@ -165,12 +165,12 @@ class AtLeast:
 
 
 def at_least(minimum: float, weight: Weight | Literal["returned"] | None = None) -> AtLeast:
-    """Bound the weight that a batch is divided by from below: DETR's clamp of the number of boxes to 1.
+    """Set a lower bound for the weight that a batch is divided by, as DETR divides by at least 1 box.
 
     ``W = max(minimum, sum w_i)``, over the micro-batches of all ranks.
 
     Args:
-        minimum: of the total.
+        minimum: lower bound of the total.
         weight: of a micro-batch, as the ``weight=`` option: None for its samples, a function, ``"returned"``.
 
     Returns:

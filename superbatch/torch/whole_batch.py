@@ -1,4 +1,4 @@
-"""The face for coupled samples: the loss of the whole batch, in the memory of micro-batches."""
+"""`WholeBatch`: updates by a loss that couples samples, in the memory of micro-batches."""
 
 from __future__ import annotations
 
@@ -24,31 +24,32 @@ from .window.update_rule import Clip
 
 
 class WholeBatch:
-    """Updates a model by a loss whose samples are coupled, at the memory of micro-batches.
+    """Updates a model by a loss whose samples are coupled, in the memory of micro-batches.
 
-    BatchNorm in training mode, contrastive losses, the hardest samples of a batch: `loss_fn` is called once,
-    with the whole batch, which is computed in micro-batches below autograd (see `virtual_batch`). The
-    update is that of the real large batch; nothing is weighted, and there is nothing to check.
+    Use it for BatchNorm in training mode, contrastive losses, or a loss of a batch's hardest samples.
+    `loss_fn` is called once, with the whole batch; below autograd each operator runs in micro-batches (see
+    `virtual_batch`). The update is that of the real large batch. No weights are needed, and the loss is not
+    checked.
 
     Args:
         model: the model, or a list of models, that `loss_fn` uses and the optimizer updates.
         optimizer: as the `Accumulator`'s.
         loss_fn: ``loss_fn(batch) -> loss``, a closure over the model.
-        microbatch_size: samples that are worked on at a time, at most; ``"auto"`` takes as many as fit in
-            memory, None all. The update does not depend on it.
-        rng: random operators draw for each ``"microbatch"``, or the numbers that the large ``"batch"`` would
-            draw.
+        microbatch_size: samples computed at a time, at most; ``"auto"``: as many as fit in memory; None: all.
+            The update does not depend on it.
+        rng: random operators draw for each ``"microbatch"``, or draw for the ``"batch"`` as the large batch
+            does.
         max_grad_norm: as the `Accumulator`'s; so are `clip`, `scheduler`, `scaler` and `device`.
         nonfinite: a loss or gradient that is not finite: ``"raise"``, or ``"skip_update"``.
         participants: `FrozenBatchNorm`, and objects of your own.
-        weight: on several ranks: how much this rank's batch counts, a function of it such as
-            ``count_tokens("labels")``; None: its samples.
-        sync: as the `Accumulator`'s, but for ``"microbatch"``. Models sharded by FSDP2 gather parameters
-            for a window. Every BatchNorm in training mode is over the samples of all ranks; `loss_fn` gets
-            those of this rank, and exchanges itself whatever else it couples.
+        weight: on several ranks, a function of this rank's batch that returns how much the batch counts, such
+            as ``count_tokens("labels")``; None: its samples.
+        sync: as the `Accumulator`'s, without ``"microbatch"``. Models sharded by FSDP2 gather parameters
+            for a window. BatchNorm in training mode uses the samples of all ranks. `loss_fn` gets the samples
+            of this rank; if it couples samples itself, it must exchange them between ranks itself.
 
     Attributes:
-        engine: what opens the windows, for tools that make updates of their own.
+        engine: the object that opens windows, for tools that make updates of their own.
 
     Raises:
         InputError: an argument has the wrong type or value, or the model is sharded.
@@ -82,7 +83,7 @@ class WholeBatch:
         weight: Callable[[Any], Any] | None = None,
         sync: CoupledSync = "auto",
     ) -> None:
-        # Before Options, whose messages speak of micro-batches.
+        # Before Options: its messages are about micro-batches, and this loss has the whole batch.
         check_coupled(loss_fn, microbatch_size, rng, nonfinite, participants, weight)
         options = Options(
             microbatch_size=microbatch_size,
@@ -93,7 +94,7 @@ class WholeBatch:
             nonfinite=nonfinite,
             device=device,
             participants=participants,
-            # A weight of 0 would leave this rank out, while the others wait for its forward.
+            # A rank with weight 0 would skip its forward, and the other ranks would wait for it.
             weight=None if weight is None else positive_weight(weight),
             sync=sync,
             # Coupled: the engine evaluates loss_fn once, on a virtual batch.
@@ -108,7 +109,7 @@ class WholeBatch:
 
     @property
     def sync(self) -> RanksReport:
-        """Ranks that share a batch, and when their gradients are reduced."""
+        """Report on the ranks that share a batch: how they synchronise, and the bytes that it takes."""
         return self.engine.config.sync.report
 
     @property
@@ -130,13 +131,14 @@ class WholeBatch:
 
         Raises:
             InputError, SplitError: the batch cannot be split; nothing has changed.
-            NonFiniteError: the loss or gradient is not finite (with ``nonfinite="raise"``); all is as before.
-            CoupledSamplesError: `loss_fn` couples the samples of this rank, and not those of the others.
+            NonFiniteError: the loss or gradient is not finite (with ``nonfinite="raise"``); nothing has
+                changed.
+            CoupledSamplesError: `loss_fn` couples the samples of this rank, but not those of other ranks.
         """
         return self.engine.update(batch)
 
     def discard(self) -> None:
-        """Discard a window that an interrupt left open, and restore its changes."""
+        """Discard a window that an interrupt left open, and undo its changes."""
         self.engine.discard()
 
     def state_dict(self) -> dict[str, Any]:
@@ -150,7 +152,7 @@ class WholeBatch:
             state: from `state_dict`.
 
         Raises:
-            InputError: it is no such state, or its masters do not fit.
+            InputError: `state` is not from `state_dict`, or its master weights do not fit.
             WindowError: a window is open.
         """
         self.engine.load_state_dict(state)

@@ -215,7 +215,7 @@ def test_the_optimizer_refuses_what_it_cannot_do() -> None:
         optimizer.step()
     with pytest.raises(InputError, match=r"clip='sum'.* Pass clip=\"caffe\""):
         solver(config, layer.parameters(), clip="sum")  # pyright: ignore[reportArgumentType]  (the mistake)
-    with pytest.raises(InputError, match=r"a solver of type SolverConfig but a str.*read_solver"):
+    with pytest.raises(InputError, match=r"config is a str, not a SolverConfig.*read_solver"):
         solver("solver.prototxt", layer.parameters())  # pyright: ignore[reportArgumentType]  (the mistake)
     with pytest.raises(InputError, match="lr_mult='2'"):
         solver(config, [{"params": layer.parameters(), "lr_mult": "2"}])

@@ -332,7 +332,7 @@ def gather_case(case: Case, rank: int, group: Any) -> dict[str, Any]:
     split = "microbatch_size" in case.options
     with warnings.catch_warnings():
         # One rank says which dtype it has chosen by itself, and only that one has so many micro-batches.
-        warnings.filterwarnings("ignore", message="a window of 20 micro-batches with bfloat16")
+        warnings.filterwarnings("ignore", message="The gradients of bfloat16")
         updates = [accumulate(window[0] if split else Window(window)) for window in case.data[rank]]
     return {
         "parameters": state_of(model),

@@ -19,7 +19,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 def test_a_coupled_loss_raises_or_warns(name: str, size: int, found: list[dict[str, str]]) -> None:
     for each in found:
         said = each[f"{name}, {size}"]
-        assert said == "raises" or "so it is not checked whether the loss couples the samples" in said
+        assert said == "raises" or "so it cannot be checked whether the loss couples the samples" in said
 
 
 @pytest.mark.parametrize("size", ranks.SIZES)
@@ -30,7 +30,8 @@ def test_a_separable_loss_is_accepted(name: str, size: int, found: list[dict[str
 
 def test_the_warning_names_the_operator_and_the_remedy(found: list[dict[str, str]]) -> None:
     assert found[0]["of a bag, 5"] == (
-        "No rule is known for aten._embedding_bag.default in 'words', so it is not checked whether the loss "
-        "couples the samples of this rank without those of the others. If it does, gather embeddings in "
-        "loss_fn by torch.distributed.nn.functional.all_gather, or sum statistics by its all_reduce."
+        "There is no rule for aten._embedding_bag.default in 'words', so it cannot be checked whether the "
+        "loss couples the samples of this rank without those of the other ranks. If it does, gather "
+        "embeddings in loss_fn by torch.distributed.nn.functional.all_gather, or sum statistics by its "
+        "all_reduce."
     )

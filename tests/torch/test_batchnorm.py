@@ -88,7 +88,7 @@ def test_without_running_statistics_it_cannot_be_frozen(check: bool):
     model = net(nn.BatchNorm1d(4, track_running_stats=False))
     before = fingerprint(model)
     with pytest.raises(
-        SuperbatchError, match=r"without running statistics.*\. Give it track_running_stats=True"
+        SuperbatchError, match=r"has no running statistics.*\. Make it with track_running_stats=True"
     ):
         accumulator(model, participants=[FrozenBatchNorm()], check=check)(BATCHES[0])
     assert_unchanged(before, fingerprint(model))

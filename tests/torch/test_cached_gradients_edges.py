@@ -70,7 +70,7 @@ def refused(
 )
 def test_batch_norm_is_refused_by_name_with_the_three_choices(norm: nn.Module):
     model = nn.Sequential(tower(), nn.Sequential(norm)).to(F64)
-    text = r"'1\.0'.*virtual_batch\(.*freeze.*eval\(\).*GroupNorm"
+    text = r"'1\.0'.*virtual_batch\(.*eval\(\).*GroupNorm"
     refused(CoupledSamplesError, text, model, ring, normal(7, 6))
     other = nn.Linear(4, 4)
     refused(
@@ -110,7 +110,7 @@ class Running(nn.Module):
 @pytest.mark.parametrize("seen", [True, False])
 def test_a_buffer_that_takes_up_samples_is_refused_by_name(seen: bool, size: int):
     model = nn.Sequential(Running(seen=seen), nn.Tanh())
-    text = r"of the module '0' changes the buffer 'mean' by the samples.*virtual_batch.*eval\(\).*GroupNorm"
+    text = r"of the module '0' changes the buffer 'mean' depending on.*virtual_batch.*eval\(\).*GroupNorm"
     refused(CoupledSamplesError, text, model, ring, normal(7, 6), size)
 
 
@@ -119,7 +119,7 @@ def test_a_buffer_that_counts_samples_is_refused(samples: int):
     """Also where every micro-batch has the same number of them, and leaves the same count."""
     refused(
         CoupledSamplesError,
-        "changes the buffer 'mean' by the samples",
+        "changes the buffer 'mean' depending on the samples",
         Running(counts=True),
         ring,
         normal(samples, 6),
@@ -138,7 +138,13 @@ def test_running_statistics_that_no_version_counter_shows():
 
 
 def test_a_function_needs_its_models():
-    refused(InputError, r"has no models.*Pass models=\[\.\.\.\]", lambda b: b, ring, normal(7, 6))
+    refused(
+        InputError,
+        r"The models of encode=.* are unknown.*Pass models=\[\.\.\.\]",
+        lambda b: b,
+        ring,
+        normal(7, 6),
+    )
     model, hidden = tower(), tower(4)
     refused(
         InputError,
@@ -154,19 +160,19 @@ def test_a_function_needs_its_models():
 @pytest.mark.parametrize(
     ("output", "match"),
     [
-        (lambda z: z.mean(), r"shape \(\).*does not have the samples as its first dimension.*loss_fn"),
-        (lambda z: z.T, r"shape \(4, 3\).*does not have the samples as its first dimension"),
+        (lambda z: z.mean(), r"shape \(\).*the samples are not its first dimension.*loss_fn"),
+        (lambda z: z.T, r"shape \(4, 3\).*the samples are not its first dimension"),
         (lambda z: torch.cat([z, z]), r"shape \(6, 4\).*for a micro-batch of 3 samples"),
-        (lambda z: {"z": z, "aux": z.sum()}, r"at path 'aux' of shape \(\)"),
+        (lambda z: {"z": z, "aux": z.sum()}, r"at path 'aux' has the shape \(\)"),
         (lambda z: (z, z.detach().numpy()), r"at path '1' is of type ndarray"),
         (lambda z: [z, object()], r"at path '1' is of type object"),
         (lambda z: None, "returned no tensor"),
         (lambda z: z.to_sparse(), "layout torch.sparse_coo"),
         (lambda z: nn.utils.rnn.pack_sequence([z]), "of type PackedSequence"),
-        (lambda z: z[:, : 1 + (len(z) == 3)], r"\(samples, 1\) for micro-batch 1; .*\(samples, 2\)"),
+        (lambda z: z[:, : 1 + (len(z) == 3)], r"\(samples, 1\) for micro-batch 1, but .*\(samples, 2\)"),
         (lambda z: (z, len(z)), r"1=2.*1=3"),
         (lambda z: z if len(z) == 3 else z.float(), r"torch.float32.*torch.float64"),
-        (lambda z: [z] * (len(z) - 1), "do not fit together"),
+        (lambda z: [z] * (len(z) - 1), "for micro-batch 1, but .* for the first"),
     ],
 )
 def test_outputs_that_cannot_be_joined(output: Callable[[Tensor], Any], match: str):
@@ -203,8 +209,10 @@ def test_batches_and_arguments():
     model = tower()
     refused(SplitError, "sample", model, ring, normal(0, 6))
     refused(SplitError, "samples", lambda b: model(b[0]), ring, (normal(7, 6), normal(6, 6)), models=model)
-    refused(InputError, "A Tensor stands in place of a function", normal(7), ring, normal(7, 6), models=model)
-    refused(InputError, "A Tensor stands in place of a function", model, normal(7), normal(7, 6))
+    refused(
+        InputError, "A Tensor was passed in place of a function", normal(7), ring, normal(7, 6), models=model
+    )
+    refused(InputError, "A Tensor was passed in place of a function", model, normal(7), normal(7, 6))
     with pytest.raises(InputError, match="model of type str"):
         cached_gradients(model, ring, normal(7, 6), 3, models="model")  # type: ignore[arg-type]  (the mistake)
     for scale in ("2", True, None, 1j, math.nan, math.inf):
@@ -219,7 +227,7 @@ def test_batches_and_arguments():
     )
     refused(
         InputError,
-        r"The batch of encode has a tensor of shape .* with a graph",
+        r"The batch of encode contains a tensor of shape .* with a graph",
         model,
         ring,
         normal(7, 6).requires_grad_() * 2,
@@ -227,13 +235,13 @@ def test_batches_and_arguments():
     both = {"a": model, "b": model}
     refused(
         InputError,
-        r"encoders are \['a', 'b'\], and the batch is \['a', 'c'\]",
+        r"encoders are \['a', 'b'\], but the batch is \['a', 'c'\]",
         both,
         ring,
         {"a": 1, "c": 2},
         models=model,
     )
-    text = r"encoders are \['a', 'b'\], and the batch is Tensor"
+    text = r"encoders are \['a', 'b'\], but the batch is Tensor"
     refused(InputError, text, both, ring, normal(7, 6), models=model)
     batch = {"a": normal(7, 6), "b": normal(7, 6)}
     refused(InputError, r"the microbatch_size is \['a'\]", both, ring, batch, {"a": 3}, models=model)
@@ -256,7 +264,7 @@ def test_a_generator_of_its_own_is_noticed():
     model, own = tower(), torch.Generator().manual_seed(1)
     refused(
         InputError,
-        r"The second pass of encode gave other embeddings of micro-batch 2.*torch\.Generator",
+        r"The second pass of encode returned other embeddings of micro-batch 2.*torch\.Generator",
         lambda b: model(b) * torch.rand(len(b), 1, generator=own),
         ring,
         normal(7, 6),

@@ -87,7 +87,7 @@ def test_where_one_rank_fails_both_do_and_are_as_before(results: Any, where: str
 
 def test_embeddings_of_different_forms_are_refused_on_both(results: Any):
     for result in both(results, "fails_form"):
-        assert "InputError" in result["error"] and "other forms on other ranks" in result["error"]
+        assert "InputError" in result["error"] and "different structures on the ranks" in result["error"]
         assert_unchanged(result["before"], result["after"])
 
 
@@ -99,6 +99,6 @@ def test_a_parameter_outside_of_all_models_is_refused(results: Any):
 def test_losses_that_differ_between_ranks_are_refused(results: Any):
     for result in both(results, "losses_differ"):
         assert (
-            "The ranks that share a batch computed the losses" in result["error"]
-            and "no random numbers" in result["error"]
+            "The ranks have computed the different losses" in result["error"]
+            and "without random numbers" in result["error"]
         )

@@ -81,7 +81,10 @@ def test_one_process_goes_on(how: str, saved: Found, folder: Path, alone: dict[s
     training.run(ranks.SAVED, ranks.UPDATES)
     close(training.parameters(), alone)
     text = ranks.error_of(lambda: load_checkpoint(folder / f"{how}, in flight", training.accumulate))
-    assert "was written within a window by 2 ranks, and here are 1. Start 2, or load a checkpoint" in text
+    assert (
+        "was written inside a window by 2 ranks, but this program has 1. Start 2 ranks, or load a checkpoint"
+        in text
+    )
 
 
 def test_three_ranks_go_on(saved: Found, folder: Path, alone: dict[str, Tensor], tmp_path: Path) -> None:
@@ -95,7 +98,7 @@ def test_three_ranks_go_on(saved: Found, folder: Path, alone: dict[str, Tensor],
                 assert (cell["samples"], cell["ranks"]) == (13 * ranks.SAVED, 1 if saved_as == "alone" else 2)
                 close(cell["parameters"], alone)
         for how in ranks.HOW:
-            assert "within a window by 2 ranks, and here are 3. Start 2" in each[f"{how}, in flight"]
+            assert "inside a window by 2 ranks, but this program has 3. Start 2" in each[f"{how}, in flight"]
             close(each[f"{how}, by sample"], saved[0][f"{how}, by sample"])
             dropout = found[0][f"{how}, by sample"]["0.weight"] - alone["0.weight"]
             assert dropout.norm() > 0.01 * alone["0.weight"].norm(), "premise"

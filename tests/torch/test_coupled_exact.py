@@ -458,7 +458,7 @@ def test_the_report_says_where_samples_met() -> None:
 
 def test_by_default_coupled_samples_are_refused_with_the_choices() -> None:
     with pytest.raises(
-        CoupledSamplesError, match=r"Choose superbatch\.torch\.WholeBatch.*FrozenBatchNorm.*GhostBatchNorm"
+        CoupledSamplesError, match=r"Use superbatch\.torch\.WholeBatch.*FrozenBatchNorm.*GhostBatchNorm"
     ):
         Twins("BatchNorm").plain()(batches()[0])
     with pytest.raises(CoupledSamplesError, match=r"samples influence each other.*use WholeBatch"):
@@ -493,14 +493,14 @@ def test_options_of_other_libraries_are_answered_with_those_that_are_there() -> 
     [
         (
             {"nonfinite": "skip_microbatch"},
-            'cannot be left out where samples are coupled.*nonfinite="skip_update" or "raise"',
+            'of coupled samples cannot be left out.*nonfinite="skip_update" or "raise"',
         ),
         ({"participants": [GhostBatchNorm()]}, "GhostBatchNorm normalises each micro-batch by itself"),
-        ({"participants": [PerSampleRandom()]}, 'for separate samples.*Pass rng="batch"'),
+        ({"participants": [PerSampleRandom()]}, 'needs samples that are not coupled.*rng="batch"'),
         *(
             (
                 {"microbatch_size": size},
-                f'{text} is no number of samples. Pass a positive int, "auto", or',
+                f'{text} is not a number of samples. Pass a positive int, "auto", or',
             )
             for size, text in [
                 ("largest", "microbatch_size='largest'"),
@@ -529,7 +529,7 @@ def test_there_is_no_loop_to_be_owned() -> None:
 
 
 def test_a_weight_that_is_no_function_is_refused() -> None:
-    with pytest.raises(InputError, match=r"weight='returned' is no function.*count_tokens"):
+    with pytest.raises(InputError, match=r"weight='returned' is not a function.*count_tokens"):
         Twins("BatchNorm", weight="returned")
 
 
@@ -537,7 +537,8 @@ def test_a_batch_whose_tensors_are_not_one_row_per_sample() -> None:
     twins = Twins()
     packed = {"x": torch.ones(6, 2), "cu_seqlens": torch.tensor([0, 2, 6], dtype=torch.int32)}
     with pytest.raises(
-        SplitError, match=r"^A batch of 2 coupled samples has a tensor of length 6.*Give a padded batch"
+        SplitError,
+        match=r"^A batch of 2 coupled samples contains a tensor of length 6.*Pass a padded batch",
     ):
         twins.accumulate(packed)
 
@@ -545,15 +546,18 @@ def test_a_batch_whose_tensors_are_not_one_row_per_sample() -> None:
 @pytest.mark.parametrize(
     ("batch", "text"),
     [
-        ({"x": torch.ones(6, 2), "mask": torch.ones(5, 5)}, "'x': 6, 'mask': 5.*loss_fn close over what"),
-        ({"x": torch.ones(6, 2), "graph": object()}, "path 'graph'.*loss_fn close over what"),
+        (
+            {"x": torch.ones(6, 2), "mask": torch.ones(5, 5)},
+            "'x': 6, 'mask': 5.*loss_fn read everything else",
+        ),
+        ({"x": torch.ones(6, 2), "graph": object()}, "path 'graph'.*loss_fn read everything else"),
         (
             {"x": torch.ones(2, 2), "boxes": [{"at": 1}, {"at": 2}]},
-            "lists of per-sample targets.*Pad them to",
+            "list of per-sample targets.*Pad the targets to",
         ),
-        (3, "nothing to split.*Pass tensors with one row for each sample"),
-        ({"x": numpy.ones((6, 2)), "name": "six"}, "6 coupled samples has no tensor.*torch.from_numpy"),
-        (["a", "b"], "2 coupled samples has no tensor.*Make tensors of them before the call"),
+        (3, "nothing to split.*Pass tensors with one row per sample"),
+        ({"x": numpy.ones((6, 2)), "name": "six"}, "6 coupled samples contains no tensor.*torch.from_numpy"),
+        (["a", "b"], "2 coupled samples contains no tensor.*Make tensors of them before the call"),
     ],
 )
 def test_a_batch_that_cannot_be_a_virtual_one(batch: Any, text: str) -> None:
@@ -573,7 +577,9 @@ def test_a_loss_of_other_tensors_than_the_batch_it_is_given(size: Any) -> None:
     twins = Twins(microbatch_size=size)
     (batch,) = batches(1)
     twins.loss = lambda model, given: classify(model, batch)
-    with pytest.warns(UserWarning, match=r"that it closes over.*whole batch.*at once.*that loss_fn is given"):
+    with pytest.warns(
+        UserWarning, match=r"tensors from its closure.*whole batch.*at once.*argument of loss_fn"
+    ):
         update = twins.accumulate(batch)
     assert twins.accumulate.coupling is not None
     assert update.microbatches == twins.accumulate.coupling.microbatches == 1
@@ -590,9 +596,9 @@ def test_a_loss_of_other_tensors_than_the_batch_it_is_given(size: Any) -> None:
 @pytest.mark.parametrize(
     ("returned", "text"),
     [
-        (lambda loss: (loss, 3), "The loss is a tuple, not a tensor. Return the loss alone."),
-        (lambda loss: loss.item(), "The loss is a float, not a tensor. Return the tensor"),
-        (lambda loss: None, "The loss is a NoneType, not a tensor. Return the tensor"),
+        (lambda loss: (loss, 3), "The loss is a tuple, not a tensor. Return only the loss."),
+        (lambda loss: loss.item(), "The loss is a float, not a tensor. Return the loss as a tensor"),
+        (lambda loss: None, "The loss is a NoneType, not a tensor. Return the loss as a tensor"),
         (lambda loss: loss.detach(), "a loss without a graph"),
         (lambda loss: loss * torch.ones(2), r"a loss of shape \(2,\).*Return its mean over the batch"),
     ],
@@ -665,7 +671,7 @@ def test_what_is_not_finite(where: str) -> None:
         one.loss = spoilt
     before = fingerprint(twins.model, twins.ours, twins.accumulate)
     with pytest.raises(
-        NonFiniteError, match=f"a batch with loss .* the {where} is not finite.*Check that batch; "
+        NonFiniteError, match=f"a batch with loss .* the {where} is not finite.*Check that batch, or pass"
     ):
         twins.accumulate(second)
     assert_unchanged(before, fingerprint(twins.model, twins.ours, twins.accumulate))
@@ -704,7 +710,7 @@ def test_an_overflow_lowers_the_scale_and_changes_nothing_else() -> None:
 
 
 def test_memory_may_run_out_at_any_operation() -> None:
-    """It is worked through again with half as many samples at a time, to the same update."""
+    """It is computed again with half as many samples at a time, to the same update."""
 
     def train(at: int | None) -> tuple[Twins, FailAt, list[Any], str | None]:
         twins, fail, updates, error = Twins("dropout", rng="batch"), FailAt(), [], None
@@ -790,7 +796,9 @@ def test_a_sample_that_does_not_fit_is_a_typed_error_and_changes_nothing() -> No
     before = fingerprint(twins.model, twins.ours)
     with (
         quiet(),
-        pytest.raises(OutOfMemoryError, match=r"22 samples, one at a time.*2\.00 GiB.*as before the window"),
+        pytest.raises(
+            OutOfMemoryError, match=r"22 samples, even with a single sample.*2\.00 GiB.*as before the window"
+        ),
     ):
         twins.accumulate(batches()[0])
     assert tried == [SAMPLES] * 3, "4, 2 and 1 at a time"
@@ -856,7 +864,7 @@ def test_a_window_in_flight_of_another_accumulator_is_not_gone_on_with() -> None
             break
     twins = Twins("InfoNCE")
     twins.accumulate.load_state_dict(state)
-    with pytest.raises(WindowError, match=r"in another way.*or call discard"):
+    with pytest.raises(WindowError, match=r"other parameters or options.*or call discard"):
         twins.accumulate(batches()[0])
     twins.accumulate.discard()
     assert twins.accumulate(batches()[0]).made

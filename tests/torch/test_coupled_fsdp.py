@@ -109,8 +109,9 @@ def test_a_failure_on_one_rank(where: str, found: Found) -> None:
     healthy, bad = (each[f"error in {where}"]["outcome"] for each in found)
     assert bad == [("BrokenError", "no such label", True)]
     text = (
-        "Rank 1 failed in micro-batch 0 (BrokenError: no such label), so no rank makes this update; all is "
-        "as before it. Correct the error there; then each rank can continue with its next batch."
+        "Rank 1 failed in micro-batch 0 (BrokenError: no such label), so no rank makes this update, and "
+        "everything is as before it. Correct the error there; then each rank can continue with its next "
+        "batch."
     )
     assert healthy == [("RankError", text, True)]
 
@@ -119,11 +120,11 @@ def test_what_cannot_be_gathered_is_refused(found: Found) -> None:
     for each in found:
         assert each["tensor parallel"]["error"] == (
             "InputError",
-            "Coupled samples need whole parameters on each rank, and tensor parallel splits operations too. "
-            "Shard the model by fully_shard (FSDP2) alone, over a mesh of one or two dimensions.",
+            "Coupled samples need all parameters in full on each rank, but tensor parallel splits "
+            "operations. Use only fully_shard (FSDP2), over a mesh of one or two dimensions.",
         )
         assert each["each micro-batch"]["error"] == (
             "InputError",
-            "The model is sharded by fully_shard (FSDP2), so sync='microbatch' is not possible. Leave it "
-            'out, or pass "window".',
+            "The model is sharded by fully_shard (FSDP2), so sync='microbatch' is not possible. Remove "
+            'sync=, or pass "window".',
         )

@@ -122,8 +122,9 @@ def test_an_error_on_one_rank_leaves_both_as_before(where: str, found: Found) ->
     healthy, bad = (each[f"error in {where}"]["outcome"] for each in found)
     assert bad == [("BrokenError", "no such label", True)]
     text = (
-        "Rank 1 failed in micro-batch 0 (BrokenError: no such label), so no rank makes this update; all is "
-        "as before it. Correct the error there; then each rank can continue with its next batch."
+        "Rank 1 failed in micro-batch 0 (BrokenError: no such label), so no rank makes this update, and "
+        "everything is as before it. Correct the error there; then each rank can continue with its next "
+        "batch."
     )
     assert healthy == [("RankError", text, True)]
 
@@ -133,17 +134,17 @@ def test_what_is_not_the_loss_of_the_batch_is_refused(found: Found) -> None:
         kind, text, unchanged = each["own negatives"]["error"]
         assert (kind, unchanged) == ("CoupledSamplesError", True)
         assert text == (
-            "The samples of this rank meet at aten.mm.default without those of the other ranks, so the loss "
-            "is not that of the batch. In loss_fn gather embeddings by "
+            "aten.mm.default couples the samples of this rank without those of the other ranks, so the loss "
+            "is not that of the whole batch. Gather embeddings in loss_fn by "
             "torch.distributed.nn.functional.all_gather, or sum statistics by its all_reduce."
         )
         kind, text, unchanged = each["labels without weight"]["error"]
         assert (kind, unchanged) == ("CoupledSamplesError", True)
-        assert text.startswith("loss_fn divides by a count of this rank's samples (")
+        assert text.startswith("loss_fn divides by a count over this rank's samples (")
         assert text.endswith('Pass the count as weight=, such as weight=count_tokens("labels").')
         kind, text, unchanged = each["no weight"]["error"]
         assert (kind, unchanged) == ("InputError", True)
-        assert "has the weight 0, and a batch of coupled samples cannot be left out." in text
+        assert "has the weight 0, but a batch of coupled samples cannot be left out." in text
         kind, text, _ = each["not stated"]["error"]
         assert (kind, text[:24]) == ("InputError", "2 ranks are initialised,")
 

@@ -147,7 +147,7 @@ def test_a_device_with_functions_alone_is_seeded_by_them(monkeypatch: pytest.Mon
 
 
 def test_a_device_without_a_generator_is_an_error() -> None:
-    with pytest.raises(NotImplementedError, match="no generator"):
+    with pytest.raises(NotImplementedError, match="no random generator"):
         devices.generator_of(torch.device("meta"))
 
 
@@ -190,5 +190,5 @@ def test_cuda_is_resolved_once_to_the_current_index(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_a_device_that_is_not_there_is_refused_at_once() -> None:
-    with pytest.raises(InputError, match="no device that torch has here"):
+    with pytest.raises(InputError, match="not a device of torch on this machine"):
         options.as_device("cuda", [])

@@ -175,7 +175,7 @@ def test_without_the_look_at_the_beginning_it_would_stay_moved(monkeypatch: pyte
     run = Run()
     run.accumulate(BATCH)
     before = content(run.model)
-    with pytest.warns(UserWarning, match="window was discarded that has changed 'mean' for the first time"):
+    with pytest.warns(UserWarning, match="'mean' was not restored: .* for the first time"):
         run.discard(MOVES["attribute"])
     assert content(run.model) != before
 
@@ -207,7 +207,7 @@ def replace_object(model: Any, _: Tensor) -> None:
 def test_what_cannot_be_restored_is_named_once(move: Any, name: str) -> None:
     run = Run()
     run.accumulate(BATCH)
-    with pytest.warns(UserWarning, match=f"discarded that has changed '{name}'.* for the first time") as said:
+    with pytest.warns(UserWarning, match=f"'{name}'.* was not restored: .* for the first time") as said:
         run.discard(move)
     assert [one.filename for one in said] == [__file__]
     before = getattr(run.model, name)

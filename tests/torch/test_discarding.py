@@ -88,7 +88,7 @@ def test_a_window_of_other_parameters_is_refused_and_nothing_changes() -> None:
     model, _, accumulate = training("momentum")
     accumulate.load_state_dict(saved["accumulate"])
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(WindowError, match="momentum buffer of 'other', which is no parameter here"):
+    with pytest.raises(WindowError, match="momentum buffer of 'other', which is not a parameter here"):
         accumulate.discard()
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 

@@ -13,8 +13,8 @@ from tests.torch.two_ranks import found_by_both
 EARLY, INSIDE, END = "before its first micro-batch", "in micro-batch 0", "at the end of its window"
 # What the bad rank raises, and where the others hear that it has failed.
 OUTCOMES = {
-    "None": ("InputError: A batch of coupled samples is None, and every rank needs some.", EARLY),
-    "empty window": ("InputError: A Window without micro-batches makes no update.", EARLY),
+    "None": ("InputError: The batch of this rank is None, but coupled samples need", EARLY),
+    "empty window": ("InputError: The Window contains no micro-batches.", EARLY),
     "empty list": ("SplitError: ", EARLY),
     "no rows": ("SplitError: ", EARLY),
     "lengths": ("SplitError: Parts of the batch differ in length", EARLY),
@@ -22,9 +22,9 @@ OUTCOMES = {
     "object": ("SplitError: ", EARLY),
     "weight": ("InputError: ", EARLY),
     "check": ("FaultError: no such label", EARLY),
-    "used twice": ("WindowError: The window is over, and its micro-batches are freed.", EARLY),
+    "used twice": ("WindowError: This window is over, and its micro-batches are freed.", EARLY),
     "device": ("RuntimeError: Tensor on device cpu is not on the expected device meta", INSIDE),
-    "inside": ("WindowError: A second window of one accumulator was opened", END),
+    "inside": ("WindowError: Another window of this accumulator is open", END),
     "after": ("FaultError: behind the loop", END),
 }
 

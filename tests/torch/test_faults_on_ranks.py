@@ -12,7 +12,10 @@ from tests.torch import fault_ranks as ranks
 from tests.torch.two_ranks import found_by_both
 
 Found = list[dict[str, Any]]
-FAILED = "RankError: Rank {} {}, so no rank makes this update; all is as before it. Correct the error there; "
+FAILED = (
+    "RankError: Rank {} {}, so no rank makes this update, and everything is as before it. "
+    "Correct the error there; "
+)
 TORN = "OptimizerError: The last update broke inside the optimizer's step"
 SPLIT = "SplitError: Parts of the batch differ in length"
 ROWS = "SplitError: "

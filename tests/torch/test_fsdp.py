@@ -162,16 +162,17 @@ def test_the_choice_is_told_with_its_bytes(found: Found) -> None:
         "FSDP2 over 2 ranks: gradients are reduced once in a window (less than a tenth of a rank"
     )
     assert one.endswith("; 2.21 KiB of them until then, 1.15 KiB if reduced after each micro-batch")
-    assert "are reduced after each micro-batch (stated); 1.15 KiB of them until the end" in other
+    assert "are reduced after each micro-batch (as passed); 1.15 KiB of them until the end" in other
     assert found[0]["all_reduce/clipped"]["report"] == "all_reduce over 2 ranks"
 
 
 def test_ranks_whose_model_nothing_wraps_must_be_stated(found: Found) -> None:
     for each in found:
         assert each["not stated"]["text"].startswith(
-            "2 ranks are initialised, and nothing wraps or shards the model, so each rank would train apart."
+            "2 ranks are initialised, but the model is not wrapped and not sharded, so each rank would train "
+            "apart."
         )
-        assert 'state sync="all_reduce"' in each["not stated"]["text"]
+        assert 'pass sync="all_reduce"' in each["not stated"]["text"]
         assert each["apart"]["report"] == "alone"
     assert found[0]["apart"]["losses"] != found[1]["apart"]["losses"]
 

@@ -448,9 +448,9 @@ def test_whole_batch_steps_as_whole_gradient_and_a_step() -> None:
     ("options", "text"),
     [
         ({"gradient_sum": "momentum"}, "has no optimizer"),
-        ({"backward": 3}, "cannot be called"),
-        ({"participants": FrozenBatchNorm()}, "is no list"),
-        ({"split": ["x"]}, "is no Split"),
+        ({"backward": 3}, "is not a function"),
+        ({"participants": FrozenBatchNorm()}, "is not a list"),
+        ({"split": ["x"]}, "is not a Split"),
         ({"accumulation_steps": 4}, "has no option"),
     ],
 )
@@ -469,7 +469,7 @@ def test_a_model_without_trainable_parameters_is_refused() -> None:
 def test_the_update_of_an_open_window_is_not_there_yet() -> None:
     model, batch = small_mlp(), one(4)
     with Gradient(model, microbatch_size=2).window(batch) as window:
-        with pytest.raises(WindowError, match="no update yet"):
+        with pytest.raises(WindowError, match="has no update"):
             _ = window.update
         for part in window:
             window.backward(mse(model, part))

@@ -102,7 +102,7 @@ def error_of(mine: Program, real: Program) -> float:
     )
 
 
-NOT_RESTORED = "ignore:the state 'Program.bank' moved for the first time"
+NOT_RESTORED = "ignore:A window was discarded, but the state 'Program.bank'"
 
 
 @pytest.mark.filterwarnings(NOT_RESTORED)
@@ -112,7 +112,7 @@ def test_a_window_does_not_begin_again_on_state_that_cannot_be_restored(name: st
     accumulate = program.accumulator(microbatch_size=4)
     before, bank, random = program.parameters(), program.bank.clone(), torch.get_rng_state()
     with pytest.raises(
-        OutOfMemoryError, match=r"moved the state 'Program\.bank' .* everything else is as before"
+        OutOfMemoryError, match=r"changed the state 'Program\.bank' .* everything else is as before"
     ):
         accumulate(batch())
     assert not torch.equal(bank, program.bank), "premise: the bank has moved"
@@ -150,7 +150,7 @@ def test_state_that_begins_to_move_in_a_later_window_is_told(bytes_: int) -> Non
     program, accumulate = _late(bytes_)
     before = program.parameters()
     x, _ = batch()
-    with pytest.raises(OutOfMemoryError, match=r"moved the state 'Program\.bank' for the first time"):
+    with pytest.raises(OutOfMemoryError, match=r"changed the state 'Program\.bank' for the first time"):
         accumulate((x, torch.arange(SAMPLES)))
     after = program.parameters()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -175,7 +175,7 @@ def test_the_coupled_path_does_not_begin_again_either() -> None:
     program = Program(lambda bank, *_: bank[FIRST:].fill_(1.0), ["now"])
     accumulate = program.whole_batch(microbatch_size=4)
     before, bank = program.parameters(), program.bank.clone()
-    with pytest.raises(OutOfMemoryError, match="moved the state"):
+    with pytest.raises(OutOfMemoryError, match="changed the state"):
         accumulate(batch())
     assert not torch.equal(bank, program.bank), "premise: the bank has moved"
     after = program.parameters()
@@ -259,7 +259,7 @@ def test_a_buffer_that_begins_to_move_is_restored_or_told(size: int) -> None:
         assert not model.seen.any()
         return
     assert keeper.lost() == ["seen"]
-    with pytest.warns(UserWarning, match="the state 'seen' moved for the first time"):
+    with pytest.warns(UserWarning, match="the state 'seen' was not restored"):
         keeper.restore()
     keeper.begin()  # from now on it is copied
     model(torch.ones(1, 2, dtype=F64))

@@ -187,7 +187,7 @@ def test_nested_measurements_agree():
 
 def test_other_devices_are_refused():
     with pytest.raises(
-        InputError, match=r"device='meta' cannot be counted, only that of CPU and CUDA.*Pass device"
+        InputError, match=r"device='meta' cannot be measured, only that of CPU and CUDA.*Pass device"
     ):
         peak_bytes(lambda: None, device="meta")
 

@@ -274,7 +274,7 @@ def test_a_meter_of_a_process_that_was_larger_before() -> None:
 
 @pytest.mark.parametrize("make", [memory_limit, PeakMeter])
 def test_other_devices_are_refused(make: Any) -> None:
-    with pytest.raises(InputError, match=r"device='meta'.*CPU and CUDA.*Pass microbatch_size as an int"):
+    with pytest.raises(InputError, match=r"device='meta'.*CPU and CUDA.*Pass microbatch_size= as an int"):
         make(torch.device("meta"))
 
 

@@ -78,7 +78,7 @@ def test_a_mutant_is_told_from_the_large_batch(name: str, found: Found) -> None:
     one = found[0][f"mutant: {name}/{task}"]
     if "error" in one:  # numbers that are summed over too many ranks do not agree on the updates made
         assert name == "tensor-parallel ranks have data"
-        assert one["error"].startswith("Rank 0 has made 1 updates and rank ")
+        assert one["error"].startswith("Rank 0 has made 1 updates, but rank ")
         return
     assert max(tasks.errors(one["parameters"], reference, TASKS[task].make()).values()) > 1e-3
 

@@ -148,7 +148,7 @@ def test_the_check_leaves_no_trace(name: str) -> None:
     assert same(*states)
 
 
-@pytest.mark.filterwarnings(MOVES, "ignore:the state 'bank' moved for the first time")
+@pytest.mark.filterwarnings(MOVES, "ignore:A window was discarded, but the state 'bank'")
 @pytest.mark.parametrize("windows", [0, 1, 2])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_discarded_window_leaves_no_trace(name: str, windows: int) -> None:

@@ -319,7 +319,7 @@ def test_a_failure_before_any_gradient_goes_on_from_there() -> None:
         return mse(model, mb)
 
     accumulate = Accumulator(model, sgd(model.parameters()), loss, check=False, microbatch_size=4)
-    with pytest.warns(UserWarning, match=r"the window goes on in micro-batches of at most 2"):
+    with pytest.warns(UserWarning, match=r"the window continues in micro-batches of at most 2"):
         update = accumulate(rows(12)[0])
     assert seen == [4, 4, 4, 2, 2]
     assert (update.microbatches, update.failures, update.samples) == (4, 1, 12)
@@ -415,7 +415,7 @@ def test_one_sample_that_does_not_fit_says_so_and_changes_nothing() -> None:
     accumulate = Accumulator(model, sgd(model.parameters()), loss, check=False, microbatch_size=4)
     with (
         quiet(),
-        pytest.raises(OutOfMemoryError, match=r"of 1 samples.*2\.00 GiB.*MiB of parameters.*single sample"),
+        pytest.raises(OutOfMemoryError, match=r"of 1 samples.*2\.00 GiB.*MiB of parameters.*one sample"),
     ):
         accumulate(rows(4)[0])
     assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
@@ -431,7 +431,7 @@ def test_per_microbatch_statistics_are_not_cut_silently() -> None:
     accumulate = Accumulator(
         model, sgd(model.parameters()), loss, check=False, microbatch_size=4, participants=[GhostBatchNorm()]
     )
-    with pytest.raises(OutOfMemoryError, match="smaller pieces would be another update"):
+    with pytest.raises(OutOfMemoryError, match="the update would change in smaller micro-batches"):
         accumulate(torch.randn(8, 4, dtype=torch.float64))
 
 

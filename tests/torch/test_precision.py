@@ -429,7 +429,7 @@ def test_into_momentum_is_refused_where_it_is_not_exact(optimizer: Any, reason: 
 )
 def test_into_momentum_is_refused_with_what_needs_the_gradient(options: dict[str, Any]) -> None:
     model = mlp()
-    with pytest.raises(InputError, match='gradient_sum="momentum" with ' + next(iter(options))):
+    with pytest.raises(InputError, match='gradient_sum="momentum" does not work with ' + next(iter(options))):
         Accumulator(
             model, sgd(model.parameters()), lambda mb: mse(model, mb), gradient_sum="momentum", **options
         )

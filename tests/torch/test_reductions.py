@@ -130,7 +130,7 @@ def test_a_sum_without_any_weight_raises_and_names_the_bound(weight: str) -> Non
     accumulate = Accumulator(
         model, sgd(model.parameters()), loss_fn, reduction="sum", weight=WEIGHTS[weight], check=False
     )
-    with pytest.raises(LossSpecError, match=r"weight is 0.*weight=at_least\(1, \.\.\.\)"):
+    with pytest.raises(LossSpecError, match=r"weight of the window is 0.*weight=at_least\(1, \.\.\.\)"):
         accumulate(Window(parts(images([0, 0, 0]), 1, 2)))
     assert all(torch.equal(p, start[n]) and p.grad is None for n, p in model.named_parameters())
     assert accumulate(Window(parts(images([0, 2, 0]), 1, 2))).made
@@ -295,8 +295,8 @@ def test_a_mean_declared_as_a_total_is_found() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"reduction": "total", "weight": count}, 'reduction="total" divides by nothing'),
-        ({"reduction": "total", "weight": "returned"}, 'reduction="total" divides by nothing'),
+        ({"reduction": "total", "weight": count}, 'reduction="total" is not divided by a weight'),
+        ({"reduction": "total", "weight": "returned"}, 'reduction="total" is not divided by a weight'),
         ({"reduction": "total", "weight": at_least(1)}, "weight= has no meaning"),
         ({"reduction": "total", "nonfinite": "skip_microbatch"}, "skip_microbatch"),
         ({"weight": at_least(0)}, r"at_least\(0\) is not positive and finite"),

@@ -137,8 +137,9 @@ def test_no_memory_for_the_smallest_micro_batches_stops_both_ranks(found: Found)
 def test_an_error_of_the_loss_on_one_rank_stops_both(found: Found) -> None:
     one, other = (each["broken"]["errors"] for each in found)
     text = (
-        "Rank 1 failed in micro-batch 0 (BrokenLossError: no such label), so no rank makes this update; all "
-        "is as before it. Correct the error there; then each rank can continue with its next batch."
+        "Rank 1 failed in micro-batch 0 (BrokenLossError: no such label), so no rank makes this update, "
+        "and everything is as before it. Correct the error there; then each rank can continue with its next "
+        "batch."
     )
     assert one == [("RankError", text, True)]
     assert other == [("BrokenLossError", "no such label", True)]
@@ -157,7 +158,7 @@ def test_both_ranks_name_the_turn_and_the_parameter_of_a_gradient_that_is_not_fi
         ((kind, text, unchanged),) = each["bad gradient"]["errors"]
         assert (kind, unchanged) == ("NonFiniteError", True)
         assert f"micro-batch {ranks.BAD} of 0..3 with loss" in text
-        assert "(on this rank; or that of another rank), the gradient is not finite" in text
+        assert "(or in that of another rank in the same turn), the gradient is not finite" in text
         assert "(the first parameter with such a gradient is 'shards." in text
         assert "skip_microbatch" not in text, "which sharded ranks cannot do"
 
@@ -173,25 +174,24 @@ class InStep(Local):
     [
         (
             {"observers": [NoiseMeter()]},
-            "observers=[NoiseMeter()] measures the gradient of each micro-batch, and parameters sharded over "
-            "ranks have none of the whole model. Leave it out.",
+            "observers=[NoiseMeter()] needs the whole gradient of each micro-batch, but a rank has only its "
+            "shards of a sharded model. Remove it.",
         ),
         (
             {"gradient_sum": torch.float32},
-            "gradient_sum=torch.float32 is not possible for parameters sharded over ranks, whose gradients "
-            "fully_shard sums. Leave it out, and choose the dtype of the sum there: fully_shard(..., "
+            "gradient_sum=torch.float32 has no effect on parameters sharded by fully_shard, which sums their "
+            "gradients itself. Remove gradient_sum= and pass the dtype to fully_shard(..., "
             "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)).",
         ),
         (
             {"nonfinite": "skip_microbatch"},
-            'nonfinite="skip_microbatch" inspects the gradient of each micro-batch, and parameters sharded '
-            "over ranks have none of the whole model. Leave it out.",
+            'nonfinite="skip_microbatch" needs the whole gradient of each micro-batch, but a rank has only '
+            "its shards of a sharded model. Remove it.",
         ),
         (
             {"scaler": torch.amp.GradScaler("cpu")},
-            "scaler= lowers the scale by the gradients of this rank's shards alone, and parameters sharded "
-            "over ranks have none of the whole model. Leave it out and train in bfloat16, which needs no "
-            "scaler.",
+            "scaler= needs the whole gradient to choose its scale, but a rank has only its shards of a "
+            "sharded model. Remove it, and train in bfloat16, which needs no scaler.",
         ),
     ],
 )

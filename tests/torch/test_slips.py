@@ -56,17 +56,17 @@ class Stream(IterableDataset):  # pyright: ignore[reportMissingTypeArgument]
     [
         (
             DataLoader(TensorDataset(BATCH["x"]), batch_size=4),
-            r"A DataLoader is not a batch but yields them\. Loop over it: for batch in loader: "
-            r"accumulate\(batch\), or, where it yields micro-batches, for window in windows\(loader, accum",
+            r"A DataLoader is not a batch\. Loop over it: for batch in loader: "
+            r"accumulate\(batch\)\. If it yields micro-batches: for window in windows\(loader, accum",
         ),
-        (iter([BATCH]), "A list_iterator is not a batch but yields them"),
-        ((each for each in [BATCH]), "A generator is not a batch but yields them"),
+        (iter([BATCH]), "A list_iterator is not a batch. Loop over it"),
+        ((each for each in [BATCH]), "A generator is not a batch. Loop over it"),
         (
             TensorDataset(BATCH["x"]),
-            r"A TensorDataset is not a batch but holds samples\. Loop over a DataLoader of it",
+            r"A TensorDataset is not a batch\. Loop over a DataLoader of it",
         ),
-        (Stream(), "A Stream is not a batch but holds samples"),
-        (windows([BATCH], accumulation_steps=2), "is not a batch but yields them"),
+        (Stream(), "A Stream is not a batch"),
+        (windows([BATCH], accumulation_steps=2), "is not a batch"),
     ],
 )
 def test_what_yields_batches_is_no_batch(model: nn.Linear, batch: Any, text: str) -> None:
@@ -147,7 +147,8 @@ def test_detection_targets_with_the_coupled_path(model: nn.Linear) -> None:
     targets = [{"boxes": torch.randn(i + 1, 4), "labels": torch.randint(3, (i + 1,))} for i in range(8)]
     for batch in ((list(BATCH["x"]), targets), {"x": BATCH["x"], "targets": targets}):
         with pytest.raises(
-            SplitError, match=r"Coupled samples cannot be in lists of per-sample targets.*Pad them"
+            SplitError,
+            match=r"list of per-sample targets.* must be in tensors\. Pad the targets",
         ):
             WholeBatch(model, sgd(model), loss_of(model), microbatch_size=4)(batch)
 
@@ -235,7 +236,7 @@ def test_backward_of_the_loss_in_an_owned_loop(model: nn.Linear) -> None:
             for microbatch in window:
                 loss_of(model)(microbatch).backward()
 
-    text = r"had no window\.backward\(loss\)\. Call it .* in place of loss\.backward\(\)"
+    text = r"\.backward\(loss\) was not called for micro-batch 0\. Call it .* in place of loss\.backward"
     with pytest.raises(WindowError, match=text):
         loop()
     assert torch.equal(model.weight, before)
@@ -284,7 +285,7 @@ def test_weights_that_overflow(model: nn.Linear) -> None:
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), "2", True])
 def test_a_scale_that_is_no_number(model: nn.Linear, scale: Any) -> None:
-    with pytest.raises(InputError, match=r"scale=.* cannot multiply a loss\. Pass a finite number"):
+    with pytest.raises(InputError, match=r"scale=.* is not a finite number\. Pass a finite number"):
         cached_gradients(model, lambda z: z.square().mean(), BATCH["x"], 4, scale=scale)
     assert model.weight.grad is None
 
@@ -312,7 +313,9 @@ def test_a_scheduler_stepped_by_hand_too_is_named_once(model: nn.Linear) -> None
     accumulate = Accumulator(model, optimizer, loss_of(model), microbatch_size=4, scheduler=scheduler)
     accumulate(BATCH)
     scheduler.step()
-    with pytest.warns(UserWarning, match=r"scheduler\.step\(\) was called outside the Accumulator") as caught:
+    with pytest.warns(
+        UserWarning, match=r"scheduler\.step\(\) was called outside of the Accumulator"
+    ) as caught:
         accumulate(BATCH)
     assert [each.filename for each in caught] == [__file__]
     scheduler.step()
@@ -407,8 +410,8 @@ def test_parameters_replaced_by_loading_are_told_with_the_cause_and_the_order() 
     for _ in range(2):
         with pytest.raises(
             InputError,
-            match=r"'0\.weight' was replaced after .*load_state_dict\(assign=True\), to_empty\(\).*Make the "
-            r"optimizer and the Accumulator after loading",
+            match=r"'0\.weight' was replaced after .*load_state_dict\(assign=True\) and to_empty\(\).*Make "
+            r"the optimizer and the Accumulator after that",
         ):
             accumulate(BATCH)
     assert accumulator(model)(BATCH).made
@@ -439,7 +442,7 @@ def test_a_parameter_added_later_needs_an_optimizer(
     change(net)
     before = {key: value.clone() for key, value in net.state_dict().items()}
     for call in (accumulate, accumulate.window, accumulate):
-        with pytest.raises(OptimizerError, match=rf"'{name}'.*in no optimizer .*add_param_group"):
+        with pytest.raises(OptimizerError, match=rf"'{name}'.*in none of its optimizers.*add_param_group"):
             call(BATCH)
     assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
     new = [p for p in net.parameters() if p.requires_grad and p not in {*optimizer.param_groups[0]["params"]}]
@@ -527,7 +530,7 @@ def test_a_scheduler_stepped_by_hand_anywhere(where: str, chained: bool) -> None
             for _ in range({"after": 1, "twice": 2, "inside": 0}[where]):
                 scheduler.step()
 
-    with pytest.warns(UserWarning, match="was called outside the Accumulator"):
+    with pytest.warns(UserWarning, match="was called outside of the Accumulator"):
         updates()
 
 

@@ -367,15 +367,15 @@ def _two(weight: Any = None, **options: Any) -> dict[str, Any]:
     [
         (_two(reduction={"a": "mean", "c": "sum"}), r"\['a', 'b'\].*\['a', 'c'\]"),
         (_two(nonfinite="skip_microbatch"), "skip_microbatch"),
-        (_two(observers=[NoiseMeter()]), "needs one loss with one weight"),
-        (_two(weight={}), "named"),
-        (_two(weight={1: None}), "named"),
+        (_two(observers=[NoiseMeter()]), "measures one loss with one weight"),
+        (_two(weight={}), "Name each term"),
+        (_two(weight={1: None}), "Name each term"),
         (_two(weight={"a": 3}), "term 'a'"),
         (_two(weight={"a": "samples"}), "term 'a'"),
-        (_two(reduction={"a": "mean", "b": "total"}), "divides by nothing"),
+        (_two(reduction={"a": "mean", "b": "total"}), "is not divided by a weight"),
         (_two({"a": at_least(-1)}), r"at_least\(-1\) is not positive and finite"),
         (_two({"a": at_least(1, cast("Any", "samples"))}), "term 'a'"),
-        (_two({"a": at_least(1)}, reduction="total"), "divides by nothing"),
+        (_two({"a": at_least(1)}, reduction="total"), "is not divided by a weight"),
         ({"weight": words, "reduction": {"a": "sum"}}, "mapping with the same names"),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),  # no addresses: they differ
@@ -388,7 +388,7 @@ def test_refused(options: dict[str, Any], text: str) -> None:
 
 def test_returned_weights_need_a_loss_fn() -> None:
     model = tiny_lm()
-    with pytest.raises(InputError, match="runs loss_fn once more"):
+    with pytest.raises(InputError, match="needs loss_fn, which is run once more"):
         Accumulator(model, sgd(model.parameters()), weight={"a": "returned"})
 
 

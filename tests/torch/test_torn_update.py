@@ -372,7 +372,7 @@ def test_a_step_that_is_left_out_leaves_the_scale_alone(scaled: bool) -> None:
         scaler=scaler,
     )
     update = both(torch.randn(8, 3, dtype=F64))  # the second optimizer has nothing to do: that is no half
-    assert update.skipped == "the optimizer did not step: SGD.step() left out its work"
+    assert update.skipped == "the optimizer did not step: SGD.step() did nothing"
     assert scaler is None or scaler.get_scale() == 8.0
     del optimizer.step
     assert both(torch.randn(8, 3, dtype=F64)).made

@@ -600,7 +600,7 @@ def test_a_gradient_that_is_nan_is_never_exact() -> None:
         ({"microbatch_size": 0}, InputError, "microbatch_size"),
         ({"microbatch_size": "4"}, InputError, "microbatch_size"),
         ({"reduction": "average"}, InputError, "reduction='average' is not a reduction"),
-        ({"weight": 3}, InputError, "weight=3 is no way to weigh"),
+        ({"weight": 3}, InputError, "weight=3 is not a weight of a micro-batch"),
         ({"weight": lambda b: -1}, InputError, "is negative or not finite"),
         ({"weight": "returned"}, InputError, "Return .loss, weight."),
         ({"against": "full"}, InputError, "against='full'"),
@@ -610,9 +610,9 @@ def test_a_gradient_that_is_nan_is_never_exact() -> None:
         (
             {"participants": PerSampleRandom()},
             InputError,
-            r"is no list\. Pass participants=\[PerSampleRandom",
+            r"is not a list\. Pass participants=\[PerSampleRandom",
         ),
-        ({"split": "2"}, InputError, "split='2' is no Split"),
+        ({"split": "2"}, InputError, "split='2' is not a Split"),
         ({"split": Split(unsplit=("2",))}, InputError, "path '2'"),
     ],
 )
@@ -626,7 +626,7 @@ def test_wrong_options(options: dict[str, Any], error: type[Exception], match: s
 
 def test_wrong_model_loss_and_batch() -> None:
     problem = EXACT[0].make()
-    with pytest.raises(InputError, match="torch modules, not for a model of type function"):
+    with pytest.raises(InputError, match="model of type function is not a torch module"):
         verify(problem.loss_fn, problem.loss_fn, problem.batch, microbatch_size=4)  # pyright: ignore[reportArgumentType] - the point
     with pytest.raises(InputError, match="loss_fn=3"):
         verify(problem.model, 3, problem.batch, microbatch_size=4)  # pyright: ignore[reportArgumentType] - the point

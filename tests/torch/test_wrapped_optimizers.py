@@ -240,7 +240,7 @@ def test_an_update_is_made_only_if_the_optimizer_stepped(size: Any) -> None:
     wrapper.gradient_state.sync_gradients = False
     update = accumulate(batches[1])
     assert not update.made and accumulate.updates == 1
-    assert update.skipped == "the optimizer did not step: ByProperty.step() left out Adam"
+    assert update.skipped == "the optimizer did not step: ByProperty.step() did not step Adam"
     assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
     assert schedule.get_last_lr() == rate, "a scheduler counts updates"
     after = wrapper.optimizer.state_dict()["state"]
@@ -255,7 +255,7 @@ def test_a_step_that_is_replaced_by_nothing() -> None:
     optimizer = adam(model.parameters())
     optimizer.step = lambda closure=None: None  # type: ignore[method-assign,assignment]
     accumulate = Accumulator(model, optimizer, lambda mb: mse(model, mb), microbatch_size=3, check=False)
-    assert accumulate(batch).skipped == "the optimizer did not step: Adam.step() left out its work"
+    assert accumulate(batch).skipped == "the optimizer did not step: Adam.step() did nothing"
 
 
 def test_a_hidden_one_that_does_not_step() -> None:
@@ -267,7 +267,7 @@ def test_a_hidden_one_that_does_not_step() -> None:
     accumulate = Accumulator(
         model, Idle(adam(model.parameters())), lambda mb: mse(model, mb), microbatch_size=3, check=False
     )
-    assert accumulate(batch).skipped == "the optimizer did not step: Idle.step() left out its work"
+    assert accumulate(batch).skipped == "the optimizer did not step: Idle.step() did nothing"
 
 
 def test_half_of_an_update_is_an_error() -> None:

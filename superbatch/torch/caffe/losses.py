@@ -1,7 +1,8 @@
-"""Caffe's softmax loss with ``ignore_label``, and how its micro-batches count: as Caffe does, or exactly.
+"""Caffe's softmax loss with ``ignore_label``, and weights of its micro-batches, as in Caffe or exact.
 
-Caffe divides each micro-batch's loss by its own number of valid labels, and the window by ``iter_size``: a
-mean of means. Where micro-batches have unequal numbers of valid labels that is not the loss of the batch.
+Caffe divides each micro-batch's loss by its own number of valid labels, and the window by ``iter_size``,
+which is a mean of means. If micro-batches have unequal numbers of valid labels, it is not the loss of the
+batch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ..weights import Weight, Where, count_tokens
 Normalization = Literal["FULL", "VALID", "BATCH_SIZE", "NONE"]
 Average = Literal["caffe", "exact"]
 
-_IGNORE_NOTHING = -(2**62)  # no label: labels of any class are counted
+_IGNORE_NOTHING = -(2**62)  # not a class, so that all labels are counted
 
 
 def softmax_loss(
@@ -33,17 +34,17 @@ def softmax_loss(
     ``-sum log softmax(scores)[label] / max(1, normaliser)`` over labels other than `ignore_label`.
 
     Args:
-        scores: of shape (samples, classes, ...).
-        labels: of shape (samples, ...), integers.
-        ignore_label: the label that counts nothing; None: all count.
-        normalization: what is divided by: ``"VALID"`` the labels that count, ``"FULL"`` all labels,
-            ``"BATCH_SIZE"`` the samples, ``"NONE"`` nothing.
+        scores: tensor of shape (samples, classes, ...).
+        labels: integers of shape (samples, ...).
+        ignore_label: the label that is not counted; None: all count.
+        normalization: the normaliser: ``"VALID"`` the number of labels that count, ``"FULL"`` that of all
+            labels, ``"BATCH_SIZE"`` that of samples, ``"NONE"`` 1.
 
     Returns:
-        A scalar; 0 where no label counts.
+        A scalar; 0 if no label counts.
 
     Raises:
-        InputError: there is no such normalization.
+        InputError: `normalization` is not one of these.
 
     Examples:
         >>> scores, labels = torch.zeros(4, 2), torch.tensor([0, 1, 9, 9])
@@ -52,15 +53,14 @@ def softmax_loss(
         >>> round(softmax_loss(scores, labels, ignore_label=9, normalization="FULL").item(), 4)
         0.3466
     """
-    # Checked by the list of the type: one source for checker and message.
     if normalization not in get_args(Normalization):
         known = ", ".join(get_args(Normalization))
-        raise InputError(f"normalization={normalization!r} is not known to Caffe. Pass one of {known}.")
+        raise InputError(f"normalization={normalization!r} is not one of Caffe's. Pass one of {known}.")
     ignored = _IGNORE_NOTHING if ignore_label is None else ignore_label
-    # "sum" first: each normalization is one division of it.
+    # The sum, which each normalization divides.
     total = torch.nn.functional.cross_entropy(scores, labels, ignore_index=ignored, reduction="sum")
     if normalization == "VALID":
-        # clamp on the device: reading the count would wait for the GPU.
+        # clamp on the device, because reading the count would wait for the GPU.
         return total / (labels != ignored).sum().clamp(min=1)
     sizes = {"FULL": labels.numel(), "BATCH_SIZE": labels.shape[0], "NONE": 1}
     # Caffe divides by at least 1 (softmax_loss_layer.cpp, get_normalizer).
@@ -68,20 +68,20 @@ def softmax_loss(
 
 
 def loss_weight(where: Where, *, ignore_label: int | None = None, average: Average = "caffe") -> Weight:
-    """Weigh micro-batches whose loss is `softmax_loss` with ``"VALID"``, for ``Accumulator(weight=...)``.
+    """Return a weight for ``Accumulator(weight=...)`` if the loss is `softmax_loss` with ``"VALID"``.
 
     Args:
         where: path of the labels in a micro-batch, or a function micro-batch -> labels.
-        ignore_label: the label that counts nothing; None: all count.
-        average: ``"caffe"``: every micro-batch counts the same, whatever it holds, one without a valid label
-            too. That is no mean over samples, which an Accumulator would refuse: pass it ``check=False``.
-            ``"exact"``: by its valid labels, which gives the update of the real batch.
+        ignore_label: the label that is not counted; None: all count.
+        average: ``"exact"``: the number of valid labels, which gives the update of the real batch.
+            ``"caffe"``: 1 for every micro-batch, even without a valid label. That is not a mean over samples,
+            so the Accumulator would raise: pass it ``check=False``.
 
     Returns:
         A function micro-batch -> int.
 
     Raises:
-        InputError: there is no such average.
+        InputError: `average` is not one of these.
 
     Examples:
         >>> microbatch = {"labels": torch.tensor([3, 9, 9])}
@@ -92,10 +92,10 @@ def loss_weight(where: Where, *, ignore_label: int | None = None, average: Avera
     """
     if average not in get_args(Average):
         raise InputError(
-            f'average={average!r} is no way to weigh micro-batches. Pass average="caffe" (all count '
-            'the same) or average="exact" (by their valid labels).'
+            f'average={average!r} is not a choice of average. Pass average="caffe" (all micro-batches count '
+            'the same) or average="exact" (they count by their valid labels).'
         )
     if average == "caffe":
-        # A constant: the mean of means of micro-batches, as Caffe's iter_size makes it.
+        # A constant weight gives the mean of means of Caffe's iter_size.
         return lambda microbatch: 1
     return count_tokens(where, ignore_index=_IGNORE_NOTHING if ignore_label is None else ignore_label)

@@ -1,4 +1,4 @@
-"""Caffe's solver as a torch optimizer: clip, regularise, update, in Caffe's order."""
+"""Caffe's solvers as a torch optimizer, which clips, regularises and updates in Caffe's order."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ Clip = Literal["caffe", "mean"]
 
 
 class CaffeOptimizer(Optimizer):
-    """One of Caffe's six solvers; give it the *mean* gradient of a window, as an Accumulator does.
+    """One of Caffe's six solvers; it expects the *mean* gradient of a window, as an Accumulator computes it.
 
-    Each step: clip the gradient, add the weight decay (L2 or L1) to it, update by the rule of the solver
-    (`superbatch.torch.caffe.rules`). A group's ``lr`` is Caffe's local rate, ``rate * lr_mult``; `CaffeRate`
-    sets it. As in Caffe, a parameter without a gradient has one of zeros: its decay and momentum continue.
+    Each step clips the gradient, adds the weight decay (L2 or L1), and updates by the rule of the solver
+    (`superbatch.torch.caffe.rules`). A group's ``lr`` is Caffe's local rate, ``rate * lr_mult``, which
+    `CaffeRate` sets. As in Caffe, a parameter without a gradient is updated with a gradient of zeros, so its
+    decay and momentum continue.
 
     Args:
         parameters: parameters, or parameter groups: dicts with ``"params"`` and, as a layer's ``param`` in
             Caffe, ``"lr_mult"`` and ``"decay_mult"`` (default: 1 for both).
         config: the solver.
-        clip: what ``clip_gradients`` is the largest norm of: the *sum* over ``iter_size`` micro-batches
+        clip: the gradient whose norm ``clip_gradients`` limits: the *sum* over ``iter_size`` micro-batches
             (``"caffe"``, as Caffe does), or the *mean*, the gradient of the batch (``"mean"``).
 
     Raises:
-        InputError: a multiplier is no number, or an argument has the wrong type.
+        InputError: a multiplier is not a number, or an argument has the wrong type.
 
     Examples:
         >>> from superbatch.caffe import parse_solver
@@ -48,15 +49,15 @@ class CaffeOptimizer(Optimizer):
     def __init__(self, parameters: Iterable[Any], config: SolverConfig, *, clip: Clip = "caffe") -> None:
         if not isinstance(config, SolverConfig):
             raise InputError(
-                f"config is not a solver of type SolverConfig but a {type(config).__name__}. Pass "
+                f"config is a {type(config).__name__}, not a SolverConfig. Pass "
                 'superbatch.caffe.read_solver("solver.prototxt").'
             )
         if clip not in get_args(Clip):
             raise InputError(
-                f'clip={clip!r} is no norm that clip_gradients can bound. Pass clip="caffe" (the sum of a '
-                'window) or clip="mean".'
+                f'clip={clip!r} is not a choice of clip. Pass clip="caffe" (limit the norm of the sum of a '
+                'window) or clip="mean" (that of the mean).'
             )
-        # Into the groups: torch saves groups in state_dict(), and a schedule may change each.
+        # In the groups, which torch saves in state_dict() and a schedule may change.
         defaults = {
             "lr": rate_schedule(config)(0),
             "lr_mult": 1.0,
@@ -68,22 +69,22 @@ class CaffeOptimizer(Optimizer):
             "delta": config.delta,
             "weight_decay": config.weight_decay,
             "regularization_type": config.regularization_type,
-            # In units of the mean gradient, which is what an Accumulator hands over.
+            # Limit of the norm of the mean gradient.
             "max_norm": _largest_norm(config, clip),
             "iteration": 0,
         }
         super().__init__(parameters, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its ``lr`` follows from its ``lr_mult`` where it is not given."""
+        """Add a group; its ``lr`` is computed from its ``lr_mult`` if it is missing."""
         given = dict(param_group)
         # A multiplier is rounded to float32, in which Caffe stores it.
         for name in ("lr_mult", "decay_mult"):
             value = given.get(name, 1.0)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise InputError(f"{name}={value!r} is no number to multiply the solver's by. Pass a number.")
+                raise InputError(f"{name}={value!r} is not a number. Pass a number, such as 1.0.")
             given[name] = float32(float(value))
-        # After the multiplier: the local rate is rate * lr_mult.
+        # The local rate is rate * lr_mult.
         given.setdefault("lr", self.defaults["lr"] * given["lr_mult"])
         super().add_param_group(given)
 
@@ -92,26 +93,26 @@ class CaffeOptimizer(Optimizer):
         """Make one update.
 
         Args:
-            closure: evaluates the loss again; called first, as torch's optimizers do.
+            closure: evaluates the loss again; called first, as by torch's optimizers.
 
         Returns:
-            What `closure` returns; None without one.
+            The result of `closure`; None without one.
 
         Raises:
             OptimizerError: a gradient is sparse.
         """
         loss = None
         if closure is not None:
-            # torch calls a closure with gradients enabled; step() runs without.
+            # torch calls a closure with gradients enabled, but step() runs under no_grad().
             with torch.enable_grad():
                 loss = closure()
-        # Over all groups: Caffe clips by one norm of the whole net.
+        # One factor for all groups, because Caffe clips by the norm of the whole net.
         factor = _clip_factor(self.param_groups)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad:
                     self._update(parameter, group, factor)
-            # Per group: torch saves it there, and Adam's correction counts from it.
+            # In the group, which torch saves; Adam's bias correction uses it.
             group["iteration"] += 1
         return loss
 
@@ -121,12 +122,12 @@ class CaffeOptimizer(Optimizer):
         for name in names:
             if name not in state:
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        # Caffe steps such a parameter too: its history decays.
+        # Caffe updates a parameter without a gradient too, and its history decays.
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         if factor is not None:
-            # A copy: .grad stays as the Accumulator left it.
+            # A new tensor, so that .grad does not change.
             gradient = gradient * factor.to(gradient.device)
-        # After clipping, as in Caffe: the decay is not clipped.
+        # After clipping, because Caffe does not clip the decay.
         decay = group["weight_decay"] * group["decay_mult"]
         if decay:
             toward = parameter if group["regularization_type"] == "L2" else parameter.sign()
@@ -135,7 +136,7 @@ class CaffeOptimizer(Optimizer):
 
 
 def _largest_norm(config: SolverConfig, clip: Clip) -> float | None:
-    """The largest norm of the mean gradient; None: it is not clipped."""
+    """Return the largest norm of the mean gradient; None: it is not clipped."""
     if config.clip_gradients < 0:
         return None
     # Caffe clips the sum over iter_size micro-batches before it divides: sgd_solver.cpp:115-118.
@@ -143,25 +144,25 @@ def _largest_norm(config: SolverConfig, clip: Clip) -> float | None:
 
 
 def _clip_factor(groups: list[dict[str, Any]]) -> Tensor | None:
-    """Return the factor of all gradients; None where they are not clipped. No transfer to the host."""
+    """Return the factor of all gradients, without a transfer to the host; None if they are not clipped."""
     gradients = [
         parameter.grad
         for group in groups
         for parameter in group["params"]
         if parameter.requires_grad and parameter.grad is not None
     ]
-    # Before any parameter has moved.
+    # Checked here, before any parameter changes.
     for gradient in gradients:
         if gradient.is_sparse:
             raise OptimizerError(
-                "A parameter has a sparse gradient, which Caffe's solvers do not know. Make the layer "
+                "A parameter has a sparse gradient, which Caffe's solvers do not support. Make the layer "
                 "with sparse=False."
             )
     largest = groups[0]["max_norm"]
     if largest is None or not gradients:
         return None
-    # On one device, for one norm; the factor moves back to each gradient's own.
+    # On one device, for a single norm; `_update` moves the factor to each gradient's device.
     norms = [torch.linalg.vector_norm(gradient).to(gradients[0].device) for gradient in gradients]
     norm = torch.linalg.vector_norm(torch.stack(norms))
-    # where() in place of an if: the host does not wait.
+    # where() in place of an if, so that the host does not wait.
     return torch.where(norm > largest, largest / norm, torch.ones_like(norm))

@@ -15,7 +15,7 @@ class CaffeRate(LRScheduler):
     """Sets ``lr = rate(update) * lr_mult`` of every parameter group; step it once per update.
 
     Args:
-        optimizer: a `CaffeOptimizer`, or any other: where a group has no ``lr_mult`` it is 1.
+        optimizer: a `CaffeOptimizer`, or any other, whose groups without ``lr_mult`` use 1.
         config: the solver.
         last_epoch: index of the last update made; -1: none.
 
@@ -35,17 +35,17 @@ class CaffeRate(LRScheduler):
     """
 
     def __init__(self, optimizer: Optimizer, config: SolverConfig, last_epoch: int = -1) -> None:
-        # Before super(): its constructor calls get_lr().
+        # Before super().__init__(), which calls get_lr().
         self._rate = rate_schedule(config)
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[Any]:
-        """Return the rates of the groups for the update that comes next."""
+        """Return the rates of the groups for the next update."""
         rate = self._rate(self.last_epoch)
-        # From the policy, not from the last rate: rounding does not add up.
+        # From the policy, not from the last rate, so that rounding errors do not add up.
         return [rate * group.get("lr_mult", 1.0) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save: the number of the next update. The policy is the solver file's."""
-        # A closure cannot be pickled, and the solver file has the policy.
+        """Return the state to save, without the policy, which is in the solver file."""
+        # Without _rate, because a closure cannot be pickled.
         return {name: value for name, value in super().state_dict().items() if name != "_rate"}

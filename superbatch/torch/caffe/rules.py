@@ -1,4 +1,4 @@
-"""The update of each of Caffe's six solvers: gradient in, what is subtracted from the weights out.
+"""Update rule of each of Caffe's six solvers, from a gradient to the update that is subtracted from weights.
 
 With r the local rate (``rate * lr_mult``), mu the momentum, g the normalised and regularised gradient::
 
@@ -22,12 +22,12 @@ from typing import Any
 from torch import Tensor
 
 Rule = Callable[[Tensor, dict[str, Tensor], Mapping[str, Any], int], Tensor]
-"""(gradient, its histories: changed in place, parameter group, updates made before this one) -> update."""
+"""(gradient, histories, parameter group, number of earlier updates) -> update; histories change in place."""
 
 
 def sgd(gradient: Tensor, history: dict[str, Tensor], group: Mapping[str, Any], iteration: int) -> Tensor:
-    """SGD with momentum: a rate that changes acts on what comes, not on what the buffer holds."""
-    # The rate lies inside the buffer, unlike torch.optim.SGD: a change of it leaves old terms as they are.
+    """SGD with momentum; a change of the rate affects only later gradients, not those in the buffer."""
+    # Unlike in torch.optim.SGD, the buffer contains gradients multiplied by the rate.
     return history["history"].mul_(group["momentum"]).add_(gradient, alpha=group["lr"])
 
 
@@ -35,20 +35,20 @@ def nesterov(
     gradient: Tensor, history: dict[str, Tensor], group: Mapping[str, Any], iteration: int
 ) -> Tensor:
     """Nesterov's momentum: step back, then over step."""
-    # Before the buffer changes: it is the old history.
+    # Before the buffer changes, because this needs its old value.
     back = history["history"] * -group["momentum"]
     history["history"].mul_(group["momentum"]).add_(gradient, alpha=group["lr"])
     return back.add_(history["history"], alpha=1.0 + group["momentum"])
 
 
 def adagrad(gradient: Tensor, history: dict[str, Tensor], group: Mapping[str, Any], iteration: int) -> Tensor:
-    """AdaGrad: divide by the root of the sum of squares."""
+    """AdaGrad: divide by the square root of the sum of squares."""
     history["history"].addcmul_(gradient, gradient)
     return _over_root(gradient, history["history"], group)
 
 
 def rmsprop(gradient: Tensor, history: dict[str, Tensor], group: Mapping[str, Any], iteration: int) -> Tensor:
-    """RMSProp: divide by the root of the mean of squares."""
+    """RMSProp: divide by the square root of the mean of squares."""
     _average(history["history"], gradient, group["rms_decay"])
     return _over_root(gradient, history["history"], group)
 
@@ -56,7 +56,7 @@ def rmsprop(gradient: Tensor, history: dict[str, Tensor], group: Mapping[str, An
 def adadelta(
     gradient: Tensor, history: dict[str, Tensor], group: Mapping[str, Any], iteration: int
 ) -> Tensor:
-    """AdaDelta: the ratio of two roots of means of squares."""
+    """AdaDelta: multiply by the ratio of two root mean squares."""
     _average(history["history"], gradient, group["momentum"])
     ratio = (history["updates"] + group["delta"]).div_(history["history"] + group["delta"]).sqrt_()
     update = ratio.mul_(gradient)
@@ -65,11 +65,11 @@ def adadelta(
 
 
 def adam(gradient: Tensor, history: dict[str, Tensor], group: Mapping[str, Any], iteration: int) -> Tensor:
-    """Adam, with delta added to the root that is not yet corrected."""
+    """Adam, with delta added to the square root before the bias correction."""
     beta1, beta2, count = group["momentum"], group["momentum2"], iteration + 1
     history["history"].mul_(beta1).add_(gradient, alpha=1.0 - beta1)
     _average(history["squares"], gradient, beta2)
-    # Caffe corrects the rate and not the moments, so delta is added to the raw root.
+    # Caffe corrects the rate and not the moments.
     correction = math.sqrt(1.0 - beta2**count) / (1.0 - beta1**count)
     update = history["history"] / history["squares"].sqrt().add_(group["delta"])
     return update.mul_(group["lr"] * correction)

@@ -1,4 +1,4 @@
-"""A solver file becomes what an Accumulator is made with."""
+"""Optimizer, scheduler and accumulation steps of an Accumulator from a Caffe solver file."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .rate import CaffeRate
 
 @dataclass(frozen=True)
 class CaffeSolver:
-    """Training as a solver file defines it; made by `solver`.
+    """Parts of a training that reproduce a solver file; made by `solver`.
 
     Attributes:
         config: the solver.
-        optimizer: for the Accumulator.
-        scheduler: for the Accumulator's `scheduler`.
-        accumulation_steps: for `windows`: the solver's ``iter_size``.
-        smoothed_loss: give it each update's loss, and it returns the one that Caffe displays.
+        optimizer: optimizer for the Accumulator.
+        scheduler: scheduler for the Accumulator.
+        accumulation_steps: the solver's ``iter_size``, for `windows`.
+        smoothed_loss: from each update's loss to the loss that Caffe displays.
     """
 
     config: SolverConfig
@@ -32,12 +32,12 @@ class CaffeSolver:
 
 
 def solver(config: SolverConfig, parameters: Iterable[Any], *, clip: Clip = "caffe") -> CaffeSolver:
-    """Make the optimizer, the scheduler and the accumulation steps that reproduce a Caffe solver.
+    """Return the optimizer, the scheduler and the accumulation steps that reproduce a Caffe solver.
 
     Args:
         config: from `superbatch.caffe.read_solver`.
         parameters: parameters, or parameter groups with ``"lr_mult"`` and ``"decay_mult"``.
-        clip: what ``clip_gradients`` bounds the norm of: ``"caffe"``, the sum over ``iter_size``
+        clip: the gradient whose norm ``clip_gradients`` limits: ``"caffe"``, the sum over ``iter_size``
             micro-batches, or ``"mean"``, the gradient of the batch.
 
     Returns:
@@ -58,13 +58,13 @@ def solver(config: SolverConfig, parameters: Iterable[Any], *, clip: Clip = "caf
         >>> [accumulate(window).samples for window in windows(torch.randn(8, 5, 3), caffe.accumulation_steps)]
         [20, 20]
     """
-    # The optimizer first: the scheduler writes its initial rates.
+    # The optimizer first, because the scheduler writes its initial rates to it.
     optimizer = CaffeOptimizer(parameters, config, clip=clip)
     return CaffeSolver(
         config=config,
         optimizer=optimizer,
         scheduler=CaffeRate(optimizer, config),
-        # Caffe's iter_size counts micro-batches of one update.
+        # Caffe's iter_size is the number of micro-batches per update.
         accumulation_steps=config.iter_size,
         smoothed_loss=SmoothedLoss(config.average_loss),
     )

@@ -1,4 +1,4 @@
-"""Durable checkpoints of a training, which any number of ranks can resume."""
+"""Durable checkpoints of a training, which resume on any number of ranks."""
 
 from .loading import Checkpoint as Checkpoint
 from .loading import load_checkpoint as load_checkpoint

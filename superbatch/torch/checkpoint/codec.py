@@ -1,4 +1,4 @@
-"""State as JSON and tensors: plain containers keep their types, tensors are named by their path."""
+"""Conversion of a state to JSON and tensors, and back; plain containers keep their types."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch import Tensor
 
 from superbatch.errors import CheckpointError
 
-# Exact types: bool and int stay what they are, and a subclass may have more state.
+# Exact types, because a subclass may have more state.
 _SCALARS = (type(None), bool, int, str)
 
 
 class Encoder:
-    """Turns a state into JSON values, and collects its tensors.
+    """Converts a state to JSON values, and collects its tensors.
 
-    Two tensors of one place in memory (tied weights) are one entry, and one tensor again after decoding.
+    Two tensors with the same memory (tied weights) become one entry, and one tensor again after decoding.
 
     Args:
-        like: names the parameter that a DTensor is sharded as; None where there is none.
+        like: returns the name of a parameter with the same sharding as a DTensor; None: there is none.
 
     Attributes:
-        tensors: name -> tensor, as it is in memory.
+        tensors: name -> tensor.
         sharded: name -> DTensor, which its ranks write together.
 
     Examples:
@@ -47,13 +47,13 @@ class Encoder:
         """Return a value as JSON.
 
         Args:
-            value: scalars, texts, tensors, arrays and dtypes in dicts, lists, tuples and sets.
-            where: its path, for names and errors.
+            value: numbers, strings, tensors, arrays and dtypes in dicts, lists, tuples and sets.
+            where: path of the value, for names and errors.
 
         Raises:
-            CheckpointError: there is something else in it; the text names its place.
+            CheckpointError: the value contains another object; the error names its path.
         """
-        # type, not isinstance: an IntEnum would come back as an int.
+        # The exact type, because an IntEnum would be decoded as an int.
         if type(value) in _SCALARS:
             return value
         if isinstance(value, float):
@@ -66,14 +66,14 @@ class Encoder:
         return self._tagged(value, where)
 
     def _tagged(self, value: Any, where: str) -> dict[str, Any]:
-        # Tagged: torch.Size is a subclass of tuple, and JSON would make a list of it.
+        # Before tuple, of which torch.Size is a subclass.
         if isinstance(value, torch.Size):
             return {"size": list(value)}
         if type(value) is tuple:
-            # A namedtuple is refused below: its class could not be restored.
+            # Not a namedtuple, whose class could not be restored.
             return {"tuple": [self.encode(each, f"{where}.{i}") for i, each in enumerate(value)]}
         if isinstance(value, Mapping):
-            # Pairs, since JSON's keys are texts and optimizers have int keys.
+            # As pairs, because keys of JSON are strings and optimizers have int keys.
             items = [[self.encode(k, where), self.encode(v, f"{where}.{k}")] for k, v in value.items()]
             return {"dict": items}
         if type(value) is set:
@@ -85,7 +85,7 @@ class Encoder:
         if isinstance(value, torch.device):
             return {"device": str(value)}
         numpy: Any = sys.modules.get("numpy")
-        # NumPy scalars are numbers in an optimizer's groups, e.g. a rate that NumPy computed.
+        # E.g. a learning rate in an optimizer's groups that NumPy has computed.
         if numpy is not None and isinstance(value, numpy.generic):
             return self.encode(value.item(), where)
         # Arrays of objects would need pickle.
@@ -93,48 +93,48 @@ class Encoder:
             return {"array": self.encode(torch.from_numpy(numpy.ascontiguousarray(value)), where)}
         raise CheckpointError(
             f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved "
-            "without pickle. Keep numbers, texts, tensors, lists, tuples and dicts in the state."
+            "without pickle. Use only numbers, strings, tensors, lists, tuples and dicts in the state."
         )
 
     def _tensor(self, tensor: Tensor, where: str) -> dict[str, Any]:
-        # By the attribute: importing DTensor is slow, and most programs have none.
+        # By attribute, because importing DTensor is slow and most programs have none.
         if hasattr(tensor, "device_mesh"):
             return self._shards(tensor, where)
         if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
             raise CheckpointError(
-                f"{where} is a tensor that has no plain values ({tensor.layout}, {tensor.device}), so it "
-                "cannot be saved. Make it a dense tensor on a device first."
+                f"{where} is a {tensor.layout} tensor on the device {tensor.device}, which cannot be saved. "
+                "Convert it to a dense tensor on the CPU or a GPU first."
             )
-        # safetensors has no complex dtypes: stored as pairs of reals.
+        # As pairs of real numbers, because safetensors has no complex dtypes.
         if tensor.is_complex():
             return {"complex": self._tensor(torch.view_as_real(tensor.detach().resolve_conj()), where)}
         form = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        # Tied weights share memory and form. Empty tensors all have the address 0.
+        # Tied weights have equal address, shape and strides. All empty tensors have the address 0.
         place = (tensor.data_ptr(), *form) if tensor.numel() else (where, *form)
         name = self._names.setdefault(place, where)
-        # The first name is kept: decoding gives both places the same tensor.
+        # The first name is used for both, so that decoding returns the same tensor.
         self.tensors.setdefault(name, tensor.detach())
         return {"tensor": name}
 
     def _shards(self, tensor: Any, where: str) -> dict[str, Any]:
         like = self._like(tensor)
-        if like is None:  # no parameter will tell how to shard it again
+        if like is None:  # its sharding could not be found again when it is loaded
             return self._tensor(tensor.full_tensor(), where)
         self.sharded[where] = tensor.detach()
-        # The form is saved, because a reader may not have this parameter.
+        # With shape and dtype, because the program that loads it may not have this parameter.
         form = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
         return {"sharded": where, "like": like, **form}
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the value that `Encoder.encode` has made JSON of.
+    """Return the value that `Encoder.encode` has converted.
 
     Args:
-        value: JSON.
-        tensors: by the names that it has.
+        value: the JSON value.
+        tensors: tensors by their names.
 
     Raises:
-        CheckpointError: it is not such JSON.
+        CheckpointError: the JSON value is not one of `Encoder.encode`.
 
     Examples:
         >>> decode({"dict": [[1, {"tuple": [2.0, {"float": "inf"}]}]]}, {})
@@ -152,7 +152,10 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
             raise KeyError(kind)
         return read(value[kind], tensors)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"The checkpoint holds {kind!r}, which cannot be read ({error!r}).") from None
+        raise CheckpointError(
+            f"The checkpoint contains a value of kind {kind!r} that cannot be read ({error!r}). Install the "
+            "superbatch that wrote it, or pass the folder of an older checkpoint to load_checkpoint()."
+        ) from None
 
 
 def sharded_in(value: Any) -> dict[str, dict[str, Any]]:
@@ -166,7 +169,6 @@ def sharded_in(value: Any) -> dict[str, dict[str, Any]]:
         return {name: entry for each in value for name, entry in sharded_in(each).items()}
     if not isinstance(value, dict):
         return {}
-    # The entry itself, not its parts.
     if "sharded" in value:
         return {value["sharded"]: value}
     return {name: entry for each in value.values() for name, entry in sharded_in(each).items()}

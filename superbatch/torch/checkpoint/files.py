@@ -1,4 +1,4 @@
-"""Files of a checkpoint: written, flushed to the disk, and summed up by a checksum."""
+"""Files of a checkpoint, written, flushed to disk, and protected by checksums."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from superbatch.errors import CheckpointError
 
 _PIECE = 1 << 20  # bytes hashed at a time
 
-Sums = dict[str, tuple[int, str]]  # name of a file -> its bytes and its SHA-256
+Sums = dict[str, tuple[int, str]]  # name of a file -> its size in bytes and its SHA-256
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -29,10 +29,10 @@ def write_json(path: Path, value: Any) -> None:
         ...     read_json(Path(folder) / "a.json")
         {'updates': 3}
     """
-    # allow_nan=False: Python would write NaN, which is no JSON.
+    # allow_nan=False, because NaN is not JSON.
     text = json.dumps(value, allow_nan=False)
     path.write_text(text, encoding="utf-8")
-    # Before the rename that publishes the folder.
+    # The file must be on disk before its folder is renamed.
     flush(path)
 
 
@@ -45,15 +45,15 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError):
-        raise CheckpointError(f"{path} is not JSON: it is damaged. {OLDER}") from None
+        raise CheckpointError(f"{path} is damaged: it is not JSON. {OLDER}") from None
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors as safetensors.
 
     Args:
-        path: of the file.
-        tensors: of any device; views of one memory are written each on its own.
+        path: path of the file.
+        tensors: tensors on any device; each is written separately, even if some share memory.
 
     Raises:
         OSError: the disk is full, or the file cannot be written.
@@ -61,18 +61,18 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     storages: set[int] = set()
     whole: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        # To the host, with conjugation and negation done: safetensors writes raw bytes.
+        # safetensors writes raw bytes, so conjugation and negation are resolved.
         contiguous = tensor.cpu().resolve_conj().resolve_neg().contiguous()
         storage = contiguous.untyped_storage()
-        # A view of a larger memory would be written with all of it.
+        # safetensors raises for tensors that share a storage, and for parts of one.
         if storage.data_ptr() in storages or storage.nbytes() != contiguous.nbytes:
-            contiguous = contiguous.clone()  # safetensors takes no part of a memory, and none twice
+            contiguous = contiguous.clone()
         storages.add(contiguous.untyped_storage().data_ptr())
         whole[name] = contiguous
     safetensors = _safetensors()
     try:
         safetensors.torch.save_file(whole, path)
-    except safetensors.SafetensorError as error:  # the system's error is in its text
+    except safetensors.SafetensorError as error:  # its text contains the error of the system
         raise OSError(f"{path} cannot be written: {error}") from None
     flush(path)
 
@@ -81,7 +81,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """Read tensors from safetensors, to the host.
 
     Raises:
-        CheckpointError: the file is not in that format.
+        CheckpointError: the file is not in this format.
     """
     safetensors = _safetensors()
     try:
@@ -91,8 +91,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def flush(path: Path) -> None:
-    """Make the disk have a file, or the names in a folder, before anything else happens."""
-    # fsync works on folders too, where it makes names durable.
+    """Wait until a file, or the list of names in a folder, is on disk."""
+    # fsync works on folders too.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -101,7 +101,7 @@ def flush(path: Path) -> None:
 
 
 def sums_of(folder: Path, names: list[str]) -> Sums:
-    """Return bytes and checksums of files.
+    """Return the sizes and checksums of files.
 
     Examples:
         >>> import tempfile
@@ -114,24 +114,24 @@ def sums_of(folder: Path, names: list[str]) -> Sums:
 
 
 def check_sums(folder: Path, sums: Mapping[str, Any]) -> None:
-    """Check that files are as they were written.
+    """Check that files have not changed since they were written.
 
     Args:
-        folder: that they are in.
+        folder: the folder of the files.
         sums: from `sums_of`, perhaps read from JSON.
 
     Raises:
-        CheckpointError: one is missing, shorter or longer, or changed.
+        CheckpointError: a file is missing or has changed.
     """
     for name, (size, digest) in sums.items():
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{path} is missing. {OLDER}")
-        # The size first: it costs no read of the file.
+        # The size first, because it needs no read of the file.
         if path.stat().st_size != size:
             raise CheckpointError(
-                f"{path} has {path.stat().st_size} bytes, and {size} were written: it is truncated or "
-                f"damaged. {OLDER}"
+                f"{path} is truncated or damaged: it has {path.stat().st_size} bytes, but {size} were "
+                f"written. {OLDER}"
             )
         if _sha256(path) != digest:
             raise CheckpointError(f"{path} is damaged: its checksum has changed. {OLDER}")
@@ -144,12 +144,12 @@ def digest_of_json(value: Any) -> str:
         >>> digest_of_json({"a": 1, "b": 2}) == digest_of_json({"b": 2, "a": 1})
         True
     """
-    # Sorted keys: the digest does not depend on the order in a file.
+    # With sorted keys the digest does not depend on their order.
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def require_safetensors() -> None:
-    """Check that safetensors is there.
+    """Check that safetensors is installed.
 
     Raises:
         CheckpointError: it is not installed.
@@ -163,7 +163,7 @@ OLDER = "Pass the folder of an older checkpoint to load_checkpoint()."
 def _sha256(path: Path) -> str:
     found = hashlib.sha256()
     with path.open("rb") as file:
-        # In pieces: a file may be larger than memory.
+        # In pieces, because a file may be larger than memory.
         while piece := file.read(_PIECE):
             found.update(piece)
     return found.hexdigest()
@@ -171,20 +171,20 @@ def _sha256(path: Path) -> str:
 
 def _safetensors() -> Any:
     try:
-        # Imported where it is used: it is an optional dependency.
+        # Imported here, because it is an optional dependency.
         import safetensors.torch
     except ImportError:
         raise CheckpointError(
-            'Checkpoints need safetensors, which is not installed: pip install "superbatch[checkpoint]"'
+            'Checkpoints need safetensors, which is not installed. Run: pip install "superbatch[checkpoint]".'
         ) from None
     return safetensors
 
 
 def as_dtype(name: str) -> torch.dtype:
-    """Return a dtype by its name.
+    """Return the dtype with a name.
 
     Raises:
-        CheckpointError: torch has none of this name.
+        CheckpointError: torch has no dtype with this name.
 
     Examples:
         >>> as_dtype("float32")
@@ -193,6 +193,7 @@ def as_dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise CheckpointError(
-            f"The checkpoint has a tensor of dtype {name!r}, which this torch does not have."
+            f"The checkpoint has a tensor of dtype {name!r}, which this version of torch does not have. "
+            "Install the torch that wrote it."
         )
     return found

@@ -18,12 +18,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of a training, or the one process.
+    """The ranks of a training, or a single process.
 
     Attributes:
-        rank: of this process.
+        rank: index of this process.
         count: number of ranks.
-        gather: returns a message of each rank, in their order.
+        gather: returns the message of each rank, in their order.
     """
 
     rank: int
@@ -31,32 +31,31 @@ class Group:
     gather: Callable[[Any], list[Any]]
 
     def each(self, work: Callable[[], T]) -> T:
-        """Run a function on every rank; an error of one is an error of all.
+        """Run a function on every rank; if one raises, all raise.
 
         Raises:
-            CheckpointError: another rank failed; the text has its error.
+            CheckpointError: another rank failed; the text contains its error.
         """
         try:
             result = work()
-        # BaseException: a Ctrl-C on one rank must not leave the others waiting.
+        # BaseException, because a Ctrl-C on one rank must not leave the others waiting.
         except BaseException as error:
-            self.gather(f"{type(error).__name__}: {error}")  # the others wait for this
+            self.gather(f"{type(error).__name__}: {error}")  # the others wait in their gather
             raise
-        # Every rank gathers exactly once, on success and on failure.
         _raise_for(self.gather(None))
         return result
 
     def first(self, work: Callable[[], T]) -> T:
-        """Run a function on the first rank, and return its result on all of them.
+        """Run a function on the first rank, and return its result on all ranks.
 
         Raises:
-            CheckpointError: the first rank failed; the text has its error.
+            CheckpointError: the first rank failed; the text contains its error.
         """
         if self.rank == 0:
             try:
                 result = work()
             except BaseException as error:
-                # The message goes to all; the error itself is raised here only.
+                # The other ranks get only the text of the error.
                 self.gather((f"{type(error).__name__}: {error}", None))
                 raise
             return self.gather((None, result))[0][1]
@@ -66,11 +65,12 @@ class Group:
 
 
 def group_of(sync: Sync, models: Sequence[nn.Module]) -> Group:
-    """Return the ranks that share a model: all where it is sharded, else those that share a window."""
-    # Shards: a rank without its part of them cannot write a checkpoint.
+    """Return the ranks that share a model: all ranks if it is sharded, else those that share a window."""
+    # With shards, because each rank must write its own.
     sharded = any(hasattr(p, "device_mesh") for model in models for p in model.parameters())
     if not sharded:
         return Group(sync.index, sync.count, sync.gather)
+    # Not `sync.gather`, which returns one message per data-parallel rank, not one per rank.
     count = dist.get_world_size()
 
     def gather(message: Any) -> list[Any]:
@@ -84,4 +84,4 @@ def group_of(sync: Sync, models: Sequence[nn.Module]) -> Group:
 def _raise_for(errors: Sequence[str | None]) -> None:
     for rank, error in enumerate(errors):
         if error is not None:
-            raise CheckpointError(f"Rank {rank} failed: {error}")
+            raise CheckpointError(f"Rank {rank} failed: {error}. Correct the error on that rank.")

@@ -1,4 +1,4 @@
-"""Reading of a checkpoint: all of it is checked before anything changes."""
+"""Reading of a checkpoint, which is checked completely before anything changes."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Checkpoint:
 
     Attributes:
         path: its folder.
-        updates: that had been made.
-        samples: of the data that had been used, as passed to `save_checkpoint`.
+        updates: number of updates made.
+        samples: number of samples used, as passed to `save_checkpoint`.
         extra: the program's own state.
-        ranks: that wrote it.
-        in_flight: whether it was written within a window, which the next call resumes.
+        ranks: number of ranks that wrote it.
+        in_flight: whether it was written inside a window, which the next call resumes.
     """
 
     path: Path
@@ -49,26 +49,26 @@ def load_checkpoint(
     *,
     generators: Mapping[str, torch.Generator] | None = None,
 ) -> Checkpoint | None:
-    """Load the newest checkpoint of a folder into a program that was just set up; all ranks together.
+    """Load the newest checkpoint of a folder into a program that was just set up; call it on all ranks.
 
-    At the boundary of windows any number of ranks, another wrapping of the model (none, DDP, FSDP2) and any
-    micro-batch size may continue: updates are those of an uninterrupted training, to rounding, where
-    no random operation depends on the split. Each rank restores the random generators that it had; those of a
-    rank that is new stay as they are. A window in flight is resumed by the same number of ranks, with the
-    same batch.
+    A checkpoint written between windows loads with any number of ranks, another wrapping of the model (none,
+    DDP, FSDP2) and any micro-batch size. Updates are then those of an uninterrupted training, up to rounding,
+    if no random operation depends on the split. Each rank restores its own random generators; those of a new
+    rank are not changed. A checkpoint written inside a window needs the same number of ranks and the same
+    batch.
 
     Args:
-        path: the folder that `save_checkpoint` was given, or that of one checkpoint in it.
-        accumulate: an `Accumulator` or a `WholeBatch`, over models and optimizers as those that were saved.
+        path: the folder that was passed to `save_checkpoint`, or the folder of one checkpoint in it.
+        accumulate: an `Accumulator` or a `WholeBatch` with the same models and optimizers as the saved one.
         generators: the program's own random generators, by the names that they were saved with.
 
     Returns:
-        What was loaded; None where the folder has no checkpoint yet, at the start of a training.
+        The checkpoint; None if the folder has none yet, at the start of a training.
 
     Raises:
-        InputError: `accumulate` is no accumulator.
+        InputError: `accumulate` is not an accumulator.
         CheckpointError: the checkpoint is damaged, of a newer version, or of another program. Nothing has
-            changed; an older one can be loaded by its own path.
+            changed. Pass the path of an older checkpoint to load it instead.
         WindowError: a window is open.
 
     Examples:
@@ -81,22 +81,22 @@ def load_checkpoint(
     """
     if not isinstance(getattr(accumulate, "engine", None), Engine):
         raise InputError(
-            f"accumulate is of type {type(accumulate).__name__}. Pass the Accumulator or the WholeBatch."
+            f"accumulate is a {type(accumulate).__name__}. Pass the Accumulator or the WholeBatch."
         )
     engine, own_generators = accumulate.engine, generators or {}
     group = group_of(engine.config.sync, engine.config.models)
-    # Rank 0 chooses: on a shared disk, ranks may see a new folder at different times.
+    # Rank 0 chooses, because on a shared disk ranks may see a new folder at different times.
     found = group.first(lambda: folders.newest(Path(path)))
     if found is None:
         return None
-    # On every rank before the first collective: one may lack the package.
+    # On every rank before the first collective, because one may lack the package.
     group.each(files.require_safetensors)
     head = group.each(lambda: _checked_head(found, group))
     tree = group.each(lambda: files.read_json(found / "state.json"))
-    # A collective, so outside of `each`.
+    # Outside of `each`, because it is a collective.
     shards = read_shards(found, sharded_in(tree), engine.config.models)
     shared, own = group.each(lambda: _decoded(found, head, group, tree, shards))
-    # Ranks beyond those that wrote have no random state of their own.
+    # A new rank has no saved random state.
     had_this_rank = group.rank < head["ranks"]
     # To undo a load that fails on another rank.
     before = engine.state_dict()
@@ -108,9 +108,9 @@ def load_checkpoint(
 
     # All ranks check before one loads.
     group.each(check)
-    # A Ctrl-C between two loads would leave half a state.
+    # Otherwise a Ctrl-C between two loads would leave half of a state.
     with DeferredInterrupts():
-        # First, since it may still refuse; the rest was checked to fit.
+        # First, because it may still raise; everything else was checked.
         _load_own(engine, group, own["accumulator"], shared["masters"], before)
         load_shared(engine, shared)
         if had_this_rank:
@@ -120,21 +120,22 @@ def load_checkpoint(
 
 
 def _checked_head(path: Path, group: Group) -> dict[str, Any]:
-    """Return the facts of a checkpoint whose files are all as they were written.
+    """Check the files of a checkpoint, and return its head.
 
-    Each rank checks what all ranks read, and its share of the rest.
+    Each rank checks the files that all ranks read, and its share of the others.
     """
-    # Its own checksum first: it names the other files.
+    # First, because it names the other files and has a checksum of its own.
     head = folders.read_head(path)
     files.check_sums(path, head["files"])
-    # Shared among ranks: each file is hashed once.
+    # Divided among the ranks, so that each file is hashed once.
     for rank in range(group.rank, head["ranks"], group.count):
         files.check_sums(path, files.read_json(path / f"rank-{rank}.json")["files"])
-    # Positions inside a window belong to ranks, and cannot be dealt out again.
+    # The sums of an open window belong to ranks and cannot be divided again.
     if head["in_flight"] and head["ranks"] != group.count:
         raise CheckpointError(
-            f"{path} was written within a window by {head['ranks']} ranks, and here are {group.count}. Start "
-            f"{head['ranks']}, or load a checkpoint that was written between windows."
+            f"{path} was written inside a window by {head['ranks']} ranks, but this program has "
+            f"{group.count}. Start {head['ranks']} ranks, or load a checkpoint that was written between "
+            "windows."
         )
     return head
 
@@ -142,7 +143,7 @@ def _checked_head(path: Path, group: Group) -> dict[str, Any]:
 def _decoded(
     path: Path, head: Mapping[str, Any], group: Group, tree: Any, shards: dict[str, torch.Tensor]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the state that ranks share, and this rank's own: the first one's for a rank that is new."""
+    """Return the shared state, and this rank's own state, or for a new rank that of rank 0."""
     shared = decode(tree, {**files.read_tensors(path / "state.safetensors"), **shards})
     rank = group.rank if group.rank < head["ranks"] else 0
     own = files.read_json(path / f"rank-{rank}.json")["state"]
@@ -156,15 +157,14 @@ def _load_own(
     masters: dict[str, torch.Tensor] | None,
     before: dict[str, Any],
 ) -> None:
-    """Load the accumulator's state, which checks that it fits; on all ranks or on none."""
+    """Load the accumulator's state, which raises if it does not fit; on all ranks or on none."""
     state = {**own, "masters": masters_here(engine, masters)}
     loaded = False
     try:
-        # On all ranks or, after an error on one, on none.
         group.each(lambda: engine.load_state_dict(state))
         loaded = True
     except SuperbatchError as error:
-        # One type for the caller, with the accumulator's own text.
+        # As a CheckpointError for the caller, with the accumulator's text.
         raise error if isinstance(error, CheckpointError) else CheckpointError(str(error)) from error
     finally:
         if not loaded:

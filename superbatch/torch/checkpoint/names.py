@@ -1,4 +1,4 @@
-"""Names of a model's state without those of its wrappers, so that any wrapping of it loads them."""
+"""Names in a model's state without the parts of wrappers, so that they load with any wrapping."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-# These names are torch's own, wherever they stand; "module" may also be a user's.
-_ALWAYS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}  # no one else's names
+# Only torch uses these names; "module" may also be a user's.
+_ALWAYS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 def plain_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Return names of a model's state without the parts that DDP, torch.compile and checkpointing add.
 
     Args:
-        model: as it is wrapped.
-        names: of its parameters, or the keys of its state.
+        model: the model with its wrappers.
+        names: names of its parameters, or keys of its state.
 
     Returns:
         Name -> plain name.
@@ -25,7 +25,7 @@ def plain_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
         >>> plain_names(nn.DataParallel(nn.Linear(1, 1)), ["module.weight", "module._orig_mod.bias"])
         {'module.weight': 'weight', 'module._orig_mod.bias': 'bias'}
     """
-    # Found by type: a submodule of the user's may be named "module" as well.
+    # By type, because a user's submodule may have the name "module" too.
     wrappers = {
         f"{path}.module" if path else "module"
         for path, module in model.named_modules(remove_duplicate=False)
@@ -45,7 +45,7 @@ def _plain(name: str, wrappers: set[str]) -> str:
 
 
 def parameter_names(models: Iterable[nn.Module]) -> dict[Tensor, str]:
-    """Return the plain name of each parameter, with the number of its model before it.
+    """Return the plain name of each parameter, with the index of its model as a prefix.
 
     Examples:
         >>> list(parameter_names([nn.Linear(1, 1)]).values())

@@ -19,20 +19,20 @@ def random_state(models: Sequence[nn.Module], generators: Mapping[str, torch.Gen
     """Return the states of torch's, Python's and NumPy's generators, and of the program's own.
 
     Args:
-        models: whose devices have generators.
-        generators: of the program, by names.
+        models: the models, whose devices have generators.
+        generators: the program's own generators, by names.
 
     Examples:
         >>> sorted(random_state([], {"data": torch.Generator()}))
         ['devices', 'generators', 'numpy', 'python', 'torch']
     """
-    # Only if the program has imported it: without NumPy nothing draws from it.
+    # A program that has not imported NumPy has no state of it.
     numpy: Any = sys.modules.get("numpy")
     return {
         "torch": torch.get_rng_state(),
         "devices": generator_states(accelerators(models)),
         "python": random.getstate(),
-        # legacy=False: a dict of plain values; the tuple form has no names.
+        # legacy=False returns a dict of plain values.
         "numpy": None if numpy is None else numpy.random.get_state(legacy=False),
         "generators": {name: generator.get_state() for name, generator in generators.items()},
     }
@@ -42,24 +42,23 @@ def check_generators(state: Mapping[str, Any], generators: Mapping[str, torch.Ge
     """Check that the program has the generators that were saved.
 
     Raises:
-        CheckpointError: one is missing on either side.
+        CheckpointError: the checkpoint or the program lacks one.
 
     Examples:
         >>> check_generators({"generators": {"data": None}}, {})
         Traceback (most recent call last):
-        superbatch.errors.CheckpointError: The checkpoint has the generator 'data', and none is given here...
+        superbatch.errors.CheckpointError: The checkpoint has a generator 'data', but generators= has none...
     """
-    # Symmetric difference: missing on either side.
     for name in state["generators"].keys() ^ generators.keys():
-        saved, here = ("has", "none is") if name in state["generators"] else ("lacks", "one is")
+        saved, here = ("a", "none") if name in state["generators"] else ("no", "one")
         raise CheckpointError(
-            f"The checkpoint {saved} the generator {name!r}, and {here} given here. Pass the same "
+            f"The checkpoint has {saved} generator {name!r}, but generators= has {here}. Pass the same "
             "generators= to save_checkpoint() and load_checkpoint()."
         )
 
 
 def restore_random(state: Mapping[str, Any], generators: Mapping[str, torch.Generator]) -> None:
-    """Set every generator to its saved state; devices that are not here are left out."""
+    """Set every generator to its saved state; devices that this machine does not have are left out."""
     torch.set_rng_state(state["torch"])
     for name, saved in state["devices"].items():
         device = torch.device(name)

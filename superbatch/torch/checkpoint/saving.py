@@ -1,4 +1,4 @@
-"""Writing of a checkpoint: aside, flushed, then renamed."""
+"""Writing of a checkpoint: to a temporary folder, which is flushed and then renamed."""
 
 from __future__ import annotations
 
@@ -36,30 +36,31 @@ def save_checkpoint(
     generators: Mapping[str, torch.Generator] | None = None,
     keep: int = 3,
 ) -> Path:
-    """Write all that a training needs to resume, so that no kill leaves half a checkpoint.
+    """Write everything that a training needs to resume.
 
-    Models, optimizers, schedulers, scaler and float32 masters; the window in flight; the states of torch's,
-    Python's and NumPy's random generators; the sizes that ``"auto"`` found. Tensors are safetensors, the rest
-    is JSON with checksums; sharded tensors (FSDP2, tensor parallel) are written by
-    ``torch.distributed.checkpoint``. All ranks call it together, with a folder that all of them see.
+    A program that is killed at any time leaves no partial checkpoint. A checkpoint contains models,
+    optimizers, schedulers, scaler and float32 masters; an open window; the states of torch's, Python's and
+    NumPy's random generators; and the sizes that ``"auto"`` has found. Tensors are written as safetensors,
+    sharded tensors (FSDP2, tensor parallel) by ``torch.distributed.checkpoint``, and everything else as JSON
+    with checksums. Call it on all ranks, with a folder that all of them can access.
 
     Args:
-        folder: of the checkpoints of one training; each is a folder in it, ``000007-update-1200``.
-        accumulate: an `Accumulator` or a `WholeBatch`. Between windows, or after a ``backward`` of one.
-        samples: of the data that all ranks together have used, for the program to find its place.
-        extra: more state: numbers, texts, tensors, lists, tuples and dicts, equal on all ranks.
-        generators: random generators of the program's own, by names.
-        keep: how many checkpoints stay; older ones are deleted when the new one is whole.
+        folder: folder of the checkpoints of one training; each is a folder in it, ``000007-update-1200``.
+        accumulate: an `Accumulator` or a `WholeBatch`, between windows or after a ``backward`` of a window.
+        samples: number of samples that all ranks together have used, to find the position in the data.
+        extra: more state: numbers, strings, tensors, lists, tuples and dicts, equal on all ranks.
+        generators: the program's own random generators, by names.
+        keep: number of checkpoints to keep; older ones are deleted when the new one is complete.
 
     Returns:
         The folder of this checkpoint.
 
     Raises:
         InputError: an argument has the wrong type or value.
-        CheckpointError: safetensors is not installed, a state holds an object that JSON and safetensors
-            cannot keep, or another rank failed. No checkpoint has changed.
+        CheckpointError: safetensors is not installed, a state contains an object that JSON and safetensors
+            cannot store, or another rank failed. No checkpoint has changed.
         OSError: the disk is full or the folder cannot be written. No checkpoint has changed.
-        WindowError: between the forward and the backward of a micro-batch.
+        WindowError: it was called between the forward and the backward of a micro-batch.
 
     Examples:
         >>> import tempfile
@@ -80,20 +81,20 @@ def save_checkpoint(
     _check(accumulate, samples, keep)
     engine = accumulate.engine
     group = group_of(engine.config.sync, engine.config.models)
-    # On every rank before the first collective: one may lack the package.
+    # On every rank before the first collective, because one may lack the package.
     group.each(files.require_safetensors)
-    # Sharded tensors are named by a parameter, as which they are sharded again on loading.
+    # A sharded tensor is saved with the name of a parameter, whose sharding it gets when it is loaded.
     encoder = Encoder(sharding_names(engine.config.models))
     # state_dict() may raise between forward and backward, on one rank only.
     state = group.each(engine.state_dict)
     shared = encoder.encode(shared_state(engine.config, state, extra or {}), "state")
     own = Encoder()
     tree = group.each(lambda: own.encode(_of_rank(engine, state, generators or {}), "rank"))
-    # Rank 0 makes the folder; the others hear its name.
+    # Rank 0 makes the folder and sends its name to the others.
     aside, final = group.first(lambda: _begin(Path(folder), engine.updates))
     try:
         if encoder.sharded:
-            # A collective of torch.distributed.checkpoint: every rank calls it.
+            # A collective of torch.distributed.checkpoint, called on every rank.
             write_shards(aside, encoder.sharded)
         group.each(lambda: _write_own(aside, group, tree, own))
         facts = {
@@ -104,10 +105,10 @@ def save_checkpoint(
             "ranks": group.count,
         }
         in_flight = any(group.gather(state["window"] is not None))
-        # Last: the head file makes the folder a checkpoint.
+        # Last, because the head file makes the folder a checkpoint.
         group.first(lambda: _finish(aside, final, {**facts, "in_flight": in_flight}, shared, encoder, keep))
     except BaseException:
-        # On rank 0 only: others may still be writing, and two deletions would collide.
+        # Only on rank 0, because two deletions at the same time would fail.
         if group.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
         raise
@@ -117,19 +118,23 @@ def save_checkpoint(
 def _check(accumulate: object, samples: object, keep: object) -> None:
     if not isinstance(getattr(accumulate, "engine", None), Engine):
         raise InputError(
-            f"accumulate is of type {type(accumulate).__name__}. Pass the Accumulator or the WholeBatch."
+            f"accumulate is a {type(accumulate).__name__}. Pass the Accumulator or the WholeBatch."
         )
     if not isinstance(samples, int) or isinstance(samples, bool) or samples < 0:
-        raise InputError(f"samples is {samples!r}. Pass the number of samples that were used, an int.")
+        raise InputError(
+            f"samples={samples!r} is not a number of samples. Pass the number of samples used so far, an int."
+        )
     if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
-        raise InputError(f"keep is {keep!r}. Pass how many checkpoints stay, 1 or more.")
+        raise InputError(
+            f"keep={keep!r} is not a number of checkpoints. Pass how many checkpoints to keep, 1 or more."
+        )
 
 
 def _of_rank(
     engine: Engine, state: dict[str, Any], generators: Mapping[str, torch.Generator]
 ) -> dict[str, Any]:
     return {
-        # Masters are equal on all ranks, and stand in the shared state.
+        # Masters are equal on all ranks, so they are in the shared state.
         "accumulator": {**state, "masters": None},
         "random": random_state(engine.config.models, generators),
     }
@@ -142,15 +147,15 @@ def _begin(folder: Path, updates: int) -> tuple[Path, Path]:
 
 
 def _write_own(aside: Path, group: Group, tree: Any, own: Encoder) -> None:
-    """Write what this rank has of its own, and the checksums of all files that it wrote."""
+    """Write this rank's own state, and the checksums of all files that it has written."""
     name = f"rank-{group.rank}.safetensors"
     files.write_tensors(aside / name, own.tensors)
     # torch names a rank's files "__<rank>_<number>.distcp".
     shards = [f"{FOLDER}/{path.name}" for path in sorted((aside / FOLDER).glob(f"__{group.rank}_*"))]
     if group.rank == 0 and (aside / FOLDER).is_dir():
-        # The index of all shards is written by rank 0.
+        # Rank 0 has written the index of all shards.
         shards.append(f"{FOLDER}/.metadata")
-    # torch does not flush them.
+    # torch does not flush these files.
     for shard in shards:
         files.flush(aside / shard)
     sums = files.sums_of(aside, [name, *shards])
@@ -160,14 +165,14 @@ def _write_own(aside: Path, group: Group, tree: Any, own: Encoder) -> None:
 def _finish(
     aside: Path, final: Path, facts: dict[str, Any], shared: Any, encoder: Encoder, keep: int
 ) -> None:
-    """Write what all ranks share and the file that makes it a checkpoint, and give it its name."""
+    """Write the shared state and the head file, and rename the folder."""
     files.write_tensors(aside / "state.safetensors", encoder.tensors)
     files.write_json(aside / "state.json", shared)
-    # The folder's names, after the files in it.
+    # Flush the folder itself after the files in it.
     if (aside / FOLDER).is_dir():
         files.flush(aside / FOLDER)
     names = ["state.json", "state.safetensors", *(f"rank-{rank}.json" for rank in range(facts["ranks"]))]
     folders.write_head(aside, {**facts, "files": files.sums_of(aside, names)})
     folders.publish(aside, final)
-    # After publishing: until then the older ones are all there is.
+    # After publishing, because until then only the older checkpoints are complete.
     folders.keep_last(final.parent, keep)

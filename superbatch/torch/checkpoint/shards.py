@@ -18,13 +18,13 @@ FOLDER = "shards"
 
 
 def sharding_names(models: Sequence[nn.Module]) -> Callable[[Tensor], str | None]:
-    """Return a function that names the parameter which a DTensor is sharded as; None: no parameter is.
+    """Return a function that returns the name of a parameter with the sharding of a DTensor, or None.
 
     Examples:
         >>> sharding_names([nn.Linear(1, 1)])(torch.ones(1)) is None
         True
     """
-    # The first parameter of a sharding stands for all that are sharded alike.
+    # The first parameter with each sharding.
     known: dict[Any, str] = {}
     for parameter, name in parameter_names(models).items():
         if hasattr(parameter, "device_mesh"):
@@ -33,11 +33,11 @@ def sharding_names(models: Sequence[nn.Module]) -> Callable[[Tensor], str | None
 
 
 def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write the shards of this rank; all ranks call it together.
+    """Write the shards of this rank; call it on all ranks.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
     """
-    # Imported here: it takes longer than this library.
+    # Imported here, because it takes longer than importing this library.
     from torch.distributed.checkpoint.state_dict_saver import save
 
     save(dict(tensors), checkpoint_id=str(folder / FOLDER))
@@ -46,42 +46,41 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 def read_shards(
     folder: Path, entries: Mapping[str, Mapping[str, Any]], models: Sequence[nn.Module]
 ) -> dict[str, Tensor]:
-    """Read tensors, each sharded as the parameter that it was sharded as is now; all ranks call it together.
+    """Read tensors, each with the present sharding of its parameter; call it on all ranks.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
         entries: from `codec.sharded_in`.
-        models: which may be sharded over another number of ranks, or not at all.
+        models: the models, which may be sharded over another number of ranks, or not at all.
     """
     from torch.distributed.checkpoint.state_dict_loader import load
 
     if not entries:
         return {}
-    # By plain name: the wrapping may have changed since.
+    # By plain name, because the wrapping may have changed.
     parameters = {name: parameter for parameter, name in parameter_names(models).items()}
     tensors: dict[str, Any] = {}
     for name, entry in entries.items():
         like, dtype = parameters.get(entry["like"]), as_dtype(entry["dtype"])
-        # Sharded as the parameter is now, which may be over another number of ranks.
         if like is not None and list(like.shape) == entry["shape"]:
             tensors[name] = torch.empty_like(like.detach(), dtype=dtype, requires_grad=False)
         else:
-            # No such parameter here: each rank reads it whole.
+            # Without such a parameter each rank reads the full tensor.
             tensors[name] = torch.empty(entry["shape"], dtype=dtype)
-    with warnings.catch_warnings():  # one process reads what several have written: that is meant
+    with warnings.catch_warnings():  # one process may read what several have written
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         load(tensors, checkpoint_id=str(folder / FOLDER), no_dist=not dist.is_initialized())
     return tensors
 
 
 def placed(value: Any, here: Any) -> Any:
-    """Return a tensor that every rank has whole, sharded as another one is; anything else as it is.
+    """Return a full tensor with the sharding of another one; any other value unchanged.
 
     Examples:
         >>> placed(torch.ones(1), torch.zeros(1))
         tensor([1.])
     """
-    # Optimizer state of a sharded parameter, saved by a program that did not shard.
+    # E.g. optimizer state of a sharded parameter, saved by a program without sharding.
     if not isinstance(value, Tensor) or not hasattr(here, "device_mesh") or hasattr(value, "device_mesh"):
         return value
     from torch.distributed.tensor import distribute_tensor

@@ -1,4 +1,4 @@
-"""State of a training: what all ranks share, what each has of its own, and whether it fits a program."""
+"""State of a training that all ranks share: collecting, checking and loading it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .shards import placed
 
 
 def shared_state(config: Config, state: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is equal on all ranks: models, optimizers, schedulers, scaler, float32 masters.
+    """Return the state that is equal on all ranks: models, optimizers, schedulers, scaler, float32 masters.
 
     Args:
-        config: of the windows.
-        state: of the accumulator, which has the masters.
-        extra: of the program.
+        config: configuration of the windows.
+        state: state of the accumulator, which contains the masters.
+        extra: the program's own state.
     """
-    # Plain names: a checkpoint loads with or without DDP and torch.compile.
+    # With plain names a checkpoint loads with or without DDP and torch.compile.
     names = _names(config)
     return {
         "models": [_model_state(model) for model in config.models],
@@ -35,17 +35,18 @@ def shared_state(config: Config, state: Mapping[str, Any], extra: Mapping[str, A
         ],
         "schedulers": [{"kind": _kind(each), "state": each.state_dict()} for each in config.rule.schedulers],
         "scaler": None if config.rule.scaler is None else config.rule.scaler.state_dict(),
-        # By plain name too, as masters belong to parameters.
+        # By the plain names of their parameters.
         "masters": _by_plain_name(config, state["masters"]),
         "extra": dict(extra),
     }
 
 
 def check_shared(engine: Engine, saved: Mapping[str, Any]) -> None:
-    """Check that a saved state is that of this program, before any of it is loaded.
+    """Check that a saved state fits this program, before any of it is loaded.
 
     Raises:
-        CheckpointError: another model, optimizer or scheduler was saved; the text names the first difference.
+        CheckpointError: another model, optimizer or scheduler was saved; the error names the first
+            difference.
     """
     config = engine.config
     for what, here in (
@@ -53,33 +54,31 @@ def check_shared(engine: Engine, saved: Mapping[str, Any]) -> None:
         ("optimizers", config.rule.optimizers),
         ("schedulers", config.rule.schedulers),
     ):
-        # Numbers first: zip(strict=True) would say less.
+        # First, because the error of zip(strict=True) says less.
         if len(saved[what]) != len(here):
-            raise _other(f"{len(saved[what])} {what}, and the Accumulator has {len(here)}")
+            raise _other(f"The checkpoint has {len(saved[what])} {what}, but the Accumulator has {len(here)}")
     for number, (model, state) in enumerate(zip(config.models, saved["models"], strict=True)):
-        # "model 0" only where there are several.
         where = f"model {number}" if len(config.models) > 1 else "the model"
         _check_model(where, _model_state(model)["state"], state["state"])
     names = _names(config)
     for optimizer, state in zip(config.rule.optimizers, saved["optimizers"], strict=True):
-        # The class: state of another optimizer may load and mean something else.
+        # Compare the class, because state of another optimizer may load but have another meaning.
         _check_kind("optimizer", optimizer, state["kind"])
         _check_groups(_groups(optimizer, names), state["parameters"])
     for scheduler, state in zip(config.rule.schedulers, saved["schedulers"], strict=True):
         _check_kind("scheduler", scheduler, state["kind"])
-    # XOR: a scaler on one side only.
     if (saved["scaler"] is None) != (config.rule.scaler is None):
         has, lacks = ("a scaler", "none") if config.rule.scaler is None else ("no scaler", "one")
-        raise _other(f"{has}, and the Accumulator has {lacks}")
+        raise _other(f"The checkpoint has {has}, but the Accumulator has {lacks}")
 
 
 def load_shared(engine: Engine, saved: Mapping[str, Any]) -> None:
-    """Load models, optimizers, schedulers and scaler: what `check_shared` has checked."""
+    """Load models, optimizers, schedulers and scaler, which `check_shared` has checked."""
     config = engine.config
     for model, state in zip(config.models, saved["models"], strict=True):
         _load_model(model, state)
     for optimizer, state in zip(config.rule.optimizers, saved["optimizers"], strict=True):
-        # In the order of the groups, which is how torch numbers an optimizer's state.
+        # In the order of the groups, by which torch numbers an optimizer's state.
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         optimizer.load_state_dict(_placed_state(parameters, state["state"]))
     for scheduler, state in zip(config.rule.schedulers, saved["schedulers"], strict=True):
@@ -89,13 +88,13 @@ def load_shared(engine: Engine, saved: Mapping[str, Any]) -> None:
 
 
 def masters_here(engine: Engine, saved: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
-    """Return saved masters by the names that the accumulator has for them, sharded as those here."""
+    """Return saved masters by the accumulator's names, with the sharding of the accumulator's masters."""
     if saved is None:
         return None
     names, found = _plain_master_names(engine.config), dict(saved)
     here = engine.state_dict()["masters"] or {}
     for name, master in here.items():
-        # Others stay: `load_state_dict` names what does not fit.
+        # Others keep their names, and `load_state_dict` raises for them.
         if names[name] in found:
             found[name] = placed(found.pop(names[name]), master)
     return found
@@ -111,12 +110,12 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def _metadata(state: Any) -> Mapping[str, Any]:
-    """Return the versions of the modules by their paths, which loading may depend on."""
+    """Return the versions of the modules by their paths, on which loading may depend."""
     return getattr(state, "_metadata", {})
 
 
 def _modules(model: nn.Module, state: Any) -> dict[str, str]:
-    """Return the plain paths of the modules that a state has versions of; the last of a wrapper's counts."""
+    """Return path -> plain path of the modules whose versions are in a state."""
     return plain_names(model, _metadata(state))
 
 
@@ -124,19 +123,19 @@ def _load_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
     state = model.state_dict()
     for key, plain in plain_names(model, state).items():
         state[key] = placed(saved["state"][plain], state[key])
-    # Modules read their version from it, e.g. BatchNorm since num_batches_tracked.
+    # Modules read their saved version, e.g. BatchNorm, which has num_batches_tracked since version 2.
     for path, plain in _modules(model, state).items():
         if plain in saved["metadata"]:
-            # torch keeps versions in an attribute of the mapping.
+            # torch stores versions in an attribute of the mapping.
             state._metadata[path] = saved["metadata"][plain]  # type: ignore[attr-defined]
     model.load_state_dict(state)
 
 
 def _placed_state(parameters: Sequence[Tensor], state: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state with the tensors of sharded parameters sharded as these are."""
+    """Return an optimizer's state in which the tensors of a sharded parameter have its sharding."""
     of_each = {
         index: {
-            # Only tensors of the parameter's shape are sharded: "step" is a scalar.
+            # Only tensors of the parameter's shape are sharded, not a scalar such as "step".
             key: placed(value, parameters[index]) if _has_shape_of(value, parameters[index]) else value
             for key, value in values.items()
         }
@@ -152,14 +151,13 @@ def _has_shape_of(value: object, parameter: Tensor) -> bool:
 
 
 def _names(config: Config) -> dict[Tensor, str]:
-    """Return the plain names of parameters, and of the masters that are updated in their place."""
+    """Return the plain names of parameters; a master has the name of its parameter."""
     names = parameter_names(config.models)
-    # The optimizer has the masters, and a checkpoint names them by their parameters.
     return {**names, **{master: names[p] for p, master in config.masters.items() if p in names}}
 
 
 def _plain_master_names(config: Config) -> dict[str, str]:
-    """Return the plain names of masters by those of the accumulator's state."""
+    """Return name in the accumulator's state -> plain name, of each master."""
     found: dict[str, str] = {}
     for number, model in enumerate(config.models):
         names = [name for name, _ in model.named_parameters()]
@@ -176,7 +174,7 @@ def _by_plain_name(config: Config, masters: Mapping[str, Tensor] | None) -> dict
 
 
 def _groups(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[list[str]]:
-    # An empty name for a tensor outside of the models.
+    # A tensor outside of the models has an empty name.
     return [[names.get(p, "") for p in group["params"]] for group in optimizer.param_groups]
 
 
@@ -187,15 +185,18 @@ def _kind(one: object) -> str:
 def _check_model(where: str, here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     for name in here.keys() ^ saved.keys():
         only = "the checkpoint" if name in saved else "this program"
-        raise _other(f"{name!r} of {where} differs: only {only} has it")
+        raise _other(f"Only {only} has {name!r} of {where}")
     for name, value in here.items():
         other = saved[name]
         if isinstance(value, Tensor) and isinstance(other, Tensor):
-            # dtype too: copying would round silently.
+            # The dtype too, because copying would round silently.
             for form in ("shape", "dtype"):
                 one, two = getattr(other, form), getattr(value, form)
                 if one != two:
-                    raise _other(f"{name!r} of {where} has {form} {_shown(one)}, here {_shown(two)}")
+                    raise _other(
+                        f"{name!r} of {where} has the {form} {_shown(one)} in the checkpoint, but "
+                        f"{_shown(two)} in this program"
+                    )
 
 
 def _shown(form: Any) -> str:
@@ -204,19 +205,26 @@ def _shown(form: Any) -> str:
 
 def _check_kind(what: str, here: object, saved: str) -> None:
     if _kind(here) != saved:
-        raise _other(f"a {what} {saved}, and the Accumulator has a {_kind(here)}")
+        raise _other(f"The checkpoint has the {what} {saved}, but the Accumulator has a {_kind(here)}")
 
 
 def _check_groups(here: list[list[str]], saved: list[list[str]]) -> None:
     if [len(group) for group in here] != [len(group) for group in saved]:
         sizes = [len(group) for group in saved], [len(group) for group in here]
-        raise _other(f"an optimizer with groups of {sizes[0]} parameters, here {sizes[1]}")
+        raise _other(
+            f"An optimizer has groups of {sizes[0]} parameters in the checkpoint, but of {sizes[1]} in this "
+            "program"
+        )
+    # By name and in order, because torch's load_state_dict assigns states by position alone.
     for one, two in zip(chain(*saved), chain(*here), strict=True):
         if one != two:
-            raise _other(f"an optimizer with {one!r} where it has {two!r} here")
+            raise _other(
+                f"An optimizer has {one!r} in the checkpoint, but {two!r} at the same position in this "
+                "program"
+            )
 
 
 def _other(text: str) -> CheckpointError:
     return CheckpointError(
-        f"The checkpoint holds {text}. Load it into the program that wrote it; nothing changed."
+        f"{text}. Nothing has changed. Load the checkpoint into the program that wrote it."
     )

@@ -1,4 +1,4 @@
-"""Signals that ask a training to stop: it ends the update at hand, saves and exits."""
+"""Stop of a training by a signal, after the present update, so that it can save and exit."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from superbatch.errors import WindowError
 from .saving import HasEngine
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# Seconds: a Ctrl-C reaches the ranks of torchrun from the terminal and, at once again, from torchrun.
+# Seconds. A Ctrl-C reaches the ranks of torchrun twice: from the terminal, and right after from torchrun.
 SAME_REQUEST = 1.0
 
 
 class StopSignals:
-    """Context in which Ctrl-C and SIGTERM ask for a stop instead of ending the program.
+    """Context in which Ctrl-C and SIGTERM request a stop instead of ending the program.
 
-    The first signal is noted, and the update at hand is completed. Signals within a second of it are
-    the same request. A later one does what it would have done without this context: Ctrl-C raises
-    KeyboardInterrupt, which rolls the window back.
+    The first signal is recorded, and the present update is completed. Signals within a second after it count
+    as the same request. A later signal acts as without this context: Ctrl-C raises KeyboardInterrupt, which
+    rolls the window back.
 
     Attributes:
-        exit_code: 130 after Ctrl-C, 143 after SIGTERM, as shells have it; 0 before a signal.
+        exit_code: 130 after Ctrl-C, 143 after SIGTERM, as in shells; 0 before a signal.
 
     Raises:
-        ValueError: on entry, from Python: it is entered in another thread than the main one.
+        ValueError: from Python, if the context is entered in another thread than the main one.
 
     Examples:
         >>> from torch import nn
@@ -49,10 +49,10 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         # Entering again would record our own handler as the earlier one.
         if self._earlier:
-            raise WindowError("This StopSignals context is entered already. Make a new one.")
+            raise WindowError("This StopSignals context is already entered. Make a new StopSignals().")
         self.exit_code = 0
         for number in SIGNALS:
-            # Noted one by one: an error leaves those that were set to be restored.
+            # One by one, so that after an error those that were set can be restored.
             self._earlier[number] = signal.signal(number, self._note)
         return self
 
@@ -64,16 +64,16 @@ class StopSignals:
             signal.signal(number, handler)
 
     def requested(self, accumulate: HasEngine) -> bool:
-        """Return whether a stop was asked for, on any rank; all ranks call it, once after each update.
+        """Return whether a stop was requested on any rank; call it on all ranks, once after each update.
 
         Args:
-            accumulate: whose ranks agree, by an exchange of one number.
+            accumulate: the accumulator, whose ranks agree by an exchange of one number.
         """
-        # A vote, because a signal may reach one rank only.
+        # By a vote, because a signal may reach only one rank.
         return accumulate.engine.config.sync.vote(self.exit_code > 0)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        # A handler only notes: it may run inside any C call.
+        # A handler only records the signal, because it may run between any two operations.
         if not self.exit_code:
             self.exit_code, self._first = 128 + number, time.monotonic()
             return
@@ -82,6 +82,6 @@ class StopSignals:
         handler = self._earlier[number]
         if callable(handler):
             handler(number, frame)
-        else:  # the system's default, which no Python function stands for
+        else:  # the system's default action, which is not a Python function
             signal.signal(number, handler)
             signal.raise_signal(number)

@@ -1,1 +1,1 @@
-"""Gradient caching: exact gradients of losses over embeddings."""
+"""Gradient caching, for exact gradients of losses over embeddings."""

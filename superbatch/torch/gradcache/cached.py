@@ -1,15 +1,15 @@
-"""The exact gradient of a loss over the embeddings of a whole batch, in micro-batches: gradient caching.
+"""Gradient caching: the exact gradient of a loss over the embeddings of a whole batch, in micro-batches.
 
-A contrastive loss sees all samples at once, so it is no mean over micro-batches. But it sees them only
-through their embeddings z, which are small::
+A contrastive loss depends on all samples at once, so it is not a mean over micro-batches. But it depends on
+them only through their embeddings z, which are small::
 
     dL/dtheta = sum_i  dL/dz_i  dz_i/dtheta  +  dL/dtheta at constant z
 
-1. The embeddings z_i of every micro-batch, without a graph; the state of the random generators before each is
-   noted.
-2. The loss over all z, and its gradient with respect to each z_i. Parameters of the loss itself (a learnt
-   temperature) get their gradient here, once.
-3. Every micro-batch again, with the same random numbers and buffers, and back from the cached dL/dz_i.
+1. Compute the embeddings z_i of every micro-batch without a graph, and record the random state before each.
+2. Compute the loss over all z, and its gradient with respect to each z_i. Parameters of the loss itself (a
+   learnt temperature) get their gradient here, once.
+3. Run every micro-batch again, with the same random numbers and buffers, and run backward from the cached
+   dL/dz_i.
 
 Luyu Gao, Yunyi Zhang, Jiawei Han, Jamie Callan: "Scaling Deep Contrastive Learning Batch Size under Memory
 Limited Setup", arXiv:2101.06983.
@@ -51,44 +51,43 @@ def cached_gradients(
 ) -> Tensor:
     """Add the exact gradient of a loss over the embeddings of a whole batch to ``.grad``, in micro-batches.
 
-    As ``loss_fn(encode(batch)).backward()``, in the memory of one micro-batch and all embeddings, for two
-    forwards and one backward (one forward where everything fits into one micro-batch). What is in ``.grad``
-    stays and is added to. An error leaves gradients, buffers and random state as before the call. Under
-    ``torch.no_grad()`` the loss alone is computed.
+    The result is that of ``loss_fn(encode(batch)).backward()``, in the memory of one micro-batch and all
+    embeddings, for two forwards and one backward (one forward if the batch is one micro-batch). Gradients are
+    added to those in ``.grad``. An error leaves gradients, buffers and random state as before the call. Under
+    ``torch.no_grad()`` only the loss is computed.
 
-    Each sample must be encoded by itself: BatchNorm in training mode raises an error, hand-written coupling
-    is not noticed (`verify` finds it). Buffers and random state are left as by one forward; every micro-batch
-    sees the buffers as they were before it, as in the large batch.
+    Each sample must be encoded by itself. BatchNorm in training mode raises; coupling written by hand is not
+    detected (`verify` finds it). Buffers and random state are left as by one forward. Every micro-batch
+    starts with the buffers before the call, as all samples of the large batch do.
 
     Args:
-        encode: from a micro-batch to its embeddings: tensors with one row for each sample, in any nesting.
-            Labels that the loss needs are returned along with them. Several encoders, over samples of
-            different number (queries, documents), are a mapping of names.
+        encode: from a micro-batch to its embeddings: tensors with one row per sample, in any nesting. Labels
+            that the loss needs are returned with them. For several encoders with different numbers of samples
+            (queries, documents), pass a mapping of names to encoders.
         loss_fn: from the embeddings of all samples, in the same structure (a dict of them for several
-            encoders), to one loss of any kind: nothing is averaged afterwards. A dict of losses is refused,
-            since a total beside its parts would count twice: return their sum.
+            encoders), to one loss of any kind, which is not averaged. A dict of losses raises: return their
+            sum.
         batch: the batch, any nested structure; for several encoders a mapping of the same names.
-            Micro-batches are moved to the device of their encoder. A Window of micro-batches (`windows`) is
-            taken as it is.
+            Micro-batches are moved to the device of their encoder. The micro-batches of a Window (`windows`)
+            are taken as they are.
         microbatch_size: most samples of a micro-batch, or a TokenBudget; for several encoders also a mapping.
-            None for a Window alone.
-        models: every module that takes part. They need not be named where encoders and loss are modules or
-            their methods. Parameters outside of modules: ``nn.ParameterList([p])``.
-        unsplit: paths of the batch that every micro-batch gets whole; for several encoders they begin with
-            the name.
-        per_sample: paths of lists with one entry for each sample.
-        scale: factor of the loss before the gradient, or a function: ``scaler.scale`` of a
-            GradScaler.
-        group: the process group whose ranks share the batch, where models are not wrapped in
-            DistributedDataParallel; with it or with wrapped models, `loss_fn` gets the embeddings of all
-            ranks, in their order, and the gradients of parameters are summed over the ranks once. It must
-            compute the same on each.
+            None only for a Window.
+        models: every module that encoders and loss use; not needed if these are modules or their methods.
+            For parameters outside of modules pass ``nn.ParameterList([p])``.
+        unsplit: paths in the batch that every micro-batch gets unsplit; for several encoders each path begins
+            with the encoder's name.
+        per_sample: paths of lists with one entry per sample.
+        scale: factor of the loss before the backward, or a function such as ``scaler.scale`` of a GradScaler.
+        group: the process group whose ranks share the batch, if models are not wrapped in
+            DistributedDataParallel. With it or with wrapped models, `loss_fn` gets the embeddings of all
+            ranks, in their order, and must compute the same loss on each; gradients of parameters are summed
+            over the ranks once.
 
     Returns:
         The loss of the whole batch, not scaled and without a graph.
 
     Raises:
-        CoupledSamplesError: a module normalises with statistics of the batch, or a buffer takes up samples.
+        CoupledSamplesError: a module normalises with statistics of the batch, or a buffer depends on samples.
         InputError: an argument, an output of `encode` or the loss cannot be used, or the second
             forward does not repeat the first.
         SplitError: the batch cannot be split.
@@ -107,7 +106,7 @@ def cached_gradients(
 
     Source: GradCache, arXiv:2101.06983.
     """
-    # A ModuleDict is no Mapping.
+    # A ModuleDict is not a Mapping.
     encoders_of = encode.values() if isinstance(encode, Mapping | nn.ModuleDict) else [encode]
     _check_callables(*encoders_of, loss_fn)
     involved = all_models(encoders_of, loss_fn, models)
@@ -140,8 +139,8 @@ class _Call:
         self._devices = {parameter.device for model in models for parameter in model.parameters()}
 
     def run(self) -> Tensor:
-        """Make the passes; afterwards everything is as after one forward and backward, or as before."""
-        # Before anything is changed: an error restores all of it.
+        """Run all passes; after an error everything is as before."""
+        # Recorded before anything changes, for an error.
         before, buffers = Replay(self._devices), OnePass(self._models)
         before.note()
         self._gradients = NewGradients(self._models)
@@ -149,7 +148,7 @@ class _Call:
             # The gradients are summed over ranks once, in `reduce`.
             with self._sync.no_sync():
                 loss = self._passes(buffers)
-        # After an interrupt too, everything is as before the call.
+        # BaseException, to restore everything after an interrupt too.
         except BaseException:
             self._gradients.discard()
             buffers.restore()
@@ -167,7 +166,7 @@ class _Call:
             return loss
         _together(self._sync, partial(self._back_from, value))
         del value  # and its graph
-        # As after the first pass: the second one moves buffers and generators once more.
+        # The second pass changes buffers and generators once more, so they are restored after it.
         afterwards, kept = Replay(self._devices), BufferKeeper(self._models if buffers.touched() else [])
         afterwards.note()
         kept.take()
@@ -188,13 +187,13 @@ class _Call:
             encoder.first_pass(buffers, self._devices, look=self._look, keep=only)
             if buffers.moved:  # the next encoder begins with the buffers that this one has left
                 buffers = OnePass(self._models)
-        # Weights that autocast has cast without a graph must not be found by the second pass.
+        # The second pass must not use weights that autocast has cast without a graph.
         torch.clear_autocast_cache()
 
     def _loss_pass(self) -> Tensor:
         """Step 2: the loss."""
         parts = [encoder.embeddings for encoder in self._encoders]
-        # Forms are compared first: a collective of tensors of other shapes could hang.
+        # Shapes are compared first, because a collective with different shapes could hang.
         messages = self._sync.gather([part.message() for part in parts])
         joined = [part.join(self._sync, [m[i] for m in messages]) for i, part in enumerate(parts)]
         loss = self._loss_fn(
@@ -211,11 +210,11 @@ class _Call:
             self._gradients.hold(leaf)
         with outside_autocast(self._devices):
             torch.autograd.backward(self._scale(loss))
-        # Autograd may hand one tensor to several leaves; here each needs its own.
+        # Autograd may give one tensor to several leaves, but each needs its own.
         self._gradients.unshare(pieces)
         for encoder in self._encoders:
             encoder.take_gradients()
-        if self._sync.index:  # every rank has computed the same: that of rank 0 is counted
+        if self._sync.index:  # all ranks have computed the same gradient, so only that of rank 0 counts
             self._gradients.drop_parameters()
 
     def _second_pass(self) -> None:
@@ -233,33 +232,33 @@ class _Call:
             self._gradients.unshare()
 
     def _look(self, outputs: list[Tensor]) -> None:
-        """Hold the leaves that the backward will reach, before it runs."""
+        """Record the leaves that the backward will reach, before it runs."""
         for leaf in leaves_of(outputs):
-            # A parameter outside of the models would miss the sum over ranks, and the restore of an error.
+            # A parameter outside of the models would not be summed over ranks, or restored after an error.
             if not self._gradients.knows(leaf) and (isinstance(leaf, nn.Parameter) or self._sync.shared):
                 raise InputError(
-                    f"encode has a parameter of shape {tuple(leaf.shape)} that is not in the models "
-                    f"({', '.join(type(model).__name__ for model in self._models)}), so its buffers, its "
-                    "BatchNorm and its gradient over ranks would be missed. Pass models=[...] with every "
-                    "module that encode uses."
+                    f"encode uses a parameter of shape {tuple(leaf.shape)} that is not in the models "
+                    f"({', '.join(type(model).__name__ for model in self._models)}), so its module cannot "
+                    "be checked and restored, and its gradient is not summed over ranks. Pass models=[...] "
+                    "with every module that encode uses."
                 )
             self._gradients.hold(leaf)
 
 
 def _together(sync: Sync, work: Callable[[], Any]) -> Any:
-    """Run work on all ranks; if it fails on one, all fail, instead of waiting for it."""
+    """Run a function on all ranks; if it fails on one, all raise, so that none waits for it."""
     if not sync.shared:
         return work()
     result, error = None, None
     try:
         result = work()
-    except BaseException as raised:  # noqa: BLE001  (raised below, once the other ranks know)
+    except BaseException as raised:  # noqa: BLE001  (raised below, after the vote)
         error = raised
     failed = sync.vote(error is not None)
     if error is not None:
         raise error
     if failed:
-        raise WindowError("Another rank that shares the batch has failed. See the error on that rank.")
+        raise WindowError("Another rank that shares the batch has failed. Correct the error on that rank.")
     return result
 
 
@@ -267,9 +266,9 @@ def _check_callables(*functions: Any) -> None:
     for function in functions:
         if not callable(function):
             raise InputError(
-                f"A {type(function).__name__} stands in place of a function: encode is called with "
-                "micro-batches, loss_fn with all embeddings. Pass functions or modules, encode also as a "
-                "mapping of names to them."
+                f"A {type(function).__name__} was passed in place of a function. Pass functions or modules: "
+                "encode gets micro-batches (or is a mapping of names to encoders), and loss_fn gets all "
+                "embeddings."
             )
 
 
@@ -278,9 +277,8 @@ def _as_scale(scale: Any) -> Callable[[Any], Any]:
         return scale
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
         raise InputError(
-            f"scale={scale!r} cannot multiply a loss. Pass a finite number, or a function of the loss such "
-            "as "
-            "scaler.scale."
+            f"scale={scale!r} is not a finite number. Pass a finite number, or a function of the loss such "
+            "as scaler.scale."
         )
     return lambda loss: loss * scale
 
@@ -290,24 +288,25 @@ def _check_loss(loss: Any) -> None:
     do = "Return one number computed from the embeddings: a mean or a sum of the losses"
     if isinstance(loss, Mapping):
         given = f"a loss of type {type(loss).__name__}"
-        wrong = "the gradient is that of one tensor, and a total or a metric among these would be added to it"
-        do = "Return one number: sum(losses.values()), if they are parts"
+        wrong = "but a loss is one tensor, because a total or a metric among several would be added to it"
+        do = "Return one tensor: sum(losses.values()), if all are parts of the loss"
     elif not isinstance(loss, Tensor):
-        given, wrong = f"a loss of type {type(loss).__name__}", "the gradient is that of one tensor"
+        given, wrong = f"a loss of type {type(loss).__name__}", "but a loss is one tensor"
     elif loss.numel() != 1 or not loss.is_floating_point():
-        given, wrong = f"a loss of shape {tuple(loss.shape)}, {loss.dtype}", "a loss is one real number"
+        given, wrong = f"a loss of shape {tuple(loss.shape)}, {loss.dtype}", "but a loss is one real number"
+    # Under no_grad only the value of the loss is computed.
     elif torch.is_grad_enabled() and not loss.requires_grad:
-        given, wrong = "a loss without a graph", "it depends on nothing that needs a gradient"
+        given, wrong = "a loss without a graph", "which depends on no tensor that needs a gradient"
     if wrong:
-        raise InputError(f"loss_fn returned {given}: {wrong}. {do}.")
+        raise InputError(f"loss_fn returned {given}, {wrong}. {do}.")
 
 
 def _check_agreement(losses: list[float]) -> None:
-    """Every rank takes its part of the gradient of one loss, so they must have computed the same."""
-    # A NaN is no disagreement by itself: it is returned as the loss.
+    """Raise if the ranks have computed different losses: each uses its part of the gradient of one loss."""
+    # NaN is not an error here: it is returned as the loss.
     if any(not math.isclose(loss, losses[0], rel_tol=1e-3) for loss in losses if loss == loss):
         raise InputError(
-            f"The ranks that share a batch computed the losses {losses} of the same embeddings, so the "
-            "gradients would not be those of one loss. Compute the same loss on every rank: no random "
-            "numbers, and the same parameters."
+            f"The ranks have computed the different losses {losses} from the same embeddings, so their "
+            "gradients are not those of one loss. Compute the same loss on every rank, without random "
+            "numbers and with equal parameters."
         )

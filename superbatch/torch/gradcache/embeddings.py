@@ -1,9 +1,9 @@
-"""Embeddings from an encoder for each micro-batch, joined for the loss and split again.
+"""Embeddings of all micro-batches from one encoder, joined for the loss.
 
-Joined, the embeddings are one structure like the encoder's output, of all samples in the order of the batch
-(and of all ranks, one after the other). Each micro-batch's part is a leaf of the loss's graph, so its
-gradient arrives by itself; the joined tensors are not leaves, so a loss may change them in place as it could
-in the large batch.
+The joined embeddings have the structure of the encoder's output, with all samples in the order of the batch
+(and of all ranks, one after the other). Each micro-batch's part is a leaf of the loss's graph, so the loss's
+backward computes its gradient. The joined tensors are not leaves, so a loss may change them in place, as it
+may in the large batch.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from superbatch.errors import InputError
 from ..window.sync.sync import Sync
 
 Found = list[tuple[str, Tensor]]
-# Dtypes that some backends cannot sum, and dtypes that hold their numbers exactly.
+# Dtypes that some backends cannot sum -> dtypes that represent their numbers exactly.
 _CARRIERS = {torch.bool: torch.uint8, torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 
 def tensors_of(output: Any, where: str) -> tuple[Found, dict[str, Any]]:
-    """List an encoder's output: its tensors by path, and its plain scalars.
+    """Return the tensors of an encoder's output by path, and its plain scalars.
 
     Args:
         output: tensors in any nesting of mappings, lists, tuples, namedtuples and dataclasses.
-        where: the encoder, for the error.
+        where: name of the encoder, for the error.
 
     Returns:
-        The tensors in order, the same one as often as it is in the output; and the scalars (None too).
+        The tensors in order, with repetitions; and the scalars, including None.
 
     Raises:
-        InputError: something else is in it.
+        InputError: the output contains another object.
 
     Examples:
         >>> tensors_of({"text": torch.ones(2), "extra": (None,)}, "encode")
@@ -52,8 +52,8 @@ def tensors_of(output: Any, where: str) -> tuple[Found, dict[str, Any]]:
             scalars[path] = leaf
         else:
             raise InputError(
-                f"An output of {where}{_at(path)} is of type {type(leaf).__name__}, and embeddings are "
-                "joined as tensors. Return tensors, or dicts, lists, tuples or dataclasses of them."
+                f"An output of {where}{_at(path)} is of type {type(leaf).__name__}, but only tensors can be "
+                "joined. Return tensors, or dicts, lists, tuples or dataclasses of them."
             )
     return tensors, scalars
 
@@ -63,6 +63,7 @@ def _walk(node: Any, path: str) -> Iterator[tuple[str, Any]]:
     if is_scalar(node) or array_shape(node) is not None or is_torch_packed_sequence(node):
         yield path, node
         return
+    # An object without parts is a leaf, which `tensors_of` refuses with its path.
     entries = children(node)
     if entries is None:
         yield path, node
@@ -75,12 +76,12 @@ class Embeddings:
     """The outputs of one encoder, micro-batch by micro-batch.
 
     Args:
-        where: the encoder, for errors.
-        counts: samples of each micro-batch.
+        where: name of the encoder, for errors.
+        counts: number of samples of each micro-batch.
         order: position in the batch of each sample, micro-batch after micro-batch; None: in order.
 
     Attributes:
-        needs: which outputs need a gradient, as the first micro-batch shows.
+        needs: for each output of the first micro-batch, whether it needs a gradient.
 
     Examples:
         >>> collected = Embeddings("encode", [2, 1], None)
@@ -102,29 +103,29 @@ class Embeddings:
         self._pieces: list[Found] = []
 
     def add(self, output: Any) -> None:
-        """Copy the output for the next micro-batch; the first one shows which outputs need a gradient.
+        """Copy the output for the next micro-batch; the first output also sets `needs`.
 
         Raises:
-            InputError: it is no structure of tensors with one row for each sample, like those before.
+            InputError: a tensor does not have one row per sample, or the structure differs from earlier ones.
         """
         tensors, scalars = tensors_of(output, self._where)
         self._check_rows(tensors)
-        # A copy of its own: an output may be a view that keeps far more alive (the first token of each
-        # sample), the input itself, or memory that the next forward writes to.
+        # Copied, because an output may be a view of a much larger tensor (the first token of each sample),
+        # the input itself, or memory that the next forward writes to.
         copies = [(path, tensor.detach().clone()) for path, tensor in tensors]
         if self._pieces:
             self._check_like_first(copies, scalars)
         else:
             self.needs = [tensor.requires_grad for _, tensor in tensors]
             self._scalars = scalars
-            # Without its tensors: they would live on through the call.
+            # With empty tensors, because the template lives as long as the call.
             self._template = map_leaves(
                 lambda leaf: torch.empty(0) if isinstance(leaf, Tensor) else leaf, output
             )
         self._pieces.append(copies)
 
     def message(self) -> Any:
-        """Return the facts about these embeddings for other ranks: number of samples, and form of one."""
+        """Return facts for the other ranks: number of samples, and path, dtype and shape of each tensor."""
         form = [(path, str(tensor.dtype), tuple(tensor.shape[1:])) for path, tensor in self._pieces[0]]
         return sum(self._counts), form, sorted(self._scalars)
 
@@ -133,28 +134,28 @@ class Embeddings:
 
         Args:
             sync: the ranks that share the batch.
-            messages: of each rank, in order.
+            messages: messages of all ranks, in order.
 
         Raises:
-            InputError: the ranks' embeddings do not go together.
+            InputError: the ranks' embeddings have different structures.
         """
-        # argsort inverts the order: for each sample of the batch, its row in the joined micro-batches.
+        # argsort of the order: for each sample of the batch, its row in the joined micro-batches.
         inverse = None if self._order is None else torch.tensor(self._order).argsort()
         joined: list[Tensor] = []
         for place, needs in enumerate(self.needs):
-            # The copies are leaves: the loss's backward leaves a gradient at each.
+            # The copies are leaves, which get gradients in the loss's backward.
             parts = [piece[place][1].requires_grad_(needs) for piece in self._pieces]
-            # No leaf, so that the loss may change it in place.
+            # Not a leaf, so that the loss may change it in place.
             mine = torch.cat(parts)
             if inverse is not None:
                 mine = mine[inverse.to(mine.device)]
             joined.append(mine if not sync.shared else self._of_all(mine, sync, messages))
-        # The template has an empty tensor in the place of each output.
+        # The template has an empty tensor for each output.
         following = iter(joined)
         return map_leaves(lambda leaf: next(following) if isinstance(leaf, Tensor) else leaf, self._template)
 
     def gradients(self, index: int) -> dict[int, Tensor]:
-        """Return the gradients that the loss's backward left for a micro-batch, by number of the output."""
+        """Return the gradients of a micro-batch after the loss's backward, by index of the output."""
         return {
             place: tensor.grad
             for place, (_, tensor) in enumerate(self._pieces[index])
@@ -162,7 +163,7 @@ class Embeddings:
         }
 
     def leaves(self) -> list[Tensor]:
-        """Return the parts that the joined embeddings are made of."""
+        """Return the leaves from which the joined embeddings are computed."""
         return [tensor for piece in self._pieces for _, tensor in piece]
 
     def seen(self, index: int) -> list[Tensor]:
@@ -174,20 +175,20 @@ class Embeddings:
         self._pieces = []
 
     def _of_all(self, mine: Tensor, sync: Sync, messages: Sequence[Any]) -> Tensor:
-        # All but the number of samples.
+        # Everything except the number of samples must be equal.
         if any(message[1:] != messages[0][1:] for message in messages):
             raise InputError(
-                f"The embeddings of {self._where} have other forms on other ranks: "
-                f"{[m[1] for m in messages]}. Return the same structure, dtypes and sizes (but for the "
-                "samples) on every rank."
+                f"The embeddings of {self._where} have different structures on the ranks: "
+                f"{[m[1] for m in messages]}. Return the same structure, dtypes and sizes (except the "
+                "number of samples) on every rank."
             )
         counts = [message[0] for message in messages]
         start = sum(counts[: sync.index])
         stop = start + len(mine)
-        # Sums of one number and zeros are exact, and every rank gets the same bits.
+        # A sum of one number and zeros is exact, so every rank gets the same bits.
         carrier = _CARRIERS.get(mine.dtype, mine.dtype)
         everyone = torch.zeros((sum(counts), *mine.shape[1:]), dtype=carrier, device=mine.device)
-        # Without a graph: the samples of other ranks are constants here, this rank's are put in below.
+        # Samples of other ranks are constants here; this rank's, with their graph, are inserted below.
         everyone[start:stop] = mine.detach()
         everyone = sync.sum_tensor(everyone).to(mine.dtype)
         return torch.cat([everyone[:start], mine, everyone[stop:]])
@@ -196,26 +197,28 @@ class Embeddings:
         rows = self._counts[len(self._pieces)]
         if not tensors:
             raise InputError(f"{self._where} returned no tensor. Return embeddings.")
+        # A sparse tensor has no rows that could be joined and split.
         for path, tensor in tensors:
             if tensor.layout is not torch.strided or not tensor.ndim or len(tensor) != rows:
                 raise InputError(
-                    f"An output of {self._where}{_at(path)} of shape {tuple(tensor.shape)}, layout "
-                    f"{tensor.layout}, for a micro-batch of {rows} samples does not have the samples as its "
-                    "first dimension. Return one row for each sample (several of a sample as (samples, "
-                    "several, size)); compute what belongs to the whole batch in loss_fn."
+                    f"An output of {self._where}{_at(path)} has the shape {tuple(tensor.shape)} (layout "
+                    f"{tensor.layout}) for a micro-batch of {rows} samples, so the samples are not its first "
+                    "dimension. Return one row per sample (several vectors of a sample as (samples, several, "
+                    "size)), and compute values of the whole batch in loss_fn."
                 )
 
     def _check_like_first(self, tensors: Found, scalars: dict[str, Any]) -> None:
-        # Without the first dimension, as micro-batches differ in their samples.
+        # Without the first dimension, the number of samples.
         first = [(path, tensor.dtype, tensor.shape[1:]) for path, tensor in self._pieces[0]]
         here = [(path, tensor.dtype, tensor.shape[1:]) for path, tensor in tensors]
+        # Joined with torch.cat, which would convert dtypes without an error.
         if here != first or scalars != self._scalars:
             index = len(self._pieces)
             raise InputError(
-                f"Outputs of {self._where} do not fit together: {_form(here, scalars)} for micro-batch "
-                f"{index}; {_form(first, self._scalars)} for the first. Return the same structure, dtypes "
-                "and sizes (but for the samples) for every one: pad to one length inside encode; what "
-                "differs by micro-batch is no plain scalar but a tensor with one row for each sample."
+                f"The output of {self._where} is {_form(here, scalars)} for micro-batch {index}, but "
+                f"{_form(first, self._scalars)} for the first. Return the same structure, dtypes, sizes and "
+                "scalars for every micro-batch: pad to one length inside encode, and return a value that "
+                "differs by sample as a tensor with one row per sample."
             )
 
 

@@ -1,4 +1,4 @@
-"""Encoders of a call: their micro-batches, a first pass, and a second one that repeats it bit for bit."""
+"""Encoders of a call: their micro-batches, the first pass, and the second pass, which repeats the first."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Encoder:
     Args:
         where: its name, for errors.
         encode: from a micro-batch to embeddings.
-        batch: to be split.
-        microbatch_size: most samples of a micro-batch, or a TokenBudget; a Window needs none.
+        batch: the batch to split.
+        microbatch_size: most samples of a micro-batch, or a TokenBudget; not used for a Window.
         paths: `unsplit` and `per_sample` declarations, relative to its batch.
-        device: where micro-batches are moved; None: nowhere.
+        device: device to move micro-batches to; None: they are not moved.
 
     Raises:
-        InputError, SplitError: the batch or the size is not valid.
+        InputError, SplitError: the batch or the size is invalid.
 
     Examples:
         >>> encoder = Encoder("encode", nn.Linear(2, 1), torch.zeros(5, 2), 2, {}, None)
@@ -69,9 +69,9 @@ class Encoder:
         self._transfer = Transfer(device)
         self._replay: Replay | None = None
         self._buffers: OnePass | None = None
-        # Of the last micro-batch, for the comparison with the second pass.
+        # Embeddings of the last micro-batch, for the comparison with the second pass.
         self._last: list[Tensor] = []
-        # The output of a single micro-batch, with its graph.
+        # Output of the only micro-batch, with its graph.
         self._kept: Any = None
         self._gradients: list[dict[int, Tensor]] = []
         self.embeddings = Embeddings(where, counts, order)
@@ -89,20 +89,19 @@ class Encoder:
     ) -> None:
         """Encode every micro-batch, and record the state that the second pass needs.
 
-        The first one alone is run with a graph, to show which outputs need a gradient.
+        Only the first micro-batch has a graph, to find the outputs that need a gradient.
 
         Args:
-            buffers: of the models, as they are now.
-            devices: whose generators may be drawn from.
+            buffers: present buffers of the models.
+            devices: devices whose generators may be used.
             look: called with the outputs of the first micro-batch that have a graph.
-            keep: the graph of the only micro-batch, which then need not be repeated.
+            keep: keep the graph of the only micro-batch, which then need not be repeated.
         """
         self._buffers, self._replay = buffers, (replay := Replay(devices))
         for index in range(len(self)):
-            # As in the large batch, where all samples see the buffers as they were.
+            # In the large batch all samples use the same buffers.
             buffers.rewind()
             replay.note()
-            # The first one alone has a graph: it shows which outputs need a gradient.
             with torch.set_grad_enabled(torch.is_grad_enabled() and not index):
                 output = self._run(index)
             self.embeddings.add(output)
@@ -113,12 +112,12 @@ class Encoder:
             if keep:
                 self._kept = output
             del output  # and its graph, before the next forward
-        # Micro-batches of one size cannot show a buffer that depends on the number of samples.
+        # With micro-batches of one size, a buffer that counts samples looks like one that counts calls.
         if buffers.moved and len(self) > 1 and len(set(self._counts)) == 1:
             self._try_fewer(buffers, replay)
 
     def take_gradients(self) -> None:
-        """Take over the gradients that the loss's backward left, and free the embeddings."""
+        """Store the gradients of the embeddings after the loss's backward, and free the embeddings."""
         self._gradients = [self.embeddings.gradients(index) for index in range(len(self))]
         self._last = self.embeddings.seen(-1)
         self.embeddings.clear()
@@ -127,25 +126,25 @@ class Encoder:
         """Encode every micro-batch again, with a graph, and run backward from its cached gradient.
 
         Args:
-            backward: called with the outputs of a micro-batch, their gradients, and whether it is the
-                `first`.
+            backward: called with the outputs of a micro-batch, their gradients, and ``first=True`` for the
+                first micro-batch.
 
         Raises:
-            InputError: the second pass differs from the first one.
+            InputError: the second pass differs from the first.
         """
         if not any(self._gradients):
-            return  # the loss does not read these embeddings, or nothing here can be trained
+            return  # the loss does not use these embeddings, or no parameter is trainable
         for index in range(len(self)):
-            # Out of the list, so that it is freed after its backward.
+            # Removed from the list, so that it is freed after its backward.
             gradients, self._gradients[index] = self._gradients[index], {}
             backward(*self._again(index, gradients), first=not index)
 
     def _again(self, index: int, gradients: dict[int, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         tensors = [tensor for _, tensor in tensors_of(self._repeat(index), self._where)[0]]
-        # The last one alone, as all embeddings would have to be kept for more.
+        # Only the last micro-batch is compared, because more comparisons need more embeddings in memory.
         if index + 1 == len(self) and not _repeated(self._last, tensors):
             raise self._not_repeated(f"other embeddings of micro-batch {index}")
-        # No gradient was cached for an output that had no graph.
+        # There is no cached gradient for an output that had no graph in the first pass.
         if any(
             now.requires_grad > before for now, before in zip(tensors, self.embeddings.needs, strict=True)
         ):
@@ -160,7 +159,6 @@ class Encoder:
             kept, self._kept = self._kept, None
             return kept
         assert self._buffers is not None and self._replay is not None
-        # The buffers and the random numbers of the first pass.
         self._buffers.rewind()
         self._replay.back_to(index)
         return self._run(index)
@@ -171,43 +169,43 @@ class Encoder:
         return output
 
     def _try_fewer(self, buffers: OnePass, replay: Replay) -> None:
-        """Check that changes of buffers do not depend on the number of samples, if it is always the same."""
+        """Check with one sample that changes of buffers do not depend on the number of samples."""
         if self._counts[0] == 1:
             return
         replay.note()
         buffers.rewind()
         replay.back_to(0)
         with torch.no_grad():
-            # One sample in place of several: a count of samples differs, a count of calls does not.
+            # With one sample in place of several, a count of samples differs, but not a count of calls.
             self._encode(take(self._transfer.take(self._pieces, 0), 0, 1, **self._paths))
         buffers.check(-1)
-        # The first pass ended here.
+        # To the state at the end of the first pass.
         replay.back_to(-1)
 
     def _not_repeated(self, what: str) -> InputError:
         return InputError(
-            f"The second pass of {self._where} gave {what}, and it must repeat the first, to which the "
-            "cached gradients belong. Let encode depend on its micro-batch, the models and the global "
-            "generators (torch, Python, NumPy) alone, and leave these as they are: no torch.Generator or "
-            "counter of its own, no operation in place on the micro-batch."
+            f"The second pass of {self._where} returned {what}, but it must repeat the first pass, to which "
+            "the cached gradients belong. Make encode depend only on its micro-batch, the models and the "
+            "global generators (torch, Python, NumPy). Remove its own torch.Generator or counter, and "
+            "operations in place on the micro-batch."
         )
 
 
 def _fresh(node: Any) -> Any:
-    """Return a micro-batch in new containers, as encode may remove entries of a dict."""
+    """Return a micro-batch in new containers, because encode may remove entries of a dict."""
     if isinstance(node, dict | UserDict):
         new = copy.copy(node)
         for name, value in node.items():
             new[name] = _fresh(value)
         return new
-    # A flat list holds no containers.
+    # A flat list contains no containers.
     if type(node) in (list, tuple) and not is_flat(node):
         return type(node)(map(_fresh, node))
     return list(node) if type(node) is list else node
 
 
 def _repeated(first: list[Tensor], second: list[Tensor]) -> bool:
-    """Tell if embeddings are those of the first pass, up to the rounding of kernels without a graph."""
+    """Return whether embeddings equal those of the first pass, up to rounding without a graph."""
     for before, now in zip(first, second, strict=True):
         if before.shape != now.shape:
             return False
@@ -217,7 +215,7 @@ def _repeated(first: list[Tensor], second: list[Tensor]) -> bool:
             return False
         # A NaN in both is no difference.
         before, now = before.nan_to_num(), now.detach().nan_to_num()
-        # Half of the digits: another kernel differs by less, another dropout mask by more.
+        # Half of the digits. Another kernel differs by less, another dropout mask by more.
         rounding = torch.finfo(now.dtype).eps ** 0.5
         if not torch.linalg.vector_norm(now - before) <= rounding * torch.linalg.vector_norm(before):
             return False
@@ -226,12 +224,11 @@ def _repeated(first: list[Tensor], second: list[Tensor]) -> bool:
 
 def _refuse_graph(batch: Any, where: str) -> None:
     def look(leaf: Any) -> Any:
-        # A leaf is fine: its gradient adds up over the micro-batches.
+        # A leaf is allowed, because its gradient adds up over the micro-batches.
         if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
             raise InputError(
-                f"The batch of {where} has a tensor of shape {tuple(leaf.shape)} with a graph, through which "
-                "every micro-batch would run backward. Detach it, or compute it from its inputs inside "
-                "encode."
+                f"The batch of {where} contains a tensor of shape {tuple(leaf.shape)} with a graph, but "
+                "only one micro-batch could run backward through it. Detach it, or compute it inside encode."
             )
         return leaf
 
@@ -240,7 +237,7 @@ def _refuse_graph(batch: Any, where: str) -> None:
 
 
 def modules_of(*things: Any) -> list[nn.Module]:
-    """Find the modules that callables stand for: a module itself, its methods, and partials of these.
+    """Return the modules of callables that are modules, methods of modules, or partials of these.
 
     Examples:
         >>> layer = nn.Linear(1, 1)
@@ -257,18 +254,18 @@ def modules_of(*things: Any) -> list[nn.Module]:
 
 
 def all_models(encoders: Iterable[Encode], loss_fn: Any, models: Any) -> list[nn.Module]:
-    """Every module of a call: those that were named, and those that the callables are.
+    """Return every module of a call: `models`, and the modules of the callables.
 
     Args:
         encoders: modules or functions.
         loss_fn: the loss.
-        models: a module, several, or None where the encoders are modules or methods of modules.
+        models: a module, several, or None if the encoders are modules or methods of modules.
 
     Returns:
         The modules, each once, without those that are parts of others.
 
     Raises:
-        InputError: an encoder is something else, and no models are named.
+        InputError: `models` is None, and an encoder is not a module or a method of one.
 
     Examples:
         >>> len(all_models([nn.Linear(1, 1)], nn.CrossEntropyLoss(), None))
@@ -279,12 +276,11 @@ def all_models(encoders: Iterable[Encode], loss_fn: Any, models: Any) -> list[nn
     unknown = [encode for encode in encoders if not modules_of(encode)]
     if models is None and unknown:
         raise InputError(
-            f"encode={unknown[0]!r} has no models, and without its parameters and buffers a failed call "
-            "cannot be undone, or BatchNorm found. Pass models=[...], every module that encode uses, and "
-            "the loss's if it has any."
+            f"The models of encode={unknown[0]!r} are unknown, so they cannot be checked for BatchNorm or "
+            "restored after an error. Pass models=[...] with every module that encode and loss_fn use."
         )
     found = [*named, *modules_of(*encoders, loss_fn)]
-    # A part belongs to its model; its buffers would be kept twice.
+    # Without parts of other models, whose buffers would be copied twice.
     parts = {id(part) for model in found for part in model.modules() if part is not model}
     return list({id(model): model for model in found if id(model) not in parts}.values())
 
@@ -296,20 +292,20 @@ def as_encoders(
     paths: Mapping[str, Collection[str]],
     models: Sequence[nn.Module],
 ) -> list[Encoder]:
-    """Make the encoders: one of a callable, or one for each name of a mapping.
+    """Return the encoder of a callable, or the encoders of a mapping.
 
     Args:
         encode: a callable, or a mapping of names to callables.
         batch: the batch, or a mapping of the same names to batches.
         microbatch_size: for all encoders, or a mapping of the same names.
         paths: `unsplit` and `per_sample`; with several encoders each path begins with a name.
-        models: whose device micro-batches are moved to, where an encoder's own is not known.
+        models: models whose device micro-batches are moved to, if the encoder's own is unknown.
 
     Returns:
         The encoders, in the order of the mapping.
 
     Raises:
-        InputError, SplitError: something does not go together.
+        InputError, SplitError: names differ, or a batch, a size or a path is invalid.
 
     Examples:
         >>> layer = nn.Linear(2, 1)
@@ -322,6 +318,7 @@ def as_encoders(
         return [Encoder("encode", encode, batch, microbatch_size, declared, _device(encode, models))]
     names = list(encode)
     for what, given in (("batch", batch), ("microbatch_size", microbatch_size)):
+        # One number for microbatch_size holds for every encoder.
         if isinstance(given, Mapping) or what == "batch":
             _check_names(what, given, names)
     return [
@@ -341,20 +338,20 @@ def _check_names(what: str, given: Any, names: list[str]) -> None:
     found = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
     if found != sorted(names) or not names:
         raise InputError(
-            f"The encoders are {names}, and the {what} is {found}: each encoder has its own {what}. Pass a "
-            f"mapping with the same names as {what}."
+            f"The encoders are {names}, but the {what} is {found}. Pass a mapping with the names of the "
+            f"encoders as {what}."
         )
 
 
 def _below(name: str, paths: Mapping[str, Collection[str]], names: list[str]) -> Paths:
-    """The declared paths that begin with a name, without it."""
+    """Return the declared paths that begin with a name, without the name."""
     for path in (path for declared in paths.values() for path in declared):
         if path.partition(".")[0] not in names or not path.partition(".")[2]:
             raise InputError(
-                f"The path {path!r} names no part of one encoder's batch (encoders {names}). Begin with the "
-                "encoder's name, as in 'query.ids'."
+                f"The path {path!r} does not begin with the name of an encoder ({names}). Begin the path "
+                "with the encoder's name, as in 'query.ids'."
             )
-    # With the dot: "query" is no beginning of "query_ids.x".
+    # With the dot, so that "query" does not match "query_ids.x".
     prefix = f"{name}."
     return {
         kind: tuple(path[len(prefix) :] for path in declared if path.startswith(prefix))
@@ -366,6 +363,6 @@ def _device(encode: Any, models: Sequence[nn.Module]) -> torch.device | None:
     """Return the device to which an encoder's micro-batches are moved; None: they are not moved."""
     owners = modules_of(encode) or models
     devices = {parameter.device for model in owners for parameter in model.parameters()}
-    # A model on several devices moves its inputs by itself.
+    # A model on several devices must move its inputs itself.
     device = devices.pop() if len(devices) == 1 else None
     return None if device is None or device.type == "cpu" else device

@@ -1,7 +1,7 @@
-"""Gradients of one call, kept apart from those that were in ``.grad`` before, until the call is complete.
+"""Gradients of one call, kept apart from earlier ones in ``.grad`` until the call is complete.
 
-``loss.backward()`` adds to ``.grad``. A call of several backwards may fail between two of them, and its
-gradients may have to be summed over ranks, which must not sum the old ones again.
+``loss.backward()`` adds to ``.grad``. A call with several backwards may fail between two of them, and its
+gradients may have to be summed over ranks without the earlier ones.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ..window.sync.sync import Sync
 
 
 class NewGradients:
-    """Sets ``.grad`` aside at the start; at the end the new gradients are added to it, or dropped.
+    """Removes earlier gradients from ``.grad``; at the end new gradients are added to them, or discarded.
 
     Args:
-        models: whose parameters get gradients.
+        models: the models, whose parameters get gradients.
 
     Raises:
-        OptimizerError: a parameter is stepped inside the backward.
+        OptimizerError: a hook steps a parameter inside the backward.
 
     Examples:
         >>> layer = nn.Linear(1, 1, bias=False)
@@ -38,7 +38,7 @@ class NewGradients:
     def __init__(self, models: Iterable[nn.Module]) -> None:
         names = {p: name for model in models for name, p in model.named_parameters() if p.requires_grad}
         for parameter, name in names.items():
-            # Private, for correctness: torch's only mark of an optimizer that steps inside the backward.
+            # Private, because torch has no other mark of an optimizer that steps inside the backward.
             if hasattr(parameter, "_in_backward_optimizers"):
                 raise steps_in_backward(name)
         self._before: dict[Tensor, Tensor | None] = {}
@@ -47,18 +47,18 @@ class NewGradients:
         self.parameters = list(names)
 
     def hold(self, leaf: Tensor) -> None:
-        """Set the gradient of one more tensor aside, before the first backward that reaches it."""
+        """Remove the gradient of one more tensor, before the first backward that reaches it."""
         if leaf not in self._before:
             self._before[leaf] = leaf.grad
-            # None, so that a tensor without a new gradient can be told from one with zeros.
+            # None, to distinguish a tensor without a new gradient from one with zeros.
             leaf.grad = None
 
     def knows(self, leaf: Tensor) -> bool:
-        """Return whether a tensor is held."""
+        """Return whether `hold` was called for a tensor."""
         return leaf in self._before
 
     def unshare(self, others: Iterable[Tensor] = ()) -> None:
-        """Give each tensor, and some others, a gradient of its own, after a backward that made new ones."""
+        """Copy gradients that share memory, after a backward that has made new ones."""
         unshare([*self._before, *others])
 
     def reduce(self, sync: Sync) -> None:
@@ -66,26 +66,26 @@ class NewGradients:
         summed = sync.reduce(
             [parameter.grad for parameter in self.parameters],
             self.parameters,
-            # Zeros for a parameter without a gradient: collectives must match on all ranks.
+            # A rank without a gradient that others have takes part with zeros.
             lambda index: torch.zeros_like(self.parameters[index], requires_grad=False),
         )
         for parameter, gradient in zip(self.parameters, summed, strict=True):
             parameter.grad = gradient
 
     def drop_parameters(self) -> None:
-        """Drop the gradients that the models' parameters have got so far."""
+        """Remove the gradients that the models' parameters have so far."""
         for parameter in self.parameters:
             parameter.grad = None
 
     def add(self) -> None:
-        """Add the new gradients to those that were there, in place, as ``loss.backward()`` does."""
+        """Add the new gradients to the earlier ones, in place, as ``loss.backward()`` does."""
         with torch.no_grad():
             for leaf, old in self._before.items():
                 leaf.grad = _sum(old, leaf.grad)
         self._before = {}
 
     def discard(self) -> None:
-        """Restore the old gradients and drop the new ones."""
+        """Restore the earlier gradients, and discard the new ones."""
         for leaf, old in self._before.items():
             leaf.grad = old
         self._before = {}
@@ -94,22 +94,22 @@ class NewGradients:
 def _sum(old: Tensor | None, new: Tensor | None) -> Tensor | None:
     if old is None or new is None:
         return new if old is None else old
-    # A sparse tensor cannot take a dense one up.
+    # A dense tensor cannot be added to a sparse one in place.
     if old.is_sparse and not new.is_sparse:
         return new.add_(old)
-    # In place, as others may hold the tensor that is in .grad.
+    # In place, because other code may refer to the tensor in .grad.
     return old.add_(new)
 
 
 def leaves_of(roots: Iterable[Tensor]) -> list[Tensor]:
-    """The leaf tensors that a backward from some tensors would give a gradient to.
+    """Return the leaf tensors that would get a gradient in a backward from some tensors.
 
     Args:
-        roots: results of a forward with a graph. What a reentrant checkpoint or a function of its own hides
-            from the graph is not found.
+        roots: results of a forward, with a graph. Leaves hidden inside a reentrant checkpoint or a custom
+            autograd function are not found.
 
     Returns:
-        The leaves, in the order in which the graph is walked.
+        The leaves, in the order of the search through the graph.
 
     Examples:
         >>> layer = nn.Linear(2, 1)
@@ -118,14 +118,14 @@ def leaves_of(roots: Iterable[Tensor]) -> list[Tensor]:
     """
     found: dict[Tensor, None] = {root: None for root in roots if root.is_leaf and root.requires_grad}
     stack: list[Any] = [root.grad_fn for root in roots]
-    # None stands for an input without a graph.
+    # None is the node of an input without a graph.
     seen: set[Any] = {None}
     while stack:
         node = stack.pop()
         if node in seen:
             continue
         seen.add(node)
-        # AccumulateGrad, the node of a leaf.
+        # The node of a leaf, AccumulateGrad, has this attribute.
         if hasattr(node, "variable"):
             found[node.variable] = None
         stack.extend(following for following, _ in node.next_functions)
@@ -134,10 +134,10 @@ def leaves_of(roots: Iterable[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def outside_autocast(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Run a backward as after the caller's autocast region: inside one, its operations would be cast, too.
+    """Disable the caller's autocast during the block, because it would also cast operations of a backward.
 
     Args:
-        devices: beside the CPU.
+        devices: devices beside the CPU.
 
     Examples:
         >>> with torch.autocast("cpu", torch.bfloat16), outside_autocast([]):
@@ -146,7 +146,7 @@ def outside_autocast(devices: Iterable[torch.device]) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for kind in sorted({"cpu", *(device.type for device in devices)}):
-            # Asked first, since is_autocast_enabled raises for other devices.
+            # Checked first, because is_autocast_enabled raises for devices without autocast.
             if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield

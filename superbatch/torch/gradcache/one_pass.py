@@ -1,9 +1,10 @@
-"""Buffers that a forward changes, where the forward runs in micro-batches, and twice.
+"""Buffers that a forward changes, in two passes over micro-batches.
 
-In the large batch one forward sees the buffers as they were, changes them once, and all samples see the same.
-So each micro-batch begins with the buffers as they were, and they are left as after any one of them. That is
-the large batch's result if the change does not depend on the samples, e.g. a count of calls or the power
-iteration of spectral normalisation. A change that depends on them, as of running statistics, raises an error.
+In the large batch there is one forward: all samples use the same buffers, which change once. So each
+micro-batch begins with the buffers before the call, and they are left as after any one micro-batch. That is
+the result of the large batch if the change does not depend on the samples, e.g. for a count of calls or the
+power iteration of spectral normalisation. A change that depends on samples, e.g. of running statistics,
+raises.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from ..module_tables import buffers_of
 from ..window.participants.buffers import BufferKeeper
 
 _CHOICES = (
-    "Compute the whole batch's own statistics with virtual_batch(...), freeze the module (module.eval(): its "
-    "running statistics, exact), or use GroupNorm or LayerNorm instead"
+    "Use virtual_batch(...) to compute with statistics of the whole batch, call module.eval() to use running "
+    "statistics, or use GroupNorm or LayerNorm instead"
 )
 
 
 class OnePass:
-    """Buffers as before a pass over micro-batches, and as after it.
+    """Buffers before a pass over micro-batches, and changes after the first micro-batch.
 
     Args:
-        models: whose buffers.
+        models: the models with the buffers.
 
     Examples:
         >>> norm = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
@@ -47,43 +48,42 @@ class OnePass:
             (_path(number, path), module)
             for number, model in enumerate(models)
             for path, module in model.named_modules()
-            if buffers_of(module)  # this is walked for every micro-batch
+            if buffers_of(module)  # fewer modules, because every micro-batch walks this list
         ]
         self._keeper = BufferKeeper(models)
-        # Copied once; the marks show which buffers were written since.
         self._keeper.take()
         self._marks = self._mark()
         self._after: dict[str, Tensor] | None = None
         self.moved = False
 
     def rewind(self) -> None:
-        """Restore the buffers as they were, if they have changed."""
-        # Comparing version counters costs less than a copy for each micro-batch.
+        """Restore the buffers before the pass, if they have changed."""
+        # Comparing version counters is cheaper than copying.
         if self.touched():
             self._keeper.restore()
             self._marks = self._mark()
 
     def touched(self) -> bool:
-        """Return whether a buffer has been written since it was as at the start, by whomever."""
+        """Return whether a buffer was written since the start or the last `rewind`."""
         return self._mark() != self._marks
 
     def restore(self) -> None:
-        """Restore the buffers as they were, whatever happened."""
+        """Restore the buffers before the pass."""
         self._keeper.restore()
 
     def check(self, index: int) -> None:
-        """Compare a micro-batch's changes of buffers with those of the first one.
+        """Compare a micro-batch's changes of buffers with those of the first micro-batch.
 
         Args:
-            index: of the micro-batch; -1 for a trial with fewer samples.
+            index: index of the micro-batch; -1 for a trial with fewer samples.
 
         Raises:
-            CoupledSamplesError: something else than the first one had done.
+            CoupledSamplesError: the changes differ.
         """
         changed = self._changed()
         self.moved = self.moved or bool(changed)
         if self._after is None:
-            # Copies, as the next micro-batch writes to the same buffers.
+            # Copied, because the next micro-batch writes to the same buffers.
             self._after = {path: buffer.clone() for path, buffer in changed.items()}
             return
         for path, buffer in _differing(changed, self._after):
@@ -93,12 +93,12 @@ class OnePass:
         return {
             path: buffer
             for path, (module, buffer) in self._buffers().items()
-            # The kernels of normalisations write without moving the version counter.
+            # Kernels of normalisation layers write without increasing the version counter.
             if self._marks.get(path) != (id(buffer), buffer._version) or changes_state(module)
         }
 
     def _mark(self) -> dict[str, tuple[int, int]]:
-        # The id too, as a module may assign a new tensor instead of writing to the old one.
+        # The id too, because a module may assign a new tensor.
         return {path: (id(buffer), buffer._version) for path, (_, buffer) in self._buffers().items()}
 
     def _buffers(self) -> dict[str, tuple[nn.Module, Tensor]]:
@@ -118,8 +118,8 @@ def _differing(changed: dict[str, Tensor], after: dict[str, Tensor]) -> Iterator
     for path in {**changed, **after}:
         one, other = changed.get(path), after.get(path)
         if one is None or other is None:
-            yield path, one if other is None else other  # type: ignore[misc]  (one of them is there)
-        # A cache that grows with the longest sample is another thing than a statistic.
+            yield path, one if other is None else other  # type: ignore[misc]  (one of them is not None)
+        # Of equal shape only: a cache that grows with the longest sample is no statistic.
         elif one.shape == other.shape and not torch.equal(one, other):
             yield path, one
 
@@ -127,21 +127,20 @@ def _differing(changed: dict[str, Tensor], after: dict[str, Tensor]) -> Iterator
 def _refusal(path: str, buffer: Tensor, where: str) -> CoupledSamplesError:
     module, _, name = path.rpartition(".")
     return CoupledSamplesError(
-        f"The forward of the module {module!r} changes the buffer {name!r} by the samples ({where} left "
-        "another content than the first micro-batch), so it cannot be that of the whole batch, and later "
-        f"samples would read it. {_CHOICES}; a statistic that no sample sees can be updated outside of "
-        "encode."
+        f"The forward of the module {module!r} changes the buffer {name!r} depending on the samples: its "
+        f"value after {where} differs from that after the first micro-batch, so it cannot be that of the "
+        f"whole batch. {_CHOICES}. If no forward reads the buffer, update it outside of encode."
     )
 
 
 def refuse_batch_statistics(models: Sequence[nn.Module]) -> None:
-    """Raise if a module is about to normalise with statistics of its input.
+    """Raise if a module would normalise with statistics of its input.
 
     Args:
-        models: in the mode in which they are about to be used.
+        models: the models, in the mode (train or eval) of the forward.
 
     Raises:
-        CoupledSamplesError: it names the modules and the three choices.
+        CoupledSamplesError: a module would; the error names it and the choices.
 
     Examples:
         >>> refuse_batch_statistics([nn.BatchNorm1d(2).eval(), nn.GroupNorm(1, 2)])
@@ -155,6 +154,7 @@ def refuse_batch_statistics(models: Sequence[nn.Module]) -> None:
     if coupled:
         named = ", ".join(map(repr, coupled[:3])) + (f" and {len(coupled) - 3} more" if coupled[3:] else "")
         raise CoupledSamplesError(
-            f"The encoder has BatchNorm in training mode ({named}), which normalises a sample by the others "
-            f"of its input, so embeddings of micro-batches are not those of the batch. {_CHOICES}."
+            f"The encoder has BatchNorm in training mode ({named}), which normalises each sample by the "
+            "other samples of its input, so embeddings of micro-batches are not those of the batch. "
+            f"{_CHOICES}."
         )

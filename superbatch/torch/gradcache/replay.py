@@ -1,4 +1,4 @@
-"""Random states noted before many micro-batches, cheaply, and restored one by one."""
+"""Random states recorded before each micro-batch, to repeat its random numbers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from ..window.participants.snapshot import RandomKeeper, restore_random_state
 class Replay:
     """States of torch's, Python's and NumPy's generators at several moments.
 
-    To copy NumPy's state takes longer than all else, and most micro-batches do not move it.
+    NumPy's state takes longest to copy and is seldom used by micro-batches, so it is copied only if it has
+    changed.
 
     Args:
-        devices: whose generators may be drawn from, beside the CPU's.
+        devices: devices beside the CPU whose generators may be used.
 
     Examples:
         >>> replay = Replay([])
@@ -34,19 +35,19 @@ class Replay:
         self._noted: list[tuple[dict[str, Any], bytes | None]] = []
 
     def note(self) -> None:
-        """Note the states as they are now."""
+        """Record the present states."""
         self._keeper.begin()
         state = self._keeper.taken
         if self._noted and state["python"] == self._noted[-1][0]["python"]:
-            state["python"] = self._noted[-1][0]["python"]  # 25 KB that most micro-batches share
+            state["python"] = self._noted[-1][0]["python"]  # saves 25 KB for each micro-batch
         self._noted.append((state, _numpy()))
 
     def back_to(self, number: int) -> None:
-        """Restore the states as they were at the `note` of this number."""
+        """Restore the states that the `note` with this number has recorded."""
         state, memory = self._noted[number]
-        # A second normal number that the generator still holds back does not show in its memory.
+        # NumPy's state takes longest to restore, so only if it has changed. Its memory does not contain the
+        # second normal number that the generator may have in store.
         if memory is not None and memory == _numpy() and not state["numpy"][3]:
-            # Restoring NumPy's state takes longer than everything else, so only where it has moved.
             state = {name: value for name, value in state.items() if name != "numpy"}
         restore_random_state(state)
 

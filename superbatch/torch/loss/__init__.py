@@ -1,1 +1,1 @@
-"""The loss of a micro-batch: its declaration, its weight, and the sums over a window."""
+"""Loss of a micro-batch: its declaration, its weight, and the sums over a window."""

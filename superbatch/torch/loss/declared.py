@@ -23,10 +23,10 @@ class Declared:
     """Declaration of the result of `loss_fn` for a micro-batch, and of its weight.
 
     Attributes:
-        reduction: of the loss.
-        weigh: how a micro-batch is weighed.
+        reduction: reduction of the loss.
+        weigh: weight of a micro-batch.
         min_weight: lower bound of a window's weight.
-        terms: the declaration of each term where `loss_fn` returns several losses by name; else empty.
+        terms: declaration of each term, if `loss_fn` returns several losses by name; else empty.
     """
 
     reduction: normalize.Reduction = "mean"
@@ -36,7 +36,7 @@ class Declared:
 
     @property
     def returned(self) -> bool:
-        """Return whether `loss_fn` returns weights with the losses."""
+        """True if `loss_fn` returns weights with the losses."""
         return self.weigh == "returned" or any(term.returned for term in self.terms.values())
 
     def arguments(self, returned: Any) -> tuple[Any, ...]:
@@ -45,36 +45,36 @@ class Declared:
         Raises:
             InputError: it contradicts the declaration.
         """
-        # Both raise where the result has the other form.
+        # Both functions raise for a result of the other form.
         if self.returned:
             return pair_of(returned)
         return (returned,) if self.terms else (alone(returned),)
 
     @property
     def can_drop(self) -> bool:
-        """Tell if a micro-batch can be left out with its weight: terms have several, a total has none."""
+        """True if a micro-batch can be left out with its weight; False for terms and a total."""
         return not self.terms and self.reduction != "total"
 
     @property
     def needs_samples(self) -> bool:
-        """Return whether the samples of every micro-batch must be counted."""
+        """True if the samples of every micro-batch must be counted."""
         if self.terms:
             return any(term.needs_samples for term in self.terms.values())
-        # A total is divided by nothing, and a function counts by itself.
+        # A total is not divided, and a weight function counts itself.
         return self.weigh == "samples" and self.reduction != "total"
 
 
 def declare(reduction: object, weight: Any, *, nonfinite: str = "raise") -> Declared:
-    """Return the declaration that the options of an accumulator make.
+    """Return the declaration for the options of an accumulator.
 
     Args:
         reduction: ``"mean"``, ``"sum"`` or ``"total"``; or a mapping from the names of terms to them.
         weight: None, a function of a micro-batch, ``"returned"``, or one of them in `at_least`; or a mapping
-            from the names of terms.
-        nonfinite: policy of the accumulator.
+            from the names of terms to them.
+        nonfinite: the accumulator's option.
 
     Raises:
-        InputError: one is not known, or two of them exclude each other.
+        InputError: an option has an unknown value, or two options exclude each other.
 
     Examples:
         >>> declare("total", None).needs_samples
@@ -85,62 +85,62 @@ def declare(reduction: object, weight: Any, *, nonfinite: str = "raise") -> Decl
     if isinstance(weight, Mapping) or isinstance(reduction, Mapping):
         return _declare_terms(reduction, weight, nonfinite)
     checked, bounded = normalize.check_reduction(reduction), isinstance(weight, AtLeast)
-    # at_least(minimum, weight) is taken apart: the rest of the window sees a plain weight.
     minimum, weight = (weight.minimum, weight.weight) if isinstance(weight, AtLeast) else (None, weight)
     if checked == "total":
-        # `bounded`, since at_least(1) has the weight None.
+        # `bounded`, because at_least(1) has the weight None.
         if weight is not None or bounded:
             raise InputError(
-                'reduction="total" divides by nothing, so weight= has no meaning. Leave weight out, or pass '
-                'reduction="sum" to divide the sum by the weight.'
+                'reduction="total" is not divided by a weight, so weight= has no meaning. Remove weight=, or '
+                'pass reduction="sum" to divide the sum by the weight.'
             )
-        # Leaving a micro-batch out means to leave its weight out of the divisor.
+        # A dropped micro-batch is left out of the divisor, which a total does not have.
         if nonfinite == "skip_microbatch":
             raise InputError(
-                'nonfinite="skip_microbatch" needs a weight to leave out, and reduction="total" has none. '
-                'Pass nonfinite="skip_update" or "raise".'
+                'nonfinite="skip_microbatch" leaves out a micro-batch with its weight, but reduction="total" '
+                'has no weight. Pass nonfinite="skip_update" or "raise".'
             )
     if not is_weight(weight):
         raise InputError(
-            f"weight={weight!r} is no way to weigh a micro-batch. Pass None (samples), a function such as "
+            f"weight={weight!r} is not a weight of a micro-batch. Pass None (samples), a function such as "
             'count_tokens("labels"), or "returned".'
         )
-    # Checked with the reduction, as only a division can be bounded.
+    # Checked with the reduction, because only a divisor can have a lower bound.
     bound = normalize.check_min_weight(minimum, checked) if bounded else None
     return Declared(checked, "samples" if weight is None else weight, bound)
 
 
 def is_weight(weight: object) -> bool:
-    """Return whether it weighs a micro-batch.
+    """Return whether a value is valid for the option `weight`.
 
     Examples:
         >>> is_weight("returned"), is_weight("tokens")
         (True, False)
     """
-    # A str first: == of a tensor or an array gives no bool.
+    # isinstance first, because == of a tensor or an array does not return a bool.
     return weight is None or callable(weight) or (isinstance(weight, str) and weight == "returned")
 
 
 def _declare_terms(reduction: Any, weight: Any, nonfinite: str) -> Declared:
     if nonfinite == "skip_microbatch":
         raise InputError(
-            'nonfinite="skip_microbatch" cannot leave a micro-batch out of a loss of several terms: each is '
-            'divided by another weight. Pass nonfinite="skip_update" or "raise".'
+            'nonfinite="skip_microbatch" does not work with several terms, each of which has its own weight. '
+            'Pass nonfinite="skip_update" or "raise".'
         )
     mappings = {"weight": weight, "reduction": reduction}
     names = {option: list(given) for option, given in mappings.items() if isinstance(given, Mapping)}
-    # At least one of the two is a mapping here.
+    # At least one of the two is a mapping.
     first = next(iter(names.values()))
     if not first or not all(isinstance(name, str) and name for name in first):
-        raise InputError(f"The terms of a loss are named {first}. Name each by a string that is not empty.")
+        raise InputError(f"The names of the terms are {first}. Name each term by a string that is not empty.")
     if any(set(each) != set(first) for each in names.values()):
         raise InputError(
-            f"weight= names the terms {names['weight']}, reduction= the terms {names['reduction']}. Name the "
-            "same terms in both."
+            f"weight= has the terms {names['weight']}, but reduction= has the terms {names['reduction']}. "
+            "Name the same terms in both."
         )
     if weight is not None and not isinstance(weight, Mapping):
         raise InputError(
-            f"weight={weight!r} beside reduction={reduction!r}. Pass a mapping with the same names."
+            f"weight={weight!r} is not a mapping, but reduction={reduction!r} is. Pass a mapping with the "
+            "same names."
         )
     terms: dict[str, Declared] = {}
     for name in first:
@@ -148,10 +148,9 @@ def _declare_terms(reduction: Any, weight: Any, nonfinite: str) -> Declared:
         how = None if weight is None else weight[name]
         if not is_weight(how.weight if isinstance(how, AtLeast) else how):
             raise InputError(
-                f"weight= of the term {name!r} is {how!r}. Pass None (samples), a function of a micro-batch "
-                'such as count_tokens("labels"), or "returned".'
+                f"weight= of the term {name!r} is {how!r}, which is not a weight. Pass None (samples), a "
+                'function of a micro-batch such as count_tokens("labels"), or "returned".'
             )
-        # Without `nonfinite`, which was checked above for all terms.
         terms[name] = declare(reduction[name] if isinstance(reduction, Mapping) else reduction, how)
     return Declared(terms=terms)
 
@@ -162,17 +161,17 @@ def read_terms(
     """Return losses and weights by name from the result of a `loss_fn` with several terms.
 
     Args:
-        returned: losses by name; or (losses, weights), where some weights are declared as returned.
-        terms: the declaration of each.
+        returned: losses by name; or (losses, weights), if some weights are declared as ``"returned"``.
+        terms: the declaration of each term.
 
     Raises:
-        InputError: names are missing, or there are others.
+        InputError: the result has other names than the declaration.
 
     Examples:
         >>> read_terms({"a": 1.0}, declare("sum", {"a": None}).terms)
         ({'a': 1.0}, {})
     """
-    # The other terms are weighed before the forward.
+    # Weights of the other terms are known before the forward.
     expected = [name for name, term in terms.items() if term.returned]
     losses, weights = pair_of(returned) if expected else (returned, {})
     check_names("losses", losses, terms)
@@ -184,7 +183,7 @@ def check_names(kind: str, found: Any, expected: Collection[str]) -> None:
     """Check that a mapping has the names that were declared.
 
     Raises:
-        InputError: it is no mapping, or has other names.
+        InputError: it is not a mapping, or has other names.
 
     Examples:
         >>> check_names("losses", {"a": 1.0}, ["a"])
@@ -192,9 +191,8 @@ def check_names(kind: str, found: Any, expected: Collection[str]) -> None:
     if not isinstance(found, Mapping):
         raise InputError(
             f"loss_fn returned a {type(found).__name__} for the {kind} of the terms {list(expected)}. Return "
-            "a mapping from these names."
+            "a mapping with these names."
         )
-    # In any order, as in the mapping that a model returns.
     if found.keys() != set(expected):
         raise InputError(
             f"loss_fn returned {kind} named {list(found)}, but the declared terms are {list(expected)}. "

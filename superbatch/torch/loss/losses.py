@@ -1,4 +1,4 @@
-"""Losses of a window: numbers that keep no graph alive, read from a device all at once."""
+"""Losses of a window, stored without their graphs and read from a device all at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..window.sync.sync import Sync
 
 
 class Losses:
-    """Losses that were given to ``backward`` so far, by micro-batch.
+    """Losses that were passed to ``backward`` so far, by micro-batch.
 
     Examples:
         >>> losses = Losses()
@@ -29,7 +29,7 @@ class Losses:
 
     def __init__(self) -> None:
         self._values: dict[int, float | Tensor] = {}
-        self._on_device = False  # whether any is still to be read
+        self._on_device = False  # True if a loss is a tensor on a device
 
     def __contains__(self, index: int) -> bool:
         return index in self._values
@@ -40,12 +40,13 @@ class Losses:
     def read(self, index: int, loss: Tensor) -> float | Tensor:
         """Return the sum of a micro-batch's losses with this one, for `add`.
 
-        Called before the backward: it may allocate, and nothing may fail between a backward and its record.
+        Called before the backward, because it may allocate, and nothing may fail between a backward and its
+        record.
         """
-        # A loss on a device is read at the boundary, with the others, so that nothing waits for it here. It
-        # is a copy: a replayed graph writes each micro-batch's loss to the same memory.
+        # A loss on a device is read at the end of the window, with the others, so that the host does not wait
+        # here. It is copied, because a replayed graph writes each micro-batch's loss to the same memory.
         value = loss.item() if loss.is_cpu else loss.detach().clone()
-        # Several backward() of one micro-batch add up.
+        # The losses of several backward() calls for one micro-batch add up.
         return self._values[index] + value if index in self._values else value
 
     def add(self, index: int, total: float | Tensor) -> None:
@@ -54,12 +55,12 @@ class Losses:
         self._on_device = self._on_device or isinstance(total, Tensor)
 
     def finite(self, index: int, *, on_host: bool = False) -> bool:
-        """Tell if a micro-batch's loss is finite; `on_host`: True for one on a device."""
+        """Return whether a micro-batch's loss is finite; with `on_host`, True for one on a device."""
         value = self._values[index]
         return (on_host and isinstance(value, Tensor)) or math.isfinite(value)
 
     def on_device(self, index: int) -> list[Tensor]:
-        """Return a micro-batch's loss where it is on a device, else nothing."""
+        """Return a micro-batch's loss in a list if it is on a device; else an empty list."""
         value = self._values[index]
         return [value] if isinstance(value, Tensor) else []
 
@@ -74,16 +75,16 @@ class Losses:
         return [found.get(index, 0.0) for index in range(count)]
 
     def empty(self) -> Losses:
-        """Return one without losses."""
+        """Return a new object without losses."""
         return Losses()
 
     def state(self) -> dict[int, float]:
         """Return the losses so far, by micro-batch."""
-        # Numbers, as a checkpoint must not hold tensors of a device.
+        # As numbers, because a checkpoint must not contain tensors of a device.
         return {index: float(loss) for index, loss in self._values.items()}
 
     def load_state(self, state: dict[int, float]) -> None:
-        """Resume from what `state` returned."""
+        """Load the losses of `state`."""
         self._values = dict(state)
         self._on_device = False
 
@@ -95,7 +96,7 @@ class Sum:
     Attributes:
         total: ``sum w l`` for a mean, else ``sum l``.
         weight: ``sum w``.
-        nonzero: a loss was not 0.
+        nonzero: True if a loss was not 0.
     """
 
     total: float
@@ -108,11 +109,11 @@ class WindowLoss:
     """Loss of a batch.
 
     Attributes:
-        loss: normalised; NaN where there is nothing to divide by.
-        weight: divisor of the losses; 0: there is no update; 1 where each term has its own.
-        divisor: of the summed gradients, at the boundary.
-        losses: of each term.
-        weights: of each term.
+        loss: the normalised loss; NaN if the weight is 0.
+        weight: divisor of the losses; 0: there is no update; 1 if each term has its own.
+        divisor: number that the summed gradients are divided by at the end of the window.
+        losses: loss of each term.
+        weights: weight of each term.
     """
 
     loss: float
@@ -131,20 +132,24 @@ def over_ranks(
     news: tuple[bool, int] = (False, 0),
     ahead: Callable[[], list[float]] = list,
 ) -> tuple[list[Sum], bool, bool, list[float] | None]:
-    """Return the sums over all ranks, whether any rank has a loss that is not finite, any news, and `ahead`.
+    """Exchange the numbers of a window with all ranks, at its end.
 
     Args:
-        sums: of this rank, one for each term.
+        sums: sums of this rank, one for each term.
         sync: the ranks to sum over.
         bad: whether this rank has a loss that is not finite.
-        mark: how this rank stands with measuring the noise (see `NoiseOfWindows.mark`).
-        news: whether this rank has seen what no check of the loss has (see `check_schedule`), and a number
-            that tells what its samples count (see `rank_counts`): ranks with other numbers are news too.
-        ahead: returns numbers that a later step needs the sums of, which this exchange takes along.
+        mark: number that must be equal on all ranks (see `NoiseOfWindows.mark`).
+        news: whether this rank has a case that no check of the loss has covered (see `check_schedule`), and a
+            number for the counts of its samples (see `rank_counts`); different numbers are such a case too.
+        ahead: returns numbers whose sums a later step needs.
+
+    Returns:
+        The sums over all ranks; whether any rank has a loss that is not finite; whether a check is due; and
+        the sums of the numbers of `ahead`, or None without other ranks.
 
     Raises:
-        InputError: the ranks do not agree on measuring the noise, on every rank: a rank that went on would
-            wait for ever.
+        InputError: the ranks do not agree on measuring the noise. It is raised on every rank, because a rank
+            that continued would wait for ever.
 
     Examples:
         >>> from superbatch.torch.window.sync.local import Local
@@ -153,26 +158,25 @@ def over_ranks(
     """
     if not sync.shared:
         return sums, bad, news[0], None
-    # One all-reduce of a flat list: total, weight and nonzero of each term, then the flags.
+    # One all-reduce of a flat list with total, weight and nonzero of each term, then the flags.
     mine = [number for one in sums for number in (one.total, one.weight, one.nonzero)]
     has_news, count = news
     found = sync.sum_numbers([*mine, bad, has_news, *_squared(mark, count), *ahead()])
     numbers, rest = found[: len(mine)], found[len(mine) :]
     bad_ranks, news_of, *rest = rest
-    # 0 and 1 are of the noise, 2 and 3 of the samples' counts.
+    # Numbers 0 and 1 belong to the mark, 2 and 3 to the counts of samples.
     marks_differ, counts_differ = (_differ(rest[at], rest[at + 1], sync.count) for at in (0, 2))
     later = rest[4:]
-    # Raised on every rank: one that continued alone would wait for the others.
     if marks_differ:
         raise InputError(
-            f"{sync.count} ranks measure the noise, and do not agree on which windows: a state was loaded, "
-            "or a NoiseMeter passed, on some ranks only. Load the same state_dict() on every rank, and make "
-            "every Accumulator with the same observers."
+            f"The {sync.count} ranks measure the noise in different windows, because only some have loaded a "
+            "state, or have a NoiseMeter. Load the same state_dict() on every rank, and make every "
+            "Accumulator with the same observers."
         )
     columns = zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
     return (
         [
-            # Counts arrive as floats; an int keeps the division exact.
+            # Counts were exchanged as floats, but an int makes the division exact.
             Sum(total, int(weight) if weight.is_integer() else weight, nonzero=bool(nonzero))
             for total, weight, nonzero in columns
         ],
@@ -183,7 +187,7 @@ def over_ranks(
 
 
 NUMBERS = 6
-"""How many numbers `over_ranks` exchanges beside three of each loss and those it takes along."""
+"""Count of the numbers that `over_ranks` exchanges beside three for each loss and those of `ahead`."""
 
 
 def _squared(*numbers: int) -> list[int]:
@@ -193,63 +197,62 @@ def _squared(*numbers: int) -> list[int]:
 
 def _differ(total: float, squares: float, ranks: int) -> bool:
     """Return whether numbers differ between ranks, from their sum and that of their squares."""
-    return int(total) ** 2 != ranks * int(squares)  # equal where all numbers are, and only there
+    return int(total) ** 2 != ranks * int(squares)  # by Cauchy-Schwarz, equal only if all numbers are
 
 
 def check_loss(loss: object) -> None:
-    """Check that a loss can be differentiated: one element of floating dtype with a graph.
+    """Check that a loss can be differentiated: it has one element, a floating dtype, and a graph.
 
     Raises:
-        InputError: it is no tensor, has several elements, or has no graph.
+        InputError: the loss is not a tensor, has several elements or a complex dtype, or has no graph.
 
     Examples:
         >>> check_loss(torch.ones(1, requires_grad=True).sum())
     """
-    # First, as the checks below read attributes of a tensor.
     if not isinstance(loss, Tensor):
         raise without_tensor(loss)
     if loss.numel() != 1:
         raise InputError(
-            f"loss_fn returned a loss of shape {tuple(loss.shape)}, and a micro-batch has one loss. Return "
+            f"loss_fn returned a loss of shape {tuple(loss.shape)}, but a micro-batch has one loss. Return "
             'its mean (reduction="mean") or its sum (reduction="sum").'
         )
     if not loss.is_floating_point():
         raise InputError(
-            f"loss_fn returned a loss of dtype {loss.dtype}, and a loss is a real number. Return its "
+            f"loss_fn returned a loss of dtype {loss.dtype}, but a loss is a real number. Return its "
             "absolute value or real part."
         )
-    # Autograd would raise later, without the cause.
+    # The error that autograd would raise later does not name the cause.
     if not loss.requires_grad:
         raise InputError(
-            "loss_fn returned a loss without a graph: it depends on no parameter that needs a gradient. "
-            "Compute it from the model outside torch.no_grad(), with parameters that require gradients."
+            "loss_fn returned a loss without a graph, which depends on no parameter that needs a gradient. "
+            "Compute the loss from the model, outside of torch.no_grad(), with parameters that require "
+            "gradients."
         )
 
 
 def pair_of(returned: Any) -> tuple[Any, Any]:
-    """Return the loss and the weight that a loss function returned.
+    """Return the result of a loss function if it is a pair of loss and weight.
 
     Raises:
-        InputError: it returned something else.
+        InputError: it is not a pair.
 
     Examples:
         >>> pair_of((0.5, 3))
         (0.5, 3)
     """
-    # Exactly two: an output of several tensors is no pair of loss and weight.
     if isinstance(returned, tuple) and len(returned) == 2:
         return returned
     raise InputError(
-        f'loss_fn returned {type(returned).__name__}, and weight="returned" declares that it returns a pair. '
-        "Return (loss, weight)."
+        f'loss_fn returned a {type(returned).__name__}, but weight="returned" declares a pair. Return (loss, '
+        "weight)."
     )
 
 
 def alone(returned: Any) -> Any:
-    """Return the loss that a loss function returned without a weight.
+    """Return the result of a loss function if it is a loss without a weight.
 
     Raises:
-        InputError: it returned a tuple or a mapping.
+        InputError: it is a tuple or a mapping.
 
     Examples:
         >>> alone(0.5)
@@ -263,10 +266,10 @@ def alone(returned: Any) -> Any:
             raise without_tensor(returned)
         names = ", ".join(f"{name!r}: ..." for name in returned)
         raise InputError(
-            f"loss_fn returned a mapping with the keys {list(returned)}. Declare what each of these losses "
-            f"is a mean over, as in weight={{{names}}}, or return one tensor."
+            f"loss_fn returned a mapping with the keys {list(returned)}. Pass the weight of each of these "
+            f"losses as weight={{{names}}}, or return one tensor."
         )
     raise InputError(
-        "loss_fn returned a tuple, and weight= does not say that the loss comes with its weight. Return the "
-        'loss alone, or pass weight="returned" and return (loss, weight).'
+        "loss_fn returned a tuple, but weight= does not declare that it returns a weight. Return only the "
+        'loss, or pass weight="returned" and return (loss, weight).'
     )

@@ -1,4 +1,4 @@
-"""Protocols of a window's weights and losses: of one loss (`Weights`, `Losses`) or several (`terms`)."""
+"""Protocols of a window's weights and losses, for one loss (`Weights`, `Losses`) or several (`terms`)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .losses import Sum, WindowLoss
 
 
 class WindowWeights(Protocol):
-    """Weights of a window's micro-batches; `losses` are as `WindowLosses` returns them."""
+    """Weights of a window's micro-batches; arguments `losses` are results of `WindowLosses.on_host`."""
 
-    # By micro-batch; empty where all weights are known ahead.
+    # By micro-batch; empty if all weights are known before the first backward.
     returned: dict[int, Number]
 
     @property
@@ -24,29 +24,28 @@ class WindowWeights(Protocol):
         ...
 
     def new_losses(self) -> WindowLosses:
-        """Return an object that takes the losses of the window."""
+        """Return an empty object for the losses of the window."""
         ...
 
     def has_none(self, index: int) -> bool:
-        """Return whether a micro-batch is known to contribute nothing."""
+        """Return whether a micro-batch is known to contribute nothing, so that its forward can be skipped."""
         ...
 
     def may_be_idle(self, index: int) -> bool:
-        """Return whether a micro-batch may have no weight, and so no loss to run a backward from."""
+        """Return whether the weight of a micro-batch may be 0, so that it has no loss for a backward."""
         ...
 
     def adds(self, index: int) -> bool:
-        """Return whether a micro-batch that has had its backward contributes."""
+        """Return whether a micro-batch contributes, after its backward."""
         ...
 
-    # A list, as terms of a low precision have a backward each.
+    # A list, because each term of low precision has its own backward.
     def scaled(self, index: int, loss: Any, weight: Any) -> list[tuple[Tensor, float]]:
         """Return the tensors to run backward on, each with its factor."""
         ...
 
-    # Memory ran out: the samples that are left continue in smaller micro-batches.
     def weigh_again(self, microbatches: list[Any], samples: list[int] | None) -> None:
-        """Weigh the micro-batches again after some were cut differently."""
+        """Compute the weights again after micro-batches were cut differently, e.g. for lack of memory."""
         ...
 
     def counted(self, dropped: list[int]) -> list[Number]:
@@ -61,7 +60,7 @@ class WindowWeights(Protocol):
         """Return the micro-batches in the sum whose losses are NaN or infinite."""
         ...
 
-    # Sums of all ranks are exchanged at once (`over_ranks`), and then given to `result`.
+    # `over_ranks` exchanges these with other numbers, and the result is passed to `result`.
     def sums(self, losses: Any, dropped: list[int]) -> list[Sum]:
         """Return the sums of losses and weights on this rank."""
         ...
@@ -71,11 +70,11 @@ class WindowWeights(Protocol):
         ...
 
     def loss_of(self, losses: Any, index: int) -> tuple[float, str]:
-        """Return the loss of a micro-batch, and the name of the term that it is of."""
+        """Return the loss of a micro-batch, and the name of its term."""
         ...
 
     def each(self, losses: Any) -> list[float]:
-        """Return one number for each micro-batch, which is 0 where a loss is."""
+        """Return one number for each micro-batch, which is 0 if one of its losses is 0."""
         ...
 
     def by_name(self, index: int, loss: Any) -> Mapping[str, Tensor]:
@@ -90,7 +89,8 @@ class WindowLosses(Protocol):
 
     def __len__(self) -> int: ...
 
-    # In two steps, as nothing may fail between a backward and its record.
+    # `read` before the backward and `add` after it, because nothing may fail between a backward and its
+    # record.
     def read(self, index: int, loss: Any) -> Any:
         """Return the sum of a micro-batch's losses with this one, for `add`."""
         ...
@@ -99,9 +99,8 @@ class WindowLosses(Protocol):
         """Record the result of `read`."""
         ...
 
-    # Reading a loss on a device would wait for it.
     def finite(self, index: int, *, on_host: bool = False) -> bool:
-        """Return whether the loss of a micro-batch is finite; `on_host`: True for one on a device."""
+        """Return whether a micro-batch's loss is finite; with `on_host`, True for one on a device."""
         ...
 
     def on_device(self, index: int) -> list[Tensor]:
@@ -113,7 +112,7 @@ class WindowLosses(Protocol):
         ...
 
     def empty(self) -> WindowLosses:
-        """Return one without losses."""
+        """Return a new object without losses."""
         ...
 
     def state(self) -> dict[Any, Any]:
@@ -121,5 +120,5 @@ class WindowLosses(Protocol):
         ...
 
     def load_state(self, state: Any) -> None:
-        """Resume from what `state` returned."""
+        """Load the losses of `state`."""
         ...

@@ -1,12 +1,12 @@
-"""Several losses of one micro-batch, each with a reduction and a weight of its own.
+"""Several losses of one micro-batch, each with its own reduction and weight.
 
 With the weight ``w_ti`` of micro-batch i in term t and ``W_t = sum_i w_ti`` over micro-batches and ranks::
 
     L = sum_t sum_i (w_ti / W_t) l_ti          ("sum":  l_ti / W_t;   "total":  l_ti)
 
 Every ``W_t`` is known before the first backward, so a micro-batch has one backward, of
-``sum_t (w_ti / W_t) l_ti``. Weights that come with the losses cost a forward without graph for each
-micro-batch, before the window.
+``sum_t (w_ti / W_t) l_ti``. Weights declared as ``"returned"`` cost one more forward for each micro-batch,
+without a graph, before the window.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ Forward = Callable[[list[Any]], list[Mapping[str, Number]]]
 
 
 class TermWeights:
-    """Weights of the terms of a loss, as `Weights` of one loss.
+    """Weights of all terms of a loss, as `Weights` for a single loss.
 
     Args:
-        terms: their declarations, by name.
-        microbatches: of the window, on the host.
-        samples: of each micro-batch, where they are known.
+        terms: declarations of the terms, by name.
+        microbatches: the micro-batches of the window, on the host.
+        samples: number of samples of each micro-batch; None if unknown.
         sync: the ranks that share the batch.
-        forward: runs `loss_fn` on micro-batches without graph, for the weights that it returns.
+        forward: runs `loss_fn` on micro-batches without a graph, for the weights that it returns.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class TermWeights:
     ) -> None:
         self._declared = terms
         self._forward = forward
-        # For the record: samples can be counted where terms have weights of their own.
+        # `counted` returns samples, because each term has its own weights.
         self._samples: list[int] = samples or [1] * len(microbatches)
-        self.returned: dict[int, Number] = {}  # none: all are known ahead
+        self.returned: dict[int, Number] = {}  # stays empty, because all weights are known before the window
         # One all-reduce for all terms.
         weights, totals = weigh_ahead(lambda: self._weigh(microbatches, samples), len(terms), sync)
         self._terms = {
             name: Weights(
-                # No weight is computed: they are given by `ahead`.
+                # Not used, because `ahead` has the weights.
                 "samples",
                 term.reduction,
                 microbatches,
@@ -78,7 +78,7 @@ class TermWeights:
         }
 
     def new_losses(self) -> TermLosses:
-        """Return an object that takes the losses of a window, of which there are none yet."""
+        """Return an empty object for the losses of the window."""
         return TermLosses(self._terms)
 
     @property
@@ -91,17 +91,17 @@ class TermWeights:
         return all(term.has_none(index) for term in self._terms.values())
 
     def may_be_idle(self, index: int) -> bool:
-        """Return whether a micro-batch may have a term without weight."""
+        """Return whether a micro-batch may have a term of weight 0."""
         return any(term.may_be_idle(index) for term in self._terms.values())
 
     def scaled(self, index: int, loss: Any, weight: Any) -> list[tuple[Tensor, float]]:
-        """Return the tensor to run backward on, with its factor: one sum of all terms.
+        """Return the sum of all terms to run backward on, with its factor.
 
-        A gradient in bfloat16 or float16 would round the factors: such terms have a backward each.
+        Terms in bfloat16 or float16 are returned one by one, because their sum would round the factors.
 
         Raises:
-            InputError: the names are not those declared, or there is nothing to differentiate.
-            LossSpecError: a weight is another than that of the forward before.
+            InputError: the names differ from the declared ones, or no loss has a graph.
+            LossSpecError: a weight differs from that of the forward before the window.
         """
         check_names("losses", loss, self._terms)
         self._check_returned(index, weight)
@@ -112,29 +112,28 @@ class TermWeights:
                 raise InputError(
                     f"The loss of the term {name!r} is {_form(one)}. Return a tensor with one real number."
                 )
-            # A term without a graph, e.g. of frozen parameters, counts in the loss alone.
+            # A term without a graph, e.g. of frozen parameters, counts only in the loss.
             if one.requires_grad and not term.has_none(index):
                 parts.append((one, term.factor(index, None)))
         if not parts:
-            # Terms without weight are no error; a loss without any graph is.
+            # Raise if no term has a graph, but not if all have weight 0.
             if not any(isinstance(one, Tensor) and one.requires_grad for one in loss.values()):
                 check_loss(next(iter(loss.values())))
             return []
-        # In bfloat16 the factors of a common sum would be rounded.
         if len(parts) == 1 or any(one.dtype in LOW_PRECISION for one, _ in parts):
             return parts
         first = parts[0][0]
-        # Losses may have the shape (1,), and be on several devices.
+        # Losses may have the shape (1,) and be on different devices.
         total = first.reshape(()) * parts[0][1]
         for one, factor in parts[1:]:
             total = total + one.reshape(()).to(first.device) * factor
         return [(total, 1.0)]
 
     def weigh_again(self, microbatches: list[Any], samples: list[int] | None) -> None:
-        """Weigh the micro-batches again after some were cut differently.
+        """Compute the weights again after micro-batches were cut differently.
 
         Raises:
-            LossSpecError: the weights of a term have another total than before.
+            LossSpecError: the total weight of a term has changed.
         """
         weights = self._weigh(microbatches, samples)
         self._samples = samples or [1] * len(microbatches)
@@ -150,7 +149,7 @@ class TermWeights:
         return sorted({index for term in self._terms.values() for index in term.took_part(dropped)})
 
     def counted(self, dropped: list[int]) -> list[Number]:
-        """Return the samples of each micro-batch, 0 for those left out: each term has its own weights."""
+        """Return the number of samples of each micro-batch, 0 for those left out, in place of weights."""
         return [0 if index in dropped else count for index, count in enumerate(self._samples)]
 
     def not_finite(self, losses: Mapping[str, list[float]], dropped: list[int]) -> list[int]:
@@ -167,12 +166,12 @@ class TermWeights:
         """Return the loss of the batch, and each term's, from the sums over all ranks.
 
         Raises:
-            LossSpecError: a term has a sum to be divided, and nothing that it is divided by.
+            LossSpecError: the losses of a term do not sum to 0, but their weight is 0.
         """
         found = {
             name: term.result([one]) for (name, term), one in zip(self._terms.items(), sums, strict=True)
         }
-        # Without a weight a term has no loss; without any there is no update.
+        # A term of weight 0 has no loss. If all have weight 0, there is no update.
         counting = [one.loss for one in found.values() if one.weight]
         return WindowLoss(
             sum(counting) if counting else math.nan,
@@ -185,15 +184,15 @@ class TermWeights:
     def loss_of(self, losses: Mapping[str, list[float]], index: int) -> tuple[float, str]:
         """Return the loss of a micro-batch, and the term that is not finite, if one is not."""
         for name, term in self._terms.items():
-            # A NaN in a term without weight enters no sum.
+            # A NaN in a term of weight 0 is in no sum.
             if not math.isfinite(losses[name][index]) and not term.has_none(index):
                 return losses[name][index], name
         counting = [name for name, term in self._terms.items() if not term.has_none(index)]
         return sum(losses[name][index] for name in counting), ""
 
     def each(self, losses: Mapping[str, list[float]]) -> list[float]:
-        """Return the smallest magnitude of each micro-batch's losses: it is 0 where one of them is."""
-        # The check of the loss looks for losses of 0 (`check_schedule`).
+        """Return the smallest magnitude of each micro-batch's losses, which is 0 if one of them is 0."""
+        # `check_schedule` uses it to detect the first loss that is not 0.
         return [min(map(abs, row)) for row in zip(*losses.values(), strict=True)]
 
     def by_name(self, index: int, loss: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -203,7 +202,7 @@ class TermWeights:
 
     def _weigh(self, microbatches: list[Any], samples: list[int] | None) -> list[list[Number]]:
         returned: list[Mapping[str, Number]] = []
-        # A forward without graph for each micro-batch, only where a weight comes with the loss.
+        # One more forward for each micro-batch, if loss_fn returns a weight.
         if any(term.returned for term in self._declared.values()):
             returned = self._forward(microbatches)
         return [
@@ -224,11 +223,12 @@ class TermWeights:
         for name in expected:
             before = self._terms[name].counted([])[index]
             now = normalize.check_weight(weight[name], f"micro-batch {index} ({name!r})")
-            # Without a graph, kernels may round in another way.
+            # Not exactly, because kernels may round differently without a graph.
             if not math.isclose(before, now, rel_tol=1e-5):
                 raise LossSpecError(
                     f"The weight of the term {name!r} in micro-batch {index} was {before:g} in a forward "
-                    f"without graph, and is {now:g} now. Return a weight of the micro-batch alone."
+                    f"without a graph, but is {now:g} now. Return a weight that depends only on the "
+                    "micro-batch."
                 )
 
 
@@ -239,10 +239,10 @@ def _form(value: object) -> str:
 
 
 class TermLosses:
-    """Losses of the terms, by micro-batch, as `Losses` of one loss.
+    """Losses of all terms, by micro-batch, as `Losses` for a single loss.
 
     Args:
-        names: of the terms.
+        names: names of the terms.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -265,7 +265,7 @@ class TermLosses:
             each.add(index, total[name])
 
     def finite(self, index: int, *, on_host: bool = False) -> bool:
-        """Return whether all losses of a micro-batch are finite; `on_host`: True for those on a device."""
+        """Return whether a micro-batch's losses are finite; with `on_host`, True for those on a device."""
         return all(each.finite(index, on_host=on_host) for each in self._of.values())
 
     def on_device(self, index: int) -> list[Tensor]:
@@ -277,7 +277,7 @@ class TermLosses:
         return {name: each.on_host(count) for name, each in self._of.items()}
 
     def empty(self) -> TermLosses:
-        """Return one without losses."""
+        """Return a new object without losses."""
         return TermLosses(self._of)
 
     def state(self) -> dict[int, dict[str, float]]:
@@ -286,34 +286,33 @@ class TermLosses:
         return {index: {name: each[index] for name, each in found.items()} for index in self._first.state()}
 
     def load_state(self, state: Mapping[int, Mapping[str, float]]) -> None:
-        """Resume from what `state` returned."""
+        """Load the losses of `state`."""
         for name, each in self._of.items():
             each.load_state({index: losses[name] for index, losses in state.items()})
 
 
 def returned_weights(config: Config, microbatches: list[Any]) -> list[Mapping[str, Number]]:
-    """Run `loss_fn` on each micro-batch without graph, for the weights that it returns; restore all state.
+    """Run `loss_fn` on each micro-batch without a graph, return its weights, and restore all state.
 
     Args:
-        config: of an accumulator with a loss_fn.
-        microbatches: on the host.
+        config: the accumulator's; it has a loss_fn.
+        microbatches: the micro-batches, on the host.
     """
     assert config.loss_fn is not None
-    # A twin, as the window uses the accumulator's own keeper.
+    # A twin, because the window uses the accumulator's own keeper.
     state, random = config.state.twin(), RandomKeeper(config.random.devices)
     state.begin(check=True)
     random.begin()
     found: list[Mapping[str, Number]] = []
     try:
-        # Without a reduction over ranks: no backward follows.
+        # no_sync(), because no backward follows that would reduce gradients.
         with torch.no_grad(), config.sync.no_sync(), state.watching(), config.aside():
             for microbatch in microbatches:
-                # A copy, since a loss may change its micro-batch in place.
+                # A copy, because a loss may change its micro-batch in place.
                 copied = map_arrays(_copy, microbatch)
                 found.append(
                     read_terms(config.loss_fn(to_device(copied, config.device)), config.declared.terms)[1]
                 )
-                # Each micro-batch from the same state, as in the window itself.
                 state.restore()
     finally:
         state.end_check()

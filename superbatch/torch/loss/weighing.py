@@ -1,4 +1,4 @@
-"""Weights of one window's micro-batches: known before the first backward, or returned with each loss."""
+"""Weights of a window's micro-batches, known before the first backward or returned with each loss."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Ahead = tuple[list[normalize.Number], normalize.Number]
 
 
 class Weights:
-    """Weight of each micro-batch, and so the factor of its loss.
+    """Weight of each micro-batch, and the factor of its loss.
 
     Args:
         weigh: a function of a micro-batch, or ``"samples"``, or ``"returned"``.
-        reduction: of the loss over a micro-batch.
-        microbatches: of the window, on the host.
-        samples: of each micro-batch, where they are known.
+        reduction: reduction of the loss over a micro-batch.
+        microbatches: the micro-batches of the window, on the host.
+        samples: number of samples of each micro-batch; None if unknown.
         sync: the ranks that share the batch; the total weight is summed over them once, before the first
             backward.
         min_weight: lower bound of the total.
-        ahead: weights and their total over all ranks, where they were computed with those of other terms.
+        ahead: weights and their total over all ranks, if they were computed with those of other terms.
         term: name of the loss among several.
     """
 
@@ -52,48 +52,48 @@ class Weights:
         self._count = len(microbatches)
         # By micro-batch, filled by `factor`.
         self.returned: dict[int, normalize.Number] = {}
-        # Where the total is known only afterwards, losses are summed first and divided by it at the boundary.
+        # 1 if the total is known only at the end of the window, where the sums are then divided by it.
         self.planned: normalize.Number = 1
         self.ahead: list[normalize.Number] | None = None
         if weigh != "returned":
             if ahead is None:
-                # Before the first backward, as every factor needs the total over all ranks.
+                # Before the first backward, because every factor needs the total over all ranks.
                 each, totals = weigh_ahead(lambda: [weights_of(weigh, microbatches, samples)], 1, sync)
                 ahead = each[0], totals[0]
             self.ahead = ahead[0]
             self.planned = self._divided_by(ahead[1])
 
     def new_losses(self) -> Losses:
-        """Return an object that takes the losses of a window, of which there are none yet."""
+        """Return an empty object for the losses of the window."""
         return Losses()
 
     def has_none(self, index: int) -> bool:
-        """Tell if a micro-batch is known to contribute nothing, so that its forward can be left out."""
+        """Return whether a micro-batch is known to contribute nothing, so that its forward can be skipped."""
         weights = self.ahead
         if weights is None or weights[index]:
             return False
-        # A sum may have a loss where its weight is 0; a mean has none.
+        # A sum of weight 0 may have a loss, but a mean has none.
         return not normalize.takes_part(weights[index], reduction=self.reduction)
 
     def may_be_idle(self, index: int) -> bool:
-        """Return whether a micro-batch may have no weight, and so no loss to run a backward from."""
+        """Return whether the weight of a micro-batch may be 0, so that it has no loss for a backward."""
         return self.ahead is None or not self.ahead[index]
 
     def scaled(self, index: int, loss: Any, weight: Any) -> list[tuple[Tensor, float]]:
         """Return the tensors to run backward on, each with its factor.
 
         Raises:
-            InputError: `loss` is no scalar tensor with a graph; or a weight is given or missing, against
-                the declaration.
+            InputError: `loss` is not a tensor of one element with a graph; or, against the declaration, a
+                weight is passed or missing.
         """
         if (
             isinstance(loss, Tensor)
             and not loss.requires_grad
             and self._is_sum_over_nothing(index, loss, weight)
         ):
-            # All the same, `factor` checks the weight and records a returned one.
+            # `factor` checks the weight, and records a returned one.
             self.factor(index, weight)
-            return []  # it may be a constant, without a graph
+            return []  # such a loss may be a constant without a graph
         check_loss(loss)
         # The usual case: the factor is known.
         if weight is None and self.ahead is not None:
@@ -104,31 +104,31 @@ class Weights:
         """Return the factor of a micro-batch's loss.
 
         Raises:
-            InputError: `weight` is given where weights are known ahead, or is missing where they are
-            returned.
+            InputError: `weight` is passed although weights are known already, or is missing although it is
+                declared as ``"returned"``.
         """
         if self.ahead is not None:
             if weight is not None:
                 raise InputError(
-                    f"backward() was given a weight ({weight!r}), and the weight of each micro-batch is "
-                    'already declared. Return the loss alone, or pass weight="returned".'
+                    f"backward() got the weight {weight!r}, but the weights of micro-batches are already "
+                    'declared. Return only the loss, or pass weight="returned".'
                 )
             return normalize.scale(self.ahead[index], self.planned, reduction=self.reduction)
         if weight is None or index in self.returned:
-            slip = "A loss came without its weight" if weight is None else "A micro-batch got a second weight"
+            slip = "A loss has no weight" if weight is None else "A micro-batch got a second weight"
             raise InputError(
-                f'{slip}, and weight="returned" declares that each loss comes with one. Return (loss, '
+                f'{slip}, but weight="returned" declares one weight for each micro-batch. Return (loss, '
                 "weight) from loss_fn, or call backward(loss, weight)."
             )
         self.returned[index] = normalize.check_weight(weight, f"micro-batch {index}")
-        # The total is not known yet: the boundary divides by it.
+        # The total is unknown until the end of the window, where the sums are divided by it.
         return float(normalize.after_forward_scale(self.returned[index], reduction=self.reduction))
 
     def weigh_again(self, microbatches: list[Any], samples: list[int] | None) -> None:
-        """Weigh the micro-batches again after some were cut differently.
+        """Compute the weights again after micro-batches were cut differently.
 
         Raises:
-            LossSpecError: their total is another than before, when the divisor was computed.
+            LossSpecError: the total has changed, although the divisor was computed from it.
         """
         self._count = len(microbatches)
         if self.ahead is None:
@@ -136,18 +136,18 @@ class Weights:
         self.replace(weights_of(self._weigh, microbatches, samples))
 
     def replace(self, weights: list[normalize.Number]) -> None:
-        """Take the weights of micro-batches that were cut differently.
+        """Replace the weights after micro-batches were cut differently.
 
         Raises:
-            LossSpecError: their total is another than before.
+            LossSpecError: the total has changed.
         """
         assert self.ahead is not None
         self._count = len(weights)
-        if self.reduction == "total":  # nothing is divided by their sum
+        if self.reduction == "total":  # a total is not divided by their sum
             self.ahead = weights
             return
         before, now = normalize.total_weight(self.ahead), normalize.total_weight(weights)
-        # A sum taken in float32 is rounded. The boundary divides by the weights as they are now.
+        # A user's sum in float32 may be rounded; the end of the window divides by the new weights.
         tolerance = 0.0 if isinstance(before, int) and isinstance(now, int) else 1e-5
         if not math.isclose(before, now, rel_tol=tolerance):
             raise LossSpecError(
@@ -157,13 +157,13 @@ class Weights:
         self.ahead = weights
 
     def adds(self, index: int) -> bool:
-        """Return whether a micro-batch that has had its backward contributes."""
+        """Return whether a micro-batch contributes, after its backward."""
         weight = self.returned[index] if self.ahead is None else self.ahead[index]
         return normalize.takes_part(weight, reduction=self.reduction)
 
     def counted(self, dropped: list[int]) -> list[normalize.Number]:
         """Return the weights in order, 0 for micro-batches that were left out."""
-        # Micro-batches that have had no backward count 0.
+        # Without a backward a micro-batch has the weight 0.
         weights = self.ahead or [self.returned.get(index, 0) for index in range(self._count)]
         return (
             [0 if index in dropped else weight for index, weight in enumerate(weights)]
@@ -182,7 +182,7 @@ class Weights:
 
     def not_finite(self, losses: list[float], dropped: list[int]) -> list[int]:
         """Return the micro-batches in the sum whose losses are NaN or infinite."""
-        # The usual case, without a list of those that took part.
+        # The usual case first, because it needs no list.
         if all(map(math.isfinite, losses)):
             return []
         return [index for index in self.took_part(dropped) if not math.isfinite(losses[index])]
@@ -199,13 +199,13 @@ class Weights:
         """Return the loss of the batch from the sums over all ranks.
 
         Raises:
-            LossSpecError: there is a sum to be divided, and nothing that it is divided by.
+            LossSpecError: the sum of losses is not 0, but their weight is.
         """
         (found,) = sums
         weight = self._divided_by(found.weight)
         if not normalize.takes_part(found.weight, reduction=self.reduction):
             weight = 0
-        # A loss that is not finite has an error of its own.
+        # A loss that is not finite raises another error.
         elif not weight and found.nonzero and math.isfinite(found.total):
             raise no_divisor(found, self._term)
         return WindowLoss(
@@ -213,7 +213,7 @@ class Weights:
         )
 
     def loss_of(self, losses: list[float], index: int) -> tuple[float, str]:
-        """Return the loss of a micro-batch, and the name of the term that it is of."""
+        """Return the loss of a micro-batch, and the name of its term."""
         return losses[index], self._term
 
     def each(self, losses: list[float]) -> list[float]:
@@ -227,7 +227,7 @@ class Weights:
 
     def _is_sum_over_nothing(self, index: int, loss: Tensor, weight: Any) -> bool:
         weight = weight if self.ahead is None else self.ahead[index]
-        # e.g. over no labels: a constant 0 without a graph.
+        # E.g. a sum over no labels, which may be a constant 0 without a graph.
         return self.reduction == "sum" and loss.numel() == 1 and weight is not None and not weight
 
     def _divided_by(self, counted: normalize.Number) -> normalize.Number:
@@ -239,8 +239,8 @@ def no_divisor(found: Sum, term: str) -> LossSpecError:
     name = f" of the term {term!r}" if term else ""
     bound = f"weight={{{term!r}: at_least(1, ...)}}" if term else "weight=at_least(1, ...)"
     return LossSpecError(
-        f"The losses{name} in this window sum to {found.total:g}, but its weight is 0, so the sum cannot be "
-        f"divided; nothing was updated. Pass a lower bound of the weight, such as {bound}."
+        f"The losses{name} in this window sum to {found.total:g}, but the weight of the window is 0, so the "
+        f"sum cannot be divided. No update was made. Pass a lower bound of the weight, such as {bound}."
     )
 
 
@@ -248,14 +248,14 @@ def weights_of(weigh: Weigh, microbatches: list[Any], samples: list[int] | None)
     """Return the weight of each micro-batch.
 
     Raises:
-        InputError: one is wrong.
+        InputError: a weight is not a finite number >= 0.
 
     Examples:
         >>> weights_of(sum, [[1, 2], [4]], None)
         [3, 4]
     """
     if weigh == "samples":
-        # Samples are not counted where the declaration does not need them.
+        # None if the declaration does not need the number of samples.
         return list(samples) if samples is not None else [1] * len(microbatches)
     assert callable(weigh)
     return [
@@ -267,16 +267,16 @@ def weights_of(weigh: Weigh, microbatches: list[Any], samples: list[int] | None)
 def weigh_ahead(
     compute: Callable[[], list[list[normalize.Number]]], terms: int, sync: Sync
 ) -> tuple[list[list[normalize.Number]], list[normalize.Number]]:
-    """Return the weights of each term, and their totals over all ranks, by one all-reduce.
+    """Return the weights of each term, and their totals over all ranks, with one all-reduce.
 
     Args:
         compute: computes the weights of each term.
-        terms: how many there are.
+        terms: number of terms.
         sync: the ranks that share the batch.
 
     Raises:
-        InputError: a weight is wrong.
-        RankError: another rank cannot make the window.
+        InputError: a weight is not a finite number >= 0.
+        RankError: another rank has failed.
 
     Examples:
         >>> from superbatch.torch.window.sync.local import Local

@@ -1,1 +1,1 @@
-"""Memory of a device or the host: limits, peaks, and the errors that say it ran out."""
+"""Memory of a device or the host: limits, peaks, and out-of-memory errors."""

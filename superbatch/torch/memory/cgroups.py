@@ -1,4 +1,4 @@
-"""The memory limits that control groups set on Linux: containers, batch systems, systemd."""
+"""Memory limits of control groups on Linux, set by containers, batch systems or systemd."""
 
 from __future__ import annotations
 
@@ -8,36 +8,38 @@ from pathlib import Path
 
 from superbatch.results.memory import Limit, binary_text
 
-# Without a limit, version 1 gives the largest multiple of a page; no machine has an exbibyte.
+# Without a limit, version 1 reports the largest multiple of a page; no machine has an exbibyte.
 _UNLIMITED = 1 << 60
 
 
 def cgroup_limits(proc: Path) -> Iterator[Limit]:
-    """Bytes that the control group of this process, and each group above it, leaves.
+    """Yield the bytes that may still be used in the control group of this process, and in each group above.
 
     Args:
-        proc: where the process file system is.
+        proc: path of the proc file system.
 
     Yields:
-        One limit per group that has one.
+        A `Limit` for each group that has one.
 
     Examples:
         >>> list(cgroup_limits(Path("/nowhere")))
         []
     """
-    # Each group may be the tightest one; `memory_limit` takes the least.
+    # Any group may have the smallest limit, which `memory_limit` uses.
     for directory, version in _groups(proc):
         names = _NAMES[version]
         most = _number(directory / names[0])
+        # Version 1 writes a number near 2**63 if there is no limit.
         if most is None or most >= _UNLIMITED:
             continue
         used = _number(directory / names[1])
         if used is not None:
+            # The kernel drops cached file pages before it refuses memory.
             free = most - used + _droppable(directory, names[2])
             yield Limit(free, f"control group {directory.name or '/'} of {binary_text(most)}")
 
 
-# Limit, usage, and the file caches in memory.stat.
+# Names of the files of limit and usage, and of the file caches in memory.stat.
 _NAMES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),
@@ -46,9 +48,9 @@ _NAMES = {
 
 @lru_cache(maxsize=4)
 def _groups(proc: Path) -> tuple[tuple[Path, int], ...]:
-    """Directories of the group of this process and of those above it, and the version.
+    """Return the directories of the group of this process and of those above it, and the version.
 
-    Kept, for limits are read in every window: a process seldom changes its group.
+    Cached, because limits are read in every window and a process seldom changes its group.
     """
     return tuple((group, version) for group, version in _found(proc) if (group / _NAMES[version][0]).exists())
 
@@ -57,7 +59,7 @@ def _found(proc: Path) -> Iterator[tuple[Path, int]]:
     for version, path in _memberships(proc):
         for root, mount in _mounts(proc, version):
             directory = mount / _below(path, root)
-            if not directory.is_dir():  # seen from inside a container, the path is another
+            if not directory.is_dir():  # inside a container the path does not exist
                 directory = mount
             while True:
                 yield directory, version
@@ -77,11 +79,11 @@ def _memberships(proc: Path) -> Iterator[tuple[int, str]]:
 
 
 def _mounts(proc: Path, version: int) -> Iterator[tuple[str, Path]]:
-    """(the group that is mounted, where) of each mount of the memory controller."""
+    """Yield the mounted group and the mount point of each mount of the memory controller."""
     kind = "cgroup2" if version == 2 else "cgroup"
     for line in _lines(proc / "self" / "mountinfo"):
         fields, _, rest = line.partition(" - ")
-        # Mount id, parent, device, root and mount point, as in proc(5).
+        # The fields are mount id, parent, device, root and mount point; see proc(5).
         _, _, _, root, where, *_ = fields.split()
         filesystem, _, options = rest.split(maxsplit=2)
         if filesystem == kind and (version == 2 or "memory" in options.split(",")):
@@ -95,7 +97,7 @@ def _below(path: str, root: str) -> str:
 
 
 def _droppable(directory: Path, name: str) -> int:
-    """Bytes of file caches that make room when they must."""
+    """Return the bytes of file caches that the kernel drops when memory runs short."""
     for line in _lines(directory / "memory.stat"):
         key, _, value = line.partition(" ")
         if key == name:

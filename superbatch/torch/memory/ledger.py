@@ -1,8 +1,7 @@
-"""A ledger of the tensor memory that operations allocate, on real and on fake tensors.
+"""Ledger of the tensor memory that operations allocate, for real and fake tensors.
 
-A storage enters when an operation returns it and leaves at the moment it is freed. Views share a storage and
-add nothing; the backward pass is seen like the forward. Nothing is left behind: no hook, no reference that
-would keep a tensor alive.
+A storage is counted from the operation that returns it until it is freed. Views share a storage and count
+nothing; the backward is counted like the forward. The ledger keeps no tensor alive and leaves no hooks.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class Ledger(TorchDispatchMode):
-    """Bytes of the storages made on one device while the mode was active: `live` now, `peak` so far.
+    """Mode that counts the bytes of storages made on one device: `live` now, and the `peak` so far.
 
     Args:
-        device: whose storages are counted; without an index, of all devices of that type.
-        rounded: storages count in multiples of this many bytes, as allocators hand them out.
+        device: the device; without an index, all devices of that type.
+        rounded: sizes of storages are rounded up to multiples of this many bytes, as allocators do.
 
     Examples:
         >>> with Ledger(torch.device("cpu"), rounded=64) as ledger:
@@ -37,33 +36,33 @@ class Ledger(TorchDispatchMode):
         self.peak = 0
         self._device = device
         self._rounded = rounded
-        # Address of a live storage -> its bytes, and the weak reference that reports its end. An address is
-        # used again only after the storage is freed, and then its entry is gone already.
+        # By address of a live storage: its bytes, and the weak reference that reports when it is freed. An
+        # address is used again only after that, when its entry is already removed.
         self._bytes: dict[int, int] = {}
         self._outside: dict[int, int] = {}
         self._ends: dict[int, weakref.ref[Any]] = {}
 
     def restart(self) -> int:
-        """Return the peak so far, and begin another one from the live bytes."""
+        """Return the peak so far, and reset it to the live bytes."""
         peak, self.peak = self.peak, self.live
         return peak
 
     def leave_out(self, tensor: torch.Tensor) -> None:
-        """Count nothing for the memory of a tensor: it was there before."""
+        """Exclude the memory of a tensor that existed before."""
         for storage in self._storages(tensor):
             self._enter(storage, outside=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # `torch.tensor(...)` allocates below the dispatcher and announces its result with `lift_fresh`: the
-        # argument of that operation is new. An unknown argument of any other operation was there before.
+        # `torch.tensor(...)` allocates below the dispatcher and passes its result to `lift_fresh`, whose
+        # argument is therefore new. An unknown argument of any other operation existed before.
         if func is not torch.ops.aten.lift_fresh.default:
             for storage in self._storages((args, kwargs)):
                 self._enter(storage, outside=True)
         out = func(*args, **kwargs)
         for storage in self._storages(out):
             self._enter(storage, outside=False)
-        if func._schema.is_mutable:  # `out=`, `resize_`, `set_`: a storage may have grown, or be a new one
+        if func._schema.is_mutable:  # with `out=`, `resize_` or `set_` a storage may have grown or be new
             for storage in self._storages((args, kwargs)):
                 self._enter(storage, outside=False)
         return out
@@ -74,13 +73,14 @@ class Ledger(TorchDispatchMode):
             self._ends[key] = weakref.ref(storage, partial(_leave, weakref.ref(self), key))
             self._bytes[key] = 0
             self._outside[key] = size if outside else 0
+        # Allocators give whole blocks, so the size is rounded up.
         counted = -(-max(0, size - self._outside[key]) // self._rounded) * self._rounded
         self.live += counted - self._bytes[key]
         self._bytes[key] = counted
         self.peak = max(self.peak, self.live)
 
     def leave(self, key: int) -> None:
-        """Note that a storage is freed."""
+        """Remove a storage that is freed."""
         self.live -= self._bytes.pop(key)
         del self._outside[key], self._ends[key]
 
@@ -90,7 +90,7 @@ class Ledger(TorchDispatchMode):
                 yield from self._storages_of_tensor(leaf)
 
     def _storages_of_tensor(self, tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-        if getattr(tensor, "memoryless", False):  # a `VirtualTensor`: its bytes are those it would have
+        if getattr(tensor, "memoryless", False):  # a `VirtualTensor`, which has no memory of its own
             return
         if is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()

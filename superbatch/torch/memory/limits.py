@@ -1,9 +1,9 @@
-"""Limits of memory, and the peak of one stretch of work.
+"""Limits of memory, and the peak memory of a piece of work.
 
-On the CPU, *address space* (``RLIMIT_AS``, ``VmSize``) grows when the C library asks for it, *resident
-memory* (cgroups, the machine) when a page is first written to. Both keep what the C library has freed but not
-returned to the system. The next tensors go there, so it counts as free in a `Limit` and as used in a
-`PeakMeter`.
+On the CPU, *address space* (``RLIMIT_AS``, ``VmSize``) grows when the C library allocates it, *resident
+memory* (cgroups, the machine) when a page is first written to. Both include memory that the C library has
+freed but not returned to the system. The next tensors use it, so it counts as free in a `Limit`, and as used
+in a `PeakMeter`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _PROC = Path("/proc")
 
 
 def memory_limit(device: torch.device) -> Limit:
-    """Bytes that may still be allocated, and the origin of that limit.
+    """Return the bytes that may still be allocated, and the origin of that limit.
 
-    * CPU: the least that address space (``RLIMIT_AS``, ``RLIMIT_DATA``), control groups (versions 1 and 2,
-      with every group above) and the machine leave; file caches that can be dropped count as free.
+    * CPU: the least of what address space (``RLIMIT_AS``, ``RLIMIT_DATA``), control groups (versions 1 and 2,
+      with every group above) and the machine allow. File caches that can be dropped count as free.
     * CUDA: the device's free memory, plus the unused whole blocks of torch's allocator, within
-      `torch.cuda.set_per_process_memory_fraction`. Holes beside memory in use do not count: no large tensor
-      fits in. (Not run on a GPU.)
+      `torch.cuda.set_per_process_memory_fraction`. Holes beside used memory do not count, because no large
+      tensor fits into them. (Not run on a GPU.)
 
-    Read it after a prediction, which loads some modules, and when the memory is as it will be before a
-    window: on the CPU it takes about 0.5 ms.
+    Call it after a prediction, which loads some modules, and with the memory as it is before a window. On the
+    CPU it takes about 0.5 ms.
 
     Args:
         device: one device.
@@ -56,12 +56,13 @@ def memory_limit(device: torch.device) -> Limit:
 
 
 class PeakMeter:
-    """Measures the most memory that one stretch of work took, as `memory_limit` counts it.
+    """Measures the peak memory of a piece of work, as `memory_limit` counts it.
 
-    * CPU: on Linux the highest address space, or the highest resident memory where the process had already
-      been larger; elsewhere nothing. Resets the process's ``VmHWM``.
-    * CUDA: how far the reserve of torch's allocator grew, holes included; nothing where it did not grow. No
-      statistic of the allocator is reset: those of peaks are the user's. (Not run on a GPU.)
+    * CPU: on Linux the highest address space, or the highest resident memory if the process had already been
+      larger; on other systems nothing. It resets the process's ``VmHWM``.
+    * CUDA: the growth of the memory that torch's allocator has reserved, holes included; nothing if it has
+      not grown. The allocator's peak statistics are not reset, because the user may use them. (Not run on a
+      GPU.)
 
     `start` and `stop` take about 0.1 ms on the CPU, and do not wait for a GPU.
 
@@ -89,8 +90,7 @@ class PeakMeter:
         self._free = 0
 
     def start(self) -> None:
-        """Begin."""
-        # Growth of the reserve, as a reset of the peak would be a reset of the user's statistics.
+        """Begin the measurement."""
         if self._device.type == "cuda":
             self._allocated = torch.cuda.memory_allocated(self._device)
             self._reserved = torch.cuda.memory_reserved(self._device)
@@ -100,10 +100,10 @@ class PeakMeter:
             self._before = _status() if resettable else None
 
     def stop(self) -> int | None:
-        """End.
+        """End the measurement.
 
         Returns:
-            Bytes beyond those in use at `start`; None where they cannot be measured.
+            Peak bytes beyond those in use at `start`; None if they cannot be measured.
         """
         if self._device.type == "cuda":
             reserved = torch.cuda.memory_reserved(self._device)
@@ -112,33 +112,33 @@ class PeakMeter:
         after = _status()
         if before is None or after is None:
             return None
-        # The highest address space cannot be reset: if it has not moved, the peak was somewhere below it.
+        # VmPeak cannot be reset. If it has not grown, the peak was below it and is unknown.
         name, base = ("VmPeak", "VmSize") if after["VmPeak"] > before["VmPeak"] else ("VmHWM", "VmRSS")
-        # The work fills free bytes of the heap first, which moves none of the figures.
+        # The work uses free bytes of the heap first, which changes none of these numbers.
         return max(0, after[name] - before[base] + self._free)
 
 
 def free_in_heap() -> int:
-    """Bytes that the C library has freed but not given back to the system; 0 where it does not tell.
+    """Return the bytes that the C library has freed but not returned to the system; 0 if unknown.
 
     Examples:
         >>> free_in_heap() >= 0
         True
     """
-    # glibc's heap shrinks at its end only, so its holes may be as large as the tensors themselves: 1.4 to
-    # 2.9 times the prediction was measured, and no holes with MALLOC_MMAP_THRESHOLD_=65536.
+    # glibc's heap shrinks only at its end, so its holes may be as large as the tensors. A peak of 1.4 to 2.9
+    # times the prediction was measured, and no holes with MALLOC_MMAP_THRESHOLD_=65536.
     if not sys.platform.startswith("linux"):
         return 0
     mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc from 2.33 on
     if mallinfo2 is None:
         return 0
-    # ctypes would read an int.
+    # Without it ctypes would read an int.
     mallinfo2.restype = _Mallinfo2
     return int(mallinfo2().fordblks)
 
 
 class _Mallinfo2(ctypes.Structure):
-    """As in <malloc.h>."""
+    """The struct mallinfo2 of <malloc.h>."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -160,7 +160,7 @@ def _process_limits() -> Iterator[Limit]:
     import resource  # Unix only, as /proc is
 
     for name, used in (("RLIMIT_AS", status["VmSize"]), ("RLIMIT_DATA", status["VmData"])):
-        # The soft limit is the one that an allocation hits.
+        # The soft limit is the one that stops an allocation.
         soft, _ = resource.getrlimit(getattr(resource, name))
         if soft != resource.RLIM_INFINITY:
             yield Limit(soft - used, f"{name} of {binary_text(soft)}")
@@ -177,7 +177,7 @@ def _machine() -> Iterator[Limit]:
 
 
 def _status() -> dict[str, int] | None:
-    """Sizes of this process in bytes, by their names in /proc; None where there is no /proc."""
+    """Return sizes of this process in bytes, by their names in /proc; None if there is no /proc."""
     try:
         text = (_PROC / "self" / "status").read_text(encoding="utf-8")
     except OSError:
@@ -197,7 +197,7 @@ def _reset_highest_resident() -> bool:
 def _cuda_limit(device: torch.device) -> Limit:
     free, total = torch.cuda.mem_get_info(device)
     stats = torch.cuda.memory_stats(device)  # one reading of all; empty before the first use
-    # Inactive parts of split blocks are holes: no large tensor fits in.
+    # Inactive parts of split blocks are holes, into which no large tensor fits.
     used = stats.get("allocated_bytes.all.current", 0) + stats.get("inactive_split_bytes.all.current", 0)
     unused = stats.get("reserved_bytes.all.current", 0) - used
     limits = [Limit(free + unused, f"free memory of {device}")]
@@ -210,6 +210,6 @@ def _cuda_limit(device: torch.device) -> Limit:
 
 def _unknown(device: torch.device) -> InputError:
     return InputError(
-        f"The memory of device={str(device)!r} is not known here, only that of CPU and CUDA. Pass "
-        "microbatch_size as an int."
+        f"The memory of device={str(device)!r} cannot be measured, only that of CPU and CUDA. Pass "
+        "microbatch_size= as an int."
     )

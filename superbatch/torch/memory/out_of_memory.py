@@ -1,4 +1,4 @@
-"""Recognition of out-of-memory errors, narrow so that no other is hidden; and freeing of caches."""
+"""Recognition of out-of-memory errors, narrow enough to hide no other error; and freeing of caches."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from superbatch.errors import OutOfMemoryError
 from ..devices import module_of
 from .limits import memory_limit
 
-# Messages of torch and of the libraries below it, on devices without an error type for it.
+# Messages of torch and other libraries, on devices without an error type for lack of memory.
 _TEXTS = (
     "DefaultCPUAllocator: can't allocate",  # POSIX
     "DefaultCPUAllocator: not enough memory",  # Windows
     "std::bad_alloc",  # a kernel's own scratch memory on the CPU
-    "CUDA out of memory",  # torch before it had a type for it
+    "CUDA out of memory",  # older versions of torch, without an error type
     "CUDA error: out of memory",  # the driver, not the allocator
-    "CUDA driver error: out of memory",  # the same, with expandable segments
-    "Triton Error [CUDA]: out of memory",  # a compiled kernel, as it is loaded
+    "CUDA driver error: out of memory",  # the driver, with expandable segments
+    "Triton Error [CUDA]: out of memory",  # loading of a compiled kernel
     "Triton Error [HIP]: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",  # a workspace, or the handle made at its first use
+    "CUBLAS_STATUS_ALLOC_FAILED",  # a workspace, or the handle made at the first use
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",  # from cuDNN 9 on
     "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
@@ -38,11 +38,11 @@ _TEXTS = (
     "HIP out of memory",
     "HIP error: out of memory",
 )
-# oneDNN says the same when it has no memory for its kernels and when it has no such kernel: so only where
-# there is hardly any memory.
+# oneDNN has the same message for a lack of memory and for a missing kernel. It counts only if less memory
+# than this is free.
 _SCARCE_TEXTS = ("could not create a primitive", "could not execute a primitive")
 _SCARCE_BYTES = 2**26
-# Likewise on a GPU: no handle could be made, or no engine got its workspace.
+# The same on a GPU: no handle could be made, or no engine got its workspace.
 _SCARCE_TEXTS_CUDA = (
     "CUBLAS_STATUS_NOT_INITIALIZED",
     "CUSOLVER_STATUS_NOT_INITIALIZED",
@@ -51,22 +51,22 @@ _SCARCE_TEXTS_CUDA = (
     "HIPBLAS_STATUS_NOT_INITIALIZED",
     "unable to find an engine to execute this computation",
 )
-# A handle and its first workspace take up to about a quarter of a GiB, workspaces a share of a large device.
+# A handle and its first workspace take up to 256 MiB; on a large device workspaces may take a 16th of it.
 _SCARCE_BYTES_CUDA, _SCARCE_SHARE = 2**28, 16
 _TYPES = (RuntimeError, getattr(torch, "AcceleratorError", RuntimeError))
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory ran out, and nothing else.
+    """Return whether an error means that memory ran out.
 
     Args:
-        error: from a pass.
+        error: the error of a forward or backward.
 
     Returns:
-        True for torch's accelerator error and Python's MemoryError, and for an error of torch's own type with
-        the text of an allocator, of a library's workspace, or of a driver that has no memory. False for this
-        library's own OutOfMemoryError, a verdict: its source, such as an accumulator inside a loss
-        function, must not be run again, since its update may be half made.
+        True for torch.OutOfMemoryError and Python's MemoryError, and for an error of torch with the text of
+        an allocator, a library's workspace or a driver that has no memory. False for this library's own
+        OutOfMemoryError, e.g. of an accumulator inside a loss function: its update may be incomplete, so it
+        must not run again.
 
     Examples:
         >>> out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
@@ -78,11 +78,13 @@ def out_of_memory(error: BaseException) -> bool:
         return False
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
+    # The exact type, because a subclass may be an error of the user with any text.
     if type(error) not in _TYPES:
         return False
     said = str(error)
     if any(text in said for text in _TEXTS):
         return True
+    # These texts have other causes too, so the free memory decides.
     if any(text in said for text in _SCARCE_TEXTS_CUDA):
         return _is_scarce_on_cuda()
     return said in _SCARCE_TEXTS and _is_scarce()
@@ -92,9 +94,9 @@ _PINNING = {"cuda", "xpu"}
 
 
 def _release_pinned() -> None:
-    """Free unused pinned memory: its blocks are rounded up to powers of two, and cached."""
+    """Free unused pinned memory, which torch caches in blocks of powers of two."""
     accelerator = getattr(torch, "accelerator", None)
-    # Private, for correctness: the only way to free this memory before torch has a public one.
+    # Private, because older versions of torch have no public function for this.
     empty = getattr(accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
     if empty is not None:
         empty()
@@ -105,10 +107,11 @@ def _is_scarce() -> bool:
 
 
 def _is_scarce_on_cuda() -> bool:
-    """Return whether a GPU that this process works on has hardly any memory left."""
+    """Return whether a GPU that this process uses has hardly any memory left."""
     if not torch.cuda.is_initialized():
         return False
-    in_use = {torch.cuda.current_device()}  # to ask others for their memory would take some of it
+    # Only these, because reading the memory of others takes some of it.
+    in_use = {torch.cuda.current_device()}
     in_use |= {index for index in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(index)}
     for index in in_use:
         total = torch.cuda.mem_get_info(index)[1]
@@ -121,8 +124,8 @@ def release_caches(*devices: torch.device) -> None:
     """Free unused memory: the allocators' caches, and the free blocks of the C library's heap.
 
     Args:
-        devices: whose caches, besides the CPU's. The cache of a kind of device is emptied once: the function
-            of torch empties that of all devices of the kind.
+        devices: devices whose caches are emptied, beside the CPU's. torch empties the caches of all devices
+            of a kind at once.
 
     Examples:
         >>> release_caches()

@@ -1,1 +1,1 @@
-"""Random streams for each sample."""
+"""Random streams per sample."""

@@ -1,11 +1,11 @@
-"""A counter-based random generator in tensor arithmetic: a value depends only on its position.
+"""A counter-based random generator in tensor arithmetic, in which a value depends only on its position.
 
 * A position is an int64; `finalise` (two xor-shift-multiply rounds of splitmix64, Steele, Lea & Flood, OOPSLA
   2014, doi:10.1145/2660193.2660195) turns it into 64 random bits.
-* int64 arithmetic wraps around alike on every device, so bits, uniforms and integers agree bit for bit
-  between CPU and GPU; results of `log` or `cos` agree up to rounding.
-* Shifts are arithmetic (torch has no unsigned 64-bit ones): each loses one bit of the position, which is
-  harmless because positions are themselves hashed, and spares a masking pass.
+* int64 arithmetic wraps around in the same way on every device, so bits, uniforms and integers agree bit for
+  bit between CPU and GPU; results of `log` or `cos` agree up to rounding.
+* Shifts are arithmetic, because torch has no unsigned 64-bit ones. Each loses one bit of the position, which
+  is harmless because positions are hashed, and avoids a masking pass.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import math
 import torch
 from torch import Tensor
 
-# Python's ints have no width, and torch's int64 no unsigned form.
 _WORD = (1 << 64) - 1
 # The multipliers of splitmix64.
 _M1, _M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-# Digits of the mantissa: with more of them, some numbers would round to 1.
+# Digits of the mantissa. With more digits some numbers would round to 1.
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
@@ -41,7 +40,7 @@ def signed(word: int) -> int:
 
 
 def mix(word: int) -> int:
-    """Return splitmix64's finaliser of one Python int, as an int64: how keys and strides are made.
+    """Return splitmix64's finaliser of one Python int as an int64, for keys and strides.
 
     Args:
         word: any int; its low 64 bits count.
@@ -59,9 +58,9 @@ def mix(word: int) -> int:
     return signed(word ^ (word >> 31))
 
 
-# Odd, so that no two steps along a dimension meet modulo 2**64.
+# Odd, so that no two steps along a dimension are equal modulo 2**64.
 STRIDES = tuple(mix(0x9E3779B97F4A7C15 * (d + 1)) | 1 for d in range(16))
-"""The odd factors by which a step along each dimension (counted from the last) moves the position."""
+"""Increments of the position for a step along each dimension, counted from the last dimension."""
 
 
 def positions(start: Tensor, shape: tuple[int, ...], axis: int) -> Tensor:
@@ -71,7 +70,7 @@ def positions(start: Tensor, shape: tuple[int, ...], axis: int) -> Tensor:
 
     Args:
         start: int64, shape (shape[axis],).
-        shape: of the result; no dimension is 0.
+        shape: shape of the result; no dimension is 0.
         axis: the dimension of ``start``.
 
     Returns:
@@ -83,7 +82,7 @@ def positions(start: Tensor, shape: tuple[int, ...], axis: int) -> Tensor:
     """
     result = start.view([-1 if d == axis else 1 for d in range(len(shape))])
     counted = 0
-    # From the last one, so that further leading dimensions change no stride.
+    # From the last dimension, so that more leading dimensions do not change strides.
     for d in reversed(range(len(shape))):
         if d != axis and shape[d] > 1:
             index = torch.arange(shape[d], device=start.device).mul_(STRIDES[counted])
@@ -94,7 +93,7 @@ def positions(start: Tensor, shape: tuple[int, ...], axis: int) -> Tensor:
 
 
 def finalise(position: Tensor) -> Tensor:
-    """Turn positions into random bits, in place; the upper bits are the best ones.
+    """Turn positions into random bits, in place; the upper bits are the most random ones.
 
     Args:
         position: int64 tensor; overwritten.
@@ -106,7 +105,7 @@ def finalise(position: Tensor) -> Tensor:
         >>> finalise(torch.tensor([1, 2])).tolist() == finalise(torch.tensor([1, 2])).tolist()
         True
     """
-    # In place, as a dropout of large activations must not need another copy.
+    # In place, so that dropout of large activations needs no further copy.
     position.bitwise_xor_(position >> 30).mul_(signed(_M1))
     return position.bitwise_xor_(position >> 27).mul_(signed(_M2))
 
@@ -125,7 +124,7 @@ def below(bits: Tensor, p: float) -> Tensor:
         >>> below(torch.tensor([-(2**63), 0, 2**63 - 1]), 0.5).tolist()
         [True, False, False]
     """
-    # Compared as integers: exact, and equal on every device.
+    # Integers compare exactly, and equally on every device.
     return bits < min(round((p - 0.5) * 2.0**64), 2**63 - 1)
 
 
@@ -148,7 +147,7 @@ def uniform(bits: Tensor, dtype: torch.dtype, *, open: bool = False) -> Tensor:
     top = bits >> (64 - digits)
     if open:
         top.bitwise_or_(1)
-    # `top` is a signed number of `digits` bits: scaled, it is in [-0.5, 0.5).
+    # `top` is a signed number of `digits` bits, which scaled is in [-0.5, 0.5).
     return top.to(dtype).mul_(2.0**-digits).add_(0.5)
 
 
@@ -167,7 +166,8 @@ def normal(bits: Tensor, dtype: torch.dtype) -> Tensor:
         torch.Size([4])
     """
     work = torch.float64 if dtype is torch.float64 else torch.float32
-    # float64 takes 53 bits of the 64, so the angle has bits of its own; float32 takes the lower ones.
+    # For float64 the radius uses 53 of the 64 bits, so the angle needs new ones; for float32 it uses the
+    # lower.
     angle = uniform(finalise(bits + STRIDES[-1]) if dtype is torch.float64 else bits << 24, work)
     radius = uniform(bits, work, open=True).log_().mul_(-2).sqrt_()
     return radius.mul_(angle.mul_(2 * math.pi).cos_()).to(dtype)
@@ -188,6 +188,6 @@ def integers(bits: Tensor, low: int, high: int) -> Tensor:
         >>> set(integers(finalise(torch.arange(100)), 3, 5).tolist())
         {3, 4}
     """
-    # remainder reads the lower bits; the upper ones are better, and are mixed in.
+    # The upper bits are mixed in, because remainder depends on the lower ones, which are less random.
     mixed = (bits ^ (bits >> 31)) & (2**63 - 1)
     return mixed.remainder_(high - low).add_(low) if high - low < 2**63 else mixed.add_(low)

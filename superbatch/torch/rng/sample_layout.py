@@ -1,13 +1,14 @@
 """Dimension of a random tensor that runs over the samples of a micro-batch.
 
-A random operation names a shape, not a meaning. The answer is, in this order:
+A random operation has a shape, but no names of dimensions. The dimension of the samples is, in this order:
 
-1. stated with `samples_along`;
-2. seen: the same call of the same window with another number of samples shows which dimension grows with it;
-3. convention: the first dimension, if it is the number of samples; else the only dimension that is; else the
-   first, if it is a multiple (``(B*T, C)``, batch outermost); else none: one draw for the whole batch.
+1. the one declared with `samples_along`;
+2. the one that grows with the number of samples, if the same call of the window had another number before;
+3. by convention the first dimension, if its size is the number of samples; else the only dimension of that
+   size; else the first, if its size is a multiple (``(B*T, C)``, batch outermost); else none, which means one
+   draw for the whole batch.
 
-Two possible readings raise an error, and so does a reading that a later micro-batch contradicts.
+An ambiguous shape raises, and so does a later micro-batch that contradicts the result.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from dataclasses import dataclass
 from superbatch.errors import InputError
 
 _NOT_STATED = "not stated"
-Stated = int | str | None  # a dimension; None: one draw for the batch; a word: nothing is stated
+Stated = int | str | None  # a dimension; None: one draw for the batch; a string: nothing is declared
 _stated: ContextVar[Stated] = ContextVar("superbatch_samples_along", default=_NOT_STATED)
 _reading: ContextVar[Reading | None] = ContextVar("superbatch_reading", default=None)
 _REMEDY = (
-    "State it around the call: `with samples_along(dim):`, or samples_along(None) for one draw per batch"
+    "Put the call in `with samples_along(dim):`, or in `with samples_along(None):` for one draw per batch"
 )
 
 
 class Reading:
-    """Reading of the random calls of one micro-batch, from whatever thread they come.
+    """Dimensions of the samples in the random calls of one micro-batch, shared by all threads.
 
-    Context variables of the thread that entered a stream are not set in the threads in which autograd runs
-    backward for an accelerator. There a checkpoint runs its forward again.
+    For an accelerator autograd runs backward in other threads, which do not have the context variables of the
+    thread that entered the stream. Activation checkpointing runs its forward again there.
 
     Attributes:
-        stated: with `samples_along`, in the thread that made this.
-        calls: those of this micro-batch so far, by their keys; a call that is made again is read alike.
+        stated: the dimension declared by `samples_along` in the thread that made this object.
+        calls: calls of this micro-batch so far, by their keys; a repeated call gets the same dimension.
     """
 
     def __init__(self) -> None:
@@ -46,7 +47,7 @@ class Reading:
     def axis(
         self, key: int, op: str, shape: tuple[int, ...], samples: int, before: Call | None
     ) -> int | None:
-        """Return the dimension of the samples, as `sample_axis`.
+        """Return the dimension of the samples; see `sample_axis`.
 
         Examples:
             >>> reading = Reading()
@@ -55,11 +56,11 @@ class Reading:
             >>> first, reading.axis(7, "rand", (8, 4), 4, None)
             (1, 1)
         """
-        # A checkpoint runs its forward again, in a thread where nothing is declared.
+        # Activation checkpointing repeats the call in a thread without a declaration.
         again = self.calls.get(key)
         if again is not None and (again.op, again.shape) == (op, shape):
             return again.axis
-        # This thread's declaration, else that of the thread that entered the stream.
+        # The declaration of this thread, else that of the thread that entered the stream.
         here = _stated.get()
         axis = sample_axis(op, shape, samples, before, self.stated if here == _NOT_STATED else here)
         self.calls[key] = Call(op, samples, shape, axis)
@@ -67,7 +68,7 @@ class Reading:
 
     @contextmanager
     def in_use(self) -> Iterator[Reading]:
-        """Let `samples_along` state the dimension here as well."""
+        """Return a context in which `samples_along` also sets `stated` of this object."""
         token = _reading.set(self)
         try:
             yield self
@@ -77,12 +78,12 @@ class Reading:
 
 @dataclass(frozen=True)
 class Call:
-    """Reading of one random call of a micro-batch.
+    """A random call of a micro-batch, with its dimension of the samples.
 
     Args:
         op: name of the operation.
-        samples: of the micro-batch.
-        shape: of the random tensor.
+        samples: number of samples of the micro-batch.
+        shape: shape of the random tensor.
         axis: the dimension of the samples; None: one draw for the whole batch.
 
     Examples:
@@ -98,20 +99,20 @@ class Call:
 
 @contextmanager
 def samples_along(dim: int | None) -> Iterator[None]:
-    """State the dimension that runs over the samples, for the random calls inside.
+    """Declare the dimension that runs over the samples, for the random calls inside.
 
-    It has an effect in a `sample_stream` only, so that it may stay in a model.
+    It has an effect only in a `sample_stream`, so it can stay in a model.
 
     Args:
-        dim: a dimension whose size is a multiple of the number of samples, the batch outermost; None: the
-            same draw in every micro-batch, as for noise on weights, or one coin for a whole batch.
+        dim: a dimension whose size is a multiple of the number of samples, with the batch outermost. None:
+            the same draw in every micro-batch, e.g. for noise on weights.
 
     Examples:
         >>> import torch
         >>> with samples_along(1):
         ...     y = torch.nn.functional.dropout(torch.ones(16, 4, 8))  # (time, batch, channels)
     """
-    # In the context and in the reading, which autograd's threads can see.
+    # In the context variable, and in the Reading for autograd's threads.
     token, reading = _stated.set(dim), _reading.get()
     before = _NOT_STATED if reading is None else reading.stated
     if reading is not None:
@@ -127,21 +128,20 @@ def samples_along(dim: int | None) -> Iterator[None]:
 def sample_axis(
     op: str, shape: tuple[int, ...], samples: int, before: Call | None, stated: Stated = _NOT_STATED
 ) -> int | None:
-    """Return the dimension of the samples, or None where there is one draw for the whole batch.
+    """Return the dimension of the samples, or None for one draw for the whole batch.
 
     Args:
         op: name of the operation, for the error.
-        shape: of the random tensor.
-        samples: of this micro-batch.
+        shape: shape of the random tensor.
+        samples: number of samples of this micro-batch.
         before: the same call in another micro-batch of the window, if there was one.
-        stated: the dimension that `samples_along` states, if any.
+        stated: the dimension that `samples_along` has declared, if any.
 
     Returns:
         A dimension whose size is a multiple of ``samples``; or None.
 
     Raises:
-        InputError: if the statement does not fit, if the convention has two readings, or if ``before``
-        contradicts.
+        InputError: the declaration does not fit, the convention is ambiguous, or ``before`` contradicts.
 
     Examples:
         >>> sample_axis("rand", (4, 1, 1), 4, None), sample_axis("rand", (10, 4, 8), 4, None)
@@ -164,20 +164,21 @@ def _check_stated(op: str, shape: tuple[int, ...], samples: int, dim: int | None
     if dim is None:
         return None
     axis = dim + len(shape) if dim < 0 else dim
+    # A multiple, because a flattened dimension may hold several rows per sample.
     if not 0 <= axis < len(shape) or shape[axis] % samples:
         raise InputError(
-            f"samples_along({dim}) around {op} of shape {shape} in a micro-batch of {samples} samples names "
-            "a dimension that does not exist, or is no multiple of the number of samples. State the "
+            f"samples_along({dim}) does not fit {op} of shape {shape} in a micro-batch of {samples} samples: "
+            "there is no such dimension, or its size is not a multiple of the number of samples. Pass the "
             "dimension that runs over the samples."
         )
     return axis
 
 
 def _seen(op: str, shape: tuple[int, ...], samples: int, before: Call) -> int | None:
-    # A shape that does not grow with the samples: one draw for the whole batch.
+    # A shape that does not depend on the number of samples is one draw for the whole batch.
     if shape == before.shape:
         return None
-    # In proportion, e.g. (8, 10) and (4, 10) with 8 and 4 samples.
+    # E.g. dimension 0 of (8, 10) and (4, 10) with 8 and 4 samples.
     grows = [d for d, size in enumerate(shape) if size * before.samples == before.shape[d] * samples and size]
     return grows[0] if grows else _convention(op, shape, samples)
 
@@ -194,7 +195,7 @@ def _convention(op: str, shape: tuple[int, ...], samples: int) -> int | None:
         return 0
     if len(others) > 1 or (others and shape[0] % samples == 0):
         raise InputError(
-            f"More than one dimension of {op} of shape {shape} could run over the {samples} samples of its "
+            f"More than one dimension of {op} of shape {shape} could run over the {samples} samples of the "
             f"micro-batch. {_REMEDY}."
         )
     return others[0] if others else None
@@ -204,13 +205,13 @@ def _agree(shape: tuple[int, ...], samples: int, axis: int | None, before: Call)
     if axis is None or before.axis is None:
         # One draw for the whole batch has the same shape in every micro-batch.
         return axis is before.axis and shape == before.shape
-    # With one sample every dimension gives the same positions, so the reading cannot be wrong.
+    # With one sample every dimension gives the same positions.
     return samples == 1 or before.samples == 1 or axis == before.axis
 
 
 def _contradiction(op: str, shape: tuple[int, ...], samples: int, before: Call) -> str:
     return (
-        f"{op} has shape {before.shape} in a micro-batch of {before.samples} samples, and {shape} in one of "
-        f"{samples} samples, which does not show the dimension that runs over the samples (packed sequences, "
-        f"noise on weights, a different path through the model?). {_REMEDY}."
+        f"{op} has shape {before.shape} in a micro-batch of {before.samples} samples, but {shape} in one of "
+        f"{samples} samples, so the dimension of the samples is unknown. (Reasons may be packed sequences, "
+        f"noise on weights, or a different path through the model.) {_REMEDY}."
     )

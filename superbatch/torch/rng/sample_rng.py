@@ -1,13 +1,13 @@
-"""Random streams per sample: a run with dropout is the same under every split into micro-batches.
+"""Random streams per sample, so that training with dropout does not depend on the split.
 
 * Every random operation of a micro-batch's forward and backward is computed by `superbatch.torch.rng.counter`
-  from (window key, call key, sample's index in the effective batch, index within the sample): no value
-  depends on which samples share its micro-batch, on their number or order, or on the device.
-* The call key is the next number of torch's global CPU generator, seeded alike at the start of every
-  micro-batch of a window. Activation checkpointing restores that generator before it computes a forward
-  again, and so the masks.
-* A random operation that cannot be drawn like this is refused, never let through.
-* Nothing global stays changed: modes, generator and `torch.compile` stance are as before on exit.
+  from (window key, call key, sample's index in the effective batch, index within the sample). So no value
+  depends on the other samples of its micro-batch, on their number or order, or on the device.
+* The call key is the next number of torch's global CPU generator, which gets the same seed at the start of
+  every micro-batch of a window. Activation checkpointing restores that generator before it repeats a forward,
+  and so repeats the masks.
+* A random operation that cannot be drawn like this raises.
+* On exit, modes, generator and the `torch.compile` stance are restored.
 """
 
 from __future__ import annotations
@@ -43,37 +43,35 @@ def sample_stream(
     calls: dict[int, Call] | None = None,
     unruled: set[str] | None = None,
 ) -> EnteredOrLeft[None]:
-    """Draw all random numbers inside from streams per sample: around one micro-batch's forward and backward.
+    """Return a context that draws random numbers per sample, for a micro-batch's forward and backward.
 
     Entry saves the state of torch's global CPU generator and seeds it from ``key``; exit, also by an
-    exception, restores the saved state. So the caller alone decides how that generator advances per window.
+    exception, restores the saved state. So only the caller decides how that generator advances per window.
     The CUDA generators are not used.
 
-    Compiled models run eagerly inside, and attention with dropout by the math backend, because random numbers
-    within a fused kernel cannot be replaced. Streams hold in the thread that entered and in its backward
-    passes.
+    Inside, compiled models run eagerly and attention with dropout uses the math backend, because random
+    numbers within a fused kernel cannot be replaced. The context applies to the thread that entered it and to
+    its backward passes.
 
-    The dimension of a random tensor that runs over the samples is read by
-    `superbatch.torch.rng.sample_layout`. With ``samples=1`` a draw that is meant for a whole batch
-    looks like one per sample, and so does noise whose first dimension is a multiple of ``samples`` by
-    accident. ``calls`` finds that out as soon as the window, or the check of its first update, has
-    micro-batches of two sizes; `samples_along` states it.
+    `superbatch.torch.rng.sample_layout` finds the dimension of a random tensor that runs over the samples. It
+    may be wrong with ``samples=1``, where a draw for a whole batch looks like one per sample, and for noise
+    whose first dimension happens to be a multiple of ``samples``. ``calls`` detects this once the window, or
+    the check of its first update, has micro-batches of two sizes; `samples_along` declares the dimension.
 
     Args:
-        key: names the window; the same for all its micro-batches. Draw it once per window.
-        first_sample: position of the micro-batch's first sample within the effective batch (of all ranks).
-        samples: of the micro-batch, at least 1.
-        indices: instead of these two, for samples that do not follow one another (a window sorted by length):
-            the position of each within the effective batch (of all ranks), in the micro-batch's order.
-        calls: a dict, empty at first, that all micro-batches of a window share, to be checked
-            against.
-        unruled: a set, for a look that must not refuse anything: an operation that cannot be drawn per
-            sample is drawn from the window's key alone, and its name is added here. A permutation is the
-            identity, a generator of the operation's own is left alone.
+        key: key of the window, equal for all its micro-batches. Draw it once per window.
+        first_sample: position of the micro-batch's first sample in the effective batch (of all ranks).
+        samples: number of samples of the micro-batch, at least 1.
+        indices: in place of these two, if the samples are not consecutive (a window sorted by length): the
+            position of each sample in the effective batch (of all ranks), in the micro-batch's order.
+        calls: a dict, empty at first, that all micro-batches of a window share, to compare their calls.
+        unruled: a set, for a check that must not raise. An operation that cannot be drawn per sample is then
+            drawn from the window's key, and its name is added to the set. A permutation becomes the identity,
+            and an operation's own generator is not used.
 
     Raises:
-        InputError: if the places are not stated, stated twice, or out of range; inside, at a random operation
-            that cannot be drawn per sample, has its own generator, or whose shape has no clear reading.
+        InputError: the positions are missing, passed twice, or out of range. Inside: a random operation
+            cannot be drawn per sample, has its own generator, or has an ambiguous shape.
 
     Examples:
         >>> import torch
@@ -99,33 +97,34 @@ def _entered(
     key: int, places: Sequence[int], calls: dict[int, Call], unruled: set[str] | None
 ) -> Iterator[None]:
     with ExitStack() as stack:
-        # Registered first, so that it runs last, after all modes have been left.
+        # Registered first, so that it runs last, after all modes were left.
         stack.callback(torch.default_generator.set_state, torch.default_generator.get_state())
         torch.default_generator.manual_seed(signed(key))
-        if "torch._dynamo" in sys.modules:  # without it nothing is compiled, and importing it takes seconds
+        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and the import takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        # A function mode, as a fused kernel reaches the dispatcher in one piece.
+        # A function mode, because a fused kernel is a single operation in the dispatcher.
         stack.enter_context(_Kernels(refuse=unruled is None))
         reading = stack.enter_context(Reading().in_use())
         stream = _Stream(key, places, calls, reading)
         stack.enter_context(stream if unruled is None else _Lenient(stream, unruled))
-        stack.callback(Modes().restore)  # else an interrupt inside may leave too many or too few to leave
+        stack.callback(Modes().restore)  # an interrupt inside may have left too many or too few modes
         yield
 
 
 def _places(first: int | None, samples: int | None, indices: Sequence[int] | None) -> Sequence[int]:
-    """The positions of a micro-batch's samples within the effective batch."""
+    """Return the positions of a micro-batch's samples in the effective batch."""
     places: Sequence[int] = ()
     if indices is not None:
         if first is None and samples is None and min(indices, default=0) >= 0:
             places = indices
     elif first is not None and samples is not None and first >= 0:
         places = range(first, first + samples)
+    # An empty range or list too: without samples nothing is drawn.
     if not places:
         given = "" if indices is None else f", indices={indices!r}"
         raise InputError(
-            f"first_sample={first}, samples={samples}{given} is no place of a micro-batch, which has at "
-            "least one sample, counted from 0. Pass its place in the effective batch: first_sample and "
+            f"first_sample={first}, samples={samples}{given} is not a position of a micro-batch, which has "
+            "at least one sample, counted from 0. Pass its position in the effective batch: first_sample and "
             "samples, or indices."
         )
     return places
@@ -136,8 +135,8 @@ class _Stream(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Newer releases of torch wrap a mode for compiled callers, which costs as much as the mode itself
-        # (and imports the compiler); nothing is compiled in here. Older releases do not ask.
+        # Newer releases of torch call this. If it returned True, torch would import the compiler and wrap the
+        # mode, which costs as much as the mode itself; nothing is compiled inside.
         return False
 
     def __init__(self, key: int, places: Sequence[int], calls: dict[int, Call], reading: Reading) -> None:
@@ -149,7 +148,7 @@ class _Stream(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # Most operations end here.
+        # Most operations are not random.
         if not _is_random(func):
             return func(*args, **kwargs)
         named = _bind(func, args, kwargs)
@@ -160,19 +159,19 @@ class _Stream(TorchDispatchMode):
         op = str(func)
         if named.get("generator") is not None:
             raise _own_generator(op)
-        # Rules write to plain tensors; a wrapper subclass is decomposed first.
+        # Rules write to plain tensors, so a wrapper subclass is decomposed first.
         if op in RULES and not any(map(is_traceable_wrapper_subclass, tree_leaves((args, kwargs)))):
             return RULES[op](self, op, named)
-        with self:  # in inference mode dropout arrives whole; its parts are drawn by their rules
+        with self:  # e.g. dropout in inference mode, whose parts have rules
             parts = func.decompose(*args, **kwargs)
         if parts is NotImplemented:
             raise refusal(op)
         return parts
 
     def bits(self, op: str, shape: tuple[int, ...], device: torch.device, *, rows: bool = False) -> Tensor:
-        """Return 64 random bits per element; ``rows``: the samples can only be the first dimension."""
+        """Return 64 random bits per element; with ``rows`` the samples can only be the first dimension."""
         shape = tuple(shape)
-        # The call key. A checkpoint restores this generator before it runs its forward again.
+        # The call key; see the module's docstring.
         call = int(
             torch.empty((), dtype=torch.int64, device="cpu").random_(generator=torch.default_generator)
         )
@@ -181,16 +180,16 @@ class _Stream(TorchDispatchMode):
             raise _other_call(op, before)
         read = shape[:1] if rows else shape
         axis = self.reading.axis(call, op, read, self.samples, before)
-        # One sample shows no dimension, so that a larger micro-batch replaces this reading.
+        # A micro-batch of one sample does not show the dimension, so a larger one replaces its entry.
         if before is None or before.samples == 1:
             self.calls[call] = Call(op, self.samples, read, axis)
         if 0 in shape:
             return torch.empty(shape, dtype=torch.int64, device=device)
-        # From the window's key and the call alone, so the same in every micro-batch.
+        # One draw for the batch, from the window's key and the call, so equal in every micro-batch.
         if axis is None:
             start = torch.full((1,), signed(self.window + call), dtype=torch.int64, device=device)
             return finalise(positions(start, (1, *shape), 0)).view(shape)
-        # The dimension of the samples becomes (samples, rest of it).
+        # The dimension of the samples is split into (samples, rest).
         split = (*shape[:axis], self.samples, shape[axis] // self.samples, *shape[axis + 1 :])
         return finalise(positions(self._start(device) + call, split, axis)).view(shape)
 
@@ -198,30 +197,30 @@ class _Stream(TorchDispatchMode):
         """Return the first position of each sample, shape (samples,)."""
         if device not in self._starts:
             index = self._index(device)
-            # Hashed twice, so that neighbouring windows and samples are no neighbours in position.
+            # Hashed twice, so that neighbouring windows and samples have distant positions.
             self._starts[device] = finalise(
                 finalise(index.mul_(signed(0x9E3779B97F4A7C15))).add_(self.window)
             )
         return self._starts[device]
 
     def _index(self, device: torch.device) -> Tensor:
-        """Return the number of each sample, counted from 1, in memory of its own; shape (samples,)."""
+        """Return the number of each sample, counted from 1, in a new tensor of shape (samples,)."""
         if isinstance(self.places, range):
             first, end, by = self.places.start + 1, self.places.stop + 1, self.places.step
             return torch.arange(first, end, by, device=device)
-        # From 1, since `finalise` leaves 0 as it is.
+        # From 1, because `finalise` maps 0 to 0.
         return torch.tensor(self.places, dtype=torch.int64, device=device).add_(1)
 
 
 class _Lenient(_Stream):
-    """Draws an operation without a rule alike in all micro-batches, instead of raising."""
+    """Draws an operation without a rule in the same way in all micro-batches, instead of raising."""
 
     def __init__(self, stream: _Stream, unruled: set[str]) -> None:
         super().__init__(0, stream.places, stream.calls, stream.reading)
         self.window, self.unruled = stream.window, unruled
 
     def draw(self, func: Any, named: Arguments, args: Any, kwargs: Any) -> Any:
-        # The identity is the same in every split.
+        # The identity does not depend on the split.
         if "randperm" in str(func) and named.get("out") is None:
             dtype = named["dtype"] if isinstance(named["dtype"], torch.dtype) else torch.int64
             return torch.arange(named["n"], dtype=dtype, device=named["device"])
@@ -234,7 +233,7 @@ class _Lenient(_Stream):
 
 
 class _Kernels(TorchFunctionMode):
-    """Chooses kernels whose random numbers pass the dispatcher, and declares dimensions known by name."""
+    """Chooses kernels whose random operations reach the dispatcher, and declares known dimensions."""
 
     def __init__(self, *, refuse: bool) -> None:
         super().__init__()
@@ -255,18 +254,18 @@ _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
 def _recurrent(func: Any, args: Any, kwargs: Any, *, refuse: bool) -> Any:
-    """Run a recurrent network whose dropout between layers is drawn on (time, batch, channels)."""
-    # (data, batch_sizes, hx, params, ...) if packed, else (input, hx, params, ...)
+    """Run a recurrent network, whose dropout between layers has the shape (time, batch, channels)."""
+    # The arguments are (data, batch_sizes, hx, params, ...) if packed, else (input, hx, params, ...).
     packed = isinstance(args[3], (list, tuple))
     _, _, layers, dropout, train = args[3:8] if packed else args[2:7]
     if not (dropout and train and layers > 1):
         return func(*args, **kwargs)
-    # Without dropout: it has no rule here, and a lenient stream raises nothing.
+    # A lenient stream must not raise, so it runs without dropout.
     if packed and not refuse:
         return func(*args[:6], 0.0, *args[7:], **kwargs)
     if packed:
         raise refusal("dropout between the layers of a recurrent network on a PackedSequence")
-    # cuDNN draws within its kernel.
+    # Without cuDNN, which draws within its kernel.
     with torch.backends.cudnn.flags(enabled=False), samples_along(1):
         return func(*args, **kwargs)
 
@@ -284,22 +283,21 @@ def _bind(func: Any, args: Any, kwargs: Any) -> Arguments:
 
 
 def _draws_nothing(named: Arguments) -> bool:
-    """Tell whether an operation that may draw does not: dropout of probability 0, evaluation mode."""
+    """Return whether an operation draws nothing: dropout of probability 0, or evaluation mode."""
     off = [named.get(name) is False for name in ("train", "training")]
     return any(off) or named.get("dropout_p") == 0 or named.get("dropout") == 0
 
 
 def _own_generator(op: str) -> InputError:
     return InputError(
-        f"{op} was called with a generator under PerSampleRandom. A generator moves on with every "
-        "micro-batch, so its numbers depend on the split. Leave out generator=, or leave PerSampleRandom "
-        "out."
+        f"{op} was called with generator= under PerSampleRandom, but a generator advances with every "
+        "micro-batch, so its numbers depend on the split. Remove generator=, or remove PerSampleRandom."
     )
 
 
 def _other_call(op: str, before: Call) -> InputError:
     return InputError(
-        f"{op} was called where another micro-batch of the window called {before.op}, and random calls must "
-        "come in the same order in all. Make the choice per sample with torch's random numbers, or leave "
-        "PerSampleRandom out."
+        f"{op} was called where another micro-batch of the window called {before.op}, but all micro-batches "
+        "must make the same random calls in the same order. Make the choice for each sample by torch's "
+        "random numbers, or remove PerSampleRandom."
     )

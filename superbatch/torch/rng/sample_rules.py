@@ -1,8 +1,8 @@
-"""Random operations per sample: a table from random operations to rules, and the refusal of all others.
+"""Rules for random operations per sample, and the error for operations without a rule.
 
-* The values have torch's distributions, not torch's numbers.
-* A rule asks for random bits once, with the shape that the operation draws, and returns the operation's
-  result.
+* The values have torch's distributions, but are not torch's numbers.
+* A rule requests random bits once, in the shape of the operation's random tensor, and returns the result of
+  the operation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Draws(Protocol):
     samples: int
 
     def bits(self, op: str, shape: tuple[int, ...], device: torch.device, *, rows: bool = False) -> Tensor:
-        """Return 64 random bits per element; ``rows``: the samples can only be the first dimension."""
+        """Return 64 random bits per element; with ``rows`` the samples can only be the first dimension."""
         ...
 
 
@@ -55,18 +55,18 @@ def _normal(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
 
 
 def _log_normal(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
-    # exp turns a rounding of 16 bits into a large one.
+    # In float32 at least, because exp magnifies the rounding of 16-bit numbers.
     return _normal(bits, _wide(dtype), a).exp_()
 
 
 def _exponential(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
-    # open, as log(0) is infinite.
+    # open, because log(0) is infinite.
     return uniform(bits, _wide(_real(dtype)), open=True).log_().div_(-a["lambd"])
 
 
 def _cauchy(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
     return (
-        # open: the tangent is infinite at the end.
+        # open, because the tangent is infinite at the end.
         uniform(bits, _wide(dtype), open=True)
         .sub_(0.5)
         .mul_(math.pi)
@@ -78,7 +78,7 @@ def _cauchy(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
 
 def _geometric(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
     return (
-        # In float64, since ceil makes a whole step of a rounding.
+        # In float64, because ceil turns a rounding error into a whole step.
         uniform(where_float64_is(bits), torch.float64, open=True)
         .log_()
         .div_(math.log1p(-a["p"]) if a["p"] < 1 else -math.inf)
@@ -93,7 +93,7 @@ def _bernoulli(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
     p = a["p"]
     if not isinstance(p, Tensor):
         return below(bits, p)
-    # In float64, as a probability of 32 bits is compared with all its digits.
+    # In float64, to use all digits of a float32 probability.
     return (uniform(where_float64_is(bits), torch.float64) < where_float64_is(p)).to(bits.device)
 
 
@@ -102,11 +102,11 @@ def _integers(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
 
 
 def _random(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
-    """All numbers of an integer type, or the integers that a floating type holds exactly (its digits)."""
+    """Return integers: by default all of an integer dtype, or all that a floating dtype holds exactly."""
     low = a.get("from", 0)
     high = a.get("to")
     if high is None:
-        # As torch: up to 2 ** digits, which a floating type holds exactly.
+        # As torch: up to 2 ** digits for a floating dtype.
         high = (
             2 ** round(1 - math.log2(torch.finfo(dtype).eps))
             if dtype.is_floating_point
@@ -120,16 +120,16 @@ def _integer_end(dtype: torch.dtype) -> int:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Compute logarithms and tangents of 16-bit types in float32."""
+    """Return the dtype for logarithms and tangents, which for 16-bit dtypes is float32."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:
-    """Let through the types that `counter.uniform` and `counter.normal` can make."""
+    """Return the dtype if `counter.uniform` and `counter.normal` support it; else raise."""
     if dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         raise InputError(
             f"Random numbers of {dtype} cannot be drawn under PerSampleRandom, only real numbers of 16, 32 "
-            "or 64 bits. Draw real numbers and convert them."
+            "or 64 bits. Draw real numbers of such a dtype, and convert them."
         )
     return dtype
 
@@ -179,7 +179,7 @@ def _bernoulli_of_self(stream: Draws, op: str, a: Arguments) -> Tensor:
 def _native_dropout(stream: Draws, op: str, a: Arguments) -> tuple[Tensor, Tensor]:
     x: Tensor = a["input"]
     mask = below(stream.bits(op, x.shape, x.device), 1 - a["p"])
-    # p = 1 drops everything, where the factor would be infinite.
+    # For p = 1, which drops everything, the factor would be infinite.
     return x * mask * (1 / (1 - a["p"]) if a["p"] < 1 else 0.0), mask
 
 
@@ -191,10 +191,10 @@ def _rrelu(stream: Draws, op: str, a: Arguments) -> Tensor:
 
 
 def _multinomial(stream: Draws, op: str, a: Arguments) -> Tensor:
-    """Sample categories of each row; without replacement by a race of exponentials, as torch does."""
+    """Sample categories of each row; without replacement by the largest p / exponential, as torch does."""
     p, draws, again = in_float64(a["self"]), a["num_samples"], a["replacement"]
     device = a["self"].device
-    # One weight for each sample: a draw among the samples.
+    # With one weight per sample, it would be a draw among the samples.
     if p.dim() == 1 and len(p) == stream.samples > 1:
         raise refusal(op)
     if again and draws > 1:
@@ -204,7 +204,6 @@ def _multinomial(stream: Draws, op: str, a: Arguments) -> Tensor:
         point = uniform(bits, torch.float64).mul_(share[..., -1:])
         return torch.searchsorted(share, point, right=True).clamp_(max=p.shape[-1] - 1).to(device)
     bits = stream.bits(op, p.shape, p.device, rows=p.dim() == 2)
-    # The largest p / exponential are a draw without replacement.
     return (p / _exponential(bits, torch.float64, {"lambd": 1})).topk(draws, dim=-1).indices.to(device)
 
 
@@ -243,15 +242,15 @@ RULES: dict[str, Rule] = {
     "aten.random_.from": _into(_random),
     "aten.multinomial.default": _multinomial,
 }
-"""Rules by operation; the values have torch's distributions, not torch's numbers."""
+"""Rules by operation; the values have torch's distributions, but are not torch's numbers."""
 
 
 _WHY = {
-    "randperm": ("a permutation belongs to the whole batch", "Permute where the batch is made"),
+    "randperm": ("a permutation belongs to the whole batch", "Make the permutation where the batch is made"),
     "multinomial": ("a draw among the samples of a batch couples them", "Draw where the batch is made"),
     "attention": (
         "the fused kernel draws its dropout itself",
-        "Call torch.nn.functional.scaled_dot_product_attention, which is then run by the math backend",
+        "Call torch.nn.functional.scaled_dot_product_attention, which then uses the math backend",
     ),
     "PackedSequence": (
         "its rows mix samples and times, in an order that depends on the other samples",
@@ -267,18 +266,18 @@ def refusal(op: str) -> InputError:
         op: name of the operation.
 
     Returns:
-        The error, to be raised.
+        The error to raise.
 
     Examples:
         >>> str(refusal("aten.randperm.default"))[:44]
         'aten.randperm.default cannot be drawn sample'
     """
     other = (
-        "no rule is known for it",
+        "there is no rule for it",
         "Use uniform, normal or Bernoulli numbers instead",
     )
     wrong, do = next((why for part, why in _WHY.items() if part in op), other)
     return InputError(
-        f"{op} cannot be drawn sample by sample under PerSampleRandom: {wrong}. {do}, or leave "
-        "PerSampleRandom out."
+        f"{op} cannot be drawn sample by sample under PerSampleRandom: {wrong}. {do}, or remove "
+        "PerSampleRandom."
     )

@@ -1,4 +1,4 @@
-"""Engine of an accumulator from its options: each is checked, and what excludes each other is refused."""
+"""Construction of an accumulator's engine from its options, which are checked first."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Options:
     """Options of an accumulator or a gradient as the user gave them; see `Accumulator` and `Gradient`.
 
     Attributes:
-        coupled: the random numbers of a whole batch whose samples are coupled; None: samples are separate.
-        steps: an optimizer makes an update; False: the gradient is left in ``.grad``.
+        coupled: the option `rng` of coupled samples; None: samples are not coupled.
+        steps: True: optimizers make an update; False: the gradient stays in ``.grad``.
     """
 
     microbatch_size: int | TokenBudget | Literal["auto", "largest"] | None = None
@@ -99,25 +99,26 @@ def engine_of(
     """Return the engine of an accumulator, or of a gradient without an optimizer.
 
     Args:
-        model: one or several.
-        optimizer: one or several, bare or in `MasterWeights`; None where `given` makes no step.
-        loss_fn: of a micro-batch, or of the batch; None: the user owns the loop.
+        model: one or several models.
+        optimizer: one or several, bare or in `MasterWeights`; None if ``given.steps`` is False.
+        loss_fn: the loss of a micro-batch or, for coupled samples, of the batch; None: the user's loop
+            computes it.
         given: the options.
 
     Raises:
         InputError: an option has the wrong type or value, or two of them exclude each other.
         OptimizerError: the optimizer cannot be used, or does not own the model's parameters.
     """
-    # Validation first: nothing is registered on the models before all options are known to be good.
+    # Validation first, so that a wrong option leaves the models unchanged.
     models = validation.as_models(model)
     bare, masters = _without_masters(optimizer)
     optimizers = validation.as_optimizers(bare) if given.steps else ()
     _check(loss_fn, given)
     if not given.steps and given.gradient_sum == "momentum":
-        raise InputError('gradient_sum="momentum" needs SGD, and a gradient has no optimizer. Leave it out.')
+        raise InputError('Gradient has no optimizer for gradient_sum="momentum". Remove gradient_sum=.')
     participants = _participants(given.participants)
     separate = given.coupled is None
-    # Coupled samples gather sharded parameters for the whole block; separate ones keep them split.
+    # Coupled samples need gathered parameters in the whole window; other losses keep parameters sharded.
     sharded = "split" if separate else "gathered"
     sync = find_sync(models, no_sync=True, sharded=sharded, sync=given.sync, in_buckets=given.steps)
     if given.steps:
@@ -140,19 +141,19 @@ def engine_of(
             gradient_sum=given.gradient_sum,
             masters=masters,
         )
-        # Those that no participant handles are an error in training mode, at each window.
+        # A BatchNorm without a participant raises in training mode, at each window.
         refused = {path: each for path, each in batchnorms.items() if path not in handled}
         work: Work = ByMicrobatch(config, sizing, given.split.paths, refused)
-        # A size that is searched for goes to the limit of memory: each update checks for room for its step.
+        # A searched size uses almost all memory, so each update checks that its step has enough.
         config.reserve.tight = not isinstance(sizing, Fixed)
     else:
         assert loss_fn is not None
         assert not isinstance(size, TokenBudget)
         work = Coupled(config, loss_fn, "auto" if isinstance(size, str) else size, whole)
-    # After the config: some exclusions depend on the ranks and the weight that it holds.
+    # After the config, because some exclusions depend on its ranks and weight.
     options.check_combinations(config, gradient_sum=given.gradient_sum)
     if isinstance(work.sizing, Fixed):
-        # A size that is looked for goes to the limit: there all is handed back.
+        # Not for a searched size, which uses almost all memory: freed memory is returned there.
         fastpaths.keep_freed_memory(entry.parameter.device for entry in parameters.entries)
     return Engine(
         config,
@@ -185,7 +186,7 @@ def _config(
             optimizers=optimizers,
             schedulers=options.as_schedulers(given.scheduler),
             scaler=scaler,
-            # None: the norm is computed all the same, for the record, but nothing is clipped.
+            # With None the norm is still computed, for the record.
             max_grad_norm=validation.check_positive(given.max_grad_norm, "max_grad_norm"),
             clip=options.check_callable(
                 given.clip, "clip", "a function of the gradients, or ClipValue(limit)"
@@ -199,13 +200,13 @@ def _config(
         nonfinite=validation.check_choice(given.nonfinite, "nonfinite", NonFinite),
         sample_rng=participants.sample_rng,
         norms=norms.of_windows(batchnorms, participants.batchnorm, sync),
-        # The loss function too: a teacher or a memory bank may be in its closure alone.
+        # loss_fn too: its closure may hold a teacher or a memory bank that is not in `models`.
         state=MovedState(models, [loss_fn]),
-        # CPU generators are always kept; those of accelerators only where the models are.
+        # The generators of the CPU, and of the accelerators that hold the models.
         random=RandomKeeper(accelerators(models, *parameters, device)),
-        # A coupled loss cannot be called with a micro-batch, so checks that would do so get none.
+        # A coupled loss cannot be called with a micro-batch, so checks must not call it.
         loss_fn=None if whole else loss_fn,
-        # A virtual batch moves its own slices.
+        # A virtual batch moves its slices to the device itself.
         transfer=None if whole or device is None else Transfer(device),
         reserve=Reserve(models, optimizers, owned),
         before_step=BeforeStep(optimizers, owned),
@@ -219,7 +220,7 @@ def _config(
         whole=whole,
         masters=masters,
         backward=options.check_callable(given.backward, "backward", "a function of a loss"),
-        # Without an optimizer .grad belongs to the user, and what is in it counts.
+        # Without an optimizer .grad belongs to the user, and its gradients are kept and added to.
         earlier=None if optimizers else EarlierGradients(owned),
         extra=Extra(participants.extra) if participants.extra else None,
     )
@@ -236,23 +237,23 @@ def _participants(given: Sequence[Any]) -> _Participants:
         kind: [each for each in given if isinstance(each, kind)] for kind in _KINDS
     }
     others = tuple(each for each in given if not isinstance(each, _KINDS))
-    # Any object with these methods takes part: a protocol, no base class to inherit from.
+    # Any object with these methods is a participant; there is no base class.
     for each in others:
         missing = [name for name in _METHODS if not callable(getattr(each, name, None))]
         # A class in place of an object has the methods too: participants=[FrozenBatchNorm].
         if isinstance(each, type) or missing:
             raise InputError(
-                f"participants= has {each!r}, which takes no part in a window. Pass FrozenBatchNorm(), "
+                f"participants= contains {each!r}, which is not a participant. Pass FrozenBatchNorm(), "
                 "GhostBatchNorm(), PerSampleRandom(), or an object with the methods of "
                 "superbatch.torch.window.participant.Participant."
             )
     frozen: list[Any] = found[FrozenBatchNorm]
     ghost: list[Any] = found[GhostBatchNorm]
-    # Two kinds for one model would need an order of precedence.
+    # Two for one model would need an order of precedence.
     if len(frozen) + len(ghost) > 1:
         raise InputError(
-            f"participants= has {len(frozen) + len(ghost)} objects for BatchNorm. Pass one, with all of its "
-            "modules."
+            f"participants= contains {len(frozen) + len(ghost)} objects for BatchNorm. Pass one, with all of "
+            "its modules: FrozenBatchNorm(a, b)."
         )
     kind = "frozen" if frozen else "per_microbatch" if ghost else "error"
     modules = tuple(module for each in (*frozen, *ghost) for module in each.modules)
@@ -261,7 +262,7 @@ def _participants(given: Sequence[Any]) -> _Participants:
 
 _KINDS = (FrozenBatchNorm, GhostBatchNorm, PerSampleRandom)
 _METHODS = (
-    # Spelled out: a runtime-checkable protocol would not name the missing method.
+    # Listed here, because a runtime-checkable protocol cannot be asked for one method.
     *("begin", "savepoint", "rollback", "restart", "restore", "commit", "state_dict", "load_state_dict"),
 )
 
@@ -277,16 +278,16 @@ def _sizing_of(
     """Return the sizing that `microbatch_size` declares.
 
     Args:
-        microbatch_size: checked before.
-        config: of the accumulator.
+        microbatch_size: the checked option.
+        config: the accumulator's.
         paths: `unsplit` and `per_sample` declarations.
-        batchnorm: what happens to BatchNorm in training mode; None if there is none.
-        sizes: further ones of `AutoSize`.
+        batchnorm: how BatchNorm in training mode is handled; None if the models have none.
+        sizes: further arguments of `AutoSize`.
 
     Raises:
-        InputError: sizes cannot be found out here.
+        InputError: sizes cannot be searched.
     """
-    # None and a TokenBudget too: the size is decided by the user.
+    # With None or a TokenBudget, too, the user chooses the size.
     if not isinstance(microbatch_size, str):
         return Fixed(microbatch_size)
     loss_fn = options.check_auto(microbatch_size, config.loss_fn, batchnorm)
@@ -303,10 +304,10 @@ def _sizing_of(
 
 
 def _handled(batchnorms: dict[str, _BatchNorm], participants: _Participants) -> dict[str, _BatchNorm]:
-    """Return the BatchNorms that a participant handles; a model without any needs none.
+    """Return the BatchNorms that a participant handles.
 
     Raises:
-        InputError: a module that was named contains no BatchNorm of the models.
+        InputError: a module of a participant contains no BatchNorm of the models.
     """
     if participants.batchnorm == "error":
         return {}
@@ -315,20 +316,21 @@ def _handled(batchnorms: dict[str, _BatchNorm], participants: _Participants) -> 
         return batchnorms
     ours, covered = set(batchnorms.values()), set[nn.Module]()
     for module in participants.modules:
-        # A container may be named: FrozenBatchNorm([model.backbone]).
+        # A container is allowed: FrozenBatchNorm(model.backbone).
         inside = ours.intersection(module.modules())
         if not inside:
             raise InputError(
-                f"participants= names a {type(module).__name__} that contains no BatchNorm of the model. "
-                "Pass one of the BatchNorms of the model, or none at all for all of them."
+                f"A participant for BatchNorm has a {type(module).__name__} that contains no BatchNorm of "
+                "the model. Pass BatchNorms of the model, or call FrozenBatchNorm() without arguments for "
+                "all of them."
             )
         covered |= inside
     return {path: each for path, each in batchnorms.items() if each in covered}
 
 
 def _without_masters(optimizer: Any) -> tuple[Any, dict[Tensor, Tensor]]:
-    """Return the optimizers as they are, and the masters of all of them."""
-    # The list or the single object is kept as given: error texts show its type.
+    """Return the optimizers without `MasterWeights` around them, and the masters of all of them."""
+    # A single optimizer stays single, because error texts show the type that the user passed.
     given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     masters: dict[Tensor, Tensor] = {}
     for each in given:

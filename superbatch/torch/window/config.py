@@ -1,4 +1,4 @@
-"""Configuration of the windows of an accumulator."""
+"""Configuration that all windows of an accumulator share."""
 
 from __future__ import annotations
 
@@ -33,21 +33,22 @@ NonFinite = Literal["raise", "skip_microbatch", "skip_update"]
 @dataclass(frozen=True)
 # Frozen: windows share it, and an option that changed between two windows would split one update.
 class Config:
-    """The options of an accumulator, checked, and what its windows use one after the other.
+    """The checked options of an accumulator, and objects that its windows share.
 
     Attributes:
-        declared: what the loss of a micro-batch is, and what it weighs.
-        loss_fn: of a micro-batch; None where it cannot be called with one.
-        state: keeps buffers and other state that a forward moves.
+        declared: the declared reduction and weight of a micro-batch's loss.
+        loss_fn: the loss of a micro-batch; None if the loss cannot be called with one.
+        state: restores buffers and other state that a forward changes.
         transfer: moves micro-batches to the device; None: they stay where they are.
-        reserve: makes sure of the memory that an update needs.
-        before_step: what the optimizers' step changes, as it was.
+        reserve: checks that there is memory for the update.
+        before_step: the state before the optimizers' step, to restore it.
         until_next: gradients of the last window, whose memory the next one uses: `update_rule.zero_grad`.
         noise: measures how noisy the gradient is; None: it is not measured.
         whole: the loss is computed on the whole batch at once (see `coupled_work`).
-        masters: float32 copies that are updated in place of parameters.
-        backward: of a host, in place of autograd's; None: autograd's.
-        earlier: gradients before the window, which its own is added to; None: an update is made of it.
+        masters: parameter -> float32 copy that the optimizer updates instead.
+        backward: the backward function of another library; None: autograd's.
+        earlier: gradients in ``.grad`` before the window, to which the window's is added (`Gradient`); None
+            for an `Accumulator`.
         extra: participants of the user; None: there are none.
     """
 
@@ -75,9 +76,8 @@ class Config:
     earlier: EarlierGradients | None = None
     extra: Extra | None = None
 
-    # E.g. the first-window check: its forwards must not count for the user's participants.
     def aside(self) -> AbstractContextManager[None]:
-        """Return a context for forwards that are no part of a window: it restores `extra`."""
+        """Return a context for forwards outside of a window, such as a check's: it restores `extra`."""
         return nullcontext() if self.extra is None else self.extra.aside()
 
     @property

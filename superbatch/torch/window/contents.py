@@ -1,4 +1,4 @@
-"""Contents of an optimizer that is not torch's before its step, to tell whether a step has changed them."""
+"""Record of an optimizer's contents before its step, to find out whether a failed step changed them."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from torch.optim import Optimizer
 from ..devices import local_part
 
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-"""What cannot change in place."""
+"""Types of values that cannot change in place."""
 
-# Small tensors, e.g. step counts, are compared exactly; a sum may miss a change in theory.
-SMALL = 1 << 12  # elements of a tensor that is copied; of a larger one a sum is kept
-LONGEST, MOST = 1 << 12, 1 << 16  # objects in one container, and in all; what holds more is not read
+# Small tensors, such as step counts, are compared exactly; a sum could in theory miss a change.
+SMALL = 1 << 12  # elements of the largest tensor that is copied; of larger ones a sum is kept
+LONGEST, MOST = 1 << 12, 1 << 16  # objects read in one container, and in all
 
 _CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Contents:
-    """Parameters, and everything that their optimizer reaches: a failed step may have written it.
+    """Record of parameters, and of all objects that their optimizer refers to.
 
-    Its own attributes that are numbers or texts are left out: `put_back` restores them.
+    Numbers and strings among the optimizer's own attributes are not compared, but restored by `put_back`.
 
-    A tensor's version counter does not show what `.data`, NumPy or a kernel of somebody else's has written,
-    so its bits are kept: a copy of a small tensor, and a sum over the bits of a large one.
+    A tensor's version counter does not show writes through `.data`, NumPy or a foreign kernel. So its bits
+    are recorded: a copy of a small tensor, a sum over the bits of a large one.
 
     Args:
         optimizer: read through its attributes, state and parameter groups.
-        parameters: that it updates.
+        parameters: the parameters that it updates.
 
     Examples:
         >>> parameter = torch.zeros(2, requires_grad=True)
@@ -49,33 +49,33 @@ class Contents:
     def __init__(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
         self._optimizer, self._parameters = optimizer, list(parameters)
         own = vars(optimizer)
-        # Python numbers change at each step (a call counter), and `put_back` restores them.
+        # Numbers such as a call counter change in each step; `put_back` restores them.
         self._numbers = {name: value for name, value in own.items() if isinstance(value, PLAIN)}
         self._before = self._read()
 
     def put_back(self) -> None:
-        """Restore numbers and texts among the optimizer's own attributes."""
+        """Restore numbers and strings among the optimizer's own attributes."""
         own = vars(self._optimizer)
-        # A number that the step has added: its absence is part of the state before.
+        # Attributes that the step has added are deleted.
         for name in [name for name in own if name not in self._numbers and isinstance(own[name], PLAIN)]:
             del own[name]
         own.update(self._numbers)
 
     def same(self) -> bool:
-        """Return whether nothing else has changed; False also where there is what cannot be read."""
+        """Return whether nothing else has changed; False also if an object cannot be read."""
         before, now = self._before, self._read()
-        # Unknown contents count as changed: the caller then declares the update torn, which is safe.
+        # Unreadable objects count as changed: the caller then refuses further updates, which is safe.
         if before is None or now is None or not (before.is_known and now.is_known):
             return False
         return before.plain == now.plain and all(map(torch.equal, before.tensors, now.tensors))
 
     def parameters_moved(self) -> bool:
-        """Return whether a parameter has changed; False where that cannot be told."""
+        """Return whether a parameter has certainly changed; False if that is unknown."""
         now = _read(list(self._parameters))
-        # Fewer tensors before than now: the first reading ended early, so nothing can be compared.
+        # With fewer tensors than now, the first reading ended early and there is nothing to compare with.
         if self._before is None or now is None or len(self._before.tensors) < len(now.tensors):
             return False
-        # The parameters were read first, whatever came after them.
+        # The parameters come first in both readings.
         return not all(map(torch.equal, self._before.tensors[: len(now.tensors)], now.tensors))
 
     def _read(self) -> _Reading | None:
@@ -85,11 +85,11 @@ class Contents:
 
 
 def _read(objects: list[Any]) -> _Reading | None:
-    """Return the contents of objects; None if reading them failed, as without memory for it."""
+    """Return the contents of objects; None if reading them failed, e.g. for lack of memory."""
     try:
         with torch.no_grad():
             return _Reading(objects)
-    except (RuntimeError, TypeError, MemoryError):  # of a tensor that is not like others
+    except (RuntimeError, TypeError, MemoryError):  # e.g. a tensor subclass without these operators
         return None
 
 
@@ -97,7 +97,7 @@ class _Reading:
     """Contents of objects, up to the first that cannot be read.
 
     Attributes:
-        plain: values that cannot change in place, and the kinds of the other objects.
+        plain: values that cannot change in place, and the types of all other objects.
         tensors: bits of tensors.
         is_known: False if an object could not be read.
     """
@@ -106,28 +106,29 @@ class _Reading:
         self.plain: list[Any] = []
         self.tensors: list[Tensor] = []
         self.is_known = True
-        self._seen: dict[int, tuple[int, Any]] = {}  # by identity; held, so that none is taken for another
+        # By id. The objects are held, because the id of a freed object may be reused.
+        self._seen: dict[int, tuple[int, Any]] = {}
         waiting = objects[::-1]
-        # A loop and no recursion: optimizers with deep containers would reach Python's limit.
+        # A loop, because recursion into deep containers would reach Python's limit.
         while waiting and self.is_known:
             waiting += self._inside(waiting.pop())[::-1]
             self.is_known = self.is_known and len(self.plain) + len(waiting) <= MOST
-        self._seen.clear()  # an optimizer may put new tensors in the place of its old ones
+        self._seen.clear()  # frees tensors that the optimizer replaces by new ones
 
     def _inside(self, each: Any) -> list[Any]:
-        """Note an object, and return what it holds."""
+        """Record an object, and return the objects that it contains."""
         if isinstance(each, PLAIN):
             self.plain.append(repr(each) if isinstance(each, float) else each)  # NaN is not equal to itself
             return []
-        # Seen again, e.g. a shared list: its index among the seen objects is compared instead.
+        # For an object seen before, e.g. a shared list, its index is compared.
         if id(each) in self._seen:
             self.plain.append(("again", self._seen[id(each)][0]))
             return []
         self._seen[id(each)] = len(self._seen), each
-        # The type too: a tensor replaced by a number must differ.
+        # The type too, so that a tensor replaced by a number counts as a change.
         self.plain.append(type(each))
         if isinstance(each, Tensor):
-            part = local_part(each)  # of a DTensor: each rank answers for the part that it holds
+            part = local_part(each)  # each rank compares its own shard of a DTensor
             self.is_known = type(part) in (Tensor, torch.nn.Parameter)
             self.tensors += _bits(part) if self.is_known else []
             return []
@@ -143,15 +144,15 @@ class _Reading:
             return [*each.keys(), *each.values()] if self.is_known else []
         if isinstance(each, Optimizer) or type(each) is SimpleNamespace:
             return [vars(each)]
-        # A user's object may hide state in C or in slots: unknown.
+        # An object of another class may keep state in C or in slots.
         self.is_known = False
         return []
 
 
 def _bits(tensor: Tensor) -> list[Tensor]:
-    """Return tensors that are equal where a tensor has the same bits: a copy, or the sum of its 8-byte words.
+    """Return tensors to compare in place of a tensor's bits: a copy, or the sum of its 8-byte words.
 
-    What one step adds to the words of a tensor adds up to 0 modulo 2^64 about never.
+    It is practically impossible that a step changes the words and leaves their sum modulo 2^64 unchanged.
     """
     if tensor.layout is not torch.strided:
         tensor = tensor.coalesce() if tensor.layout is torch.sparse_coo else tensor
@@ -161,12 +162,12 @@ def _bits(tensor: Tensor) -> list[Tensor]:
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     size = flat.element_size()
-    flat = flat.view(_INTEGERS[size])  # NaN is not equal to itself
+    flat = flat.view(_INTEGERS[size])  # integers, because NaN is not equal to itself
     if len(flat) <= SMALL:
         return [flat.clone()]
-    # int64 words need an address that is a multiple of 8.
-    if flat.storage_offset() * size % 8:  # of a view: its words are not aligned
+    # int64 words need an address that is a multiple of 8, which a view may not have.
+    if flat.storage_offset() * size % 8:
         return [flat.sum(dtype=torch.int64)]
-    # The last bytes that fill no word are kept as they are.
+    # The last bytes that do not fill a word are copied.
     rest = len(flat) % (8 // size)
     return [flat[: len(flat) - rest].view(torch.int64).sum(), flat[len(flat) - rest :].clone()]

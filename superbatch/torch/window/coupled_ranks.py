@@ -1,8 +1,8 @@
-"""A batch of coupled samples that several ranks share, each with its own part of it.
+"""Coupled samples on several ranks, each of which has a part of the batch.
 
-The forward and backward of `virtual_batch` sum over the ranks wherever samples meet. What is left to the
-window: each rank's loss weighs as its samples do, a rank without memory lets all of them begin again, and a
-loss that couples the samples of one rank alone is another loss than that of the batch.
+The forward and backward of `virtual_batch` sum over the ranks at each coupling point. The window does the
+rest: it weighs each rank's loss by the rank's samples, it lets all ranks begin again if one runs out of
+memory, and it raises for a loss that couples only the samples of one rank.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .sync.sync import Sync
 
 
 def positive_weight(weight: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return the weight of a rank's batch, which cannot be left out: other ranks wait for its forward.
+    """Return a weight function that raises for 0, because other ranks wait for this rank's forward.
 
     Args:
-        weight: of a batch.
+        weight: from a batch to its weight.
 
     Raises:
         InputError: the weight is zero.
@@ -42,11 +42,10 @@ def positive_weight(weight: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     def checked(batch: Any) -> Any:
         found = normalize.check_weight(weight(batch), "the batch of a rank")
-        # `weight=` is a user function: 0 can only be found by calling it.
         if not found:
             raise InputError(
-                "The batch of this rank has the weight 0, and a batch of coupled samples cannot be left out. "
-                "Give each rank one with a positive weight."
+                "The batch of this rank has the weight 0, but a batch of coupled samples cannot be left out. "
+                "Give each rank a batch with a positive weight."
             )
         return found
 
@@ -54,84 +53,84 @@ def positive_weight(weight: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def scaled(loss: Tensor, factor: float) -> Tensor:
-    """Return the part that the loss of a rank has in the loss of the batch.
+    """Return the contribution of a rank's loss to the loss of the batch.
 
     Args:
-        loss: of the samples of this rank.
-        factor: what they weigh, of all.
+        loss: the loss of this rank's samples.
+        factor: weight of this rank divided by that of all ranks.
 
     Examples:
         >>> import torch
         >>> scaled(torch.tensor(3.0), 0.5)
         tensor(1.5000)
-        >>> scaled(torch.tensor(3.0, dtype=torch.bfloat16), 1 / 3).dtype  # whose 1/3 is wrong by 0.2 %
+        >>> scaled(torch.tensor(3.0, dtype=torch.bfloat16), 1 / 3).dtype  # 1/3 in bfloat16 is 0.2 % off
         torch.float32
     """
-    # Equality is exact here: one rank has the factor 1.0, and no multiplication is recorded.
+    # With one rank the factor is exactly 1.0, and no multiplication is recorded.
     if factor == 1.0:
         return loss
-    # In float32: the rounded factor would scale the whole gradient of this rank.
+    # In float32, because a rounded factor would scale the whole gradient of this rank.
     return (loss.float() if loss.dtype in LOW_PRECISION else loss) * factor
 
 
 class Parts(NamedTuple):
-    """Count that the loss of this rank is divided by, and the weight of the rank.
+    """The count that this rank's loss is divided by, and the weight of the rank.
 
-    A mean over something that is counted in each rank, such as labels, is part of a mean over all ranks only
-    where each of them weighs as much as it counts.
+    If the loss is a mean over counted elements such as labels, the means of the ranks add up to the mean over
+    all ranks only if each rank's weight is proportional to its count.
 
     Attributes:
-        counted: the sum of what it counts; 0 where it counts nothing.
-        weight: of the rank.
+        counted: number of elements that the loss is divided by; 0 if it is not divided by a count.
+        weight: weight of the rank.
     """
 
     counted: float
     weight: float
 
     def squares(self) -> list[float]:
-        """Return numbers whose sums over the ranks tell whether counts and weights are in proportion."""
-        # Cauchy-Schwarz: sum(c^2) * sum(w^2) equals sum(c*w)^2 only where c is proportional to w.
+        """Return numbers whose sums over the ranks are the argument of `proportional`."""
+        # Cauchy-Schwarz: sum(c^2) * sum(w^2) equals sum(c*w)^2 only if c is proportional to w.
         return [self.counted**2, self.counted * self.weight, self.weight**2]
 
     @staticmethod
     def proportional(sums: list[float]) -> bool:
-        """Return whether they are.
+        """Return whether the counts of the ranks are proportional to their weights.
 
         Args:
-            sums: of `squares`, over the ranks.
+            sums: `squares`, summed over the ranks.
 
         Examples:
             >>> Parts.proportional([4 + 16, 2 + 8, 1 + 4]), Parts.proportional([4 + 16, 4 + 4, 4 + 1])
             (True, False)
         """
         counts, products, weights = sums
-        # 1e-12: the sums are of float64 numbers, added in another order on each run.
+        # 1e-12 for the rounding of float64 sums, whose order may differ.
         return math.isclose(counts * weights, products**2, rel_tol=1e-12)
 
 
 def require_every_rank(virtual: VirtualBatch, weight: float, *, stated: bool) -> Parts:
-    """Check that samples which the loss couples are those of all ranks; return what it counts here.
+    """Check that the loss couples the samples of all ranks; return this rank's count and weight.
 
-    BatchNorm is over all of them. For anything else the program has to exchange something itself.
+    The virtual batch itself computes BatchNorm over all ranks. For other coupling `loss_fn` must communicate.
 
     Args:
         virtual: the batch of this rank.
-        weight: of the rank.
-        stated: the user has stated it.
+        weight: weight of the rank.
+        stated: whether the user has passed `weight`.
 
     Raises:
-        CoupledSamplesError: samples met on this rank alone.
+        CoupledSamplesError: the loss couples the samples of this rank only.
     """
     count = 0.0
-    # The program gathers by itself, so the coupling is over all ranks.
+    # loss_fn communicates, so the coupling is over all ranks.
     if virtual.ranks.exchanges:
         return Parts(0.0, weight)
     _warn_of_unknown(virtual.report().unknown)
     for point, number, counts in virtual.logged_points():
-        # BatchNorm's statistics are summed over the ranks by the virtual batch.
+        # The virtual batch sums BatchNorm's statistics over the ranks.
         if point.operation == "batch_norm":
             continue
-        # E.g. a mean over the labels of this rank: part of the global mean if the rank weighs its labels.
+        # E.g. a mean over this rank's labels, which is part of the global mean if the rank weighs its labels.
         if number is not None and (counts or stated):
             count += number
             continue
@@ -140,30 +139,30 @@ def require_every_rank(virtual: VirtualBatch, weight: float, *, stated: bool) ->
             continue
         where = f" in {point.module!r}" if point.module else ""
         raise CoupledSamplesError(
-            f"The samples of this rank meet at {point.operation}{where} without those of the other ranks, so "
-            "the loss is not that of the batch. In loss_fn gather embeddings by "
+            f"{point.operation}{where} couples the samples of this rank without those of the other ranks, so "
+            "the loss is not that of the whole batch. Gather embeddings in loss_fn by "
             "torch.distributed.nn.functional.all_gather, or sum statistics by its all_reduce."
         )
     return Parts(count, weight)
 
 
 def _warn_of_unknown(points: Sequence[CouplingPoint]) -> None:
-    """Warn of operators without a rule: what follows them is whole, so that no coupling point shows there."""
+    """Warn of operators without a rule, after which coupling points cannot be found."""
     names = sorted({f"{p.operation} in {p.module!r}" if p.module else p.operation for p in points})
     if names:
         warn(
-            f"No rule is known for {', '.join(names)}, so it is not checked whether the loss couples the "
-            "samples of this rank without those of the others. If it does, gather embeddings in loss_fn by "
-            "torch.distributed.nn.functional.all_gather, or sum statistics by its all_reduce."
+            f"There is no rule for {', '.join(names)}, so it cannot be checked whether the loss couples the "
+            "samples of this rank without those of the other ranks. If it does, gather embeddings in loss_fn "
+            "by torch.distributed.nn.functional.all_gather, or sum statistics by its all_reduce."
         )
 
 
 def is_answered(error: Exception | None, virtual: VirtualBatch | None) -> bool:
-    """Return whether the other ranks are in no exchange of the block, where none of this rank's reaches them.
+    """Return whether this rank can still exchange with the others, which may wait inside the virtual batch.
 
     Args:
-        error: of this rank.
-        virtual: the batch of this rank; None where there was none.
+        error: the error of this rank, or None.
+        virtual: the batch of this rank; None if there is none.
     """
     return error is None or (virtual is not None and (virtual.ranks.heard or virtual.ranks.settled))
 
@@ -171,39 +170,39 @@ def is_answered(error: Exception | None, virtual: VirtualBatch | None) -> bool:
 def failure_of_any(
     error: Exception | None, virtual: VirtualBatch | None, parts: Parts, sync: Sync
 ) -> Failure | None:
-    """Return how memory ran out on any rank; None where no rank has failed.
+    """Return the failure if memory ran out on any rank; None if no rank has failed.
 
     Args:
-        error: of this rank.
-        virtual: the batch of this rank; None where there was none.
-        parts: what the loss of this rank counts.
+        error: the error of this rank, or None.
+        virtual: the batch of this rank; None if there is none.
+        parts: count and weight of this rank's loss.
         sync: the ranks.
 
     Raises:
-        Exception: of this rank.
+        Exception: the error of this rank, if it is not out of memory.
         RankError: another rank has failed.
-        CoupledSamplesError: the ranks do not weigh as they count.
+        CoupledSamplesError: the weights of the ranks are not proportional to their counts.
     """
-    # An error that all ranks have heard of is raised by the exchange itself.
+    # None if all ranks know the error already.
     own = None if virtual is not None and virtual.ranks.heard else error
     memory = own is not None and out_of_memory(own)
     if own is not None and not memory:
         raise own
-    # One exchange for both questions: each costs a round trip over the network.
+    # One exchange for memory and counts, because each costs a round trip.
     lacking, *squares = sync.sum_numbers([memory, *parts.squares()])
     if error is not None and memory:
-        # The frames hold activations, and the retry needs their memory.
+        # The frames of the traceback hold activations, whose memory the retry needs.
         traceback.clear_frames(error.__traceback__)
         return Failure(str(error) or type(error).__name__, here=True)
     if error is not None and not lacking:
         raise error
     if lacking:
         return Failure("on another rank", here=False)
-    # Only after memory: a rank that failed has counted nothing.
+    # Last, because a rank that ran out of memory has no count.
     if squares[0] and not Parts.proportional(squares):
         raise CoupledSamplesError(
-            f"loss_fn divides by a count of this rank's samples ({parts.counted:g} here; the rank weighs "
-            f"{parts.weight:g}), and the ranks do not weigh in proportion to theirs. Pass the count as "
-            'weight=, such as weight=count_tokens("labels").'
+            f"loss_fn divides by a count over this rank's samples ({parts.counted:g}), but this rank has the "
+            f"weight {parts.weight:g}, and over the ranks weights are not proportional to counts. Pass the "
+            'count as weight=, such as weight=count_tokens("labels").'
         )
     return None

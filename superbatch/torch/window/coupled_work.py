@@ -1,8 +1,8 @@
 """Work of a window with coupled samples: the loss runs once, on the batch, in the memory of micro-batches.
 
-To the window around it the batch is one micro-batch, so that all that surrounds the sum - scaling, clipping,
-what is not finite, schedulers, restoring everything - is what it always is. Only forward and backward are
-others: they run on a virtual batch (`superbatch.torch.virtual`), which leaves the gradient of the real one.
+The window treats the batch as one micro-batch, so that scaling, clipping, checks for NaN, schedulers and
+restoring work as always. Only forward and backward differ: they run on a virtual batch
+(`superbatch.torch.virtual`), which computes the gradient of the real batch.
 """
 
 from __future__ import annotations
@@ -51,22 +51,21 @@ Rng = Literal["microbatch", "batch"]
 
 
 class Coupled:
-    """Gradient of a window from the whole batch, a micro-batch at a time; one `Work` of a window.
+    """The `Work` of a window whose loss is computed on the whole batch, a micro-batch at a time.
 
     Args:
-        config: of the accumulator.
-        loss_fn: of the whole batch, the user's.
-        size: most samples that are worked on at a time; ``"auto"``: as many as there is memory for; None:
-            all.
+        config: the accumulator's.
+        loss_fn: the user's loss of the whole batch.
+        size: most samples computed at a time; ``"auto"``: as many as fit in memory; None: all.
         rng: random operators draw per ``"microbatch"``, or the numbers of the large ``"batch"``.
 
     Attributes:
-        sizing: smaller micro-batches after memory ran out.
-        report: of the last window; None before the first.
+        sizing: limits the size after memory ran out.
+        report: report on the last window; None before the first.
     """
 
     def __init__(self, config: Config, loss_fn: Callable[[Any], Any], size: Size | None, rng: Rng) -> None:
-        # No size yet: only a failure sets one.
+        # Without a limit, until a window runs out of memory.
         self.sizing = Fixed(None)
         self.report: CouplingReport | None = None
         self._config, self._loss_fn = config, loss_fn
@@ -75,11 +74,11 @@ class Coupled:
         self._size: Size | None = size
         self._now: Size = "auto"
         self._parts = Parts(0.0, 0.0)
-        self._apart = False  # whether nothing was computed from the virtual batch
+        self._apart = False  # True if loss_fn does not use the virtual batch
 
     @property
     def watched(self) -> None:
-        """None: a batch of one micro-batch is no slip here."""
+        """None, because a batch in one micro-batch is no mistake here."""
 
     @property
     def can_run(self) -> bool:
@@ -87,23 +86,23 @@ class Coupled:
         return True
 
     def require_allowed(self) -> None:
-        """No-op: every BatchNorm is over the whole batch."""
+        """No-op: every BatchNorm normalises the whole batch."""
 
     def cut(self, batch: Any) -> tuple[MicrobatchList, Sizing]:
-        """Return the batch as one micro-batch, and settle how much of it is worked on at a time.
+        """Return the batch as one micro-batch, and choose the number of samples computed at a time.
 
         Args:
-            batch: of the user, or a `Window`, whose micro-batches are joined.
+            batch: the user's, or a `Window`, whose micro-batches are joined.
 
         Raises:
-            SplitError: samples cannot be counted or are in no tensors, or micro-batches not joined.
+            SplitError: samples cannot be counted or are not in tensors, or micro-batches cannot be joined.
             InputError: there is no batch, or a `Window` has no micro-batches.
         """
         size: Size | None = self._size
-        if batch is None:  # without samples a rank cannot take part in what couples those of the others
+        if batch is None:  # a rank without samples cannot run the collectives of the forward
             raise InputError(
-                "A batch of coupled samples is None, and every rank needs some. Divide the samples among all "
-                "ranks, or leave the update out on all of them."
+                "The batch of this rank is None, but coupled samples need a batch on every rank. Give each "
+                "rank some of the samples, or skip the update on all ranks."
             )
         if isinstance(batch, Window):
             microbatches = list(batch)
@@ -115,14 +114,14 @@ class Coupled:
         given = None if size == "auto" else size
         self._now = "auto"
         if size != "auto" or self.sizing.most is not None:
-            # filter drops None and, for an empty batch, 0.
+            # filter removes None and, for an empty batch, 0.
             self._now = min(filter(None, (given, self.sizing.most, samples)))
         return MicrobatchList([batch], [samples], None, {}), self.sizing
 
     def twin(self) -> Coupled:
-        """Return work that begins with the same sizes and leaves no trace in this one."""
+        """Return a copy that begins with the same sizes and does not change this one."""
         twin = Coupled(self._config, self._loss_fn, self._size, self._rng)
-        # A copy by value: the check's failures must not shrink the real window.
+        # Copied, so that a survey that runs out of memory does not shrink the training's micro-batches.
         twin.load_state_dict({"sizing": self.state_dict()})
         return twin
 
@@ -131,32 +130,32 @@ class Coupled:
         return sizing_state(self.sizing, Fixed(None))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume with sizes that were found."""
+        """Load the sizes that were found."""
         load_sizing(state, self.sizing)
 
     def run(self, window: OpenWindow[Any]) -> None:
-        """Compute the gradient; where memory runs out, again in smaller micro-batches.
+        """Compute the gradient; if memory runs out, again in smaller micro-batches.
 
         Args:
-            window: open, over one piece.
+            window: an open window of one micro-batch.
 
         Raises:
             OutOfMemoryError: a single sample at a time does not fit.
         """
         for batch in window:
-            # Each failure lowers the size, so the loop ends at one sample at the latest.
+            # Each failure reduces the size, so the loop ends at one sample at the latest.
             while (failure := self._until_failure(window, batch)) is not None:
                 self._go_on_smaller(window, failure)
 
     def record(self, window: OpenWindow[Any]) -> Update:
-        """Return the record of a window that is over, with the micro-batches that there were."""
+        """Return the record of a window that is over, with the number of micro-batches in the report."""
         assert self.report is not None
         return window.amend(microbatches=self.report.microbatches)
 
     def _until_failure(self, window: OpenWindow[Any], batch: Any) -> Failure | None:
-        """Return how memory ran out, on this rank or another.
+        """Return the failure if memory ran out on this rank or another; None if the window is complete.
 
-        The virtual batch restores everything if it failed itself, not if something after it did.
+        After a failure inside the virtual batch, the virtual batch has restored everything itself.
         """
         sync, begun = self._config.sync, list[VirtualBatch]()
         failed: Exception | None = None
@@ -164,7 +163,7 @@ class Coupled:
         try:
             self._compute(window, batch, begun)
         except Exception as error:
-            # Before anything else: a failed forward may have left autocast or grad mode changed.
+            # First, because a failed forward may have left autocast or grad mode changed.
             window.transaction.modes.restore()
             if not sync.shared:
                 if not out_of_memory(error):
@@ -175,7 +174,7 @@ class Coupled:
         if not sync.shared:
             return None
         virtual = begun[0] if begun else None
-        # The others wait in an exchange of the block and would never read this rank's vote.
+        # The other ranks wait in an exchange of the block, and this rank's vote would not reach them.
         if failed is not None and not is_answered(failed, virtual):
             window.leave_others()
             raise failed
@@ -185,7 +184,7 @@ class Coupled:
         transaction = window.transaction
         config, place, progress = transaction.config, transaction.gradients, transaction.progress
         assert isinstance(place, ParameterGradientSum)
-        # Their gradients come from the block too, so their tensors are recorded with the models'.
+        # Parameters outside of the models get gradients too, so the block must record them.
         models = [*config.models, *_others(config.models, config.owned)]
         self.report = None
         restore_views = view_tracking()
@@ -193,21 +192,21 @@ class Coupled:
             with config.sync.gathered(), open_block(models, self._options(models)) as virtual:
                 begun.append(virtual)
                 value = self._backward(window, virtual, batch, place.inputs)
-        finally:  # in how many micro-batches memory ran out, too
+        finally:  # after a failure too: `_smaller` needs the report
             restore_views()  # an interrupt between two lines of torch's own context leaves it changed
             self.report = begun[0].report() if begun else None
-        if self._apart:  # the update is right all the same, but it took the memory of the whole batch
+        if self._apart:  # the update is right, but took the memory of the whole batch
             self.report = replace(begun[0].report(), microbatches=1)
             warn(_APART)
         if config.sync.shared:
             weight = float(normalize.total_weight(progress.weights.counted([])))
             stated = config.declared.weigh != "samples"
             self._parts = require_every_rank(begun[0], weight, stated=stated)
-        # The forward ran on virtual tensors: a memory bank would hold one after the block.
-        config.state.replace_tensors(VirtualTensor, deepcopy)  # a copy of a virtual tensor is real
+        # A memory bank may now hold virtual tensors of the forward; a copy of one is a real tensor.
+        config.state.replace_tensors(VirtualTensor, deepcopy)
         place.took()
         progress.losses.load_state({0: value.item()})
-        # One micro-batch for the window: arrived, and complete.
+        # The window's only micro-batch is complete.
         progress.arrived, progress.next = True, 1
         if transaction.watch is not None:
             transaction.watch.check()
@@ -217,7 +216,7 @@ class Coupled:
     ) -> Tensor:
         """Record forward and backward; return the loss without its graph."""
         loss = _checked(self._loss_fn(virtual(batch)))
-        # Reading a sum (`sweeps`) makes a real loss from a virtual batch, which is right.
+        # A loss that was read from sums of the virtual batch (`sweeps`) is real, but uses the batch.
         self._apart = not isinstance(loss, VirtualTensor) and not virtual.report().sweeps
         ((_, factor),) = window.transaction.progress.weights.scaled(0, loss, None)
         part, scale = scaled(loss, factor), window.transaction.scale
@@ -225,7 +224,7 @@ class Coupled:
         return loss.detach()
 
     def _options(self, models: list[nn.Module]) -> Options:
-        """Return the options of the block of a window, which reduces the gradients itself."""
+        """Return the options of the virtual batch of a window."""
         sync, device = self._config.sync, self._config.device
         where = checked_device(device, (parameter for each in models for parameter in each.parameters()))
         return Options(
@@ -233,12 +232,11 @@ class Coupled:
             device=where,
             rng=self._rng,
             device_budget=None,
-            # The window itself decides whether a gather is an error.
             on_gather="ok",
             paranoid=False,
             compile=False,
             group=sync.group if sync.shared else None,
-            # The window reduces once, with its own sums over ranks.
+            # The window reduces the gradients itself, once.
             reduces=False,
         )
 
@@ -247,9 +245,9 @@ class Coupled:
         config = transaction.config
 
         def shrink() -> None:
-            # Before anything is restored: the error must leave the state as it is described.
-            require_restorable(transaction, f"a batch for which there was no memory ({failure.text})")
-            config.state.restore()  # the block restores the buffers of models alone
+            # First, so that its error is raised before anything is restored.
+            require_restorable(transaction, f"running out of memory ({failure.text})")
+            config.state.restore()  # the block restores only buffers of models
             gc.collect()  # an exception and its frames may be a cycle
             release_caches(*config.random.devices)
             if failure.here:
@@ -258,25 +256,25 @@ class Coupled:
         sizes: list[tuple[int, int]] = []
         on_all_ranks(config.sync, shrink)
         transaction.restart()
-        # Empty on a rank that did not fail: its own sizes are not the reason.
+        # `sizes` is empty on a rank that had enough memory.
         for failed, self._now in sizes:
             transaction.progress.failures += 1
             config.reserve.tight = True
             warn(
-                f"memory ran out with {failed} samples at a time; the batch is worked through again with at "
-                f"most {self._now}. The update is the same{but_unseen(transaction)}. "
+                f"memory ran out with {failed} samples at a time; the batch is computed again with at most "
+                f"{self._now}. The update is the same{but_unseen(transaction)}. "
                 f"({failure.text.splitlines()[0]})"
             )
 
     def _smaller(self, transaction: Transaction, failure: str) -> tuple[int, int]:
-        """Return how many samples at a time did not fit, and how many to try.
+        """Return the number of samples at a time that did not fit, and the number to try next.
 
         Raises:
             OutOfMemoryError: a single sample did not fit.
         """
         samples = sum(transaction.progress.microbatches.samples or ())
-        # Unknown yet: memory ran out before the block had chosen, so the whole batch is assumed.
-        if self._now == "auto":  # chosen by the block, or not yet
+        # The block chooses the size; if memory ran out before, the size was the whole batch.
+        if self._now == "auto":
             parts = self.report.microbatches if self.report is not None else 0
             failed = -(-samples // (parts or 1))
         else:
@@ -284,30 +282,29 @@ class Coupled:
         most = transaction.sizing.failed(failed)
         if not most:
             raise OutOfMemoryError(
-                f"There was no memory for a batch of {samples} samples, one at a time ({failure}), and a "
-                "single sample is the least to work on; nothing was updated, everything is as before the "
-                "window. Make the batch or the samples smaller, use gradient checkpointing or a lower "
-                "precision."
+                f"Memory ran out in a batch of {samples} samples, even with a single sample at a time "
+                f"({failure}). No update was made, and everything is as before the window. Make the batch or "
+                "the samples smaller, use gradient checkpointing or a lower precision."
             )
         return failed, most
 
 
 def _samples_of(batch: Any) -> int:
-    """Count the samples of a batch whose tensors have one row for each.
+    """Count the samples of a batch whose tensors have one row per sample.
 
     Raises:
-        SplitError: they have not, or there are none.
+        SplitError: a tensor has another number of rows, or there are no tensors.
     """
     try:
         samples = count_samples(batch)
-    except SplitError as error:  # its advice is for batches that are cut
+    except SplitError as error:
         if _has_targets(batch):
             raise SplitError(
-                "Coupled samples cannot be in lists of per-sample targets, such as boxes and labels. Pad "
-                "them to one "
-                "tensor with a row per sample, or keep them out of the batch and let loss_fn look them up."
+                "The batch contains a list of per-sample targets, such as boxes and labels, but coupled "
+                "samples must be in tensors. Pad the targets to one tensor with a row per sample, or keep "
+                "them out of the batch and read them in loss_fn."
             ) from None
-        # The rest names unsplit=, which batches of coupled samples do not have.
+        # Without the error's advice, which names unsplit=: coupled samples do not have that option.
         found = str(error).partition(". ")[0].partition(": it holds")[0]
         raise SplitError(f"{found}. {_ROWS}.") from None
     tensors: list[Tensor] = []
@@ -320,23 +317,23 @@ def _samples_of(batch: Any) -> int:
     map_arrays(note, batch)
     if not tensors:
         raise SplitError(
-            f"A batch of {samples} coupled samples has no tensor, and arrays and lists are given to loss_fn "
-            "as they are, never in micro-batches. Make tensors of them before the call (torch.from_numpy)."
+            f"The batch of {samples} coupled samples contains no tensor, and arrays and lists cannot be "
+            "computed in micro-batches. Make tensors of them before the call (torch.from_numpy)."
         )
-    # 0-dimensional tensors are not in the list: they belong to no sample.
+    # 0-dimensional tensors belong to no sample and are not in the list.
     for tensor in tensors:
         if len(tensor) != samples:
             raise SplitError(
-                f"A batch of {samples} coupled samples has a tensor of length {len(tensor)}, and "
-                "micro-batches need one row for each sample. Give a padded batch."
+                f"A batch of {samples} coupled samples contains a tensor of length {len(tensor)}, but each "
+                "tensor needs one row per sample. Pass a padded batch."
             )
     return samples
 
 
 def _has_targets(batch: Any) -> bool:
-    """Return whether a part of the batch is a list of dicts of tensors, as detection models take targets."""
+    """Return whether an element of the batch is a list of dicts, such as the targets of detection models."""
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    # Detection models take [{"boxes": ..., "labels": ...}, ...], one dict for each image.
+    # Detection models take [{"boxes": ..., "labels": ...}, ...], one dict per image.
     return any(
         isinstance(part, list | tuple) and part and all(isinstance(each, Mapping) for each in part)
         for part in (batch, *parts)
@@ -344,7 +341,7 @@ def _has_targets(batch: Any) -> bool:
 
 
 def _checked(returned: Any) -> Tensor:
-    """Return what a loss function returned if it is the loss of a batch.
+    """Return the value of a loss function if it is a tensor of one element with a graph.
 
     Raises:
         InputError: it is not.
@@ -354,7 +351,7 @@ def _checked(returned: Any) -> Tensor:
     # numel, not dim: a loss of shape [1] is one loss.
     if returned.numel() != 1:
         raise InputError(
-            f"loss_fn returned a loss of shape {tuple(returned.shape)}, and a batch has one loss. Return its "
+            f"loss_fn returned a loss of shape {tuple(returned.shape)}, but a batch has one loss. Return its "
             "mean over the batch."
         )
     check_loss(returned)
@@ -362,26 +359,26 @@ def _checked(returned: Any) -> Tensor:
 
 
 _ROWS = (
-    "Pass tensors with one row for each sample, padded where lengths differ, and let loss_fn close over what "
-    "belongs to no sample"
+    "Pass tensors with one row per sample, padded if lengths differ, and let loss_fn read everything else "
+    "from its closure"
 )
 _APART = (
-    "loss_fn computes nothing from the tensors of the whole batch but from tensors that it closes over, "
-    "makes or copies, so the whole batch was evaluated at once. Compute the loss from the tensors of the "
-    "batch that loss_fn is given."
+    "loss_fn does not use the tensors of the batch that it gets, but tensors from its closure, or copies. So "
+    "the whole batch was computed at once, without micro-batches. Compute the loss from the tensors of the "
+    "argument of loss_fn."
 )
 
 
 def _others(models: tuple[nn.Module, ...], owned: list[ManagedParameter]) -> list[nn.Module]:
-    """A holder for parameters outside of the models (a learnt temperature): they get gradients as well."""
-    # Compared by id: `in` on tensors compares elements.
+    """Return a module that holds the parameters outside of the models, such as a learnt temperature."""
+    # By id, because `in` on tensors compares elements.
     inside = {id(parameter) for model in models for parameter in model.parameters()}
     outside = [entry for entry in owned if id(entry.parameter) not in inside]
     if not outside:
         return []
-    # A module, because the block takes modules whose parameters get gradients.
+    # The block takes only modules.
     holder = nn.Module()
     for place, entry in enumerate(outside):
-        # Not by register_parameter: what the optimizer has may be a plain tensor.
-        parameters_of(holder)[str(place)] = entry.parameter  # pyright: ignore[reportArgumentType]  (as said)
+        # Not by register_parameter, which refuses a plain tensor that an optimizer may have.
+        parameters_of(holder)[str(place)] = entry.parameter  # pyright: ignore[reportArgumentType]  (plain tensor)
     return [holder]

@@ -1,4 +1,4 @@
-"""Finding out what was not finite in a window that is about to be given up."""
+"""Search for the micro-batch, loss and parameter that are not finite, before a window is discarded."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .transfer import to_device
 
 
 def by_loss(window: Transaction, losses: Any, bad: list[int]) -> Culprit:
-    """Return the first of the micro-batches `bad`, whose losses are not finite; there may be none here."""
-    # Advice must not name an option that the other options exclude.
+    """Return the first of the micro-batches `bad`, whose losses are not finite; other ranks have none."""
+    # The advice must not name an option that other options exclude.
     droppable = _can_drop(window)
     if not bad:
         return Culprit(droppable=droppable)
     place = window.gradients
-    # close() of a momentum sum returns no tensors: its sums are the momentum buffers.
+    # close() of a momentum sum returns no tensors, because the momentum buffers are its sums.
     sums = place.sums() if isinstance(place, MomentumGradientSum) else place.close()
     parameter = first_bad_parameter(window.config.owned, sums)
     loss, term = window.progress.weights.loss_of(losses, bad[0])
@@ -31,21 +31,20 @@ def by_loss(window: Transaction, losses: Any, bad: list[int]) -> Culprit:
 
 
 def by_gradient(window: Transaction, losses: Any, gradients: list[Tensor | None]) -> Culprit:
-    """Return the first micro-batch with a gradient that is not finite, by running them once more."""
+    """Run the micro-batches once more, and return the first whose gradient is not finite."""
     config = window.config
     in_step = config.sync.in_step
     if in_step:
         parameter = bad_parameter(window, gradients)
     else:
         parameter = first_bad_parameter(config.owned, gradients)
-    if config.whole:  # there is but one
+    if config.whole:  # there is only one micro-batch
         return Culprit(0, losses[0], parameter, whole=True)
-    # The user's own loop: its forward is not known here.
-    if config.loss_fn is None:  # an owned loop cannot be run again
+    if config.loss_fn is None:  # a loop of the user's own cannot be run again
         return Culprit(parameter=parameter, droppable=_can_drop(window))
-    # The generators as at the begin, so that dropout draws as it did.
-    config.random.restart()  # the window is not over: it is restored once more
-    # Buffers too: BatchNorm in training mode moved them.
+    # Generators and buffers as at the beginning, so that the forwards compute the same again. `restart` keeps
+    # what the window needs to be restored once more.
+    config.random.restart()
     config.state.restore()
     took_part = window.progress.weights.took_part(window.progress.dropped)
     terms: list[str] = []
@@ -58,7 +57,7 @@ def by_gradient(window: Transaction, losses: Any, gradients: list[Tensor | None]
     except BaseException as error:
         if not out_of_memory(error):
             raise
-        index = None  # the sums are in memory beside this: without the index, the error is what it is
+        index = None  # this search needs more memory than the window; the error is raised without the index
     loss = None if index is None else window.progress.weights.loss_of(losses, index)[0]
     term = terms[0] if terms else ""
     return Culprit(index, loss, parameter, term=term, droppable=_can_drop(window), any_rank=in_step)
@@ -72,19 +71,19 @@ def _can_drop(window: Transaction) -> bool:
 
 
 def _backward_again(window: Transaction, index: int, terms: list[str], *, counts: bool = True) -> None:
-    """Compute the gradient of a micro-batch that counts; add the terms whose gradients are not finite."""
+    """Compute the gradient of a micro-batch, and append terms whose gradients are not finite to `terms`."""
     config = window.config
     assert config.loss_fn is not None
-    index = max(0, min(index, len(window.progress.microbatches) - 1))  # behind it are turns without weight
+    index = max(0, min(index, len(window.progress.microbatches) - 1))  # extra turns of weight 0 have none
     with window.stream(index):
         microbatch = to_device(window.progress.microbatches.runs[index], config.device)
         loss = config.declared.arguments(config.loss_fn(microbatch))[0]
         parts = window.progress.weights.by_name(index, loss) if counts else {}
-        # Other ranks wait for a backward of this turn.
+        # Other ranks wait for a backward in this turn.
         if not parts and config.sync.in_step:
             config.sync.idle_backward(again=False)
         for number, (name, part) in enumerate(parts.items(), 1):
             run_backward(part, None, window.gradients.inputs, retain_graph=number < len(parts))
-            # After each term: the sum up to here shows which term brought the NaN.
+            # After each term, to find the term that adds the NaN.
             if name and first_bad_parameter(config.owned, [entry.parameter.grad for entry in config.owned]):
                 terms.append(name)

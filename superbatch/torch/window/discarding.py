@@ -14,13 +14,13 @@ from .participants.gradient_sum import ManagedParameter
 
 
 def discard_saved(state: Mapping[str, Any] | None, config: Config) -> None:
-    """Restore what a saved window had changed before it was saved: momentum buffers, and moved state.
+    """Restore the momentum buffers and other state that a saved window had changed before it was saved.
 
-    The optimizer and the model were loaded from the middle of the window, and hold its half-made sums.
+    The optimizer and the model were saved inside the window, so the loaded ones contain its partial sums.
 
     Args:
-        state: of the window; None: there is none.
-        config: of the accumulator.
+        state: state of the window; None: there is none.
+        config: the accumulator's.
 
     Raises:
         WindowError: the window summed into momentum buffers of other parameters; nothing has changed.
@@ -28,7 +28,7 @@ def discard_saved(state: Mapping[str, Any] | None, config: Config) -> None:
     if state is None:
         return
     gradients = state["gradients"]
-    # A sum in .grad needs nothing: gradients are not part of a checkpoint of the model.
+    # A sum in .grad is not part of a checkpoint of the model, so there is nothing to restore.
     if isinstance(gradients, Mapping) and gradients.keys() == {"momentum", "before"}:
         _restore_momentum(gradients["before"], config.owned)
     # `load_state_dict` fills the copies of `begin`, and `restore` writes them.
@@ -43,15 +43,14 @@ def _restore_momentum(before: Mapping[str, Any], owned: list[ManagedParameter]) 
     unknown = [name for name in before if name not in entries]
     if unknown:
         raise WindowError(
-            f"The saved window summed into the momentum buffer of {unknown[0]!r}, which is no parameter "
-            "here. "
-            "Load the optimizer's state from before that window instead."
+            f"The saved window summed into the momentum buffer of {unknown[0]!r}, which is not a parameter "
+            "here. Load an optimizer state that was saved between windows instead."
         )
     with torch.no_grad():
         for name, buffer in before.items():
             target, own = entries[name].target, entries[name].optimizer.state
             if buffer is None:
                 own.pop(target, None)
-            # A copy: the saved state may be loaded once more.
+            # A copy, because the saved state may be loaded once more.
             else:
                 own.setdefault(target, {})["momentum_buffer"] = buffer.to(target.device, copy=True)

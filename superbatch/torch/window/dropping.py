@@ -1,4 +1,4 @@
-"""Leaving a micro-batch that is not finite out of the sum, its weight with it."""
+"""Dropping of micro-batches that are not finite, with their weights."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from .transaction import Transaction
 
 
 def keep_or_drop(window: Transaction, index: int, *, again: bool) -> None:
-    """Add the gradient of the last micro-batch to the sum if it is finite; else leave the micro-batch out.
+    """Add the gradient of the last micro-batch to the sum if it is finite; else drop the micro-batch.
 
     Args:
-        window: with ``nonfinite="skip_microbatch"``.
-        index: of the micro-batch.
+        window: transaction of a window with ``nonfinite="skip_microbatch"``.
+        index: index of the micro-batch.
         again: whether it had a backward before.
 
     Raises:
-        WindowError: it had.
+        WindowError: it had a backward before.
     """
     gradients, progress = window.gradients, window.progress
     assert isinstance(gradients, BufferGradientSum)
-    # After a second backward the first one's gradient is already in the sum.
+    # The gradient of the first backward is already in the sum.
     if again:
         raise WindowError(
             f'Micro-batch {index} had a second backward, but nonfinite="skip_microbatch" keeps or '
             "drops a micro-batch as a whole. Add its losses and call backward once."
         )
-    # With a finite loss an infinite gradient is the scaler's overflow: it must reach the scaler.
+    # If only the scaled gradient is infinite, it is an overflow that the scaler must see.
     losses = progress.losses
     if window.config.rule.scaling:
         finite = losses.finite(index)
-    else:  # a loss on a device is inspected along with the gradient: the host waits once
+    else:  # loss and gradient are checked together, so that the host waits for the device once
         finite = gradients.isolated_is_finite(losses.on_device(index)) and losses.finite(index, on_host=True)
     if finite:
         gradients.keep()
         return
-    # Gradient, statistics and forward state; random numbers stay drawn.
+    # Rolls back gradient, statistics and forward state, but not the random state.
     window.drop()
     progress.dropped.append(index)

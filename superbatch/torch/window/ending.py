@@ -1,4 +1,4 @@
-"""End of a window: combine its sums, and apply the gradient or leave it in ``.grad``."""
+"""End of a window: combine the sums of micro-batches and ranks, then make the update."""
 
 from __future__ import annotations
 
@@ -33,27 +33,26 @@ class Ending:
     """End of one window, and its record.
 
     Args:
-        window: all that it changes.
+        window: the transaction of the window.
         looks: schedule of the loss check; None: it is off.
         started: when the window was made, by `time.perf_counter`.
 
     Attributes:
         update: the record; None before the end.
-        is_agreed: no exchange of numbers is left that could tell other ranks of a failure here.
-        rest: steps still to run once the optimizers have stepped. They refer to this object, a cycle that
-            would hold the losses: `OpenWindow` clears them.
+        is_agreed: True after the last exchange between ranks, when a failure can no longer be reported.
+        rest: functions still to run after the optimizers have stepped. They refer to this object, and this
+            cycle would hold the losses, so `OpenWindow` clears the list.
     """
 
     def __init__(self, window: Transaction, looks: CheckSchedule | None, started: float) -> None:
-        # None until an outcome is known; a reader of `OpenWindow.update` gets an error until then.
         self.update: Update | None = None
         self.is_agreed = False
         self._window, self._looks, self._started = window, looks, started
-        self._point: Once | OptimizerSteps | None = None  # of no return
+        self._point: Once | OptimizerSteps | None = None  # the point of no return, once it is near
         self.rest: list[Callable[[], Any]] = []
-        # An autocast around the whole training loop caches casts of the old parameters.
+        # An autocast around the whole training loop has cached casts of the old parameters.
         self._after_step: list[Callable[[], Any]] = [torch.clear_autocast_cache]
-        # The model computes with the low-precision copies, so they follow their masters.
+        # The model computes with the low-precision parameters, so they are set to their masters.
         if window.config.rule.masters_copied:
             self._after_step.append(partial(update_rule.copy_masters, window.config.owned))
 
@@ -66,18 +65,18 @@ class Ending:
 
     @property
     def has_stepped(self) -> bool:
-        """True once an optimizer has stepped, whether the others have or not."""
+        """True once an optimizer has stepped, even if the others have not."""
         return isinstance(self._point, OptimizerSteps) and self._point.begun
 
     def finish(self) -> None:
         """Combine the sums of all micro-batches and ranks, and end the window with them.
 
         Raises:
-            NonFiniteError: a loss or gradient is not finite, with ``nonfinite="raise"``; all is as before.
+            NonFiniteError: a loss or gradient is not finite, with ``nonfinite="raise"``; nothing has changed.
         """
         window, progress = self._window, self._window.progress
         config, rule, noise = window.config, window.config.rule, window.noise
-        # Before the step: the record shows the rates of this update, not of the next.
+        # Before the step, because the record shows the rates of this update.
         rates = update_rule.learning_rates(rule)
         losses = progress.losses.on_host(len(progress.microbatches))
         weights, dropped = progress.weights, progress.dropped
@@ -89,35 +88,35 @@ class Ending:
             news = self._looks.needs_check(shown)
         mark = 0 if noise is None else noise.mark()
         ahead = partial(update_rule.announced, window.gradients, config.sync, config.owned)
-        # One exchange carries sums, flags and announcements: each further one costs a round trip.
+        # One exchange for sums, flags and announcements, because each costs a round trip.
         sums, bad_ranks, look, announced = over_ranks(
             sums, config.sync, bad=bool(bad), mark=mark, news=news, ahead=ahead
         )
-        # Some rank's loss is not finite, so all ranks refuse, each in its own words.
+        # The loss of some rank is not finite, so no rank makes the update.
         if bad_ranks:
             self._refuse(sums, rates, culprit.by_loss(window, losses, bad))
             return
-        # The divisor is one number for all ranks: the weights of all of them are in `sums`.
+        # The divisor is the same on all ranks, because `sums` has the weights of all.
         found = weights.result(sums)
         if not found.weight:
             window.restore()
             self._record(found, rates, skipped="no weight: every micro-batch was left out or has weight 0")
             return
-        # The scaler belongs to the user, who may have updated it inside the window.
+        # The user may have updated the scaler inside the window.
         if window.scale is not None:
             window.scale.require()
         divisor = found.divisor
         gradients = update_rule.ready(rule, window.gradients, config.sync, config.owned, divisor, announced)
-        # Behind the reduction: a check on shards drops gradients that are not reduced yet.
+        # After the reduction, because a check of a sharded model frees gradients that are not yet reduced.
         if look and shown is not None:
             self._look_again(shown)
-        # The gradient exists nowhere on its own, so there is no norm to clip by.
+        # A sum in the momentum buffer contains no separate gradient, so there is no norm to clip by.
         if isinstance(window.gradients, MomentumGradientSum):
             gradients, norm = window.gradients.sums(), None
             finite = config.sync.norm(gradients)[1]
         else:
             norm, finite = config.sync.norm(gradients)
-        # With a scaler, infinity means that the scale is too high: it lowers it.
+        # With a scaler, infinity means that the scale is too high, and the scaler lowers it.
         if not finite and not rule.scaling:
             self._refuse(sums, rates, culprit.by_gradient(window, losses, gradients))
             return
@@ -130,9 +129,9 @@ class Ending:
         end(found, rates, gradients, norm)
 
     def leave_early(self) -> None:
-        """Record that the window was left before its last micro-batch, and restored."""
+        """Record that the window was left before its last micro-batch."""
         progress = self._window.progress
-        # The record says how far it came, since no error tells it.
+        # `break` raises no error, so the record contains the reason.
         reason = f"left after {len(progress.losses)} of {len(progress.microbatches)} micro-batches"
         rates = update_rule.learning_rates(self._window.config.rule)
         self._record(WindowLoss(math.nan, 0), rates, skipped=reason)
@@ -141,7 +140,7 @@ class Ending:
         """Finish a window whose optimizers have stepped; may be called again.
 
         Raises:
-            BaseException: of a scheduler or a participant; everything else is finished.
+            BaseException: a scheduler or a participant raised it; everything else is finished.
         """
         take_each(*self.rest)
 
@@ -152,7 +151,7 @@ class Ending:
         take_each(*self._after_step, partial(clear, config.owned), *scale, *window.commits())
 
     def _agree(self) -> None:
-        """Hear whether the ranks that share the window have come as far as this one.
+        """Wait until all ranks that share the window are ready for the update.
 
         Raises:
             RankError: another rank has failed; no rank makes the update.
@@ -172,11 +171,11 @@ class Ending:
         rule = config.rule
         if norm is not None:
             update_rule.clip(rule, gradients, norm)
-        # Memory of the step is reserved while everything can still be restored.
+        # Check that there is memory for the step while everything can still be restored.
         config.reserve.require()
         self._prepare_commit()
         window.gradients.attach(gradients)
-        # Built before the step: from then on nothing may fail for lack of memory.
+        # Built before the step, because after it nothing may run out of memory.
         self.rest = [
             *self._after_step,
             partial(self._record, found, rates, norm=norm),
@@ -184,11 +183,11 @@ class Ending:
             partial(update_rule.zero_grad, config.owned, config.until_next),
             *window.commits(),
         ]
-        # The last exchange before the step: no rank steps alone.
+        # The last exchange before the step, so that no rank steps alone.
         agree = self._agree if config.sync.shared else None
         self._point = steps = OptimizerSteps(rule, window.gradients, config.before_step, agree)
         reason = steps.take()
-        # A step that did nothing, such as that of a wrapper which skips: the window is undone.
+        # A wrapper may have skipped the step of its optimizer: then the window is undone.
         if reason:
             window.restore()
             self._record(found, rates, norm=norm, skipped=reason)
@@ -202,9 +201,9 @@ class Ending:
         gradients: list[Tensor | None],
         norm: float | None,
     ) -> None:
-        """Leave the gradient in ``.grad``: scaled, where losses are scaled."""
+        """Leave the gradient in ``.grad``; it stays scaled if losses are scaled."""
         window = self._window
-        # The record is in units of the loss; .grad stays scaled for the host's scaler.
+        # The record's norm is unscaled; .grad stays scaled for the user's scaler.
         norm = None if norm is None else norm / (window.scaled_by or 1.0)
         self._prepare_commit()
         if window.config.earlier is not None:
@@ -218,11 +217,11 @@ class Ending:
         )
 
     def _overflow(self, found: WindowLoss, rates: tuple[float, ...], norm: float | None) -> None:
-        """Lower the scale: the gradient of the scaled loss is not finite, so no optimizer steps."""
+        """Lower the scale and skip the update, because the gradient of the scaled loss is not finite."""
         window, config = self._window, self._window.config
-        scaler: Any = config.rule.scaler  # unscale_ has told it of each optimizer
+        scaler: Any = config.rule.scaler  # unscale_ has recorded the overflow in it
         self._prepare_commit()
-        # All ranks lower the scale, or they would differ from the next window on.
+        # All ranks must lower the scale, or their scales would differ in the next window.
         if config.sync.shared:
             self._agree()
         self._pass(
@@ -240,8 +239,7 @@ class Ending:
         self.complete()
 
     def _prepare_commit(self) -> None:
-        """Run the parts of commits that can fail, such as pooling, before the optimizers step."""
-        # Pooling allocates tensors and sums over the ranks.
+        """Pool BatchNorm statistics before the optimizers step: it allocates tensors and sums over ranks."""
         if self._window.config.norms is not None:
             self._window.config.norms.prepare()
 
@@ -254,7 +252,7 @@ class Ending:
         self._record(progress.weights.result(sums), rates, skipped=f"not finite: {text}")
 
     def _summed(self, weight: Any, divisor: float, losses: Any) -> Summed:
-        """Return how the gradients of this window were summed, for the noise."""
+        """Return a description of this window's gradient sum, for the measurement of noise."""
         window, progress = self._window, self._window.progress
         weights, dropped = progress.weights, progress.dropped
         counted, took_part = weights.counted(dropped), len(weights.took_part(dropped))

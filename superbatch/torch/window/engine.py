@@ -42,21 +42,21 @@ from .work import Work
 
 
 class Engine:
-    """State that lasts from one window to the next, and the opening of windows.
+    """Opens windows, and holds the state that lasts from one window to the next.
 
     Args:
-        config: of its windows.
-        parameters: whose gradients are summed.
-        work: cuts batches and runs the loss on them.
+        config: configuration of the windows.
+        parameters: the parameters whose gradients are summed.
+        work: cuts batches into micro-batches and runs the loss on them.
         placement: chooses the gradient sum of each window.
-        schedule: of the checks of the declared loss.
-        slips: watch of the schedulers and sizes.
+        schedule: decides which windows are checked against the declared loss.
+        slips: warns of common mistakes with schedulers and sizes.
 
     Attributes:
-        config: of its windows.
-        work: cuts batches and runs the loss on them.
+        config: configuration of the windows.
+        work: cuts batches into micro-batches and runs the loss on them.
         updates: number of windows that ended with an update, or with a gradient.
-        checked: whether a window has ended so: the first one is checked.
+        checked: True once a window has ended that way; windows before it are checked as the first.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Engine:
     ) -> None:
         self.config, self.work = config, work
         self.updates, self.checked = 0, False
-        self._number = 1  # of the window that is open, if it makes an update
+        self._number = 1  # `updates` after the open window, if it makes an update
         self._parameters, self._placement = parameters, placement
         self._schedule, self._slips = schedule, slips
         self._window: OpenWindow[Any] | None = None
@@ -80,12 +80,12 @@ class Engine:
 
     @property
     def memory(self) -> MemoryReport | None:
-        """Sizes of micro-batches that were found; None where the size is fixed."""
+        """Sizes of micro-batches that were found; None if the size is fixed."""
         return self.work.sizing.report()
 
     @property
     def noise(self) -> Noise | None:
-        """Noise of the gradient over the windows so far; None where nothing measures it."""
+        """Noise of the gradient over the windows so far; None if it is not measured."""
         return None if self.config.noise is None else self.config.noise.meter.estimate()
 
     def update(self, batch: Any) -> Update:
@@ -95,14 +95,14 @@ class Engine:
             batch: a batch, or a `Window` of micro-batches.
 
         Raises:
-            SuperbatchError: as the methods of the accumulator state.
+            SuperbatchError: see `Accumulator.__call__`.
         """
         window = self._open(batch, at_once=True)
         try:
             with window:
                 self.work.run(window)
         except BaseException as error:
-            window.abandon(error)  # interrupted between the block and its end
+            window.abandon(error)  # an interrupt may come before `__exit__` runs
             raise
         return self.work.record(window)
 
@@ -113,12 +113,12 @@ class Engine:
             batch: a batch, or a `Window` of micro-batches.
 
         Raises:
-            SuperbatchError: as the methods of the accumulator state.
+            SuperbatchError: see `Accumulator.window`.
         """
         return self._open(batch, at_once=False)
 
     def _open(self, batch: Any, *, at_once: bool) -> OpenWindow[Any]:
-        """Return a window as `open` does, whose block is entered `at_once` or perhaps later."""
+        """Return a window as `open` does; its block is entered `at_once`, or perhaps later."""
         config, first = self.config, not self.checked
         schedule = None if self._schedule.idle else self._schedule
         if self._window is not None:
@@ -150,7 +150,7 @@ class Engine:
                 leaving=self._leaving,
             )
             if sync.shared and ((schedule is not None and first) or self._resume is not None):
-                sync.vote(raised=False)  # what was checked on each rank may have failed on one
+                sync.vote(raised=False)  # a check may have failed on one rank only
             return window
         except BaseException as error:
             if sync.shared:
@@ -158,7 +158,7 @@ class Engine:
             raise
 
     def _begin_on_ranks(self) -> None:
-        """Begin a window on several ranks: from here on, the others hear how this one leaves it."""
+        """Begin a window on several ranks; from here on, this rank must report how it leaves the window."""
         config, terms = self.config, len(self.config.declared.terms) or 1
         announced = config.sync.count_announced([entry.parameter for entry in config.owned])
         config.sync.begin_window(self.updates, max(3 * terms + NUMBERS + announced, config.sync.count))
@@ -172,10 +172,10 @@ class Engine:
             return self.work.cut(batch)
 
     def _make_ready(self) -> None:
-        """Take in what the program did to models, optimizers and masters since the last window.
+        """Adopt changes that the program made to models, optimizers and masters since the last window.
 
         Raises:
-            OptimizerError: the last update was torn, or a new parameter is in no optimizer.
+            OptimizerError: the last update was made only in part, or a new parameter is in no optimizer.
         """
         config = self.config
         config.before_step.require_whole()
@@ -185,10 +185,10 @@ class Engine:
             take_over(config.owned, self._written)
 
     def discard(self) -> None:
-        """Discard a loaded or interrupted window, and restore the state from before it.
+        """Discard a loaded or interrupted window, and restore the state before it.
 
         Raises:
-            WindowError: it was called by something that the end of the window calls.
+            WindowError: a hook, scheduler or participant called this while the window ends.
         """
         if self._window is not None:
             if self._window.is_busy:
@@ -197,15 +197,16 @@ class Engine:
         self._resume = discard_saved(self._resume, self.config)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that lasts, and the window that is open: tensors and plain containers.
+        """Return the state that lasts, and the open window, as tensors and plain containers.
 
         Raises:
-            WindowError: a micro-batch has gone forward, and not yet backward; or the window is being ended.
+            WindowError: a micro-batch is between its forward and its backward, or the window is ending.
         """
         config = self.config
         return {
             "version": 1,
             "updates": self.updates,
+            # A loaded state that no window has resumed yet is saved again as it is.
             "window": self._resume if self._window is None else self._window.state_dict(),
             "check": self._schedule.state_dict(),
             "sizing": self.work.state_dict(),
@@ -214,13 +215,14 @@ class Engine:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state; its window is resumed by the next one.
+        """Resume from a saved state; the next window resumes the saved window.
 
         Args:
             state: from `state_dict`.
 
         Raises:
-            InputError: it is no such state, its noise was averaged otherwise, or its masters do not fit.
+            InputError: `state` is not from `state_dict`, its noise was averaged with another setting, or its
+                master weights do not fit.
             WindowError: a window is open.
         """
         config = self.config
@@ -228,6 +230,8 @@ class Engine:
         self._schedule.check_state(state.get("check"))
         if self._window is not None:
             raise misuse.load_inside()
+        # Checks first and returns the function that copies, so that an error below leaves the masters
+        # unchanged.
         load_masters = masters_loader(config.models, config.masters, state.get("masters"))
         _load_sizing_and_noise(state, self.work, None if config.noise is None else config.noise.meter)
         load_masters()
@@ -236,33 +240,32 @@ class Engine:
         self.updates, self._resume = state["updates"], state["window"]
 
     def twin(self) -> Engine:
-        """Return an engine that makes the same updates and leaves no trace in this one.
+        """Return an engine that makes the same updates and does not change this one.
 
-        It has no scheduler and measures no noise, so a survey neither steps the user's scheduler nor lets it
-        change the rate. It begins with the sizes that were found so far, checks the loss if that has not been
-        done, and counts its own updates.
+        It has no scheduler and measures no noise, so a survey cannot step the user's scheduler. It begins
+        with the sizes found so far, checks the loss if this engine has not, and counts its own updates.
 
         Raises:
             WindowError: a window is open, or waits to be resumed.
         """
         if self._window is not None or self._resume is not None:
             raise WindowError(
-                "A survey cannot begin in the middle of a window: the gradients so far belong to the "
-                "training. Finish the window first, or discard() it."
+                "A survey cannot begin in the middle of a window, whose gradients belong to the training. "
+                "Finish the window first, or call discard()."
             )
         config = replace(
             self.config,
             rule=replace(self.config.rule, schedulers=()),
-            reserve=copy.copy(self.config.reserve),  # it knows what a first update needs, if there was one
+            reserve=copy.copy(self.config.reserve),  # with the memory that the first update needed
             until_next=[],
-            noise=None,  # that of rates which training will not use
+            noise=None,  # a survey tries rates that the training will not use
         )
         twin = Engine(
             config,
             self._parameters,
             self.work.twin(),
             copy.copy(self._placement),
-            schedule=copy.copy(self._schedule),  # its parts are replaced, never changed
+            schedule=copy.copy(self._schedule),  # a shallow copy: its parts are replaced, never changed
             slips=copy.copy(self._slips),
         )
         twin.updates, twin.checked = self.updates, self.checked
@@ -271,7 +274,7 @@ class Engine:
     def _entered_later(
         self, owned: list[ManagedParameter], dtypes: list[torch.dtype], window: OpenWindow[Any]
     ) -> None:
-        """Open a window that was made for parameters of some dtypes, perhaps long ago."""
+        """Open a window that was made earlier, for the parameters `owned` with these dtypes."""
         if self._window is not None:
             raise misuse.second_window()
         if window.is_over:
@@ -280,13 +283,14 @@ class Engine:
         self.work.require_allowed()
         self._placement.require_allowed()
         now = self.config.owned
+        # The gradients of the window belong to the parameters that the model had when it was made.
         if list(map(id, owned)) != list(map(id, now)) or dtypes != [each.parameter.dtype for each in now]:
             raise misuse.other_parameters()
         self._schedule.updates = self.updates
         self._entered(window)
 
     def _over(self) -> WindowError:
-        """Return the error for a window that is entered again, where other ranks wait for a new one."""
+        """Return the error for entering a window twice, and tell other ranks, which expect a new window."""
         error, sync = misuse.over(), self.config.sync
         if sync.shared:
             self._begin_on_ranks()
@@ -294,7 +298,7 @@ class Engine:
         return error
 
     def _later(self) -> Callable[[OpenWindow[Any]], None]:
-        """Return what opens a window that is made now."""
+        """Return the function that opens a window made now, when its block is entered."""
         owned = list(self.config.owned)
         return partial(self._entered_later, owned, [each.parameter.dtype for each in owned])
 
@@ -307,13 +311,13 @@ class Engine:
             ours = window.transaction.sizing is self.work.watched
             self._slips.open(window.transaction.progress.microbatches.samples if ours else None)
         self._number = self.updates + 1
-        self._window, window.is_open = window, True  # on one line: nothing fails between the two
+        self._window, window.is_open = window, True  # one statement, so that no interrupt comes between
 
     def _resumed(self) -> None:
         self._resume = None
 
     def _leaving(self, window: OpenWindow[Any], made: bool) -> list[Callable[[], None]]:
-        """Return the steps that close a window, for `take_each`."""
+        """Return the functions that close a window, for `take_each`."""
         config, sizing = self.config, window.transaction.sizing
         steps: list[Callable[[], None]] = []
         if self._slips.watches:
@@ -347,9 +351,9 @@ def _weights_in(config: Config, microbatches: list[Any], samples: list[int] | No
     """Return the weights of a window's micro-batches.
 
     Args:
-        config: of the accumulator.
-        microbatches: on the host.
-        samples: of each, where they are known.
+        config: the accumulator's.
+        microbatches: the micro-batches, on the host.
+        samples: number of samples of each; None if unknown.
     """
     declared = config.declared
     if declared.terms:
@@ -364,23 +368,27 @@ def _weights_in(config: Config, microbatches: list[Any], samples: list[int] | No
 
 
 def _load_sizing_and_noise(state: Mapping[str, Any], work: Work, meter: NoiseMeter | None) -> None:
-    """Resume an accumulator's sizes and noise: both, or neither.
+    """Load an accumulator's sizes and noise: both, or after an error neither.
 
     Args:
-        state: of the accumulator.
-        work: whose sizes they are.
-        meter: of the noise, where it is measured.
+        state: the accumulator's.
+        work: holds the sizes.
+        meter: holds the noise; None if it is not measured.
 
     Raises:
-        InputError: one of them cannot be read, or the noise was averaged otherwise; nothing has changed.
+        InputError: one of them is malformed, or the noise was averaged with another setting; nothing has
+            changed.
     """
     if not isinstance(state.get("noise"), Mapping | None):
-        raise InputError("The saved noise is no mapping. Pass what Accumulator.state_dict() returned.")
+        raise InputError(
+            f"The saved noise is a {type(state['noise']).__name__}, not a dict. Pass what "
+            "Accumulator.state_dict() returned."
+        )
     before = work.state_dict()
     work.load_state_dict(state)
     try:
         if meter is not None and state.get("noise") is not None:
             meter.load_state_dict(state["noise"])
-    except Exception:  # whatever it is propagates; the sizes must not be those of a state that failed
+    except Exception:  # of any kind: it propagates, but the sizes must be the old ones
         work.load_state_dict({"sizing": before})
         raise

@@ -1,4 +1,4 @@
-"""Hooks of an optimizer before its step, and a call behind the last of them."""
+"""A call after the last of an optimizer's step pre-hooks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _HOOKS = "_optimizer_step_pre_hooks"
 
 
 def after_hooks(optimizer: torch.optim.Optimizer, call: Callable[..., None]) -> Callable[[], None]:
-    """Let a call follow the hooks before each step of an optimizer.
+    """Run a function after the step pre-hooks of an optimizer, before each of its steps.
 
     Args:
-        optimizer: with hooks of its own; they may remove themselves while they run.
-        call: takes what a hook takes.
+        optimizer: may have hooks of its own, which may remove themselves while they run.
+        call: the function, with the arguments of a hook.
 
     Returns:
-        What ends that.
+        A function that ends this.
 
     Examples:
         >>> sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
@@ -29,15 +29,15 @@ def after_hooks(optimizer: torch.optim.Optimizer, call: Callable[..., None]) -> 
         behind them
         >>> end()
     """
-    # No hook of ours: torch iterates over the very dictionary, and a last hook that removes itself is allowed
-    # only while none follows it.
+    # Not a hook of our own: torch iterates over the dictionary itself, where a hook may remove itself only if
+    # it is the last.
     own = vars(optimizer)[_HOOKS]
     vars(optimizer)[_HOOKS] = _Followed(own, call)
     return partial(vars(optimizer).__setitem__, _HOOKS, own)
 
 
 class _Followed:
-    """Dictionary of hooks, as far as torch uses one."""
+    """The part of a dictionary of hooks that torch uses, with a call at its end."""
 
     def __init__(self, hooks: MutableMapping[int, Any], call: Callable[..., None]) -> None:
         self._hooks, self._call = hooks, call

@@ -1,4 +1,4 @@
-"""The micro-batches of one window; those that are still to come can be cut differently."""
+"""The micro-batches of one window, of which those still to run can be split differently."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from . import misuse
 from .joining import joined
 from .sync.sync import Sync
 
-# With an unknown size, the check of the declared loss uses at most this many pieces of this many samples.
+# While the size is unknown, the check of the declared loss uses at most FEW micro-batches of FEW samples.
 FEW = 8
 _FIRSTS = 4
 
@@ -32,19 +32,19 @@ Paths = dict[str, tuple[str, ...]]
 
 
 class MicrobatchList:
-    """Micro-batches in order, and the samples of each.
+    """Micro-batches in order, and the number of samples of each.
 
     Args:
-        microbatches: as they are to be processed.
-        samples: of each; None where they cannot be counted.
+        microbatches: the micro-batches, in the order in which they run.
+        samples: number of samples of each; None if they cannot be counted.
         order: the position in the batch of each sample, micro-batch after micro-batch; None: as in the batch.
         paths: `unsplit` and `per_sample` declarations.
-        batch: the planned batch that they were cut from, if it may be cut differently.
-        whole: the batch that they were cut from, if it was one.
+        batch: plan of the batch that they were cut from, if it may be cut differently; else None.
+        whole: the batch that they were cut from; None if they were given as a `Window`.
 
     Attributes:
-        idle: how often this rank runs a micro-batch once more, without weight: other ranks have more.
-        stand_in: what it runs in those turns where it has no data; empty elsewhere.
+        idle: number of extra turns with weight 0 on this rank, because other ranks have more micro-batches.
+        stand_in: on a rank without data, the micro-batch to run in those turns; else empty.
 
     Examples:
         >>> pieces = MicrobatchList(["abcd", "efg"], [4, 3], None, {"per_sample": ("",)})
@@ -70,44 +70,46 @@ class MicrobatchList:
         self._whole = whole
         self.idle = 0
         self.stand_in: list[Any] = []
-        self.cut_from_one = whole is not None  # so that all have samples of the same shapes
+        self.cut_from_one = whole is not None  # then all samples have the same shapes
 
     @property
     def runs(self) -> list[Any]:
-        """Return what can be run here: the micro-batches, or what stands in for them."""
+        """Micro-batches to run on this rank: its own, or the stand-in for a rank without data."""
         return self.microbatches or self.stand_in
 
     @property
     def can_be_recut(self) -> bool:
-        """Return whether the batch is one piece that may be cut anywhere."""
+        """True if the micro-batches come from one batch that may be cut anywhere."""
         return self._batch is not None
 
     def __len__(self) -> int:
         return len(self.microbatches)
 
     def count(self, index: int) -> int:
-        """Return the samples of a micro-batch, 0 where they cannot be counted."""
+        """Return the number of samples of a micro-batch, 0 if they cannot be counted."""
         return 0 if self.samples is None else self.samples[index]
 
     def places(self, index: int, first: int) -> Sequence[int]:
         """Return the positions of a micro-batch's samples in the effective batch, which begins at `first`."""
         assert self.samples is not None
         start = sum(self.samples[:index])
-        # What stands in for a rank's data draws as some samples do, and its gradient is not used.
+        # A stand-in may share positions with other samples, because its gradient is not used.
         stop = start + (self.samples[index] if self.samples else self._of_stand_in())
-        # None is common: a range costs no list.
+        # None is the common case, for which a range needs no list.
         if self._order is None:
             return range(first + start, first + stop)
         return [first + position for position in self._order[start:stop]]
 
     def to_check(self) -> list[Any]:
-        """Return the micro-batches for a check of the loss, or some in their place.
+        """Return the micro-batches for a check of the loss.
 
-        * A few samples at a time, where their size is being found out: it is not known yet what fits;
-        * Pairs, where each has only one sample, which has no parts to be compared with.
+        These are the micro-batches of the window, with two exceptions:
+
+        * while the size is being searched, a few samples each, because it is not yet known what fits;
+        * pairs of samples if each micro-batch has only one, which the check could not divide.
         """
         samples = self.samples
-        # Micro-batches of a loader, or of a known size, are compared as they are.
+        # Micro-batches of a loader, or of a known size, are checked as they are.
         if samples is None or self._whole is None or (max(samples) > 1 and self._batch is None):
             return self.microbatches
         take = plan_of(self._whole, **self.paths).take
@@ -117,24 +119,24 @@ class MicrobatchList:
         return [take(start, start + size) for start in starts[:: max(1, len(starts) // FEW)]]
 
     def parts(self) -> list[Any]:
-        """Return the batch as it was given: whole, or as micro-batches."""
+        """Return the batch as the user passed it: in one piece, or as micro-batches."""
         return self.microbatches if self._whole is None else [self._whole]
 
     def pick(self, samples: Sequence[int]) -> Any:
-        """Return a micro-batch of chosen samples, counted as `parts` has them; None if none can be made."""
+        """Return a micro-batch of chosen samples, indexed as in `parts`; None if it cannot be made."""
         try:
             return plan_of(joined(self.parts()), **self.paths).take(0, len(samples), order=samples)
         except (SplitError, InputError):  # micro-batches of unequal shapes
             return None
 
     def of_two(self, first: int, second: int, most: int) -> list[int]:
-        """Return the first samples of two micro-batches, at most `most` of each, counted as in `parts`."""
+        """Return the indices in `parts` of the first samples of two micro-batches, at most `most` of each."""
         return self._of([first, second], most)
 
     def firsts(self, order: Sequence[int]) -> list[int]:
-        """Return up to four samples spread over micro-batches in a given order, counted as in `parts`."""
+        """Return the indices in `parts` of up to four samples, spread over micro-batches in a given order."""
         few = min(_FIRSTS, len(order))
-        # Evenly spread in the given order, with its first and its last.
+        # Evenly spread over the order, with its first and its last micro-batch.
         spread = [order[place * (len(order) - 1) // max(1, few - 1)] for place in range(few)]
         return self._of(spread, max(1, _FIRSTS // few))
 
@@ -147,18 +149,18 @@ class MicrobatchList:
         for index in indices:
             start = sum(self.samples[:index])
             places += range(start, start + min(most, self.samples[index]))
-        # `order` counts positions of the batch, and exists where a TokenBudget has sorted it.
+        # A TokenBudget sorts samples by length; `order` has their positions in the batch.
         ordered = self._order is not None and self._whole is not None
         return [self._order[place] for place in places] if ordered and self._order else places
 
     def split(self, index: int, most: int) -> int:
-        """Cut one micro-batch into near-equal ones of at most `most` samples; return how many there are now.
+        """Cut one micro-batch into near-equal ones of at most `most` samples; return their number.
 
         Raises:
             SplitError: it cannot be cut.
         """
         planned = plan_of(self.microbatches[index], **self.paths)
-        # Near-equal: a last piece of one sample would waste a whole pass.
+        # Near-equal, because a last micro-batch of one sample would waste a pass.
         sizes = near_equal(planned.samples, most)
         self._replace(index, cut(planned, sizes), sizes)
         return len(sizes)
@@ -171,20 +173,20 @@ class MicrobatchList:
         for size in sizes:
             parts.append(self._batch.take(start, start + size))
             start += size
-        # Not before all are there: a cut that breaks half way must not lose samples.
+        # Assigned once all are cut, so that a cut that fails halfway loses no samples.
         self.microbatches[index:], self.samples[index:] = parts, list(sizes)
 
     def follow(self, sizes: Sequence[int]) -> None:
-        """Cut the micro-batches as those of a saved window were.
+        """Cut the micro-batches to the sizes of a saved window.
 
         Raises:
-            WindowError: the batch has other samples, or its micro-batches cannot be cut so.
+            WindowError: the batch has another number of samples, or its micro-batches cannot be cut so.
         """
-        # Without counts, the saved sizes cannot be compared.
+        # Without counts there is nothing to compare.
         mine = self.samples
         if mine is None or list(sizes) == mine:
             return
-        # One batch: it can be cut anywhere, so the saved sizes are taken over.
+        # A batch in one piece can be cut anywhere, so it gets the saved sizes.
         if self._batch is not None and sum(sizes) == sum(mine):
             self.recut(0, sizes)
             return
@@ -196,7 +198,7 @@ class MicrobatchList:
                 parts.insert(0, left.pop())
             if sum(parts) != samples:
                 raise _other_batch(mine, sizes)
-            # This micro-batch was cut in the saved window, as after lack of memory.
+            # The saved window cut this micro-batch, for example after lack of memory.
             if len(parts) > 1:
                 planned = plan_of(self.microbatches[index], **self.paths)
                 self._replace(index, cut(planned, parts), parts)
@@ -204,9 +206,9 @@ class MicrobatchList:
             raise _other_batch(mine, sizes)
 
     def clear(self) -> None:
-        """Drop the micro-batches, and the batch that they were cut from."""
+        """Free the micro-batches, and the batch that they were cut from."""
         self.microbatches, self.stand_in = [], []
-        # The plan holds the batch: keeping it would keep the data until the next window.
+        # The plan refers to the batch, so it would keep the data until the next window.
         self._batch = self._whole = None
 
     def _replace(self, index: int, parts: list[Any], sizes: list[int]) -> None:
@@ -216,12 +218,12 @@ class MicrobatchList:
 
 
 class Shown(NamedTuple):
-    """A window whose micro-batches all went forward.
+    """A window for the loss check, after the forward of all of its micro-batches.
 
     Attributes:
         pieces: its micro-batches.
-        losses: of each.
-        weights: of each; 0 for those that were left out.
+        losses: the loss of each.
+        weights: the weight of each; 0 for a micro-batch that was left out.
         took_part: returns the micro-batches whose losses are in the sum.
     """
 
@@ -234,13 +236,13 @@ class Shown(NamedTuple):
 def pieces_of(
     batch: Any, sizing: Fixed | AutoSize, paths: Paths, sync: Sync, *, need_samples: bool
 ) -> MicrobatchList:
-    """Cut a batch as its sizing says; the micro-batches of a `Window` are taken as they are.
+    """Cut a batch into micro-batches; those of a `Window` are taken as they are.
 
     Args:
         batch: a batch, or a Window.
-        sizing: how.
+        sizing: chooses the sizes of micro-batches.
         paths: `unsplit` and `per_sample` declarations.
-        sync: the ranks that share a batch; where their forwards communicate, they agree on a size.
+        sync: the ranks that share a batch; if their forwards communicate, they agree on a size.
         need_samples: whether samples must be counted.
 
     Returns:
@@ -256,14 +258,14 @@ def pieces_of(
         [2, 2, 1]
     """
     if not isinstance(sizing, Fixed):
-        # `ByMicrobatch.cut` gives a Window a Fixed sizing: its sizes are those of the loader.
+        # `ByMicrobatch.cut` passes a Fixed sizing for a Window, which has its loader's sizes.
         assert not isinstance(batch, Window)
         planned = plan_of(batch, **paths)
         sizes = sizing.plan(batch, planned.samples, sync.agree_size if sync.in_step else None)
-        # A window that began with as many micro-batches on each rank must continue with as many.
+        # All ranks must keep the same number of micro-batches, so no rank may cut again.
         recut = None if sync.in_step else planned
         return MicrobatchList(cut(planned, sizes), sizes, None, paths, batch=recut, whole=batch)
-    # Learned: an earlier window ran out of memory with more.
+    # `most` is known once a window has run out of memory with more samples.
     size, most = sizing.size, sizing.most if sizing.learns else None
     if most is not None and isinstance(size, int):
         size = min(size, most)
@@ -277,13 +279,13 @@ def pieces_of(
 
 
 def cut_large(pieces: MicrobatchList, start: int, most: int) -> None:
-    """Cut all micro-batches from `start` on that have more than `most` samples.
+    """Cut each micro-batch from `start` on that has more than `most` samples.
 
     Raises:
         SplitError: one cannot be cut.
     """
     assert pieces.samples is not None
-    # From the back, so that a cut leaves the indices in front of it valid.
+    # From the back, so that indices in front of a cut stay valid.
     for index in range(len(pieces) - 1, start - 1, -1):
         if pieces.samples[index] > most:
             pieces.split(index, most)
@@ -291,15 +293,15 @@ def cut_large(pieces: MicrobatchList, start: int, most: int) -> None:
 
 def _other_batch(mine: Sequence[int], saved: Sequence[int]) -> WindowError:
     return WindowError(
-        f"The micro-batches of this window have {list(mine)} samples, and those of the saved window in "
-        f"flight {list(saved)}. Resume with the same batch and micro-batches, or call discard() first."
+        f"The micro-batches of this window have {list(mine)} samples, but those of the saved window have "
+        f"{list(saved)}. Pass the batch and micro-batches of the saved window, or call discard() first."
     )
 
 
 def microbatches_of(
     batch: Any, microbatch_size: int | TokenBudget | None, paths: Paths, *, need_samples: bool
 ) -> tuple[list[Any], list[int] | None, list[int] | None]:
-    """Return the micro-batches, the number of samples of each, and the order in which samples come.
+    """Return the micro-batches, the number of samples of each, and the order of the samples.
 
     The order lists each sample's position in the batch, micro-batch after micro-batch; None: as in the batch.
 
@@ -307,12 +309,12 @@ def microbatches_of(
         batch: a batch to split, or a Window to take as it is.
         microbatch_size: samples per micro-batch at most, a TokenBudget, or None for one piece.
         paths: `unsplit` and `per_sample` declarations.
-        need_samples: whether the sizes must be known; None is returned for them otherwise.
+        need_samples: whether samples must be counted; if not, None may be returned in place of their numbers.
 
     Raises:
         SplitError: the batch cannot be split, or its samples cannot be counted although they must be.
-        InputError: a Window has no micro-batches, or the lengths that a TokenBudget asks for are not there,
-            or are none.
+        InputError: a Window has no micro-batches, or the lengths that a TokenBudget needs are missing or
+            wrong.
 
     Examples:
         >>> import torch
@@ -321,7 +323,7 @@ def microbatches_of(
         ([2, 2, 1], None, torch.Size([1, 2]))
     """
     if not isinstance(batch, Window) and microbatch_size is not None:
-        # The common case first: no walk through the batch.
+        # The common case first, because it needs no walk through the batch.
         if isinstance(microbatch_size, int) and not any(paths.values()):
             length = _length_of_tensors(batch)
             if length:
@@ -329,13 +331,12 @@ def microbatches_of(
                 return _split_tensors(batch, counts), counts, None
         trim = microbatch_size.trim if isinstance(microbatch_size, TokenBudget) else ()
         planned = plan_of(batch, **paths, trim=trim)
-        # With a TokenBudget samples are ordered by length, so `order` is not None.
         packing = packing_of(batch, planned.samples, microbatch_size)
         return cut_packed(planned, packing), packing.sizes, packing.order
     microbatches = list(batch) if isinstance(batch, Window) else [batch]
     if not microbatches:
         raise misuse.empty_window()
-    # Paths declare leaves that are not per sample, whose length says nothing.
+    # Declared leaves have another length than the number of samples.
     if not any(paths.values()):
         lengths = [_length_of_tensors(microbatch) for microbatch in microbatches]
         if all(lengths):
@@ -349,16 +350,16 @@ def microbatches_of(
 
 
 def _length_of_tensors(batch: Any) -> int:
-    """Samples of the commonest batches - tuple, list or dict of tensors of one length - and 0 for any other.
+    """Return the samples of a tuple, list or dict of tensors of one length, and 0 for any other batch.
 
-    Walking a general batch takes a hundredth of a window of a tiny model; this takes a tenth of that.
+    It takes a tenth of the time of the general walk, which takes a hundredth of a tiny model's window.
     """
     kind = type(batch)
     if not (kind is tuple or kind is list or (kind is dict and OFFSETS.isdisjoint(batch))):
         return 0
     length = 0
     for tensor in batch.values() if kind is dict else batch:
-        # Sparse, mkldnn and nested tensors have no slices; `plan` names them.
+        # Sparse, mkldnn and nested tensors cannot be sliced; `plan` raises for them.
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
             return 0
         shape = tensor.shape  # `len(tensor)` takes four times as long
@@ -370,7 +371,7 @@ def _length_of_tensors(batch: Any) -> int:
 
 def _split_tensors(batch: Any, counts: list[int]) -> list[Any]:
     leaves = batch.values() if type(batch) is dict else batch
-    # split_with_sizes gives views in one call; slices would be one call each.
+    # split_with_sizes returns all views in one call.
     pieces = zip(*[tensor.split_with_sizes(counts) for tensor in leaves], strict=True)
     if type(batch) is tuple:
         return list(pieces)

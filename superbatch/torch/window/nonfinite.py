@@ -1,4 +1,4 @@
-"""Micro-batch, loss and parameter behind a gradient that is NaN or infinite."""
+"""Description of the micro-batch, loss and parameter that are NaN or infinite, for the error."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Culprit:
     """Origin of values that are not finite.
 
     Attributes:
-        index: the micro-batch, or None where it is on another rank or cannot be told.
+        index: the micro-batch, or None if it is on another rank or unknown.
         loss: its loss.
         parameter: the first parameter with a gradient that is not finite.
         whole: the loss was computed on the whole batch at once, which is then the only micro-batch.
         term: the name of the loss among several.
-        droppable: a micro-batch can be left out with its weight; otherwise this is not advised.
-        any_rank: it is this rank's micro-batch, or the one that another rank ran at the same time.
+        droppable: whether ``nonfinite="skip_microbatch"`` is possible, so that the error can advise it.
+        any_rank: the micro-batch may also be the one that another rank ran at the same time.
     """
 
     index: int | None = None
@@ -37,34 +37,33 @@ class Culprit:
         """Compose the error text.
 
         Args:
-            count: micro-batches of the window.
-            skipping: whole updates are given up already, so that this is not advised.
+            count: number of micro-batches of the window.
+            skipping: the user has passed ``nonfinite="skip_update"``, so it is not advised.
 
         Examples:
             >>> Culprit(1, math.nan, "fc.weight").text(4)[:38]
             'In micro-batch 1 of 0..3 with loss nan'
         """
-        # Several texts, because the advice differs: a whole batch has no index.
         if self.whole:
             given = f"a batch with loss {self.loss:g}"
         elif self.index is None:
             given = "a micro-batch of this window (on another rank, or an unknown one)"
         else:
             of = f" of the term {self.term!r}" if self.term else ""
-            rank = " (on this rank; or that of another rank)" if self.any_rank else ""
+            rank = " (or in that of another rank in the same turn)" if self.any_rank else ""
             given = f"micro-batch {self.index} of 0..{count - 1} with loss {self.loss:g}{of}{rank}"
-        # A finite loss with an infinite gradient, e.g. sqrt at 0.
+        # A finite loss may have an infinite gradient, e.g. sqrt at 0.
         what = "the loss" if self.loss is not None and not math.isfinite(self.loss) else "the gradient"
         where = f" (the first parameter with such a gradient is {self.parameter!r})" if self.parameter else ""
-        drop = ['nonfinite="skip_microbatch" leaves it (and its weight) out']
-        # Dropping is only advised where the options allow it.
-        others = drop if self.droppable and not self.whole else []
-        others += [] if skipping else ['nonfinite="skip_update" gives up the whole update']
+        others = []
+        if self.droppable and not self.whole:
+            others.append('pass nonfinite="skip_microbatch" to leave it and its weight out')
+        if not skipping:
+            others.append('pass nonfinite="skip_update" to skip the update')
         check = f"Check that {'batch' if self.whole else 'micro-batch'}"
-        advice = "; ".join(filter(None, [check, ", ".join(others)]))
         return (
-            f"In {given}, {what} is not finite{where}; nothing was updated, everything is as before the "
-            f"window. {advice}."
+            f"In {given}, {what} is not finite{where}. No update was made, and everything is as before the "
+            f"window. {', or '.join([check, *others])}."
         )
 
 
@@ -79,7 +78,6 @@ def first_bad_parameter(owned: list[ManagedParameter], gradients: Sequence[Tenso
         'w'
     """
     for entry, gradient in zip(owned, gradients, strict=True):
-        # One parameter at a time: a joint norm would not tell which.
         if gradient is not None and not all_finite([gradient]):
             return entry.name
     return None
@@ -88,7 +86,7 @@ def first_bad_parameter(owned: list[ManagedParameter], gradients: Sequence[Tenso
 def first_bad_microbatch(
     indices: Iterable[int], backward: Callable[[int], None], owned: list[ManagedParameter]
 ) -> int | None:
-    """Return the first micro-batch whose own gradient is not finite, by running each of them once more.
+    """Run each micro-batch once more, and return the first whose own gradient is not finite.
 
     Args:
         indices: the micro-batches that took part.
@@ -96,7 +94,7 @@ def first_bad_microbatch(
         owned: the parameters to check.
     """
     for index in indices:
-        # Gradients add up: without clearing, all later ones would be bad as well.
+        # Cleared, because gradients add up and a NaN stays in the sum.
         clear(owned)
         backward(index)
         if not all_finite([entry.parameter.grad for entry in owned if entry.parameter.grad is not None]):

@@ -1,4 +1,4 @@
-"""A window: iterate over its micro-batches, call backward for each, and leave the block for the update."""
+"""An open window: a loop over micro-batches, a backward for each, and the update at the end of the block."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ T = TypeVar("T")
 
 
 class OpenWindow(Generic[T]):
-    """The micro-batches of one update, to be iterated over inside a ``with`` block.
+    """The micro-batches of one update; iterate over it inside a ``with`` block.
 
     `Accumulator.window` makes it. Leaving the block after the last micro-batch makes the update; leaving it
     earlier, by an exception or by ``break``, restores everything.
 
     Attributes:
-        transaction: everything that the window may change.
-        resume: the saved state that it resumes; None: it begins anew.
-        is_open: whether its block was entered and not left; set by the engine.
-        is_over: whether its block was left: it cannot be entered again.
-        is_busy: whether its beginning or end is being made, which calls hooks, schedulers and participants.
+        transaction: restores everything that the window may change.
+        resume: the saved state that the window resumes; None for a new window.
+        is_open: True while its block is entered; set by the engine.
+        is_over: True once its block was left; the window cannot be entered again.
+        is_busy: True while the window begins or ends, which calls hooks, schedulers and participants.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class OpenWindow(Generic[T]):
         resumed: Callable[[], None],
         leaving: Callable[[OpenWindow[Any], bool], list[Callable[[], None]]],
     ) -> None:
-        started = time.perf_counter()  # validation and the cut belong to the window's seconds
+        started = time.perf_counter()  # first, so that the window's seconds include what follows
         self._config, self.resume = config, resume
         self._entered, self._resumed, self._leaving = entered, resumed, leaving
         self.is_open = self.is_over = self._is_idle = self.is_busy = False
@@ -70,8 +70,9 @@ class OpenWindow(Generic[T]):
         self._progress = Progress(pieces, weights, weights.new_losses())
         self.transaction = Transaction(config, gradients, self._progress, sizing, watch)
         self._ending = Ending(self.transaction, looks, started)
-        self._others = config.sync if config.sync.shared else None  # that wait for this rank's part
-        self._place: tuple[str, str] | None = None  # where they are left
+        # None once no other rank waits for this one.
+        self._others = config.sync if config.sync.shared else None
+        self._place: tuple[str, str] | None = None  # position at the end, for the errors of other ranks
         self._noise = self.transaction.noise
         self._pooled = self.transaction.pooled
         if resume is not None:
@@ -85,7 +86,7 @@ class OpenWindow(Generic[T]):
                 self.transaction.modes = Modes()
                 self._entered(self)
                 self.is_busy = True
-                self._config.until_next.clear()  # their memory is used by this window
+                self._config.until_next.clear()  # free the last window's gradients for this window
                 self.transaction.begin()
                 if self.resume is not None:
                     self._resumed()
@@ -98,20 +99,20 @@ class OpenWindow(Generic[T]):
 
     @property
     def update(self) -> Update:
-        """Record of the update, available once the block has ended.
+        """Record of the update, available after the block.
 
-        A block that an error has left has one only if it was left before the last micro-batch; it says why
-        no update was made.
+        After a block that was left before the last micro-batch, the record contains the reason why no update
+        was made. If the update itself raised, there is no record.
 
         Raises:
-            WindowError: there is none.
+            WindowError: there is no record.
         """
         if self._ending.update is None:
             raise misuse.no_update()
         return self._ending.update
 
     def amend(self, **fields: Any) -> Update:
-        """Replace fields of the record of a window that is over, and return it."""
+        """Replace fields of the record after the window, and return it."""
         self._ending.update = replace(self.update, **fields)
         return self._ending.update
 
@@ -119,7 +120,7 @@ class OpenWindow(Generic[T]):
         """Close the window if it is open: finish the update if the optimizers have stepped, else restore all.
 
         Args:
-            error: the reason, if it is an exception.
+            error: the exception that is the reason; None: another reason.
         """
         if self.is_open:
             with DeferredInterrupts():
@@ -131,24 +132,24 @@ class OpenWindow(Generic[T]):
                     else:
                         self._catch_up(error)
                         self._discard(error)
-                finally:  # or no other window could ever be opened
+                finally:  # otherwise no other window could be opened
                     self._forget()
         if self._others is not None:
             self._tell(error)
 
     def leave_others(self) -> None:
-        """Tell the other ranks nothing: they are in an exchange where it would not reach them."""
+        """Send no message to the other ranks: they are in an exchange where it would not reach them."""
         self._others = None
 
     def _tell(self, error: BaseException | None) -> None:
-        """Tell the other ranks that this one leaves the window, where they do not know and still can hear."""
+        """Inform the other ranks that this one leaves the window, unless they know already."""
         sync, self._others = self._others, None
         failed, left = self._place or telling.place_of(self._progress)
         if sync is not None and (telling.is_transport(error) or not self._ending.is_agreed):
             telling.tell(sync, error, left if error is None else failed)
 
     def _catch_up(self, error: BaseException | None) -> None:
-        """Take part in what other ranks wait for, where each forward and backward is collective."""
+        """Take part in the collectives that other ranks wait for, if forward and backward are collective."""
         config = self._config
         if self._others is not None and config.sync.in_step and not config.whole:
             lockstep.catch_up(self.transaction, error)
@@ -156,7 +157,7 @@ class OpenWindow(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         if not self.is_open:
             raise misuse.not_open()
-        if self._iterator is not None:  # of an earlier loop, which was left by `break`
+        if self._iterator is not None:  # an earlier loop was left by `break`
             self._progress.current = None
             self._iterator.close()
         self._iterator = self._iterate()
@@ -174,9 +175,9 @@ class OpenWindow(Generic[T]):
         """Add the gradient of the current micro-batch's loss; nothing is updated before the window ends.
 
         Args:
-            loss: of one element, reduced as `reduction` declares; or a mapping from names of terms.
-            weight: of the micro-batch, for ``weight="returned"`` only; or a mapping from names of such terms.
-            retain_graph: keep the graph for another backward of this micro-batch; their losses add up.
+            loss: a tensor of one element, reduced as `reduction` declares; or a mapping term -> loss.
+            weight: weight of the micro-batch, for ``weight="returned"`` only; or a mapping term -> weight.
+            retain_graph: keep the graph for another backward of this micro-batch; the losses add up.
 
         Raises:
             WindowError: there is no current micro-batch, or a second backward is not possible.
@@ -216,10 +217,11 @@ class OpenWindow(Generic[T]):
     def _with_backward(self, parts: list[tuple[Tensor, float]]) -> list[tuple[Tensor, float]]:
         """Return the losses to run backward on, each with its factor.
 
-        Where a backward is collective (`Sync.in_step`), a backward of zeros is run for each other loss.
+        Losses of weight 0 are left out. If a backward is collective (`Sync.in_step`), a backward of zeros is
+        run in their place.
         """
         if not self._config.sync.in_step:
-            return [each for each in parts if each[1]]  # a mean without weight may be NaN, and 0 x NaN is NaN
+            return [each for each in parts if each[1]]  # a mean of weight 0 may be NaN, and 0 x NaN is NaN
         run = lockstep.with_backward(parts, self._config.sync)
         if self._in_grad is not None:
             self._in_grad.took()  # the backward of zeros may have reduced other ranks' gradients into .grad
@@ -235,7 +237,7 @@ class OpenWindow(Generic[T]):
             in_grad.backward_rounded(scaled, factor, retain_graph=retain_graph)
         else:
             self.transaction.gradients.backward(scaled, factor, retain_graph=retain_graph)
-        self._progress.arrived = True  # before anything else: what follows may fail for lack of memory
+        self._progress.arrived = True  # first, because what follows may run out of memory
         if seen is not None:
             seen.after_backward(index, factor if in_grad is None else in_grad.yet)
 
@@ -243,10 +245,10 @@ class OpenWindow(Generic[T]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            with DeferredInterrupts():  # until all is as before, or as after the update
+            with DeferredInterrupts():  # until everything is as before the window or as after the update
                 self._close(kind, error)
         except BaseException as raised:
-            self.abandon(raised)  # interrupted before anything was deferred
+            self.abandon(raised)  # an interrupt may come before signals are deferred
             raise
         if self._others is not None:
             self._tell(error)
@@ -274,14 +276,14 @@ class OpenWindow(Generic[T]):
             self._forget()
 
     def _settle(self, raised: BaseException, *, left: bool) -> None:
-        """Restore everything after an error, or finish the update where the optimizers have stepped.
+        """Restore everything after an error, or finish the update if the optimizers have stepped.
 
         Args:
             raised: the error.
-            left: whether the block had ended without an error.
+            left: whether the block ended without an error.
 
         Raises:
-            OutOfMemoryError, OptimizerError: the error, explained.
+            OutOfMemoryError, OptimizerError: in place of the error, with an explanation.
         """
         self.transaction.modes.recover(raised)
         if self._ending.passed:
@@ -303,7 +305,7 @@ class OpenWindow(Generic[T]):
                 before.raise_torn(raised)
 
     def _forget(self) -> None:
-        """Free everything, and let the accumulator open another window."""
+        """Free everything, so that the accumulator can open another window."""
         self.is_over, self.is_busy = True, False
         update = self._ending.update
         made = update is not None and update.skipped is None
@@ -315,7 +317,7 @@ class OpenWindow(Generic[T]):
             self._progress.microbatches.clear,
             *([] if transfer is None else [transfer.forget]),
             *self._leaving(self, made),
-            self._ending.rest.clear,  # last: until the window is closed they may be needed again
+            self._ending.rest.clear,  # last, because `complete` may run them again until here
         )
 
     def _iterate(self) -> Generator[Any, None, None]:
@@ -324,19 +326,19 @@ class OpenWindow(Generic[T]):
         measures, in_step = window.sizing.measures, config.sync.in_step
         progress.in_turns = True
         while (index := index + 1) < len(pieces.microbatches):
-            if in_step:  # other ranks wait for this one's forward and backward, whatever its weight
+            if in_step:  # other ranks wait for this forward and backward, also if its weight is 0
                 progress.turns += 1
                 last = index == len(pieces.microbatches) + pieces.idle - 1
                 config.sync.turn(last=last, idle=progress.weights.may_be_idle(index))
-            elif progress.weights.has_none(index):  # it adds nothing, no NaN either
+            elif progress.weights.has_none(index):  # weight 0: skipped, so that it adds no NaN
                 continue
             progress.current = index
             window.savepoint()
-            if not measures and not config.sample_rng:  # no context: it costs time
+            if not measures and not config.sample_rng:  # entering contexts costs time
                 yield pieces.microbatches[index] if config.transfer is None else self._taken(index)
             else:
-                # Two contexts and no ExitStack: in Python 3.10 its frame would keep the micro-batch alive
-                # after an exception in the user's loop, until the garbage collector comes.
+                # No ExitStack: in Python 3.10 its frame keeps the micro-batch alive after an exception in the
+                # user's loop, until the garbage collector runs.
                 with window.sizing.measure(pieces.count(index)), window.stream(index):
                     yield self._taken(index)
             if progress.next <= index or progress.broken is not None:
@@ -349,7 +351,7 @@ class OpenWindow(Generic[T]):
         progress.in_turns = False
 
     def _idle_turns(self) -> Generator[Any, None, None]:
-        """Yield micro-batch 0, or its stand-in, with weight 0 until as many turns were run as elsewhere."""
+        """Yield micro-batch 0, or its stand-in, with weight 0, until all ranks have run the same number."""
         config, progress = self._config, self._progress
         moved = config.state.twin()  # undoes the buffer writes of these extra forwards
         while (left := progress.microbatches.idle - progress.idle_done) > 0:
@@ -365,21 +367,21 @@ class OpenWindow(Generic[T]):
             progress.current = None
 
     def _taken(self, index: int) -> Any:
-        """Return a micro-batch where the model is."""
+        """Return a micro-batch on the model's device."""
         transfer, microbatches = self._config.transfer, self._progress.microbatches.runs
         return microbatches[index] if transfer is None else transfer.take(microbatches, index)
 
     def _recut(self, index: int) -> None:
-        """Split the remaining samples anew if measurements suggest another micro-batch size."""
+        """Split the remaining samples again if measurements suggest another micro-batch size."""
         pieces = self._progress.microbatches
-        assert pieces.samples is not None, "what can be cut can be counted"
-        sizes = self.transaction.sizing.rest(sum(pieces.samples[index:]))  # of all that is left
+        assert pieces.samples is not None, "samples that can be split can be counted"
+        sizes = self.transaction.sizing.rest(sum(pieces.samples[index:]))
         if sizes is not None:
             pieces.recut(index, sizes)
             self._progress.weigh_again()
 
     def _discard(self, error: BaseException | None) -> None:
-        """Restore everything as it was before the window."""
+        """Restore the state before the window."""
         try:
             self.end_iteration()
         finally:
@@ -387,10 +389,10 @@ class OpenWindow(Generic[T]):
             self.transaction.restore()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `Accumulator.state_dict` stores of an open window (see `saving`).
+        """Return the state of the open window for `Accumulator.state_dict` (see `saving`).
 
         Raises:
-            WindowError: a micro-batch has gone forward, and not yet backward; or the window is being ended.
+            WindowError: a micro-batch is between its forward and its backward, or the window is ending.
         """
         if self.is_busy:
             raise misuse.while_busy("state_dict()")

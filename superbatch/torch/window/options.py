@@ -1,4 +1,4 @@
-"""The options of an accumulator: each checked by itself, in the words of the caller."""
+"""Checks of an accumulator's options, one by one, with errors that name the option."""
 
 from __future__ import annotations
 
@@ -22,65 +22,64 @@ _WORDS = ("auto", "largest")
 
 
 def check_types(loss_fn: object, microbatch_size: object, gradient_sum: object) -> None:
-    """Check the options that are more than a number or a choice.
+    """Check the types of three options.
 
     Raises:
-        InputError: it names the option.
+        InputError: an option has the wrong type; the error names it.
 
     Examples:
         >>> check_types(None, 8, "auto")
     """
-    # Before anything calls it: a string or a loss value would fail in the first window.
+    # Here, because a string or a loss value would fail only in the first window.
     if loss_fn is not None and not callable(loss_fn):
         raise InputError(
-            f"loss_fn is of type {type(loss_fn).__name__} and cannot be called. Pass a function "
-            "microbatch -> loss."
+            f"loss_fn is a {type(loss_fn).__name__}, not a function. Pass a function microbatch -> loss."
         )
     check_loss_fn(loss_fn)
     if not is_size(microbatch_size) and not isinstance(microbatch_size, TokenBudget):
         raise InputError(
-            f"microbatch_size={microbatch_size!r} is no number of samples. Pass a positive int, a "
-            'TokenBudget, "auto", "largest", or None for one piece.'
+            f"microbatch_size={microbatch_size!r} is not a number of samples. Pass a positive int, a "
+            'TokenBudget, "auto", "largest", or None for the batch in one piece.'
         )
     # An integer dtype would round each gradient to whole numbers.
     floating = isinstance(gradient_sum, torch.dtype) and gradient_sum.is_floating_point
     word = isinstance(gradient_sum, str) and gradient_sum in ("auto", "momentum")
     if not (gradient_sum is None or floating or word):
         raise InputError(
-            f"gradient_sum={gradient_sum!r} is no place for a sum. Pass a floating-point dtype such as "
-            'torch.float32, "auto", "momentum", or None for the parameters\' own dtype.'
+            f"gradient_sum={gradient_sum!r} is not a floating-point dtype. Pass a dtype such as "
+            'torch.float32, "auto", "momentum", or None for the dtype of the parameters.'
         )
 
 
 def check_split(split: object) -> None:
-    """Check the description of a batch's leaves.
+    """Check the option `split`.
 
     Raises:
-        InputError: it is no `Split`.
+        InputError: it is not a `Split`.
 
     Examples:
         >>> check_split(Split(unsplit=["anchors"]))
     """
     if not isinstance(split, Split):
-        raise InputError(f"split={split!r} is no Split. Pass Split(unsplit=[...], per_sample=[...]).")
+        raise InputError(f"split={split!r} is not a Split. Pass Split(unsplit=[...], per_sample=[...]).")
 
 
 def check_lists(**given: object) -> None:
     """Check options that are lists of objects.
 
     Raises:
-        InputError: one of them is no list.
+        InputError: one of them is not a list.
 
     Examples:
         >>> check_lists(participants=[])
     """
     for name, value in given.items():
         if not isinstance(value, list | tuple):
-            raise InputError(f"{name}={value!r} is no list. Pass {name}=[{value!r}].")
+            raise InputError(f"{name}={value!r} is not a list. Pass {name}=[{value!r}].")
 
 
 def is_size(microbatch_size: object) -> bool:
-    """Return whether it is a number of samples, a word for one, or None.
+    """Return whether `microbatch_size` is a positive int, ``"auto"``, ``"largest"`` or None.
 
     Examples:
         >>> is_size("largest"), is_size(True)
@@ -95,10 +94,10 @@ def is_size(microbatch_size: object) -> bool:
 def check_auto(
     mode: str, loss_fn: Callable[[Any], Any] | None, batchnorm: str | None
 ) -> Callable[[Any], Any]:
-    """Check that micro-batches may have any size, and can be tried; return the loss to try them with.
+    """Check that sizes can be searched, and return the loss to try them with.
 
     Raises:
-        InputError: there is no loss to try them with, or the update depends on their size.
+        InputError: there is no loss, or the update depends on the size.
 
     Examples:
         >>> check_auto("auto", len, None)
@@ -106,14 +105,14 @@ def check_auto(
     """
     if loss_fn is None:
         raise InputError(
-            f"microbatch_size={mode!r} without loss_fn is not possible: sizes are found by "
-            "running the loss. Pass loss_fn, or a number of samples."
+            f"microbatch_size={mode!r} needs loss_fn, because sizes are found by running the loss. Pass "
+            "loss_fn, or a number of samples."
         )
     # Frozen statistics do not depend on the size, so "auto" is allowed with them.
     if batchnorm == "per_microbatch":
         raise InputError(
-            f"microbatch_size={mode!r} with GhostBatchNorm makes the update depend on the size that "
-            "happens to fit. Pass the number of samples."
+            f"microbatch_size={mode!r} with GhostBatchNorm makes the update depend on the size that happens "
+            "to fit. Pass the number of samples."
         )
     return loss_fn
 
@@ -122,7 +121,7 @@ def as_device(device: object, owned: list[ManagedParameter]) -> torch.device | N
     """Return the device to which micro-batches are moved; None if they are not.
 
     Raises:
-        InputError: it is no device.
+        InputError: `device` is not a device of this machine.
 
     Examples:
         >>> as_device("cuda:1", [])
@@ -132,16 +131,16 @@ def as_device(device: object, owned: list[ManagedParameter]) -> torch.device | N
         return None
     if isinstance(device, str) and device == "auto":
         found = owned[0].parameter.device
-        # On the CPU nothing is moved, and the walk through the batch is saved.
+        # On the CPU there is nothing to move: None saves the walk through the batch.
         return None if found.type == "cpu" else found
     try:
-        # resolved() gives "cuda" its index: tensors compare their device with it.
+        # resolved() adds the index to "cuda", because tensors report their device with it.
         named = torch.device(device)  # pyright: ignore[reportArgumentType, reportCallIssue]  (its own check follows)
         return named if named.type == "cpu" else resolved(named)
     # torch raises AssertionError for CUDA in a build without it.
     except (RuntimeError, TypeError, AssertionError) as error:
         raise InputError(
-            f"device={device!r} is no device that torch has here "
+            f"device={device!r} is not a device of torch on this machine "
             f'({str(error).partition(chr(10))[0]}). Pass "auto", a torch.device, its name, or None.'
         ) from error
 
@@ -159,40 +158,41 @@ def as_schedulers(scheduler: Any) -> tuple[Any, ...]:
     if scheduler is None:
         return ()
     schedulers = tuple(scheduler) if isinstance(scheduler, list | tuple) else (scheduler,)
-    # By the method: schedulers of other libraries are no subclasses of torch's.
+    # Check the method: schedulers of other libraries are not subclasses of torch's.
     for one in schedulers:
         if not callable(getattr(one, "step", None)):
             raise InputError(
-                f"scheduler is of type {type(one).__name__} and has no step(). Pass a "
+                f"scheduler is a {type(one).__name__}, which has no step(). Pass a "
                 "torch.optim.lr_scheduler, a list of them, or None."
             )
     return schedulers
 
 
 def check_scaler(scaler: Any) -> Any:
-    """Return a gradient scaler if it is one.
+    """Return the scaler if it has the methods of a `torch.amp.GradScaler`.
 
     Raises:
-        InputError: it cannot scale, unscale, step and update.
+        InputError: a method is missing.
 
     Examples:
         >>> check_scaler(None)
     """
-    # By its methods, so that a wrapper around a scaler passes.
+    # Check the methods, so that a wrapper around a scaler passes.
     needed = ("scale", "unscale_", "step", "update", "is_enabled")
-    if scaler is None or all(callable(getattr(scaler, name, None)) for name in needed):
+    missing = [name for name in needed if not callable(getattr(scaler, name, None))]
+    if scaler is None or not missing:
         return scaler
     raise InputError(
-        f"scaler is of type {type(scaler).__name__} and cannot scale, unscale, step and update. "
-        "Pass a torch.amp.GradScaler or None."
+        f"scaler is a {type(scaler).__name__}, which has no {missing[0]}(). Pass a torch.amp.GradScaler or "
+        "None."
     )
 
 
 def check_bool(value: object, name: str) -> bool:
-    """Return a bool if it is one.
+    """Return the value if it is a bool.
 
     Raises:
-        InputError: it is not.
+        InputError: it is not a bool.
 
     Examples:
         >>> check_bool(value=True, name="check")
@@ -204,12 +204,12 @@ def check_bool(value: object, name: str) -> bool:
 
 
 def check_callable(value: Any, name: str, wanted: str) -> Any:
-    """Return a function, or None.
+    """Return the value if it is a function or None.
 
     Args:
-        value: of the option.
-        name: of the option.
-        wanted: to pass instead.
+        value: value of the option.
+        name: name of the option.
+        wanted: description of a right value, for the error.
 
     Raises:
         InputError: it is neither.
@@ -220,26 +220,26 @@ def check_callable(value: Any, name: str, wanted: str) -> Any:
     """
     if value is None or callable(value):
         return value
-    raise InputError(f"{name}={value!r} cannot be called. Pass {wanted}, or None.")
+    raise InputError(f"{name}={value!r} is not a function. Pass {wanted}, or None.")
 
 
 def _is_window(state: object) -> bool:
-    # More keys are allowed: newer versions add some.
+    # More keys are allowed, because newer versions add some.
     return state is None or (isinstance(state, dict) and state.keys() >= WINDOW_KEYS)
 
 
 def check_state(state: object) -> Mapping[str, Any]:
-    """Return a saved state if `Accumulator.state_dict` made it.
+    """Return a saved state if it is one of `Accumulator.state_dict`.
 
     Raises:
-        InputError: it did not.
+        InputError: it is not.
 
     Examples:
         >>> check_state({"version": 1, "updates": 3, "window": None})["updates"]
         3
     """
     if (
-        # A version in the state, so that another format is refused and not misread.
+        # With a version, a state of another format raises and is not misread.
         isinstance(state, Mapping)
         and state.get("version") == 1
         and isinstance(state.get("updates"), int)
@@ -248,49 +248,48 @@ def check_state(state: object) -> Mapping[str, Any]:
         and _is_window(state["window"])
     ):
         if state["window"] is not None:
-            # Types first; whether it fits the window is checked when that window is made.
+            # Only types are checked here. The next window checks that the state fits its batch.
             check_structure(state["window"])
         return state
     raise InputError(
-        f"A state of type {type(state).__name__} was not made by Accumulator.state_dict() of this version. "
-        "Pass what state_dict() returned."
+        f"The state ({type(state).__name__}) is not from Accumulator.state_dict() of this version. Pass "
+        "what state_dict() returned."
     )
 
 
 def check_combinations(config: Config, *, gradient_sum: object) -> None:
-    """Check options that may exclude each other.
+    """Check for options that exclude each other.
 
     Args:
-        config: of the accumulator.
-        gradient_sum: as given; ``"momentum"``: gradients are summed into the momentum buffer.
+        config: the accumulator's.
+        gradient_sum: the option; ``"momentum"`` sums gradients into the momentum buffer.
 
     Raises:
-        OptimizerError, InputError: two of them do.
+        OptimizerError, InputError: two options exclude each other.
     """
     step, terms = config.rule, config.declared.terms
     momentum = gradient_sum == "momentum"
     if config.sync.in_step:
-        # Its own message: these options fail for every gradient of shards.
         _check_in_step(config)
         if gradient_sum not in ("auto", None):
             raise InputError(
-                f"gradient_sum={gradient_sum!r} is not possible for parameters sharded over ranks, whose "
-                "gradients fully_shard sums. Leave it out, and choose the dtype of the sum there: "
-                "fully_shard(..., mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))."
+                f"gradient_sum={gradient_sum!r} has no effect on parameters sharded by fully_shard, which "
+                "sums their gradients itself. Remove gradient_sum= and pass the dtype to fully_shard(..., "
+                "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))."
             )
-    # The noise scale is of one gradient with one divisor.
+    # The noise scale is defined for one gradient with one divisor.
     if terms and config.noise is not None:
         raise InputError(
-            "A NoiseMeter needs one loss with one weight, and this one has the terms "
-            f"{list(terms)}. Leave observers out, or measure one of the terms."
+            f"A NoiseMeter measures one loss with one weight, but this loss has the terms {list(terms)}. "
+            "Remove observers=, or make an Accumulator for the term to measure."
         )
-    # Returned weights come with the loss, and an owned loop has no loss_fn to run.
+    # Returned weights come from loss_fn, which a loop of the user's own may not have.
     if terms and config.declared.returned and config.loss_fn is None:
         raise InputError(
-            'weight={...: "returned"} runs loss_fn once more for each micro-batch, and there is none. Pass '
-            "functions of the micro-batch in weight=, or pass loss_fn."
+            'weight={...: "returned"} needs loss_fn, which is run once more for each micro-batch. Pass '
+            "loss_fn, or functions of the micro-batch in weight=."
         )
-    # Each of these needs the whole gradient, which the momentum sum never has.
+    # These options need the whole gradient, which is never formed with a sum in the momentum buffer.
     if momentum:
         check_momentum(
             step.optimizers,
@@ -302,35 +301,34 @@ def check_combinations(config: Config, *, gradient_sum: object) -> None:
             nonfinite_skip_microbatch=config.nonfinite == "skip_microbatch",
             ranks=config.sync.shared,
         )
-    # torch clips elementwise by clamp, which complex tensors do not have.
+    # Before the first window: ClipValue itself raises only once it gets a gradient.
     if isinstance(step.clip, ClipValue) and any(entry.parameter.is_complex() for entry in config.owned):
         raise InputError(
-            "ClipValue cannot clip complex parameters, because complex numbers have no order. Use "
-            "max_grad_norm."
+            "ClipValue cannot clip the gradients of complex parameters, because complex numbers have no "
+            "order. Pass max_grad_norm= instead."
         )
 
 
 def _check_in_step(config: Config) -> None:
-    """Refuse what a rank would decide from its own shards of a gradient."""
-    # A dict of texts: the first reason that holds is shown.
-    needing = {
-        "observers=[NoiseMeter()] measures the gradient of each micro-batch": config.noise is not None,
-        'nonfinite="skip_microbatch" inspects the gradient of each micro-batch': (
+    """Raise for options that need more of a gradient than this rank's shards of it."""
+    reasons = {
+        "observers=[NoiseMeter()] needs the whole gradient of each micro-batch": config.noise is not None,
+        'nonfinite="skip_microbatch" needs the whole gradient of each micro-batch': (
             config.nonfinite == "skip_microbatch"
         ),
-        "scaler= lowers the scale by the gradients of this rank's shards alone": config.rule.scaling,
+        "scaler= needs the whole gradient to choose its scale": config.rule.scaling,
     }
-    for what, given in needing.items():
+    for reason, given in reasons.items():
         if given:
             raise InputError(
-                f"{what}, and parameters sharded over ranks have none of the whole model. Leave it out"
-                f"{' and train in bfloat16, which needs no scaler.' if config.rule.scaling else '.'}"
+                f"{reason}, but a rank has only its shards of a sharded model. Remove "
+                f"it{', and train in bfloat16, which needs no scaler.' if config.rule.scaling else '.'}"
             )
 
 
 def without_loss_fn() -> InputError:
-    """Return the error for a batch where the loss is not known."""
+    """Return the error for a batch that is passed to an accumulator without `loss_fn`."""
     return InputError(
-        "An Accumulator without loss_fn cannot make an update from a batch. Pass loss_fn, or own "
-        "the loop: `with accumulator.window(batch) as window: ...`."
+        "An Accumulator without loss_fn cannot make an update from a batch. Pass loss_fn, or write the "
+        "loop yourself: `with accumulator.window(batch) as window: ...`."
     )

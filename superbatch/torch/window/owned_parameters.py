@@ -1,4 +1,4 @@
-"""The parameters that an accumulator owns, and whether models still have them."""
+"""The parameters whose gradients an accumulator sums, and detection of changes in models."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .wrapped_models import sharded_part
 
 
 class Structure:
-    """Compares models with themselves at the last window, by identity.
+    """Detects modules and parameters that were added, removed or replaced since the last window.
 
-    One comparison costs about 0.1 us per module, so that every window can afford it.
+    A comparison by identity costs about 0.1 us per module, so it is made in every window.
 
     Args:
-        models: of the accumulator.
+        models: the accumulator's.
 
     Examples:
         >>> layer = nn.Linear(1, 1)
@@ -44,68 +44,66 @@ class Structure:
 
     def changed(self) -> bool:
         """Return whether a module or parameter was added, removed or replaced."""
-        # Lists of ints compare in C.
+        # Lists of ints are compared in C.
         return self._identities() != self._seen
 
     def update(self, owned: Iterable[ManagedParameter]) -> None:
-        """Compare the models with those of the last window, and note them.
+        """Check the changes since the last window, and record the models as they are now.
 
         Args:
             owned: the parameters that the optimizers still update.
 
         Raises:
-            InputError: one of them is no longer in the models, so that no optimizer updates what replaced it;
+            InputError: one of them was replaced in the models, so that no optimizer updates the new tensor;
                 or the models were sharded in the meantime.
         """
-        # Sharding replaces parameters: the general message would send the user the wrong way.
+        # First, because sharding replaces parameters and the general error below would mislead.
         part = sharded_part(self._models)
         if part is not None and not self._sharded:
             raise InputError(
-                f"{part}, after the Accumulator was made. Shard the model first, then make the optimizer of "
-                "its parameters, and then the Accumulator."
+                f"{part}, but was not when the Accumulator was made. Shard the model first, then make the "
+                "optimizer, then the Accumulator."
             )
         present = set(_parameters(self._models))
         for entry in owned:
-            # Only those that were there: a parameter outside the models, such as a temperature, is not
-            # missed.
+            # A parameter that was never in the models, such as a temperature, is left out.
             if entry.parameter in self._parameters and entry.parameter not in present:
                 raise InputError(
-                    f"The parameter {entry.name!r} was replaced after the Accumulator was made - "
-                    "load_state_dict(assign=True), to_empty() of a model on the meta device and a new module "
-                    "do that - so the optimizer updates a tensor that the model no longer uses. Make the "
-                    "optimizer and the Accumulator after loading, or copy into the old parameter under "
-                    "torch.no_grad()."
+                    f"The parameter {entry.name!r} was replaced after the Accumulator was made, so the "
+                    "optimizer updates a tensor that the model no longer uses. (A new module, "
+                    "load_state_dict(assign=True) and to_empty() replace parameters.) Make the optimizer and "
+                    "the Accumulator after that, or copy into the old parameter under torch.no_grad()."
                 )
         self._note()
 
     def _note(self) -> None:
         self._parameters = set(_parameters(self._models))
-        # The dictionaries themselves: named_parameters() would walk the tree in every window.
+        # The dictionaries themselves, because named_parameters() would walk the modules in every window.
         self._tables: list[dict[str, Any]] = [
             table_of(module)
             for model in self._models
             for module in model.modules()
             for table_of in (children_of, parameters_of)
         ]
-        # What is seen is held, so that no other object takes over its identity.
+        # The objects are held, because the id of a freed object may be reused.
         self._held = [tuple(table.values()) for table in self._tables]
         self._seen = self._identities()
 
     def _identities(self) -> list[int]:
-        """Return what stands in the tables, by identity: tensors are compared by value."""
+        """Return the ids of all objects in the tables."""
         return list(map(id, chain.from_iterable(map(dict.values, self._tables))))
 
 
 class OwnedParameters:
-    """The parameters that the optimizers update, kept up to date while a training freezes or adds some.
+    """The parameters that the optimizers update, kept up to date if a training freezes or adds some.
 
     Args:
-        models: of the accumulator.
-        optimizers: likewise.
-        masters: float32 copies that are updated in place of parameters.
+        models: the accumulator's.
+        optimizers: the accumulator's.
+        masters: parameter -> float32 copy that the optimizer updates instead.
 
     Attributes:
-        entries: one for each parameter; the list stays the same object.
+        entries: one for each parameter; always the same list object.
         only_some: whether the models have trainable parameters that belong to other optimizers.
 
     Examples:
@@ -125,8 +123,8 @@ class OwnedParameters:
         self._models, self._optimizers, self._masters = models, optimizers, masters
         self._structure = Structure(models)
         self.entries: list[ManagedParameter] = []
-        self._known = set(_parameters(models))  # there from the start: in no optimizer on purpose
-        self._thawed = set(names_of(models))  # those that may be trainable without a warning
+        self._known = set(_parameters(models))  # may be in no optimizer, because they were from the start
+        self._thawed = set(names_of(models))  # may be trainable without a warning
         self._read()
 
     def refresh(self) -> None:
@@ -134,32 +132,32 @@ class OwnedParameters:
 
         Raises:
             InputError: a parameter was replaced by one that no optimizer updates.
-            OptimizerError: a parameter was added, and no optimizer updates it; or as `own_parameters`.
+            OptimizerError: a parameter was added and no optimizer updates it, or `own_parameters` raises.
         """
-        # Identities of about 1,000 modules take 0.1 ms.
+        # 0.1 ms for 1,000 modules.
         changed = self._structure.changed()
         if changed:
             updated = set(self._targets())
             self._structure.update(entry for entry in self.entries if entry.target in updated)
-            self._trainable = []  # reads again also after an error
-        # Unfreezing changes no identity.
+            self._trainable = []  # forces `_read` in the next call if this one raises
+        # Unfreezing does not change identities.
         thawed = any(map(attrgetter("requires_grad"), self._frozen))
-        # Optimizer groups too: add_param_group() changes no model.
+        # Optimizers too, because add_param_group() does not change a model.
         if changed or thawed or _trainable(self._optimizers, self._masters) != self._trainable:
             self._read()
 
     def _read(self) -> None:
         owned = own_parameters(self._models, self._optimizers, self._masters)
         names = names_of(self._models)
-        # A new parameter without an optimizer would silently never be trained.
+        # Otherwise a new parameter would silently never be trained.
         left = names.keys() - self._known - {entry.parameter for entry in owned}
         if left:
             raise _in_no_optimizer([name for parameter, name in names.items() if parameter in left])
-        # A warning only: another optimizer may own it.
+        # Only a warning, because another optimizer may update the parameter.
         thawed = names.keys() - self._thawed - {entry.parameter for entry in owned}
         if thawed:
             _warn_of_thawed([name for parameter, name in names.items() if parameter in thawed])
-        # In place: the gradient sums hold this list.
+        # In place, because gradient sums refer to this list.
         self.entries[:] = owned
         self.only_some = has_others(self._models, self.entries)
         present = set(_parameters(self._models))
@@ -175,25 +173,24 @@ class OwnedParameters:
 def _in_no_optimizer(names: list[str]) -> OptimizerError:
     others = f" and {len(names) - 1} more" if names[1:] else ""
     return OptimizerError(
-        f"The parameter {names[0]!r}{others} was added after the Accumulator was made and is in no optimizer "
-        "of it, so its gradient would never be applied. Add it with "
-        'optimizer.add_param_group({"params": ...}), freeze it with requires_grad_(False), or, if another '
-        "optimizer updates it, make the Accumulator again."
+        f"The parameter {names[0]!r}{others} was added after the Accumulator was made and is in none of its "
+        'optimizers, so it would never be updated. Add it with optimizer.add_param_group({"params": ...}), '
+        "or freeze it with requires_grad_(False). If another optimizer updates it, make the Accumulator "
+        "again."
     )
 
 
 def _warn_of_thawed(names: list[str]) -> None:
     others = f" and {len(names) - 1} more" if names[1:] else ""
     warn(
-        f"The parameter {names[0]!r}{others} was unfrozen after the Accumulator was made and is in no "
-        "optimizer of it, so its gradient is never applied here. Add it with "
+        f"The parameter {names[0]!r}{others} was unfrozen after the Accumulator was made and is in none of "
+        "its optimizers, so it is never updated here. Add it with "
         'optimizer.add_param_group({"params": ...}), unless another optimizer updates it.'
     )
 
 
 def _trainable(optimizers: Sequence[Optimizer], masters: Mapping[Tensor, Tensor]) -> list[int]:
-    """Return the ids of the parameters that need a gradient; freezing or replacing one changes the list."""
-    # 0 for a frozen one, so that freezing changes the list.
+    """Return the ids of all parameters, with 0 for frozen ones, so that freezing or replacing changes it."""
     found = [id(p) * p.requires_grad for o in optimizers for group in o.param_groups for p in group["params"]]
     return found + [id(p) * p.requires_grad for p in masters] if masters else found
 
@@ -203,17 +200,17 @@ def _parameters(models: Iterable[nn.Module]) -> list[Tensor]:
 
 
 class ModelParameters:
-    """All trainable parameters of models, kept up to date while a training freezes, adds or replaces some.
+    """All trainable parameters of models, kept up to date if a training freezes, adds or replaces some.
 
     Args:
-        models: of a gradient without an optimizer.
+        models: the models of a `Gradient`, which has no optimizer.
 
     Attributes:
-        entries: one for each parameter; the list stays the same object.
-        only_some: False: the models have no others.
+        entries: one for each parameter; always the same list object.
+        only_some: False, because all trainable parameters are in `entries`.
 
     Raises:
-        InputError: there is none.
+        InputError: no parameter is trainable.
 
     Examples:
         >>> layer = nn.Linear(1, 1)
@@ -225,7 +222,6 @@ class ModelParameters:
         ['weight']
     """
 
-    # A class attribute: no other optimizer can own them.
     only_some = False
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -242,7 +238,7 @@ class ModelParameters:
         """
         changed = self._structure.changed()
         if changed:
-            # No owned parameters: without an optimizer none can be out of date.
+            # Without an optimizer there are no parameters that it could still update.
             self._structure.update(())
         if changed or self._needs() != self._needed:
             self._read()
@@ -252,7 +248,7 @@ class ModelParameters:
         self.entries[:] = all_parameters(self._models, self._nothing)
         if not self.entries:
             raise InputError(
-                "No parameter of the models needs a gradient. Unfreeze some: requires_grad_(True)."
+                "No parameter of the models needs a gradient. Call requires_grad_(True) on those to train."
             )
 
     def _needs(self) -> list[bool]:

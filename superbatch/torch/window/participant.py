@@ -1,4 +1,4 @@
-"""Participant of a window: anything that a window may change."""
+"""Protocol of the participants of a window: the objects that a window may change and must restore."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Participant(Protocol):
-    """Something that a window changes, and restores if it fails.
+    """State that a window changes, and restores if the window fails.
 
     The order of calls is ``begin [load_state_dict] (savepoint [rollback] | restart)* (commit | restore)``. A
-    window that fails in `begin` calls `restore`. Not restored by participants: optimizers (`BeforeStep`) and
-    torch's modes (`Modes`).
+    window that fails in `begin` calls `restore`. Participants do not restore optimizers (`BeforeStep` does)
+    or torch's modes (`Modes` does).
 
-    A participant of the user's is also restored after forwards that are no part of a window, such as those of
-    the check, by `begin` and `restore` or `savepoint` and `rollback`, unless it has `ignores_checks = True`.
+    Forwards outside of a window, such as those of the check, run between `begin` and `restore` or between
+    `savepoint` and `rollback` of a participant of yours. Set `ignores_checks = True` on it to avoid that.
     """
 
     def begin(self) -> None:
@@ -29,24 +29,24 @@ class Participant(Protocol):
         ...
 
     def rollback(self) -> bool:
-        """Restore the savepoint; return False where that is impossible, so that the window restarts."""
+        """Restore the savepoint; return False if that is impossible, and the window restarts."""
         ...
 
     def restart(self) -> None:
-        """Restore "before the window" for a window that stays open; the copies of `begin` stay valid.
+        """Restore "before the window", but keep what `begin` remembered: the window stays open.
 
         Allocate no tensors and call no collectives: memory has run out, perhaps on this rank only.
         """
         ...
 
     def restore(self) -> None:
-        """Restore "before the window"; may be called again, after an error here or in another participant."""
+        """Restore "before the window"; called again after an error here or in another participant."""
         ...
 
     def commit(self) -> None:
-        """Keep what the window did, and free what was remembered; may be called again, as `restore`.
+        """Keep the window's changes and free what was remembered; may be called again, as `restore`.
 
-        The update is made by then: an error here is raised once everything else is kept too.
+        The update is already made. An error here is raised after all other participants have committed.
         """
         ...
 
@@ -55,7 +55,7 @@ class Participant(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume; `state` is the merged, validated mapping of all participants. May be called again."""
+        """Resume from the merged, validated mapping of all participants; may be called again."""
         ...
 
 
@@ -69,15 +69,15 @@ def no_savepoint(method: F) -> F:
         >>> has_savepoint(Nothing)
         False
     """
-    # On the function: `has_savepoint` reads it from the class, without an instance.
+    # A mark on the function, so that `has_savepoint` needs only the class.
     setattr(method, _MARK, True)
     return method
 
 
-# Cached per class: asked for every participant of every window.
+# Cached per class, because it is called for every participant of every window.
 @cache
 def has_savepoint(kind: type[Participant]) -> bool:
-    """Return whether a kind of participant remembers anything before a micro-batch."""
+    """Return whether the `savepoint` of a class of participants remembers anything."""
     return not hasattr(kind.savepoint, _MARK)
 
 

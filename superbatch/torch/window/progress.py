@@ -17,20 +17,20 @@ class Progress:
     """Position in a window.
 
     Args:
-        microbatches: of the window; they can be cut differently.
-        weights: of them.
-        losses: none so far.
+        microbatches: the micro-batches of the window.
+        weights: their weights.
+        losses: their losses, empty at the beginning.
 
     Attributes:
         dropped: micro-batches that were left out because they were not finite.
-        next: the micro-batch that the iteration starts at; behind 0 after memory ran out.
-        current: the one in the user's hands, or None.
-        arrived: whether a backward of the current one has come to its end.
-        broken: the one whose backward raised, or None.
+        next: the micro-batch at which an iteration starts; not 0 after memory ran out or a resume.
+        current: the micro-batch that the loop has, or None.
+        arrived: whether a backward of the current micro-batch has ended.
+        broken: the micro-batch whose backward raised, or None.
         failures: how often memory ran out.
-        idle_done: turns without weight that are over.
-        turns: that have begun, where other ranks wait for each forward and backward.
-        in_turns: they may wait for one of this rank.
+        idle_done: number of extra turns of weight 0 that are over.
+        turns: number of turns that have begun, if each forward and backward is collective.
+        in_turns: whether other ranks may wait for a turn of this rank.
     """
 
     def __init__(self, microbatches: MicrobatchList, weights: WindowWeights, losses: WindowLosses) -> None:
@@ -41,25 +41,27 @@ class Progress:
         self.arrived = False
         self.broken: int | None = None
         self.failures = 0
-        # Counted over the window, so that a rank that failed knows how many turns are left.
+        # Counted, so that a rank that failed can take part in the remaining turns.
         self.idle_done = self.turns = 0
         self.in_turns = True
-        self._versions: dict[int, list[int]] = {}  # of the tensors of micro-batches that were handed out
+        self._versions: dict[
+            int, list[int]
+        ] = {}  # by micro-batch: versions of its tensors before its forward
 
     def begin(self) -> None:
         """No-op: a window begins at its first micro-batch."""
 
     def savepoint(self) -> None:
-        """Note the micro-batch as it is handed out."""
+        """Record the versions of the current micro-batch's tensors."""
         assert self.current is not None
         self.arrived = False
         self._versions[self.current] = versions(self.microbatches.microbatches[self.current])
 
     def rollback(self) -> bool:
-        """Forget the current micro-batch; False if its gradient is in the sum."""
+        """Forget the current micro-batch; return False if its gradient is in the sum."""
         if self.arrived:
             return False
-        # A weight that was returned without a loss belongs to the failed forward.
+        # A returned weight without a loss belongs to the failed forward.
         for index in [index for index in self.weights.returned if index not in self.losses]:
             del self.weights.returned[index]
         self.broken = None
@@ -102,36 +104,36 @@ class Progress:
 
     @property
     def complete(self) -> bool:
-        """Return whether every micro-batch that counts has had its backward."""
-        # A broken backward leaves part of a gradient, which no later one repairs.
+        """True if every micro-batch that counts has had its backward."""
+        # A backward that raised has added part of a gradient, so the window cannot be complete.
         if self.broken is not None or self.idle_done < self.microbatches.idle:
             return False
         count = len(self.microbatches.microbatches)
-        # The usual case, without a pass over the micro-batches.
+        # The usual case needs no loop over the micro-batches.
         if len(self.losses) == count:
             return True
-        # A micro-batch with weight 0 is left out, so it has no loss.
+        # A micro-batch with weight 0 is skipped and has no loss.
         return all(index in self.losses or self.weights.has_none(index) for index in range(count))
 
     def written(self, first: int, last: int) -> int | None:
-        """Return the first of some micro-batches that was written since it was handed out, or None."""
+        """Return the first micro-batch in a range that was written since its forward began, or None."""
         for index in range(first, last + 1):
-            before = self._versions.get(index)  # none of one without weight, which was not run
+            before = self._versions.get(index)  # None for weight 0, which was not run
             if before is not None and before != versions(self.microbatches.microbatches[index]):
                 return index
         return None
 
     def weigh_again(self) -> None:
-        """Weigh the micro-batches after some were cut differently."""
+        """Compute the weights again after micro-batches were cut differently."""
         self.weights.weigh_again(self.microbatches.microbatches, self.microbatches.samples)
 
     def hand_out_again(self, index: int) -> None:
-        """Forget that a micro-batch was handed out: it was cut into smaller ones."""
+        """Forget the versions of a micro-batch that was cut into smaller ones."""
         self._versions.pop(index, None)
 
 
 def versions(part: Any) -> list[int]:
-    """Return the number of in-place writes of each tensor; tensors that share memory share it.
+    """Return the number of in-place writes of each tensor; tensors that share memory share the number.
 
     Examples:
         >>> import torch
@@ -139,10 +141,10 @@ def versions(part: Any) -> list[int]:
         [1]
     """
     kind = type(part)
-    if kind is tuple or kind is dict:  # mostly of tensors alone, for which this takes a tenth of the time
+    if kind is tuple or kind is dict:  # usually of tensors only, for which this takes a tenth of the time
         try:
             return list(map(_version, part.values() if kind is dict else part))
-        # A leaf without a version, such as a list or an inference tensor: the general walk follows.
+        # For a leaf without a version, such as a list or an inference tensor, the general walk follows.
         except (AttributeError, RuntimeError):
             pass
     if isinstance(part, Tensor):
@@ -152,11 +154,11 @@ def versions(part: Any) -> list[int]:
         parts = part.values()
     elif is_dataclass(part):
         parts = [getattr(part, field.name) for field in fields(part)]
-    # A long list of numbers is one leaf: no version to find inside.
+    # A list of numbers is one leaf, and may be long.
     elif isinstance(part, tuple) or (isinstance(part, list) and part and not isinstance(part[0], _SCALAR)):
         parts = part
     return [version for inner in parts for version in versions(inner)]
 
 
-_SCALAR = (str, int, float)  # a list of them, one for each sample, may be long
+_SCALAR = (str, int, float)
 _version = attrgetter("_version")

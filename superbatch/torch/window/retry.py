@@ -1,12 +1,12 @@
 """Retry after out-of-memory: the window continues in smaller micro-batches, to the same update.
 
-A micro-batch that failed must leave nothing behind. What it leaves is inspected:
+A micro-batch that failed must leave no changes behind:
 
-* nothing had reached the gradients, and random state and buffers are as at its start (or can be restored):
-  the window continues from it, in smaller pieces;
-* otherwise - a backward broke half way, and half of its gradient is in the sum; a buffer was written - the
-  window begins again, everything as before it. A copy of all gradients for each micro-batch would avoid that,
-  and take the memory that is missing.
+* If no gradient has arrived, and random state and buffers are unchanged or can be restored, the window
+  continues at this micro-batch, in smaller ones.
+* Otherwise - half of a gradient is in the sum, or a buffer was written - the state before the window is
+  restored and the window begins again. A copy of all gradients before each micro-batch would avoid this, but
+  would take the memory that is missing.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class OpenWindow(Protocol):
 
 
 def work_through(window: OpenWindow) -> None:
-    """Run `loss_fn` on all micro-batches of a window, in smaller pieces where memory runs out.
+    """Run `loss_fn` on all micro-batches of a window, in smaller ones if memory runs out.
 
     Args:
-        window: open.
+        window: the open window.
 
     Raises:
         OutOfMemoryError: a single sample does not fit, or micro-batches cannot be cut smaller.
@@ -56,23 +56,23 @@ def work_through(window: OpenWindow) -> None:
     while (failure := _until_failure(window, one)) is not None:
         progress = window.transaction.progress
         index = progress.next if progress.current is None else progress.current
-        # The iteration holds the micro-batch that failed.
+        # The iterator refers to the micro-batch that failed, which must be freed.
         window.end_iteration()
-        # A forward that failed inside autocast or no_grad() has not left it.
+        # A forward that failed inside autocast or no_grad() may not have left it.
         window.transaction.modes.restore()
         _go_on_smaller(window.transaction, index, failure)
 
 
 def backward_of(window: OpenWindow) -> Callable[[Any], None]:
-    """Return the forward and backward of a micro-batch.
+    """Return a function that runs forward and backward of a micro-batch.
 
     Args:
-        window: open.
+        window: the open window.
     """
     config = window.transaction.config
     loss_fn, read = config.loss_fn, config.declared.arguments
     assert loss_fn is not None
-    # One check for the window, not one in each micro-batch.
+    # Decided once per window, not in each micro-batch.
     if config.declared.weigh == "returned" or config.declared.terms:
         return lambda microbatch: window.backward(*read(loss_fn(microbatch)))
     return lambda microbatch: window.backward(alone(loss_fn(microbatch)))
@@ -84,10 +84,10 @@ def _until_failure(window: OpenWindow, one: Callable[[Any], None]) -> str | None
         for microbatch in window:
             one(microbatch)
     except BaseException as error:
-        # Only lack of memory can be cured by smaller pieces.
+        # Smaller micro-batches help only against lack of memory.
         if not out_of_memory(error):
             raise
-        # The frames below this one hold the outputs and the micro-batch: memory is free only without them.
+        # The frames of the traceback hold the micro-batch and its activations.
         traceback.clear_frames(error.__traceback__)
         return str(error) or type(error).__name__
     return None
@@ -97,106 +97,106 @@ def _go_on_smaller(window: Transaction, index: int, failure: str) -> None:
     config, progress = window.config, window.progress
     pieces = progress.microbatches
     if config.transfer is not None:
-        # The next micro-batch may be on the device already.
+        # Frees the next micro-batch, which may already be on the device.
         config.transfer.forget()
     gc.collect()  # an exception and its frames may be a cycle
     release_caches(*config.random.devices)
-    # None for a batch whose samples cannot be counted: it cannot be cut.
+    # None if samples cannot be counted, so that the micro-batch cannot be cut.
     samples = None if pieces.samples is None else pieces.samples[index]
     most = 0 if samples is None or window.pooled is not None else window.sizing.failed(samples)
     if not most:
         give_up(window, index, samples, failure)
-    # False: a gradient has arrived, or state has moved that has no copy.
+    # rollback() returns False if a gradient has arrived, or if changed state has no copy.
     again = not window.rollback()
-    # Whatever runs again must be as it was when it ran first.
+    # A micro-batch that runs again must not have been changed in place.
     require_inputs(progress, 0 if again else index, index, failure)
     if again:
-        require_restorable(window, f"micro-batch {index}, for which there was no memory ({failure})")
+        require_restorable(window, f"running out of memory in micro-batch {index} ({failure})")
         window.restart()
     try:
         cut_large(pieces, progress.next, most)
     except SplitError as error:
         raise OutOfMemoryError(
-            f"There was no memory for micro-batch {index} ({failure}), and it cannot be cut smaller. {error} "
-            f"{_DO}."
+            f"Memory ran out in micro-batch {index} ({failure}), which cannot be cut into smaller ones. "
+            f"{error} {_DO}."
         ) from None
-    # Its versions are those of the larger piece.
+    # The recorded versions are those of the larger micro-batch.
     progress.hand_out_again(index)
-    # The weights of the pieces add up to that of the micro-batch.
+    # Each new micro-batch needs a weight of its own.
     progress.weigh_again()
     progress.failures += 1
     # From now on each update checks that there is memory for the step of the optimizers.
     config.reserve.tight = True
     warn(
         f"memory ran out in micro-batch {index} ({samples} samples); the window "
-        f"{'begins again' if again else 'goes on'} in micro-batches of at most {most}. The update is the "
-        f"same{'' if config.sample_rng else _BUT_RANDOM}{but_unseen(window)}. ({failure.splitlines()[0]})"
+        f"{'begins again' if again else 'continues'} in micro-batches of at most {most} samples. The update "
+        f"is the same{'' if config.sample_rng else _BUT_RANDOM}{but_unseen(window)}. "
+        f"({failure.splitlines()[0]})"
     )
 
 
 def require_inputs(progress: Progress, first: int, last: int, failure: str) -> None:
-    """Check that micro-batches that are to be run again are as they were at their start.
+    """Check that micro-batches to run again were not changed in place.
 
     Args:
-        progress: of the window.
-        first: of them.
-        last: of them, for which there was no memory.
-        failure: the text of its error.
+        progress: position in the window.
+        first: index of the first of them.
+        last: index of the last of them, which ran out of memory.
+        failure: text of that error.
 
     Raises:
-        OutOfMemoryError: they are not.
+        OutOfMemoryError: one was changed.
     """
     index = progress.written(first, last)
     if index is not None:
         raise OutOfMemoryError(
-            f"There was no memory for micro-batch {last} ({failure}), and micro-batch {index} was changed in "
-            "place since it was handed out, so that to run it again would be another update. Parameters and "
-            "state are as before the window. Let loss_fn change a copy of its micro-batch, or make the "
-            "micro-batch smaller."
+            f"Memory ran out in micro-batch {last} ({failure}), and the window cannot be run again, because "
+            f"loss_fn has changed micro-batch {index} in place. Parameters and state are as before the "
+            "window. Copy the tensors of the micro-batch in loss_fn before changing them, or pass a smaller "
+            "microbatch_size."
         )
 
 
 def require_restorable(window: Transaction, failed: str) -> None:
-    """Check that all state that the window has moved can be restored, before it begins again.
+    """Check that all state that the window has changed can be restored, before it begins again.
 
     Args:
-        window: open.
-        failed: the text of what there was no memory for.
+        window: transaction of the open window.
+        failed: text that names the failure.
 
     Raises:
-        OutOfMemoryError: state has moved that was not copied.
+        OutOfMemoryError: there is no copy of a state that has changed.
     """
-    # Lost state moved in this window for the first time, so there is no copy of it.
+    # State that changes in a window for the first time was not copied before the window.
     lost = window.config.state.lost()
     if lost:
         others = f" and {len(lost) - 1} more" if lost[1:] else ""
         raise OutOfMemoryError(
-            f"The window cannot begin again after {failed}: it has moved the state {lost[0]!r}{others} for "
-            "the first time, which was not copied and cannot be restored. Nothing was updated, everything "
-            "else is as before the window. Restore that state, as from a checkpoint, and call again: from "
-            "now on it is copied."
+            f"The window cannot begin again after {failed}, because it has changed the state "
+            f"{lost[0]!r}{others} for the first time, and there is no copy to restore. No update was made, "
+            "and everything else is as before the window. Load that state, for example from a checkpoint, "
+            "and call again: from now on it is copied."
         )
 
 
 def but_unseen(window: Transaction) -> str:
-    """Return the reservation that the warning of a window that continues has to make."""
-    # `unsure` first: it was seen to differ, where `unseen` only may.
+    """Return the condition under which a retried update would differ, for the warning; empty: none."""
+    # `unsure` first, because that state has certainly changed.
     unsure, unseen = window.config.state.unsure(), window.config.state.unseen()
+    # The value was seen to change, which is a stronger reason than one that cannot be seen.
     if unsure:
         return (
-            f", unless loss_fn has changed {unsure[0]!r} in this window for the first time: it is not what "
-            "it was when all state was looked at"
+            f", unless loss_fn has changed {unsure[0]!r} in this window for the first time: its value "
+            "differs from that at the last inspection"
         )
     return (
-        f", unless loss_fn writes to {unseen[0]!r} through .data or NumPy, which is not seen"
+        f", unless loss_fn writes to {unseen[0]!r} through .data or NumPy, which cannot be detected"
         if unseen
         else ""
     )
 
 
-_BUT_RANDOM = (
-    ", apart from random numbers that the loss draws: they depend on the split without PerSampleRandom"
-)
+_BUT_RANDOM = ", except that random numbers of the loss depend on the split without PerSampleRandom"
 _DO = "Make the samples smaller, use gradient checkpointing or a lower precision, or free memory"
 
 
@@ -204,46 +204,48 @@ def give_up(window: Transaction, index: int, samples: int | None, failure: str) 
     """Raise the error for a micro-batch that does not fit and cannot be cut.
 
     Args:
-        window: open.
-        index: of the micro-batch.
-        samples: of it; None where they cannot be counted.
-        failure: the text of the error of the allocator.
+        window: transaction of the open window.
+        index: index of the micro-batch.
+        samples: number of its samples; None if they cannot be counted.
+        failure: text of the allocator's error.
 
     Raises:
         OutOfMemoryError: always.
     """
-    # In this order: the first reason that holds is the one to act on.
+    # The first reason that holds has the remedy that helps.
+    # The micro-batch is part of the function of a GhostBatchNorm, so its size must not change.
     if window.pooled is not None:
-        wrong = "with GhostBatchNorm smaller pieces would be another update"
-        do = "State a smaller microbatch_size"
+        wrong = "With GhostBatchNorm the update would change in smaller micro-batches"
+        do = "Pass a smaller microbatch_size"
     elif samples is None:
-        wrong, do = "its samples cannot be counted, so it cannot be cut smaller", "Give smaller micro-batches"
+        wrong = "The micro-batch cannot be cut, because its samples cannot be counted"
+        do = "Pass smaller micro-batches"
     else:
-        wrong, do = "a single sample is the smallest micro-batch there is", _DO
+        wrong, do = "A micro-batch of one sample cannot be cut", _DO
     held = _bytes_of_state(window)
     raise OutOfMemoryError(
-        f"There was no memory for micro-batch {index} of {'some' if samples is None else samples} samples "
-        f"({failure}) beside {held / 2**20:.1f} MiB of parameters and their gradients, and {wrong}; nothing "
-        f"was updated, everything is as before the window. {do}."
+        f"Memory ran out in micro-batch {index} of {'some' if samples is None else samples} samples "
+        f"({failure}) beside {held / 2**20:.1f} MiB of parameters and gradients. {wrong}. No update was "
+        f"made, and everything is as before the window. {do}."
     )
 
 
 def _bytes_of_state(window: Transaction) -> int:
     owned = window.config.owned
     gradients = [entry.parameter.grad for entry in owned if entry.parameter.grad is not None]
-    # Of a sparse gradient the indices are left out: they are few.
+    # The indices of a sparse gradient take little memory and are left out.
     return sum(values(each).nbytes for each in [*(entry.parameter for entry in owned), *gradients])
 
 
 def shrink(window: Transaction) -> None:
-    """Let the next window have smaller micro-batches: one of a loop that cannot continue ran out.
+    """Make the micro-batches of the next window smaller, after the user's own loop ran out of memory.
 
     Args:
-        window: whose ``with`` block the error has left.
+        window: transaction of the window whose ``with`` block the error has left.
     """
     progress = window.progress
     samples = progress.microbatches.samples
-    if window.pooled is not None:  # smaller ones would be another update
+    if window.pooled is not None:  # smaller micro-batches would change the update
         return
     if progress.current is not None and samples is not None:
         window.sizing.failed(samples[progress.current])

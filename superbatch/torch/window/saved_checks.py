@@ -1,4 +1,4 @@
-"""Validation of a saved window: every part is inspected before anything changes."""
+"""Validation of a saved window, before anything is changed."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from superbatch.errors import InputError, WindowError
 
 from .digest import digest_of
 
-# Keys that every version wrote; newer ones ("held", "ranks", "yet") are optional.
+# Keys that every version has written; newer ones ("held", "ranks", "yet") are optional.
 WINDOW_KEYS = frozenset(
     {"place", "microbatches", "samples", "next", "weights", "returned", "losses", "dropped", "gradients"}
     | {"key", "scale", "random", "random_before", "state_before", "norms"}
 )
-_SOURCE = "Load the state_dict() that this Accumulator saved, or call discard() to begin the window again."
+_SOURCE = "Load a state_dict() of this Accumulator, or call discard() to begin the window again."
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The window that a saved one is to be resumed in.
+    """Facts about the window in which a saved one is resumed.
 
     Attributes:
-        microbatches: number of them.
-        shapes: of the summed gradients, by parameter name.
+        microbatches: number of micro-batches.
+        shapes: shapes of the summed gradients, by parameter name.
         rank, ranks: index of this process, and number of processes that share the batch.
     """
 
@@ -39,20 +39,20 @@ class Expected:
 
 
 def check_structure(state: Mapping[str, Any]) -> None:
-    """Check that each part of a saved window has the type it was saved with.
+    """Check the type of each value of a saved window.
 
     Args:
-        state: of a window, with all its keys.
+        state: state of a window, with all its keys.
 
     Raises:
-        InputError: a part has another type, or a value that no window can have; the text names it.
+        InputError: a value has a wrong type, or is one that no window can have; the error names its key.
 
     Examples:
         >>> check_structure({"next": -1})
         Traceback (most recent call last):
         superbatch.errors.InputError: The saved window's 'next' is -1, not the index of a micro-batch...
     """
-    # Each value is checked by type before any is used: a state may come from an edited file.
+    # All types are checked before any value is used, because the file may have been edited.
     checks: dict[str, tuple[Callable[[Any], bool], str]] = {
         "next": (_is_index, "the index of a micro-batch"),
         "microbatches": (_is_index, "a number of micro-batches"),
@@ -82,22 +82,22 @@ def check_structure(state: Mapping[str, Any]) -> None:
                 repr(value) if isinstance(value, int | float | str | None) else f"a {type(value).__name__}"
             )
             raise InputError(f"The saved window's {name!r} is {shown}, not {wanted}. {_SOURCE}")
-    # A NaN in running statistics would be found by no later check.
+    # No later check finds a NaN in running statistics.
     bad = next((where for where, tensor in _statistics(state) if not _is_finite(tensor)), None)
     if bad is not None:
-        raise InputError(f"The saved window's {bad} holds NaN or infinity. {_SOURCE}")
+        raise InputError(f"The saved window's {bad} contains NaN or infinity. {_SOURCE}")
 
 
 def check_fit(state: Mapping[str, Any], expected: Expected) -> None:
-    """Check that a saved window belongs to this process and its parts to this window.
+    """Check that a saved window fits this process and the window in which it is resumed.
 
     Args:
-        state: a window whose structure was checked.
-        expected: the window it is to be resumed in.
+        state: a saved window that `check_structure` has passed.
+        expected: facts about the window in which it is resumed.
 
     Raises:
-        WindowError: it was saved by another rank or among another number of ranks, its position or its
-            gradients are not possible here, or gradients are missing.
+        WindowError: another rank saved it, or the number of ranks was different; or its position or its
+            gradients do not fit the window.
 
     Examples:
         >>> here = Expected(2, {"weight": torch.Size([1])}, rank=0, ranks=1)
@@ -109,20 +109,19 @@ def check_fit(state: Mapping[str, Any], expected: Expected) -> None:
     if (rank, ranks) != (expected.rank, expected.ranks):
         raise WindowError(
             f"The saved window is that of rank {rank} of {ranks}, but this process is rank {expected.rank} "
-            "of "
-            f"{expected.ranks}. Load each rank's own state, or save between windows."
+            f"of {expected.ranks}. Load on each rank the state that it saved, or save between windows."
         )
-    # Every index, not only `next`: a loss behind the last micro-batch would be added.
+    # All indices, because a loss beyond the last micro-batch would be added too.
     indices = [*state.get("losses", ()), *state.get("returned", ()), *state.get("dropped", ())]
     furthest = max([state["next"] - 1, *indices])
     if furthest >= expected.microbatches:
         shown = state["next"] if state["next"] > expected.microbatches else furthest
         raise WindowError(
-            f"The saved window resumes at micro-batch {shown}, but this window has "
-            f"{expected.microbatches}. {_SOURCE}"
+            f"The saved window resumes at micro-batch {shown}, but this window has {expected.microbatches}. "
+            f"{_SOURCE}"
         )
     gradients = _gradients(state)
-    # "held" was written beside the sums: a sum that is missing now was lost in between.
+    # "held" lists the sums that were saved.
     missing = [name for name in state.get("held", gradients) if name not in gradients]
     if missing:
         raise WindowError(f"The saved window lacks the gradient of {missing[0]!r}. {_SOURCE}")
@@ -134,13 +133,13 @@ def check_fit(state: Mapping[str, Any], expected: Expected) -> None:
                 "no such parameter is updated" if shape is None else f"its parameter has shape {tuple(shape)}"
             )
             raise WindowError(f"The saved window's gradient of {name!r} is {found}, but {wanted}. {_SOURCE}")
-    # Last: the texts above say more than "was changed".
+    # Last, because the errors above are more specific.
     if state.get("digest", digest := digest_of(state)) != digest:
         raise WindowError(f"The saved window was changed after it was saved. {_SOURCE}")
 
 
 def held(gradients: Mapping[str, Any]) -> list[str]:
-    """Return the names of the parameters that saved sums are for.
+    """Return the names of the parameters that have a saved sum.
 
     Examples:
         >>> held({"momentum": {"weight": torch.zeros(1)}, "before": {}})
@@ -151,14 +150,14 @@ def held(gradients: Mapping[str, Any]) -> list[str]:
 
 def _gradients(state: Mapping[str, Any]) -> Mapping[str, Any]:
     found = state.get("gradients", {})
-    # The momentum sum has the copies from before the window beside its sums.
+    # A momentum sum is saved together with the buffers' copies from before the window.
     if found.keys() == {"momentum", "before"} and isinstance(found["momentum"], Mapping):
         return found["momentum"]
     return found
 
 
 def _statistics(state: Mapping[str, Any]) -> Iterable[tuple[str, Tensor]]:
-    """Yield the statistics that no policy for NaN checks again."""
+    """Yield statistics of BatchNorm and noise, which are not checked for NaN later."""
     norms: list[Any] = state.get("norms") or []
     for index, module in enumerate(norms):
         for name, value in module.items():
@@ -170,7 +169,7 @@ def _statistics(state: Mapping[str, Any]) -> Iterable[tuple[str, Tensor]]:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    # Sparse and meta tensors have no values to check here, and no statistics are such.
+    # No statistics are sparse or on the meta device.
     plain = tensor.layout is torch.strided and tensor.device.type != "meta"
     return plain and bool(torch.isfinite(tensor).all())
 
@@ -193,7 +192,8 @@ def _is_number(value: object) -> bool:
 def _is_number_or_mapping(value: object) -> bool:
     if isinstance(value, Mapping):
         return all(isinstance(each, int | float) for each in value.values())
-    return isinstance(value, int | float)  # a loss may be NaN: the policy for it comes at the boundary
+    # A loss may be NaN: `nonfinite` handles it at the end of the window.
+    return isinstance(value, int | float)
 
 
 def _all(value: object, is_right: Callable[[Any], bool]) -> bool:

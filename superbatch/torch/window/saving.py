@@ -1,4 +1,4 @@
-"""State of an open window, in tensors and plain containers, which resumes bit for bit."""
+"""Saving and checking of the state of an open window, which resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .transaction import Transaction
 
 
 def state_of(window: Transaction) -> dict[str, Any]:
-    """Return the states of all participants, and what tells that they fit the window that resumes them.
+    """Return the states of all participants, and the facts that `check_state` compares.
 
     Raises:
-        WindowError: a micro-batch has gone forward, and not yet backward.
+        WindowError: a micro-batch is between its forward and its backward.
     """
     progress, ranks = window.progress, window.config.sync
-    # The graph of that forward cannot be saved.
+    # The graph of a forward cannot be saved.
     if progress.current is not None and progress.current not in progress.losses:
         raise WindowError(
             f"state_dict() was called between the forward and the backward of micro-batch {progress.current}."
@@ -33,7 +33,7 @@ def check_state(window: Transaction, state: dict[str, Any]) -> None:
     """Check that a saved window can be resumed in this one.
 
     Raises:
-        WindowError: it was another batch, other parameters, or summed in another place.
+        WindowError: it has another batch, other parameters, or another kind of gradient sum.
     """
     config = window.config
     expected = saved_checks.Expected(
@@ -42,29 +42,28 @@ def check_state(window: Transaction, state: dict[str, Any]) -> None:
         config.sync.index,
         config.sync.count,
     )
-    # The place first: with other parameters, all comparisons below would differ as well.
+    # First, because with other parameters all comparisons below would fail as well.
     if state["place"] != _place(window):
         raise WindowError(
-            "The saved window in flight has other parameters, or summed their gradients in another way, than "
-            f"this window of {len(config.owned)} parameters. Resume with the same model and options, or call "
-            "discard() first."
+            f"The saved window has other parameters or options than this window of {len(config.owned)} "
+            "parameters. Make the Accumulator with the same model and options, or call discard() first."
         )
     progress = window.progress
     count, weights = len(progress.microbatches), progress.weights.ahead
-    # Weights too: the factor of each saved gradient came from them.
+    # The weights must agree, because the saved gradients were multiplied by them.
     if state["microbatches"] != count or state["weights"] != weights:
         raise WindowError(
-            f"The saved window in flight has {state['microbatches']} micro-batches with the weights "
-            f"{state['weights']}, this one {count} with {weights}. Resume with the same batch, cut in the "
-            "same way, or call discard() first."
+            f"The saved window has {state['microbatches']} micro-batches with the weights "
+            f"{state['weights']}, but this one has {count} with {weights}. Pass the batch of the saved "
+            "window, cut in the same way, or call discard() first."
         )
     saved_checks.check_fit(state, expected)
 
 
 def _place(window: Transaction) -> list[str]:
-    """Return the facts that must be equal to resume sums: their kind, and the names of the parameters."""
+    """Return facts that must be equal to resume a window: kind of sum, options, names of parameters."""
     config = window.config
-    # A function has no text that could be compared; its numbers are, as weights.
+    # A weight function cannot be compared; `check_state` compares the weights that it returned.
     weigh = config.weigh if isinstance(config.weigh, str) else "counted"
     terms = [f"{name}: {term.reduction}" for name, term in config.declared.terms.items()]
     options = [
@@ -72,7 +71,7 @@ def _place(window: Transaction) -> list[str]:
         *terms,
         weigh,
         config.nonfinite,
-        # Frozen, pooled or none: each saves other statistics.
+        # Frozen or pooled BatchNorms save different statistics.
         type(window.norms).__name__,
         str(config.sample_rng),
         *([] if config.extra is None else [type(each).__name__ for each in config.extra.participants]),

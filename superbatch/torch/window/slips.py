@@ -1,4 +1,4 @@
-"""Errors for the commonest slips in the use of an Accumulator, each naming the code to write instead."""
+"""Errors for common mistakes in the use of an Accumulator, with the code to write instead."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from superbatch.window import Window
 
 P = ParamSpec("P")
 
-PLAIN = {Tensor, dict, list, tuple, Window}  # what batches mostly are
+PLAIN = {Tensor, dict, list, tuple, Window}  # the usual types of batches
 _WINDOWS = "for window in windows(loader, accumulation_steps=8): accumulate(window)"
-# Options of other libraries, and the way to say the same here.
+# Options of other libraries, and the instruction that replaces them here.
 _OTHERS = {
     **dict.fromkeys(
         (
@@ -42,7 +42,7 @@ _OTHERS = {
     **dict.fromkeys(("loss", "criterion", "loss_func"), "pass loss_fn=, a function of one micro-batch"),
     **dict.fromkeys(("weights", "sample_weight"), "pass weight=, a function of one micro-batch"),
     **dict.fromkeys(("grad_scaler",), "pass scaler="),
-    # The words of the functions that cut a batch, whose errors name them.
+    # Arguments of the functions that cut a batch, whose errors name them.
     "whole": "pass split=Split(unsplit=[...])",
     "per_sample": "pass split=Split(per_sample=[...])",
     "clip_value": "pass clip=ClipValue(...)",
@@ -54,10 +54,11 @@ _OPTION = re.compile(r"(\w+)=")
 
 
 def name_unknown_options(init: Callable[P, None]) -> Callable[P, None]:
-    """Wrap a constructor so that an option of another library is answered with ours.
+    """Wrap a constructor so that an option of another library raises an error that names ours.
 
     Raises:
-        InputError: on the call of the result, for such an option. Other unknown ones are Python's TypeError.
+        InputError: from the wrapped constructor, for such an option. Other unknown options raise Python's
+            TypeError.
 
     Examples:
         >>> @name_unknown_options
@@ -66,7 +67,6 @@ def name_unknown_options(init: Callable[P, None]) -> Callable[P, None]:
         Traceback (most recent call last):
         superbatch.errors.InputError: Accumulator has no option lr_scheduler=. Instead, pass scheduler=.
     """
-    # Read once: the wrapper runs for each construction.
     known = frozenset(inspect.signature(init).parameters)
 
     @wraps(init)
@@ -74,7 +74,7 @@ def name_unknown_options(init: Callable[P, None]) -> Callable[P, None]:
         for name in kwargs.keys() - known:
             advice = _OTHERS.get(name, "")
             ours = _OPTION.search(advice)
-            # Only where this class has our option: Gradient has no scheduler=.
+            # Only if this class has the option: Gradient, for example, has no scheduler=.
             if ours is not None and ours[1] in known:
                 owner = type(args[0]).__name__ if args else "Accumulator"
                 raise InputError(f"{owner} has no option {name}=. Instead, {advice}.")
@@ -90,7 +90,7 @@ def check_loss_fn(loss_fn: object) -> None:
         loss_fn: a callable, or None.
 
     Raises:
-        InputError: it needs another number of arguments, as torch's loss modules do.
+        InputError: it needs another number of arguments, for example because it is a loss module of torch.
 
     Examples:
         >>> check_loss_fn(lambda microbatch: 0.0)
@@ -100,27 +100,27 @@ def check_loss_fn(loss_fn: object) -> None:
     """
     if loss_fn is None or not callable(loss_fn):
         return
-    # Unknown signatures, e.g. of builtins, are left to the call itself.
+    # None for an unknown signature, e.g. of a builtin function.
     needed = _required_arguments(loss_fn)
     if needed is None or needed == 1:
         return
     name = repr(loss_fn) if isinstance(loss_fn, nn.Module) else getattr(loss_fn, "__name__", repr(loss_fn))
     raise InputError(
         f"loss_fn {name} takes {needed} arguments, but it is called with one micro-batch. Pass a function "
-        "of one "
-        'argument, for example loss_fn=lambda microbatch: criterion(model(microbatch["x"]), microbatch["y"]).'
+        "of one argument, for example loss_fn=lambda microbatch: "
+        'criterion(model(microbatch["x"]), microbatch["y"]).'
     )
 
 
 def _required_arguments(function: Any) -> int | None:
-    """The number of arguments a call must give; 1 where one positional is possible; None: not known."""
+    """Return 1 if one positional argument is possible, else the number required; None: unknown."""
     try:
         called = function.forward if isinstance(function, nn.Module) else function
-        # As it is called: a decorator that passes arguments of its own may wrap another signature.
+        # Not the wrapped signature, because a decorator may pass arguments of its own.
         signature = inspect.signature(called, follow_wrapped=False)
     except (ValueError, TypeError):  # builtins without a signature
         return None
-    # bind() knows defaults, *args and keyword-only arguments.
+    # bind() respects defaults, *args and keyword-only arguments.
     try:
         signature.bind(None)
     except TypeError:
@@ -131,50 +131,49 @@ def _required_arguments(function: Any) -> int | None:
 
 
 def refuse_no_batch(batch: object) -> None:
-    """Check that a batch is data, and not something that yields batches.
+    """Check that a batch is not an object that yields batches.
 
     Args:
-        batch: as given to the accumulator.
+        batch: the argument of the accumulator.
 
     Raises:
-        InputError: it is a loader, a dataset or an iterator.
+        InputError: `batch` is a loader, a dataset or an iterator.
 
     Examples:
         >>> refuse_no_batch({"x": [1, 2]})
         >>> refuse_no_batch(iter([]))
         Traceback (most recent call last):
-        superbatch.errors.InputError: A list_iterator is not a batch but yields them. Loop over it...
+        superbatch.errors.InputError: A list_iterator is not a batch. Loop over it: for batch in loader...
     """
-    # Lists of batches are no iterators: they may be a batch.
+    # A list of batches passes, because a list may be a batch.
     if isinstance(batch, DataLoader | Dataset | Iterator):
-        what = "holds samples" if isinstance(batch, Dataset) else "yields them"
         raise InputError(
-            f"A {type(batch).__name__} is not a batch but {what}. Loop over "
+            f"A {type(batch).__name__} is not a batch. Loop over "
             f"{'a DataLoader of it' if isinstance(batch, Dataset) else 'it'}: for batch in loader: "
-            f"accumulate(batch), or, where it yields micro-batches, {_WINDOWS}."
+            f"accumulate(batch). If it yields micro-batches: {_WINDOWS}."
         )
 
 
 def without_tensor(loss: object, *, weighted: bool = True) -> InputError:
-    """Return the error for a loss that is no tensor.
+    """Return the error for a loss that is not a tensor.
 
     Args:
-        loss: what `loss_fn` returned, or what was given to ``backward``.
-        weighted: whether a loss may come with its weight here.
+        loss: the value that `loss_fn` returned, or the argument of ``backward``.
+        weighted: whether ``weight="returned"`` is possible, so that the error can advise it.
 
     Examples:
         >>> print(without_tensor(0.5))
-        The loss is a float, not a tensor. Return the tensor that was computed from the model's outputs.
+        The loss is a float, not a tensor. Return the loss as a tensor computed from the model's outputs.
     """
     kind = type(loss).__name__
     # Hugging Face models return an output object or a dict with the loss inside.
     inner = loss.get("loss") if isinstance(loss, Mapping) else getattr(loss, "loss", None)
     if isinstance(inner, Tensor):
-        advice = "Return its .loss, as in: return model(**microbatch).loss."
+        advice = "Return its .loss: return model(**microbatch).loss."
     elif isinstance(loss, tuple | list) and weighted:
-        advice = 'Return the loss alone, or pass weight="returned" and return (loss, weight).'
+        advice = 'Return only the loss, or pass weight="returned" and return (loss, weight).'
     elif isinstance(loss, tuple | list):
-        advice = "Return the loss alone."
+        advice = "Return only the loss."
     else:
-        advice = "Return the tensor that was computed from the model's outputs."
+        advice = "Return the loss as a tensor computed from the model's outputs."
     return InputError(f"The loss is a {kind}, not a tensor. {advice}")

@@ -27,23 +27,23 @@ from .validation import BackwardWatch
 
 
 class Transaction:
-    """Participants of one window, in the order in which they begin; they are restored in the other order.
+    """Participants of one window, in the order in which they begin; they are restored in reverse order.
 
     Args:
-        config: of the accumulator.
-        gradients: the sum of the window.
-        progress: its position.
-        sizing: of its micro-batches.
-        watch: of the parameters in the first window; None later.
+        config: the accumulator's.
+        gradients: gradient sum of the window.
+        progress: position in the window.
+        sizing: chooses the sizes of micro-batches.
+        watch: watches parameters during the first window; None later.
 
     Attributes:
         modes: torch's modes at the entry of the window; assigned by `OpenWindow.__enter__`.
-        scale: of the losses; None: they are not scaled.
+        scale: scale of the losses; None: they are not scaled.
         streams: random streams of samples; None: micro-batches draw from the global generators.
-        norms: BatchNorms that are frozen or pooled; None: there are none.
-        pooled: BatchNorms with pooled statistics. They depend on the size of micro-batches, so a window with
-            them is not retried in smaller ones.
-        noise: of the gradient, where this window measures it.
+        norms: frozen or pooled BatchNorms; None: there are none.
+        pooled: BatchNorms with pooled statistics. Their update depends on the micro-batch size, so a window
+            with them is not retried in smaller micro-batches.
+        noise: measures the noise of the gradient; None: it is not measured.
     """
 
     modes: Modes
@@ -64,10 +64,10 @@ class Transaction:
         self.pooled = self.norms if isinstance(self.norms, Pooled) else None
         self.noise: NoiseOfWindows | None = config.noise
         self.watch = watch
-        # A dropped micro-batch must leave no state behind, so the state is copied before each one.
+        # A micro-batch may be dropped with its changes, so the state is copied before each one.
         each = config.nonfinite == "skip_microbatch"
         self._state = ForwardStateOfEach(config.state) if each else ForwardState(config.state)
-        # Random numbers first, so that they are restored last: another restore may draw.
+        # Random state first, so that it is restored last: another restore may draw numbers.
         found: list[Participant | None] = [
             config.random,
             self._state,
@@ -82,15 +82,15 @@ class Transaction:
             progress,
         ]
         self._participants: list[Participant] = [each for each in found if each is not None]
-        # Bound once: attribute lookups per micro-batch are measurable for small models.
+        # Bound once, because attribute lookups per micro-batch are measurable for small models.
         self._savepoints = [each.savepoint for each in self._participants if has_savepoint(type(each))]
         self._commits = [each.commit for each in self._participants]
-        self._begun = 0  # how many of them, from the first
+        self._begun = 0  # number of participants that have begun
         self._unsynchronised = ExitStack()
 
     @property
     def scaled_by(self) -> float | None:
-        """Scale of the losses since the window began; None: they are not scaled."""
+        """Scale of the losses at the beginning of the window; None: they are not scaled."""
         return None if self.scale is None else self.scale.value
 
     def begin(self) -> None:
@@ -98,42 +98,43 @@ class Transaction:
         if self.noise is not None:
             self.noise.expect(self.progress.microbatches, shared=self.config.sync.shared)
         for participant in self._participants:
-            self._begun += 1  # one that fails counts
+            self._begun += 1  # before the call, so that a participant that fails is restored too
             participant.begin()
-        # Last: until then no forward runs, and a failure has nothing to leave.
+        # Last, so that a failure above has no context to leave.
         self._unsynchronised = self.config.sync.no_sync()
 
     def savepoint(self) -> None:
-        """Remember everything as before the current micro-batch."""
+        """Remember the state before the current micro-batch."""
         for savepoint in self._savepoints:
             savepoint()
 
     def rollback(self) -> bool:
-        """Restore the savepoint; False where that is impossible: then `restart`."""
+        """Restore the savepoint; return False if that is impossible, and call `restart` then."""
         return all(participant.rollback() for participant in reversed(self._participants[: self._begun]))
 
     def drop(self) -> None:
-        """Drop the current micro-batch: roll all back but random numbers, scale, noise and position.
+        """Drop the current micro-batch: roll back everything except random state, scale, noise and position.
 
         Raises:
-            WindowError: a participant of the user's own cannot roll back.
+            WindowError: a participant of the user's cannot roll back.
         """
-        # Only these: a dropped micro-batch keeps its random draws and its place.
+        # Random state and position stay, as if the micro-batch had run.
         for participant in (self.gradients, self.norms, self._state):
             if participant is not None:
                 participant.rollback()
         if self.config.extra is not None and not self.config.extra.rollback():
             raise WindowError(
-                'nonfinite="skip_microbatch" drops a micro-batch that is not finite, but rollback() of one '
-                "of the participants= returned False. Restore the savepoint there and return True, or choose "
-                "another nonfinite=."
+                'nonfinite="skip_microbatch" cannot drop this micro-batch, because rollback() of an object '
+                "in participants= returned False. Make its rollback() restore the savepoint and return "
+                "True, or "
+                'pass nonfinite="raise".'
             )
 
     def restart(self) -> None:
-        """Restore everything as before the window, which stays open and begins at its first micro-batch."""
+        """Restore the state before the window; the window stays open and begins at its first micro-batch."""
         for participant in self._participants:
             participant.restart()
-        # FSDP2 keeps unsharded gradients until no_sync is left.
+        # FSDP2 keeps unsharded gradients until no_sync() ends.
         if self.config.sync.in_step:
             self.renew_sync()
 
@@ -143,10 +144,10 @@ class Transaction:
         self._unsynchronised = self.config.sync.no_sync()
 
     def restore(self) -> None:
-        """Restore everything as before the window, also where some of it fails.
+        """Restore the state before the window; an error of one participant does not stop the others.
 
         Raises:
-            BaseException: the last that a participant raised.
+            BaseException: the last error of a participant.
         """
         take_each(
             self._unsynchronised.close,
@@ -154,7 +155,7 @@ class Transaction:
         )
 
     def commits(self) -> list[Callable[[], None]]:
-        """Return the steps that keep what the window did, for `take_each`."""
+        """Return the functions that commit the window, for `take_each`."""
         return [self._unsynchronised.close, *self._commits]
 
     def state_dict(self) -> dict[str, Any]:
@@ -163,41 +164,41 @@ class Transaction:
         for participant in self._participants:
             state |= participant.state_dict()
         if self.streams is not None:
-            # Inside a stream the global generator is that of a sample.
+            # Inside a stream the global generator has the state of a sample's stream.
             state["random"]["torch"] = self.streams.generator_state()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from the states of all participants."""
-        # Without a scaler here no participant checks the saved scale.
+        """Load the states of all participants."""
+        # Without a scaler there is no participant that checks the saved scale.
         if self.scale is None:
             require_scale(None, state)
         take_each(*(partial(each.load_state_dict, state) for each in self._participants))
 
     def stream(self, index: int) -> AbstractContextManager[None]:
-        """Return a context in which the samples of a micro-batch have random streams of their own."""
+        """Return a context in which each sample of a micro-batch draws from its own random stream."""
         if self.streams is None:
             return nullcontext()
-        # Streams depend on the place in the effective batch, not on the micro-batch.
+        # A stream depends on the sample's position in the effective batch, not on the micro-batch.
         return self.streams.of(self.progress.microbatches.places(index, self.streams.first_sample))
 
 
 def _scale_of(config: Config) -> LossScale:
-    # Gradients without a step of ours stay scaled, as the host's own scaler expects them.
+    # Without a step the gradients stay scaled, as the user's scaler expects.
     by_host, unscaled = config.backward is not None, config.earlier is None
     device = config.owned[0].parameter.device
     return LossScale(config.rule.scaler, device, scaled_by_host=by_host, unscaled=unscaled)
 
 
 def take_each(*steps: Callable[[], Any]) -> None:
-    """Run all steps; if one raises, run every step again, including those after a step that raises.
+    """Run all functions; if one raises, run all again, including those after it.
 
     Args:
-        steps: each may run twice.
+        steps: functions that may run twice.
 
     Raises:
-        BaseException: the error of the second run, if there is one; else that of the first, unless it was out
-            of memory.
+        BaseException: the error of the second run; or that of the first if the second succeeds, unless it was
+            out of memory.
 
     Examples:
         >>> done = []
@@ -205,17 +206,16 @@ def take_each(*steps: Callable[[], Any]) -> None:
         >>> done
         [1, 2]
     """
-    # A step that was interrupted inside no_grad() would leave the mode off.
     grad = torch.is_grad_enabled()
     try:
         for step in steps:
             step()
     except BaseException as error:
         no_memory = out_of_memory(error)
-        torch.set_grad_enabled(grad)  # no_grad() may not have been left
-        with ExitStack() as stack:  # which takes the step that was put in last first
+        torch.set_grad_enabled(grad)  # an interrupt inside no_grad() leaves grad mode off
+        with ExitStack() as stack:  # runs all callbacks, the last one first, even if one raises
             for step in reversed(steps):
-                # All steps again: they may be run twice, and which of them failed half way is not known.
+                # All of them, because an interrupt may have stopped any of them halfway.
                 stack.callback(_with_memory, step)
         if not no_memory:
             raise
@@ -227,6 +227,6 @@ def _with_memory(step: Callable[[], Any]) -> None:
     except BaseException as error:
         if not out_of_memory(error):
             raise
-        # Freed blocks return to the allocator, then one more try.
+        # Free cached blocks, then try once more.
         release_caches()
         step()

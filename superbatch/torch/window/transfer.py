@@ -1,9 +1,9 @@
-"""Moving micro-batches to the model's device: the next one is on its way while one is worked on.
+"""Transfer of micro-batches to the model's device: one is copied while the one before it is computed.
 
-The copies run in a stream of their own, from pinned memory; the part for CUDA was not run on a GPU. A copy
-begins once the work on the micro-batch before it is launched, so that the device does not wait for the host
-to pin. The inputs of two micro-batches are in the device's memory at a time: the host waits until the last
-micro-batch but one is through, while the device still has the whole of the last one to do.
+The copies run in a stream of their own, from pinned memory; this was not yet run on a GPU. A copy begins once
+the work on the micro-batch before it is launched, so that the device does not wait while the host pins
+memory. The device holds the inputs of two micro-batches at a time: before each copy the host waits until the
+last micro-batch but one is computed, while the device still has all of the last one to compute.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def to_device(microbatch: Any, device: torch.device | None) -> Any:
     if device is None:
         return microbatch
     kind = type(microbatch)
-    if kind is tuple or kind is dict:  # mostly of tensors that are there already
+    if kind is tuple or kind is dict:
         leaves = microbatch.values() if kind is dict else microbatch
-        # The usual case of micro-batches that are on the device already.
+        # Often all tensors are on the device already, and the general walk is slow.
         if all(type(leaf) is Tensor and leaf.device == device for leaf in leaves):
             return microbatch
     return map_arrays(
@@ -42,10 +42,10 @@ def to_device(microbatch: Any, device: torch.device | None) -> Any:
 
 
 class SideStream:
-    """Copies to a device beside its computation; on other devices than CUDA they are ordinary ones.
+    """A CUDA stream for copies that run beside the computation; on other devices copies are ordinary ones.
 
     Args:
-        device: where to.
+        device: the device to copy to.
     """
 
     def __init__(self, device: torch.device | None) -> None:
@@ -57,11 +57,11 @@ class SideStream:
         """Return a context whose copies run beside the computation.
 
         Args:
-            after_computation: what was computed until now is what is to be copied.
+            after_computation: wait for the computation launched so far, because its results are copied.
         """
         if not has_streams(self._device):
             return nullcontext()
-        # Made at the first copy: a CUDA context costs memory.
+        # Made at the first copy, because a CUDA context costs memory.
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
         if after_computation:
@@ -69,7 +69,7 @@ class SideStream:
         return torch.cuda.stream(self._stream)
 
     def event(self) -> Any:
-        """Return an event behind the copies until now; None where there is no such stream."""
+        """Return an event after the copies so far; None if there is no stream yet."""
         if self._stream is None:
             return None
         event = torch.cuda.Event()
@@ -77,46 +77,46 @@ class SideStream:
         return event
 
     def hold(self, source: Tensor) -> None:
-        """Keep a tensor that is being copied until the next one is, and its copy is through.
+        """Keep a tensor while it is copied; the next call of `hold` waits for the copy and frees the tensor.
 
-        The computation waits then, and not the host. With `Tensor.record_stream` the host would run ahead and
-        find no memory free that is still to be copied from.
+        The computation waits for the copy, not the host. With `Tensor.record_stream` the host would run ahead
+        and run out of memory, because tensors still to be copied are not free.
         """
-        # The event is taken before the hold: it lies behind the copy from `source`.
+        # The event comes after the copy from `source`, which is already launched.
         held, event = self._held, self.event()
         self._held = None if event is None else (event, source)
         if held is not None:
             torch.cuda.current_stream(self._device).wait_event(held[0])
 
     def follow(self, other: SideStream) -> None:
-        """Let copies from now on wait for those of another stream until now."""
+        """Make later copies wait for the copies of another stream so far."""
         event = other.event()
         if self._stream is not None and event is not None:
             self._stream.wait_event(event)
 
     def join(self) -> None:
-        """Let the computation wait for all copies until now."""
+        """Make the computation wait for all copies so far."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
             self._held = None
 
     def hand_over(self, copy: Any) -> None:
-        """Let the computation wait for the copy, and keep its memory until the computation is through."""
+        """Make the computation wait for a copy, and keep the copy's memory until the computation is done."""
         if self._stream is None:
             return
         computing = torch.cuda.current_stream(self._device)
         computing.wait_stream(self._stream)
         for leaf in tree_leaves(copy):
             if isinstance(leaf, Tensor) and leaf.device.type == "cuda":
-                # The caching allocator must not reuse the memory before the computing stream has read it.
+                # Otherwise the allocator could reuse the memory before the computing stream has read it.
                 leaf.record_stream(computing)
 
 
 class Transfer:
-    """Hands out micro-batches on a device, and has the next one copied meanwhile.
+    """Returns micro-batches on a device, and copies the next one in the meantime.
 
     Args:
-        device: where to; None leaves micro-batches where they are.
+        device: the device; None leaves micro-batches where they are.
 
     Examples:
         >>> transfer = Transfer(torch.device("meta"))
@@ -131,48 +131,48 @@ class Transfer:
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
         self._side = SideStream(device)
-        self._ahead: list[tuple[Any, Any]] = []  # at most one: where it came from, and the copy
-        self._launched: Any = None  # the event behind the work on the last micro-batch
+        self._ahead: list[tuple[Any, Any]] = []  # at most one pair: micro-batch on the host, its copy
+        self._launched: Any = None  # event after the work on the last micro-batch
 
     def take(self, microbatches: Sequence[Any], index: int) -> Any:
         """Return a micro-batch on the device.
 
         Args:
-            microbatches: on the host.
-            index: of the one that is worked on next.
+            microbatches: the micro-batches, on the host.
+            index: index of the micro-batch to return.
         """
         device = self._device
         if device is None:
             return microbatches[index]
-        # No streams on the CPU: the copy is made when it is asked for.
+        # The CPU has no streams, so nothing is copied ahead.
         if device.type == "cpu":
             return to_device(microbatches[index], device)
         source, copy = self._ahead.pop() if self._ahead else (None, None)
-        if source is not microbatches[index]:  # the first one, or cut differently meanwhile
+        if source is not microbatches[index]:  # the first micro-batch, or cut differently in the meantime
             return self._copied(microbatches[index])
         self._side.hand_over(copy)
         return copy
 
     def launched(self, microbatches: Sequence[Any], index: int) -> None:
-        """Have the next micro-batch copied: the work on this one is launched.
+        """Begin to copy the next micro-batch, after the work on this one was launched.
 
         Args:
             microbatches: as for `take`.
-            index: of the one that is worked on.
+            index: index of the micro-batch whose work was launched.
         """
         device = self._device
         if device is None or device.type == "cpu" or index + 1 >= len(microbatches):
             return
         following = microbatches[index + 1]
-        # It was begun at the first backward.
-        if self._ahead and self._ahead[0][0] is following:  # a second backward of this micro-batch
+        # After a second backward of this micro-batch, the copy has already begun.
+        if self._ahead and self._ahead[0][0] is following:
             return
         if has_streams(device):
             before, self._launched = self._launched, torch.cuda.Event()
             self._launched.record(torch.cuda.current_stream(device))
-            if before is not None:  # or the inputs of all micro-batches would pile up
+            if before is not None:  # otherwise the inputs of all micro-batches would fill the device
                 before.synchronize()
-        # A copy of a micro-batch that was cut differently since is of no use.
+        # Frees the copy of a micro-batch that was cut differently since.
         self._ahead.clear()
         try:
             with self._side.beside():
@@ -180,23 +180,23 @@ class Transfer:
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
-            # There may be room once this micro-batch is gone: `take` copies then.
+            # `take` copies later, when this micro-batch is freed and there may be room.
 
     def forget(self) -> None:
-        """Free what is on its way: it will not be taken."""
+        """Free the micro-batch that is being copied; it will not be taken."""
         self._ahead.clear()
         self._launched = None
 
     def _copied(self, microbatch: Any) -> Any:
         device = self._device
         if has_streams(device):
-            # From pageable memory a copy would wait for the device, and the device for it.
+            # A copy from pageable memory blocks the host, and then the device has nothing to do.
             microbatch = map_arrays(pinned, microbatch)
         return to_device(microbatch, device)
 
 
 def has_streams(device: torch.device | None) -> bool:
-    """Return whether copies to a device run beside its computation here.
+    """Return whether copies to a device can run beside its computation, in a CUDA stream.
 
     Examples:
         >>> has_streams(torch.device("cuda", 1)), has_streams(torch.device("mps")), has_streams(None)
@@ -206,15 +206,15 @@ def has_streams(device: torch.device | None) -> bool:
 
 
 def pinned(leaf: Any) -> Any:
-    """Return a tensor of the host's memory in memory that a GPU copies from by itself; else what is given.
+    """Return a tensor on the host in pinned memory; any other object, or if pinning fails, the argument.
 
-    What is given is returned too where no more memory can be pinned: the copy from there is slower.
+    A copy from memory that is not pinned is slower.
     """
     if not (isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.layout is torch.strided):
         return leaf
     try:
         return leaf.pin_memory()
-    # Locked memory is limited (ulimit -l), and pageable memory only is slower.
+    # Locked memory is limited (ulimit -l).
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
@@ -222,7 +222,7 @@ def pinned(leaf: Any) -> Any:
 
 
 def empty_on_host(like: Tensor) -> Tensor:
-    """Return an empty tensor of the host's memory for the numbers of one on a device, pinned where possible.
+    """Return an empty tensor on the host with the shape and dtype of another, pinned if possible.
 
     Examples:
         >>> empty_on_host(torch.ones(2, 3)).shape
@@ -231,7 +231,7 @@ def empty_on_host(like: Tensor) -> Tensor:
     try:
         return torch.empty_like(like, device="cpu", pin_memory=has_streams(like.device))
     except RuntimeError as error:
-        # On the CPU a failure to allocate is a real one.
+        # For a tensor of the CPU nothing was pinned, so memory has really run out.
         if not has_streams(like.device) or not out_of_memory(error):
             raise
         return torch.empty_like(like, device="cpu")

@@ -1,10 +1,12 @@
-"""Steps of the update rule, a function or a class each. `Ending` calls them in this order, once per window.
+"""Steps of the update rule, each a function or a class.
+
+`Ending` calls them in this order, once per window:
 
 reduce -> normalise -> unscale -> finite check -> clip
        -> optimizer -> scaler -> masters -> scheduler -> zero_grad
 
-The norm must be taken of the reduced, normalised, unscaled gradient (`ready`). The finite check is part of
-the norm (`Sync.norm`); `Ending.finish` decides what follows from it. A scheduler steps once per update.
+The norm is that of the reduced, normalised, unscaled gradient (`ready`). The finite check is part of the norm
+(`Sync.norm`), and `Ending.finish` acts on it. A scheduler steps once per update.
 """
 
 from __future__ import annotations
@@ -41,12 +43,12 @@ class UpdateRule:
 
     Attributes:
         optimizers: stepped in this order.
-        schedulers: stepped after an update was made, once each.
+        schedulers: stepped once each, after an update was made.
         scaler: a `torch.amp.GradScaler`, or None.
         max_grad_norm: the largest 2-norm of the normalised gradient, or None.
-        clip: changes the elements of the gradients in place, after that; or None.
-        masters_copied: whether optimizers update float32 master copies, to which the parameters are then set.
-        scaling: whether losses are scaled, so that an overflow is an ordinary event.
+        clip: function that changes the gradients in place after `max_grad_norm` was applied, or None.
+        masters_copied: whether optimizers update float32 master copies, which are then copied to parameters.
+        scaling: whether losses are scaled, so that infinity in a gradient is no error.
     """
 
     optimizers: tuple[torch.optim.Optimizer, ...]
@@ -59,7 +61,7 @@ class UpdateRule:
 
 
 def announced(gradient_sum: GradientSum, sync: Sync, owned: list[ManagedParameter]) -> list[float]:
-    """Return the numbers that `ready` needs the sums of over the ranks."""
+    """Return numbers whose sums over the ranks are passed to `ready`."""
     return sync.announce(gradient_sum.sums(), [entry.parameter for entry in owned])
 
 
@@ -86,7 +88,7 @@ def ready(
         for optimizer in _with_gradient(rule.optimizers):
             rule.scaler.unscale_(optimizer)
         gradients = [entry.target.grad for entry in owned]
-    # A sparse gradient's norm is that of its summed values, and only those can be clipped in place.
+    # Coalesced: a sparse gradient's norm and clipping need the sum of its duplicate entries.
     return [
         gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient
         for gradient in gradients
@@ -95,7 +97,7 @@ def ready(
 
 def clip(rule: UpdateRule, gradients: list[Tensor | None], norm: float) -> None:
     """Clip the normalised gradient in place, by norm and then by the user's function."""
-    # Unlike torch's function this leaves out the pass over all gradients when it would multiply by one.
+    # torch.nn.utils.clip_grad_norm_ also multiplies by one, a pass over all gradients.
     if rule.max_grad_norm is not None and norm + 1e-6 > rule.max_grad_norm:
         factor = rule.max_grad_norm / (norm + 1e-6)
         fastpaths.multiply(elements_of(gradients), factor)
@@ -104,15 +106,15 @@ def clip(rule: UpdateRule, gradients: list[Tensor | None], norm: float) -> None:
 
 
 class Once:
-    """Call that is made once, however often `take` is called.
+    """A call that is made once, even if `take` is called several times.
 
     Args:
-        call: of the user's code, such as the step of an optimizer or a scheduler.
+        call: a function of the user's, such as the step of an optimizer or a scheduler.
 
     Attributes:
-        returned: what the call returned, in a list; empty until then.
-        broken: the error that the call raised inside; None: none. Half of its work may be done, so it is not
-            made again: `take` raises this error.
+        returned: a list with the value that the call returned; empty until then.
+        broken: the error that the call raised after it began, or None. Half of its work may be done, so the
+            call is not repeated: `take` raises this error again.
 
     Examples:
         >>> done = []
@@ -131,16 +133,16 @@ class Once:
         self.returned: list[Any] = []
 
     def take(self) -> None:
-        """Make the call, unless it was made."""
+        """Make the call, unless it was made before."""
         if self.broken is not None:
             raise self.broken
         if self.returned:
             return
         try:
-            self.returned.append(self._call())  # on one line: nothing of ours fails between the two
+            self.returned.append(self._call())  # one statement, so that no interrupt comes between
         except BaseException as error:
-            # A Python function that has left no frame in the traceback never started: it may be called again.
-            # A call in C leaves none in any case.
+            # A Python function without a frame in the traceback never started and may be called again. A C
+            # function never has a frame.
             started = error.__traceback__ is not None and error.__traceback__.tb_next is not None
             if started or not _is_python(self._call):
                 self.broken = error
@@ -148,25 +150,24 @@ class Once:
 
 
 def _is_python(call: Callable[[], Any]) -> bool:
-    """Return whether a call is that of a Python function or method."""
+    """Return whether `call` is a Python function or method."""
     while isinstance(call, partial):
         call = call.func
     return hasattr(call, "__code__")
 
 
 class OptimizerSteps:
-    """All steps of one update, in their order: momentum buffers', each optimizer's, the scaler's.
+    """All steps of one update, in order: momentum buffers, each optimizer, the scaler.
 
-    If an error occurs between two steps, the remaining steps are still made, then it is raised; lack of
-    memory is not raised if the retry succeeds. Half of an update cannot be kept, and it cannot be undone.
+    An update cannot stop halfway. After an error between two steps the remaining steps are still made, and
+    then it is raised; lack of memory is not raised if the retry succeeds.
 
     Args:
-        rule: whose optimizers step.
-        gradients: of the window, in ``.grad``.
+        rule: has the optimizers.
+        gradients: gradient sum of the window, in ``.grad``.
         before: state of the optimizers before the step.
-        agree: called once, when all that may fail without a trace has succeeded here: it raises where another
-            rank has failed. The hooks before the first optimizer's step run earlier, and nothing else of
-            the steps does. None: no other rank shares the window.
+        agree: raises if another rank has failed. It is called once, after the pre-hooks of the first
+            optimizer's step and before everything else. None: no other rank shares the window.
     """
 
     def __init__(
@@ -177,13 +178,13 @@ class OptimizerSteps:
         agree: Callable[[], object] | None = None,
     ) -> None:
         self._before, self._agree = before, agree
-        self._hooked: torch.optim.Optimizer | None = None  # its hooks are to run before the ranks agree
+        self._hooked: torch.optim.Optimizer | None = None  # its pre-hooks run before the ranks agree
         self._calls: list[Callable[[], None]] = []
         self._steps: list[Once] = []
         self._watched: list[WatchedStep] = []
         if isinstance(gradients, MomentumGradientSum):
             self._calls.append(gradients.apply)
-        # After momentum accumulation no target has a gradient: a step runs the hooks and counters.
+        # With a sum in momentum buffers there is no gradient left; a step then runs hooks and counters only.
         scaler: Any = rule.scaler if rule.scaling else None
         self._optimizers = rule.optimizers if scaler is None else _with_gradient(rule.optimizers)
         for each in self._optimizers:
@@ -198,20 +199,20 @@ class OptimizerSteps:
         if scaler is not None:
             self._scaler_update = Once(scaler.update)
             self._calls.append(self._update_scaler)
-        # Sums in momentum buffers are applied before any hook runs.
+        # Not with sums in momentum buffers, which are applied before any hook runs.
         if agree is not None and self._optimizers and not isinstance(gradients, MomentumGradientSum):
             first = self._optimizers[0]
             self._hooked = first if before.has_hooks(first) else None
 
     def take(self) -> str | None:
-        """Make the steps that were not made.
+        """Make the steps that were not yet made.
 
         Returns:
-            Why no update was made although all optimizers were called; None if it was made.
+            The reason why no update was made although all optimizers were called; None if it was made.
 
         Raises:
-            BaseException: an optimizer broke inside its step, or something between two steps.
-            OptimizerError: some have stepped and some have not.
+            BaseException: the error of an optimizer's step, or one between two steps.
+            OptimizerError: some optimizers have stepped and some have not.
         """
         end_hooks = None
         if self._hooked is not None:
@@ -228,7 +229,7 @@ class OptimizerSteps:
         except BaseException as error:
             if any(step.broken is not None for step in self._all_steps()):
                 raise
-            torch.set_grad_enabled(grad)  # no_grad() may not have been left
+            torch.set_grad_enabled(grad)  # an interrupt inside no_grad() leaves grad mode off
             no_memory = out_of_memory(error)
             if no_memory:
                 release_caches()
@@ -243,17 +244,17 @@ class OptimizerSteps:
 
     @property
     def begun(self) -> bool:
-        """True once an optimizer has stepped and done its work."""
+        """True once an optimizer has stepped and changed its parameters."""
         return any(step.returned for step in self._steps) and self._any_moved(self._idle())
 
     @property
     def made(self) -> bool:
-        """True once all steps were made, and each has done its work."""
+        """True once all steps were made, and none was skipped inside."""
         return all(step.returned for step in self._all_steps()) and not self._idle()
 
     def _left_out(self) -> str | None:
-        """Return why no update was made although the optimizers were called."""
-        if self._agree is not None:  # no step was seen, and the others wait for the vote
+        """Return the reason why no update was made although the optimizers were called, or None."""
+        if self._agree is not None:  # no step ran, so the vote that other ranks wait for is made here
             self._after_hooks()
         idle = self._idle()
         return self._before.not_made(idle, half=self._any_moved(idle)) if idle else None
@@ -261,12 +262,12 @@ class OptimizerSteps:
     def _after_hooks(self, *_: object) -> None:
         """Agree with the other ranks, right before the first optimizer's step."""
         if self._agree is not None:
-            agree, self._agree = self._agree, None  # it is one vote, however often the hooks run
+            agree, self._agree = self._agree, None  # one vote, even if the hooks run twice
             agree()
         self._before.begin()
 
     def _update_scaler(self) -> None:
-        """Update the scale, unless a step was left out."""
+        """Update the scale, unless an optimizer skipped its step."""
         if self._scaler_update is not None and not self._idle():
             self._scaler_update.take()
 
@@ -275,13 +276,13 @@ class OptimizerSteps:
         return self._steps if self._scaler_update is None else [*self._steps, self._scaler_update]
 
     def _any_moved(self, idle: list[torch.optim.Optimizer]) -> bool:
-        """Return whether there is an optimizer with something to do that is not idle."""
+        """Return whether an optimizer that has gradients has stepped."""
         busy = (_with_gradient(self._optimizers) or self._optimizers) if idle else self._optimizers
         return any(each not in idle for each in busy)
 
     def _idle(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers of which no step was seen, and whose parameters have not moved."""
-        # A step that no hook sees, such as a compiled one, may have moved them.
+        """Return the optimizers that ran no step and whose parameters have not changed."""
+        # Both, because a compiled step runs no hooks but changes the parameters.
         return [
             each.optimizer for each in self._watched if each.is_idle and self._before.still(each.optimizer)
         ]
@@ -296,7 +297,7 @@ def copy_masters(owned: list[ManagedParameter]) -> None:
 
 
 def scheduler_steps(rule: UpdateRule, loss: float) -> list[Callable[[], None]]:
-    """Return the steps of the schedulers, which count updates that were made; each is made once."""
+    """Return the steps of the schedulers, each of which is made once."""
     return [
         Once(partial(each.step, loss) if isinstance(each, ReduceLROnPlateau) else each.step).take
         for each in rule.schedulers
@@ -306,8 +307,8 @@ def scheduler_steps(rule: UpdateRule, loss: float) -> list[Callable[[], None]]:
 def zero_grad(owned: list[ManagedParameter], until_next: list[Tensor]) -> None:
     """Set the gradients to None; on the CPU their memory is kept until the next window.
 
-    Freed here it would go back to the operating system, and the next window would pay for each page of it
-    again: 3 % of a window of a small transformer. On an accelerator torch's allocator keeps it.
+    If it were freed here, the operating system would get it back, and the next window would have to map each
+    page again: 3 % of a window of a small transformer. On an accelerator torch's allocator keeps it.
     """
     if owned[0].target.device.type == "cpu":
         until_next[:] = [gradient for entry in owned if (gradient := entry.target.grad) is not None]
@@ -315,7 +316,7 @@ def zero_grad(owned: list[ManagedParameter], until_next: list[Tensor]) -> None:
 
 
 def _with_gradient(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that have a gradient: a scaler refuses one that has none."""
+    """Return the optimizers that have a gradient; a scaler raises for one that has none."""
     return [
         optimizer
         for optimizer in optimizers

@@ -1,4 +1,4 @@
-"""Validation of models, optimizers and losses, before any work is done."""
+"""Validation of models and optimizers, before anything is changed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def as_models(model: object) -> tuple[nn.Module, ...]:
     """Return one or several models as a tuple.
 
     Raises:
-        InputError: it is not a module, and not a non-empty sequence of modules.
+        InputError: `model` is not a module and not a non-empty list of modules.
 
     Examples:
         >>> len(as_models([nn.Linear(1, 1), nn.Linear(1, 1)]))
@@ -30,14 +30,14 @@ def as_models(model: object) -> tuple[nn.Module, ...]:
     """
     models: tuple[Any, ...] = tuple(model) if isinstance(model, list | tuple) else (model,)
     for each in models:
-        # By the module's name: importing pipelining takes longer than this library.
+        # By name, because importing pipelining takes longer than importing this library.
         if type(each).__module__.startswith("torch.distributed.pipelining"):
             raise pipelined(each)
-    # After the pipelines, whose stages may be modules and whose schedules are not.
+    # After the test for pipelines, whose schedules are not modules.
     if not models or not all(isinstance(m, nn.Module) for m in models):
         raise InputError(
-            f"Gradients are accumulated for torch modules, not for a model of type {_types(models)}. "
-            "Pass a torch.nn.Module, or a list of them."
+            f"A model of type {_types(models)} is not a torch module. Pass a torch.nn.Module, or a list of "
+            "them."
         )
     return models
 
@@ -46,7 +46,7 @@ def as_optimizers(optimizer: object) -> tuple[Optimizer, ...]:
     """Return one or several optimizers as a tuple, if each can be stepped once per window.
 
     Raises:
-        OptimizerError: it is no optimizer, or needs a closure (LBFGS).
+        OptimizerError: `optimizer` is not a torch optimizer, or its step needs a closure (LBFGS).
 
     Examples:
         >>> as_optimizers(torch.optim.SGD([torch.zeros(1, requires_grad=True)]))[0].defaults["lr"]
@@ -55,17 +55,17 @@ def as_optimizers(optimizer: object) -> tuple[Optimizer, ...]:
     optimizers: tuple[Any, ...] = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
     if not optimizers or not all(isinstance(o, Optimizer) for o in optimizers):
         raise OptimizerError(
-            f"optimizer is of type {_types(optimizers)}, and an update is made by torch optimizers. "
-            "Pass a torch.optim.Optimizer, or a list of them."
+            f"optimizer is of type {_types(optimizers)}, not a torch optimizer. Pass a "
+            "torch.optim.Optimizer, or a list of them."
         )
     for one in optimizers:
-        # The class's signature: an instance may have a scheduler's wrapper without it.
+        # The signature of the class, because a scheduler may have wrapped the instance's step.
         closure = inspect.signature(type(one).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise OptimizerError(
-                f"The step of {type(one).__name__} needs a closure: it evaluates the loss of the whole "
-                "batch several times per update, which one pass over micro-batches cannot give. Use an "
-                "optimizer that steps on gradients (SGD, AdamW, ...)."
+                f"{type(one).__name__}.step() needs a closure that evaluates the loss of the whole batch "
+                "several times per update, but a window computes each micro-batch once. Use an optimizer "
+                "whose step() needs no closure, such as SGD or AdamW."
             )
     return optimizers
 
@@ -73,12 +73,12 @@ def as_optimizers(optimizer: object) -> tuple[Optimizer, ...]:
 def own_parameters(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer], masters: Mapping[Tensor, Tensor] | None
 ) -> list[ManagedParameter]:
-    """List what the optimizers update, each with its name in the models.
+    """List the parameters that the optimizers update, each with its name in the models.
 
     Raises:
-        OptimizerError: no optimizer parameter that needs a gradient belongs to the models, two optimizers
-            share one, or a parameter is stepped inside the backward.
-        InputError: `masters` maps something else than parameters of the models.
+        OptimizerError: the optimizers have no trainable parameter of the models, two optimizers share a
+            parameter, or a parameter is stepped inside the backward.
+        InputError: an entry of `masters` does not belong to a parameter of the models.
     """
     names = names_of(models)
     parameter_of: Mapping[Any, Tensor] = _parameters_by_target(names, masters or {})
@@ -88,37 +88,37 @@ def own_parameters(
         for number, group in enumerate(optimizer.param_groups):
             targets: list[Tensor] = group["params"]
             for place, target in enumerate(targets):
-                # A set by identity: tensors hash so.
                 if target in seen:
+                    name = names.get(target)
                     raise OptimizerError(
-                        "A parameter is in two optimizers, and a window updates each parameter once. Give "
-                        f"{names.get(target, 'that outside the model')!r} to one optimizer."
+                        f"{'A tensor outside of the model' if name is None else f'The parameter {name!r}'} "
+                        "is in two optimizers. Make each optimizer with other parameters."
                     )
                 seen.add(target)
-                # With masters the optimizer's tensor is the copy, and gradients arrive at the parameter.
+                # `target` is the master copy, `parameter` the model's tensor that gets the gradient.
                 parameter = parameter_of.get(target, target)
-                # Frozen now; `refresh` adds it when it is unfrozen.
+                # A frozen parameter is added by `refresh` once it is unfrozen.
                 if not parameter.requires_grad:
                     continue
                 name = names.get(parameter, f"optimizer[{index}].group[{number}].parameter[{place}]")
                 owned.append(ManagedParameter(name, parameter, target, optimizer, number))
-    # A master in no optimizer: its parameter would keep its first value.
+    # Without an optimizer for its master a parameter would never change.
     unused = [parameter for parameter, master in (masters or {}).items() if master not in seen]
     if unused and masters:
         raise OptimizerError(
-            f"No optimizer updates the master of {names.get(unused[0], 'a frozen parameter')!r}, so "
-            "its parameter would not change. Make the optimizer over masters.values(), not over "
+            f"No optimizer updates the master of {names.get(unused[0], 'a frozen parameter')!r}, so its "
+            "parameter would not change. Make the optimizer with masters.values(), not with "
             "model.parameters()."
         )
-    # Typical: the optimizer was made before model.to(), or of another model.
+    # Typically the optimizer was made before model.to(), or for another model.
     if not any(entry.parameter in names for entry in owned):
         raise OptimizerError(
-            f"The optimizer has {len(seen)} tensors, and none of them is a parameter of the model that "
-            f"needs a gradient: it is a model with {len(names)} trainable parameters. Make the optimizer "
-            "with model.parameters(), or pass MasterWeights(optimizer, masters) for float32 copies."
+            f"None of the optimizer's {len(seen)} tensors is one of the model's {len(names)} trainable "
+            "parameters. Make the optimizer with model.parameters(), or pass MasterWeights(optimizer, "
+            "masters) for float32 copies."
         )
     for entry in owned:
-        # torch's own mark, set by _apply_optimizer_in_backward.
+        # The attribute that torch's _apply_optimizer_in_backward sets.
         if hasattr(entry.parameter, "_in_backward_optimizers"):
             raise steps_in_backward(entry.name)
     return owned
@@ -129,7 +129,7 @@ def all_parameters(models: Sequence[nn.Module], nothing: Optimizer) -> list[Mana
 
     Args:
         models: one or several.
-        nothing: an optimizer that is never stepped, to stand as theirs.
+        nothing: a placeholder optimizer that is never stepped, from `no_optimizer`.
 
     Examples:
         >>> [entry.name for entry in all_parameters([nn.Linear(2, 1)], no_optimizer())]
@@ -139,13 +139,13 @@ def all_parameters(models: Sequence[nn.Module], nothing: Optimizer) -> list[Mana
 
 
 def no_optimizer() -> Optimizer:
-    """Return an optimizer of no model, to stand where there is none.
+    """Return a placeholder optimizer that belongs to no model.
 
     Examples:
         >>> len(no_optimizer().param_groups)
         1
     """
-    # A ManagedParameter asks its optimizer for a group, so there has to be one.
+    # A ManagedParameter reads a group of its optimizer, so there must be one.
     return torch.optim.SGD([torch.zeros(1)], lr=0.0)
 
 
@@ -156,27 +156,26 @@ def has_others(models: Sequence[nn.Module], owned: list[ManagedParameter]) -> bo
 
 
 class BackwardWatch:
-    """Watches the first window for parameters that change inside a backward, and undoes it.
+    """Watches the first window for parameters that change inside a backward, and restores them.
 
-    Only where parameters have hooks of their own are they copied, so that an ordinary model costs nothing.
+    Parameters are copied only if one of them has hooks, so that an ordinary model costs nothing.
     """
 
     def __init__(self, owned: list[ManagedParameter]) -> None:
         hooked = any(
-            # Tensor hooks too: one may step an optimizer.
+            # Tensor hooks too, because one may step an optimizer.
             getattr(entry.parameter, "_post_accumulate_grad_hooks", None) or entry.parameter._backward_hooks
             for entry in owned
         )
-        # Copies only where a hook exists: they take the memory of all parameters.
         self._watched = [(entry, entry.parameter.detach().clone()) for entry in owned] if hooked else []
 
     def check(self) -> None:
-        """Raise if a backward has changed a parameter, which then is as it was.
+        """Raise if a backward has changed a parameter, after restoring all parameters.
 
         Raises:
-            OptimizerError: it names the parameter.
+            OptimizerError: a parameter was changed; the error names it.
         """
-        # By value: what is written through `.data` does not move the version counter.
+        # By value, because a write through `.data` does not increase the version counter.
         changed = [entry.name for entry, before in self._watched if not torch.equal(entry.parameter, before)]
         if changed:
             self.restore()
@@ -198,8 +197,8 @@ class BackwardWatch:
         self.restore()
 
     def commit(self) -> None:
-        # After the first window a hook that steps would have been found.
-        """Drop the copies."""
+        # After the first window, a hook that steps would have been found.
+        """Free the copies."""
         self._watched = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -210,17 +209,17 @@ class BackwardWatch:
         """No-op: parameters are loaded with the model."""
 
     def restore(self) -> None:
-        """Undo what hooks have done to the parameters."""
+        """Restore the parameters that hooks have changed."""
         with torch.no_grad():
             for entry, before in self._watched:
                 entry.parameter.copy_(before)
 
 
 def check_positive(value: object, name: str) -> float | None:
-    """Return a positive finite number, or None where there is none.
+    """Return a positive number as a float, or None.
 
     Raises:
-        InputError: it is neither.
+        InputError: the value is neither.
 
     Examples:
         >>> check_positive(1, "max_grad_norm")
@@ -228,9 +227,8 @@ def check_positive(value: object, name: str) -> float | None:
     """
     if value is None:
         return None
-    # `not value > 0` is true for NaN as well, and refuses 0.
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or math.isnan(value):
-        raise InputError(f"{name}={value!r} is no limit. Pass a positive float or None.")
+        raise InputError(f"{name}={value!r} is not a positive number. Pass a positive float or None.")
     return float(value)
 
 
@@ -238,27 +236,27 @@ def check_choice(value: object, name: str, choices: Any) -> Any:
     """Return a value if it is one of the choices of a Literal type.
 
     Raises:
-        InputError: it is not; the text lists them.
+        InputError: it is not; the error lists the choices.
 
     Examples:
         >>> from typing import Literal
         >>> check_choice("a", "letter", Literal["a", "b"])
         'a'
     """
-    # The type is the list of choices: one source for checker and user.
     allowed = get_args(choices)
     if isinstance(value, str) and value in allowed:
         return value
     listed = ", ".join(repr(choice) for choice in allowed)
-    raise InputError(f"{name}={value!r} is not one of the choices. Pass one of {listed}.")
+    raise InputError(f"{name}={value!r} is not a choice of {name}. Pass one of {listed}.")
 
 
 def check_momentum(step_optimizers: Sequence[Optimizer], **conflicts: object) -> None:
-    """Check that accumulating into the momentum buffer is exact.
+    """Check that summing gradients in the momentum buffer is exact.
 
     Raises:
-        OptimizerError: the optimizer is not one SGD with momentum, or uses Nesterov, dampening, or the like.
-        InputError: another option needs the whole gradient, which then exists nowhere.
+        OptimizerError: the optimizer is not a single SGD with momentum, or uses Nesterov, dampening, or a
+            differentiable update.
+        InputError: another option needs the whole gradient, which is not formed.
     """
     optimizer = step_optimizers[0]
     # A subclass of SGD may compute its step differently.
@@ -268,27 +266,26 @@ def check_momentum(step_optimizers: Sequence[Optimizer], **conflicts: object) ->
         reason = next(filter(None, map(_not_linear, optimizer.param_groups)), None)
     if reason:
         raise OptimizerError(
-            f'gradient_sum="momentum" with {type(optimizer).__name__} is not exact: {reason}. Leave '
-            "gradient_sum out."
+            f'gradient_sum="momentum" with {type(optimizer).__name__} is not exact: {reason}. Remove '
+            "gradient_sum=."
         )
-    # Options that need the gradient as a whole.
     for name, value in conflicts.items():
         if value:
             raise InputError(
-                f'gradient_sum="momentum" with {name} is not possible, because the gradient of the batch '
-                f"never exists on its own. Leave out gradient_sum, or {name}."
+                f'gradient_sum="momentum" does not work with {name}, which needs the whole gradient, while '
+                f"micro-batches are summed in the momentum buffer. Remove gradient_sum= or {name}."
             )
 
 
 def _not_linear(group: Mapping[str, Any]) -> str | None:
-    """Return the reason why a group's momentum buffer cannot sum a gradient in parts, or None."""
+    """Return the reason why gradients cannot be summed in a group's momentum buffer, or None."""
+    # With any of these the buffer is not momentum * buffer + gradient, which micro-batches can form in parts.
     reasons = {
-        "there is no momentum buffer without momentum": not group["momentum"],
-        "Nesterov needs the gradient alone beside the buffer": group["nesterov"],
-        "dampening treats the first update differently from the others": group["dampening"],
+        "without momentum there is no momentum buffer": not group["momentum"],
+        "Nesterov momentum also needs the gradient by itself": group["nesterov"],
+        "with dampening the first update differs from the others": group["dampening"],
         "a differentiable update needs the gradient in the graph": group["differentiable"],
-        # The float32 sum is not available here: the buffer is SGD's own.
-        "the buffer has the parameters' dtype, in which a long sum stops growing": any(
+        "the buffer has the dtype of the parameters, in which a long sum loses small gradients": any(
             parameter.dtype in LOW_PRECISION for parameter in group["params"]
         ),
     }
@@ -296,7 +293,7 @@ def _not_linear(group: Mapping[str, Any]) -> str | None:
 
 
 def names_of(models: Iterable[nn.Module]) -> dict[Tensor, str]:
-    """Return the name of every trainable parameter; a tied one has its first name.
+    """Return the name of every trainable parameter; a shared one has its first name.
 
     Examples:
         >>> list(names_of([nn.Linear(1, 1)]).values())
@@ -304,11 +301,11 @@ def names_of(models: Iterable[nn.Module]) -> dict[Tensor, str]:
     """
     names: dict[Tensor, str] = {}
     for index, model in enumerate(models):
-        # As in BatchNorm's names: the first model has no prefix.
+        # The first model has no prefix, as in the names of BatchNorms.
         prefix = "" if index == 0 else f"models[{index}]."
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                # setdefault: a tied parameter is listed once, by its first name.
+                # setdefault keeps the first name of a shared parameter.
                 names.setdefault(parameter, prefix + name)
     return names
 
@@ -317,19 +314,19 @@ def _parameters_by_target(
     names: Mapping[Tensor, str], masters: Mapping[Tensor, Tensor]
 ) -> dict[Tensor, Tensor]:
     for parameter, master in masters.items():
-        # A frozen parameter may have a master: it may be unfrozen later.
+        # A frozen parameter may have a master, because it may be unfrozen later.
         known = parameter in names or (isinstance(parameter, Tensor) and not parameter.requires_grad)
         if not known or not isinstance(master, Tensor) or not _holds(master, parameter):
             raise InputError(
-                "masters has an entry that is no trainable parameter of the model with a copy of its "
-                "shape in its dtype or a wider one. Make them with fp32_masters(model)."
+                "An entry of masters is not a parameter of the model with a copy of the same shape and the "
+                "same or a wider dtype. Make masters with fp32_masters(model)."
             )
     return {master: parameter for parameter, master in masters.items()}
 
 
 def _holds(master: Tensor, parameter: Tensor) -> bool:
-    """Return whether a master has the shape of a parameter, and a dtype that holds its values."""
-    # promote_types of both is the wider one: bfloat16 and float16 give float32.
+    """Return whether a master has a parameter's shape, and a dtype that represents its values."""
+    # promote_types returns float32 for bfloat16 and float16, neither of which contains the other.
     wider = torch.promote_types(master.dtype, parameter.dtype) == master.dtype
     return master.shape == parameter.shape and wider
 

@@ -1,4 +1,4 @@
-"""Work of a window: batches are cut into micro-batches, and the loss runs on each.
+"""Work of a window: cutting the batch into micro-batches, and running the loss on each.
 
 `ByMicrobatch` is the ordinary kind; `coupled_work.Coupled` runs the loss on the whole batch at once.
 """
@@ -25,16 +25,16 @@ from .turns import take_turns
 
 
 class Work(Protocol):
-    """Cutting of batches into the micro-batches of a window, and the run of the loss on them."""
+    """Cuts a batch into the micro-batches of a window, and runs the loss on them."""
 
     @property
     def sizing(self) -> Sizing:
-        """Sizes of the micro-batches of a batch."""
+        """Chooses the sizes of micro-batches."""
         ...
 
     @property
     def watched(self) -> Sizing | None:
-        """Sizing whose batches may be too small to be cut; None: none."""
+        """Sizing to watch for batches that are too small to be cut; None: watch none."""
         ...
 
     @property
@@ -43,15 +43,15 @@ class Work(Protocol):
         ...
 
     def require_allowed(self) -> None:
-        """Check that the models may be run on micro-batches as they are now."""
+        """Check that the models, in their present modes, may run on micro-batches."""
         ...
 
     def cut(self, batch: Any) -> tuple[MicrobatchList, Sizing]:
-        """Return the micro-batches of a batch or of a `Window`, and what chooses their sizes."""
+        """Return the micro-batches of a batch or of a `Window`, and their sizing."""
         ...
 
     def run(self, window: OpenWindow[Any]) -> None:
-        """Run forward and backward of everything in an open window."""
+        """Run forward and backward of all micro-batches of an open window."""
         ...
 
     def record(self, window: OpenWindow[Any]) -> Update:
@@ -59,7 +59,7 @@ class Work(Protocol):
         ...
 
     def twin(self) -> Work:
-        """Return work that begins with the same sizes and leaves no trace in this one."""
+        """Return a copy that begins with the same sizes and does not change this one."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -67,18 +67,18 @@ class Work(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume with sizes that were found; all of them or, with an error, none."""
+        """Load the sizes that were found; after an error none of them has changed."""
         ...
 
 
 class ByMicrobatch:
-    """Micro-batches of a batch, and the loss of each.
+    """Runs the loss on each micro-batch by itself.
 
     Args:
-        config: of the accumulator.
-        sizing: of the micro-batches of a batch.
+        config: the accumulator's.
+        sizing: chooses the sizes of micro-batches.
         paths: `unsplit` and `per_sample` declarations.
-        batchnorms: those that are refused in training mode.
+        batchnorms: BatchNorms that raise in training mode.
     """
 
     def __init__(
@@ -86,14 +86,14 @@ class ByMicrobatch:
     ) -> None:
         self.sizing = sizing
         self._config, self._paths, self._batchnorms = config, paths, batchnorms
-        # A Window brings its own sizes, so lack of memory is learned apart from those of batches.
+        # A Window has sizes of its own, so what lack of memory teaches about them is kept apart.
         self._of_windows = Fixed(None)
-        # Per-sample streams need the place of each sample.
+        # Per-sample streams need the position of each sample.
         self._need_samples = config.declared.needs_samples or config.sample_rng
 
     @property
     def watched(self) -> Sizing | None:
-        """Sizing whose batches may be too small to be cut."""
+        """Sizing to watch for batches that are too small to be cut."""
         return self.sizing
 
     @property
@@ -111,29 +111,28 @@ class ByMicrobatch:
             norms.refuse(self._batchnorms)
 
     def cut(self, batch: Any) -> tuple[MicrobatchList, Sizing]:
-        """Return the micro-batches of a batch or of a `Window`, and what chooses their sizes.
+        """Return the micro-batches of a batch or of a `Window`, and their sizing.
 
         Raises:
             CoupledSamplesError: a BatchNorm would normalise each micro-batch by itself.
-            InputError, SplitError: the batch cannot be cut, or that of another rank not be sent here.
+            InputError, SplitError: the batch cannot be cut, or another rank's batch cannot be sent here.
         """
-        # At each window: eval() and train() may have changed it.
+        # At each window, because eval() and train() may have been called.
         if self._batchnorms:
             self.require_allowed()
         sync = self._config.sync
         sizing = self._of_windows if batch is None or isinstance(batch, Window) else self.sizing
-        # It still takes part in the sums over the ranks.
-        if batch is None and sync.shared:  # of a rank without data
+        if batch is None and sync.shared:  # a rank without data takes part in the sums over ranks
             pieces = MicrobatchList([], [], None, self._paths)
         else:
             pieces = pieces_of(batch, sizing, self._paths, sync, need_samples=self._need_samples)
-        # Forwards are collective: each rank runs as many.
+        # Forwards are collective, so each rank must run the same number.
         if sync.in_step:
             take_turns(pieces, sync)
         return pieces, sizing
 
     def run(self, window: OpenWindow[Any]) -> None:
-        """Run the loss on every micro-batch, in smaller ones where memory runs out."""
+        """Run the loss on every micro-batch, in smaller micro-batches if memory runs out."""
         (work_in_step if self._config.sync.in_step else work_through)(window)
 
     def record(self, window: OpenWindow[Any]) -> Update:
@@ -141,9 +140,9 @@ class ByMicrobatch:
         return window.update
 
     def twin(self) -> ByMicrobatch:
-        """Return work that begins with the same sizes and leaves no trace in this one."""
+        """Return a copy that begins with the same sizes and does not change this one."""
         twin = ByMicrobatch(self._config, self.sizing.twin(), self._paths, self._batchnorms)
-        # By value: a check's failures must not shrink the real window.
+        # Copied, so that a survey that runs out of memory does not shrink the training's micro-batches.
         twin.load_state_dict({"sizing": self.state_dict()})
         return twin
 
@@ -152,5 +151,5 @@ class ByMicrobatch:
         return sizing_state(self.sizing, self._of_windows)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume with sizes that were found; all of them or, with an error, none."""
+        """Load the sizes that were found; after an error none of them has changed."""
         self._of_windows = load_sizing(state, self.sizing)

@@ -1,4 +1,4 @@
-"""Optimizers that wrap others: the ones inside, and whether a step reached them."""
+"""Optimizers that wrap other optimizers: search for the inner ones, and check that a step reached them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-# What is not looked into at each update: it is as long as the list of parameters, or holds hooks alone.
+# Attributes that are not searched for inner optimizers: long as the list of parameters, or only hooks.
 _OF_EACH = {
     "state",
     "param_groups",
@@ -22,22 +22,22 @@ _OF_EACH = {
     "_optimizer_load_state_dict_post_hooks",
 }
 _OPTIONS = {bool, int, float, str}
-_MOST = 64  # optimizers in one container
+_MOST = 64  # objects that are searched in one container
 _OWN = {"state", "param_groups", "_optimizer_step_post_hooks"}
 
 
 def leaves_of(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that do the work of one.
+    """Return the innermost optimizers that a wrapper steps.
 
-    Those of Accelerate, Lightning and Fabric wrap one optimizer of the same parameters;
-    ZeroRedundancyOptimizer wraps one of this rank's share.
+    Optimizers of Accelerate, Lightning and Fabric wrap one optimizer of the same parameters.
+    ZeroRedundancyOptimizer wraps one of this rank's share of the parameters.
 
     Args:
         optimizer: any.
 
     Returns:
-        The innermost optimizers that it holds in its attributes and that update some of its parameters; the
-        optimizer itself where it holds none.
+        The innermost optimizers in its attributes that update some of its parameters; the optimizer itself if
+        there are none.
 
     Examples:
         >>> import torch
@@ -49,12 +49,12 @@ def leaves_of(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def _leaves(optimizer: Optimizer, seen: set[int]) -> list[Optimizer]:
-    # Inner optimizers may share parameters with none of the outer: those are other trainings.
     inner: list[Optimizer] = []
     for each in _held(optimizer):
-        # Wrappers may refer to each other.
+        # `seen` ends the recursion if wrappers refer to each other.
         if id(each) not in seen:
             seen.add(id(each))
+            # An optimizer of other parameters belongs to another training.
             inner += _leaves(each, seen) if _parameters(optimizer) & _parameters(each) else []
     return inner or [optimizer]
 
@@ -62,11 +62,11 @@ def _leaves(optimizer: Optimizer, seen: set[int]) -> list[Optimizer]:
 def _held(optimizer: Optimizer) -> list[Optimizer]:
     found: list[Any] = []
     for name, held in vars(optimizer).items():
-        # Asked at each update: mostly options.
+        # Most attributes are options. This runs at each update, so they are skipped first.
         if name in _OF_EACH or type(held) in _OPTIONS or held is None:
             continue
         if isinstance(held, dict):
-            # Only the first few: a container of thousands is data.
+            # Only the first few, because a container of thousands is data.
             found += islice(held.values(), _MOST)
         elif isinstance(held, list | tuple):
             found += held[:_MOST]
@@ -76,20 +76,20 @@ def _held(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def _parameters(optimizer: Optimizer) -> set[int]:
-    # By id: Accelerate's wrapper shows the same tensors.
+    # By id, because `in` on tensors compares elements.
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 class WatchedStep:
-    """Step of an optimizer, and whether it reached an optimizer that does the work, as far as that is seen.
+    """Step of an optimizer, with a check that it reached the innermost optimizers.
 
     Args:
-        optimizer: whose step it is.
-        step: makes it; once, however often it is called.
-        always: watch also where the optimizer wraps nothing, because `step` may leave it out.
+        optimizer: the optimizer.
+        step: makes the step, and does nothing in further calls.
+        always: watch also an optimizer that wraps nothing, because `step` (a scaler's) may skip it.
 
     Attributes:
-        optimizer: whose step it is.
+        optimizer: the optimizer.
 
     Examples:
         >>> import torch
@@ -109,21 +109,21 @@ class WatchedStep:
 
     @property
     def is_idle(self) -> bool:
-        """True where no optimizer has seen the step; False where nothing can be checked."""
+        """True if the step reached no optimizer; False also if that cannot be checked."""
         return self._watching and not self._ran
 
     def take(self) -> None:
-        """Make the step, if it was not made."""
+        """Make the step, unless it was made before."""
         try:
             for leaf in _watched(self.optimizer, always=self._always):
                 self._watching = True
-                # A hidden leaf has no hook list: register would raise.
+                # A hidden leaf has no list of hooks, so registering one would raise.
                 if not _is_hidden(leaf):
                     self._handles.append(leaf.register_step_post_hook(self._note))
             self._step()
         finally:
             while self._handles:
-                # Also after an error: a hook left behind would count the next step.
+                # Also after an error, because the hook would count the next step.
                 self._handles.pop().remove()
 
     def _note(self, *_: Any) -> None:
@@ -131,28 +131,29 @@ class WatchedStep:
 
 
 def _watched(optimizer: Optimizer, *, always: bool) -> list[Optimizer]:
-    """Return the optimizers that a step should reach; none where it need not be watched."""
-    # A step in the instance's __dict__ was replaced, e.g. by a scheduler or a profiler.
+    """Return the optimizers that a step should reach; none if there is nothing to watch."""
+    # A `step` in the instance's __dict__ was replaced, e.g. by a scheduler or a profiler.
     hides = "step" in vars(optimizer) or _is_hidden(optimizer)
-    if not (always or hides or _held(optimizer)):  # mostly
+    if not (always or hides or _held(optimizer)):  # the usual case
         return []
     leaves = leaves_of(optimizer)
     return [] if leaves == [optimizer] and not (always or hides) else leaves
 
 
 def _is_hidden(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer wraps another in an unknown way: it has no state or hooks of its own."""
-    # torch's __init__ sets these; a wrapper that skipped it forwards everything.
+    """Return whether an optimizer has no state and hooks of its own and forwards to another one."""
+    # torch's __init__ sets these attributes.
     return not vars(optimizer).keys() >= _OWN
 
 
 def describe(optimizer: Optimizer) -> str:
-    """Describe the work that an optimizer that did not step has left out.
+    """Return a clause that says what the step of an optimizer has not done.
 
     Examples:
         >>> import torch
         >>> describe(torch.optim.SGD([torch.zeros(1, requires_grad=True)]))
-        'SGD.step() left out its work'
+        'SGD.step() did nothing'
     """
     inner = [type(leaf).__name__ for leaf in leaves_of(optimizer) if leaf is not optimizer]
-    return f"{type(optimizer).__name__}.step() left out {', '.join(inner) or 'its work'}"
+    done = f"not step {', '.join(inner)}" if inner else "nothing"
+    return f"{type(optimizer).__name__}.step() did {done}"

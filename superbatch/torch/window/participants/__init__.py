@@ -1,1 +1,1 @@
-"""Everything that a window may change, one file each."""
+"""Participants: one file for each kind of state that a window may change."""

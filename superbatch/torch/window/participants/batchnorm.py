@@ -1,9 +1,9 @@
-"""BatchNorm where a batch is processed in micro-batches: refused, frozen, or per micro-batch.
+"""BatchNorm in micro-batches: an error, frozen, or normalised per micro-batch.
 
-Normalising per micro-batch is another function than normalising over the batch (its gradient is that of
-"ghost" batch normalisation, arXiv:1705.08741), so it is never chosen silently. What can be kept exact is
-kept: the running statistics move once per update, by the batch's own mean and variance, pooled from the
-micro-batches (Chan, Golub, LeVeque 1979)::
+Normalising per micro-batch is a different function from normalising over the batch (its gradient is that of
+"ghost" batch normalisation, arXiv:1705.08741), so the user must ask for it. The running statistics stay
+exact: they move once per update, by the batch's own mean and variance, pooled from the micro-batches (Chan,
+Golub, LeVeque 1979)::
 
     n = sum n_i     mean = sum n_i mean_i / n     M2 = sum [ (n_i - 1) var_i + n_i (mean_i - mean)^2 ]
     running_mean = (1 - momentum) running_mean + momentum mean
@@ -32,7 +32,7 @@ Seen = tuple[int, Tensor, Tensor]
 
 
 def find_batchnorms(models: Iterable[nn.Module]) -> dict[str, _BatchNorm]:
-    """Return every BatchNorm of the models by its path, whatever its mode.
+    """Return every BatchNorm of the models, in either mode, by its path.
 
     Examples:
         >>> list(find_batchnorms([nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))]))
@@ -41,10 +41,9 @@ def find_batchnorms(models: Iterable[nn.Module]) -> dict[str, _BatchNorm]:
     found: dict[str, _BatchNorm] = {}
     for index, model in enumerate(models):
         for path, module in model.named_modules():
-            # The private base of BatchNorm1d/2d/3d, the lazy ones and SyncBatchNorm; InstanceNorm is no
-            # subclass.
+            # The base class of BatchNorm1d/2d/3d, the lazy ones and SyncBatchNorm, but not of InstanceNorm.
             if isinstance(module, _BatchNorm):
-                # Without a prefix for the first model: error texts show the name that the user wrote.
+                # No prefix for the first model, so that errors show the path in the user's model.
                 found[path if index == 0 else f"models[{index}].{path}"] = module
     return found
 
@@ -53,27 +52,27 @@ def refuse(batchnorms: dict[str, _BatchNorm]) -> None:
     """Raise if a BatchNorm would normalise with the statistics of its input.
 
     Raises:
-        CoupledSamplesError: it names the modules and the three choices.
+        CoupledSamplesError: a BatchNorm is in training mode; the error names it and the three choices.
     """
     if not batchnorms:
         return
+    # With running statistics, in evaluation mode, a BatchNorm computes each sample by itself.
     coupled = [path for path, module in batchnorms.items() if uses_batch_statistics(module)]
     if coupled:
         named = ", ".join(repr(path) for path in coupled[:3]) + (
             f" and {len(coupled) - 3} more" if coupled[3:] else ""
         )
         raise CoupledSamplesError(
-            f"The model has BatchNorm in training mode ({named}), which normalises a sample by the other "
-            "samples that it sees, so micro-batches do not give the gradient of the batch. Choose "
-            "superbatch.torch.WholeBatch (the batch's own statistics, exact), "
-            "participants=[FrozenBatchNorm()] (running statistics, exact), or "
-            "participants=[GhostBatchNorm()] (another function: normalised per micro-batch, running "
-            "statistics pooled over the batch)."
+            f"The model has BatchNorm in training mode ({named}), which normalises each sample by the other "
+            "samples of its batch, so micro-batches do not give the gradient of the batch. Use "
+            "superbatch.torch.WholeBatch (exact, with the batch's statistics), pass "
+            "participants=[FrozenBatchNorm()] (exact, with running statistics), or pass "
+            "participants=[GhostBatchNorm()] (a different function, with each micro-batch's statistics)."
         )
 
 
 def of_windows(batchnorms: dict[str, _BatchNorm], choice: str, sync: Sync) -> Frozen | Pooled | None:
-    """Return the participant for BatchNorms during windows, None for none.
+    """Return the participant for BatchNorms, or None if there is nothing to do for them.
 
     Args:
         batchnorms: from `find_batchnorms`.
@@ -81,7 +80,7 @@ def of_windows(batchnorms: dict[str, _BatchNorm], choice: str, sync: Sync) -> Fr
         sync: the ranks that share a batch.
 
     Raises:
-        CoupledSamplesError: a BatchNorm cannot be used so.
+        CoupledSamplesError: the choice is not possible for a BatchNorm.
 
     Examples:
         >>> from superbatch.torch.window.sync.local import Local
@@ -94,15 +93,14 @@ def of_windows(batchnorms: dict[str, _BatchNorm], choice: str, sync: Sync) -> Fr
 
 
 class Frozen:
-    """BatchNorms that use their running statistics during a window, whatever their mode outside it."""
+    """BatchNorms that use their running statistics during a window, in either mode outside of it."""
 
     def __init__(self, batchnorms: dict[str, _BatchNorm]) -> None:
-        # In evaluation mode a BatchNorm without running statistics still normalises with those of its input.
         for path, module in batchnorms.items():
             if module.running_mean is None:
                 raise CoupledSamplesError(
-                    f"FrozenBatchNorm cannot freeze {path!r}, a BatchNorm without running statistics: it "
-                    "normalises with its input's own in evaluation mode too. Give it "
+                    f"FrozenBatchNorm cannot freeze the BatchNorm {path!r}, which has no running statistics "
+                    "and uses those of its input in evaluation mode too. Make it with "
                     "track_running_stats=True, or replace it by GroupNorm or LayerNorm."
                 )
         self._modules = list(batchnorms.values())
@@ -112,38 +110,37 @@ class Frozen:
         """Switch to evaluation mode."""
         self._training = [module.training for module in self._modules]
         for module in self._modules:
-            # The attribute alone: eval() calls train(), which a subclass may override.
+            # Not by eval(), because a subclass may override train().
             module.training = False
 
     @no_savepoint
     def savepoint(self) -> None:
-        """No-op: micro-batches change nothing here."""
+        """No-op: micro-batches do not change frozen statistics."""
 
     def rollback(self) -> bool:
-        """No-op: micro-batches change nothing here."""
+        """No-op: micro-batches do not change frozen statistics."""
         return True
 
     def restart(self) -> None:
         """No-op: the modules stay in evaluation mode."""
 
     def prepare(self) -> None:
-        """No-op: running statistics stay as they are."""
+        """No-op: running statistics do not change."""
 
     def commit(self) -> None:
         """Restore the mode of each module."""
         self.restore()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: running statistics stay as they are."""
+        """Return no state: running statistics do not change."""
         return {"norms": None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """No-op: running statistics stay as they are."""
+        """No-op: running statistics do not change."""
 
     def restore(self) -> None:
         """Restore the mode of each module."""
-        # Not strict: before `begin` the list is empty, and `restore` may be called for a window that failed
-        # there.
+        # Not strict, because the list is empty if `begin` has failed.
         for module, training in zip(self._modules, self._training, strict=False):
             module.training = training
         self._training = []
@@ -152,85 +149,84 @@ class Frozen:
 class Pooled:
     """BatchNorms that normalise per micro-batch, and whose running statistics move once per window.
 
-    During the window a module's momentum is 1, so that after each of its calls its running statistics *are*
-    those of the micro-batch it saw. A module called several times per forward has one pool per call.
+    During the window a module's momentum is 1, so that after each call its running statistics are those of
+    the call's micro-batch. A module called several times per forward has one pool per call.
     """
 
     def __init__(self, batchnorms: dict[str, _BatchNorm], sync: Sync) -> None:
-        # A forward that communicates deadlocks where one rank has 3 micro-batches and another 2.
+        # Forwards that communicate deadlock if one rank has 3 micro-batches and another has 2.
         if sync.shared and any(isinstance(module, nn.SyncBatchNorm) for module in batchnorms.values()):
             raise CoupledSamplesError(
-                "GhostBatchNorm cannot be used with SyncBatchNorm, which communicates in every forward: "
-                "ranks may have different numbers of micro-batches. Use BatchNorm; GhostBatchNorm pools "
-                "its running statistics over the ranks."
+                "GhostBatchNorm does not work with SyncBatchNorm, which communicates in every forward, "
+                "because ranks may have different numbers of micro-batches. Use BatchNorm instead; "
+                "GhostBatchNorm pools its running statistics over the ranks."
             )
         self._sync = sync
         self._modules = [module for module in batchnorms.values() if module.track_running_stats]
         self._before: list[dict[str, Any]] = []
         self._hooks: list[RemovableHandle] = []
-        # Off during a backward: what a checkpoint recomputes there must not be counted again.
+        # Off during a backward, so that forwards recomputed by activation checkpointing are not counted
+        # again.
         self.watching = False
         self._call: dict[_BatchNorm, int] = {}
         self._pools: dict[_BatchNorm, list[list[Seen]]] = {}
         self._moved: dict[_BatchNorm, tuple[Tensor, Tensor, Tensor]] | None = None
 
     def begin(self) -> None:
-        """Start to watch."""
+        """Copy the running statistics, set the momentum to 1, and register hooks."""
         self._moved = None
-        # Read when the window begins: a user may freeze some layers with eval() between two windows.
+        # At each window, because a user may call eval() on some layers between two windows.
         self._pools = {module: [] for module in self._modules if uses_batch_statistics(module)}
         for module in self._pools:
             self._before.append(
                 {
                     "module": module,
                     "momentum": module.momentum,
-                    # Clones: during the window the module's own tensors hold the statistics of one micro-
-                    # batch.
+                    # Cloned, because during the window the module's tensors hold a micro-batch's statistics.
                     "mean": _clone(module.running_mean),
                     "var": _clone(module.running_var),
                     "batches": _clone(module.num_batches_tracked),
                 }
             )
-            # running = (1 - 1) * running + 1 * new: after a call the buffers hold its own statistics.
+            # running = (1 - 1) * running + 1 * new, so a call leaves its own statistics in the buffers.
             module.momentum = 1.0
             self._hooks.append(module.register_forward_hook(self._observe, with_kwargs=True))
 
     def savepoint(self) -> None:
-        """Count the calls of each module from the first again."""
-        # A module that the forward calls twice fills pool 0, then pool 1; each micro-batch starts at pool 0.
+        """Set the number of calls of each module to zero."""
+        # A module that a forward calls twice fills pool 0, then pool 1; each micro-batch starts at pool 0.
         self._call.clear()
         self.watching = True
 
     def rollback(self) -> bool:
-        """Leave out the statistics of the last micro-batch."""
+        """Remove the statistics of the last micro-batch."""
         for module, calls in self._call.items():
-            # The failed micro-batch reached the first `calls` pools of this module, e.g. 1 of 2 before the
-            # failure.
+            # The failed micro-batch has reached only the first `calls` pools of this module.
             for pool in self._pools[module][:calls]:
                 pool.pop()
         self._call.clear()
         return True
 
     def restart(self) -> None:
-        """Restore, and begin again."""
+        """Call `restore`, then `begin`."""
         self.restore()
         self.begin()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the statistics seen so far and those before the window, in the order of the modules."""
+        """Return the pools so far and the statistics before the window, in the order of the modules."""
         statistics = [{key: before[key] for key in ("mean", "var", "batches")} for before in self._before]
         pools = [[list(pool) for pool in calls] for calls in self._pools.values()]
         norms = [{**before, "pools": each} for before, each in zip(statistics, pools, strict=True)]
         return {"norms": norms}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from what `state_dict` returned."""
+        """Load the state of `state_dict`."""
         for before, saved in zip(self._before, state["norms"], strict=True):
             before.update({key: saved[key] for key in ("mean", "var", "batches")})
             self._pools[before["module"]] = [list(pool) for pool in saved["pools"]]
 
     def prepare(self) -> None:
-        """Compute the statistics that `commit` sets: here it may fail, for the optimizer has not stepped."""
+        """Compute the statistics that `commit` sets, while a failure can still discard the window."""
         sync = self._sync
         befores = {before["module"]: before for before in self._before}
         self._moved = {}
@@ -238,28 +234,28 @@ class Pooled:
             for module, pools in self._pools.items():
                 before = befores[module]
                 mean, var, batches = before["mean"], before["var"], before["batches"].clone()
-                # A rank without any weight has seen nothing, but takes part in the sums.
+                # A rank of weight 0 has empty pools, but takes part in the sums.
                 for call in range(sync.max(len(pools))):
                     seen = _pooled(module, pools[call] if call < len(pools) else [], sync)
-                    # As torch does with momentum=None: a cumulative average, 1 / (calls so far).
+                    # With momentum=None torch makes a cumulative average: 1 / (calls so far).
                     batches += 1
                     momentum = 1.0 / float(batches) if before["momentum"] is None else before["momentum"]
                     mean, var = _towards(mean, seen[0], momentum), _towards(var, seen[1], momentum)
                 self._moved[module] = mean, var, batches
 
     def commit(self) -> None:
-        """Move the running statistics once, by those that `prepare` has computed."""
-        # First, so that the momentum of 1 is off even if a copy below fails.
+        """Set the running statistics to those that `prepare` has computed."""
+        # First, so that the momentum is restored even if a copy below fails.
         self.restore()
         with torch.no_grad():
             for module, (mean, var, batches) in (self._moved or {}).items():
                 _set(module.running_mean, mean)
                 _set(module.running_var, var)
                 _set(module.num_batches_tracked, batches)
-        self._moved, self._pools = None, {}  # last: until then a second commit sets the same values
+        self._moved, self._pools = None, {}  # last, so that a second `commit` after an error sets the same
 
     def restore(self) -> None:
-        """Leave the modules as they were given, running statistics aside."""
+        """Restore the modules' momentum and remove the hooks; `BufferKeeper` restores the statistics."""
         while self._hooks:
             self._hooks.pop().remove()
         for before in self._before:
@@ -267,7 +263,7 @@ class Pooled:
         self._before = []
 
     def _observe(self, module: Any, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-        # Forward hooks run once more inside a backward with activation checkpointing.
+        # With activation checkpointing, forward hooks run again inside a backward.
         if not self.watching:
             return
         call = self._call.get(module, 0)
@@ -275,31 +271,30 @@ class Pooled:
         pools = self._pools[module]
         if call == len(pools):
             pools.append([])
-        # Values per channel: [N, C, L] has N * L of them. The input may be passed as a keyword.
+        # Values per channel: an input of shape [N, C, L] has N * L. The input may be a keyword argument.
         count = (inputs[0] if inputs else named["input"]).numel() // module.num_features
         pools[call].append((count, module.running_mean.clone(), module.running_var.clone()))
 
 
 def _pooled(module: _BatchNorm, pool: list[Seen], sync: Sync) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance over all micro-batches and ranks."""
+    """Return the mean and the unbiased variance over all micro-batches and ranks."""
     assert module.running_mean is not None
-    # An empty [0, C] term keeps torch.cat defined on a rank that saw no micro-batch.
+    # An empty tensor of shape [0, C], because torch.cat needs a tensor on a rank without micro-batches.
     nothing = in_float64(module.running_mean).new_zeros((0, module.num_features))
     means = torch.cat([nothing, *(in_float64(mean).unsqueeze(0) for _, mean, _ in pool)])
     variances = torch.cat([nothing, *(in_float64(variance).unsqueeze(0) for *_, variance in pool)])
-    # Made on the host, and moved without waiting.
     n_i = torch.tensor([count for count, *_ in pool], dtype=torch.float64).reshape(-1, 1)
     n_i = n_i.to(means.device, non_blocking=True)
     n = sync.sum_tensor(n_i.sum())
     mean = sync.sum_tensor((n_i * means).sum(0)) / n
-    # Chan's update: the variance inside each micro-batch plus that between their means.
+    # Chan et al.: the variance inside each micro-batch plus that between their means.
     m2 = sync.sum_tensor(((n_i - 1) * variances + n_i * (means - mean).square()).sum(0))
-    # Unbiased, as torch stores it in running_var.
+    # torch stores the unbiased variance in running_var.
     return mean, m2 / (n - 1)
 
 
 def _towards(running: Tensor, new: Tensor, momentum: float) -> Tensor:
-    # The dtype first: the device may have no float64.
+    # The dtype first, because the device may have no float64.
     return running.lerp(new.to(running.dtype).to(running.device), momentum)
 
 

@@ -1,8 +1,8 @@
-"""Bindings of names as a window begins, read again only where an identity has changed.
+"""Bindings at the beginning of each window, read again only if an identity has changed.
 
-A window that is not looked at compares what is bound to small tensors, numbers and texts by identity, and
-the sizes of tables: no walk over all that can be reached. They are held, so that no other object has their
-identity.
+A window that does not inspect everything compares bindings to small tensors, numbers and strings by identity,
+and the sizes of tables, without a new search. The values are held, so that no other object can reuse their
+ids.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from .bindings import SCALARS, UNHELD
 from .kept_tensors import can_be_kept, is_array, version
 from .reached import Reached, Table
 
-HELD_BYTES = 1 << 16  # of one value: statistics and counts, no data
-MOST_ENTRIES = 64  # of a list or dictionary: a longer one is a log or data
+HELD_BYTES = 1 << 16  # of the largest value that is held: statistics and counts, no data
+MOST_ENTRIES = 64  # of the longest list or dictionary that is held: a longer one is a log or data
 
 
 class Noted(NamedTuple):
-    """Bindings of a table: what is held of them, and what tells that it was not written since."""
+    """Bindings of a table: the values that are held, and marks of their content (see `content_of`)."""
 
     table: Table
     values: dict[Any, Any]
     contents: dict[Any, Any]
 
     def unwritten(self) -> dict[Any, Any]:
-        """Return the values, `UNHELD` in place of those that were written in place."""
-        # `is` cannot see a write such as `center.add_(1)`: the same tensor, another content.
+        """Return the values, with `UNHELD` for those that were written in place."""
+        # A write such as `center.add_(1)` changes the content but not the identity.
         written = {key for key, content in self.contents.items() if content_of(self.values[key]) != content}
         return {key: UNHELD if key in written else value for key, value in self.values.items()}
 
@@ -42,11 +42,11 @@ class Noted(NamedTuple):
 class BeginLook:
     """Bindings of the tables that the last search has found, read at the beginning of each window.
 
-    A table keeps what is bound in it alive: when a module or an object of the search dies, all are dropped.
+    The tables keep values alive, so all are dropped when a module or an object of the search is freed.
 
     Args:
-        found: by the search; None: nothing.
-        moving: bindings that are noted elsewhere, by the identity of the table's content and the key.
+        found: result of the search; None: no tables.
+        moving: bindings that are recorded elsewhere, by the id of the table's content and the key.
 
     Examples:
         >>> scale = {"value": 1.0}
@@ -67,22 +67,22 @@ class BeginLook:
             return
         tables = [*found.tables, *found.buffer_tables(inside=True)]
         self._set([self._hold(table) for table in tables if _is_noted(table)])
-        # Weak: the callback of a dead owner must not keep this look alive.
+        # Weak, because the callbacks below must not keep this object alive.
         own = weakref.ref(self)
 
         def release(_: Any) -> None:
             if (look := own()) is not None:
                 look.release()
 
-        # The tables hold attribute dictionaries, not their owners, so they would outlive a deleted module.
+        # The tables hold attribute dictionaries, which would outlive a deleted module.
         self._owners = [weakref.ref(owner, release) for owner in (*found.names, *found.objects)]
 
     def release(self) -> None:
-        """Drop all tables and values."""
+        """Free all tables and values."""
         self._set([])
 
     def begin(self) -> list[Noted]:
-        """Return the tables, and what is held of the bindings in each."""
+        """Return the tables with their present bindings."""
         if not self._is_same():
             self._set([self._hold(one.table) for one in self._noted if _is_noted(one.table)])
         return self._noted
@@ -91,7 +91,7 @@ class BeginLook:
         self._noted = noted
         kinds = [(one, _kind(one.table)) for one in noted]
         self._sized = [one.table.content for one, kind in kinds if kind is not None]
-        # Sizes first: the cheapest test, and itemgetter alone does not see an added key.
+        # Sizes are compared first, because that is cheap and itemgetter does not find an added key.
         self._sizes = list(map(len, self._sized))
         self._others = [one for one, kind in kinds if kind is None]
         self._lists = [one.table.content for one, kind in kinds if kind is list]
@@ -100,28 +100,27 @@ class BeginLook:
         for (table, values, _), kind in kinds:
             keys = [key for key, value in values.items() if value is not UNHELD]
             if kind is dict and keys:
-                # The first key twice: itemgetter of two keys returns a tuple, of one key the bare value.
+                # The first key twice, because itemgetter returns a tuple only for two keys or more.
                 self._getters.append((itemgetter(keys[0], *keys), table.content))
                 held += [values[key] for key in (keys[0], *keys)]
         self._held = held + list(chain.from_iterable(self._lists))
 
     def _is_same(self) -> bool:
-        """Return whether the same objects are bound as at the last look, without one of its own for each."""
+        """Return whether the same objects are bound as before, without a new object for each binding."""
         if list(map(len, self._sized)) != self._sizes:
             return False
         try:
             now = [get(content) for get, content in self._getters]
-        # A key was deleted since the last window.
-        except KeyError:
+        except KeyError:  # a key was deleted since the last window
             return False
-        # In C: one `is` per binding, with no Python frame for each.
+        # By `map`, in C, without a Python frame for each binding.
         if not all(map(is_, chain.from_iterable((*now, *self._lists)), self._held)):
             return False
         return all(_same(one.table.read(), one.values) for one in self._others)
 
     def _hold(self, table: Table) -> Noted:
         place = id(table.content)
-        # Moved bindings are copied anyway: holding one would keep the result of a forward.
+        # Bindings that have changed before are recorded elsewhere.
         values = {
             key: value if _is_small(value) and (place, key) not in self._moving else UNHELD
             for key, value in table.read().items()
@@ -131,7 +130,7 @@ class BeginLook:
 
 
 def content_of(value: Any) -> Any:
-    """Return what tells that a tensor or array was not written in place since; None for other values.
+    """Return a mark that changes when a tensor or array is written in place; None for other values.
 
     Examples:
         >>> import torch
@@ -143,9 +142,9 @@ def content_of(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.data_ptr(), version(value)
     if is_array(value):
-        # An array has no version counter, so its bytes are hashed; HELD_BYTES bounds the cost.
+        # An array has no version counter, so its bytes are hashed; HELD_BYTES limits the cost.
         return zlib.crc32(value.tobytes())
-    if isinstance(value, tuple):  # a list is a table of its own
+    if isinstance(value, tuple):  # a list has a table of its own
         contents = tuple(map(content_of, value))
         return contents if any(one is not None for one in contents) else None
     return None
@@ -163,23 +162,23 @@ def _kind(table: Table) -> Any:
 
 
 def _is_noted(table: Table) -> bool:
-    """Return whether a table is noted: attributes, short lists of small values, and single ones."""
+    """Return whether to record a table: attributes, short lists of small values, or single small values."""
     if table.own and table.keys is None:
-        return isinstance(table.content, dict)  # classes are looked at in few windows
+        return isinstance(table.content, dict)  # classes only in windows that inspect everything
     if isinstance(table.content, tuple):
-        # A tuple cannot be bound anew, and tensors in it are watched by their own counters.
+        # The bindings of a tuple cannot change, and its tensors are watched by their version counters.
         return False
     values = table.read()
-    if _kind(table) is None:  # mostly modules and functions, whose names are hardly bound anew
+    if _kind(table) is None:  # usually bound to modules and functions, which rarely changes
         return any(map(_is_small, values.values()))
     return len(table.content) <= MOST_ENTRIES and all(map(_is_small, values.values()))
 
 
 def _is_small(value: Any) -> bool:
-    """Return whether a value may be held between windows: it is small, and no result of a forward."""
+    """Return whether a value may be held between windows: it is small and not a result of a forward."""
     if isinstance(value, SCALARS):
         return True
-    if isinstance(value, Tensor):  # a trained one that is replaced is refused at the next window
+    if isinstance(value, Tensor):  # for a trained parameter that is replaced, the next window raises
         return can_be_kept(value) and not value.requires_grad and value.nbytes <= HELD_BYTES
     if isinstance(value, list | tuple | deque | set):
         return len(value) <= MOST_ENTRIES and all(map(_is_small, value))

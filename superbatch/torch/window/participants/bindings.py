@@ -1,4 +1,4 @@
-"""Values that names are bound to: compared, copied, and held for the time of a window where they may be."""
+"""Values of attributes and other bindings: comparing, copying, and holding them during a window."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from .kept_tensors import SMALL_BYTES, is_array
 from .reached import LONGEST
 
-# Sentinels, compared with `is`: None, False and NaN are values that a user binds.
-NOTHING: Any = object()  # not bound
-UNHELD: Any = object()  # a result of the last forward, which would keep memory alive
+# Sentinels, because a user may bind None, False or NaN.
+NOTHING: Any = object()  # the name is not bound
+UNHELD: Any = object()  # in place of a result of a forward, whose memory must not be kept
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -22,21 +22,21 @@ def held(value: Any, *, first: bool) -> Any:
     """Return the value of a binding if it may be held during a window; `UNHELD` for results of a forward.
 
     Args:
-        value: what is bound.
-        first: it was there before the first window, so that it is no result whatever its size.
+        value: the bound value.
+        first: it existed before the first window, so it is not a result of a forward, even if it is large.
 
     Examples:
         >>> held(3, first=False), held(torch.ones(1, requires_grad=True) * 2, first=True) is UNHELD
         (3, True)
     """
     if isinstance(value, Tensor):
-        # A tensor with a grad_fn holds the graph of a forward; a large new one is probably its activations.
+        # A tensor with a grad_fn holds the graph of a forward; a large new tensor is probably an activation.
         result = value.grad_fn is not None or not (first or value.nbytes <= SMALL_BYTES)
         return UNHELD if result else value
     if isinstance(value, list | tuple | dict | set) or type(value).__name__ == "deque":
         if len(value) > LONGEST:
             return UNHELD
-        # Containers are results if one of their items is, e.g. `self.features = [layer1, layer2]`.
+        # A container is a result if one of its items is, e.g. `self.features = [layer1, layer2]`.
         items = value.values() if isinstance(value, dict) else value
         return UNHELD if any(held(item, first=first) is UNHELD for item in items) else value
     if is_array(value):
@@ -47,7 +47,7 @@ def held(value: Any, *, first: bool) -> Any:
 
 
 def differs(a: Any, b: Any) -> bool:
-    """Return whether a name is bound to something else: another object, unless it is an equal number or text.
+    """Return whether two bound values differ: they are different objects, and not equal numbers or strings.
 
     Examples:
         >>> differs((1, 2.5), (1, 2.5)), differs(torch.ones(1), torch.ones(1))
@@ -57,21 +57,21 @@ def differs(a: Any, b: Any) -> bool:
         return False
     if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
         return any(map(differs, a, b))
-    # Python makes a new object of an equal number: `self.count = 3 + 0.5` binds another 3.5.
+    # Equal numbers may be different objects: `self.count = 3 + 0.5` makes a new 3.5.
     if type(a) is type(b) and isinstance(a, SCALARS):
-        return bool(a != b and (a == a or b == b))  # NaN to NaN is no change
+        return bool(a != b and (a == a or b == b))  # from NaN to NaN is no change
     return True
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Return whether two contents are equal; a NaN is equal to a NaN.
+    """Return whether two values have equal content; NaN counts as equal to NaN.
 
     Examples:
         >>> equal((1, torch.ones(1)), (1, torch.ones(1)))
         True
     """
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        # torch.equal calls NaN different from NaN. Infinities become the largest number on both sides alike.
+        # nan_to_num, because torch.equal says that NaN differs from NaN.
         return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num())
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
         return len(a) == len(b) and all(map(equal, a, b))
@@ -79,20 +79,20 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of plain content, and other objects as they are.
+    """Return a copy of tensors, lists and tuples, and other objects themselves.
 
     Examples:
         >>> copied([torch.ones(1), 2])
         (tensor([1.]), 2)
     """
     if isinstance(value, Tensor):
-        # detach: a clone would keep the graph of the forward alive until the window ends.
+        # Detached, because a clone would keep the graph of the forward until the window ends.
         return value.detach().clone()
     return tuple(map(copied, value)) if isinstance(value, tuple | list) else value
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether it is made of tensors, numbers and texts alone.
+    """Return whether a value consists of tensors, numbers and strings only.
 
     Examples:
         >>> is_plain((1, "a")), is_plain(nn.Identity())
@@ -104,7 +104,7 @@ def is_plain(value: Any) -> bool:
 
 
 def has_tensor(value: Any) -> bool:
-    """Return whether it is a tensor or NumPy array, or a tuple with one.
+    """Return whether a value is a tensor or NumPy array, or a tuple that contains one.
 
     Examples:
         >>> has_tensor((1, torch.ones(1)))
@@ -116,7 +116,7 @@ def has_tensor(value: Any) -> bool:
 
 
 def is_content(value: Any) -> bool:
-    """Return whether it holds content, not a count: a tensor, a module, or a float (a running mean).
+    """Return whether a value is more than a count: a tensor, a module, or a float such as a running mean.
 
     Examples:
         >>> is_content(0.5), is_content(3), is_content((1, 0.5))
@@ -128,21 +128,21 @@ def is_content(value: Any) -> bool:
 
 
 def is_log(before: Any, now: Any) -> bool:
-    """Return whether it is a list without tensors that has grown or shrunk.
+    """Return whether a value is a list without tensors that has become longer or shorter.
 
     Examples:
         >>> is_log((0.5,), (0.5, 0.25)), is_log((0.5,), (0.25,))
         (True, False)
     """
     lists = tuple | list | deque
-    # A list of losses that grows is a log. A list with tensors may be a memory bank, which is state.
+    # A growing list of losses is a log. A list with tensors may be a memory bank, which is state.
     if not (isinstance(before, lists) and isinstance(now, lists)) or len(before) == len(now):
         return False
     return not any(map(has_tensor, (*before, *now)))
 
 
 def tensors_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors and NumPy arrays that a binding holds: one, or those of a list.
+    """Yield the tensors and NumPy arrays of a bound value: itself, or the entries of a list.
 
     Examples:
         >>> list(tensors_of("banks", (torch.ones(1),)))
@@ -151,7 +151,7 @@ def tensors_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Tensor) or is_array(value):
         yield name, value
     elif isinstance(value, tuple):
-        # One level: a list is read as a tuple of its entries (`Table.read`), and deeper ones are tables.
+        # One level only: `Table.read` returns a list as a tuple, and nested lists are tables of their own.
         for index, item in enumerate(value):
             if isinstance(item, Tensor) or is_array(item):
                 yield f"{name}[{index}]", item

@@ -1,4 +1,4 @@
-"""Sum a window's gradient in buffers: of a wider dtype, or to check each micro-batch first."""
+"""Gradient sum in buffers: in a wider dtype, or with a check of each micro-batch first."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from .gradient_sum import (
 class BufferGradientSum:
     """Sum in buffers of a wide dtype; the gradient of each micro-batch is freed as soon as it is added.
 
-    With `isolated=True` a micro-batch's gradient waits after its backward until it is kept or dropped.
+    With `isolated=True` a micro-batch's gradient stays in ``.grad`` until `keep` or `drop` is called.
 
     Args:
         owned: the parameters.
-        dtype: of the buffers of parameters of lower precision; wider parameters keep their own dtype.
+        dtype: dtype of the sums of bfloat16 and float16 gradients; other sums have the parameter's dtype.
         isolated: check each micro-batch's gradient as a whole before adding it.
         only_owned: restrict the backward to these parameters.
-        run: the backward.
+        run: runs the backward.
     """
 
     def __init__(
@@ -55,17 +55,17 @@ class BufferGradientSum:
         self._buffers: dict[str, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
         self._factor = 1.0
-        # True while the window's own backward runs: hooks that fire outside it see a foreign gradient.
+        # True while the window's own backward runs; a hook called outside of it gets a foreign gradient.
         self._inside = False
         self._added = False  # since the savepoint
 
     def begin(self) -> None:
-        """Start a window: no gradient of it exists yet."""
-        # A gradient of an earlier loop would raise in `require_none` at the first backward.
+        """Clear all gradients and sums."""
+        # Otherwise a gradient of an earlier loop would raise in `require_none` at the first backward.
         clear(self._owned)
         self._buffers.clear()
         self.savepoint()
-        # An isolated gradient stays in .grad until `keep`; a hook would add it before it was checked.
+        # No hooks for isolated gradients, which `keep` adds after they were checked.
         if not self._isolated:
             add_after_gradient(self._owned, self._add, self._hooks)
 
@@ -89,7 +89,7 @@ class BufferGradientSum:
         self._inside = True
         entries = [entry for entry in self._owned if entry.parameter.grad is not None]
         sums = [self._buffers.get(entry.name) for entry in entries]
-        # The fused addition needs a dense sum for each gradient; the first micro-batch has none yet.
+        # The fused addition needs a dense sum for each gradient, which the first micro-batch makes.
         if any(one is None or one.is_sparse for one in sums):
             for entry in entries:
                 self._add(entry)
@@ -98,17 +98,17 @@ class BufferGradientSum:
         self._inside = False
 
     def drop(self) -> None:
-        """Forget the isolated gradient of the last micro-batch."""
+        """Free the isolated gradient of the last micro-batch."""
         for entry in self._owned:
             entry.parameter.grad = None
 
     def savepoint(self) -> None:
-        """Remember the sums as those before a micro-batch; nothing is copied."""
+        """Mark the sums as those before a micro-batch, without a copy."""
         self._added = False
 
     def rollback(self) -> bool:
-        """Restore the sums of the savepoint; False if that is impossible, and the window must restart."""
-        # A hook has added part of the micro-batch's gradient, which cannot be subtracted without rounding.
+        """Restore the sums of the savepoint; return False if a gradient was added: the window restarts."""
+        # A gradient that was added cannot be subtracted without rounding.
         if self._added:
             return False
         clear(self._owned)
@@ -119,7 +119,7 @@ class BufferGradientSum:
         return [self._buffers.get(entry.name) for entry in self._owned]
 
     def close(self) -> list[Tensor | None]:
-        """End the sums and return them, one per owned parameter."""
+        """Return the sums, one per owned parameter, and keep none of them here."""
         remove(self._hooks)
         require_none(self._owned)
         return [self._buffers.pop(entry.name, None) for entry in self._owned]
@@ -127,21 +127,21 @@ class BufferGradientSum:
     def zeros(self, index: int) -> Tensor:
         """Return a gradient of zeros."""
         parameter = self._owned[index].parameter
-        # requires_grad=False: zeros_like of a Parameter subclass may otherwise ask for a gradient.
+        # requires_grad=False, because zeros_like of a Parameter subclass may otherwise require a gradient.
         return torch.zeros_like(parameter, dtype=self._sum_dtype(parameter), requires_grad=False)
 
     def attach(self, gradients: list[Tensor | None]) -> None:
-        """Hand the normalised gradients to the optimizer."""
+        """Make the normalised gradients the ``.grad`` that the optimizer reads."""
         attach(self._owned, gradients)
 
     def restore(self) -> None:
-        """Forget the window: everything is as before it."""
+        """Clear all gradients and sums, and remove the hooks."""
         remove(self._hooks)
         self._buffers.clear()
         clear(self._owned)
 
     def restart(self) -> None:
-        """Restore, and begin again."""
+        """Call `restore`, then `begin`."""
         self.restore()
         self.begin()
 
@@ -149,12 +149,12 @@ class BufferGradientSum:
         """No-op: the update rule frees the gradients."""
 
     def describe(self) -> str:
-        """Return the kind and dtype of the sum: a window resumes only into the same."""
+        """Return the kind and dtype of the sum; a saved window resumes only into an equal one."""
         return f"buffers of {self._dtype}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums so far."""
-        # Clones: the window may continue after it was saved.
+        # Cloned, because the window may continue after it was saved.
         gradients = {name: buffer.clone() for name, buffer in self._buffers.items()}
         return {"gradients": gradients, "held": list(gradients), "yet": 1.0}
 
@@ -162,24 +162,24 @@ class BufferGradientSum:
         """Resume from saved sums."""
         devices = {entry.name: entry.parameter.device for entry in self._owned}
         saved = state["gradients"]
-        # By name and to the parameter's device: the saved window may have run on another device.
+        # To the parameter's device, because the saved window may have run on another one.
         self._buffers = {name: buffer.to(devices[name], copy=True) for name, buffer in saved.items()}
 
     def _add_all(self, entries: list[ManagedParameter], sums: list[Tensor]) -> None:
-        """Add gradients to sums that are there."""
-        self._added = True  # first, as below
+        """Add gradients to existing sums."""
+        self._added = True  # first, as in `_add`
         gradients = [take_gradient(entry, inside=self._inside) for entry in entries]
         if any(gradient.is_sparse for gradient in gradients):
-            fastpaths.plain_add(sums, gradients, self._factor)  # the other one knows no sparse tensors
+            fastpaths.plain_add(sums, gradients, self._factor)  # the fast one does not support sparse tensors
         else:
             fastpaths.add(sums, gradients, self._factor)
 
     def _add(self, entry: ManagedParameter) -> None:
-        self._added = True  # first: the gradient is taken away before it is in the sum
+        self._added = True  # first, because the gradient leaves .grad before it is in the sum
         gradient = take_gradient(entry, inside=self._inside)
         buffer = self._buffers.get(entry.name)
         if buffer is None:
-            # A new tensor: autograd may have given two parameters one gradient.
+            # A new tensor, because autograd may have given two parameters the same gradient.
             self._buffers[entry.name] = gradient.to(self._sum_dtype(gradient)) * self._factor
         else:
             buffer.add_(gradient, alpha=self._factor)

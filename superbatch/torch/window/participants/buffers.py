@@ -1,4 +1,4 @@
-"""Buffers of models as they were before a window: ``take()``, then ``release()`` or ``restore()``."""
+"""Copies of the models' buffers before a window: ``take()``, then ``release()`` or ``restore()``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from .kept_tensors import can_be_kept
 class BufferKeeper:
     """Copies the buffers of models at the start of a window, so that a failed window can restore them.
 
-    A large buffer that a whole window left alone (a causal mask, a rotary table) is not copied again until
-    its version counter moves: copying it for every window would cost memory that the hand-written loop does
-    not need.
+    A large buffer that a window has not changed (a causal mask, a rotary table) is not copied again until its
+    version counter changes. A copy in every window would take memory that a hand-written loop does not need.
 
     Attributes:
         owners: modules that have buffers.
@@ -35,8 +34,8 @@ class BufferKeeper:
         tensor([0., 0.])
     """
 
-    # Up to this size a copy costs nothing worth a thought. Running statistics must stay below it: torch's
-    # batch_norm changes them without moving their version counter.
+    # Buffers up to this size are always copied, because batch_norm changes running statistics without
+    # increasing their version counter.
     ALWAYS_COPIED_BYTES = 1 << 20
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -46,14 +45,13 @@ class BufferKeeper:
         self._constant: dict[int, int] = {}
         self._taken: list[_Taken] = []
 
-    # A twin finds modules later; the set makes adding O(modules) instead of quadratic.
     def add(self, modules: Iterable[nn.Module]) -> None:
         """Keep the buffers of further modules too, from the next `take` on; each module counts once."""
         known = set(self.owners)
         self.owners += [module for module in modules if buffers_of(module) and module not in known]
 
     def take(self) -> None:
-        """Copy every buffer that may change; forgets the copies taken before, also where memory runs out."""
+        """Copy every buffer that may change; earlier copies are freed first."""
         self._taken = []
         if not self.owners:
             return
@@ -62,29 +60,28 @@ class BufferKeeper:
         self._taken = [_Taken(*one, copy) for one, copy in zip(found, copies, strict=True)]
 
     def release(self) -> None:
-        """Drop the copies at the end of a window and note which large buffers it left alone."""
+        """Free the copies at the end of a window, and record the large buffers that it has not changed."""
         for module, name, buffer, copy in self._taken:
             if copy is None or buffer is None or buffer.nbytes <= self.ALWAYS_COPIED_BYTES:
                 continue
-            # Unchanged over a whole window, e.g. a causal mask: not copied again until its counter moves.
             if buffers_of(module).get(name) is buffer and torch.equal(buffer, copy):
                 self._constant[id(buffer)] = buffer._version
         self._taken = []
 
     def moved(self) -> list[tuple[nn.Module, str]]:
-        """Return the floating-point buffers that are no longer as at `take`."""
+        """Return the floating-point buffers that have changed since `take`."""
         return [
             (module, name)
             for module, name, buffer, copy in self._taken
             if buffer is not None
             and copy is not None
             and buffer.is_floating_point()
-            # Identity too: `self.mean = new` binds another tensor to the buffer's name.
+            # Identity too, because `self.mean = new` assigns another tensor.
             and not (buffers_of(module).get(name) is buffer and torch.equal(buffer, copy))
         ]
 
     def changed(self) -> bool:
-        """Return whether any buffer is no longer as at `take`."""
+        """Return whether any buffer has changed since `take`."""
         return any(
             buffers_of(module).get(name) is not buffer
             or (buffer is not None and copy is not None and not torch.equal(buffer, copy))
@@ -93,21 +90,21 @@ class BufferKeeper:
         )
 
     def restore(self) -> None:
-        """Restore every buffer, its identity included, as it was at `take`."""
+        """Restore every buffer at `take`, its identity included."""
         for module, name, buffer, copy in self._taken:
-            # By the table, not setattr: Module.__setattr__ checks types and runs user code.
+            # In the table, because setattr checks types and may run the user's code.
             buffers_of(module)[name] = buffer
             if buffer is None or copy is None:
                 continue
-            # An inference tensor may be written in inference mode only.
+            # An inference tensor can be written only in inference mode.
             with torch.no_grad(), torch.inference_mode(buffer.is_inference()):
                 if buffer.shape != copy.shape:  # e.g. a queue that grew by resize_
                     buffer.resize_(copy.shape)
-                # Through an alias, which leaves the version counter of all that share the memory alone.
+                # Through an alias, so that no version counter changes.
                 buffer.data.copy_(copy)
 
     def lost(self) -> list[tuple[nn.Module, str]]:
-        """Return the buffers that have moved since `take` and were not copied: `restore` leaves them."""
+        """Return the buffers that have changed since `take` and cannot be restored without a copy."""
         return [
             (module, name)
             for module, name, buffer, copy in self._taken
@@ -119,10 +116,9 @@ class BufferKeeper:
         return [buffer._version for buffer in self._uncopied()]
 
     def pass_over(self, before: list[int]) -> None:
-        """Count what was written since `counters` returned `before` as not written: it was restored."""
+        """Ignore writes since `counters` returned `before`, because a check made them and restored all."""
         for buffer, was in zip(self._uncopied(), before, strict=True):
-            # A check's write and its restore moved the counter by `buffer._version - was`; shift the note
-            # alike.
+            # Add the check's writes to the recorded counter.
             self._constant[id(buffer)] += buffer._version - was
 
     def _uncopied(self) -> list[Tensor]:
@@ -130,20 +126,20 @@ class BufferKeeper:
         return [buffer for buffer in found if buffer is not None and id(buffer) in self._constant]
 
     def covers(self) -> Callable[[Any, Tensor], bool]:
-        """Return a function that tells whether an object is a buffer, or its strided tensor lies in one."""
+        """Return a function of an object and its tensor that returns True if they are or lie in a buffer."""
         buffers = [buffer for owner in self.owners for buffer in buffers_of(owner).values()]
         same = set(map(id, buffers))
         strided = [buffer for buffer in buffers if buffer is not None and can_be_kept(buffer)]
         sizes = {buffer.data_ptr(): buffer.nbytes for buffer in strided}
-        # An object may be a view of a buffer: the buffer's copy then restores it as well.
+        # The copy of a buffer also restores views of the buffer.
         return lambda one, tensor: id(one) in same or tensor.nbytes <= sizes.get(tensor.data_ptr(), -1)
 
     def state(self) -> list[Tensor | None]:
-        """Return the copies taken, in the order of the modules (None for a buffer that was not copied)."""
+        """Return the copies, in the order of the modules, with None for a buffer that was not copied."""
         return [taken.copy for taken in self._taken]
 
     def load_state(self, copies: list[Tensor | None]) -> None:
-        """Use copies from `state` in place of those taken."""
+        """Replace the copies by those of `state`."""
         self._taken = [
             _Taken(taken.module, taken.name, taken.buffer, copy)
             for taken, copy in zip(self._taken, copies, strict=True)
@@ -154,14 +150,14 @@ class BufferKeeper:
 
 
 def _clones(buffers: list[Tensor | None]) -> list[Tensor | None]:
-    """Copy buffers: on an accelerator by one kernel for each device and dtype."""
+    """Return copies of buffers, made on an accelerator by one kernel for each device and dtype."""
     copies: list[Tensor | None] = []
     elsewhere: list[tuple[Tensor, Tensor]] = []
     for buffer in buffers:
-        # Of a lazy module, before its first forward: there is nothing in it yet.
+        # A lazy buffer has no content before the first forward.
         if buffer is None or is_lazy(buffer):
             copies.append(None)
-        # A foreach kernel needs dense accelerator tensors; others are cloned one by one.
+        # Others than dense tensors on an accelerator are cloned one by one.
         elif buffer.is_cpu or buffer.is_meta or buffer.layout is not torch.strided or buffer.requires_grad:
             copies.append(buffer.clone())
         else:

@@ -1,4 +1,4 @@
-"""Participant for gradients that were in ``.grad`` before a window that leaves its own there."""
+"""Participant for gradients in ``.grad`` before a window of a `Gradient`, which adds its own to them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .gradient_sum import ManagedParameter
 
 
 class EarlierGradients:
-    """Keeps earlier gradients apart during a window, and adds that of the window to them at its end.
+    """Removes earlier gradients during a window, and adds the window's gradient to them at its end.
 
-    They stay the same tensors: a view of them, such as a flat buffer, holds the sum as well.
+    They stay the same tensors, so a flat buffer of which they are views contains the sum too.
 
     Args:
-        owned: parameters whose gradients the window sums; may change in place.
+        owned: parameters whose gradients the window sums; the list may change in place.
     """
 
     def __init__(self, owned: list[ManagedParameter]) -> None:
@@ -27,23 +27,23 @@ class EarlierGradients:
         self._sums: dict[int, Tensor] = {}
 
     def begin(self) -> None:
-        """Take the gradients out of ``.grad``."""
+        """Remove the gradients from ``.grad`` and keep them here."""
         self._sums.clear()
         parameters = [entry.parameter for entry in self._owned]
         self._earlier = [(each, each.grad) for each in parameters if each.grad is not None]
         for parameter, _ in self._earlier:
-            # Set to None so that the window's first gradient starts its own tensor.
+            # None, so that autograd makes a new tensor for the window's gradient.
             parameter.grad = None
 
     def savepoint(self) -> None:
-        """No-op: they do not change in a window."""
+        """No-op: earlier gradients do not change in a window."""
 
     def rollback(self) -> bool:
-        """No-op: they do not change in a window."""
+        """No-op: earlier gradients do not change in a window."""
         return True
 
     def restart(self) -> None:
-        """No-op: they do not change in a window."""
+        """No-op: earlier gradients do not change in a window."""
 
     def restore(self) -> None:
         """Restore the gradients in ``.grad``."""
@@ -51,17 +51,17 @@ class EarlierGradients:
             parameter.grad = gradient
 
     def forget(self) -> None:
-        """Keep no gradient alive once the window is over."""
+        """Free the references to gradients once the window is over."""
         self._earlier, self._sums = [], {}
 
     @torch.no_grad()
     def prepare(self, gradients: Sequence[Tensor | None]) -> None:
-        """Make the sums that need memory: those that cannot be made in place.
+        """Compute the sums that cannot be made in place, because they need memory.
 
         Args:
-            gradients: of the window, one for each owned parameter.
+            gradients: gradients of the window, one for each owned parameter.
         """
-        # By id: `==` on tensors compares their elements.
+        # By id, because `==` on tensors compares elements.
         ours = {id(entry.parameter): each for entry, each in zip(self._owned, gradients, strict=True)}
         for parameter, earlier in self._earlier:
             gradient = ours.get(id(parameter))
@@ -73,8 +73,8 @@ class EarlierGradients:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Add the gradient of the window to the earlier one, in place where that is possible."""
-        with ExitStack() as stack:  # an error at one leaves the others whole
+        """Add the gradients of the window to the earlier ones, in place if possible."""
+        with ExitStack() as stack:  # runs all callbacks even if one raises
             for entry in list(self._earlier):
                 stack.callback(self._add, *entry)
 
@@ -83,16 +83,16 @@ class EarlierGradients:
             parameter.grad = self._sums[id(parameter)]
         elif parameter.grad is None:
             parameter.grad = earlier
-        elif parameter.grad is not earlier:  # else it was added, by a commit before this one
-            # In place: this takes no memory. On one line: no error of ours comes between the two.
+        elif parameter.grad is not earlier:  # otherwise an earlier call of commit has added it
+            # In place, which takes no memory. One statement, so that no interrupt comes between.
             parameter.grad = earlier.add_(parameter.grad)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: gradients in ``.grad`` are the program's to save."""
+        """Return no state: the user's program saves its own gradients."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """No-op: nothing was saved."""
+        """No-op: there is no saved state."""
 
 
 def _can_hold(earlier: Tensor, gradient: Tensor) -> bool:
@@ -100,5 +100,5 @@ def _can_hold(earlier: Tensor, gradient: Tensor) -> bool:
     if earlier.is_sparse or gradient.is_sparse or earlier.is_inference():
         return False
     expanded = zip(earlier.shape, earlier.stride(), strict=True)
-    # An expanded gradient (stride 0) has one memory cell for several elements: add_ on it raises.
+    # add_ on an expanded gradient (stride 0) raises, because several elements share their memory.
     return not any(length > 1 and stride == 0 for length, stride in expanded)

@@ -1,4 +1,4 @@
-"""Participants of the user's own, in a window."""
+"""One participant for all participants of the user."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..participant import Participant
 
 
 class Extra:
-    """Participants that take part as one, in their order; restored in the other order.
+    """Calls the participants of the user in order, and restores them in reverse order.
 
     Args:
-        participants: of the user.
+        participants: the user's.
 
     Attributes:
-        participants: of the user.
+        participants: the user's.
     """
 
     def __init__(self, participants: Sequence[Participant]) -> None:
@@ -27,14 +27,14 @@ class Extra:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Restore all after the block, whose forwards are no part of a window, such as those of a check.
+        """Restore all after a block of forwards outside of a window, such as those of a check.
 
-        Inside a window the savepoint becomes that before the block. Left out are participants with an
-        attribute ``ignores_checks = True``, which count what follows a savepoint alone.
+        Inside a window this makes a new savepoint, before the block. Participants with an attribute
+        ``ignores_checks = True`` are left out, because they only count what follows a savepoint.
         """
-        # Others would keep what the check moved: e.g. a noise meter that counts samples.
+        # Otherwise, for example, a counter of samples would count those of the check.
         moved = [each for each in self.participants if not getattr(each, "ignores_checks", False)]
-        with ExitStack() as stack:  # which ends with the first one
+        with ExitStack() as stack:  # calls back in reverse order
             for each in moved:
                 if self._is_open:
                     stack.callback(_undo(each))
@@ -47,7 +47,7 @@ class Extra:
         """Begin all."""
         self._begun, self._is_open = 0, True
         for each in self.participants:
-            self._begun += 1  # one that fails counts
+            self._begun += 1  # before the call, so that a participant that fails is restored too
             each.begin()
 
     def savepoint(self) -> None:
@@ -56,7 +56,7 @@ class Extra:
             each.savepoint()
 
     def rollback(self) -> bool:
-        """Roll all back; False at the first that cannot, for then the window restarts."""
+        """Roll all back; return False at the first that cannot, and the window restarts."""
         return all(each.rollback() for each in reversed(self.participants))
 
     def restart(self) -> None:
@@ -65,14 +65,14 @@ class Extra:
             each.restart()
 
     def restore(self) -> None:
-        """Restore those that have begun, also after one that fails."""
+        """Restore those that have begun, even if one of them raises."""
         self._is_open = False
-        with ExitStack() as stack:  # which begins with the last one
+        with ExitStack() as stack:  # calls back in reverse order
             for each in self.participants[: self._begun]:
                 stack.callback(each.restore)
 
     def commit(self) -> None:
-        """Commit all, also after one that fails."""
+        """Commit all, even if one of them raises."""
         self._is_open = False
         with ExitStack() as stack:
             for each in reversed(self.participants):
@@ -83,17 +83,17 @@ class Extra:
         return {"participants": [each.state_dict() for each in self.participants]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from the states of all."""
+        """Load the states of all."""
         for each, saved in zip(self.participants, state["participants"], strict=True):
             each.load_state_dict(saved)
 
 
 def _undo(participant: Participant) -> Callable[[], object]:
-    """Make a savepoint in an open window, and return what restores it."""
+    """Make a savepoint in an open window, and return a function that restores it."""
     participant.savepoint()
     # An immediate rollback shows whether the participant can roll back at all.
     if participant.rollback():
         participant.savepoint()
         return participant.rollback
-    # Deep copy: state_dict may return the participant's live tensors.
+    # A deep copy, because state_dict may return the participant's own tensors.
     return partial(participant.load_state_dict, copy.deepcopy(participant.state_dict()))

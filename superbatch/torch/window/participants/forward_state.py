@@ -1,4 +1,4 @@
-"""Participant for the state that a forward moves: buffers, teachers, memory banks."""
+"""Participant for the state that a forward changes: buffers, teachers, memory banks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .moved_state import MovedState
 
 
 class ForwardState:
-    """State that a forward moves.
+    """State that a forward changes.
 
     Args:
-        keeper: of the state; it learns from window to window.
+        keeper: copies and restores the state.
 
     Examples:
         >>> import torch
@@ -27,7 +27,7 @@ class ForwardState:
     """
 
     def __init__(self, keeper: MovedState) -> None:
-        # Outlives the window: it learns which state moves and copies only that in later windows.
+        # Outlives the window: it learns which state changes, and copies only that in later windows.
         self._keeper = keeper
 
     def begin(self) -> None:
@@ -36,16 +36,15 @@ class ForwardState:
 
     @no_savepoint
     def savepoint(self) -> None:
-        """No-op: there is no copy for one micro-batch."""
+        """No-op: the state is not copied before each micro-batch."""
 
     def rollback(self) -> bool:
-        """Return whether the state is as at `begin`: there is no copy of the savepoint."""
-        # A changed state without a copy of the savepoint forces the whole window to restart.
+        """Return whether the state is as at `begin`; if not, the window restarts."""
         return not self._keeper.changed()
 
     def restart(self) -> None:
-        """Restore the state; the copies stay valid."""
-        # discarded=False: the window runs again, so a warning of lost state would be wrong.
+        """Restore the state, and keep the copies."""
+        # discarded=False, because the window runs again and changes the same state.
         self._keeper.restore(discarded=False)
 
     def restore(self) -> None:
@@ -53,7 +52,7 @@ class ForwardState:
         self._keeper.restore()
 
     def commit(self) -> None:
-        """Drop the copies, and learn what the window has moved."""
+        """Free the copies, and learn which state the window has changed."""
         self._keeper.commit()
 
     def state_dict(self) -> dict[str, Any]:
@@ -61,12 +60,12 @@ class ForwardState:
         return {"state_before": self._keeper.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let `restore` restore what was saved."""
+        """Make `restore` restore a saved state."""
         self._keeper.load_state_dict(state["state_before"])
 
 
 class ForwardStateOfEach(ForwardState):
-    """State that a forward moves, copied before each micro-batch too, which may be left out.
+    """State that a forward changes, copied before each micro-batch too, so that one can be dropped.
 
     Examples:
         >>> import torch
@@ -91,19 +90,19 @@ class ForwardStateOfEach(ForwardState):
 
     def savepoint(self) -> None:
         """Copy the state."""
-        # A second keeper with the same knowledge: that of the window must keep the state at its begin.
+        # In a second keeper, because the first one has the state at the beginning of the window.
         self._saved = self._keeper.twin()
         self._saved.begin()
 
     def rollback(self) -> bool:
         """Restore the savepoint."""
         if self._saved is None:
-            # A failure before the first micro-batch: only the state at `begin` is known.
+            # Before the first micro-batch there is no savepoint.
             return super().rollback()
         self._saved.restore()
         return True
 
     def commit(self) -> None:
-        """Drop the copies, and learn what the window has moved."""
+        """Free the copies, and learn which state the window has changed."""
         self._saved = None
         super().commit()

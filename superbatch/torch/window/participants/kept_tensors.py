@@ -1,4 +1,4 @@
-"""Tensors as they were: copied at once, or when an operation is about to write them."""
+"""Copies of tensors to restore, made at once or when an operation is about to write to a tensor."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-SMALL_BYTES = 1 << 20  # a copy of a tensor up to this size costs nothing worth a thought
-_HEAD = 256  # values of a large tensor that are compared
+SMALL_BYTES = 1 << 20  # tensors up to this size are copied without regard to cost
+_HEAD = 256  # number of values of a large tensor that are compared
 # bfloat16 has no NumPy dtype; extended floats (f16, c32) have no torch dtype.
 _FLOATING = frozenset({"f2", "f4", "f8", "c8", "c16"})
-# 4096 parts find a write to any row of a bank; the sums take 32 KiB.
-_PARTS = 4096  # of a large tensor, each with a sum
+# A large tensor is summed in this many parts. The sums take 32 KiB and change with any row of a bank.
+_PARTS = 4096
 
 
 @dataclass
 class KeptTensor:
-    """A tensor as it was.
+    """A tensor and a record of its content at one moment.
 
     Attributes:
-        name: for messages.
-        tensor: the tensor, whose content may move.
-        alias: shares the memory that the tensor had.
-        version: how often the tensor had been written in place.
-        frozen: a parameter that is not trained: every write moves it, whatever the values.
-        trained: a parameter that an optimizer may move.
-        loose: reached through the loss function, not through a module.
-        array: the NumPy array that has the memory, where `tensor` only shares it.
-        copy: the content; None if it was not copied.
-        head: some of the content, where it was not copied.
-        sums: of all of the content, where it was not copied and is not too large.
-        written: an operation wrote to it while `Writes` was active.
+        name: name for messages.
+        tensor: the tensor, whose content may change.
+        alias: a tensor that shares the memory that `tensor` had at that moment.
+        version: version counter of the tensor at that moment.
+        frozen: it is a parameter without a gradient; every write counts as a change, even of equal values.
+        trained: it requires a gradient, so an optimizer may change it.
+        loose: the loss function refers to it, and no module.
+        array: the NumPy array whose memory `tensor` shares; None for a tensor.
+        copy: copy of the content; None if it was not copied.
+        head: the first values, if it was not copied.
+        sums: sums over the content, if it was not copied and is not too large.
+        written: an operation has written to it while `Writes` was active.
 
     Examples:
         >>> kept = KeptTensor.of("center", torch.zeros(2))
@@ -63,7 +63,7 @@ class KeptTensor:
 
     @classmethod
     def of(cls, name: str, value: Any, *, loose: bool = False) -> KeptTensor:
-        """Note a tensor or array that `can_be_kept`, without a copy."""
+        """Return the record of a tensor or array that `can_be_kept`, without a copy."""
         tensor = value if isinstance(value, Tensor) else _shared(value)
         parameter = isinstance(tensor, nn.Parameter)
         return cls(
@@ -80,58 +80,57 @@ class KeptTensor:
 
     @property
     def holder(self) -> Any:
-        """The tensor or array that names are bound to."""
+        """The tensor, or the NumPy array, that the user's code refers to."""
         return self.tensor if self.array is None else self.array
 
     def content(self) -> Any:
-        """Return a copy of the content as it is now, of the kind that names are bound to."""
+        """Return a copy of the present content: a tensor, or a NumPy array if `holder` is one."""
         copy = self.tensor.detach().clone()
         return copy if self.array is None else copy.numpy()
 
     def copy_now(self) -> None:
         """Copy the content, unless it has been copied."""
         if self.copy is None:
-            # From the alias: `tensor.data = other` may have given the tensor other memory by now.
+            # From the alias, because `tensor.data = other` may have given the tensor other memory.
             self.copy = self.alias.clone()
 
     def look_at_head(self) -> None:
-        """Note some of the content."""
+        """Record the first values."""
         self.head = _head(self.alias).clone()
 
     def add_up(self) -> None:
-        """Note sums of the content, which show a write that no version counter does: through ``.data``."""
+        """Record sums of the content, to detect writes through ``.data``, which no version counter shows."""
         self.sums = sums_of(self.alias)
 
     def rebound(self) -> bool:
-        """Return whether the tensor has got other memory, by ``tensor.data = ...``."""
+        """Return whether the tensor has other memory now, after ``tensor.data = ...``."""
         now, before = self.tensor, self.alias
         return now.shape != before.shape or now.dtype != before.dtype or now.data_ptr() != before.data_ptr()
 
     def moved(self) -> bool:
-        """Return whether the content is known to be another one."""
-        # E.g. the average of two equal models writes the same values, and is state all the same.
+        """Return whether the content is known to have changed."""
+        # A write of equal values counts too, e.g. by a moving average of two equal models.
         if self.frozen and (self.written or version(self.tensor) != self.version):
             return True
         if self.rebound():
             before = self.alias if self.copy is None else self.copy
-            # The dtype first: torch.equal raises for two dtypes.
+            # The dtype first, because torch.equal raises for two dtypes.
             return self.tensor.dtype != before.dtype or not torch.equal(self.tensor.data, before)
         if self.copy is not None:
             return not torch.equal(self.alias, self.copy)
         return self._written_uncopied()
 
     def is_lost(self) -> bool:
-        """Return whether the content has moved, and was not copied before."""
+        """Return whether the content has changed and was not copied before."""
         return self.copy is None and self._written_uncopied()
 
     def is_unseen(self) -> bool:
-        """Return whether a write to most of the content would be seen by the version alone."""
+        """Return whether a write through ``.data`` would not be detected in most of the content."""
         uncopied = self.copy is None and self.sums is None
         return uncopied and not (self.frozen or self.trained) and self.alias.nbytes > SMALL_BYTES
 
     def _written_uncopied(self) -> bool:
-        # By its version and sums too: a bank is written far from its first values.
-        # The optimizer moves trained parameters between windows, which is no change by a forward.
+        # The optimizer changes trained parameters between windows, which is no change by a forward.
         if self.trained:
             return False
         if version(self.tensor) != self.version:
@@ -142,29 +141,29 @@ class KeptTensor:
         return now is not None and self.sums is not None and not torch.equal(now, self.sums)
 
     def restore(self) -> None:
-        """Give the tensor its memory back, and the memory its content."""
+        """Restore the tensor's memory, and the content of that memory."""
         if self.rebound():
-            # Memory before content: the copy below goes through the alias.
+            # First the memory, because the content is copied into the alias.
             self.tensor.data = self.alias
         if self.copy is not None and not torch.equal(self.alias, self.copy):
-            # Through the alias, which leaves the tensor's version alone: nobody has written anew.
+            # Through the alias, so that the tensor's version counter shows no new write.
             with torch.no_grad(), torch.inference_mode(self.tensor.is_inference()):
                 self.alias.copy_(self.copy)
         self.written = False
 
 
 def can_be_kept(value: Any) -> bool:
-    """Return whether it is a tensor, or a NumPy array, whose content can be compared and copied.
+    """Return whether a value is a tensor or NumPy array whose content can be compared and copied.
 
     Examples:
         >>> can_be_kept(torch.zeros(2)), can_be_kept(torch.zeros(2, device="meta")), can_be_kept(2)
         (True, False, False)
     """
     if is_array(value):
-        # torch.from_numpy refuses negative strides and warns of read-only arrays.
+        # torch.from_numpy raises for negative strides and warns of read-only arrays.
         return value.flags.writeable and _of_torch(value.dtype) and min(value.strides, default=0) >= 0
     return (
-        # Exact types: a subclass may give clone and equal another meaning. A grad_fn marks a result.
+        # Exact types, because a subclass may change clone and equal. A tensor with a grad_fn is a result.
         type(value) in (Tensor, nn.Parameter)
         and value.layout is torch.strided
         and value.device.type != "meta"
@@ -173,19 +172,19 @@ def can_be_kept(value: Any) -> bool:
 
 
 def _of_torch(dtype: Any) -> bool:
-    """Return whether torch has a NumPy dtype, or one of the same size for unsigned integers."""
+    """Return whether torch has a NumPy dtype, or for unsigned integers a dtype of the same size."""
     return dtype.isnative and (dtype.kind in "biu" or dtype.kind + str(dtype.itemsize) in _FLOATING)
 
 
 def _shared(array: Any) -> Tensor:
     """Return a tensor with the memory of a NumPy array."""
     dtype = array.dtype
-    # Wide unsigned dtypes lack most kernels; the same bits compare alike as signed integers.
+    # As signed integers, because torch has few kernels for wide unsigned dtypes.
     return torch.from_numpy(array.view(f"i{dtype.itemsize}") if dtype.kind == "u" else array)
 
 
 def is_array(value: Any) -> bool:
-    """Return whether it is a NumPy array.
+    """Return whether a value is a NumPy array.
 
     Examples:
         >>> import numpy
@@ -197,23 +196,23 @@ def is_array(value: Any) -> bool:
 
 
 def version(tensor: Tensor) -> int:
-    """Return the number of in-place writes of a tensor; 0 for one that does not count.
+    """Return the number of in-place writes of a tensor; 0 for one without a version counter.
 
     Examples:
         >>> version(torch.zeros(2).add_(1))
         1
     """
-    # Inference tensors have no version counter: reading it raises.
+    # Reading the version counter of an inference tensor raises.
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _head(tensor: Tensor) -> Tensor:
-    # flatten() of a tensor with gaps copies all of it; its first row is enough.
+    # flatten() copies a tensor that is not contiguous, so only its first row is used.
     return tensor.flatten()[:_HEAD] if tensor.is_contiguous() else tensor[:1].flatten()[:_HEAD]
 
 
 def sums_of(tensor: Tensor) -> Tensor | None:
-    """Return sums of the bytes of a tensor in 4096 parts, as integers; None for one with gaps.
+    """Return integer sums of the bytes of a tensor, in 4096 parts; None if it is not contiguous.
 
     Examples:
         >>> int(sums_of(torch.ones(5, dtype=torch.uint8)).sum())
@@ -222,7 +221,7 @@ def sums_of(tensor: Tensor) -> Tensor | None:
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
         return None  # view(uint8) below would raise
     flat = tensor.flatten().view(torch.uint8)
-    # view(int64) needs an offset that is a multiple of 8; it reads eight bytes an addition.
+    # As int64 each addition reads 8 bytes; the view needs an offset that is a multiple of 8.
     if flat.storage_offset() % 8 == 0:
         flat = flat[: len(flat) // 8 * 8].view(torch.int64)
     parts = flat[: len(flat) // _PARTS * _PARTS].view(_PARTS, -1)
@@ -231,10 +230,10 @@ def sums_of(tensor: Tensor) -> Tensor | None:
 
 
 class Writes(TorchDispatchMode):
-    """Copies tensors when an operation is about to write to the memory that they have.
+    """Mode that copies tensors when an operation is about to write to their memory.
 
     Args:
-        kept: returns the tensors.
+        kept: returns the records of the tensors.
 
     Examples:
         >>> kept = KeptTensor.of("teacher.weight", torch.zeros(2))
@@ -252,21 +251,21 @@ class Writes(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled in here; to wrap the mode would import the compiler
+        return False  # nothing is compiled inside, and skipping would import the compiler
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Copy what is about to be written, then run the operation."""
+        """Copy tensors that are about to be written, then run the operation."""
         kwargs = kwargs or {}
-        # Most operations write nothing: one attribute is read, and the search is skipped.
+        # For most operations, which write nothing, only this attribute is read.
         if func._schema.is_mutable:
             if self._by_memory is None:
-                # Built at the first write: many forwards write nothing at all.
+                # Built at the first write, because many forwards write nothing.
                 self._by_memory = {}
                 for kept in self._kept():
                     self._by_memory.setdefault(_memory(kept.alias), []).append(kept)
             for tensor in _written(func, args, kwargs):
                 for kept in self._by_memory.get(_memory(tensor), ()):
-                    # Every tensor on that memory: an in-place write to a view moves its base too.
+                    # All tensors in that memory, because a write to a view changes its base too.
                     kept.copy_now()
                     kept.written = True
         return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Knowledge of the state that forwards were seen to move."""
+"""Record of the state that forwards have changed so far."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .watched import Entry, Watched
 
 
 class Moving(NamedTuple):
-    """Something that a forward has moved.
+    """A value that a forward has changed.
 
     Attributes:
-        name: for messages.
-        sure: it is state for certain; otherwise it may be a result, a cache or a count that nobody reads.
+        name: name for messages.
+        sure: it is certainly state; otherwise it may be a result, a cache or a count that no forward reads.
     """
 
     name: str
@@ -26,42 +26,48 @@ class Moving(NamedTuple):
 
 @dataclass
 class Known:
-    """Knowledge of what was seen to move so far; shared by the keepers of an accumulator.
+    """Record of the state that has changed so far; the keepers of an accumulator share it.
 
     Attributes:
-        windows: that were committed.
-        next_look: the window that inspects everything: 1, 4, 16, 64, ...
-        checked: the first-window check has seen what a forward moves.
-        bindings: that moved; True: each held a tensor before the first window.
-        tensors: whose content moved, with their names.
-        watched: tensors that were not seen to move.
-        generators: of random numbers, held by modules or objects.
-        last_look: at everything, at the end of its window.
-        begin_look: at the bindings that were found there, as each window begins.
-        said: names that the user has been warned of.
+        windows: number of windows that were committed.
+        next_look: number of the next window that inspects everything: 1, 4, 16, 64, ...
+        checked: the first-window check has found the state that a forward changes.
+        bindings: bindings that have changed; True if the binding held a tensor before the first window.
+        tensors: tensors whose content has changed, with their names.
+        watched: tensors that have not changed so far.
+        generators: random generators that modules or objects hold.
+        last_look: traces of everything at the end of the last window that inspected everything.
+        begin_look: bindings that this inspection has found, at the beginning of each window.
+        said: names of state that the user has been warned of.
     """
 
     windows: int = 0
     next_look: int = 1
     checked: bool = False
-    # By identity of the content: two tables may have equal names, and dictionaries do not hash.
+    # By the id of the content, because two tables may share a name and dictionaries cannot be hashed.
     bindings: dict[tuple[int, Any], tuple[Table, bool]] = field(default_factory=dict)
     tensors: dict[int, Entry] = field(default_factory=dict)
     watched: Watched = field(default_factory=Watched)
     generators: list[Any] = field(default_factory=list)
-    # One warning per name and accumulator: one per window would flood the log.
+    # One warning per name, because one per window would flood the log.
     said: set[str] = field(default_factory=set)
     last_look: LastLook = field(default_factory=LastLook)
     begin_look: BeginLook = field(default_factory=BeginLook)
 
     def note(self, table: Table, key: Any, *, state: bool) -> None:
-        """Note a binding that moved; `state`: it held a tensor before the first window."""
-        # One key of the table: restoring all keys would undo what the loop changed between windows.
+        """Record a binding that has changed.
+
+        Args:
+            table: the table of the binding.
+            key: its key in the table.
+            state: whether it held a tensor before the first window.
+        """
+        # Only this key, because restoring all would undo changes that the user's loop makes between windows.
         only = replace(table, keys=frozenset([key])) if table.can_be_cut else table
         self.bindings.setdefault((id(table.content), key), (only, state))
 
     def not_said(self, names: Iterable[str]) -> list[str]:
-        """Return the names that were not given to this method before."""
+        """Return the names that were not passed to this method before."""
         new = [name for name in names if name not in self.said]
         self.said.update(new)
         return new

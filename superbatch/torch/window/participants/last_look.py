@@ -1,4 +1,4 @@
-"""Bindings as they all were last inspected, compared after a failure: what was not noted may have moved."""
+"""Traces of all bindings at the last inspection, compared after a failure to find state without a copy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .reached import LONGEST, Table
 
 
 class LastLook:
-    """Bindings of names at one moment; none is kept alive.
+    """Traces of bindings at one moment, which keep no value alive.
 
     Examples:
         >>> scale = {"value": 1.0}
@@ -28,28 +28,28 @@ class LastLook:
     """
 
     def __init__(self, tables: Iterable[Table] = ()) -> None:
-        # By name, since the search makes new tables; several objects may have one name, so a list in order.
+        # By name, because each search makes new tables. Several objects may share a name, hence the lists.
         self._seen: dict[str, list[Any]] = {}
         for table in tables:
             for key, value in table.read().items():
                 self._seen.setdefault(table.name_of(key), []).append(_trace(value))
 
     def unlike(self, tables: Iterable[Table], noted: BoundNames) -> Iterator[tuple[Table, Any, Any]]:
-        """Yield the changed bindings, apart from results of a forward: table, key, present value.
+        """Yield the changed bindings, except results of a forward, as (table, key, present value).
 
         Args:
-            tables: found by the same search as those at the look.
-            noted: left out, with the content of lists in them.
+            tables: from the same search as the tables of the inspection.
+            noted: bindings to leave out, with the content of lists in them.
         """
         places, names = noted.by_place(), noted.names()
         if not self._seen:
-            # Before the first look nothing can be compared, and everything would seem new.
+            # Before the first inspection there is nothing to compare with.
             return
         met: dict[str, int] = {}
         for table in tables:
             for key, value in table.read().items():
                 name = table.name_of(key)
-                # The n-th binding of this name, compared with the n-th at the look.
+                # The n-th binding of this name is compared with the n-th at the inspection.
                 number = met[name] = met.get(name, 0) + 1
                 seen = self._seen.get(name, ())
                 was = seen[number - 1] if number <= len(seen) else NOTHING
@@ -58,12 +58,12 @@ class LastLook:
                 if _same(was, _trace(value)) or held(value, first=was is not NOTHING) is UNHELD:
                     continue
                 if table.loose and (is_log(was, value) or not (is_content(value) or isinstance(was, float))):
-                    continue  # a count or a log, which nothing reads
+                    continue  # a count or a log, which no forward reads
                 yield table, key, value
 
 
 class _Trace(NamedTuple):
-    """An object, and what of its content is compared."""
+    """A weak reference to an object, and the part of its content that is compared."""
 
     reference: weakref.ref[Any]
     content: Any = None
@@ -72,7 +72,7 @@ class _Trace(NamedTuple):
 def _trace(value: Any, depth: int = 0) -> Any:
     """Return a trace by which a value is recognised later."""
     if isinstance(value, tuple | list | deque):
-        # Depth 2 reaches `banks[0][1]`; deeper content is a table of its own.
+        # Two levels, as in `banks[0][1]`; deeper content has a table of its own.
         if depth < 2 and len(value) <= LONGEST:
             return tuple(_trace(item, depth + 1) for item in value)
         return type(value)
@@ -80,10 +80,10 @@ def _trace(value: Any, depth: int = 0) -> Any:
         return value
     try:
         reference = weakref.ref(value)
-    except TypeError:  # a dictionary: its content is a table of its own
+    except TypeError:  # e.g. a dictionary, whose content has a table of its own
         return type(value)
     if isinstance(value, Tensor):
-        # The address shows `tensor.data = other`, which keeps the object.
+        # With its address, because `tensor.data = other` does not change the object.
         return _Trace(reference, value.data_ptr() if can_be_kept(value) else None)
     if is_array(value) and value.nbytes <= SMALL_BYTES and not value.dtype.hasobject:
         return _Trace(reference, zlib.crc32(value.tobytes()))
@@ -92,7 +92,7 @@ def _trace(value: Any, depth: int = 0) -> Any:
 
 def _same(was: Any, now: Any) -> bool:
     if isinstance(was, _Trace) and isinstance(now, _Trace):
-        # A dead reference is None on both sides, hence `is not None`.
+        # `is not None`, because two dead references would be equal.
         return was.reference() is now.reference() is not None and was.content == now.content
     if isinstance(was, tuple) and isinstance(now, tuple) and len(was) == len(now):
         return all(map(_same, was, now))

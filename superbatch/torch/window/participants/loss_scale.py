@@ -1,4 +1,4 @@
-"""Participant for the scale of a `torch.amp.GradScaler`, which stays the same during a window."""
+"""Participant for the scale of a `torch.amp.GradScaler`, which must not change during a window."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class LossScale:
 
     Args:
         scaler: a `torch.amp.GradScaler` that is enabled.
-        device: of the losses.
-        scaled_by_host: the backward of somebody else scales each loss.
+        device: device of the losses.
+        scaled_by_host: the user's ``backward=`` scales each loss itself.
         unscaled: the window unscales its gradient at its end.
 
     Attributes:
-        value: the scale since `begin`; None before.
+        value: the scale at `begin`; None before.
     """
 
     def __init__(
@@ -34,48 +34,46 @@ class LossScale:
         self.value: float | None = None
 
     def begin(self) -> None:
-        """Make the scale, as the first loss of a scaler does.
+        """Read the scale, and make the scaler create its scale tensor.
 
-        A window may have no loss that makes it: without weight on this rank, or resumed after a restart.
+        GradScaler creates the tensor in its first scale(loss). A window may have no loss: its weight on this
+        rank may be 0, or it was resumed after the last backward.
         """
-        # GradScaler makes its scale tensor lazily in scale(); get_scale() before that is only the initial
-        # value.
         self._scaler.scale(torch.zeros((), device=self._device))
         self.value = self._scaler.get_scale()
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return a loss times the scale."""
-        # accelerator.backward scales the loss itself; scaling here too would square the scale.
+        # accelerator.backward scales the loss itself, and scaling it here too would square the scale.
         return loss if self._scaled_by_host else self._scaler.scale(loss)
 
     def require(self) -> None:
-        """Check that all losses of the window were scaled alike.
+        """Check that all losses of the window had the same scale.
 
         Raises:
-            WindowError: the scaler was updated meanwhile, in another window.
+            WindowError: the scaler was updated during the window, e.g. by another window.
         """
-        # A second window that updated the scaler meanwhile mixes two scales in one sum.
         if self._scaler.get_scale() != self.value:
             raise WindowError(
-                f"The GradScaler's scale went from {self.value} to {self._scaler.get_scale()} inside the "
-                "window, so its sum mixes scales. Use one GradScaler per Accumulator."
+                f"The GradScaler's scale changed from {self.value} to {self._scaler.get_scale()} inside the "
+                "window, so its sum mixes two scales. Use one GradScaler per Accumulator."
             )
 
     @no_savepoint
     def savepoint(self) -> None:
-        """No-op: the scale stays."""
+        """No-op: the scale does not change."""
 
     def rollback(self) -> bool:
-        """No-op: the scale stays."""
+        """No-op: the scale does not change."""
         return True
 
     def restart(self) -> None:
-        """No-op: the scale stays."""
+        """No-op: the scale does not change."""
 
     def restore(self) -> None:
-        """Let a scaler whose window failed after unscaling unscale the next one; its scale stays."""
-        # A scaler that has scaled nothing has no scale yet, and would refuse.
-        # update() with a number keeps the scale and clears the flag "already unscaled".
+        """Make the scaler ready to unscale again if the window failed after unscaling; keep the scale."""
+        # update() with a number keeps the scale and clears the flag "already unscaled". It raises for a
+        # scaler that has not scaled anything.
         if self._unscaled and getattr(self._scaler, "_growth_tracker", 0) is not None:
             self._scaler.update(self._scaler.get_scale())
 
@@ -87,27 +85,26 @@ class LossScale:
         return {"scale": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that losses are scaled like those in the saved sums.
+        """Check that the scale is that of the saved sums.
 
         Raises:
-            WindowError: they are not.
+            WindowError: it is not.
         """
         require_scale(self.value, state)
 
 
 def require_scale(value: float | None, state: Mapping[str, Any]) -> None:
-    """Check that losses are scaled like those in the saved sums.
+    """Check that the scale is that of the saved sums.
 
     Args:
-        value: the scale now; None: losses are not scaled.
-        state: of a saved window.
+        value: the present scale; None: losses are not scaled.
+        state: state of a saved window.
 
     Raises:
-        WindowError: they are not.
+        WindowError: it is not.
     """
-    # None equals None: neither window had a scaler.
     if state["scale"] != value:
         raise WindowError(
-            f"The GradScaler's scale is {value}, but the saved sums were scaled by {state['scale']}."
-            " Load the scaler's state of the same moment before you resume the window."
+            f"The GradScaler's scale is {value}, but the scale of the saved sums is {state['scale']}. Load "
+            "the scaler's state of the same moment before you resume the window."
         )

@@ -1,4 +1,4 @@
-"""Sum a window's gradient straight into the momentum buffer of SGD."""
+"""Gradient sum in the momentum buffer of SGD."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .gradient_sum import (
 
 
 class MomentumGradientSum:
-    """Sum straight into SGD's momentum buffer: no gradient buffer at all.
+    """Sum in SGD's momentum buffer, without a buffer for gradients.
 
     With momentum ``mu``, weight decay ``d`` and the normalised gradient ``g``, SGD computes ``v = mu v + d p
-    + g`` and ``p = p - lr v``; ``v`` is linear in ``g``, so the sum over micro-batches can be taken in it
-    (exact). A copy of the buffer on the host restores it if the window fails.
+    + g`` and ``p = p - lr v``. ``v`` is linear in ``g``, so adding micro-batches to ``v`` is exact. If the
+    window fails, the buffer is restored from a copy on the host.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class MomentumGradientSum:
     ) -> None:
         self._owned = owned
         self.inputs = [entry.parameter for entry in owned] if only_owned else None
-        # The live state: SGD.step would read the same buffers.
+        # The optimizer's own state, whose buffers SGD.step reads too.
         self._state: dict[Any, dict[str, Any]] = optimizer.state
         self._before: dict[str, Tensor | None] = {}
         self._moved: list[Tensor] = []
@@ -43,8 +43,8 @@ class MomentumGradientSum:
         self._added = False  # since the savepoint
 
     def begin(self) -> None:
-        """Start a window: no gradient of it exists yet."""
-        # A gradient of an earlier loop would raise in `require_none` at the first backward.
+        """Clear all gradients and copies."""
+        # Otherwise a gradient of an earlier loop would raise in `require_none` at the first backward.
         clear(self._owned)
         self._before.clear()
         self.savepoint()
@@ -61,56 +61,54 @@ class MomentumGradientSum:
             self._inside = False
 
     def savepoint(self) -> None:
-        """Remember the sums as those before a micro-batch; nothing is copied."""
+        """Mark the sums as those before a micro-batch, without a copy."""
         self._added = False
 
     def rollback(self) -> bool:
-        """Restore the sums of the savepoint; False if that is impossible, and the window must restart."""
-        # The buffer holds part of the micro-batch; the window must restore it from the host copy.
+        """Restore the sums of the savepoint; return False if a gradient was added: the window restarts."""
+        # An added gradient cannot be removed from the buffer without rounding.
         if self._added:
             return False
         clear(self._owned)
         return True
 
     def close(self) -> list[Tensor | None]:
-        """End the sums and return them, one per owned parameter."""
+        """Return None for each owned parameter, because the momentum buffers are the sums."""
         remove(self._hooks)
         return [None] * len(self._owned)
 
     def zeros(self, index: int) -> Tensor:
-        """Return a gradient of zeros."""
+        """Raise: momentum buffers are never summed over ranks."""
         raise NotImplementedError("momentum buffers are not summed over ranks")
 
     def attach(self, gradients: list[Tensor | None]) -> None:
-        """Hand the normalised gradients to the optimizer: there are none."""
+        """No-op: there are no gradients."""
 
     def sums(self) -> list[Tensor | None]:
-        """Return the momentum buffers that the window touched, in place of gradients."""
+        """Return the momentum buffers that the window has changed, in place of gradients."""
         return [
             self._state[entry.target]["momentum_buffer"] if entry.name in self._before else None
             for entry in self._owned
         ]
 
     def apply(self) -> None:
-        """Move the parameters: ``p -= lr v`` for each that had a gradient; a second call continues."""
+        """Update each parameter that had a gradient, ``p -= lr v``; a second call continues the first."""
         touched = self._touched()
         with torch.no_grad():
-            # One entry is added per moved parameter: after an interrupt, a second call skips those.
+            # `_moved` counts the updated parameters, which a second call after an interrupt skips.
             while len(self._moved) < len(touched):
                 entry = touched[len(self._moved)]
                 buffer, rate = self._state[entry.target]["momentum_buffer"], float(entry.group["lr"])
                 self._moved.append(entry.target.add_(buffer, alpha=-rate))
 
     def restore(self) -> None:
-        # Hooks first: a late backward must not add to restored buffers.
-        """Forget the window: everything is as before it."""
+        """Restore the momentum buffers, clear all gradients, and remove the hooks."""
+        # Hooks first, so that a later backward does not add to restored buffers.
         remove(self._hooks)
         with torch.no_grad():
             for entry in self._touched():
                 before = self._before[entry.name]
-                if before is None:  # there may be no buffer yet: for lack of memory
-                    # SGD makes a missing buffer itself: a zero buffer left here would change nothing, a
-                    # partial sum would.
+                if before is None:  # pop's default, because making the buffer may have run out of memory
                     self._state.pop(entry.target, None)
                 else:
                     self._state[entry.target]["momentum_buffer"].copy_(before)
@@ -118,17 +116,17 @@ class MomentumGradientSum:
         clear(self._owned)
 
     def restart(self) -> None:
-        """Restore, and begin again."""
+        """Call `restore`, then `begin`."""
         self.restore()
         self.begin()
 
     def commit(self) -> None:
-        """Forget the copies; the update rule frees the gradients."""
+        """Free the copies."""
         self._before.clear()
         self._moved.clear()
 
     def describe(self) -> str:
-        """Return the kind and dtype of the sum: a window resumes only into the same."""
+        """Return the kind of the sum; a saved window resumes only into an equal one."""
         return "momentum"
 
     def state_dict(self) -> dict[str, Any]:
@@ -149,23 +147,23 @@ class MomentumGradientSum:
         return [entry for entry in self._owned if entry.name in self._before]
 
     def _add(self, entry: ManagedParameter) -> None:
-        self._added = True  # first: the gradient is taken away before it is in the sum
+        self._added = True  # first, because the gradient leaves .grad before it is in the sum
         gradient = take_gradient(entry, inside=self._inside)
         if entry.name not in self._before:
             self._start(entry)
-        # With maximize=True SGD negates the gradient before it enters the momentum.
+        # With maximize=True SGD negates the gradient first.
         sign = -1.0 if entry.group["maximize"] else 1.0
         self._state[entry.target]["momentum_buffer"].add_(gradient, alpha=sign * self._factor)
 
     def _start(self, entry: ManagedParameter) -> None:
-        """Make the buffer what SGD would have before the gradient is added: ``mu v + d p``."""
+        """Set the buffer to ``mu v + d p``, to which gradients are then added."""
         group, target = entry.group, entry.target
         buffer = self._state.get(target, {}).get("momentum_buffer")
-        # On the host: a copy on the device would cost what summing in the momentum saves.
+        # On the host, because a copy on the device would take the memory that this sum saves.
         self._before[entry.name] = None if buffer is None else buffer.to("cpu", copy=True)
         if buffer is None:
             buffer = torch.zeros_like(target, memory_format=torch.preserve_format, requires_grad=False)
-            # SGD's first step sets v = g + d p, which zeros plus the terms below give exactly.
+            # SGD's first step sets v = g + d p, which is zero plus the terms below.
             self._state.setdefault(target, {})["momentum_buffer"] = buffer
         else:
             buffer.mul_(group["momentum"])

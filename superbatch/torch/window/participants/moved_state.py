@@ -1,13 +1,13 @@
-"""State that a forward moves beside parameters with a gradient, restored where a window is discarded.
+"""State that a forward changes beside parameters with a gradient, restored if a window is discarded.
 
-Buffers of all modules, frozen parameters (the teacher of a moving average), tensors and numbers in plain
-attributes, containers and objects, and what the loss function closes over (see `reached`).
+This state is in buffers of all modules, frozen parameters (the teacher of a moving average), tensors and
+numbers in plain attributes, containers and objects, and the closure of the loss function (see `reached`).
 
-What it costs follows from what is seen to move:
+The cost depends on the state that has changed so far:
 
-* windows 1, 4, 16, 64, ... record every binding, small tensors, and a few values of large ones;
-* the others copy only what was seen to move, and record the version counters of other tensors;
-* the first-window check copies a large tensor when an operation is about to write it.
+* Windows 1, 4, 16, 64, ... inspect everything: all bindings, small tensors, and a few values of large ones.
+* The other windows copy only state that has changed before, and read the version counters of other tensors.
+* The first-window check copies a large tensor when an operation is about to write to it.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from .replacing import replace_in
 from .snapshot import generator_moved, generator_restorer
 from .watched import Counters, Watched
 
-MOST_BYTES = 1 << 26  # of copies of tensors that were never seen to move
-MOST_ADDED_UP = 1 << 28  # bytes that are read: a write by `.data` or NumPy moves no version counter
+MOST_BYTES = 1 << 26  # of copies of tensors that have never changed
+MOST_ADDED_UP = 1 << 28  # bytes that are summed, because a write by `.data` or NumPy has no version
 _NONE = Counters()
 
 
 class MovedState:
-    """Keeper of the state that a forward may move: ``begin()``, then ``commit()`` or ``restore()``.
+    """Keeper of the state that a forward may change: ``begin()``, then ``commit()`` or ``restore()``.
 
     Args:
-        models: that are trained.
+        models: the models that are trained.
         functions: the loss function, or nothing.
 
     Examples:
@@ -82,26 +82,26 @@ class MovedState:
         self._forget()
 
     def twin(self) -> MovedState:
-        """Return another keeper of the same state: for one micro-batch, or for a check in an open window."""
+        """Return another keeper of the same state, for one micro-batch or for a check in an open window."""
         return MovedState(self._models, self._functions, known=self._known, names=self._names, original=self)
 
     def replace_tensors(self, kind: type[Tensor], make: Callable[[Tensor], Tensor]) -> None:
-        """Replace tensors of a kind wherever state is bound: those of a virtual batch, by real ones."""
+        """Replace tensors of a class in all bindings, e.g. those of a virtual batch by real ones."""
         replace_in(reach(self._models, self._functions), self._bound.by_place(), kind, make)
 
     # -- a window ------------------------------------------------------------------------------------------
 
     def begin(self, *, check: bool = False) -> None:
-        """Note what there is; forgets what was taken before, also where memory runs out.
+        """Record the state, and forget earlier records first.
 
         Args:
-            check: the first-window check begins, inside of `watching`: large tensors are copied when they
-                are written, trained parameters too.
+            check: the first-window check begins, inside of `watching`: large tensors, and trained parameters
+                too, are copied when they are written.
         """
         if self._noted:
             self._forget()
         self._noted = True
-        if check and self._original is not None:  # the check's restored writes are subtracted at its end
+        if check and self._original is not None:  # `pass_over` removes the check's writes at its end
             self._passed = self._original.counters()
         if check or self._known.windows + 1 == self._known.next_look:
             self._look(check=check)
@@ -111,13 +111,13 @@ class MovedState:
             self._buffers.take()
 
     def commit(self) -> None:
-        """Drop the copies at the end of a window, and note what it has moved."""
+        """Free the copies at the end of a window, and learn which state it has changed."""
         if self._looked:
             self._learn()
             found = reach(self._models, self._functions)
             self._known.last_look = LastLook(found.tables)
             self._known.begin_look = BeginLook(found, self._known.bindings)
-            self._known.next_look = 4 * (self._known.windows + 1)  # 1, 4, 16, 64: a look costs milliseconds
+            self._known.next_look = 4 * (self._known.windows + 1)
         elif self._counters is not _NONE:
             self._learn_watched()
         self._known.windows += 1
@@ -126,7 +126,7 @@ class MovedState:
         self._forget()
 
     def restore(self, *, discarded: bool = True) -> None:
-        """Restore everything as it was at `begin`, identities included; `discarded`: warn of the rest."""
+        """Restore the state at `begin`, identities included; if `discarded`, warn of state without a copy."""
         lost = self.lost()
         self._recall()
         self._learn_of(kept for kept in self._tensors.values() if kept.is_lost())
@@ -145,28 +145,28 @@ class MovedState:
             warn_of_unsure(self.not_said(unsure))
 
     def _recall(self) -> None:
-        """Note what was bound as the window began, and learn what it has bound anew."""
+        """Record the bindings at the beginning of the window, and learn which of them it has changed."""
         recalled, self._at_begin = self._at_begin, []
         if recalled:
             self._bound.recall((one.table, one.unwritten()) for one in recalled)
             self._learn_bound()
 
     def lost(self) -> list[str]:
-        """Return names of the state that has moved since `begin` and was not copied: `restore` leaves it."""
+        """Return names of state that has changed since `begin` and cannot be restored without a copy."""
         written = [self._known.watched.name_of(tensor) for tensor in self._counters.written()]
         kept = [kept.name for kept in self._tensors.values() if kept.is_lost()]
         return kept + written + [self._name_of(*one) for one in self._buffers.lost()]
 
     def unseen(self) -> list[str]:
-        """Return names of tensors that are too large for a write through ``.data`` to be seen."""
+        """Return names of tensors so large that a write through ``.data`` cannot be detected."""
         return [kept.name for kept in self._tensors.values() if kept.is_unseen()]
 
     def unsure(self) -> list[str]:
-        """Return names of state that is not as at the last look: moved since, or by the loop before."""
+        """Return names of state that differs from the last inspection, changed here or by other code."""
         return list(dict.fromkeys(table.name_of(key) for table, key, _ in self._unlike()))
 
     def _unlike(self) -> list[tuple[Table, Any, Any]]:
-        if self._looked:  # all is noted
+        if self._looked:  # this window has inspected everything itself
             return []
         tables = reach(self._models, self._functions).tables
         unlike = self._known.last_look.unlike(tables, self._bound)
@@ -193,11 +193,11 @@ class MovedState:
     # -- the first-window check ----------------------------------------------------------------------------
 
     def watching(self) -> Writes:
-        """Return a context in which tensors are copied when an operation is about to write them."""
+        """Return a context in which tensors are copied when an operation is about to write to them."""
         return Writes(self._tensors.values)
 
     def moving(self) -> list[Moving]:
-        """Return what differs from `begin`."""
+        """Return the state that differs from `begin`."""
         found = [Moving(self._name_of(module, name), sure=True) for module, name in self._buffers.moved()]
         moved = [kept for kept in self._tensors.values() if kept.moved()]
         found += [Moving(kept.name, sure=not kept.trained and kept.array is None) for kept in moved]
@@ -208,38 +208,38 @@ class MovedState:
         return list(dict.fromkeys(found))
 
     def contents(self) -> dict[str, Any]:
-        """Return copies of what bindings and tensors hold now, by name."""
+        """Return copies of the present content of changed bindings and tensors, by name."""
         found = {kept.name: kept.content() for kept in self._tensors.values() if kept.moved()}
         return found | {
             table.name_of(key): copied(value) for table, key, _, value in self._bound.rebound(loose=True)
         }
 
     def not_said(self, names: Iterable[str]) -> list[str]:
-        """Return the names that were not given to this method before, those of metrics left out."""
+        """Return the names that were not passed to this method before, without those of metrics."""
         metrics = tuple(f"{name}." for module, name in self._names.items() if is_metric(module))
         return self._known.not_said(name for name in names if not name.startswith(metrics))
 
     def learn(self) -> None:
-        """Note what the check has seen to move; the rest need not be copied in the first window."""
+        """Learn the state that the check has changed; other state need not be copied in the first window."""
         self._learn()
         self._known.checked = True
 
     def end_check(self) -> None:
-        """Restore everything as before the check, and drop the copies."""
+        """Restore the state before the check, and free the copies."""
         try:
             self.restore()
-        finally:  # also after a failed restore: the copies hold memory
+        finally:  # also after a failed restore, because the copies take memory
             self._forget()
             if self._original is not None:
                 self._original.pass_over(self._passed)
 
     def counters(self) -> list[int]:
-        """Return the version counters of all that is compared by them."""
+        """Return the version counters of all tensors that are compared by them."""
         kept = [version(kept.tensor) for kept in self._tensors.values()]
         return [*self._counters.read(), *kept, *self._buffers.counters()]
 
     def pass_over(self, before: list[int]) -> None:
-        """Count what was written since `counters` returned `before` as not written: a check restored it."""
+        """Ignore writes since `counters` returned `before`, because a check made them and restored all."""
         watched, kept = len(self._counters.read()), len(self._tensors)
         self._counters.pass_over(before[:watched])
         self._buffers.pass_over(before[watched + kept :])
@@ -249,7 +249,7 @@ class MovedState:
     # -- a window that is saved ----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `restore` would restore, by name: tensors and plain containers."""
+        """Return the state that `restore` would restore, by name, as tensors and plain containers."""
         self._recall()
         return {
             "buffers": self._buffers.state(),
@@ -266,17 +266,17 @@ class MovedState:
         }
 
     def _as_taken(self, value: Any) -> Any:
-        """Return a copy of what was bound, with the content that its tensors had at `begin`."""
+        """Return a copy of a bound value, with the content that its tensors had at `begin`."""
         if isinstance(value, tuple):
             return tuple(map(self._as_taken, value))
-        kept = self._tensors.get(id(value))  # by its content as the window began, not as it is now
+        kept = self._tensors.get(id(value))  # has the content at `begin`, if it was copied
         return copied(value if kept is None or kept.copy is None else kept.copy)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let `restore` restore what `state_dict` returned; after `begin`."""
+        """Make `restore` restore a state of `state_dict`; call it after `begin`."""
         self._buffers.load_state(state["buffers"])
         moved, rebound = state["tensors"], state["bindings"]
-        if not moved and not rebound:  # saves the search over all modules
+        if not moved and not rebound:  # avoids the search over all modules
             return
         by_name = {kept.name: kept for kept in self._tensors.values()}
         for table in reach(self._models, self._functions).tables:
@@ -293,7 +293,7 @@ class MovedState:
 
     def _forget(self) -> None:
         self._noted = self._looked = False
-        if self._bound.used:  # no new object where nothing was noted
+        if self._bound.used:  # an unused object can be kept
             self._bound = BoundNames()
         self._at_begin: list[Noted] = []
         self._tensors: dict[int, KeptTensor] = {}
@@ -301,13 +301,13 @@ class MovedState:
         self._counters = _NONE
 
     def _look(self, *, check: bool) -> None:
-        """Note everything that can be reached; large tensors that come later may be results: not watched."""
+        """Inspect everything that can be reached, and record it."""
         known, found = self._known, reach(self._models, self._functions)
         self._looked = True
         self._names = found.names
         self._buffers.add(self._names)
         in_buffers = self._buffers.covers()
-        first = not known.windows  # a large tensor that comes later may be a result
+        first = not known.windows  # a large tensor that appears later may be a result, and is not watched
         for table in found.tables:
             for key, value in self._bound.note(table, first=first).items():
                 for name, one in tensors_of(table.name_of(key), value):
@@ -319,7 +319,7 @@ class MovedState:
                 if not isinstance(value, Tensor) and (restore := generator_restorer(value)) is not None:
                     self._generators.append((value, restore))
         new = ((table, dict.fromkeys(table.read(), UNHELD)) for table in found.buffer_tables(inside=True))
-        self._bound.recall(new)  # buffers that the window registers; the others have a keeper of their own
+        self._bound.recall(new)  # finds buffers that the window registers; BufferKeeper has the others
         known.generators = [value for value, _ in self._generators]
         self._copy(check=check)
         known.watched = Watched(
@@ -327,22 +327,22 @@ class MovedState:
                 identity: (weakref.ref(kept.tensor), kept.name, kept.loose)
                 for identity, kept in self._tensors.items()
                 if not (kept.trained or identity in known.tensors or kept.tensor.is_inference())
-                and kept.array is None  # each has another comparison
+                and kept.array is None  # a NumPy array has no version counter
                 and (first or kept.frozen or kept.alias.nbytes <= SMALL_BYTES)
             }
         )
 
     def _copy(self, *, check: bool) -> None:
-        """Copy tensors that were seen to move, and small ones; of others note some values.
+        """Copy small tensors and those that have changed before, and record some values of others.
 
-        Frozen parameters are copied in a first window that was not checked alone, up to the size of the
-        trained ones: so large are the teachers of moving averages.
+        Frozen parameters are copied only in a first window without a check, up to the size of the trained
+        parameters, because the teacher of a moving average is as large as its student.
         """
         known = self._known
         unknown = not (known.windows or known.checked or check)
         trained = (p for model in self._models for p in model.parameters() if p.requires_grad)
         left = {True: max(SMALL_BYTES, sum(p.nbytes for p in trained)) if unknown else 0, False: MOST_BYTES}
-        read = MOST_ADDED_UP  # sorted: small ones first, so that more of them fit
+        read = MOST_ADDED_UP  # small tensors come first, so that more of them fit
         for kept in sorted(self._tensors.values(), key=lambda kept: kept.alias.nbytes):
             size = kept.alias.nbytes
             if id(kept.holder) in known.tensors:
@@ -359,7 +359,7 @@ class MovedState:
                     kept.add_up()
 
     def _take_known(self) -> None:
-        """Note what was seen to move."""
+        """Record the state that has changed in earlier windows."""
         known = self._known
         for table, state in known.bindings.values():
             self._bound.note(table, first=state)
@@ -376,7 +376,7 @@ class MovedState:
             self._counters = Counters(known.watched)
 
     def _learn(self) -> None:
-        """Note what has moved since `begin`, to copy it from now on."""
+        """Learn the state that has changed since `begin`, to copy it from now on."""
         self._learn_bound()
         self._learn_of(kept for kept in self._tensors.values() if kept.moved())
 
@@ -396,5 +396,5 @@ class MovedState:
         return f"{self._names.get(module, '')}.{buffer}".lstrip(".")
 
     def _loose_state_moved(self) -> bool:
-        """Return whether a tensor or float that the loss function reaches outside of modules has moved."""
+        """Return whether a tensor or float outside of modules, which the loss function uses, has changed."""
         return self._bound.any_loose() or any(kept.loose and kept.moved() for kept in self._tensors.values())

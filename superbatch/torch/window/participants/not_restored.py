@@ -1,4 +1,4 @@
-"""Warnings of state that a discarded window may have moved and that was not restored."""
+"""Warnings of state that a discarded window may have changed and that was not restored."""
 
 from __future__ import annotations
 
@@ -12,28 +12,27 @@ from .reached import Table
 
 
 def warn_of_lost(names: Sequence[str]) -> None:
-    """Warn of state that the window has moved for the first time.
+    """Warn of state that the window has changed for the first time.
 
     Args:
-        names: of the state; none is no warning.
+        names: names of the state; without names there is no warning.
 
     Examples:
         >>> warn_of_lost([])
     """
-    # Cannot be restored, since its old content exists nowhere: the user has to load it.
     if names:
         warn(
-            f"the state {_listed(names)} moved for the first time in a window that was discarded, and "
-            "was not restored: it had not been copied. Load it again, as from a checkpoint."
+            f"A window was discarded, but the state {_listed(names)} was not restored: it changed for the "
+            "first time, and there is no copy. Load it again, for example from a checkpoint."
         )
 
 
 def may_be_state(unlike: Iterable[tuple[Table, Any, Any]], restored: Collection[str]) -> list[str]:
-    """Return names of what may be state and is in nothing that was restored.
+    """Return names of bindings that may be state and were not restored.
 
     Args:
-        unlike: the last look: table, key, what is bound. Functions are no state.
-        restored: names of bindings.
+        unlike: bindings that differ from the last inspection: table, key, value. Functions are not state.
+        restored: names of bindings that were restored.
 
     Examples:
         >>> may_be_state([(Table("model", {}, own=True), "forward", print)], [])
@@ -44,32 +43,30 @@ def may_be_state(unlike: Iterable[tuple[Table, Any, Any]], restored: Collection[
         for table, key, value in unlike
         if (isinstance(value, nn.Module) or not callable(value)) and not _is_trained(value)
     ]
-    # "bank" was restored, and with it "bank.queue" and "bank[0]".
+    # If "bank" was restored, so were "bank.queue" and "bank[0]".
     inside = tuple(name + end for name in restored for end in ".[")
     return [name for name in dict.fromkeys(found) if name not in restored and not name.startswith(inside)]
 
 
 def _is_trained(value: Any) -> bool:
-    """Return whether a value is a tensor that an optimizer may move, e.g. the master of a parameter."""
-    # Optimizers move it between windows.
+    """Return whether a value is a tensor that an optimizer may change, e.g. the master of a parameter."""
     return isinstance(value, Tensor) and value.requires_grad
 
 
 def warn_of_unsure(names: Sequence[str]) -> None:
-    """Warn of names that the window, or the loop before it, has bound to something else.
+    """Warn of bindings that the window, or the user's loop before it, has changed.
 
     Args:
-        names: that are not as at the last look; none is no warning.
+        names: bindings that differ from the last inspection; without names there is no warning.
 
     Examples:
         >>> warn_of_unsure([])
     """
-    # Restored from the next window on: the names are learned now.
     if names:
         warn(
-            f"a window was discarded that has changed {_listed(names)} for the first time, unless the loop "
-            "changed that before it, and it was not restored. Load it again, as from a checkpoint; from the "
-            "next window on it is restored."
+            f"A window was discarded, but {_listed(names)} was not restored: the window has changed it for "
+            "the first time, unless your loop did so before. Load it again, for example from a checkpoint; "
+            "from the next window on it is restored."
         )
 
 

@@ -1,4 +1,4 @@
-"""The ordinary place to sum a window's gradient: ``.grad``."""
+"""Gradient sum in ``.grad``, the ordinary kind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .gradient_sum import (
 
 
 class ParameterGradientSum:
-    """Sum in ``.grad`` by autograd itself: no memory and no pass beyond plain PyTorch's."""
+    """Sum in ``.grad`` by autograd itself, without more memory or work than plain PyTorch."""
 
     def __init__(
         self,
@@ -38,16 +38,15 @@ class ParameterGradientSum:
         self._owned, self._run = owned, run
         self._sync = Local() if sync is None else sync
         self._whole = whole
-        # but
-        # Restricting a backward to some leaves keeps the gradients of other optimizers' parameters as they
-        # reentrant checkpoints refuse it: done only where such parameters exist.
+        # A restricted backward leaves the gradients of other optimizers' parameters unchanged. It is used
+        # only if there are such parameters, because reentrant checkpoints do not allow it.
         self.inputs = [entry.parameter for entry in owned] if only_owned else None
         self._factors: dict[tuple[Any, ...], Tensor] = {}
-        self.yet = 1.0  # factor that the sums have yet to be multiplied by; saved with the window
+        self.yet = 1.0  # factor by which the sums must still be multiplied; saved with the window
         self._marks = GradientVersions(owned)
 
     def begin(self) -> None:
-        """Start a window: no gradient of it exists yet."""
+        """Clear all gradients."""
         clear(self._owned)
         self._factors.clear()
         self.yet = 1.0
@@ -55,13 +54,12 @@ class ParameterGradientSum:
 
     def backward(self, loss: Tensor, factor: float, *, retain_graph: bool = False) -> None:
         """Add ``factor * d loss / d parameters``."""
-        # Before the backward: afterwards a foreign change would be inside the sum and could not be told
-        # apart.
+        # Before the backward, because afterwards a foreign change could not be distinguished.
         self._marks.require()
-        # The sums are multiplied by `yet` at the end, so this term is divided by it now.
+        # Divided by `yet` now, because the sums are multiplied by `yet` at the end.
         factor = factor / self.yet
-        # Passed as the gradient of the loss, the factor costs no multiplication in the graph.
-        # One tensor per factor: full windows have one or two factors (the last micro-batch may be smaller).
+        # As the gradient of the loss, the factor costs no multiplication in the graph. Its tensor is reused:
+        # a window has one or two factors, because only the last micro-batch may be smaller.
         key = (factor, loss.dtype, loss.device, loss.shape)
         gradient = self._factors.get(key)
         if gradient is None:
@@ -72,18 +70,18 @@ class ParameterGradientSum:
     def backward_rounded(self, loss: Tensor, factor: float, *, retain_graph: bool = False) -> None:
         """Add ``factor * d loss / d parameters`` of a loss in bfloat16 or float16.
 
-        Its gradient has its dtype, in which a factor such as 1/3 is wrong by 0.2 %. So the backward gets a
-        power of two, and what is left of the factor, between 1/2 and 1, is applied to the sums: where the
-        next factor leaves something else, and at the end.
+        The gradient of such a loss has its dtype, in which a factor such as 1/3 has an error of 0.2 %. So the
+        factor is split into a power of two, which the backward gets, and a rest between 1/2 and 1. The sums
+        are multiplied by the rest when a factor with another rest comes, and at the end.
         """
         rest, exponent = math.frexp(factor)
         self._marks.require()
         if rest != self.yet:
             present = [gradient for gradient in self._marks.gradients if gradient is not None]
             for gradient in present:
-                # In place, so that a view of .grad (a flat buffer) holds the sum as well.
+                # In place, because .grad may be a view of a flat buffer.
                 gradient.mul_(self.yet / rest)
-            # FSDP2 holds gradients that were not reduced beside the shards; they take the same factor.
+            # FSDP2 keeps unreduced gradients beside the shards, which need the same factor.
             self._sync.scale(self.yet / rest)
             self.yet = rest
             if present:
@@ -91,20 +89,20 @@ class ParameterGradientSum:
         self.backward(loss, math.ldexp(rest, exponent), retain_graph=retain_graph)
 
     def took(self, of_loss: Tensor | None = None) -> None:
-        """Take the gradients that are in ``.grad`` now as the window's own, apart from that of the loss."""
+        """Record the present gradients as the window's own; none may share memory with that of the loss."""
         if not self._marks.set():
             return
-        # A clone has a new identity and version, so what was noted no longer describes .grad.
+        # A clone is another tensor, so its version is recorded again.
         if unshare(self._marks.parameters, of_loss):
             self._marks.forget()
             self._marks.set()
 
     def savepoint(self) -> None:
-        """Remember the sums as those before a micro-batch; nothing is copied."""
+        """Mark the sums as those before a micro-batch, without a copy."""
         self._marks.savepoint()
 
     def rollback(self) -> bool:
-        """Restore the sums of the savepoint; False if that is impossible, and the window must restart."""
+        """Restore the sums of the savepoint; return False if that is impossible, and the window restarts."""
         return self._marks.rollback()
 
     def sums(self) -> list[Tensor | None]:
@@ -112,10 +110,9 @@ class ParameterGradientSum:
         return self._marks.gradients
 
     def close(self) -> list[Tensor | None]:
-        """End the sums and return them, one per owned parameter."""
+        """Return the sums, one per owned parameter, and keep none of them here."""
         self._marks.require()
         gradients = self._marks.gradients
-        # After the last micro-batch: one multiplication in place of one for each.
         if self.yet != 1.0:
             for gradient in gradients:
                 if gradient is not None:
@@ -130,16 +127,16 @@ class ParameterGradientSum:
         return torch.zeros_like(self._owned[index].parameter, requires_grad=False)
 
     def attach(self, gradients: list[Tensor | None]) -> None:
-        """Hand the normalised gradients to the optimizer."""
+        """Make the normalised gradients the ``.grad`` that the optimizer reads."""
         attach(self._owned, gradients)
 
     def restore(self) -> None:
-        """Forget the window: everything is as before it."""
+        """Clear all gradients."""
         self._marks.clear()
         clear(self._owned)
 
     def restart(self) -> None:
-        """Restore, and begin again."""
+        """Call `restore`, then `begin`."""
         self.restore()
         self.begin()
 
@@ -147,12 +144,12 @@ class ParameterGradientSum:
         """No-op: the update rule frees the gradients."""
 
     def describe(self) -> str:
-        """Return the kind and dtype of the sum: a window resumes only into the same."""
+        """Return the kind and dtype of the sum; a saved window resumes only into an equal one."""
         return ".grad of the whole batch" if self._whole else ".grad"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums so far."""
-        # FSDP2 reduces first: what waits beside the shards would be missing in the saved sums.
+        # FSDP2 reduces first, so that gradients beside the shards are in the saved sums.
         self._sync.flush()
         self._marks.set()
         gradients = {
@@ -169,7 +166,7 @@ class ParameterGradientSum:
             gradient = state["gradients"].get(entry.name)
             if gradient is None:
                 entry.parameter.grad = None
-            # A DTensor's saved sum is the shard of this rank; any other parameter is its own local part.
+            # An ordinary parameter; the saved sum of a DTensor is this rank's shard.
             elif local_part(entry.parameter) is entry.parameter:
                 entry.parameter.grad = gradient.to(entry.parameter.device, copy=True)
             else:
@@ -180,47 +177,47 @@ class ParameterGradientSum:
 
 
 class GradientVersions:
-    """The gradients of parameters as the window's own backward left them.
+    """Gradients of parameters and their versions after the window's last backward.
 
     Args:
         owned: the parameters.
 
     Attributes:
-        parameters: whose gradients they are.
+        parameters: the parameters, in the order of `owned`.
     """
 
     def __init__(self, owned: list[ManagedParameter]) -> None:
         self.parameters = [entry.parameter for entry in owned]
         self._owned = owned
-        # Shared by all empty windows: a list of None per window would show in the overhead.
-        self._none: list[Any] = [None] * len(owned)  # never changed
+        # One list for all empty windows, because a new one for each takes measurable time. Never changed.
+        self._none: list[Any] = [None] * len(owned)
         self._gradients: list[Tensor | None] = self._none
         self._versions: list[int | None] = self._none
         self._saved = (self._gradients, self._versions)
 
     def set(self) -> bool:
-        """Note the gradients as they are now, after a backward; return whether one is there that was not."""
+        """Record the present gradients after a backward; return whether a parameter got its first one."""
         before = self._versions
         self._gradients, self._versions = [], []
         for parameter in self.parameters:
             gradient = parameter.grad
-            # Held here, a gradient's identity cannot be taken over by another tensor.
+            # Held here, so that no other tensor can reuse its id.
             self._gradients.append(gradient)
             self._versions.append(None if gradient is None else gradient._version)
-        # count() runs in C; this runs after every backward.
+        # By count(), which is fast, because this runs after every backward.
         return None in before and before.count(None) > self._versions.count(None)
 
     def savepoint(self) -> None:
-        """Remember the gradients noted last, with their versions, as those before a micro-batch."""
+        """Remember the gradients recorded last as those before a micro-batch."""
         self._saved = (self._gradients, self._versions)
 
     def rollback(self) -> bool:
-        """Restore the gradients of the savepoint; return False if one has been written to since.
+        """Restore the gradients of the savepoint; return False if one was written since the savepoint.
 
-        What was noted since does not count: a backward that came to its end may fail right afterwards.
+        Gradients recorded after the savepoint are ignored, because memory may run out after a backward.
         """
         gradients, versions = self._saved
-        # Every in-place addition moves the version.
+        # Every in-place addition increases the version.
         if _versions(gradients) != versions:
             return False
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
@@ -230,14 +227,14 @@ class GradientVersions:
 
     @property
     def gradients(self) -> list[Tensor | None]:
-        """The gradients that are noted, one for each parameter."""
+        """The recorded gradients, one for each parameter."""
         return self._gradients
 
     def require(self) -> None:
-        """Check that nobody else has changed a gradient since `set`.
+        """Check that no other code has changed a gradient since `set`.
 
         Raises:
-            WindowError: another backward went through the parameters, or something set gradients to zero.
+            WindowError: another backward or zero_grad() has changed a gradient.
         """
         noted = zip(self.parameters, self._gradients, self._versions, strict=True)
         for index, (parameter, gradient, version) in enumerate(noted):
@@ -247,15 +244,15 @@ class GradientVersions:
                 raise foreign_gradient(self._owned[index].name)
 
     def clear(self) -> None:
-        """Drop the gradients, those of the savepoint too."""
+        """Forget all recorded gradients, those of the savepoint too."""
         self._gradients, self._versions = self._none, self._none
         self._saved = (self._none, self._none)
 
     def forget(self) -> None:
-        """Drop the gradients: there is none before the next `set`."""
+        """Forget the recorded gradients, but not those of the savepoint."""
         self._gradients, self._versions = self._none, self._none
 
 
 def _versions(gradients: list[Tensor | None]) -> list[int | None]:
-    """Return the number of in-place writes of each gradient; None for one that is not there."""
+    """Return the number of in-place writes of each gradient; None for a missing one."""
     return [None if gradient is None else gradient._version for gradient in gradients]

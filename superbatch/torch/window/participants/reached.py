@@ -1,8 +1,8 @@
-"""Search for the state that a forward can reach: attributes of modules, and what a loss function closes over.
+"""Search for the state that a forward can use: attributes of modules, and the closure of a loss function.
 
-The search follows modules, plain containers, objects of the user's classes, and functions: closure cells,
-defaults, arguments of `functools.partial`, the object of a bound method, and those globals that the code of
-the function names. It returns the tables in which that state is bound, each with a name for messages.
+The search follows modules, plain containers, objects of the user's classes, and functions. Of a function it
+follows closure cells, defaults, arguments of `functools.partial`, the object of a bound method, and the
+globals that its code names. It returns tables of bindings, each with a name for messages.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from torch import Tensor, nn
 
 from superbatch.torch.module_tables import buffers_of, children_of, parameters_of
 
-# Bounds the walk over linked objects such as trees; state is seldom deeper than `self.a.b["c"][0]`.
+# Limits the search in linked objects such as trees; state is seldom deeper than `self.a.b["c"][0]`.
 DEEPEST = 4  # containers, objects and functions inside each other
 LONGEST = 4096  # entries of a container; a longer one is data, not state
 
-# What torch itself keeps in a module; everything else in its `__dict__` is the user's.
+# Attributes that torch itself sets in a module; all others in its `__dict__` are the user's.
 _INTERNAL = frozenset(nn.Module().__dict__) - {"_parameters"}
-# Attributes of a class that may be state; methods and annotations are not.
+# Types of class attributes that may be state; methods and annotations are not.
 _OF_CLASSES = (Tensor, float, list, deque)
 _FOREIGN = frozenset({"torch", "superbatch", "numpy", "builtins"}) | sys.stdlib_module_names
-# Training loops, which a module of theirs holds: they count steps and log, and no forward is in them.
+# Libraries with training loops. A module may refer to its loop, which counts steps and logs in no forward.
 _HOSTS = frozenset({"accelerate", "lightning", "lightning_fabric", "pytorch_lightning"})
 
 
 @dataclass(frozen=True)
 class Table:
-    """Bindings that code may change: of a dictionary, list, deque, class, closure, or object with slots.
+    """Bindings in a dictionary, list, deque, tuple, class, closure cell, or object with slots.
 
     Attributes:
-        name: for messages: of the module or the variable.
-        content: where the bindings are; of a tuple, none can change, but the tensors in it may be written.
-        keys: those that count; None for all of a dictionary. Of an object: its slots.
-        own: an attribute table, of a module or an object; False for a container or variables of a function.
-        loose: not reached through a module: a variable of a function, or an object that it uses.
+        name: name of the module or the variable, for messages.
+        content: the object with the bindings; a tuple's cannot change, but its tensors may be written.
+        keys: the keys that count, or the slots of an object; None: all keys of a dictionary.
+        own: True for attributes of a module or an object, False for a container or variables of a function.
+        loose: no module refers to it: a variable of the loss function, or an object that the function uses.
     """
 
     name: str
@@ -60,11 +60,11 @@ class Table:
 
     @property
     def can_be_cut(self) -> bool:
-        """Return whether it can be restricted to some keys."""
+        """True if the table can be restricted to some keys."""
         return self.keys is not None or isinstance(self.content, dict)
 
     def read(self) -> dict[Any, Any]:
-        """Return the bindings as they are now; a list is one binding, to a tuple of its entries.
+        """Return the present bindings; a list is one binding, to a tuple of its entries.
 
         Examples:
             >>> Table("queue", [1, 2]).read()
@@ -73,17 +73,16 @@ class Table:
         if isinstance(self.content, CellType):
             try:
                 return {None: self.content.cell_contents}
-            # A variable of the enclosing function that is assigned after the loss function was defined.
-            except ValueError:  # not bound yet
+            except ValueError:  # the enclosing function has not yet assigned the variable
                 return {}
         if isinstance(self.content, list | deque | tuple):
             return {None: tuple(self.content)}
         content = self.content
-        # Of a class only what may be state: methods and annotations would be a hundred bindings each.
+        # Of a class only what may be state, because it may have a hundred methods and annotations.
         if isinstance(content, type):
             return {key: value for key, value in vars(content).items() if isinstance(value, _OF_CLASSES)}
         if not isinstance(content, dict):
-            # hasattr: a slot that was never assigned raises when read.
+            # hasattr, because reading a slot that was never assigned raises.
             return {key: getattr(content, key) for key in self.keys or () if hasattr(content, key)}
         if self.keys is not None:
             return {key: content[key] for key in self.keys if key in content}
@@ -92,7 +91,7 @@ class Table:
         return {key: value for key, value in content.items() if key not in _INTERNAL}
 
     def write(self, key: Any, value: Any) -> None:
-        """Bind a key again.
+        """Bind a key to a value.
 
         Examples:
             >>> table = Table("centers", {"a": 1})
@@ -103,7 +102,7 @@ class Table:
         if isinstance(self.content, CellType):
             self.content.cell_contents = value
         elif isinstance(self.content, list | deque):
-            # In place: other names may be bound to the same list. A deque keeps its maxlen.
+            # In place, because other names may be bound to the same list. A deque keeps its maxlen.
             self.content.clear()
             self.content.extend(value)
         elif isinstance(self.content, type):
@@ -111,7 +110,7 @@ class Table:
         elif isinstance(self.content, dict):
             self.content[key] = value
         else:
-            object.__setattr__(self.content, key, value)  # also of a frozen dataclass
+            object.__setattr__(self.content, key, value)  # works for a frozen dataclass too
 
     def unbind(self, key: Any) -> None:
         """Remove a key that was not bound before.
@@ -147,13 +146,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Reached:
-    """Everything that a search has found.
+    """Result of a search.
 
     Attributes:
-        tables: where state is bound; parameters of modules among it, buffers not.
+        tables: the tables of bindings, including parameters of modules, without buffers.
         outside: modules that are in none of the models, with their names.
-        names: of all modules.
-        objects: of the user's classes that have tables.
+        names: names of all modules.
+        objects: objects of the user's classes that have tables.
     """
 
     tables: list[Table]
@@ -162,17 +161,17 @@ class Reached:
     objects: list[Any] = field(default_factory=list)
 
     def buffer_tables(self, *, inside: bool = False) -> list[Table]:
-        """Return the buffers of the modules that are in none of the models; `inside`: of all modules."""
+        """Return the buffers of modules that are in none of the models, or with `inside` of all modules."""
         modules = ((name, module) for module, name in self.names.items()) if inside else self.outside
         return [Table(name, buffers_of(module), own=True) for name, module in modules]
 
 
 def reach(models: Iterable[nn.Module], functions: Iterable[Callable[..., Any]]) -> Reached:
-    """Find the state that forwards of models and calls of functions can reach.
+    """Find the state that models and functions can use.
 
     Args:
         models: the models that are trained.
-        functions: what calls them: the loss function.
+        functions: functions that call them, such as the loss function.
 
     Examples:
         >>> model, teacher = nn.Linear(2, 1), nn.Linear(2, 1)
@@ -184,7 +183,7 @@ def reach(models: Iterable[nn.Module], functions: Iterable[Callable[..., Any]]) 
     search = _Search()
     for index, model in enumerate(models):
         search.module(f"models[{index}]" if index else "", model, inside=True)
-    # Models first, so that a teacher inside a model gets the model's name and is not `outside`.
+    # Models first, so that a teacher inside a model is not listed as `outside`.
     search.descend()
     for function in functions:
         search.waiting.append(("", function, 0, True))
@@ -193,7 +192,7 @@ def reach(models: Iterable[nn.Module], functions: Iterable[Callable[..., Any]]) 
 
 
 class _Search:
-    """A walk that enters each object once."""
+    """A search that visits each object once."""
 
     def __init__(self) -> None:
         self.tables: list[Table] = []
@@ -201,7 +200,7 @@ class _Search:
         self.names: dict[nn.Module, str] = {}
         self.objects: list[Any] = []
         self.waiting: deque[tuple[str, Any, int, bool]] = deque()
-        self._entered: dict[int, Any] = {}  # held, so that an id is not given to another object
+        self._entered: dict[int, Any] = {}  # objects are held, because the id of a freed one may be reused
 
     def descend(self) -> None:
         while self.waiting:
@@ -209,7 +208,7 @@ class _Search:
 
     def module(self, name: str, root: nn.Module, *, inside: bool = False) -> None:
         for path, module in root.named_modules():
-            # A module with two parents, or reached before, keeps its first name.
+            # A module that was visited before keeps its first name.
             if self._enter(module):
                 where = ".".join(filter(None, (name, path)))
                 self.names[module] = where
@@ -218,17 +217,20 @@ class _Search:
                 self.tables.append(Table(where, parameters_of(module), own=True))
                 self._table(_attributes(where, module), 0)
                 if not _is_foreign(type(module)):
-                    self.tables.append(Table(where, children_of(module), own=True))  # one may be replaced
+                    # The children too, because a forward may replace one.
+                    self.tables.append(Table(where, children_of(module), own=True))
                     self._class(where, type(module), loose=False)
 
     def _visit(self, name: str, value: Any, depth: int, loose: bool) -> None:
         if isinstance(value, nn.Module):
             self.module(name, value)
-        # Modules (imports) and classes hold code; those of a user's object are read by `_class`.
+        # Imported modules and classes hold code; `_class` reads the class of a user's object.
         elif depth > DEEPEST or isinstance(value, type | ModuleType):
             return
         elif isinstance(value, (functools.partial, FunctionType, MethodType)):
-            if loose and self._enter(value):  # what a module holds a function for is not known
+            if loose and self._enter(
+                value
+            ):  # a function that a module holds may not be called in its forward
                 self._function(name, value, depth)
         elif isinstance(value, list | deque | dict | tuple):
             self._container(name, value, depth, loose)
@@ -236,7 +238,7 @@ class _Search:
             self._object(name, value, slots, depth, loose)
 
     def _object(self, name: str, value: Any, slots: frozenset[str], depth: int, loose: bool) -> None:
-        # A slots class without __weakref__ cannot tell when it dies.
+        # An object of a class with slots may not support weak references.
         if hasattr(value, "__weakref__"):
             self.objects.append(value)
         shown, attributes = name or type(value).__name__, getattr(value, "__dict__", None)
@@ -245,8 +247,8 @@ class _Search:
         if slots:
             self._table(Table(shown, value, slots, own=True, loose=loose), depth)
         self._class(name, type(value), loose=loose)
-        # A callable object as loss function: the globals that its __call__ names are reached as well.
-        called = getattr(type(value), "__call__", None)  # noqa: B004  (its code is looked at)
+        # If the loss function is a callable object, its __call__ is followed as a function.
+        called = getattr(type(value), "__call__", None)  # noqa: B004  (the code itself is needed)
         if loose and isinstance(called, FunctionType):
             self._wait("", called, depth + 1, loose=True)
 
@@ -270,7 +272,7 @@ class _Search:
                 self._argument(keyword, value, depth)
             return
         if isinstance(function, MethodType):
-            # Both at the same depth: `loss.compute` is one step to `loss`.
+            # Both at the same depth, because `loss.compute` is one step to `loss`.
             self._wait(name, function.__self__, depth, loose=True)
             self._wait(name, function.__func__, depth, loose=True)
             return
@@ -284,7 +286,7 @@ class _Search:
             self._argument(_argument(function, index), value, depth)
         for keyword, value in (function.__kwdefaults__ or {}).items():
             self._argument(keyword, value, depth)
-        # Only names that the code mentions: all globals of a notebook would be compared otherwise.
+        # Only globals that the code names, because a notebook has many others.
         named = frozenset(_names(function.__code__)) & function.__globals__.keys()
         self._table(Table("", function.__globals__, named, loose=True), depth)
 
@@ -294,18 +296,18 @@ class _Search:
                 self._table(Table(name, each, own=True, loose=loose), 0)
 
     def _argument(self, name: str, value: Any, depth: int) -> None:
-        """Record the binding of an argument: a tensor is state only if it is written into."""
-        # A cell stands in for an argument, which has no table that could be written.
+        """Record the binding of an argument, of which only the content can change."""
+        # In a new cell, because an argument has no table of its own.
         self._table(Table(name, CellType(value), loose=True), depth)
 
     def _table(self, table: Table, depth: int) -> None:
-        """Note a table, and visit what is bound in it."""
+        """Record a table, and queue the values that are bound in it."""
         self.tables.append(table)
         for key, value in table.read().items():
             self._wait(table.name_of(key), value, depth + 1, loose=table.loose)
 
     def _wait(self, name: str, value: Any, depth: int, *, loose: bool) -> None:
-        # These hold nothing that could be followed.
+        # These types refer to nothing that could be followed.
         if value is not None and not isinstance(value, Tensor | int | float | str | bytes):
             self.waiting.append((name, value, depth, loose))
 
@@ -317,16 +319,16 @@ class _Search:
 
 
 def _attributes(name: str, module: nn.Module) -> Table:
-    """Return the attributes of a module; of torch's own modules the tensors alone."""
+    """Return the attributes of a module; of torch's own modules only tensors."""
     if not _is_foreign(type(module)):
         return Table(name, module.__dict__, own=True)
-    # Not its numbers and lists: DistributedDataParallel counts its iterations in such attributes.
+    # Not numbers and lists, because DistributedDataParallel, for example, counts its iterations in them.
     tensors = (key for key, value in module.__dict__.items() if isinstance(value, Tensor))
     return Table(name, module.__dict__, frozenset(tensors), own=True)
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Yield the names that a function's code uses from outside, those of inner functions too."""
+    """Yield the global names and attributes that a function's code uses, including its inner functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -339,15 +341,14 @@ def _argument(function: Any, index: int) -> str:
 
 
 def _slots_of(value: Any) -> frozenset[str] | None:
-    # An object without slots and __dict__ (a number, a C object) has no bindings to compare.
-    """Return the slots of an object of a user's class, none if it has a `__dict__` alone; None for others."""
+    """Return the slots of an object of a user's class, empty if it has only a `__dict__`; None for others."""
     kind = type(value)
     if kind is not SimpleNamespace and (_is_foreign(kind) or _package(kind) in _HOSTS):
         return None
     found = frozenset(
         name
         for each in kind.__mro__
-        if "__slots__" in vars(each)  # members of classes in C may not be set
+        if "__slots__" in vars(each)  # members of classes written in C may be read-only
         for name, member in vars(each).items()
         if isinstance(member, MemberDescriptorType)
     )
@@ -355,12 +356,12 @@ def _slots_of(value: Any) -> frozenset[str] | None:
 
 
 def _is_foreign(kind: type) -> bool:
-    """Return whether a class is of torch, Python or this library."""
+    """Return whether a class belongs to torch, NumPy, Python or this library."""
     return _package(kind) in _FOREIGN
 
 
 def is_metric(module: nn.Module) -> bool:
-    """Return whether a module only counts, as those of torchmetrics do: once per micro-batch is right for it.
+    """Return whether a module is a metric of torchmetrics, whose state must change once per micro-batch.
 
     Examples:
         >>> is_metric(nn.Linear(1, 1))

@@ -1,4 +1,4 @@
-"""Replacement of tensors of one kind wherever state is bound."""
+"""Replacement of tensors of one class in all bindings."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ def replace_in(
     kind: type[Tensor],
     make: Callable[[Tensor], Tensor],
 ) -> None:
-    """Replace tensors of a kind in all tables and buffers.
+    """Replace tensors of a class in all tables and buffers.
 
-    A large tensor where none of its shape was bound before is a result of the forward, and stays.
+    A large tensor stays if the binding held no tensor of its shape before, because it is probably a result of
+    the forward.
 
     Args:
-        found: by the search for state.
-        before: what was bound, by the identity of the table's content and the key.
-        kind: of the tensors.
-        make: returns the tensor in place of one.
+        found: result of the search for state.
+        before: earlier values, by the id of the table's content and the key.
+        kind: class of the tensors.
+        make: returns the replacement of a tensor.
 
     Examples:
         >>> import torch
@@ -36,7 +37,7 @@ def replace_in(
         {'a': tensor([1.])}
     """
     buffers = found.buffer_tables()
-    # Buffers are state whatever their size, so no earlier shape is asked for.
+    # Buffers are always state, so their size and earlier shape do not matter.
     of_buffers = set(map(id, buffers))
     for table in (*found.tables, *buffers):
         for key, value in table.read().items():
@@ -46,5 +47,5 @@ def replace_in(
                 if state or value.nbytes <= SMALL_BYTES:
                     table.write(key, make(value))
             elif isinstance(value, tuple) and any(isinstance(item, kind) for item in value):
-                # A list is written as a whole: a table of a list has one binding.
+                # A list is written as a whole, because its table has one binding.
                 table.write(key, [make(item) if isinstance(item, kind) else item for item in value])

@@ -1,4 +1,4 @@
-"""Participant for `PerSampleRandom`: one random stream per sample, under a key that all ranks share."""
+"""Participant for `PerSampleRandom`: one random stream per sample, from a key that all ranks share."""
 
 from __future__ import annotations
 
@@ -16,67 +16,68 @@ from ..sync.sync import Sync
 
 
 class SampleStreams:
-    """Random streams of a window's samples, which depend on a sample's place in the batch alone.
+    """Random streams of a window's samples; a stream depends only on the sample's position in the batch.
 
     Args:
-        sync: ranks that share the key.
-        samples: of this rank.
+        sync: the ranks that share the key.
+        samples: number of samples of this rank.
     """
 
     def __init__(self, sync: Sync, samples: int) -> None:
         self._sync, self._samples = sync, samples
         self._key: int | None = None
-        self._calls: dict[int, Any] = {}  # random draws of all micro-batches are compared with these
+        self._calls: dict[
+            int, Any
+        ] = {}  # random calls of the first micro-batch; the others must make equal ones
         self._after_key: Tensor | None = None
         self._last: EnteredOrLeft[None] | None = None
 
     def begin(self) -> None:
         """Draw the key; a collective."""
-        # From the global generator, so torch.manual_seed decides it; rank 0's counts for all.
+        # From the global generator, so that torch.manual_seed determines it; all ranks use rank 0's.
         self._key = self._sync.first(int(torch.randint(1 << 52, ())))
         self.first_sample = self._sync.before(self._samples)
-        # The state after the draw: a restart must not draw a second key.
+        # The state after the draw, because a restart must not draw a second key.
         self._after_key = torch.get_rng_state()
 
     def of(self, places: Sequence[int]) -> AbstractContextManager[None]:
-        """Return a context in which samples at these places of the effective batch draw."""
-        # `begin` has drawn it.
+        """Return a context in which the samples at these positions of the effective batch draw."""
         assert self._key is not None
         self._last = sample_stream(self._key, indices=places, calls=self._calls)
         return self._last
 
     @no_savepoint
     def savepoint(self) -> None:
-        """No-op: a stream depends on the key and the sample."""
+        """No-op: a stream depends only on the key and the sample."""
 
     def rollback(self) -> bool:
-        """No-op: a stream depends on the key and the sample."""
+        """No-op: a stream depends only on the key and the sample."""
         return True
 
     def restart(self) -> None:
-        """Keep the key: the generator is as after drawing it."""
+        """Set the generator to its state after the key was drawn, and keep the key."""
         if self._after_key is not None:
             torch.set_rng_state(self._after_key)
 
     def restore(self) -> None:
-        """Leave the stream that an interrupt has left entered; the generators are another participant."""
-        # Inside the stream the generators are the sample's; leaving it brings the global ones back.
+        """Leave a stream that an interrupt has left entered; `RandomKeeper` restores the generators."""
+        # Inside a stream the global generators have a sample's state, which leaving it undoes.
         if self._last is not None:
             self._last.close()
 
     def commit(self) -> None:
-        """No-op: the generator has moved by one draw."""
+        """No-op: the generator stays as it is after drawing the key."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the key."""
         return {"key": self._key}
 
     def generator_state(self) -> Tensor:
-        """Return the state of the generator outside of the streams, which hide it during a micro-batch."""
+        """Return the state of the global generator outside of the streams."""
         assert self._after_key is not None
         return self._after_key
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume with a saved key; the generators were loaded before."""
+        """Load a saved key; the generators were loaded before."""
         self._key = state["key"]
         self._after_key = torch.get_rng_state()

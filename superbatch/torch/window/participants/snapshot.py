@@ -16,13 +16,13 @@ from torch import Tensor
 from superbatch.torch import fastpaths
 from superbatch.torch.devices import generator_states
 
-# Seconds of a micro-batch for which states are not copied: that costs up to 1 % of it (it also disturbs
-# the allocator), and a window of such micro-batches is soon begun again.
+# Seconds. Before a micro-batch after a shorter one states are not copied: a copy would take up to 1 % of its
+# time, and a window of such micro-batches can begin again without much loss.
 SHORT = 0.05
 
 
 class RandomKeeper:
-    """Copies the state of the generators that user code may draw from: torch's, Python's, NumPy's.
+    """Copies the states of the generators that user code may draw from: torch's, Python's, NumPy's.
 
     Examples:
         >>> keeper = RandomKeeper()
@@ -33,7 +33,7 @@ class RandomKeeper:
         True
 
     Attributes:
-        devices: whose generators are kept, beside the CPU's.
+        devices: devices beside the CPU whose generators are copied.
     """
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
@@ -45,38 +45,38 @@ class RandomKeeper:
         self._marked = 0.0
 
     def begin(self) -> None:
-        """Copy the states; forgets those taken before, also where there is no memory for the copies."""
-        # Empty first: if the copy below fails, an old state must not be restored.
+        """Copy the states; earlier copies are freed first."""
+        # Empty first, so that no old state is restored if the copy below fails.
         self.taken = {}
         self.taken = {**torch_random_state(self.devices), "python": self._python_state()}
-        # A program without NumPy does not pay its import.
+        # A program that has not imported NumPy has no state of it.
         if "numpy" in sys.modules:
             self.taken["numpy"] = self._numpy_state()
 
     def now(self) -> dict[str, Any]:
-        """Return the states at this moment."""
+        """Return the present states."""
         return random_state(self.devices)
 
     def savepoint(self) -> None:
-        """Note torch's states at the start of a micro-batch, where that takes nothing beside the last one.
+        """Copy torch's states at the start of a micro-batch, if the last micro-batch was longer than `SHORT`.
 
-        Python's state would take longer than many a micro-batch.
+        Python's state is not copied, because that may take longer than a micro-batch.
         """
         now = time.perf_counter()
         # The time between two savepoints is that of the last micro-batch.
         last, self._marked = self._marked, now
-        self._mark = None  # also if there is no memory for the copy
+        self._mark = None  # first, because the copy below may run out of memory
         if now - last > SHORT:
             self._mark = torch_random_state(self.devices)
 
     def rollback(self) -> bool:
-        """Restore the states of the savepoint; False if one that was not noted has moved since `begin`."""
+        """Restore the states of the savepoint; return False if one without a copy has changed."""
         now = random_state(self.devices, numpy=False)
         if now["python"] != self.taken["python"]:
             return False
         if "numpy" in self.taken and not _equal(self.taken["numpy"], sys.modules["numpy"].random.get_state()):
             return False
-        # Without a copy of the savepoint, rollback is right only if no generator has moved since `begin`.
+        # Without a copy of the savepoint, no generator may have been used since `begin`.
         if self._mark is None:
             del now["python"]
             return all(torch.equal(state, self.taken[name]) for name, state in now.items())
@@ -84,44 +84,44 @@ class RandomKeeper:
         return True
 
     def restore(self) -> None:
-        """Restore the states that `begin` copied, once: a later window may fail before it begins."""
+        """Restore the states that `begin` copied, and free the copies."""
         restore_random_state(self.taken)
         self.taken = {}
 
     def restart(self) -> None:
-        """Restore the states; the copies stay valid."""
+        """Restore the states, and keep the copies."""
         restore_random_state(self.taken)
 
     def commit(self) -> None:
-        """Forget the copies."""
+        """Free the copies."""
         self.taken = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states now, and those before the window, as tensors and plain containers."""
+        """Return the present states, and those before the window, as tensors and plain containers."""
         return {"random": as_plain(self.now()), "random_before": as_plain(self.taken)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from what `state_dict` returned."""
+        """Load the states of `state_dict`."""
         self.taken = state["random_before"]
         restore_random_state(state["random"])
 
     def _python_state(self) -> Any:
-        """Python's state, copied only if it has moved: it is a tuple of 625 numbers."""
-        # None where the interpreter's layout is unknown: then always copied.
+        """Return Python's state, a tuple of 625 numbers that is copied only if it has changed."""
+        # None if the interpreter's memory layout is unknown; then the state is always copied.
         memory = fastpaths.python_memory()
         if memory is None or memory != self._python[0]:
             self._python = (memory, random.getstate())
         return self._python[1]
 
     def _numpy_state(self) -> Any:
-        """NumPy's state, copied only if it has moved.
+        """Return NumPy's state, copied only if it has changed.
 
-        To copy it takes longer than all else at the start of a window.
-        A second normal number that the generator still holds back does not show: then copy it always.
+        A copy takes longer than everything else at the start of a window. The memory does not contain the
+        second normal number that the generator may have in store, so the state is then always copied.
         """
         numpy_random = sys.modules["numpy"].random
+        # Comparing these bytes is faster than get_state(), which copies them into a new array.
         memory = fastpaths.numpy_memory(numpy_random)
-        # Comparing the bytes is cheaper than get_state(), which copies them into a new array.
         if memory is None:
             return numpy_random.get_state()
         seen, state = self._numpy
@@ -155,7 +155,7 @@ def torch_random_state(devices: Collection[torch.device] = ()) -> dict[str, Any]
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Set generators to a state from `random_state` (lists for tuples, as after a file, are fine).
+    """Set generators to a state of `random_state`; lists in place of tuples, as in a file, are allowed.
 
     Examples:
         >>> restore_random_state(random_state())
@@ -164,7 +164,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
         if name == "torch":
             torch.set_rng_state(value)
         elif name == "python":
-            # JSON-like files turn tuples into lists, which setstate refuses.
+            # A file may have turned tuples into lists, for which setstate raises.
             version, internal, gauss = value
             random.setstate((version, tuple(internal), gauss))
         elif name == "numpy":
@@ -179,13 +179,13 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 def generator_restorer(value: Any) -> Callable[[], object] | None:
-    """Remember the state of a generator that a user's object holds.
+    """Return a function that restores the present state of a random generator.
 
     Args:
-        value: anything.
+        value: any object.
 
     Returns:
-        A function that restores its state; None if it is no generator of torch, Python or NumPy.
+        The function; None if `value` is not a generator of torch, Python or NumPy.
 
     Examples:
         >>> own = random.Random(0)
@@ -197,8 +197,8 @@ def generator_restorer(value: Any) -> Callable[[], object] | None:
     """
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
-    if isinstance(value, random.Random):  # the system's has no state
-        # SystemRandom.getstate raises: the operating system's numbers cannot be repeated.
+    if isinstance(value, random.Random):
+        # SystemRandom has no state, because the operating system's numbers cannot be repeated.
         return None if isinstance(value, random.SystemRandom) else partial(value.setstate, value.getstate())
     numpy_random = getattr(sys.modules.get("numpy"), "random", None)
     if numpy_random is not None and isinstance(value, numpy_random.RandomState):
@@ -209,7 +209,7 @@ def generator_restorer(value: Any) -> Callable[[], object] | None:
 
 
 def generator_moved(value: Any, restore: Any) -> bool:
-    """Return whether a generator has drawn since `generator_restorer` made `restore`.
+    """Return whether a generator was used since `generator_restorer` returned `restore`.
 
     Examples:
         >>> own = torch.Generator()
@@ -223,12 +223,12 @@ def generator_moved(value: Any, restore: Any) -> bool:
     before, after = restore.args[-1], now.args[-1]
     if isinstance(before, Tensor):
         return not torch.equal(before, after)
-    # Arrays compare elementwise and dictionaries of them raise; their pickles compare as bytes.
-    return pickle.dumps(before) != pickle.dumps(after)  # of NumPy's, arrays are inside
+    # By their pickles, because NumPy's states contain arrays, which compare elementwise.
+    return pickle.dumps(before) != pickle.dumps(after)
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Return whether two states of NumPy's generator are equal (lists for arrays are fine)."""
+    """Return whether two states of NumPy's generator are equal; lists in place of arrays are allowed."""
     return a[0] == b[0] and list(a[1]) == list(b[1]) and tuple(a[2:]) == tuple(b[2:])
 
 

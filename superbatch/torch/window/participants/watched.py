@@ -1,4 +1,4 @@
-"""Tensors that were not seen to move, compared by their version counters alone."""
+"""Tensors that have not changed so far, compared only by their version counters."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-# Weak: a tensor that the user deletes must be freed.
+# A weak reference, so that a tensor that the user deletes is freed.
 Entry = tuple[weakref.ref[Tensor], str, bool]
-"""A tensor, its name for messages, and whether it was reached through the loss function alone."""
+"""A tensor, its name for messages, and whether only the loss function refers to it."""
 
 
 class Watched:
-    """Tensors to be watched; a window costs one pass over their version counters at each end.
+    """Tensors to watch; a window reads their version counters once at its beginning and once at its end.
 
     Attributes:
-        entries: by the identity of each tensor.
+        entries: by the id of each tensor.
 
     Examples:
         >>> import torch
@@ -39,9 +39,9 @@ class Watched:
         return self.entries[id(tensor)][1]
 
     def remove(self, tensors: Iterable[Tensor]) -> dict[int, Entry]:
-        """Watch these tensors no longer; return their entries."""
+        """Stop watching these tensors; return their entries."""
         found = {id(tensor): self.entries.pop(id(tensor)) for tensor in tensors if tensor in self}
-        # The list of references is built again only where an entry went: it is read in each window.
+        # The list of references, which each window reads, is built again only if it changes.
         if found:
             self._set(self.entries)
         return found
@@ -49,7 +49,7 @@ class Watched:
     def now(self) -> tuple[list[Tensor], list[int]]:
         """Return the tensors that are alive, and their version counters."""
         tensors = [tensor for reference in self._references if (tensor := reference()) is not None]
-        # Usual case: every tensor lives, and no dictionary is walked.
+        # In the usual case every tensor lives, and no dictionary is walked.
         if len(tensors) == len(self._references):
             return tensors, [tensor._version for tensor in tensors]
         self._set({key: entry for key, entry in self.entries.items() if entry[0]() is not None})
@@ -61,10 +61,10 @@ class Watched:
 
 
 class Counters:
-    """Version counters of watched tensors as they were at one moment; it holds the tensors.
+    """Version counters of watched tensors at one moment; the object holds the tensors.
 
     Args:
-        watched: shared with others.
+        watched: the tensors; other objects may share it.
     """
 
     def __init__(self, watched: Watched | None = None) -> None:
@@ -72,20 +72,20 @@ class Counters:
         self._tensors, self._before = self._watched.now()
 
     def read(self) -> list[int]:
-        """Return the counters as they are now."""
+        """Return the present counters."""
         return [tensor._version for tensor in self._tensors]
 
     def written(self) -> list[Tensor]:
-        """Return the tensors that were written since, and are still watched."""
+        """Return the tensors that were written since that moment and are still watched."""
         now = [tensor._version for tensor in self._tensors]
-        # List equality in C decides the usual window.
+        # The usual case needs only one comparison of lists, in C.
         if now == self._before:
             return []
         each = zip(self._tensors, self._before, now, strict=True)
         return [tensor for tensor, was, count in each if count != was and tensor in self._watched]
 
     def pass_over(self, before: list[int]) -> None:
-        """Count what was written since `read` returned `before` as not written: it was restored."""
+        """Ignore writes since `read` returned `before`; a check made them and restored the content."""
         each = zip(self._before, before, self.read(), strict=True)
-        # Shift the note by what a check wrote: its restore leaves the counter higher than before.
+        # Add the check's writes to the recorded counters.
         self._before = [noted + now - was for noted, was, now in each]

@@ -1,1 +1,1 @@
-"""Ranks that share a window."""
+"""Synchronisation of the ranks that share a window."""

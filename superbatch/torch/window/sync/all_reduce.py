@@ -1,8 +1,7 @@
 """Bucketed all-reduces of the gradients of a window.
 
-A rank that has no memory for a bucket must not leave the others in its exchange: it frees its own gradients,
-takes part with zeros in all exchanges that are left, and raises then. The vote before the step is where the
-others hear of it.
+A rank that has no memory for a bucket must not leave the others waiting. It frees its own gradients, takes
+part with zeros in all remaining exchanges, and then raises. The vote before the step informs the others.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-BUCKET_BYTES = 25 << 20  # as DDP's default: large enough for bandwidth, small enough for memory
+BUCKET_BYTES = 25 << 20  # DDP's default: large enough for bandwidth, small enough for memory
 
-# One number per gradient tells every rank both whether any rank has it and whether one has it sparse.
+# The sum of these numbers over the ranks shows whether any rank has a gradient, and whether one is sparse.
 _DENSE, SPARSE = 1.0, float(1 << 20)
 
 
@@ -34,7 +33,7 @@ S = TypeVar("S", bound=_Sized)
 
 
 class _Like(NamedTuple):
-    """Size of a dense gradient that need not exist."""
+    """Dtype, device and size of a dense gradient, which may already be freed."""
 
     dtype: torch.dtype
     device: torch.device
@@ -43,14 +42,14 @@ class _Like(NamedTuple):
 
 
 class Exchanges:
-    """Exchanges of one reduction on this rank.
+    """Makes and counts the exchanges of one reduction on this rank.
 
     Args:
-        group: of the ranks.
+        group: the process group.
 
     Attributes:
-        made: how many there were.
-        inside: one has begun and not ended. After an error the other ranks cannot be answered.
+        made: number of exchanges that have ended.
+        inside: True during an exchange. If an error comes there, the other ranks cannot be reached.
     """
 
     def __init__(self, group: Any) -> None:
@@ -65,7 +64,7 @@ class Exchanges:
 
 
 def kind(gradient: Tensor | None) -> float:
-    """Return the number for a gradient: whether there is one, and whether it is sparse.
+    """Return a number that says whether a gradient is missing, dense or sparse.
 
     Examples:
         >>> kind(None), kind(torch.ones(2))
@@ -83,17 +82,18 @@ def all_reduced(
     held: Sequence[float],
     exchanges: Exchanges,
 ) -> list[Tensor | None]:
-    """Return the sums of gradients over the ranks; None where no rank has one.
+    """Return the sums of gradients over the ranks, with None for a gradient that no rank has.
 
     Args:
-        gradients: of this rank, one for each parameter.
-        parameters: in the same order.
-        zeros: ``zeros(i)`` makes an empty gradient ``i``.
-        held: of each gradient the sum of its `kind` over the ranks.
-        exchanges: of this reduction.
+        gradients: this rank's, one for each parameter.
+        parameters: the parameters, in the same order.
+        zeros: ``zeros(i)`` returns a gradient of zeros for parameter ``i``.
+        held: for each gradient the sum of its `kind` over the ranks.
+        exchanges: makes the exchanges of this reduction.
 
     Raises:
-        BaseException: of this rank. Unless an exchange raised it, this rank has taken part in all of them.
+        BaseException: an error of this rank. Unless an exchange raised it, this rank has taken part in all
+            exchanges.
     """
     likes = [None if each is None or each.is_sparse else _like(each) for each in gradients]
     summed: list[Tensor | None] = []
@@ -107,7 +107,7 @@ def all_reduced(
             _sum_bucket(bucket, exchanges)
     except BaseException as error:
         if not exchanges.inside:
-            traceback.clear_frames(error.__traceback__)  # they hold a bucket
+            traceback.clear_frames(error.__traceback__)  # the frames hold a bucket
             summed.clear()
             gradients.clear()
             bucket = gradient = None
@@ -117,7 +117,7 @@ def all_reduced(
 
 
 def _sum_bucket(bucket: list[Tensor], exchanges: Exchanges) -> None:
-    if len(bucket) == 1 and bucket[0].is_contiguous():  # a copy would be as large as it is
+    if len(bucket) == 1 and bucket[0].is_contiguous():  # no copy is needed
         exchanges.sum(bucket[0])
         return
     flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
@@ -133,9 +133,10 @@ def _take_part(
     held: Sequence[float],
     exchanges: Exchanges,
 ) -> None:
-    """Take part with zeros in the exchanges that are left, in the memory of this rank's gradients."""
+    """Free this rank's gradients, and take part with zeros in the remaining exchanges."""
     for parameter in parameters:
         parameter.grad = None
+    # This rank has made these exchanges before it failed, and the other ranks do not repeat them.
     skip = exchanges.made
     dense: list[_Like] = []
     for index, (like, ranks) in enumerate(zip(likes, held, strict=True)):
@@ -145,6 +146,7 @@ def _take_part(
                 exchanges.sum(_present(zeros(index), ranks))
         elif ranks:
             dense.append(_like(zeros(index)) if like is None else like)
+    # The same buckets as on the other ranks, because they depend only on sizes, dtypes and order.
     for bucket in buckets(dense)[max(skip, 0) :]:
         numbers = sum(each.numel for each in bucket)
         exchanges.sum(torch.zeros(numbers, dtype=bucket[0].dtype, device=bucket[0].device))
@@ -155,7 +157,7 @@ def _like(gradient: Tensor) -> _Like:
 
 
 def _present(gradient: Tensor, ranks: float) -> Tensor:
-    """This rank's part of a gradient that some rank has."""
+    """Return a gradient in the layout in which the ranks sum it."""
     if ranks >= SPARSE and not gradient.is_sparse:
         gradient = gradient.to_sparse(1)
     return gradient.coalesce() if gradient.is_sparse else gradient

@@ -1,8 +1,8 @@
 """Models wrapped in DistributedDataParallel, reduced once per window.
 
-Every micro-batch runs under ``no_sync``, which must enclose the forward too. DDP's own reduction happens
-inside the backward of a last micro-batch, which a rank without any weight does not have. So the sums are
-reduced afterwards: in DDP's buckets where gradients may stay there (`ddp_buckets`), or beside them.
+Every micro-batch runs under ``no_sync``, which must enclose the forward too. DDP itself reduces inside the
+last backward, which a rank of weight 0 does not have. So the sums are reduced after the last micro-batch: in
+DDP's buckets if the wrappers allow it (`ddp_buckets`), otherwise by all-reduces of our own.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class DDP(Manual):
 
     Args:
         wrappers: the models' DDP wrappers.
-        device: where numbers are exchanged.
-        in_buckets: gradients may be left in the wrappers' buckets, which the next window writes to.
+        device: device of the tensors in which numbers are exchanged.
+        in_buckets: gradients may stay in the wrappers' buckets, which the next window overwrites.
     """
 
     def __init__(
@@ -47,37 +47,37 @@ class DDP(Manual):
 
     @property
     def reduces(self) -> bool:
-        """False inside the program's own ``no_sync``."""
+        """False inside a ``no_sync`` of the user's program."""
         return all(wrapper.require_backward_grad_sync for wrapper in self._wrappers)
 
     def no_sync(self) -> ExitStack:
         """Return a context in which no forward and no backward communicates."""
-        refuse_comm_hooks(self._wrappers)  # a hook may have been registered since
+        refuse_comm_hooks(self._wrappers)  # a hook may have been registered since the last window
         stack = ExitStack()
         for wrapper in self._wrappers:
             stack.enter_context(wrapper.no_sync())
-            # Under no_sync a first forward would still broadcast buffers: with a rank that has no weight, and
-            # so no forward, the others would wait for ever.
+            # Even under no_sync the first forward broadcasts buffers. A rank of weight 0 has no forward, and
+            # the others would wait for it for ever.
             _set(stack, wrapper, require_forward_param_sync=False)
-            if wrapper.static_graph:  # DDP would queue its reduction in the backward, no_sync or not
+            if wrapper.static_graph:  # even under no_sync DDP would queue its reduction in the backward
                 _set(stack, wrapper, _static_graph_delay_allreduce_enqueued=True)
-            # A forward with a graph outside of a window leaves the reducer waiting for a backward: it would
-            # reduce in the first backward of this window, which a rank without weight does not have.
+            # After a forward outside of a window the reducer waits for a backward. It would reduce in the
+            # first backward of this window, which a rank of weight 0 does not have.
             wrapper.reducer._reset_state()
         return stack
 
     def broadcast_buffers(self) -> None:
-        """Give every rank the buffers of rank 0, as a wrapper's own forward would."""
+        """Send the buffers of rank 0 to all ranks, as a wrapper's own forward does."""
         for wrapper in self._wrappers:
             if torch.is_grad_enabled() and wrapper.will_sync_module_buffers():
                 wrapper._sync_buffers()
 
     def count_announced(self, parameters: Sequence[Tensor]) -> int:
-        """Return how many numbers `announce` returns."""
+        """Return the number of numbers that `announce` returns."""
         return len(parameters) + (2 if self._in_buckets else 0)
 
     def announce(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[float]:
-        """Return a number for each gradient; and whether they do not fit the buckets, or those wait."""
+        """Return a number for each gradient, and two flags: the buckets do not fit, or are not prepared."""
         if not self._in_buckets:
             return super().announce(gradients, parameters)
         buckets = self._buckets
@@ -91,16 +91,18 @@ class DDP(Manual):
         zeros: Callable[[int], Tensor],
         announced: Sequence[float] | None = None,
     ) -> list[Tensor | None]:
-        """Return the sums of the gradients over the ranks, in the buckets where they fit on all ranks."""
+        """Return the sums of the gradients over the ranks, in the buckets if they fit on all ranks."""
         if not self.shared or not self._in_buckets:
             return super().reduce(gradients, parameters, zeros, announced)
         if announced is None:
             announced = self.sum_numbers(self.announce(gradients, parameters))
         *held, unfit, unready = announced
+        # DDP's buckets cannot hold sparse gradients, and must be used by all ranks or by none.
         buckets = None if unfit or max(held, default=0.0) >= SPARSE else self._buckets
         if buckets is None or (unready and not buckets.prepare()):
             return super().reduce(gradients, parameters, zeros, held)
         with self._unanswered():
+            # Gradients of parameters outside of the buckets are summed below.
             missed = [index for index in buckets.reduce(gradients, parameters) if held[index]]
         reduced = [each.grad if ranks else None for each, ranks in zip(parameters, held, strict=True)]
         others = super().reduce(

@@ -1,10 +1,10 @@
 """Reduction of a window's gradients by the reducers of DDP wrappers, in the memory of their buckets.
 
-With ``gradient_as_bucket_view=True`` a reducer leaves the reduced gradients in its buckets, and the sums that
-it was given are freed as it copies them. A reduction beside it would take the gradients once more. It runs in
-a backward that has no gradient of its own, so that a rank without weight, and without a loss, takes part.
+With ``gradient_as_bucket_view=True`` a reducer copies gradients into its buckets, frees them, and leaves the
+reduced gradients there. A reduction of our own would need the memory of the gradients once more. The reducer
+runs in a backward without gradients, so that a rank of weight 0, which has no loss, can take part.
 
-The reducer has no public way to do so. The private parts that this needs are all here.
+The reducer has no public function for this. All private ones that are needed are in this file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Buckets:
         return all(
             wrapper.gradient_as_bucket_view
             and not wrapper.static_graph
-            # Its reducer would warn that it finds no unused parameter: the backward comes to all of them.
+            # With it the reducer would warn, because our backward reaches all parameters.
             and not wrapper.find_unused_parameters
             and wrapper.mixed_precision is None
             and not getattr(wrapper, "_use_python_reducer", False)
@@ -53,28 +53,30 @@ class Buckets:
         return self._known == frozenset(map(id, self._parameters()))
 
     def fit(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> bool:
-        """Return whether the reducers can reduce gradients: all of the wrappers' own, in ``.grad``.
+        """Return whether the reducers can reduce the gradients, which must be in ``.grad``.
 
         Args:
             gradients: one for each parameter.
-            parameters: those of a window.
+            parameters: the window's parameters; they must include all of the wrappers'.
         """
         if self._broken or not {id(each) for each in parameters}.issuperset(map(id, self._parameters())):
             return False
         if any(getattr(parameter, "_backward_hooks", None) for parameter in parameters):
-            return False  # they would be called, with None in place of a gradient
+            return False  # the hooks would be called with None in place of a gradient
         return all(
             gradient is parameter.grad and (gradient is None or _is_plain(gradient, parameter))
             for gradient, parameter in zip(gradients, parameters, strict=True)
         )
 
     def prepare(self) -> bool:
-        """Try a reduction of nothing, which leaves the gradients as they are.
+        """Try a reduction without gradients.
 
         Returns:
-            False if a reducer waits for a parameter that was frozen since it was made: none is used then.
+            False if a reducer waits for a parameter that was frozen after the wrapper was made. The reducers
+            are not used then.
         """
         own = self._parameters()
+        # The reduction writes its result into `.grad`.
         kept = [parameter.grad for parameter in own]
         for parameter in own:
             parameter.grad = None
@@ -85,6 +87,7 @@ class Buckets:
         finally:
             for parameter, gradient in zip(own, kept, strict=True):
                 parameter.grad = gradient
+        # Parameters that are unfrozen later need another try.
         self._known = frozenset(map(id, own))
         return not self._broken
 
@@ -92,11 +95,11 @@ class Buckets:
         """Sum gradients over the ranks, and leave them in ``.grad``.
 
         Args:
-            gradients: one for each parameter; emptied, so that the memory of each can be freed.
-            parameters: those of a window.
+            gradients: one for each parameter; the list is cleared, so that each gradient can be freed.
+            parameters: the window's parameters.
 
         Returns:
-            The indices of parameters that no reducer knows, whose gradients are as they were.
+            The indices of parameters without a reducer, whose gradients are unchanged.
         """
         own = set(map(id, self._parameters()))
         before = [0 if gradient is None else gradient.data_ptr() for gradient in gradients]
@@ -110,7 +113,7 @@ class Buckets:
                 missed.append(index)
             else:
                 moved.append(gradient)
-        fastpaths.multiply(moved, self._wrappers[0].process_group.size())  # they are means
+        fastpaths.multiply(moved, self._wrappers[0].process_group.size())  # the reducer computes means
         return missed
 
     def _run(self) -> None:
@@ -125,8 +128,8 @@ class Buckets:
                 root.backward()
                 reducer._check_reducer_finalized()
             finally:
-                # Otherwise the next forward would lay out the buckets anew, and communicate for it: a rank
-                # without weight has no forward, and the others would wait for it.
+                # Otherwise the next forward would rebuild the buckets, which communicates, and the ranks
+                # would wait for one of weight 0, which has no forward.
                 reducer._reset_state()
 
     def _parameters(self) -> list[Tensor]:
@@ -134,7 +137,7 @@ class Buckets:
 
 
 class _Nothing(torch.autograd.Function):
-    """A number whose backward comes to all parameters, and gives none of them a gradient."""
+    """A number whose backward reaches all parameters without a gradient for any of them."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
@@ -151,9 +154,9 @@ def _trained(wrapper: Any) -> list[Tensor]:
 
 
 def _is_plain(gradient: Tensor, parameter: Tensor) -> bool:
-    """Return whether a gradient can be copied into a bucket without a loss, in a backward.
+    """Return whether a gradient can be copied into a bucket of the reducer without loss.
 
-    The reducer divides it by the number of ranks, which rounds, in a low precision too much.
+    Low precision is excluded, because the reducer divides by the number of ranks, which rounds.
     """
     return (
         gradient.layout is torch.strided

@@ -1,9 +1,9 @@
-"""Failures on several ranks: what each exchange of numbers carries along, and what the ranks say of it.
+"""Detection of failures on other ranks, by a header in each exchange of numbers.
 
-Each exchange of numbers is one frame: whether a rank has failed, the number of its window, the number of its
-updates, then the numbers. All frames of an accumulator have one size, so a rank that has left its window
-answers whatever exchange the others are in. Only where a frame shows a failure or a difference do the ranks
-send each other texts.
+Each exchange of numbers is one frame: a flag for a failure, the number of the rank's window, the number of
+its updates, then the numbers. All frames of an accumulator have the same size, so a rank that has left its
+window can answer any exchange of the others. If the sum of the frames shows a failure or a difference, the
+ranks then exchange texts.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from superbatch.errors import RankError
 
 from ...memory.out_of_memory import out_of_memory
 
-HEADER = 5  # numbers of a frame before its own
-_WRAP = 1 << 20  # squares of numbers below it, summed over thousands of ranks, are exact in float64
+HEADER = 5  # numbers in the header of a frame
+_WRAP = 1 << 20  # sums of squares of smaller numbers over thousands of ranks are exact in float64
 _MOST_TEXT = 500  # characters of another rank's error
 _OF_TRANSPORT = re.compile(
     r"gloo|NCCL|Connection (closed|reset) by peer|Timed out waiting|[Pp]rocess ?[Gg]roup"
@@ -31,10 +31,10 @@ class Told(NamedTuple):
     """Message of one rank to the others.
 
     Attributes:
-        rank: among all.
-        failed: how it failed, as the rest of a sentence; None: it has not.
-        opened: windows that it has begun.
-        updates: those that it has made.
+        rank: its index.
+        failed: description of its failure, as the rest of a sentence; None: it has not failed.
+        opened: number of windows that it has begun.
+        updates: number of updates that it has made.
     """
 
     rank: int
@@ -44,13 +44,13 @@ class Told(NamedTuple):
 
 
 class Position:
-    """Position of this rank among the windows.
+    """Number of this rank's window and update, for comparison with the other ranks.
 
     Attributes:
-        size: numbers in a frame; 0 before the first window, when each exchange is as long as it must be.
-        opened: windows that this rank has begun.
-        updates: those that it has made.
-        lost: why the other ranks cannot be reached any more; empty: they can.
+        size: numbers in a frame; 0 before the first window, when frames have no fixed size.
+        opened: number of windows that this rank has begun.
+        updates: number of updates that it has made.
+        lost: why the other ranks can no longer be reached; empty if they can.
     """
 
     def __init__(self) -> None:
@@ -62,32 +62,32 @@ class Position:
         self.opened, self.updates, self.size = self.opened + 1, updates, size
 
     def frame(self, numbers: Sequence[float], *, failed: bool = False) -> list[float]:
-        """Return the numbers of an exchange with what they carry along, in the size of all frames."""
+        """Return the frame of some numbers: header, numbers, and zeros up to the size of all frames."""
         opened, updates = self.opened % _WRAP, self.updates % _WRAP
         framed = [failed, opened, opened * opened, updates, updates * updates, *numbers]
         return framed + [0.0] * (self.size - len(framed))
 
     def told(self, failed: str | None) -> Told:
-        """Return what this rank tells the others."""
+        """Return the message of this rank to the others."""
         return Told(dist.get_rank(), failed, self.opened, self.updates)
 
     def lose(self, error: BaseException) -> RankError:
-        """Note that the other ranks cannot be reached, and return the error for it."""
+        """Record that the other ranks cannot be reached, and return the error for it."""
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         self.lost = (
             f"Another rank has ended, or has not answered within the process group's timeout ({line[:200]}). "
-            "Start all ranks again, from a checkpoint where there is one; "
-            "init_process_group(timeout=...) sets how long a rank waits."
+            "Start all ranks again, from a checkpoint if there is one. Pass timeout= to init_process_group() "
+            "if a rank needs more time."
         )
         return RankError(self.lost)
 
 
 def in_order(frame: Sequence[float], ranks: int) -> bool:
-    """Return whether the sum of the frames of all ranks is free of failures and differences.
+    """Return whether the sum of the frames of all ranks shows no failure and no difference.
 
     Args:
         frame: the sum.
-        ranks: that have sent one.
+        ranks: number of ranks.
 
     Examples:
         >>> here = Position()
@@ -104,43 +104,45 @@ def in_order(frame: Sequence[float], ranks: int) -> bool:
 
 
 def error_of(every: Sequence[Told]) -> RankError:
-    """Return the error for what the ranks have told.
+    """Return the error for the messages of the ranks.
 
     Args:
-        every: one of each rank.
+        every: the message of each rank.
 
     Examples:
         >>> print(error_of([Told(0, None, 3, 2), Told(1, "failed in micro-batch 1 (KeyError: 'y')", 3, 2)]))
-        Rank 1 failed in micro-batch 1 (KeyError: 'y'), so no rank makes this update; all is as before it. ...
+        Rank 1 failed in micro-batch 1 (KeyError: 'y'), so no rank makes this update, and ...
         >>> print(error_of([Told(0, None, 4, 2), Told(1, None, 3, 2)]))
-        Rank 0 is at window 4 and rank 1 at window 3. Call the accumulator as often on each rank, ...
+        Rank 0 is at window 4, but rank 1 is at window 3. Call the accumulator equally often on each rank...
         >>> print(error_of([Told(0, None, 3, 2), Told(1, None, 3, 1)]))
-        Rank 0 has made 2 updates and rank 1 has made 1: an update failed on one rank after others had ...
+        Rank 0 has made 2 updates, but rank 1 has made 1: an update failed on one rank after others had ...
     """
     failed = [each for each in every if each.failed is not None]
     if failed:
         more = f", as did {len(failed) - 1} more" if failed[1:] else ""
         return RankError(
-            f"Rank {failed[0].rank} {failed[0].failed}{more}, so no rank makes this update; all is as before "
-            "it. Correct the error there; then each rank can continue with its next batch."
+            f"Rank {failed[0].rank} {failed[0].failed}{more}, so no rank makes this update, and everything "
+            "is as before it. Correct the error there; then each rank can continue with its next batch."
         )
     first = every[0]
+    # Before `updates`, which differ then too.
     other = next((each for each in every if each.opened != first.opened), None)
     if other is not None:
         return RankError(
-            f"Rank {first.rank} is at window {first.opened} and rank {other.rank} at window {other.opened}. "
-            "Call the accumulator as often on each rank, also where one has caught an error."
+            f"Rank {first.rank} is at window {first.opened}, but rank {other.rank} is at window "
+            f"{other.opened}. Call the accumulator equally often on each rank, also after a rank has caught "
+            "an error."
         )
     other = next((each for each in every if each.updates != first.updates), first)
     return RankError(
-        f"Rank {first.rank} has made {first.updates} updates and rank {other.rank} has made {other.updates}: "
-        "an update failed on one rank after others had made it, or a state was loaded on some ranks only. "
-        "Load the same checkpoint on every rank."
+        f"Rank {first.rank} has made {first.updates} updates, but rank {other.rank} has made "
+        f"{other.updates}: an update failed on one rank after others had made it, or only some ranks have "
+        "loaded a state. Load the same checkpoint on every rank."
     )
 
 
 def is_transport(error: BaseException | None) -> bool:
-    """Return whether an error of the program says that another rank cannot be reached.
+    """Return whether an error means that another rank cannot be reached.
 
     Examples:
         >>> is_transport(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"))

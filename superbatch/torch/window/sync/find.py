@@ -1,4 +1,4 @@
-"""The choice of a `Sync` for some models."""
+"""Choice of the `Sync` for models."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def find_sync(
     """Return the ranks that share a batch of the models.
 
     Args:
-        models: those that share a batch.
-        group: the process group, where the models are not wrapped in DDP; None: that of their wrappers.
+        models: the models that share a batch.
+        group: the process group of models that are not wrapped in DDP; None: that of their wrappers.
         no_sync: several backward passes will run under ``no_sync()``, which a static graph does not allow.
-        sharded: how parameters that are sharded over the ranks are worked with: ``"split"`` as they are, or
-            ``"gathered"`` for the whole window; None: not at all.
-        sync: the option of an accumulator; ``"warn"``: ``"auto"``, but models that nothing wraps train apart
-            with a warning.
-        in_buckets: reduced gradients may be left in the buckets of DDP, which the next window writes to.
+        sharded: use of sharded parameters: ``"split"`` keeps them sharded, ``"gathered"`` gathers them for a
+            window; None: they raise.
+        sync: the option of an accumulator; ``"warn"``: as ``"auto"``, but unwrapped models on several ranks
+            train apart with a warning.
+        in_buckets: reduced gradients may stay in the buckets of DDP, which the next window overwrites.
 
     Raises:
         InputError: the models' DDP wrappers use different process groups, or a communication hook; parameters
-            are sharded, or differ between ranks; `sync` does not fit the models.
+            are sharded, or differ between ranks; or `sync` does not fit the models.
 
     Examples:
         >>> find_sync([nn.Linear(2, 1)]).count
@@ -59,19 +59,19 @@ def find_sync(
     groups = [wrapper.process_group for wrapper in wrappers] + [group] * (group is not None)
     if len(set(map(id, groups))) > 1:
         raise InputError(
-            "The models are wrapped in DDP over different process groups, and one window has one set of "
-            "ranks to sum over. Use one process group, or one Accumulator per model."
+            "The models are wrapped in DDP with different process groups, but a window sums over the ranks "
+            "of one. Use one process group, or one Accumulator per model."
         )
     part = sharded_part(models)
     if part is not None and sharded is None:
         raise InputError(
-            f"{part}, which only Accumulator, Gradient, WholeBatch, WholeGradient and virtual_batch can work "
-            f"with. {INSTEAD}."
+            f"{part}, which only Accumulator, Gradient, WholeBatch, WholeGradient and virtual_batch support. "
+            f"Use one of these. {INSTEAD}."
         )
     if part is not None and wrappers:
         raise InputError(
-            f"{part}, and is wrapped in DistributedDataParallel as well. Replicate it by fully_shard over a "
-            "mesh of two dimensions (HSDP) instead."
+            f"{part}, and is also wrapped in DistributedDataParallel. Remove the wrapper, and replicate the "
+            "model by fully_shard over a mesh of two dimensions (HSDP) instead."
         )
     _check_option(sync, wrapped=bool(wrappers), part=part, each=sharded == "split")
     refuse_comm_hooks(wrappers)
@@ -97,47 +97,56 @@ def _check_option(sync: object, *, wrapped: bool, part: str | None, each: bool) 
 
     Args:
         sync: the choice.
-        wrapped: they are in DDP.
-        part: a name of a part that is sharded.
-        each: the gradients of such parts can be reduced after each micro-batch.
+        wrapped: whether the models are wrapped in DDP.
+        part: result of `sharded_part`; None: no parameter is sharded.
+        each: whether sharded gradients can be reduced after each micro-batch.
 
     Raises:
-        InputError: it does not.
+        InputError: the choice does not fit.
     """
     if sync in ("auto", "warn") or (sync == "window" and (wrapped or part)):
         return
+    # Only a sharded model can be reduced after each micro-batch.
     each = each and part is not None
     if sync == "microbatch" and each:
         return
     if sync in (None, "all_reduce") and not wrapped and part is None:
         return
     if sync not in (None, "all_reduce", "window", "microbatch"):
-        raise InputError(f'sync={sync!r} is not "auto", "window", "microbatch", "all_reduce" or None.')
+        raise InputError(
+            f'sync={sync!r} is not a choice of sync. Pass "auto", "window", "microbatch", "all_reduce" or '
+            "None."
+        )
+    # The value is a choice of sync, but not one for this kind of model.
     what = part or (
-        "The model is in DistributedDataParallel" if wrapped else "Nothing wraps or shards the model"
+        "The model is wrapped in DistributedDataParallel"
+        if wrapped
+        else "The model is not wrapped and not sharded"
     )
     fits = '"window" or "microbatch"' if each else '"window"' if wrapped or part else '"all_reduce" or None'
-    raise InputError(f"{what}, so sync={sync!r} is not possible. Leave it out, or pass {fits}.")
+    raise InputError(f"{what}, so sync={sync!r} is not possible. Remove sync=, or pass {fits}.")
 
 
 def _replicas(models: list[nn.Module], device: torch.device) -> Sync:
-    """Return all ranks, each with a replica of models that nothing wraps.
+    """Return all ranks, each of which has a replica of the unwrapped models.
 
     Raises:
         InputError: there is no process group, or a parameter differs between ranks.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise InputError(
-            'sync="all_reduce" needs a process group. Call torch.distributed.init_process_group() before.'
+            'sync="all_reduce" needs a process group. Call torch.distributed.init_process_group() first.'
         )
     ranks = Manual(dist.group.WORLD, device)
     named = [each for model in models for each in model.named_parameters()]
+    # Sums in float64 instead of all values, because they only have to show a different seed or checkpoint.
     of_each = ranks.gather([(name, tuple(p.shape), float(p.detach().double().sum())) for name, p in named])
     for mine, *others in zip(*of_each, strict=False):
         if any(other != mine for other in others) or len(set(map(len, of_each))) > 1:
             raise InputError(
-                f'The parameter {mine[0]!r} differs between ranks, and sync="all_reduce" sums gradients '
-                "alone. Let all ranks begin with the same ones: seed them alike, or load one checkpoint."
+                f'The parameter {mine[0]!r} differs between ranks, but sync="all_reduce" only sums '
+                "gradients. Make all ranks begin with equal parameters: use the same seed, or load one "
+                "checkpoint."
             )
     return ranks
 
@@ -146,20 +155,21 @@ def _alone(sync: object) -> Sync:
     """Return this process alone.
 
     Raises:
-        InputError: there are other ranks, and nothing says that they train apart.
+        InputError: there are other ranks, and `sync` is ``"auto"``.
     """
     count = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if count > 1 and sync == "auto":
         raise InputError(
-            f"{count} ranks are initialised, and nothing wraps or shards the model, so each rank would train "
-            "apart. Pass the model in DistributedDataParallel (not its .module) or given to fully_shard, or "
-            'state sync="all_reduce" to sum the gradients of this model over the ranks, or sync=None to let '
-            "each rank train apart."
+            f"{count} ranks are initialised, but the model is not wrapped and not sharded, so each rank "
+            "would train apart. Pass the model wrapped in DistributedDataParallel (not its .module), or "
+            "sharded by "
+            'fully_shard. Or pass sync="all_reduce" to sum gradients over the ranks, or sync=None to train '
+            "each rank apart."
         )
     if count > 1 and sync == "warn":
         warn(
-            f"{count} ranks are initialised, but no model given is wrapped in "
-            "DistributedDataParallel: each rank makes updates of its own. Pass the wrapped model (not "
-            "its .module) to share a batch over the ranks."
+            f"{count} ranks are initialised, but the model is not wrapped in DistributedDataParallel, so "
+            "each rank makes its own updates. Pass the wrapped model (not its .module) to share a batch "
+            "over the ranks."
         )
     return Local()

@@ -1,7 +1,7 @@
-"""The state of modules that were given to `torch.distributed.fsdp.fully_shard` (FSDP2).
+"""Access to the state of modules sharded by `torch.distributed.fsdp.fully_shard` (FSDP2).
 
-FSDP2 has no public way to reduce gradients outside of a backward, to drop gradients that were not reduced, or
-to tell what it was set to. The private parts that this needs are all here.
+FSDP2 has no public functions to reduce gradients outside of a backward, to free gradients that were not
+reduced, or to read its settings. All private ones that are needed are in this file.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ class FSDP2:
     """All modules of some models that are sharded by `fully_shard`.
 
     Args:
-        models: of which each rank holds a part.
+        models: models of which each rank holds shards.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        # By name: importing the module takes longer than importing this library.
+        # By name, because importing the module takes longer than importing this library.
         self._modules: list[Any] = [
             module for model in models for module in model.modules() if is_fully_sharded(module)
         ]
-        self._used: set[int] | None = None  # by position; None: nothing is watched
+        self._used: set[int] | None = None  # indices of parameters; None before `watch`
 
     @property
     def meshes(self) -> list[Any]:
-        """The data-parallel meshes: of one dimension, or of two with replicas first (HSDP)."""
+        """The data-parallel meshes, of one dimension, or of two with replicas first (HSDP)."""
         return [group.mesh_info.mesh for group in self._groups()]
 
     @property
@@ -48,33 +48,37 @@ class FSDP2:
         return {id(each.sharded_param) for each in self._parameters()}
 
     def bytes(self) -> tuple[int, int]:
-        """Return the bytes of all gradients of a rank: as a backward leaves them, and those of its shards."""
+        """Return the bytes of a rank's unsharded gradients, and the bytes of its shards."""
         kept, shards = 0, 0
         for group in self._groups():
             policy = group.mp_policy
             for each in group.fsdp_params:
                 if each.sharded_param.requires_grad:
                     local = local_part(each.sharded_param)
+                    # In this dtype FSDP2 keeps unreduced gradients.
                     dtype = policy.reduce_dtype or policy.param_dtype or local.dtype
                     kept += each._orig_size.numel() * dtype.itemsize
                     shards += local.nbytes
         return kept, shards
 
     def reshard(self) -> None:
-        """Register the sharded parameters in the modules, where a forward has left whole ones."""
+        """Register the sharded parameters in the modules, after a forward has left gathered ones."""
         for group in self._groups():
             if not group.is_sharded:
                 group._to_sharded()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Keep all parameters whole during the body, and after it, where it did not fail, until `flush`."""
+        """Gather all parameters at the start of the block, and keep them until `flush`, or until it fails."""
         with ExitStack() as stack:
             for group in self._groups():
+                # Without both settings FSDP2 would free the gathered parameters after the forward or the
+                # backward.
                 for name, value in (("reshard_after_backward", False), ("post_forward_mesh_info", None)):
                     stack.callback(setattr, group, name, getattr(group, name))
                     setattr(group, name, value)
             for group in self._groups():
+                # Normally the first forward does this, but it comes later.
                 group.lazy_init()
                 group.unshard()
                 group.wait_for_unshard()
@@ -85,15 +89,13 @@ class FSDP2:
                 raise
 
     def settings(self) -> ExitStack:
-        """Return a context that leaves everything that can be set as it was.
-
-        Inside, gradients are sums over the ranks, not means.
-        """
+        """Return a context that restores all settings at its end; inside, gradients are sums, not means."""
         stack = ExitStack()
         for group in self._groups():
             for name in _SETTINGS:
                 if hasattr(group, name):
                     stack.callback(setattr, group, name, getattr(group, name))
+        # Several states share one context, which is restored once.
         for context in {id(state._state_ctx): state._state_ctx for state in self._states()}.values():
             stack.callback(setattr, context, "is_last_backward", context.is_last_backward)
         for group in self._groups():
@@ -105,23 +107,23 @@ class FSDP2:
 
     @property
     def sums(self) -> bool:
-        """True if gradients can be summed over the ranks; False in torch 2.6, which takes their mean."""
+        """True if gradients can be summed over the ranks; False in torch 2.6, which computes their mean."""
         return all(hasattr(group, "force_sum_reduction_for_comms") for group in self._groups())
 
     def set(self, *, scatters: bool, reduces: bool) -> None:
-        """Set what a backward does with its gradients.
+        """Set how a backward reduces its gradients.
 
         Args:
-            scatters: it reduces and scatters them.
-            reduces: it reduces them over replicas as well, where there are any.
+            scatters: reduce and scatter them.
+            reduces: also reduce them over replicas, if there are any.
         """
         for group in self._groups():
             group.reduce_grads, group.all_reduce_grads = scatters, reduces
 
     def watch(self, stack: ExitStack) -> None:
-        """Note the parameters that get a gradient, until the stack is closed; others reduce zeros meanwhile.
+        """Record the parameters that get a gradient, until the stack is closed; others reduce zeros.
 
-        Ranks that use other parameters would reduce other gradients in one exchange.
+        Otherwise ranks that use different parameters would reduce different gradients in one exchange.
         """
         self._used = set()
         for module in self._modules:
@@ -130,7 +132,7 @@ class FSDP2:
         for group in self._groups():
             if not all(hasattr(each, "_unsharded_param") for each in group.fsdp_params):
                 group.lazy_init()
-                group.unshard()  # makes the whole parameters, which have the hooks
+                group.unshard()  # makes the gathered parameters, on which hooks are registered
                 group.wait_for_unshard()
                 group._to_sharded()
         for index, each in enumerate(self._parameters()):
@@ -139,16 +141,16 @@ class FSDP2:
                 stack.callback(each._unsharded_param.register_post_accumulate_grad_hook(note).remove)
 
     def used(self) -> list[float]:
-        """Return 1 for each parameter that got a gradient here since `watch`, else 0; nothing unwatched."""
+        """Return 1 for each parameter that got a gradient since `watch`, else 0; empty before `watch`."""
         if self._used is None:
             return []
         return [float(index in self._used) for index, _ in enumerate(self._parameters())]
 
     def forget_unused(self, used: Sequence[float]) -> None:
-        """Drop the zeros of parameters that got a gradient on no rank since `watch`.
+        """Remove the zero gradients of parameters that got a gradient on no rank since `watch`.
 
         Args:
-            used: what `used` returned, summed over the ranks.
+            used: the numbers of `used`, summed over the ranks.
         """
         if self._used is None:
             return
@@ -158,14 +160,14 @@ class FSDP2:
         self._used = None
 
     def held(self) -> list[float]:
-        """Return 1 for each parameter of which a gradient was left beside the shards here, else 0."""
+        """Return 1 for each parameter that has an unreduced gradient on this rank, else 0."""
         return [float(_gradient_of(each) is not None) for each in self._parameters()]
 
     def flush(self, held: Sequence[float]) -> None:
-        """Reduce and scatter the gradients that backward passes have left beside the shards.
+        """Reduce and scatter the unreduced gradients.
 
         Args:
-            held: what `held` returned, summed over the ranks.
+            held: the numbers of `held`, summed over the ranks.
         """
         for each, ranks in zip(self._parameters(), held, strict=True):
             if ranks and _gradient_of(each) is None and hasattr(each, "_unsharded_param"):
@@ -176,7 +178,8 @@ class FSDP2:
         ]
         self.set(scatters=True, reduces=True)
         for group in self._groups():
-            # A group of which nothing is left would send zeros, but for HSDP's sum that replicas wait for.
+            # A group without unreduced gradients need not send zeros, unless HSDP's replicas wait for its
+            # sum.
             if hasattr(group, "reduce_scatter_unused_params") and group._partial_reduce_output is None:
                 group.reduce_scatter_unused_params = False
         for group in self._groups():
@@ -190,7 +193,7 @@ class FSDP2:
                 setattr(group, name, value)
 
     def scale(self, factor: float) -> None:
-        """Multiply the gradients that were not reduced."""
+        """Multiply the unreduced gradients."""
         for each in self._parameters():
             gradient = _gradient_of(each)
             if gradient is not None:
@@ -200,26 +203,26 @@ class FSDP2:
                 group._partial_reduce_output.mul_(factor)
 
     def discard(self) -> None:
-        """Drop gradients that were not reduced, and what a forward or backward that failed has left."""
+        """Free unreduced gradients, and reset the state that a failed forward or backward has left."""
         for state in self._roots():
             _reset(state)
-        self.reshard()  # those that no forward has come to, after `gathered`
+        self.reshard()  # after `gathered`, parameters that no forward has used are still gathered
         for each in self._parameters():
             each.unsharded_accumulated_grad = None
             if hasattr(each, "_unsharded_param"):
                 each._unsharded_param.grad = None
 
     def exchanges(self) -> dict[str, int]:
-        """Return how many exchanges there have been so far in each process group."""
+        """Return the number of exchanges so far in each process group."""
         groups = {pg.group_name: pg for group in self._groups() for pg in _process_groups(group)}
         return {name: pg._get_sequence_number_for_group() for name, pg in groups.items()}
 
     @contextmanager
     def skipping(self, began: Mapping[str, int]) -> Iterator[None]:
-        """Leave out as many exchanges in the body as there have been since a turn began.
+        """Skip as many exchanges in the block as were made since a turn began.
 
         Args:
-            began: what `exchanges` returned then.
+            began: result of `exchanges` at the beginning of the turn.
         """
         left = {name: number - began.get(name, 0) for name, number in self.exchanges().items()}
         with ExitStack() as stack:
@@ -233,7 +236,7 @@ class FSDP2:
         return [module._get_fsdp_state() for module in self._modules]
 
     def _roots(self) -> list[Any]:
-        """The states that have run a forward as roots, each once."""
+        """Return the states that have run a forward as roots, each once."""
         return list({id(state): state for state in self._states() if state._is_root}.values())
 
     def _groups(self) -> Iterator[Any]:
@@ -263,7 +266,7 @@ _SWITCHES = ("reduce_grads", "all_reduce_grads", "reduce_scatter_unused_params")
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
-    """Return whether a module was given to `fully_shard`.
+    """Return whether a module was sharded by `fully_shard`.
 
     Examples:
         >>> is_fully_sharded(nn.Linear(1, 1))
@@ -272,7 +275,7 @@ def is_fully_sharded(module: nn.Module) -> bool:
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
-# What FSDP2 calls in torch.distributed, in any of its versions.
+# Functions of torch.distributed that FSDP2 calls, in any of its versions.
 _EXCHANGES = (
     "all_gather_into_tensor",
     "all_gather_single",
@@ -317,7 +320,7 @@ def _gradient_of(parameter: Any) -> Tensor | None:
 
 
 def _reset(root: Any) -> None:
-    """Bring a root and all below it into the state between two updates."""
+    """Reset a root and all modules below it to the state between two updates."""
     if hasattr(root, "_reset_iter_state"):  # a recent torch
         root._reset_iter_state()
         return
@@ -332,7 +335,7 @@ def _reset(root: Any) -> None:
         state._modules_to_run_forward.clear()
         state._training_state = TrainingState.IDLE
         for group in _groups_of(state):
-            group.finalize_backward()  # waits for what is on its way
+            group.finalize_backward()  # waits for reductions that are running
             group._training_state = TrainingState.IDLE
             group._partial_reduce_output = None
             group._to_sharded()

@@ -1,4 +1,4 @@
-"""This process alone: a window without other ranks."""
+"""A single process: a window without other ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..norm import finite_norm
 
 
 class Local:
-    """One process that shares its windows with no other; nothing is communicated (a `Sync`).
+    """A single process, which does not communicate (a `Sync`).
 
     Examples:
         >>> Local().sum_numbers([1, 2.5]), Local().vote(True), Local().shared
@@ -32,20 +32,20 @@ class Local:
         return ExitStack()
 
     def reshard(self) -> None:
-        """No-op: parameters stay the same."""
+        """No-op: parameters are not sharded."""
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Return an empty context: parameters are whole."""
+        """Return an empty context: parameters are not sharded."""
         return nullcontext()
 
     def turn(self, *, last: bool, idle: bool = False) -> None:
-        """No-op: no rank waits for another one."""
+        """No-op: there is no other rank."""
 
     def idle_backward(self, *, again: bool) -> None:
-        """No-op: no rank waits for another one."""
+        """No-op: there is no other rank."""
 
     def catch_up(self, forwards: Iterable[Callable[[], Tensor]], *, backward: bool = True) -> bool:
-        """Return True: no rank waits for another one."""
+        """Return True: there is no other rank."""
         return True
 
     def flush(self) -> None:
@@ -55,7 +55,7 @@ class Local:
         """No-op: all sums are in ``.grad``."""
 
     def broadcast_buffers(self) -> None:
-        """No-op."""
+        """No-op: there is no other rank."""
 
     def begin_window(self, updates: int, numbers: int) -> None:
         """No-op: there is no other rank."""
@@ -64,7 +64,7 @@ class Local:
         """No-op: there is no other rank."""
 
     def lose(self, error: BaseException) -> RankError:
-        """Return the error for a rank that cannot be reached, which this process never needs."""
+        """Return the error for a rank that cannot be reached; never called, without other ranks."""
         return RankError(str(error))
 
     def sum_numbers(self, numbers: Iterable[float]) -> list[float]:
@@ -88,11 +88,11 @@ class Local:
         return raised
 
     def turns(self, microbatches: int, samples: Sequence[int] | None) -> list[int]:
-        """Return the number of micro-batches as it is."""
+        """Return the number of micro-batches in a list."""
         return [microbatches]
 
     def agree_size(self, samples: int) -> int:
-        """Return the size as it is."""
+        """Return the size."""
         return samples
 
     def sum_tensor(self, tensor: Tensor) -> Tensor:
@@ -104,15 +104,15 @@ class Local:
         return tensor[None]
 
     def gather(self, message: Any) -> list[Any]:
-        """Return the message alone."""
+        """Return the message in a list."""
         return [message]
 
     def count_announced(self, parameters: Sequence[Tensor]) -> int:
-        """Return 0: nothing is announced."""
+        """Return 0, because `announce` returns no numbers."""
         return 0
 
     def announce(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[float]:
-        """Return no number."""
+        """Return an empty list."""
         return []
 
     def reduce(

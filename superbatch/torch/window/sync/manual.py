@@ -1,4 +1,4 @@
-"""An explicit process group around bare models: every rank has all parameters, and gradients are summed.
+"""Ranks of an explicit process group, each with a replica of the unwrapped models.
 
 The gradients of a window are summed once, by bucketed all-reduces.
 """
@@ -31,7 +31,7 @@ class Manual:
 
     Args:
         group: the process group.
-        device: where numbers are exchanged.
+        device: device of the tensors in which numbers are exchanged.
     """
 
     in_step = False
@@ -48,7 +48,7 @@ class Manual:
 
     @property
     def index(self) -> int:
-        """Number of this rank."""
+        """Index of this rank."""
         return dist.get_rank(self.group)
 
     @property
@@ -63,25 +63,25 @@ class Manual:
 
     @property
     def reduces(self) -> bool:
-        """True: nothing but the window reduces the gradients of bare models."""
+        """True: only the window reduces the gradients of unwrapped models."""
         return True
 
     def no_sync(self) -> ExitStack:
-        """Return an empty context: the backward of bare models communicates nothing."""
+        """Return an empty context: the backward of unwrapped models does not communicate."""
         return ExitStack()
 
     def reshard(self) -> None:
-        """No-op: parameters stay the same."""
+        """No-op: parameters are not sharded."""
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Return an empty context: parameters are whole."""
+        """Return an empty context: parameters are not sharded."""
         return nullcontext()
 
     def turn(self, *, last: bool, idle: bool = False) -> None:
-        """No-op: no rank waits for another one."""
+        """No-op: forwards do not communicate."""
 
     def idle_backward(self, *, again: bool) -> None:
-        """No-op: no rank waits for another one."""
+        """No-op: backwards do not communicate."""
 
     def catch_up(self, forwards: Iterable[Callable[[], Tensor]], *, backward: bool = True) -> bool:
         """Return True: no rank waits for another one."""
@@ -94,7 +94,7 @@ class Manual:
         """No-op: all sums are in ``.grad``."""
 
     def broadcast_buffers(self) -> None:
-        """No-op: the buffers of bare models stay each rank's own."""
+        """No-op: each rank has its own buffers."""
 
     def begin_window(self, updates: int, numbers: int) -> None:
         """Begin a window with the largest number of numbers in an exchange."""
@@ -107,30 +107,30 @@ class Manual:
             return own
         frame = self._position.frame(own)
         if self._position.size and len(frame) > self._position.size:
-            self._exchange(self._position.frame([]))  # a rank that has failed answers in this size
+            self._exchange(self._position.frame([]))  # a rank that has failed can answer only this size
         return self._exchange(frame)[HEADER : HEADER + len(own)]
 
     def fail(self, failed: str) -> None:
-        """Tell the other ranks at their next exchange of numbers that this rank has left the window.
+        """Report to the other ranks, at their next exchange of numbers, that this rank has left the window.
 
         Args:
-            failed: how, as the rest of a sentence that begins with the rank.
+            failed: description of the failure, as the rest of a sentence that begins with the rank.
         """
         here = self._position
         if not self.shared or here.lost:
             return
         try:
             total = FrameSum(self._tensor(here.frame([], failed=True)), self.group)
-            while not total.is_completed():  # a Ctrl-C ends this wait, not one in C++
+            while not total.is_completed():  # Ctrl-C can end this wait, but not one in C++
                 time.sleep(0.001)
             total.numbers()
             self._tell_each(here.told(failed))
-        except RuntimeError as error:  # that of this rank says more
+        except RuntimeError as error:  # not raised, because this rank's own error is raised
             if not here.lost:
                 here.lose(error)
 
     def lose(self, error: BaseException) -> RankError:
-        """Note that the other ranks cannot be reached, and return the error for it."""
+        """Record that the other ranks cannot be reached, and return the error for it."""
         return self._position.lose(error)
 
     def first(self, number: int) -> int:
@@ -146,15 +146,15 @@ class Manual:
         return int(max(self._of_each(number)))
 
     def vote(self, raised: bool) -> bool:
-        """Return True on every rank if any rank has raised its hand."""
+        """Return True on every rank if `raised` is True on any rank."""
         return bool(self.sum_numbers([raised])[0])
 
     def turns(self, microbatches: int, samples: Sequence[int] | None) -> list[int]:
-        """Return the number of micro-batches as it is: no forward waits for another rank."""
+        """Return the number of micro-batches of this rank, because forwards do not communicate."""
         return [microbatches]
 
     def agree_size(self, samples: int) -> int:
-        """Return the size as it is: each rank may use its own."""
+        """Return the argument, because each rank may use its own size."""
         return samples
 
     def sum_tensor(self, tensor: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class Manual:
         return torch.stack(rows)
 
     def gather(self, message: Any) -> list[Any]:
-        """Return a message of each rank, any object that can be pickled, in the order of the ranks."""
+        """Return the message of each rank, in the order of the ranks; it must be possible to pickle it."""
         if not self.shared:
             return [message]
         self._meet()
@@ -179,11 +179,11 @@ class Manual:
         return messages
 
     def count_announced(self, parameters: Sequence[Tensor]) -> int:
-        """Return how many numbers `announce` returns."""
+        """Return the number of numbers that `announce` returns."""
         return len(parameters)
 
     def announce(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[float]:
-        """Return a number for each gradient: which ranks have one, and whether one of them is sparse."""
+        """Return the `kind` of each gradient: missing, dense or sparse."""
         return [kind(gradient) for gradient in gradients]
 
     def reduce(
@@ -193,7 +193,7 @@ class Manual:
         zeros: Callable[[int], Tensor],
         announced: Sequence[float] | None = None,
     ) -> list[Tensor | None]:
-        """Return the sums of the gradients over the ranks; None where no rank has one."""
+        """Return the sums of the gradients over the ranks, with None for a gradient that no rank has."""
         if not self.shared:
             return gradients
         held = self.sum_numbers(map(kind, gradients)) if announced is None else announced
@@ -206,10 +206,10 @@ class Manual:
 
     @contextmanager
     def _unanswered(self, exchanges: Exchanges | None = None) -> Iterator[None]:
-        """Note an error inside of exchanges of tensors, where no frame can answer the other ranks.
+        """After an error inside an exchange of tensors, record that the other ranks cannot be reached.
 
         Args:
-            exchanges: in the body; None: an error may have come from inside of one.
+            exchanges: the exchanges of the block; None: any error may come from inside an exchange.
         """
         try:
             yield
@@ -219,7 +219,7 @@ class Manual:
             raise
 
     def _meet(self) -> None:
-        """Exchange nothing but a frame, before an exchange that a rank which has failed cannot answer."""
+        """Exchange an empty frame, before an exchange that a failed rank could not answer."""
         if self._position.size:
             self._exchange(self._position.frame([]))
 
@@ -233,15 +233,16 @@ class Manual:
         if here.lost:
             raise RankError(here.lost)
         found = self._reach(lambda: FrameSum(self._tensor(frame), self.group).numbers())
+        # By the sum, because the frame of each rank would take another exchange.
         if not in_order(found, dist.get_world_size(self.group)):
             raise error_of(self._tell_each(here.told(None)))
         return found
 
     def _tell_each(self, mine: Told) -> list[Told]:
-        """Return what each rank tells, after a frame that is not in order; all ranks are in here together."""
+        """Return the messages of all ranks, after a frame that shows a failure; all ranks call this."""
         every: list[Any] = [None] * dist.get_world_size(self.group)
         self._reach(dist.all_gather_object, every, mine, group=self.group)
-        # The windows after it are numbered alike again: the difference was reported.
+        # Equal numbers from here on, so that a difference is reported only once.
         self._position.opened = max(each.opened for each in every)
         return every
 

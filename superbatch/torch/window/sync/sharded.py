@@ -1,7 +1,7 @@
-"""Models whose parameters are sharded over ranks: FSDP2, HSDP, tensor parallel, and FSDP2 beside it.
+"""Models with parameters sharded over ranks: FSDP2, HSDP, tensor parallel, or FSDP2 with tensor parallel.
 
-Forward and backward are collective. Weights are summed over the data-parallel ranks alone: those of tensor
-parallel hold the same data.
+Forward and backward are collective. Weights are summed only over the data-parallel ranks, because ranks of
+one tensor-parallel group have the same data.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Sharded(Manual):
     """The ranks of sharded models (a `Sync`).
 
     Args:
-        models: with parameters that are sharded over the ranks.
-        reduced: gradients are reduced once in a ``"window"``, or after each ``"microbatch"`` (over replicas,
-            which HSDP has, once); ``"auto"``: once, unless those that are kept until then take a tenth of a
-            rank's memory.
-        whole: each rank has the whole parameters during a window, as coupled samples need.
+        models: models with parameters that are sharded over the ranks.
+        reduced: gradients are reduced once per ``"window"``, or after each ``"microbatch"`` (over HSDP's
+            replicas once per window). ``"auto"``: once per window, unless the unsharded gradients that are
+            kept until then take a tenth of a rank's memory.
+        whole: each rank has all parameters in full during a window, which coupled samples need.
 
     Raises:
-        InputError: `whole`, and tensor parallel splits the parameters.
+        InputError: `whole` is True and tensor parallel splits the parameters.
     """
 
     in_step = True
@@ -53,14 +53,16 @@ class Sharded(Manual):
     ) -> None:
         self._models = list(models)
         self._fsdp = FSDP2(self._models)
+        # First, because a forward may have left gathered parameters in the modules.
         self._fsdp.reshard()
         self._data, every, kind = _ranks_of(self._models, self._fsdp)
         super().__init__(_group_of(every), kind)
+        # Ranks of a tensor-parallel group see the same samples.
         self._copies = len(every) // len(self._data)
         if whole and (self._copies > 1 or self._is_split()):
             raise InputError(_SPLIT)
         self._whole = whole
-        self._why = "samples are coupled, so each rank has all parameters meanwhile" if whole else "stated"
+        self._why = "samples are coupled, so each rank has all parameters meanwhile" if whole else "as passed"
         self._each = reduced == "microbatch" or (reduced == "auto" and self._is_short())
         self._outputs: list[Tensor] = []
         self._idle = False
@@ -73,17 +75,17 @@ class Sharded(Manual):
 
     @property
     def index(self) -> int:
-        """Number of this rank among the data-parallel ones."""
+        """Index of this rank among the data-parallel ranks."""
         return self._data.index(dist.get_rank())
 
     @property
     def shared(self) -> bool:
-        """True, also where this rank has all of the data: others have parts of the model."""
+        """True, because other ranks have shards of the model, even if this rank has all data."""
         return True
 
     @property
     def report(self) -> RanksReport:
-        """Report on the ranks that share a window, and what that costs."""
+        """Report on the ranks that share a window, and the memory that this takes."""
         kept, shards = self._fsdp.bytes()
         kind = ("HSDP" if self._fsdp.replicates else "FSDP2") if kept else ""
         kind = " x ".join(filter(None, [kind, "tensor parallel" if self._copies > 1 else ""]))
@@ -97,19 +99,20 @@ class Sharded(Manual):
         )
 
     def _is_split(self) -> bool:
-        """Return whether a parameter is distributed by something other than FSDP2."""
+        """Return whether a parameter is a DTensor that FSDP2 does not manage (tensor parallel)."""
         managed = self._fsdp.managed()
         every = (parameter for model in self._models for parameter in model.parameters())
         return any(hasattr(each, "device_mesh") and id(each) not in managed for each in every)
 
     def _is_short(self) -> bool:
-        """Return whether gradients that are not sharded would take a tenth of a rank's memory."""
+        """Return whether unsharded gradients would take a tenth of a rank's memory."""
         kept, _ = self._fsdp.bytes()
         try:
             free = memory_limit(self.device)
         except InputError:
-            self._why = "the memory of the device is not known"
+            self._why = "the memory of the device is unknown"
             return False
+        # By a vote, because all ranks must choose the same.
         short = self.vote(10 * kept > free.bytes)
         self._why = f"{'more' if short else 'less'} than a tenth of a rank's memory, here {free}"
         return short
@@ -117,15 +120,15 @@ class Sharded(Manual):
     # -- the models ----------------------------------------------------------------------------------------
 
     def reshard(self) -> None:
-        """Register the sharded parameters in the modules, where a forward has left whole ones."""
+        """Register the sharded parameters in the modules, after a forward has left gathered ones."""
         self._fsdp.reshard()
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Return a context in which each rank has all parameters whole."""
+        """Return a context in which each rank has all parameters in full."""
         return self._fsdp.gathered()
 
     def no_sync(self) -> ExitStack:
-        """Return a context in which gradients add up beside the shards; its end drops them."""
+        """Return a context in which unreduced gradients are summed; its end frees those not yet reduced."""
         stack = self._fsdp.settings()
         stack.callback(self._fsdp.discard)
         stack.callback(self._outputs.clear)
@@ -148,18 +151,18 @@ class Sharded(Manual):
         outputs = [each for each in self._outputs if each.requires_grad]
         if not outputs:
             raise InputError(
-                "A micro-batch without weight has no backward on this rank, and other ranks wait for it. Let "
-                "loss_fn call the model itself, and return a loss that depends on its output."
+                "A micro-batch of weight 0 has no backward on this rank, but other ranks wait for one. Call "
+                "the model inside loss_fn, and return a loss that depends on the model's output."
             )
-        # Retained only where it must be: compiled modules refuse it.
+        # The graph is kept only if necessary, because compiled modules do not allow it.
         torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs], retain_graph=again)
 
     def catch_up(self, forwards: Iterable[Callable[[], Tensor]], *, backward: bool = True) -> bool:
-        """Run a forward and a backward without the exchanges that this rank has made in the turn already.
+        """Run a forward and a backward without the exchanges that this rank has already made in the turn.
 
-        Nothing is left of them: the window begins again, or is given up.
+        Their gradients do not count, because the window begins again or is discarded.
         """
-        if self._copies > 1:  # those of tensor parallel have the sizes of the micro-batch that failed
+        if self._copies > 1:  # exchanges of tensor parallel depend on the size of the failed micro-batch
             return False
         self._idle = True
         for forward in forwards:
@@ -170,17 +173,17 @@ class Sharded(Manual):
                     loss = forward()
                     if backward:
                         loss.backward()
-                except Exception:  # noqa: BLE001 - it may fail again, and behind the models that does not matter
+                except Exception:  # noqa: BLE001 - it may fail again, which does not matter after the models
                     if not self._outputs or (backward and not self._zeros_from_outputs()):
                         continue
                 return True
         return False
 
     def _zeros_from_outputs(self) -> bool:
-        """Run a backward of zeros; False where that fails too, as in a part of the model that always does."""
+        """Run a backward of zeros; return False if that fails too."""
         try:
             self.idle_backward(again=False)
-        except Exception:  # noqa: BLE001 - the error that began it is the one to be told
+        except Exception:  # noqa: BLE001 - the first error of this rank is raised
             return False
         return True
 
@@ -191,26 +194,26 @@ class Sharded(Manual):
     # -- numbers -------------------------------------------------------------------------------------------
 
     def sum_numbers(self, numbers: Iterable[float]) -> list[float]:
-        """Return the sums over the data-parallel ranks, the same on all ranks."""
-        # One exchange among all ranks: those with the same data must hear of a failure too.
+        """Return the sums over the data-parallel ranks, which are equal on all ranks."""
+        # An exchange of all ranks, because those with the same data must learn of a failure too.
         return [each / self._copies for each in super().sum_numbers(numbers)]
 
     def turns(self, microbatches: int, samples: Sequence[int] | None) -> list[int]:
-        """Return the micro-batches of each rank: each forward gathers from all of them."""
-        # Sizes are sent above 0 and turns below: a rank without data sends 0, whichever the others exchange.
+        """Return the number of micro-batches of each rank, because each forward gathers from all ranks."""
+        # Negative, because `agree_size` exchanges positive numbers. A rank without data sends 0 to both.
         each = self._of_each(-microbatches)
-        while not microbatches and max(each) > 0:  # they agree on a size before
+        while not microbatches and max(each) > 0:  # the other ranks first agree on a size
             each = self._of_each(0)
         return [-int(one) for one in each]
 
     def agree_size(self, samples: int) -> int:
-        """Return the smallest size that a rank has found; one without data has none."""
+        """Return the smallest size that a rank with data has found."""
         return int(min(filter(None, self._of_each(samples))))
 
     # -- tensors -------------------------------------------------------------------------------------------
 
     def gather(self, message: Any) -> list[Any]:
-        """Return a message of each data-parallel rank: of equal ones the first that is not None."""
+        """Return the message of each data-parallel rank; of its copies the first that is not None."""
         self._meet()
         every: list[Any] = [None] * dist.get_world_size(self.group)
         self._reach(dist.all_gather_object, every, (self.index, message), group=self.group)
@@ -221,12 +224,12 @@ class Sharded(Manual):
         return [found[index] for index in sorted(found)]
 
     def count_announced(self, parameters: Sequence[Tensor]) -> int:
-        """Return how many numbers `announce` returns."""
+        """Return the number of numbers that `announce` returns."""
         managed = len(self._fsdp.held())
         return managed * (2 if self._each else 1) + len(self._others(parameters))
 
     def announce(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[float]:
-        """Return a number for each gradient that FSDP2 holds or has reduced, and for each other one."""
+        """Return a number for each gradient that FSDP2 holds, has reduced, or does not manage."""
         others = [each.grad for each in self._others(parameters)]
         return [*self._fsdp.held(), *self._fsdp.used(), *super().announce(others, [])]
 
@@ -243,13 +246,16 @@ class Sharded(Manual):
         held, used = len(self._fsdp.held()), len(self._fsdp.used())
         with self._unanswered():
             self._fsdp.flush(announced[:held])
+        # A parameter that no rank has used must keep the gradient None, as it would in one process.
         self._fsdp.forget_unused(announced[held : held + used])
         reduced = [_laid_out(each.grad, each) for each in parameters]
         managed = self._fsdp.managed()
         if self.count > 1:
+            # FSDP2 does not reduce parameters that it does not manage (ignored ones, or those outside of it).
             others = [id(each) not in managed for each in parameters]
             self._reduce_others(reduced, others, parameters, zeros, announced[held + used :])
         if not self._fsdp.sums:
+            # FSDP2 could only form means over the ranks here.
             means = [
                 g for g, p in zip(reduced, parameters, strict=True) if g is not None and id(p) in managed
             ]
@@ -257,7 +263,7 @@ class Sharded(Manual):
         return reduced
 
     def _others(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return the parameters that `fully_shard` leaves alone, where several ranks have data."""
+        """Return the parameters that `fully_shard` does not manage, if several ranks have data."""
         managed = self._fsdp.managed()
         return [each for each in parameters if id(each) not in managed] if self.count > 1 else []
 
@@ -269,7 +275,7 @@ class Sharded(Manual):
         zeros: Callable[[int], Tensor],
         announced: Sequence[float],
     ) -> None:
-        """Sum the gradients of parameters that `fully_shard` leaves alone, such as its ``ignored_params``."""
+        """Sum the gradients of parameters that `fully_shard` does not manage (its ``ignored_params``)."""
         places = [index for index, other in enumerate(others) if other]
         if not places:
             return
@@ -281,18 +287,20 @@ class Sharded(Manual):
             announced,
         )
         for index, gradient in zip(places, summed, strict=True):
+            # The sum is over all ranks, and contains each sample once per copy.
             reduced[index] = gradient if gradient is None else gradient.div_(self._copies)
 
     def flush(self) -> None:
-        """Reduce and scatter what has added up beside the shards into ``.grad``."""
+        """Reduce and scatter the unreduced gradients into ``.grad``."""
         self._fsdp.flush(self.sum_numbers(self._fsdp.held()))
 
     def scale(self, factor: float) -> None:
-        """Multiply what has added up beside the shards."""
+        """Multiply the unreduced gradients."""
         self._fsdp.scale(factor)
 
     def norm(self, gradients: Sequence[Tensor | None]) -> tuple[float, bool]:
-        """Return the 2-norm of the whole gradient, each element counted once, and whether it is finite."""
+        """Return the 2-norm of the whole gradient, with each element counted once, and if it is finite."""
+        # Grouped by the number of ranks that hold the same elements, which are counted once.
         kinds: dict[int, list[Tensor]] = {}
         for gradient in gradients:
             if gradient is not None:
@@ -306,8 +314,9 @@ class Sharded(Manual):
         return math.sqrt(square), not broken
 
     def _holders(self, gradient: Any) -> int:
-        """Return how many ranks hold the elements that this rank holds."""
+        """Return the number of ranks that hold the same elements as this rank."""
         every = self.count * self._copies
+        # A plain tensor is whole on every rank.
         if not hasattr(gradient, "placements"):
             return every
         shards = math.prod(
@@ -319,13 +328,13 @@ class Sharded(Manual):
 
 
 _SPLIT = (
-    "Coupled samples need whole parameters on each rank, and tensor parallel splits operations too. Shard "
-    "the model by fully_shard (FSDP2) alone, over a mesh of one or two dimensions."
+    "Coupled samples need all parameters in full on each rank, but tensor parallel splits operations. Use "
+    "only fully_shard (FSDP2), over a mesh of one or two dimensions."
 )
 
 
 def _laid_out(gradient: Any, parameter: Any) -> Tensor | None:
-    """Return a gradient sharded as its parameter: where terms of a sum lie on several ranks, their sum."""
+    """Return a gradient with the placements of its parameter; partial sums on several ranks are added."""
     placements = getattr(gradient, "placements", None)
     if gradient is None or placements is None or placements == parameter.placements:
         return gradient
@@ -333,18 +342,18 @@ def _laid_out(gradient: Any, parameter: Any) -> Tensor | None:
 
 
 def _ranks_of(models: Sequence[nn.Module], fsdp: FSDP2) -> tuple[list[int], list[int], torch.device]:
-    """Return the data-parallel ranks with this one, all ranks that share the models, and their device."""
+    """Return the data-parallel ranks of this rank, all ranks that share the models, and their device."""
     data = [sorted(mesh.mesh.flatten().tolist()) for mesh in fsdp.meshes]
     parameters: list[Any] = [parameter for model in models for parameter in model.parameters()]
     meshes = {each.device_mesh for each in parameters if hasattr(each, "device_mesh")}
     every = sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
-    # Not that of the parameters, which may be offloaded.
+    # From the mesh, because the parameters themselves may be offloaded to the CPU.
     kind = resolved(torch.device(next(iter(meshes)).device_type))
     return max(data, key=len, default=[dist.get_rank()]), every, kind
 
 
 def _group_of(ranks: list[int]) -> Any:
-    """Return the process group of some ranks; it is made once for each of torch's default groups."""
+    """Return the process group of some ranks, which is made once for each default group of torch."""
     everyone = dist.group.WORLD
     if len(ranks) == dist.get_world_size():
         return everyone

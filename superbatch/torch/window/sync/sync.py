@@ -1,6 +1,6 @@
-"""Protocol of the ranks that share a window: all that a window, a check or a cached gradient asks of them.
+"""Protocol of the ranks that share a window, used by windows, checks and cached gradients.
 
-`local`, `manual`, `ddp` and `sharded` implement it; `find` picks one for some models.
+`local`, `manual`, `ddp` and `sharded` implement it; `find` chooses one for the models.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Sync(Protocol):
 
     @property
     def index(self) -> int:
-        """Number of this rank."""
+        """Index of this rank."""
         ...
 
     @property
@@ -45,21 +45,21 @@ class Sync(Protocol):
 
     @property
     def report(self) -> RanksReport:
-        """Report on the ranks that share a window, and what that costs."""
+        """Report on the ranks that share a window, and the memory that this takes."""
         ...
 
     @property
     def in_step(self) -> bool:
         """True if a forward or a backward under `no_sync` communicates.
 
-        All ranks then run as many micro-batches (`turns`, `agree_size`), hear after the last one whether one
-        has failed (`lockstep`), and join in each other's evaluations of a check (`checks.in_step`).
+        All ranks then run the same number of micro-batches (`turns`, `agree_size`), vote after the last one
+        whether one has failed (`lockstep`), and take part in each other's checks (`checks.in_step`).
         """
         ...
 
     @property
     def reduces(self) -> bool:
-        """False while the program itself has put off the reduction of gradients, as by DDP's ``no_sync``."""
+        """False while the user's program postpones the reduction of gradients, as by DDP's ``no_sync``."""
         ...
 
     # -- the models ----------------------------------------------------------------------------------------
@@ -69,11 +69,11 @@ class Sync(Protocol):
         ...
 
     def reshard(self) -> None:
-        """Give the models the parameters that optimizers update, where a forward has left others."""
+        """Register the sharded parameters in the modules, after a forward has left gathered ones."""
         ...
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Return a context, inside of `no_sync`, in which this rank has all parameters whole."""
+        """Return a context, inside of `no_sync`, in which this rank has all parameters in full."""
         ...
 
     def turn(self, *, last: bool, idle: bool = False) -> None:
@@ -81,75 +81,75 @@ class Sync(Protocol):
 
         Args:
             last: it is the window's last one.
-            idle: it may have no weight, and so no loss to run a backward from.
+            idle: its weight may be 0, so that it has no loss for a backward.
         """
         ...
 
     def idle_backward(self, *, again: bool) -> None:
-        """Run a backward that adds nothing, where other ranks wait for that of a micro-batch without weight.
+        """Run a backward of zeros for a micro-batch of weight 0, because other ranks wait for a backward.
 
         Args:
             again: another backward of the same micro-batch follows.
 
         Raises:
-            InputError: the micro-batch has not gone through the models.
+            InputError: the forward of the micro-batch did not run the models.
         """
         ...
 
     def catch_up(self, forwards: Iterable[Callable[[], Tensor]], *, backward: bool = True) -> bool:
-        """Take part in the rest of a turn in which this rank has failed, and other ranks wait for it.
+        """Take part in the rest of a turn after this rank has failed, because other ranks wait for it.
 
         Args:
-            forwards: ways to run a forward, tried until one comes through the models; each returns a loss.
-            backward: the turn has a backward.
+            forwards: functions that run a forward and return a loss, tried until one runs the models.
+            backward: whether the turn has a backward.
 
         Returns:
-            False if none did, so that the other ranks wait until their timeout.
+            False if none ran the models; the other ranks then wait until their timeout.
         """
         ...
 
     def flush(self) -> None:
-        """Bring all that was summed so far into ``.grad``."""
+        """Reduce all sums so far into ``.grad``."""
         ...
 
     def scale(self, factor: float) -> None:
-        """Multiply what was summed beside ``.grad``."""
+        """Multiply sums that are kept outside of ``.grad``."""
         ...
 
     def broadcast_buffers(self) -> None:
-        """Give every rank the buffers of rank 0, where the models' wrapper does so before a forward."""
+        """Send the buffers of rank 0 to all ranks, if the models' wrapper does so before a forward."""
         ...
 
     # -- failures ------------------------------------------------------------------------------------------
 
     def begin_window(self, updates: int, numbers: int) -> None:
-        """Begin a window: each exchange of numbers carries along which one, and whether a rank has failed.
+        """Begin a window, whose number and failures each exchange of numbers then includes.
 
         Args:
-            updates: that this rank has made.
-            numbers: the most that an exchange of the window has; a longer one takes two.
+            updates: number of updates that this rank has made.
+            numbers: the most numbers in one exchange of the window; a longer one takes two exchanges.
         """
         ...
 
     def fail(self, failed: str) -> None:
-        """Tell the other ranks at their next exchange of numbers that this rank has left the window.
+        """Report to the other ranks, at their next exchange of numbers, that this rank has left the window.
 
-        They raise `RankError` there. Nothing is raised here, not even where they cannot be reached.
+        They raise `RankError` there. This method never raises, even if they cannot be reached.
 
         Args:
-            failed: how, as the rest of a sentence that begins with the rank.
+            failed: description of the failure, as the rest of a sentence that begins with the rank.
         """
         ...
 
     def lose(self, error: BaseException) -> RankError:
-        """Note that the other ranks cannot be reached, and return the error for it.
+        """Record that the other ranks cannot be reached, and return the error for it.
 
         Args:
-            error: of the exchange that failed.
+            error: the error of the exchange that failed.
         """
         ...
 
-    # -- numbers: each of them raises RankError where a rank has failed, or is at another window -------------
+    # -- numbers: each method raises RankError if a rank has failed, or is at another window -----------------
 
     def sum_numbers(self, numbers: Iterable[float]) -> list[float]:
         """Return the sums over the ranks, in float64 (exact for whole numbers below 2**53).
@@ -172,20 +172,20 @@ class Sync(Protocol):
         ...
 
     def vote(self, raised: bool) -> bool:
-        """Return True on every rank if any rank has raised its hand."""
+        """Return True on every rank if `raised` is True on any rank."""
         ...
 
     def turns(self, microbatches: int, samples: Sequence[int] | None) -> list[int]:
-        """Return the micro-batches of each rank, where their forwards communicate; else of this one alone.
+        """Return the number of micro-batches of each rank; of this rank only if forwards do not communicate.
 
         Args:
-            microbatches: the number that the window has as it was cut.
-            samples: of each of them, which it can be cut into; None: it cannot be cut differently.
+            microbatches: number of micro-batches of this rank.
+            samples: number of samples of each of them; None: they cannot be cut differently.
         """
         ...
 
     def agree_size(self, samples: int) -> int:
-        """Return the size of micro-batches to use where this rank has found `samples`."""
+        """Return the micro-batch size to use after this rank has found `samples`."""
         ...
 
     # -- tensors -------------------------------------------------------------------------------------------
@@ -199,19 +199,19 @@ class Sync(Protocol):
         ...
 
     def gather(self, message: Any) -> list[Any]:
-        """Return a message of each rank, any object that can be pickled, in the order of the ranks."""
+        """Return the message of each rank, in the order of the ranks; it must be possible to pickle it."""
         ...
 
     def count_announced(self, parameters: Sequence[Tensor]) -> int:
-        """Return the number of numbers that `announce` returns, at most, in a window."""
+        """Return the largest number of numbers that `announce` returns in a window."""
         ...
 
     def announce(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[float]:
-        """Return the numbers whose sums over the ranks `reduce` needs, to be exchanged together with others.
+        """Return numbers whose sums over the ranks `reduce` needs; the caller exchanges them with others.
 
         Args:
-            gradients: as for `reduce`; how many numbers there are does not depend on them.
-            parameters: likewise.
+            gradients: as for `reduce`; the number of numbers does not depend on them.
+            parameters: as for `reduce`.
         """
         ...
 
@@ -222,22 +222,22 @@ class Sync(Protocol):
         zeros: Callable[[int], Tensor],
         announced: Sequence[float] | None = None,
     ) -> list[Tensor | None]:
-        """Return the gradients that this rank's optimizer needs of the sum over the ranks.
+        """Return the sum of the gradients over the ranks, or this rank's shards of it.
 
         Args:
             gradients: one for each parameter, of this rank's micro-batches. A gradient that only some ranks
-                have counts as zero on the others; one that no rank has stays None, so that the optimizer
-                leaves its parameter alone as it would for the large batch.
-            parameters: in the same order.
-            zeros: ``zeros(i)`` makes an empty gradient ``i``.
-            announced: sums over the ranks of what `announce` returned; None: they are exchanged here.
+                have counts as zero on the others. One that no rank has stays None, so that the optimizer
+                skips its parameter, as with the large batch.
+            parameters: the parameters, in the same order.
+            zeros: ``zeros(i)`` returns a gradient of zeros for parameter ``i``.
+            announced: the numbers of `announce`, summed over the ranks; None: they are exchanged here.
         """
         ...
 
     def norm(self, gradients: Sequence[Tensor | None]) -> tuple[float, bool]:
-        """Return the 2-norm of the whole reduced gradient, and True if every element of it is finite.
+        """Return the 2-norm of the whole reduced gradient, and True if all of its elements are finite.
 
         Args:
-            gradients: as `reduce` returned them: all of the gradient, or this rank's shards of it.
+            gradients: result of `reduce`: the whole gradient, or this rank's shards of it.
         """
         ...

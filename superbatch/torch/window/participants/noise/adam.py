@@ -1,8 +1,7 @@
 """Adam's preconditioner as a metric for gradients: ``|g|^2`` becomes ``sum g^2 / (sqrt(v_hat) + eps)^q``.
 
-The second moments are those of the updates before the window: an optimizer changes them at a window's end
-only, so that all micro-batches and the batch are measured by one metric, in which none of them has a part.
-(With moments that hold the window's own gradient the estimates would be biased.)
+The second moments are those of the updates before the window. So one metric measures all micro-batches and
+the batch, and it does not depend on the window's own gradient, which would bias the estimates.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ UNKNOWN: Norms = (math.nan,) * len(POWERS)
 
 
 def have_second_moments(optimizers: Iterable[Optimizer]) -> bool:
-    """Return whether all of them step by ``m / (sqrt(v_hat) + eps)``.
+    """Return whether all optimizers step by ``m / (sqrt(v_hat) + eps)``.
 
     Args:
-        optimizers: of the accumulator.
+        optimizers: the accumulator's.
 
     Examples:
         >>> one = torch.zeros(1, requires_grad=True)
@@ -39,39 +38,39 @@ def have_second_moments(optimizers: Iterable[Optimizer]) -> bool:
 
 
 class Preconditioner:
-    """``1 / d`` of every parameter, ``d = sqrt(v_hat) + eps``, as it is while one window is open.
+    """``1 / d`` with ``d = sqrt(v_hat) + eps`` for every parameter, during one window.
 
-    Held till the window is over: as much memory again as the parameters take.
+    It takes as much memory as the parameters until the window is over.
 
-    Coordinates that have had no gradient yet have no second moment: they are left out of the metric, in the
+    Coordinates that have had no gradient yet have no second moment. They are left out of the metric, in the
     micro-batches and in the batch.
 
     Args:
-        owned: the parameters, of optimizers with second moments.
+        owned: the parameters; their optimizers have second moments.
     """
 
     def __init__(self, owned: Sequence[ManagedParameter]) -> None:
-        # Taken before the window: with its own gradient in the moments, the estimate is biased below zero.
+        # Before the window, because its own gradient in the moments would bias the estimate below zero.
         self._inverse = [_inverse_of(entry) for entry in owned]
 
     def norms(self, place: int, gradient: Tensor) -> Norms:
         """Return ``sqrt(sum g^2 / d^q)`` of one parameter's gradient for q = 1 and 2; NaN if there is no d.
 
         Args:
-            place: of the parameter among the owned ones.
-            gradient: of a micro-batch, or of the batch.
+            place: index of the parameter among the owned ones.
+            gradient: gradient of a micro-batch, or of the batch.
         """
         inverse = self._inverse[place]
         if inverse is None or gradient.is_sparse:
             return UNKNOWN
         elements = _real(gradient).to(inverse.dtype)
         stepped = elements * inverse
-        half = torch.dot(elements.reshape(-1), stepped.reshape(-1)).sqrt()  # of squares over positive numbers
+        half = torch.dot(elements.reshape(-1), stepped.reshape(-1)).sqrt()  # not negative: sum of g^2 / d
         norms = (half, torch.linalg.vector_norm(stepped))
         return tuple(norm.item() if norm.is_cpu else norm for norm in norms)
 
     def mean(self) -> float:
-        """The mean of d, by which it is measured, so that windows count alike while second moments fall."""
+        """Return the mean of d, which normalises the metric: windows with a smaller d count the same."""
         total, count = 0.0, 0
         for inverse in self._inverse:
             if inverse is not None:
@@ -81,7 +80,7 @@ class Preconditioner:
 
 
 def _inverse_of(entry: ManagedParameter) -> Tensor | None:
-    """1 / d, zero where there is no second moment, in float32 at least; None before the first update."""
+    """Return 1 / d, zero for a second moment of zero, in float32 at least; None before the first update."""
     state, group = entry.optimizer.state.get(entry.target), entry.group
     if not state or "exp_avg_sq" not in state:
         return None
@@ -91,7 +90,7 @@ def _inverse_of(entry: ManagedParameter) -> Tensor | None:
     moment = _real(state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"])
     wide = torch.promote_types(moment.dtype, torch.float32)
     inverse = moment.to(wide).sqrt().div_(math.sqrt(correction)).add_(float(group["eps"])).reciprocal_()
-    # Otherwise such coordinates would dominate the metric: their 1 / d^2 is 1 / eps^2.
+    # Otherwise such coordinates would dominate the metric by 1 / d^2 = 1 / eps^2.
     return inverse.masked_fill_(moment == 0, 0.0)
 
 

@@ -12,12 +12,12 @@ def group_names(optimizers: Iterable[Optimizer]) -> tuple[dict[tuple[int, int], 
     """Number and name the parameter groups of optimizers.
 
     Args:
-        optimizers: in order.
+        optimizers: the optimizers, in order.
 
     Returns:
-        (id of the optimizer, number of the group there) -> number among all; and the names: a group's own
-        entry ``"name"`` where it has one that no other has, else ``"group 0"``, or with several optimizers
-        ``"optimizer 0, group 0"``.
+        A mapping (id of the optimizer, number of the group in it) -> number among all groups; and the names.
+        A name is the group's own entry ``"name"`` if that is unique, else ``"group 0"``, or with several
+        optimizers ``"optimizer 0, group 0"``.
 
     Examples:
         >>> import torch
@@ -36,6 +36,7 @@ def group_names(optimizers: Iterable[Optimizer]) -> tuple[dict[tuple[int, int], 
             numbers[id(optimizer), number] = len(numbers)
             own.append(group.get("name"))
             plain.append(f"optimizer {place}, group {number}" if several else f"group {number}")
+    # A name is used only if it is unique and cannot be mistaken for the generated one of another group.
     names = [
         name if isinstance(name, str) and own.count(name) == 1 and name not in plain else other
         for name, other in zip(own, plain, strict=True)

@@ -1,10 +1,11 @@
-"""Norms of each micro-batch's own gradient, measured on its way into the sum.
+"""Norms of each micro-batch's own gradient, measured before autograd adds it to the sum.
 
-A hook on a leaf sees what autograd is about to add to ``.grad`` (a hook after the addition would see the
-running sum): no second backward, and no copy of a gradient.
+A hook on a leaf gets the gradient that autograd is about to add to ``.grad``, so no second backward and no
+copy of a gradient is needed. (A hook after the addition would get the sum so far.)
 
-A gradient may come in several parts: from a reentrant checkpoint, or from two losses of one micro-batch. Its
-norm is not known from those of its parts, so from the next window on its parts are kept till all are there.
+A gradient may come in several parts, from a reentrant checkpoint or from two losses of one micro-batch. Its
+norm cannot be computed from those of the parts, so from the next window on its parts are kept until all have
+arrived.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from ..gradient_sum import LOW_PRECISION, ManagedParameter, values
 from .adam import Norms, Preconditioner
 from .samples import SeenSamples
 
-IN_PARTS = "a gradient came in parts, which are put together from the next window on"
+IN_PARTS = "a gradient came in several parts, which are added up from the next window on"
 
 
 class _Row(NamedTuple):
     """Result of the backward of one micro-batch.
 
     Attributes:
-        microbatch: its position.
-        factor: that its gradient has yet to be multiplied by.
-        parts: for each parameter the norms of its gradient, or the gradient itself where it comes in parts;
-            in as many parts as came.
+        microbatch: index of the micro-batch.
+        factor: factor by which its gradient must still be multiplied.
+        parts: for each parameter a tuple with an entry for each part of its gradient: the part's norms, or
+            the part itself if the gradient is known to come in parts.
     """
 
     microbatch: int
@@ -47,14 +48,14 @@ class SeenGradients:
     Args:
         owned: the parameters.
         groups: the parameter group of each, as a number.
-        in_parts: parameters whose gradients are known to come in parts; those that turn out to are added.
-        metric: measure them by Adam's preconditioner as well; None: do not.
-        samples: see the gradients of single samples as well; None: do not.
-        alone: there is one micro-batch, so that only the samples are of use.
+        in_parts: parameters whose gradients are known to come in parts; new ones are added to the set.
+        metric: Adam's preconditioner, to measure by it as well; None: do not.
+        samples: measures the gradients of single samples as well; None: do not.
+        alone: the window has one micro-batch, so only single samples can be measured.
 
     Attributes:
         reason: why the window cannot be measured; None: it can.
-        alone: as given, also if the one micro-batch was cut into several when memory ran out.
+        alone: the argument, even if lack of memory has cut the micro-batch into several.
     """
 
     def __init__(
@@ -78,10 +79,11 @@ class SeenGradients:
         self.restart()
 
     def open(self) -> None:
-        """Put the hooks on."""
+        """Register the hooks."""
         measured = [] if self.alone else zip(self._parameters, self._slots, strict=True)
         for place, (parameter, slot) in enumerate(measured):
             kept = self._kept is not None and self._kept[place]
+            # A gradient in several parts is kept until its last part has arrived.
             self._put_on(parameter, slot.append if kept else self._measuring(slot, place))
         if self._samples is None:
             return
@@ -95,13 +97,13 @@ class SeenGradients:
         self._undo.append(parameter.register_hook(hook).remove)
 
     def _take_off(self) -> None:
-        while self._undo:  # from the last one
+        while self._undo:  # the last hook first
             self._undo[-1]()
             self._undo.pop()
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Take the hooks off for a while; what they saw stays."""
+        """Remove the hooks during the block, and keep their measurements."""
         self._take_off()
         try:
             yield
@@ -109,23 +111,23 @@ class SeenGradients:
             self.open()
 
     def close(self) -> None:
-        """Take the hooks off again, so that a model is left as it was given, and forget what they saw."""
+        """Remove the hooks, and forget their measurements."""
         self._take_off()
         self._take()
         self.restart()
 
     def before_backward(self) -> None:
-        """Forget gradients that the user's own forward has asked for, as a gradient penalty does."""
+        """Forget gradients that the user's forward has computed itself, e.g. for a gradient penalty."""
         self._take()
         if self._samples is not None:
             self._samples.begin()
 
     def after_backward(self, index: int, factor: float) -> None:
-        """Measure what a backward has added to the sum. It may fail for lack of memory: then `restart`.
+        """Measure the gradient that a backward has added to the sum; call `restart` if memory runs out.
 
         Args:
-            index: of the micro-batch.
-            factor: that its gradient has yet to be multiplied by.
+            index: index of the micro-batch.
+            factor: factor by which its gradient must still be multiplied.
         """
         parts = self._take()
         if self._last is not None and self._last.microbatch == index:  # another loss of the same micro-batch
@@ -139,7 +141,7 @@ class SeenGradients:
         self._last = _Row(index, factor, parts)
 
     def restart(self) -> None:
-        """Forget all: the window begins again."""
+        """Forget all measurements, because the window begins again."""
         self._last: _Row | None = None
         self._ended: int | None = None
         self._norms: list[tuple[int, int, float, Norms]] = []  # micro-batch, group, factor, norms
@@ -149,12 +151,12 @@ class SeenGradients:
             self._samples.forget()
 
     def squares(self) -> dict[int, list[float]]:
-        """Return ``|w_i g_i|^2`` by micro-batch, as they were summed.
+        """Return ``|w_i g_i|^2`` by micro-batch.
 
         Returns:
-            One number per parameter group; then, over all of them, one per power of Adam's preconditioner if
-            there is a `metric`; then the sum over single samples if these are seen. NaN stands for what could
-            not be measured.
+            For each micro-batch one number per parameter group; then, with a `metric`, one over all groups
+            for each power of Adam's preconditioner; then, with `samples`, the sum over single samples. NaN
+            means that a number could not be measured.
         """
         self._end_of_microbatch()
         rows = [*(norms for *_, norms in self._norms), *(norms for *_, norms in self._per_sample)]
@@ -166,7 +168,7 @@ class SeenGradients:
             row = self._squares.setdefault(index, [0.0] * columns)
             for column in (group, *range(count, count + powers)):
                 norm = factor * next(on_hosts)
-                row[column] += norm * norm  # a power that overflows raises; infinity is left out
+                row[column] += norm * norm  # not norm**2, which raises OverflowError
         for index, factor, norms in self._per_sample:
             assert self._samples is not None
             seen = self._samples.judge(*(next(on_hosts) for _ in norms))
@@ -175,15 +177,15 @@ class SeenGradients:
         return self._squares
 
     def state(self) -> dict[int, list[float]]:
-        """Return the part of a window in flight that is to be saved."""
+        """Return the measurements to save with an open window."""
         return {index: list(each) for index, each in self.squares().items()}
 
     def load(self, squares: dict[int, list[float]]) -> None:
-        """Resume from what `state` returned."""
+        """Load the measurements of `state`."""
         self._squares = {index: list(each) for index, each in squares.items()}
 
     def _take(self) -> list[tuple[Norms | Tensor, ...]]:
-        """Take what the hooks have seen since the last time."""
+        """Return what the hooks have measured since the last call, and clear it."""
         seen = [tuple(slot) for slot in self._slots]
         for slot in self._slots:
             slot.clear()
@@ -197,12 +199,16 @@ class SeenGradients:
             if not parts:
                 continue
             if self._kept is not None and self._kept[place]:
+                # The parts were kept, because the norm of a sum cannot be computed from the norms of its
+                # parts.
                 gradient = _sum(parts)
                 self._norms.append(
                     (index, group, factor, (_norm(gradient), *self._by_metric(place, gradient)))
                 )
                 continue
             if len(parts) > 1:
+                # Only norms of the parts are left, so this window has no measurement, and the next one keeps
+                # the parts.
                 self._in_parts.add(self._parameters[place])
                 self.reason = IN_PARTS
             for part in parts:
@@ -218,9 +224,8 @@ class SeenGradients:
     def _measuring(self, slot: list[Norms | Tensor], place: int) -> Callable[[Tensor], None]:
         parameter, metric = self._parameters[place], self._metric
         dtype = torch.float32 if parameter.dtype in LOW_PRECISION else None
-        # On the CPU a number, at once: a tensor kept between the large ones would break up the heap, which
-        # then goes back to the system and is fetched again in every window (4 % of the time of a small
-        # transformer).
+        # On the CPU the norm becomes a float at once. A small tensor that is kept between large ones would
+        # fragment the heap, which costs 4 % of the time of a small transformer.
         on_host_at_once = parameter.device.type == "cpu"
 
         def hook(gradient: Tensor) -> None:
@@ -235,7 +240,7 @@ class SeenGradients:
 
 
 def _without_hooks(parameter: Tensor) -> None:
-    """Drop an empty dictionary of hooks, which would be called in each backward."""
+    """Remove an empty dictionary of hooks, which would cost time in each backward."""
     if not parameter._backward_hooks:
         parameter._backward_hooks = None
 
@@ -256,7 +261,7 @@ def _norm(gradient: Tensor) -> float | Tensor:
 
 
 def on_host(norms: Sequence[float | Tensor]) -> list[float]:
-    """Return numbers, of which some are 0-d tensors, by one transfer for each device.
+    """Return numbers and 0-d tensors as floats, with one transfer for each device and dtype.
 
     Args:
         norms: numbers and tensors.
@@ -271,6 +276,7 @@ def on_host(norms: Sequence[float | Tensor]) -> list[float]:
         if isinstance(norm, Tensor):
             by_device.setdefault((norm.device, norm.dtype), []).append((place, norm))
     for tensors in by_device.values():
+        # One copy to the host per device, because each copy waits for the device.
         stacked = torch.stack([norm for _, norm in tensors]).tolist()
         for (place, _), value in zip(tensors, stacked, strict=True):
             found[place] = value

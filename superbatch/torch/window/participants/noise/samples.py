@@ -1,9 +1,9 @@
-"""Gradients of single samples, of the scale and shift of normalisation layers: a proxy for the noise.
+"""Per-sample gradients of the scale and shift of normalisation layers, a proxy for the noise.
 
-With one micro-batch on one rank no two gradients of a window can be compared. For a LayerNorm or RMSNorm the
-gradient of each *sample* is at hand, with next to no arithmetic: ``sum over positions of x_hat dy`` for the
-scale, and of ``dy`` for the shift. The noise scale of these few parameters goes with that of the whole model,
-up to a factor which depends on the model (Gray et al. 2024, https://arxiv.org/abs/2411.00999).
+With one micro-batch on one rank, a window has no two gradients to compare. But for a LayerNorm or RMSNorm the
+gradient of each *sample* costs little arithmetic: ``sum over positions of x_hat dy`` for the scale, and of
+``dy`` for the shift. The noise scale of these few parameters is proportional to that of the whole model, with
+a factor that depends on the model (Gray et al. 2024, https://arxiv.org/abs/2411.00999).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ..gradient_sum import LOW_PRECISION, ManagedParameter
 
 NOT_FIRST = "the samples are not the first dimension of a normalisation layer's input"
 OTHERWISE = (
-    "the gradient of a normalisation layer is not the sum of what its samples add: it is used otherwise, "
-    "too, or a hook changes it"
+    "the gradient of a normalisation layer is not the sum over its samples: its parameters are also used "
+    "elsewhere, or a hook changes it"
 )
 TOLERANCE = 1e-2
-"""Of the sum of the samples' gradients against the gradient itself: bfloat16 rounds by half a per cent."""
+"""Relative difference between the sum over samples and the gradient; bfloat16 rounds by 0.5 %."""
 
 
 def norm_layers(models: Iterable[nn.Module], owned: Sequence[ManagedParameter]) -> list[nn.Module]:
-    """Return the layers whose scale or shift is trained by the accumulator's optimizers.
+    """Return the LayerNorms and RMSNorms whose scale or shift the accumulator's optimizers train.
 
     Args:
-        models: to look through.
+        models: the accumulator's.
         owned: the parameters.
 
     Examples:
@@ -47,57 +47,59 @@ def norm_layers(models: Iterable[nn.Module], owned: Sequence[ManagedParameter]) 
 
 
 class SeenSamples:
-    """``sum_b |s_b g_b|^2`` over the samples of each micro-batch, s_b their shares in the loss.
+    """``sum_b |s_b g_b|^2`` over the samples b of each micro-batch; s_b is the sample's share in the loss.
 
     Args:
         layers: from `norm_layers`.
-        count: samples of a micro-batch, by its index; 0 where they cannot be counted.
+        count: number of samples of a micro-batch, by its index; 0 if they cannot be counted.
 
     Attributes:
-        reason: why it cannot be told in this window; None: it can.
+        reason: why this window cannot be measured; None: it can.
     """
 
     def __init__(self, layers: Sequence[nn.Module], count: Callable[[int], int]) -> None:
         self._layers, self._count = layers, count
         self.reason: str | None = None
-        self._new: dict[Tensor, Tensor] = {}  # of the backward that is running
+        self._new: dict[Tensor, Tensor] = {}  # per-sample gradients of the present backward
         self._of_microbatch: dict[Tensor, Tensor] = {}
-        self._whole: dict[Tensor, Tensor] = {}  # gradients as the parameters get them
+        self._whole: dict[Tensor, Tensor] = {}  # gradients that the parameters get
         self._new_whole: dict[Tensor, Tensor] = {}
 
     def open(self, undo: list[Callable[[], None]]) -> None:
-        """Put hooks on the layers.
+        """Register hooks on the layers.
 
         Args:
-            undo: what takes each off again is added to it.
+            undo: a list to which the functions that remove them are appended.
         """
+        # A generator, so that each handle is in the list even if registering a later hook fails.
         hooks = (layer.register_forward_hook(self._hook, with_kwargs=True) for layer in self._layers)
-        undo.extend(hook.remove for hook in hooks)  # each is in the list as soon as it is on
+        undo.extend(hook.remove for hook in hooks)
 
     def parameters(self) -> list[Tensor]:
-        """The trained scales and shifts, each once."""
+        """Return the trained scales and shifts, each once."""
         found = {id(p): p for layer in self._layers for p in _parameters(layer) if p.requires_grad}
         return list(found.values())
 
     def whole(self, parameter: Tensor, gradient: Tensor) -> None:
         """Record the tensor that autograd adds to a parameter's gradient."""
-        # A copy: the tensor itself may become `.grad`, to which the next micro-batch is added in place.
+        # A copy, because the tensor may become `.grad`, to which the next micro-batch is added in place.
         _add(self._new_whole, parameter, gradient.detach().clone())
 
     def begin(self) -> None:
-        """A backward begins: what was seen since the last one was asked for by the user's own forward."""
+        """Begin a backward, and forget gradients that the user's forward has computed since the last one."""
         self._new.clear()
         self._new_whole.clear()
 
     def take(self, index: int) -> None:
-        """A backward has ended.
+        """Add the gradients of a backward that has ended to those of its micro-batch.
 
         Args:
-            index: of its micro-batch.
+            index: index of the micro-batch.
         """
         samples = self._count(index)
         if not samples:
             self.reason = "samples cannot be counted"
+        # The first dimension may be tokens instead of samples.
         elif any(seen.shape[0] != samples for seen in self._new.values()):
             self.reason = NOT_FIRST
         elif self.reason is None:
@@ -107,14 +109,16 @@ class SeenSamples:
         self.begin()
 
     def end(self) -> tuple[float | Tensor, ...]:
-        """A micro-batch has ended: return the norm over its samples, and two that tell whether all was seen.
+        """End a micro-batch and return its three norms, which `judge` takes.
 
         Returns:
-            The norm of the samples' gradients; of their sum less the gradient; of the gradient.
+            The norm of the samples' gradients, the norm of the difference between their sum and the gradient,
+            and the norm of the gradient.
         """
         samples, apart, wholes = [], [], []
         for parameter, whole in self._whole.items():
             seen = self._of_microbatch.get(parameter)
+            # Another use of the weight, such as tying, adds to `whole` only, and the difference shows it.
             total = torch.zeros_like(whole) if seen is None else seen.sum(0)
             samples += [] if seen is None else [seen]
             apart.append(total - whole)
@@ -126,37 +130,40 @@ class SeenSamples:
         return tuple(map(_norm, (samples, apart, wholes)))
 
     def judge(self, samples: float, apart: float, whole: float) -> float:
-        """Return the norm over the samples, or NaN with a `reason` where something else was seen as well."""
+        """Return the norm over the samples, or NaN and set `reason` if their sum is not the gradient."""
         if apart > TOLERANCE * math.hypot(samples, whole):
             self.reason = OTHERWISE
             return math.nan
         return samples
 
     def forget(self) -> None:
-        """Free what was seen."""
+        """Free all gradients."""
         self.begin()
         self._of_microbatch.clear()
         self._whole.clear()
 
     def _hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not (isinstance(output, Tensor) and output.requires_grad):
-            return  # in no_grad, as in the first forward of a reentrant checkpoint
+            return  # under no_grad, e.g. in the first forward of a reentrant checkpoint
         given = args[0] if args else kwargs["input" if "input" in kwargs else "x"]
-        kept = given.detach()  # the layer itself keeps it for its backward
+        kept = given.detach()  # takes no memory, because the layer keeps its input for its backward
         output.register_hook(lambda gradient: self._seen(module, kept, gradient))
 
     @torch.no_grad()
     def _seen(self, module: Any, given: Tensor, gradient: Tensor) -> None:
         shape, weight, bias = module.normalized_shape, module.weight, getattr(module, "bias", None)
+        # In float32, because products of low-precision values lose too many digits.
         dtype = torch.float32 if {given.dtype, gradient.dtype} & set(LOW_PRECISION) else gradient.dtype
         wide, gradient = given.to(dtype), gradient.to(dtype)
         if given.dim() <= len(shape):
             self.reason = NOT_FIRST
             return
+        # A sample has several positions in [N, positions, ...], whose gradients are summed.
         positions = list(range(1, given.dim() - len(shape)))
         if weight is not None and weight.requires_grad:
             if isinstance(module, nn.RMSNorm):
                 eps = torch.finfo(given.dtype).eps if module.eps is None else module.eps
+                # The normalised input without the weight, which is the factor in the weight's gradient.
                 hat = nn.functional.rms_norm(wide, shape, None, eps)
             else:
                 hat = nn.functional.layer_norm(wide, shape, None, None, module.eps)
@@ -180,7 +187,7 @@ def _add(table: dict[Tensor, Tensor], parameter: Tensor, part: Tensor) -> None:
         table[parameter] = part
     elif before.shape == part.shape:
         table[parameter] = before + part
-    else:  # of other samples: a shape that `take` refuses
+    else:  # another number of samples: an empty tensor makes `take` set a reason
         table[parameter] = part.new_empty((0,))
 
 

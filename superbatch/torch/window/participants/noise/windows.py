@@ -1,8 +1,8 @@
-"""The noise scale of an accumulator's windows: what each says goes into a `superbatch.noise.NoiseMeter`.
+"""The noise scale of an accumulator's windows, measured and added to a `superbatch.noise.NoiseMeter`.
 
-The loss of micro-batch i is summed with its share ``w_i / W`` already, so ``A2 = sum |hook gradient|^2``
-needs no correction but for a gradient scaler, and for a ``W`` that is known only afterwards. Over ranks A2 is
-one number to be summed, while ``b2`` is that of the reduced gradient, before it is clipped.
+The gradient of micro-batch i already has its share ``w_i / W`` when a hook gets it. So ``A2 = sum |hook
+gradient|^2`` needs corrections only for a gradient scaler, and for a ``W`` that is known only at the end.
+A2 is summed over the ranks; ``b2`` is that of the reduced gradient, before clipping.
 """
 
 from __future__ import annotations
@@ -39,13 +39,21 @@ from .hooks import SeenGradients, on_host
 from .samples import SeenSamples, norm_layers
 
 TINY_BYTES, EVERY_OF_TINY = 1 << 20, 20
-"""Parameters of a tiny model, and which of its windows are measured unless it is stated."""
+"""Bytes of parameters below which a model is tiny; then every 20th window is measured by default."""
 
 ALONE = "one micro-batch has nearly all the weight of its window"
 
 
 class _Found(NamedTuple):
-    """Measurement of a window: of each parameter group, or why it cannot; and what was measured beside."""
+    """Measurement of a window.
+
+    Attributes:
+        groups: an estimate for each parameter group, or the reason why there is none.
+        samples: effective number of samples of the window.
+        beside: estimates by Adam's preconditioner and from single samples.
+        no_proxy: why there is no estimate from single samples; None: there is one, or none is needed.
+        losses: mean and variance of the samples' losses; None: unknown.
+    """
 
     groups: dict[str, Estimate] | str
     samples: float = 0.0
@@ -55,26 +63,26 @@ class _Found(NamedTuple):
 
 
 class Counted(Protocol):
-    """Micro-batches, and how many samples each has."""
+    """Micro-batches whose samples can be counted."""
 
     def __len__(self) -> int: ...
 
     def count(self, index: int) -> int:
-        """Return the samples of a micro-batch."""
+        """Return the number of samples of a micro-batch."""
         ...
 
 
 class Summed(NamedTuple):
-    """Sum of the gradients of a window: its weights and factors.
+    """Description of the gradient sum of a window: its weights and factors.
 
     Attributes:
-        weight: sum over the micro-batches of all ranks.
-        divisor: of the summed gradients.
-        weights: of this rank's micro-batches; 0 for those that were left out.
+        weight: sum of the weights of all micro-batches of all ranks.
+        divisor: number that the summed gradients are divided by.
+        weights: weights of this rank's micro-batches; 0 for those that were left out.
         took_part: number of micro-batches whose losses are in the sum.
-        samples: of each micro-batch; None where they cannot be counted.
-        losses: sums over the samples of this rank's micro-batches.
-        scale: of a scaler; None: there is none.
+        samples: number of samples of each micro-batch; None if they cannot be counted.
+        losses: losses of this rank's micro-batches, as sums over their samples.
+        scale: scale of a GradScaler; None: there is none.
         sync: ranks that share the window.
     """
 
@@ -89,16 +97,16 @@ class Summed(NamedTuple):
 
 
 class NoiseOfWindows:
-    """Measures one window in a given number: a participant of each window.
+    """Participant that measures the noise in every n-th window.
 
     Args:
-        meter: takes in what is measured.
+        meter: collects the measurements.
         owned: the parameters; the list is kept up to date.
-        optimizers: whose parameter groups are distinguished.
-        models: whose normalisation layers are inspected, for a proxy.
+        optimizers: optimizers, whose parameter groups are measured separately.
+        models: models, whose normalisation layers are used for the proxy.
 
     Attributes:
-        seen: gradients of the window that is open; None: it is not measured.
+        seen: gradients of the open window; None: it is not measured.
     """
 
     def __init__(
@@ -121,29 +129,30 @@ class NoiseOfWindows:
         self._names: list[str] = []
         self._groups: list[int] = []
         self._found: _Found | None = None
-        self._before: dict[str, Any] | None = None  # the meter without the window that is over
+        self._before: dict[str, Any] | None = None  # state of the meter before the last window
         self._count: Callable[[int], int] = int
         self._alone = False
         self.seen: SeenGradients | None = None
 
     def expect(self, microbatches: Counted, *, shared: bool) -> None:
-        """Note the window that is about to begin.
+        """Prepare for the window that is about to begin.
 
         Args:
-            microbatches: of the window; may be cut differently later.
+            microbatches: the micro-batches; they may be cut differently later.
             shared: whether other ranks have micro-batches of the same window.
         """
         self._count = microbatches.count
         self._alone = len(microbatches) < 2 and not shared
 
     def begin(self) -> None:
-        """Put hooks on if the window is to be measured."""
+        """Register hooks if the window is to be measured."""
         self._found = self._before = self.seen = None
         if not self.meter.due:
             return
         if self._alone and not self.meter.proxy:
             self._found = _Found(ALONE)
             return
+        # At each window, because parameters may have been frozen or added.
         self._name_groups()
         by_adam = self.meter.preconditioned and not self._alone and have_second_moments(self._optimizers)
         self._metric = Preconditioner(self._owned) if by_adam else None
@@ -163,34 +172,34 @@ class NoiseOfWindows:
         return True
 
     def restart(self) -> None:
-        """Forget what was seen; the hooks stay."""
+        """Forget the measurements of this window, and keep the hooks."""
         if self.seen is not None:
             self.seen.restart()
 
     def restore(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         if self.seen is not None:
             self.seen.close()
 
     def commit(self) -> None:
-        """Take the hooks off; `left` takes in what was measured."""
+        """Remove the hooks; `left` adds the measurement to the meter."""
         self.restore()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the window's micro-batches have shown so far."""
+        """Return the measurements of the window's micro-batches so far."""
         return {"noise": None if self.seen is None else self.seen.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from what `state_dict` returned."""
+        """Load the state of `state_dict`."""
         if self.seen is not None:
             self.seen.load(state.get("noise") or {})
 
     def lifted(self) -> AbstractContextManager[None]:
-        """Return a context in which the hooks are off."""
+        """Return a context in which the hooks are removed."""
         return nullcontext() if self.seen is None else self.seen.lifted()
 
     def mark(self) -> int:
-        """Return a number that is the same on all ranks if all measure alike.
+        """Return a number that is equal on all ranks if all measure in the same way.
 
         Returns:
             Below 2**21, so that its square times the number of ranks is exact in float64.
@@ -204,17 +213,17 @@ class NoiseOfWindows:
         norm: float,
         summed: Summed,
     ) -> None:
-        """Take down what a window says; it counts once the update is made.
+        """Compute the measurement of a window; `left` adds it to the meter once the update is made.
 
         Args:
-            gradients: of the batch: reduced, normalised and unscaled, but not clipped.
-            norm: of them all.
-            summed: how they were summed.
+            gradients: gradients of the batch: reduced, normalised and unscaled, but not clipped.
+            norm: norm of all of them.
+            summed: description of their sum.
         """
         seen, weight = self.seen, summed.weight
         if seen is None:
             return
-        if not weight:  # a sum over nothing that was divided by its lower bound
+        if not weight:  # possible with `at_least`, which gives the divisor a lower bound
             self._found = _Found(ALONE)
             return
         weights = summed.weights
@@ -222,13 +231,15 @@ class NoiseOfWindows:
         squares = seen.squares()
         if not seen.reason and len(counted) < summed.took_part:
             seen.reason = "a micro-batch of weight 0 took part in a sum"
-        missing = seen.reason or ("" if all(i in squares for i in counted) else "a part of it was not seen")
+        missing = seen.reason or (
+            "" if all(i in squares for i in counted) else "a micro-batch of it was not measured"
+        )
         count = len(self._names) + len(POWERS) * (self._metric is not None) + (self._samples is not None)
-        # Sums of squares were taken of gradients times (planned W) x (scale of the scaler).
+        # The squares are those of gradients times (planned W) x (scale of the scaler).
         shares = [weights[index] / weight for index in counted]
         units = summed.samples or weights
         centre = self.meter.centre
-        # Shares of the loss, from the sums over samples: none is divided by its own weight.
+        # Shares of the loss, from sums over samples, so that no loss is divided by a weight of 0.
         parts = [(summed.losses[index] - centre * weights[index]) / weight for index in counted]
         mine = [
             *(math.fsum(squares[i][g] for i in counted if i in squares) for g in range(count)),
@@ -244,7 +255,7 @@ class NoiseOfWindows:
         a2 = [each / factor**2 for each in sums]
         self._found = self._judged(a2, self._b2(gradients, norm), q, q_per_sample)
         if incomplete:
-            missing = missing or "it was not seen whole on another rank"
+            missing = missing or "it was not measured completely on another rank"
             self._found = _Found(missing, no_proxy=missing)
         elif q_per_sample > 0:
             beside, no_proxy = self._judged_beside(a2, gradients, q, q_per_sample)
@@ -254,14 +265,14 @@ class NoiseOfWindows:
             self._found = _Found(self._found.groups, self._found.samples, beside, no_proxy, losses)
 
     def left(self, *, made: bool) -> None:
-        """End a window: what was measured counts if its update was made. A second call changes nothing."""
+        """End a window, and add its measurement to the meter if its update was made; may be called twice."""
         found, meter = self._found, self.meter
         if not made:
             self._found = None
             return
         if self._before is None:
             self._before = meter.state_dict()
-        else:  # the first call may have failed half way
+        else:  # the first call may have failed halfway
             meter.load_state_dict(self._before)
         meter.passed += 1
         if found is None:
@@ -281,8 +292,9 @@ class NoiseOfWindows:
         samples = 1 / q_per_sample
         if 1 - q < LEAST_SPREAD:
             return _Found(ALONE, samples)
+        # The further numbers belong to `_judged_beside`.
         a2 = a2[: len(b2)]
-        if not all(each * samples < LARGEST for each in [*a2, *b2]):  # or NaN
+        if not all(each * samples < LARGEST for each in [*a2, *b2]):  # false for NaN too
             return _Found("the squares of its gradients are not finite", samples)
         found = {name: estimate(a, b, q) for name, a, b in zip(self._names, a2, b2, strict=True)}
         return _Found(found, samples)
@@ -292,9 +304,11 @@ class NoiseOfWindows:
     ) -> tuple[dict[str, Estimate], str | None]:
         """Measure by Adam's preconditioner and by single samples; return why there is no proxy, or None."""
         beside: dict[str, Estimate] = {}
+        # `a2` has one number per name, then one per power of the metric, and last that of single samples.
         seen = a2[len(self._names) :]
         if self._metric is not None and 1 - q >= LEAST_SPREAD:
             mean = self._metric.mean()
+            # A parameter without a gradient on any rank has no norm.
             present = [(place, g) for place, g in enumerate(gradients) if g is not None]
             norms = [self._metric.norms(place, gradient) for place, gradient in present]
             for power, a, of_power in zip(POWERS, seen, zip(*norms, strict=True), strict=False):
@@ -302,11 +316,12 @@ class NoiseOfWindows:
                 b2 = math.fsum(norm * norm for norm in on_host(of_power))
                 beside[power_name(power)] = estimate(scale * a, scale * b2, q)
         if self._samples is None:
-            return beside, "there is no LayerNorm or RMSNorm that is trained"
+            return beside, "there is no trained LayerNorm or RMSNorm"
         if 1 - q_per_sample < LEAST_SPREAD or not math.isfinite(seen[-1]):
             alone = "one sample has nearly all the weight of its window"
             reason = alone if math.isfinite(seen[-1]) else self._samples.reason
-            return beside, reason or "it could not be told on another rank"
+            return beside, reason or "it could not be measured on another rank"
+        # Only the parameters of normalisation layers, because single samples were measured there only.
         places = {id(parameter) for parameter in self._samples.parameters()}
         own = [g for entry, g in zip(self._owned, gradients, strict=True) if id(entry.parameter) in places]
         norm = norm_of(own)
@@ -316,7 +331,7 @@ class NoiseOfWindows:
 
     def _b2(self, gradients: list[Tensor | None], norm: float) -> list[float]:
         if len(self._names) == 1:
-            return [norm * norm]  # a product is infinite where a power raises OverflowError
+            return [norm * norm]  # not norm**2, which raises OverflowError in place of returning infinity
         of_groups: list[list[Tensor | None]] = [[] for _ in self._names]
         for group, gradient in zip(self._groups, gradients, strict=True):
             of_groups[group].append(gradient)
@@ -324,12 +339,12 @@ class NoiseOfWindows:
         return [0.0 if each is None else float(each) * float(each) for each in norms]
 
     def _name_groups(self) -> None:
-        # By identity: the entries hold tensors, which do not compare as a whole.
+        # By id, because the entries contain tensors, which compare elementwise.
         if [id(entry) for entry in self._named] == [id(entry) for entry in self._owned]:
             return
         numbers, self._names = group_names(self._optimizers)
         self._groups = [numbers[id(entry.optimizer), entry.number] for entry in self._owned]
-        # Of other parameters, as where some were frozen since, it is another noise scale.
+        # With other parameters, e.g. after some were frozen, the noise scale is another one.
         self.meter.expect(self._names, anew=bool(self._named))
         self._named = list(self._owned)
 
@@ -342,17 +357,17 @@ def noise_of(
     *,
     momentum: bool,
 ) -> NoiseOfWindows | None:
-    """Return the noise measurement of the meter among the observers; None: there is none.
+    """Return the participant for the meter in `observers`; None if there is no meter.
 
     Args:
-        observers: option of the accumulator.
-        models: of the accumulator.
+        observers: the accumulator's option.
+        models: the accumulator's.
         owned: the parameters.
-        optimizers: of the accumulator.
-        momentum: gradients are summed into the momentum buffer.
+        optimizers: the accumulator's.
+        momentum: whether gradients are summed into the momentum buffer.
 
     Raises:
-        InputError: it is no meter or several, or the noise cannot be measured.
+        InputError: `observers` is not one meter, or the noise cannot be measured.
     """
     if not observers:
         return None
@@ -363,12 +378,12 @@ def noise_of(
         )
     if momentum:
         raise InputError(
-            "A NoiseMeter needs the gradient of the batch, which does not exist with "
-            'gradient_sum="momentum". Leave one of them out.'
+            "A NoiseMeter needs the gradient of the batch, which is never formed with "
+            'gradient_sum="momentum". Remove observers= or gradient_sum=.'
         )
     if meter.proxy and not norm_layers(models, owned):
         raise InputError(
-            "NoiseMeter(proxy=True) needs a LayerNorm or RMSNorm that is trained, and the models have none. "
-            "Leave proxy out, and use two micro-batches or more."
+            "NoiseMeter(proxy=True) needs a trained LayerNorm or RMSNorm, but the models have none. Remove "
+            "proxy=True, and use two micro-batches or more."
         )
     return NoiseOfWindows(meter, owned, optimizers, models)
