@@ -86,3 +86,13 @@ def test_labels_of_a_short_x_axis_do_not_overlap(span: tuple[float, float], widt
     boxes = [label.get_window_extent() for label in said]
     assert len(boxes) >= 2
     assert min(right.x0 - left.x1 for left, right in pairwise(boxes)) > 0
+
+
+def test_labels_that_have_room_are_powers() -> None:
+    """Of 3e-7, 1e-6, 3e-6, ... every second one is labelled on a short axis."""
+    figure = Figure(figsize=(7.5, 4))
+    axes = figure.add_subplot(1, 2, 2)
+    logarithmic(axes.xaxis)
+    axes.set_xlim(1.4e-7, 1.3e-4)
+    assert len(ticks_between(1.4e-7, 1.3e-4)) == 6, "the premise: more than the labels"
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["$10^{-6}$", "$10^{-5}$", "$10^{-4}$"]

@@ -92,7 +92,13 @@ class _RoundNumbers(Locator):
             return found
         # Labels of an x axis stand side by side. matplotlib counts on three times the size of a letter for
         # each; a factor and a power of ten take twice that.
-        return found[:: max(1, math.ceil(2 * len(found) / self.axis.get_tick_space()))]
+        step = max(1, math.ceil(2 * len(found) / self.axis.get_tick_space()))
+        # Of 3e-6, 1e-5, 3e-5, 1e-4 every second label is a power, not the others.
+        return max((found[first::step] for first in range(step)), key=self._powers, default=found)
+
+    def _powers(self, values: Sequence[float]) -> int:
+        exponents = [math.log(value, self.base) for value in values]
+        return sum(abs(each - round(each)) < 1e-9 for each in exponents)
 
     def tick_values(self, vmin: float, vmax: float) -> Sequence[float]:
         return ticks_between(vmin, vmax, base=self.base)
