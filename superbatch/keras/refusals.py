@@ -34,7 +34,8 @@ def check_model(model: Any) -> None:
     """
     if not isinstance(model, keras.Model):
         raise InputError(
-            f"A {type(model).__module__}.{type(model).__qualname__} has no fit of Keras. Pass a keras.Model."
+            f"accumulate() was given a {type(model).__module__}.{type(model).__qualname__}. Pass a "
+            "keras.Model."
         )
     if not model.compiled:
         raise InputError(

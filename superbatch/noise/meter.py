@@ -304,8 +304,8 @@ class NoiseMeter:
             raise InputError(f"{state!r} is no saved average. Load what `state_dict()` returned.")
         if state.get("version") not in (2, STATE_VERSION):
             raise InputError(
-                f"This average was saved in form {state.get('version')!r}, and this superbatch reads form "
-                f"{STATE_VERSION}. Begin with a new NoiseMeter: it knows the noise again after some windows."
+                f"The state has version {state.get('version')!r}, and this superbatch reads versions 2 and "
+                f"{STATE_VERSION}. Make a new NoiseMeter, which measures again, and load no state into it."
             )
         if state.get("beta") != self.beta:
             raise InputError(

@@ -35,8 +35,8 @@ def noise_over_run(
     counts = [1.0] * len(scales) if samples is None else list(samples)
     if not scales or min(scales) <= 0 or batch_size <= 0:
         raise InputError(
-            f"The noise scales {scales} of a run with batch {batch_size} have no mean of inverses: it takes "
-            "positive numbers, at least one. Leave out stretches without a determined noise scale."
+            f"The noise scales {scales} of a run with batch {batch_size} must be one or more "
+            "positive numbers. Leave out stretches whose noise scale is not determined."
         )
     progress = [n / (1 + batch_size / each) for n, each in zip(counts, scales, strict=True)]
     return math.fsum(progress) / math.fsum(p / each for p, each in zip(progress, scales, strict=True))

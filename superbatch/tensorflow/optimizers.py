@@ -29,9 +29,8 @@ def check(optimizer: Any, options: Options) -> None:
     steps = getattr(inner, "gradient_accumulation_steps", None)
     if steps:
         raise OptimizerError(
-            f"The optimizer has gradient_accumulation_steps={steps}, so it would accumulate what is "
-            "accumulated already and update once in several windows. Make it without "
-            "gradient_accumulation_steps."
+            f"The optimizer has gradient_accumulation_steps={steps}, so it would accumulate a second "
+            "time and update once in several windows. Make it without gradient_accumulation_steps."
         )
     if scales_by_itself(optimizer) and options.nonfinite == "skip_microbatch":
         raise OptimizerError(

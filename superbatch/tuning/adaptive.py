@@ -137,7 +137,7 @@ def ratio_at_cosine(cosine: float) -> float:
         0.5
     """
     if not 0 < cosine < 1:
-        raise InputError(f"cosine={cosine!r} is reached by no finite batch. Pass a number between 0 and 1.")
+        raise InputError(f"No finite batch has cosine={cosine!r}. Pass a number between 0 and 1.")
     return (1 / cosine - 1) / 2
 
 
@@ -271,8 +271,7 @@ class Controller:
         """
         if not isinstance(state, Mapping) or state.get("version") != 1:  # pyright: ignore[reportUnnecessaryIsInstance]  (of any caller)
             raise InputError(
-                "The state has no version 1, so it is not of a Controller. Pass what its state_dict() "
-                "returned."
+                "The state has no version 1, so no Controller saved it. Pass what its state_dict() returned."
             )
         steps, update = state.get("steps"), state.get("update")
         if type(steps) is not int or steps < 1 or type(update) is not int or update < -1:

@@ -94,6 +94,6 @@ class AdaScale:
         """
         if state.get("version") != 1:
             raise InputError(
-                "The state has no version 1, so it is not of AdaScale. Pass what its state_dict() returned."
+                "The state has no version 1, so no AdaScale saved it. Pass what its state_dict() returned."
             )
         self._progress, self._gain = float(state["progress"]), float(state["gain"])

@@ -160,7 +160,7 @@ def advise(
     """
     batch = positive_int("microbatch_size", microbatch_size) * positive_int("ranks", ranks)
     if positive_int("accumulation_steps", accumulation_steps) < 2:
-        raise InputError("accumulation_steps=1 is no accumulation. Give the number in question.")
+        raise InputError("accumulation_steps=1 is no accumulation. Pass 2 or more.")
     _check_times(times)
     known = noise if isinstance(noise, NoiseRange) else noise_range(noise)
     models = tuple(models) or (noise.models if isinstance(noise, Noise) else ())

@@ -253,8 +253,8 @@ def grow_batch(
     start = batch * _hotter(momentum)
     if form == "exact" and (dataset is None or start >= dataset):
         raise InputError(
-            f'form="exact" with dataset={dataset!r} and a first batch of {start:g} has no meaning: it is for '
-            "batches drawn without replacement. Give dataset=, its samples, more than those of a batch."
+            f'form="exact" is for batches drawn without replacement from more samples than a batch has, and '
+            f"dataset={dataset!r} is not above the first batch of {start:g}. Pass dataset=len(data)."
         )
     limits = [
         "Only noise is cooled: a rate that decays for another reason (a loss whose curvature grows) has no "

@@ -322,7 +322,7 @@ def _change(name: str, value: float, optimizer: Family, rule: Rule, kappa: float
     if name not in set(_NAMES.values()):
         raise InputError(f"No rule is known for the setting {name!r}. Leave it out.")
     if name in ("lr", "eps", "eps_root", "weight_decay") and not (value >= 0 and math.isfinite(value)):
-        raise InputError(f"{name}={value!r} is negative or not finite. Correct it first.")
+        raise InputError(f"{name}={value!r} is negative or not finite. Pass a finite number, 0 or more.")
     adam = optimizer != "sgd"
     changes: Mapping[str, Callable[[], float]] = {
         "lr": lambda: value * rate,

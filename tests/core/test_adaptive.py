@@ -96,7 +96,7 @@ def test_what_is_not_determined_is_not_judged() -> None:
     assert norm_test(noise(None)).passed is None
     assert cosine_test(noise(None), cosine=0.5).value is None
     for cosine in (0.0, 1.0, -0.1):
-        with pytest.raises(InputError, match="no finite batch"):
+        with pytest.raises(InputError, match="No finite batch"):
             cosine_test(noise(100.0), cosine=cosine)
     with pytest.raises(InputError, match="target=0"):
         norm_test(noise(100.0), target=0)
@@ -298,7 +298,7 @@ def test_a_controller_goes_on_after_a_restart() -> None:
         return lengths
 
     assert run(None) == run(0) == run(3)
-    with pytest.raises(InputError, match="not of a Controller"):
+    with pytest.raises(InputError, match="so no Controller saved it"):
         Controller(lambda: None, microbatch=10, start=4).load_state_dict({})
 
 
@@ -353,7 +353,7 @@ def test_a_controller_that_is_not_whole_is_refused_and_nothing_changes(wrong: di
     whole = steps.state_dict()
     with pytest.raises(InputError, match=r"is not whole. Load what `state_dict\(\)` returned"):
         steps.load_state_dict({**whole, **wrong})
-    with pytest.raises(InputError, match="not of a Controller"):
+    with pytest.raises(InputError, match="so no Controller saved it"):
         steps.load_state_dict(None)  # pyright: ignore[reportArgumentType]
     assert steps.state_dict() == whole
 

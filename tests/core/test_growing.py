@@ -206,8 +206,8 @@ def test_batches_for_a_loader_of_samples() -> None:
     [
         ({"batch": 0}, "batch=0"),
         ({"microbatch": 65}, "batch=64 is smaller than microbatch=65"),
-        ({"form": "exact"}, "Give dataset="),
-        ({"form": "exact", "dataset": 64}, "more than those of a batch"),
+        ({"form": "exact"}, "dataset=None is not above"),
+        ({"form": "exact", "dataset": 64}, "dataset=64 is not above the first batch of 64"),
         ({"form": "other"}, "form='other'"),
         ({"decay_from": -1.0}, "decay_from"),
         ({"momentum": (0.9, 1.0)}, "momentum"),

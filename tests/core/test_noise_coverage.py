@@ -134,7 +134,7 @@ def test_a_state_resumes_bit_for_bit_at_any_window() -> None:
 def test_a_state_of_another_form_is_refused() -> None:
     meter = NoiseMeter()
     with pytest.raises(
-        InputError, match=r"saved in form 1, and this superbatch reads form 3\. Begin with a new"
+        InputError, match=r"has version 1, and this superbatch reads versions 2 and 3\. Make a new"
     ):
         meter.load_state_dict({**meter.state_dict(), "version": 1})
     with pytest.raises(InputError, match="is incomplete"):
