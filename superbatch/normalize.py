@@ -216,9 +216,14 @@ def loss_sum(losses: Iterable[float], weights: Iterable[Number], *, reduction: R
         weights: the weight of each micro-batch.
         reduction: what ``loss_fn`` returns.
 
+    Returns:
+        The sum; infinite where it is beyond the largest float64 (1.8e308), as the sum of an array is.
+
     Examples:
         >>> loss_sum([1.0, 1.0, 6.0], [4, 4, 2], reduction="mean")
         20.0
+        >>> loss_sum([1e308, 1e308], [1, 1], reduction="sum")
+        inf
     """
     terms = [
         loss * weight if reduction == "mean" else loss
@@ -226,7 +231,12 @@ def loss_sum(losses: Iterable[float], weights: Iterable[Number], *, reduction: R
         if weight or takes_part(weight, reduction=reduction)
     ]
     # fsum is exact but raises on inf - inf; a non-finite loss must be reported as it is.
-    return math.fsum(terms) if all(map(math.isfinite, terms)) else sum(terms)
+    if not all(map(math.isfinite, terms)):
+        return sum(terms)
+    try:
+        return math.fsum(terms)
+    except OverflowError:  # of a partial sum: the sum itself may be finite, as of 1e308 + 1e308 - 1e308
+        return math.fsum(math.ldexp(term, -64) for term in terms) * 2.0**64  # infinite, and no error, if not
 
 
 def mean_loss(losses: Iterable[float], weights: Iterable[Number], *, reduction: Reduction) -> float:

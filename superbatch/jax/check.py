@@ -14,15 +14,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..errors import CoupledSamplesError, LossSpecError
+from .comparison import wrong_terms
+from .diagnosis import Tried, error_of, kept_above_zero
 from .loop import Arguments, Call
-from .probe import Draw, Evaluated, Evidence, Programs, evidence, inputs_of
+from .probe import Draw, Programs, evidence, inputs_of
 from .programs import needed
 from .roles import is_array, is_key, leaves_of
 
 MOST_ELEMENTS = 2**26  # made-up values: 0.5 GB in float64
 MOST_ROWS = 64  # of a micro-batch that is evaluated in its true size
-ADDITIVE = 1e-4  # relative difference of a weight from the sum over its parts
 Checked = set[Any]
 
 
@@ -52,6 +52,8 @@ def check_once(call: Call, checked: Checked) -> None:
     draws: list[Draw] = ["counts"] if traced else ["real", "counts"]
     if any(mode == "rows" and np.issubdtype(leaf.dtype, np.signedinteger) for leaf, mode in _rows_of(call)):
         draws.append("ignored")
+    if any(call.options.weight_of(term) is not None for term in call.options.terms or ("",)):
+        draws.append("empty")
     doubted: set[str] = set()
     for draw in draws:
         doubted |= _check_on(call, draw, programs, doubted)
@@ -61,19 +63,37 @@ def check_once(call: Call, checked: Checked) -> None:
 
 def _check_on(call: Call, draw: Draw, programs: Programs, doubted: set[str]) -> set[str]:
     """Raise what the values of one draw contradict; return the terms that may still agree on real ones."""
-    wrong = _contradicted(call, draw, programs)
-    if wrong is None and draw == "counts" and _small(call, draw, programs) is None:
-        draw = "fractions"  # zeros may have had no logarithm
-        wrong = _contradicted(call, draw, programs)
-    excused: set[str] = set()
-    for term in [] if wrong is None else wrong_terms(call, wrong[0]):
-        assert wrong is not None
-        error, counts = _error(call, term, *wrong)
-        if draw == "real" or counts is None or not _may_agree(call, term, counts, draw, doubted):
+    tried = _evidence(call, draw, programs)
+    if tried is None and draw == "counts":
+        tried = _evidence(call, "fractions", programs)  # zeros may have had no logarithm
+    if tried is None:
+        return set()
+    if draw == "empty":
+        return _check_on_empty(call, tried, programs, doubted)
+    excused: dict[str, tuple[str, Exception]] = {}
+    for term in wrong_terms(call, tried.found):
+        error, counts = error_of(call, term, tried, programs)
+        if draw == "real" or counts is None or not _may_agree(call, term, counts, tried.draw, doubted):
             raise error
         if draw == "counts":
-            excused.add(term)
-    return excused
+            excused[term] = counts, error
+    for one, (counts, error) in excused.items():
+        # Each alone may be a mask that agrees with a number of tokens; both together are interchanged.
+        if any(
+            leaves_read(call, one) == {other_counts}
+            and leaves_read(call, other) == {counts} != {other_counts}
+            for other, (other_counts, _) in excused.items()
+        ):
+            raise error
+    return {*excused}
+
+
+def _check_on_empty(call: Call, tried: Tried, programs: Programs, doubted: set[str]) -> set[str]:
+    """Raise an error where a part counts nothing and is left out, though it has a loss."""
+    for term in wrong_terms(call, tried.found):
+        if term not in doubted and kept_above_zero(tried.found, term):
+            raise error_of(call, term, tried, programs)[0]
+    return set()
 
 
 def _may_agree(call: Call, term: str, counts: str, draw: Draw, doubted: set[str]) -> bool:
@@ -128,13 +148,15 @@ def leaves_read(call: Call, term: str) -> set[str]:
     return read if wanted.isdisjoint(jaxpr.constvars) else read | {"elsewhere"}
 
 
-def _contradicted(
-    call: Call, draw: Draw, programs: Programs
-) -> tuple[Evidence, Draw, Sequence[int], np.ndarray] | None:
-    """Evidence against the declaration, first on a few rows, then in micro-batches of their true size."""
-    first = _small(call, draw, programs)
-    if first is not None and not wrong_terms(call, first):
-        return None
+def _evidence(call: Call, draw: Draw, programs: Programs) -> Tried | None:
+    """Evidence of a few rows; of micro-batches in their true size where a few contradict the declaration."""
+    few = _few(call)
+    first = _tried(call, few, draw, programs)
+    usable = first if first is not None and first.found.finite else None
+    if usable is not None and not wrong_terms(call, usable.found):
+        return usable
+    if first is not None and usable is None and draw != "real":
+        return None  # more rows of made-up values are no better
     size, samples = call.samples_of_largest, call.roles.samples
     true = size if size <= MOST_ROWS else 8
     sizes = [true] * max(2, min(samples // true, 8 // true))  # single rows may be alike
@@ -142,12 +164,16 @@ def _contradicted(
         sizes.append(samples % size)
     if sum(sizes) > samples:
         sizes = [true, samples - true]
-    rows = _rows(samples, sizes)
-    second = evidence(call, sizes, rows, draw, programs)
-    if second is not None:
-        return (second, draw, sizes, rows) if wrong_terms(call, second) else None
-    few = _few(call)
-    return None if first is None else (first, draw, few, _rows(samples, few))
+    second = first if sizes == few else _tried(call, sizes, draw, programs)
+    if second is not None and second.found.finite:
+        return second
+    return usable
+
+
+def _tried(call: Call, sizes: Sequence[int], draw: Draw, programs: Programs) -> Tried | None:
+    rows = _rows(call.roles.samples, sizes)
+    found = evidence(call, sizes, rows, draw, programs)
+    return None if found is None else Tried(found, draw, sizes, rows)
 
 
 def _rows_of(call: Call) -> list[tuple[Any, str]]:
@@ -156,17 +182,10 @@ def _rows_of(call: Call) -> list[tuple[Any, str]]:
 
 
 def _few(call: Call) -> list[int]:
-    """Sizes of a few micro-batches, the last of them a tail."""
-    size = min(call.samples_of_largest, 3)
-    sizes = [size, size, size - 1] if size > 1 else [1] * min(call.roles.samples, 6)
-    while sum(sizes) > call.roles.samples:
-        sizes = sizes[1:] if len(sizes) > 2 else [size, call.roles.samples - size]
-    return sizes
-
-
-def _small(call: Call, draw: Draw, programs: Programs) -> Evidence | None:
-    sizes = _few(call)
-    return evidence(call, sizes, _rows(call.roles.samples, sizes), draw, programs)
+    """Sizes of a few micro-batches. All are the same, so that one program computes them."""
+    size, samples = min(call.samples_of_largest, 3), call.roles.samples
+    count = min(samples // size, 3 if size > 1 else 6)
+    return [size] * count if count > 1 else [size, samples - size]
 
 
 def _rows(samples: int, sizes: Sequence[int]) -> np.ndarray:
@@ -177,199 +196,3 @@ def _rows(samples: int, sizes: Sequence[int]) -> np.ndarray:
         start + offset + np.arange(size) for start, offset, size in zip(starts, offsets, sizes, strict=True)
     ]
     return np.concatenate(blocks)
-
-
-def _sum_of(
-    factors: Sequence[float], parts: Sequence[Evaluated], term: str
-) -> tuple[float, list[np.ndarray]]:
-    """The sum of losses and of gradients with these factors; a factor of 0 leaves a NaN out."""
-    kept = [(factor, part) for factor, part in zip(factors, parts, strict=True) if factor]
-    loss = sum(factor * part.losses[term] for factor, part in kept)
-    leaves = range(len(parts[0].gradients[term]))
-    return loss, [sum((f * p.gradients[term][i] for f, p in kept), start=np.zeros(())) for i in leaves]
-
-
-def agrees(found: Evidence, factors: Sequence[float], term: str, *, of_whole: float = 1.0) -> bool:
-    """Tell whether parts with these factors give the whole, times a factor: the loss and every gradient.
-
-    Args:
-        found: the whole and the parts.
-        factors: of the parts.
-        term: its name; "" for one loss.
-        of_whole: factor of the whole.
-    """
-    loss, gradients = _sum_of(factors, found.parts, term)
-    wanted = [of_whole * leaf for leaf in found.whole.gradients[term]]
-    size = [float(np.linalg.norm(leaf)) for leaf in wanted]
-    limit = found.tolerance
-    largest = sum(abs(f * p.losses[term]) for f, p in zip(factors, found.parts, strict=True) if f)
-    if abs(loss - of_whole * found.whole.losses[term]) > limit * (
-        largest + abs(of_whole * found.whole.losses[term])
-    ):
-        return False
-    floor = 1e-2 * max(size, default=0.0)
-    return all(
-        float(np.linalg.norm(got - leaf)) <= limit * (norm + floor)
-        for got, leaf, norm in zip(gradients, wanted, size, strict=True)
-    )
-
-
-def shares(weights: Sequence[float]) -> list[float]:
-    """Return weights over their sum; zeros where that is 0."""
-    total = sum(weights)
-    return [weight / total if total else 0.0 for weight in weights]
-
-
-def wrong_terms(call: Call, found: Evidence) -> list[str]:
-    """Return the terms for which the declaration does not hold; one loss has the name ""."""
-    wrong = []
-    for term in found.whole.losses:
-        weights = [part.weights[term] for part in found.parts]
-        if sum(weights) <= 0 or min(weights) < 0:
-            continue
-        mean = call.options.reduction_of(term) == "mean"
-        if not agrees(found, shares(weights) if mean else [1.0] * len(weights), term) or _not_additive(
-            found, term
-        ):
-            wrong.append(term)
-    return wrong
-
-
-def _not_additive(found: Evidence, term: str) -> bool:
-    total = sum(part.weights[term] for part in found.parts)
-    return abs(total - found.whole.weights[term]) > ADDITIVE * total
-
-
-def _typed(term: str, option: str, value: str) -> str:
-    """An option as it is typed, for one loss or for a term."""
-    return f"{option}={{{term!r}: {value}, ...}}" if term else f"{option}={value}"
-
-
-def _error(
-    call: Call, term: str, found: Evidence, draw: Draw, sizes: Sequence[int], rows: np.ndarray
-) -> tuple[LossSpecError | CoupledSamplesError, str | None]:
-    """The error for evidence against a term's declaration, and what the loss counts.
-
-    That is None where it is no matter of weights alone, "" for rows, "?" where it is not known.
-    """
-    name = f"term {term!r}" if term else "loss"
-    weights = [part.weights[term] for part in found.parts]
-    listed = ", ".join(f"{part.losses[term]:.6g} (weight {part.weights[term]:g})" for part in found.parts[:3])
-    more = f" and {len(weights) - 3} more" if len(weights) > 3 else ""
-    made = "; the values are made up, as inside jax.jit there are no others" if draw != "real" else ""
-    given = (
-        f"of {found.whole.samples} rows it is {found.whole.losses[term]:.6g}, of parts {listed}{more}{made}"
-    )
-    is_sum = call.options.reduction_of(term) == "sum"
-    mean = _typed(term, "reduction", '"mean"') + ", " if is_sum else ""
-    if _not_additive(found, term):
-        parts = " + ".join(f"{weight:g}" for weight in weights)
-        of_term = f" of the {name}" if term else ""
-        return LossSpecError(
-            f"Weights{of_term} do not add up: {found.whole.samples} rows weigh "
-            f"{found.whole.weights[term]:g}, their parts {parts}. Let the weight be a count or a sum, not a "
-            "mean or a constant."
-        ), None
-    if not is_sum and agrees(found, [1.0] * len(weights), term):
-        wanted = _typed(term, "reduction", '"sum"')
-        return LossSpecError(f"The {name} is a sum, not a mean: {given}. Pass {wanted}."), None
-    if is_sum and agrees(found, shares(weights), term):
-        wanted = _typed(term, "reduction", '"mean"')
-        return LossSpecError(f"The {name} is a mean, not a sum: {given}. Pass {wanted}."), None
-    if (count := counted(call, found, term)) is not None:
-        text, label = count
-        return LossSpecError(
-            f"The {name} is a mean over something else than its weight counts: {given}. "
-            f"Pass {mean}{_typed(term, 'weight', text)}."
-        ), label
-    if (table := _table(call, draw, sizes, rows)) is not None:
-        return LossSpecError(
-            f"{table!r} is cut like the rows of the batch, and the {name} needs the whole of it: {given}. "
-            f"Pass unsplit=({table!r},)."
-        ), None
-    if _some_weights(found, term):
-        wanted = _typed(term, "weight", '"returned"')
-        return LossSpecError(
-            f"The {name} is a mean over a count that the batch does not show: {given}. "
-            f"Return (loss, count){f' for {term!r}' if term else ''} from the function and pass "
-            f"{mean}{wanted}."
-        ), "?"
-    return CoupledSamplesError(
-        f"No weight explains the {name}: {given}. Samples influence each other (BatchNorm in training, "
-        "pmean under jax.vmap, contrastive losses, balancing of experts), or it draws random numbers that "
-        "come from no key argument, or its terms are means over different counts. Use remat_map for a loss "
-        'over embeddings, return such terms by name, as in {"tokens": (sum, count), "rows": (mean, rows)} '
-        'with weight="returned", or accept the loss per micro-batch with check=False.'
-    ), None
-
-
-def counted(call: Call, found: Evidence, term: str) -> tuple[str, str] | None:
-    """Return a weight that explains a term, as it is typed: a count or sum over an array of the batch.
-
-    Returns:
-        The text, and the label of the array ("" where rows explain it).
-    """
-    labels = [
-        label
-        for argument in call.roles.others
-        for label, leaf, mode in leaves_of(argument)
-        if mode == "rows" and not is_key(leaf)
-    ]
-    names = ", ".join(argument.name or f"argument_{argument.where}" for argument in call.roles.batch)
-    ways = (
-        ("{}.sum()", lambda array: array.sum()),
-        ("({} != -100).sum()", lambda array: (array != -100).sum()),
-        ("({} != 0).sum()", lambda array: (array != 0).sum()),
-        ("({} >= 0).sum()", lambda array: (array >= 0).sum()),
-        ("({} > 0).sum()", lambda array: (array > 0).sum()),
-    )
-    plain = shares([part.weights[term] for part in found.parts])
-    samples = [part.samples for part in found.parts]
-    if agrees(found, shares(samples), term) and plain != shares(samples):
-        return "None", ""
-    for number, label in enumerate(labels):
-        for text, count in ways:
-            weights = [float(np.real(count(part.rows[number]))) for part in found.parts]
-            if min(weights) >= 0 and sum(weights) > 0 and agrees(found, shares(weights), term):
-                return f"lambda {names}: {text.format(label)}", label
-    return None
-
-
-def _table(call: Call, draw: Draw, sizes: Sequence[int], rows: np.ndarray) -> str | None:
-    """The label of a split leaf which has to be whole for the declaration to hold."""
-    number, programs = -1, Programs()
-    by_place = {argument.where: argument for argument in call.roles.others}
-    for where, argument in [*enumerate(call.args), *sorted(call.kwargs.items())]:  # as `probe.inputs_of` does
-        if where not in by_place:
-            number += len(jax.tree.leaves(argument))
-            continue
-        paths = jax.tree_util.tree_leaves_with_path(argument)
-        for (path, leaf), mode in zip(paths, by_place[where].modes, strict=True):
-            number += 1
-            if mode != "rows" or is_key(leaf):
-                continue
-            again = evidence(call, sizes, rows, draw, programs, frozenset([number]))
-            if again is None or wrong_terms(call, again):
-                continue
-            if any(_differs(again, part, term) for part in range(len(sizes)) for term in again.whole.losses):
-                dotted = jax.tree_util.keystr(path, simple=True, separator=".")
-                return dotted or by_place[where].name or str(where)
-    return None
-
-
-def _differs(found: Evidence, part: int, term: str) -> bool:
-    """Tell whether a part alone is another loss than the whole."""
-    return not agrees(found, [float(number == part) for number in range(len(found.parts))], term)
-
-
-def _some_weights(found: Evidence, term: str) -> bool:
-    """Tell whether any positive weights of the parts explain the gradient of the whole."""
-    stacked = [np.concatenate([leaf.ravel() for leaf in part.gradients[term]]) for part in found.parts]
-    whole = np.concatenate([leaf.ravel() for leaf in found.whole.gradients[term]])
-    if len(whole) < 4 * len(stacked) or any(not np.isfinite(part).all() for part in stacked):
-        return False
-    matrix = np.stack(stacked, axis=1)
-    solution = np.linalg.lstsq(matrix, whole, rcond=None)[0]
-    if np.iscomplexobj(solution) or solution.min() <= 0 or abs(solution.sum() - 1) > 10 * found.tolerance:
-        return False
-    return agrees(found, shares(list(solution)), term)

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
+from .programs import with_changed
+
 
 def for_loop(body: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     """Return a body for `jax.lax.scan` that computes the same, with its convolutions in the fast form.
@@ -92,18 +94,9 @@ def _equations(equation: Any) -> list[Any]:
         return _transposed(equation)
     # In a `jit`, a checkpoint, a branch or a loop of the user's own; types of inputs and outputs stay.
     if any(map(has_slow_convolutions, _inner(equation.params))):
-        return [equation.replace(params={name: _param(value) for name, value in equation.params.items()})]
+        params = {name: with_changed(value, rewritten) for name, value in equation.params.items()}
+        return [equation.replace(params=params)]
     return [equation]
-
-
-def _param(value: Any) -> Any:
-    if isinstance(value, ClosedJaxpr):
-        return ClosedJaxpr(rewritten(value.jaxpr), value.consts)
-    if isinstance(value, Jaxpr):
-        return rewritten(value)
-    if isinstance(value, tuple) and any(map(_is_program, value)):  # the branches of a `cond`
-        return tuple(_param(one) for one in value)
-    return value
 
 
 def _transposed(equation: Any) -> list[Any]:

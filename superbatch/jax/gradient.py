@@ -99,9 +99,9 @@ def value_and_grad(
         noise: measure how noisy the gradient is: `Stats` with `a2`, `b2`, `q` (see `add_noise`).
         stats: return `Stats`.
         check: at the first call with arguments of a structure, compare losses and gradients of a few rows
-            with those of their parts, under what is declared here. Inside `jax.jit` values are made up. The
-            function is traced and compiled three to six times more, for at most 8 rows. A difference is an
-            error that names what holds; False takes the declaration as it is.
+            with those of their parts, under what is declared here. Inside `jax.jit` values are made up. This
+            compiles two more programs, for 9 rows and for 3. A difference is an error that names what holds;
+            False takes the declaration as it is.
 
     Returns:
         A function with the arguments of `fun` that returns ``(value, gradient)``: the value is the loss,

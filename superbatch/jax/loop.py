@@ -133,13 +133,34 @@ def key_tree(keys: Any, axis_name: Any) -> Any:
 
 def run_call(call: Call, body_of: Callable[[Group], Body], state: Any) -> tuple[Any, list[Any]]:
     """Go through every group of a call, without the micro-batches that are padding; see `run`."""
-    if call.options.num_real_microbatches is None:
+    real = call.options.num_real_microbatches
+    if real is None:
         return run(call.groups, body_of, state)
     found: list[Any] = []
     for group in call.groups:
-        state, many = run_real(call, group, body_of(group), state)
+        body = body_of(group)
+        if isinstance(real, jax.core.Tracer):
+            state, many = run_real(call, group, body, state)
+        else:
+            state, many = run_first(group, min(max(int(real) - group.first, 0), group.count), body, state)
         found.append(many)
     return state, found
+
+
+def run_first(group: Group, count: int, body: Body, state: Any) -> tuple[Any, Any]:
+    """Compute the first micro-batches of a group, a number known now; the others give zeros.
+
+    A scan, which has a second derivative; a loop of a length known only when the program runs has none.
+    """
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    body = for_loop(body, state, index)
+    one = jax.eval_shape(body, state, index)[1]
+    rest = jax.tree.map(lambda leaf: jnp.zeros((group.count - count, *leaf.shape), leaf.dtype), one)
+    rest = varying_like(rest, one)
+    if not count:
+        return state, rest
+    state, many = lax.scan(body, state, jnp.arange(count, dtype=jnp.int32))
+    return state, jax.tree.map(lambda leaf, zeros: jnp.concatenate([leaf, zeros]), many, rest)
 
 
 def run(groups: list[Group], body_of: Callable[[Group], Body], state: Any) -> tuple[Any, list[Any]]:
@@ -230,6 +251,31 @@ def chosen_of(call: Call) -> Any:
     return call.args[positions] if isinstance(positions, int) else tuple(call.args[i] for i in positions)
 
 
+def without_cotangent(tree: Any, keep: Any) -> Any:
+    """Return the same values, whose own derivative is 0 where they are not kept.
+
+    A second derivative goes through the gradient of a micro-batch that is left out, where 0 x NaN is no 0.
+
+    Examples:
+        >>> def root(x, keep):
+        ...     return jnp.where(keep, jnp.sqrt(without_cotangent(x, keep)), 0)
+        >>> print(jax.grad(root)(0.0, jnp.array(False)))
+        0.0
+    """
+    return jax.tree.map(lambda leaf: jnp.where(keep, leaf, lax.stop_gradient(leaf)), tree)
+
+
+def guarded(call: Call, arguments: Arguments, keep: Any) -> Arguments:
+    """Return the arguments, of which those that are differentiated have no derivative where not kept."""
+    chosen = call.roles.differentiated
+    places = (chosen,) if isinstance(chosen, int) else chosen
+    positional = tuple(
+        without_cotangent(value, keep) if place in places else value
+        for place, value in enumerate(arguments.positional)
+    )
+    return Arguments(positional, arguments.named, arguments.weight)
+
+
 def microbatch_body(call: Call, group: Group) -> Body:
     """Return the body of the loop: ``w_i g_i`` of one micro-batch (``g_i`` for a sum), added to the sums."""
     options, arguments_of = call.options, call.cutter(group)
@@ -237,6 +283,10 @@ def microbatch_body(call: Call, group: Group) -> Body:
     def body(state: Any, index: Any) -> tuple[Any, PerMicrobatch]:
         sums, carry = state
         arguments = arguments_of(index, carry)
+        if callable(options.weight):  # else it is only known with the loss
+            arguments = guarded(
+                call, arguments, arithmetic.takes_part(arguments.weight, options.reduction_of(""))
+            )
 
         def objective(*positional: Any) -> tuple[Any, Outcome]:
             outcome = call.evaluate(Arguments(positional, arguments.named, arguments.weight))

@@ -228,13 +228,27 @@ def _clipped(gradient: Any, norm: Any, most: Any) -> Any:
     return jax.tree.map(one, gradient)
 
 
+def _like_a_row(leaf: Any) -> Any:
+    # Not `leaf[0]`: of rows that are spread over an explicit mesh JAX takes no single one.
+    return leaf[0] if is_key(leaf) else leaf.max(0)
+
+
+def _spread_like(numbers: Any, rows: Any) -> Any:
+    """The numbers on the devices of the rows: on an explicit mesh `jax.vmap` takes no others beside them."""
+    mesh, spec = jax.typeof(rows).sharding.mesh, jax.typeof(rows).sharding.spec
+    if not spec or spec[0] is None:
+        return numbers
+    return jax.sharding.reshard(numbers, jax.sharding.NamedSharding(mesh, jax.P(spec[0])))
+
+
 def _over_batch(
     roles: Roles, leaves: _Leaves, microbatch_size: int, sample: Callable[..., Any]
 ) -> tuple[PerSample, Any]:
     """Return the results of all samples, in order, and the sum of the gradients."""
-    numbers = jnp.arange(roles.samples)  # cut as the rows are: a sample's key does not depend on the split
+    # Cut as the rows are: a sample's key does not depend on the split.
+    numbers = _spread_like(jnp.arange(roles.samples), leaves.rows[0])
     divided = groups(roles.samples, microbatch_size=microbatch_size)
-    first = jax.eval_shape(sample, [jax.eval_shape(lambda x: x[0], leaf) for leaf in leaves.rows], 0)[1]
+    first = jax.eval_shape(sample, [jax.eval_shape(_like_a_row, leaf) for leaf in leaves.rows], 0)[1]
     zeros = varying(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), first), leaves.axes)
 
     def body_of(group: Group) -> Body:

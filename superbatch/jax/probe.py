@@ -22,13 +22,13 @@ from jax.extend.random import define_prng_impl
 
 from .axes import rows_of
 from .loop import Arguments, Call
-from .programs import within
+from .programs import within, without_debugging
 from .roles import is_array, is_key
 from .splitting import Layout, groups
 
 TOLERANCE = {64: 1e-6, 32: 2e-4}  # relative; below, by the bits that a loss is computed in: 5e-2
 Programs = dict[Any, Any]
-Draw = Literal["real", "counts", "ignored", "fractions"]
+Draw = Literal["real", "counts", "ignored", "fractions", "empty"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,14 @@ class Evidence:
     parts: list[Evaluated]
     tolerance: float
 
+    @property
+    def finite(self) -> bool:
+        """True where every number is finite; a part of weight 0 is left out, whatever it is."""
+        return all(
+            self.whole.finite(term) and all(one.finite(term) or one.weights[term] == 0 for one in self.parts)
+            for term in self.whole.losses
+        )
+
 
 def mixed(words: Any) -> Any:
     """Return the next of a sequence of well mixed uint32 numbers."""
@@ -93,6 +101,7 @@ def made_up(shape: tuple[int, ...], dtype: Any, draw: Draw, *, parameter: bool, 
 
     Counts are 0 and 1, with a 1 first along the last axis, as in masks, labels and token ids. Fractions lie
     between 0 and 1; integers are then 1 and 2. Ignored are most zeros of signed integers: labels of -100.
+    For "empty" they are counts, of which the caller makes a part zeros.
 
     Examples:
         >>> made_up((2, 3), "int32", "counts", parameter=False, seed=0)[:, 0].tolist()
@@ -134,8 +143,18 @@ class Inputs:
     fixed: list[bool]
 
 
-def inputs_of(call: Call, rows: np.ndarray, draw: Draw, *, wide: bool) -> Inputs:
-    """Return the values of a call on the rows of these numbers; made up where there are none."""
+def inputs_of(
+    call: Call, rows: np.ndarray, draw: Draw, *, wide: bool, empty: Sequence[int] | np.ndarray = ()
+) -> Inputs:
+    """Return the values of a call on the rows of these numbers; made up where there are none.
+
+    Args:
+        call: of the user's function.
+        rows: numbers of the rows.
+        draw: what stands for arrays without values.
+        wide: in float64.
+        empty: rows, by their place in `rows`, that are zeros: nothing is counted there.
+    """
     roles = call.roles
     positions = roles.differentiated
     differentiated = (positions,) if isinstance(positions, int) else positions
@@ -166,6 +185,8 @@ def inputs_of(call: Call, rows: np.ndarray, draw: Draw, *, wide: bool) -> Inputs
                 value = made_up(shape, leaf.dtype, draw, parameter=parameter, seed=seed)
             else:
                 value = rows_of(np.asarray(leaf), rows, axis) if cut else leaf
+            if cut and len(empty):
+                value[(*[slice(None)] * axis, empty)] = 0  # made up: no array of the user's
             if wide and jnp.issubdtype(value.dtype, jnp.inexact):
                 complex_ = jnp.issubdtype(value.dtype, jnp.complexfloating)
                 value = np.asarray(value).astype(np.complex128 if complex_ else np.float64)
@@ -196,8 +217,7 @@ def evaluated(
     if key not in programs:
         programs[key] = _compiled(program_of(call, inputs, len(rows)), arrays)
     run, shape, dtypes = programs[key]
-    with jax.ensure_compile_time_eval():
-        found = jax.tree.structure(shape).unflatten(run(*arrays))
+    found = jax.tree.structure(shape).unflatten(run(*arrays))
     losses, weights, gradients = jax.tree.map(_on_host, found)
     split = [np.asarray(v) for v, cut in zip(taken, inputs.split, strict=True) if cut and not is_key(v)]
     numbers = [{name: float(one) for name, one in each.items()} for each in (losses, weights)]
@@ -246,7 +266,12 @@ def _compiled(program: Callable[..., Any], arrays: list[Any]) -> tuple[Callable[
     """A program on its own, whatever it closes over: outside of the transformations that it is traced in."""
     closed, shape = jax.make_jaxpr(program, return_shape=True)(*arrays)
     consts = [_const(const, number) for number, const in enumerate(closed.consts)]
-    return jax.jit(jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))), shape, set(_dtypes(closed.jaxpr))
+    quiet = ClosedJaxpr(without_debugging(closed.jaxpr), consts)
+    # Lowered before it is called: a call inside the user's `jit` would be traced into that program.
+    lowered = jax.jit(jaxpr_as_fun(quiet)).lower(*arrays)
+    # A program that runs once, on a few rows, is compiled in half the time.
+    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    return lowered.compile(compiler_options=options), shape, set(_dtypes(closed.jaxpr))
 
 
 def _on_host(leaf: Any) -> np.ndarray:
@@ -298,7 +323,7 @@ def evidence(
     programs: Programs,
     whole: frozenset[int] = frozenset(),
 ) -> Evidence | None:
-    """Evaluate the rows as a whole and in parts; None where that is not possible or gives no numbers.
+    """Evaluate the rows as a whole and in parts; None where the function cannot be evaluated on them.
 
     Args:
         call: of the user's function.
@@ -313,19 +338,15 @@ def evidence(
         try:
             with warnings.catch_warnings(), precision:
                 warnings.simplefilter("ignore")  # of dtypes that are not those of the training
-                inputs = inputs_of(call, rows, draw, wide=wide)
+                split = parts_of(sizes, call.options.layout)
+                inputs = inputs_of(call, rows, draw, wide=wide, empty=split[-1] if draw == "empty" else ())
+                # The parts first: with a leaf that is not cut most functions cannot even be traced on them.
+                pairs = [evaluated(call, inputs, part, programs, whole) for part in split]
                 together, seen = evaluated(call, inputs, np.arange(len(rows)), programs)
-                parts = []
-                for part in parts_of(sizes, call.options.layout):
-                    one, more = evaluated(call, inputs, part, programs, whole)
-                    parts.append(one)
-                    seen = seen | more
         except Exception:  # noqa: BLE001  (the user's code, in a precision or a size it is not made for)
             continue
+        for _, more in pairs:
+            seen = seen | more
         bits = min((jnp.finfo(dtype).bits for dtype in seen), default=32)
-        if all(
-            together.finite(term) and all(part.finite(term) or part.weights[term] == 0 for part in parts)
-            for term in together.losses
-        ):
-            return Evidence(together, parts, TOLERANCE.get(bits, 5e-2))
+        return Evidence(together, [part for part, _ in pairs], TOLERANCE.get(bits, 5e-2))
     return None

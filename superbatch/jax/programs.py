@@ -7,10 +7,12 @@ JAX has the first in a private module only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+DEBUGGING = ("debug_callback", "debug_print")
 
 
 def needed(jaxpr: Any) -> tuple[list[Any], set[Any]]:
@@ -48,3 +50,44 @@ def within(equation: Any) -> Iterator[Any]:
             program = getattr(inner, "jaxpr", inner)
             if hasattr(program, "eqns"):
                 yield program
+
+
+def with_changed(value: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:
+    """Return a parameter of an equation, with the programs in it changed; any other parameter as it is.
+
+    Examples:
+        >>> with_changed(3, lambda program: program)
+        3
+    """
+    if isinstance(value, ClosedJaxpr):
+        return ClosedJaxpr(change(value.jaxpr), value.consts)
+    if isinstance(value, Jaxpr):
+        return change(value)
+    if isinstance(value, tuple) and any(isinstance(one, Jaxpr | ClosedJaxpr) for one in value):
+        return tuple(with_changed(one, change) for one in value)  # the branches of a `cond`
+    return value
+
+
+def without_debugging(jaxpr: Jaxpr) -> Jaxpr:
+    """Return a program that computes the same, without `jax.debug.print` and `jax.debug.callback`.
+
+    Examples:
+        >>> import jax
+        >>> program = jax.make_jaxpr(lambda x: (jax.debug.print("{}", x), x + 1)[1])(1.0).jaxpr
+        >>> [equation.primitive.name for equation in without_debugging(program).eqns]
+        ['add']
+    """
+    equations = [
+        equation.replace(
+            params={name: with_changed(value, without_debugging) for name, value in equation.params.items()},
+            effects=_not_of_debugging(equation.effects),
+        )
+        for equation in jaxpr.eqns
+        if equation.primitive.name not in DEBUGGING
+    ]
+    return jaxpr.replace(eqns=equations, effects=_not_of_debugging(jaxpr.effects))
+
+
+def _not_of_debugging(effects: Any) -> Any:
+    # JAX has the types in a private module: `DebugEffect` and `OrderedDebugEffect`.
+    return {effect for effect in effects if "Debug" not in type(effect).__name__}

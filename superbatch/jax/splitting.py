@@ -10,6 +10,7 @@ lie on one device or two, so that XLA gathers the whole batch on all of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, SupportsIndex
@@ -162,6 +163,7 @@ def cutter(
     def arranged(leaf: Any, axis: int) -> Any:
         leaf = jnp.asarray(leaf)
         rows = group.count * group.size
+        _refuse_to_move(leaf, axis, group, layout)
         if rows != leaf.shape[axis]:
             leaf = lax.slice_in_dim(leaf, group.start, group.start + rows, axis=axis)
         return leaf.reshape(leaf.shape[:axis] + shape + leaf.shape[axis + 1 :])
@@ -175,6 +177,34 @@ def cutter(
         ]
 
     return cut
+
+
+def _refuse_to_move(leaf: Any, axis: int, group: Group, layout: Layout) -> None:
+    """Refuse micro-batches that are not spread like the batch, where the mesh is explicit.
+
+    XLA would gather the rows on every device; under an explicit mesh JAX refuses that by a type error.
+
+    Raises:
+        SplitError: rows would have to move.
+    """
+    sharding = jax.typeof(leaf).sharding
+    over = sharding.spec[axis] if axis < len(sharding.spec) else None
+    if over is None:
+        return  # on one device, or on a mesh whose axes XLA handles
+    axes = over if isinstance(over, tuple) else (over,)
+    devices = math.prod(sharding.mesh.shape[name] for name in axes)
+    whole = "or let every device have the whole batch: jax.sharding.reshard(batch, jax.P())"
+    if layout == "contiguous":
+        raise SplitError(
+            f'layout="contiguous" cuts blocks of rows, and the rows are spread over {over!r} of an explicit '
+            f'mesh: a block lies on one device. Pass layout="strided", {whole}.'
+        )
+    if group.count * group.size != leaf.shape[axis] or group.size % devices:
+        raise SplitError(
+            f"Micro-batches of {group.size} rows do not divide {leaf.shape[axis]} rows that are spread over "
+            f"{over!r} of an explicit mesh with {devices} devices. Pass a microbatch_size that is a multiple "
+            f"of {devices} and divides the batch, {whole}."
+        )
 
 
 def rows_in_order(stacked: Any, layout: Layout) -> Any:

@@ -135,35 +135,44 @@ def body(call: Call, group: Group, plan: Plan) -> Body:
         def wide(gradient: Any) -> Any:
             return jax.tree.map(lambda leaf, total: leaf.astype(total.dtype), gradient, sums)
 
-        def each_apart(outcome: Outcome) -> Any:
+        def each_apart(weights: ByTerm) -> Any:
             """A mean over nothing is NaN, and 0 x NaN is no 0: its gradient is left out, not multiplied."""
-            found = jax.tree.map(jnp.zeros_like, sums)
-            factors = _factors(call, plan, outcome.weight)
-            for name, weight in outcome.weight.items():
-                gradient = jax.grad(_loss_of(outcome_of, name), positions)(*arguments.positional)
+            found, losses = jax.tree.map(jnp.zeros_like, sums), {}
+            factors = _factors(call, plan, weights)
+            for name, weight in weights.items():
                 keep = arithmetic.takes_part(weight, call.options.reduction_of(name))
                 keep = keep & (plan.totals[name] != 0)
+                own = loop.guarded(call, arguments, keep).positional
+                losses[name], gradient = jax.value_and_grad(_loss_of(outcome_of, name), positions)(*own)
                 add = partial(_added, factor=factors[name], keep=keep)
                 found = jax.tree.map(add, found, wide(gradient))
-            return found
+            return found, losses
 
         if plan.apart:  # XLA merges the forwards
             outcome = outcome_of(*arguments.positional)
-            part = each_apart(outcome)
+            part, losses = each_apart(outcome.weight)
         else:
+            together = arguments
+            idle = [name for name in plan.totals if call.options.weight_of(name) is not None]
+            if idle and not (call.options.form.returned or call.options.form.with_weight):
+                together = loop.guarded(call, arguments, _all_count(arguments.weight, idle))
             differentiated = jax.value_and_grad(objective, positions, has_aux=True)
-            (_, outcome), gradient = differentiated(*arguments.positional)
-            part = wide(gradient)
+            (_, outcome), gradient = differentiated(*together.positional)
+            part, losses = wide(gradient), outcome.loss
             # The mean of a term over nothing makes the sum's gradient NaN: known only when the program runs.
-            if idle := [name for name in outcome.weight if call.options.weight_of(name) is not None]:
-                every = reduce(jnp.logical_and, [outcome.weight[name] != 0 for name in idle])
-                part = lax.cond(every, lambda: part, lambda: each_apart(outcome))
+            if idle:
+                every, weights = _all_count(outcome.weight, idle), outcome.weight
+                part, losses = lax.cond(every, lambda: (part, losses), lambda: each_apart(weights))
         keep = _takes_part(call, outcome.weight)
-        found = PerMicrobatch(outcome.loss, outcome.weight, keep, outcome.aux, None)
+        found = PerMicrobatch(losses, outcome.weight, keep, outcome.aux, None)
         new = next_state(outcome.carry, carry, alone=call.count == 1)
         return (jax.tree.map(jnp.add, sums, part), kept(new, carry, keep)), found
 
     return one
+
+
+def _all_count(weights: ByTerm, names: list[str]) -> Any:
+    return reduce(jnp.logical_and, [weights[name] != 0 for name in names])
 
 
 def _factors(call: Call, plan: Plan, weights: ByTerm) -> ByTerm:

@@ -74,6 +74,15 @@ class Comparison:
         """Return True if the loss of the rows at once is a number."""
         return bool(ops.all(ops.isfinite(ops.stack([*self.whole.losses, self.whole.total]))))
 
+    def predicts_nan(self) -> bool:
+        """Return True if a prediction for the rows at once is NaN, and none of their inputs is."""
+
+        def has_nan(leaves: list[Any]) -> bool:
+            floats = [leaf for leaf in leaves if leaf is not None and backend.is_float_dtype(_dtype(leaf))]
+            return any(bool(ops.any(ops.isnan(leaf))) for leaf in floats)
+
+        return has_nan(self.whole.outputs) and not has_nan(keras.tree.flatten(self.some[0]))
+
     def agrees(self) -> bool:
         """Return True if the rows have the same predictions and losses at once and in parts."""
         same = _same(self.whole.total, self.apart.total, self.bound)
@@ -191,6 +200,10 @@ def rows_of(batch: Any, numbers: Any) -> Any:
         return None if leaf is None else ops.take(ops.convert_to_tensor(leaf), chosen, axis=0)
 
     return keras.tree.map_structure(take, batch)
+
+
+def _dtype(leaf: Any) -> str:
+    return backend.standardize_dtype(leaf.dtype)
 
 
 def _scope(mapping: Mapping) -> Any:

@@ -16,12 +16,19 @@ from ..errors import CoupledSamplesError, InputError, LossSpecError
 from .terms import Term
 
 CLOSE = 1e-3
+MIXING = ("MixUp", "CutMix")  # augmentations of keras.layers that blend each row with another one
 WAY_OUT = "Pass check=False to accumulate to train with another update than that of the whole batch."
 
 
 def coupled_layer(model: Any, layer: Any | None, rows: list[int]) -> CoupledSamplesError:
     """Return the error for a layer whose rows depend on the other rows."""
     place = f"the model {model.name!r}" if layer is None else f"{type(layer).__name__} {layer.name!r}"
+    if type(layer).__name__ in MIXING:
+        return CoupledSamplesError(
+            f"The output of {place} for a row depends on the other rows of the batch: it mixes rows, and a "
+            "micro-batch has other rows to mix. Take the layer out of the model and apply it to whole "
+            f"batches in the data pipeline, as in dataset.batch(n).map(layer). {WAY_OUT}"
+        )
     return CoupledSamplesError(
         f"The output of {place} for a row depends on the other rows of the batch: it differs between "
         f"{sum(rows)} rows at once and micro-batches of {_listed(rows)}. Compute it from each row alone "
@@ -82,6 +89,23 @@ def moved_state(paths: list[str], rows: list[int]) -> InputError:
         f"micro-batch, where the whole batch changes it once, and {sum(rows)} rows at once leave another "
         f"value than micro-batches of {_listed(rows)}. Freeze the layer, update the variable in a callback "
         f"after each batch, or train with whole batches. {WAY_OUT}"
+    )
+
+
+def rows_out_of_range(rows: int) -> InputError:
+    """Return the error for a model or a loss that reads rows by their number in the batch."""
+    return InputError(
+        f"The model or a loss reads a row by its number, and {rows} rows of the first batch do not have it. "
+        "With edges of a graph, or labels that are row numbers, train with whole batches."
+    )
+
+
+def no_predictions(rows: int) -> InputError:
+    """Return the error for a model that predicts NaN for a few rows of the batch."""
+    return InputError(
+        f"The model predicts NaN for {rows} rows of the first batch. If it reads other rows by their number, "
+        "as a graph network does, train with whole batches: a micro-batch does not have these rows. "
+        f"Otherwise check the data. {WAY_OUT}"
     )
 
 

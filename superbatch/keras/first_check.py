@@ -21,12 +21,15 @@ from typing import Any, NamedTuple
 import keras
 
 from ..errors import SuperbatchError
-from . import probe, splitting
+from . import findings, probe, splitting
 from .comparison import Comparison, rows_of
 from .options import Options
 from .probe import Mapping
 
 ROWS = 8  # most rows of the first comparison
+TURNS = 4  # comparisons of other rows each, half of them at other weights
+# Of errors of torch and TensorFlow; JAX reads NaN in place of a row that is not there.
+OUT_OF_RANGE = ("index out of range", "out of bounds", "is not in [0,", "outside the valid range")
 TRUE_SIZE = 12  # most rows of a micro-batch of the second: pairs, triples and fours of rows fit in
 
 
@@ -53,10 +56,10 @@ def checked(model: Any, options: Options, step: Any, function: Callable[..., Any
         step: the module of the backend.
         function: as `make_train_function` of Keras made it.
     """
-    waiting = options.check
+    waiting, trained = options.check, False
 
     def checking(*arguments: Any) -> Any:
-        nonlocal waiting
+        nonlocal waiting, trained
         given = arguments if step.TAKES_STATE else ()
         try:
             if waiting:
@@ -65,13 +68,27 @@ def checked(model: Any, options: Options, step: Any, function: Callable[..., Any
                     arguments = first.arguments
                     waiting = not check(model, options, step, first)
                 del first  # it holds the batch
-            return function(*arguments)
+            result = function(*arguments)
         except SuperbatchError:
             if step.TAKES_STATE:
                 step.restore(model, given[0])
             raise
+        except Exception as error:
+            if not trained and hasattr(error, "add_note"):  # from Python 3.11
+                error.add_note(_note(options))
+            raise
+        trained = True
+        return result
 
     return checking
+
+
+def _note(options: Options) -> str:
+    """Return what is added to an error of Keras in the first batch."""
+    return (
+        f"accumulate calls the model and its losses with at most {options.microbatch_size} rows of the "
+        "batch. If they need all rows, as with the adjacency matrix of a graph, train with whole batches."
+    )
 
 
 def check(model: Any, options: Options, step: Any, first: First) -> bool:
@@ -79,7 +96,7 @@ def check(model: Any, options: Options, step: Any, first: First) -> bool:
 
     Raises:
         CoupledSamplesError: a layer or a loss couples the rows.
-        InputError: a forward changes variables of layers.
+        InputError: a forward changes variables of layers, or predicts NaN.
         LossSpecError: a loss has another divisor than the declared one.
     """
     batch = keras.utils.unpack_x_y_sample_weight(first.data)
@@ -97,32 +114,41 @@ def check(model: Any, options: Options, step: Any, first: First) -> bool:
 
 def _compare(model: Any, options: Options, step: Any, mapping: Mapping, batch: Any) -> None:
     rows, size = int(splitting.leaves(batch)[0].shape[0]), options.microbatch_size
-    # Two places of the weights: the means of a few rows may agree by chance at one of them.
-    places = [probe.shifted(mapping), mapping]
-    spread = (batch, *_spread(rows, size, step))
-    found = [_comparison(model, options, place, mapping, spread) for place in places]
-    if all(each is not None and each.agrees() for each in found):
+    # Two places of the weights and other rows each time: what a few rows show may agree by chance, such as a
+    # share of labels or a count of large values, which are the same in two parts of six rows once in three.
+    places = [probe.shifted(mapping), mapping] * (TURNS // 2)
+    found = []
+    for turn, place in enumerate(places):
+        found.append(_comparison(model, options, place, mapping, (batch, *_spread(rows, size, step, turn))))
+        if found[-1] is None or not found[-1].agrees():
+            break
+    else:
         return
     # In a declared weight true micro-batches may happen to count the same, so that only these rows show it.
     if not any(each is not None and each.differs_in_declared() for each in found):
         # A loss of neighbours is exact where micro-batches hold all of them: their true size and order count.
         size = max(1, min(size, TRUE_SIZE, rows // 2))
         length = min(rows, 3 * size)
-        true = (batch, [*range(length)], [[*part] for part in step.cut(length, size)])
-        found = [_comparison(model, options, place, mapping, true) for place in places]
+        found = []
+        for turn, place in enumerate(places):
+            start = turn * ((rows - length) // size) // (TURNS - 1) * size
+            true = (batch, [*range(start, start + length)], [[*part] for part in step.cut(length, size)])
+            found.append(_comparison(model, options, place, mapping, true))
     for comparison in found:
         if comparison is not None and not comparison.agrees() and comparison.repeats():
             comparison.refuse()
 
 
-def _spread(rows: int, size: int, step: Any) -> tuple[list[int], list[list[int]]]:
-    """Return rows from all over the batch, and two unequal parts of them.
+def _spread(rows: int, size: int, step: Any, turn: int) -> tuple[list[int], list[list[int]]]:
+    """Return rows from all over the batch, others in each turn, and two unequal parts of them.
 
     The mean, a sum and a mean of means differ then. Neighbours stay together where micro-batches keep them.
     """
     together = 2 if size % 2 == 0 and rows >= 2 * ROWS and 1 in step.cut(4, 2)[0] else 1
-    count = min(ROWS, size + together, rows) // together
-    places = [number * (rows // together) // count for number in range(count)]
+    count, groups = min(ROWS, size + together, rows) // together, rows // together
+    places = [(number * TURNS + turn) * groups // (count * TURNS) for number in range(count)]
+    # Of a batch of few rows all are taken in each turn, and the first part has others.
+    places = places[turn % count :] + places[: turn % count]
     chosen = [place * together + number for place in places for number in range(together)]
     head = together * max(1, (3 * count + 1) // 5)
     return chosen, [[*range(head)], [*range(head, len(chosen))]]
@@ -143,6 +169,9 @@ def _comparison(
         first: values of its variables.
         otherwise: values for where the loss is no number with the first.
         rows: the batch, the rows of it, and the parts of these.
+
+    Raises:
+        InputError: the model predicts NaN for these rows, or reads others by their number.
     """
     batch, chosen, parts = rows
     for values in (first, otherwise):
@@ -151,8 +180,13 @@ def _comparison(
             found.measure()
         except SuperbatchError:
             raise
-        except Exception:  # noqa: BLE001  (a model that does not take these rows: training raises its own)
-            return None
+        except Exception as error:  # a model that does not take these rows
+            # XLA reads another row in place of one that is not there, so that training would not raise.
+            if any(words in str(error) for words in OUT_OF_RANGE):
+                raise findings.rows_out_of_range(len(chosen)) from error
+            return None  # training raises an error of its own
         if found.is_finite():
             return found
+    if found.predicts_nan():
+        raise findings.no_predictions(len(chosen))
     return None

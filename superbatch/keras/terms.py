@@ -104,6 +104,8 @@ def term_of(
     masks = [part for part in (mask, backend.get_keras_mask(values)) if part is not None]
     values = ops.convert_to_tensor(values, dtype=loss.dtype)
     if len(values.shape) == 0:
+        if stated is None:
+            _check_rank(name, loss, y_pred_)
         return stated_term(name, values, stated, sample_weight if not masks else masks[0])
     found = rowwise.numbers(name, values, y_pred_)
     if looking:
@@ -131,6 +133,21 @@ def _check_builtin(name: str, loss: Any, y_pred: Any) -> None:
             f"The loss {name!r} with axis={axis!r} is a ratio of sums over all rows of the batch, and no "
             f"weight makes it from micro-batches. Compile keras.losses.{kind}(axis={rest!r}): one ratio for "
             "each sample."
+        )
+
+
+def _check_rank(name: str, loss: Any, y_pred: Any) -> None:
+    """Refuse predictions without an axis beside the rows, of which losses of Keras average over the rows.
+
+    Raises:
+        LossSpecError: they are such.
+    """
+    of_keras = getattr(getattr(loss, "fn", None), "__module__", "").startswith("keras.")
+    if of_keras and {len(leaf.shape) for leaf in keras.tree.flatten(y_pred)} == {1}:
+        raise LossSpecError(
+            f"The loss {name!r} averages over the last axis of the predictions, and their shape (rows,) has "
+            "no axis beside the rows, so it returns one number. Keep the last axis: end the model with "
+            "Dense(1) and no squeeze, for predictions of shape (rows, 1)."
         )
 
 

@@ -19,8 +19,9 @@ class Independence:
         verdict: ``"shared"``: micro-batches share noise, which counts as signal, so the noise scale is too
             small. ``"even"``: windows vary less than independent draws would, so the noise scale is too
             large. None: no deviation was found, or there are too few windows.
-        ratio: variance between windows over the variance that their micro-batches explain; 1 for independent
-            draws; infinite if micro-batches are copies; None if not known.
+        ratio: variance between windows over the variance that their micro-batches explain, the smaller of F_1
+            and F_0 (see `superbatch.noise.independence`), so that a falling loss does not count; 1 for
+            independent draws; infinite if micro-batches are copies; None if not known.
         low: smallest lower end of the intervals of the test (see `superbatch.noise.independence`).
         high: largest upper end of these intervals.
         triples: number of triples of windows compared; a verdict needs 20.
@@ -52,9 +53,16 @@ class Independence:
             "" if see is None else f"; with these windows, the effective noise scale is about {see:.2g}"
         )
         if self.verdict == "shared":
+            # While parameters move, a loss that jumps from update to update looks the same.
+            jumps = (
+                ". If they are shuffled, the loss jumps between updates: lower the learning rate, or test at "
+                "rest with superbatch.torch.tuning.independence.independence_at_rest()"
+                if self.by == "losses"
+                else as_they_are
+            )
             return (
                 f"{seen}: micro-batches of a window share noise (similar samples, copies, one document), and "
-                f"a noise scale from them would be too small. Shuffle samples over windows{as_they_are}"
+                f"a noise scale from them would be too small. Shuffle samples over windows{jumps}"
             )
         return (
             f"{seen}: windows vary less than independent draws would, so the noise scale is too large. Draw "

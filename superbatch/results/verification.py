@@ -125,7 +125,7 @@ class Verification:
         causes: causes of the difference, in the order in which to fix them; empty if exact.
         findings: all findings of the tests, also those without effect on this gradient.
         notes: measurements that could not be made, and why.
-        meetings: the operators that couple samples, if coupling is a cause.
+        coupling_points: the operators that couple samples, if coupling is a cause.
 
     Examples:
         >>> print(Verification(True, 4, (), (), (), ()))
@@ -138,7 +138,7 @@ class Verification:
     causes: tuple[Finding, ...]
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
-    meetings: tuple[CouplingPoint, ...] = ()
+    coupling_points: tuple[CouplingPoint, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain dicts, lists, numbers and strings, for JSON.
@@ -188,7 +188,7 @@ class Verification:
             verdict = "NOT exact: accumulated gradients differ from"
         lines = [f"{verdict} the batch's ({self.samples} samples)"]
         lines += [f"  cause: {cause}" for cause in self.causes]
-        for point in self.meetings:
+        for point in self.coupling_points:
             lines.append(
                 f"  samples are coupled in {point.module or 'loss_fn'}: {point.operation} ({point.kind})"
             )
@@ -227,5 +227,5 @@ def united(reports: Mapping[str, Verification]) -> Verification:
         tuple(replace(one, term=name) for name, report in every for one in report.causes),
         tuple(replace(one, term=name) for name, report in every for one in report.findings),
         tuple(f"{name}: {note}" if name else note for name, report in every for note in report.notes),
-        tuple(dict.fromkeys(point for _, report in every for point in report.meetings)),
+        tuple(dict.fromkeys(point for _, report in every for point in report.coupling_points)),
     )

@@ -117,14 +117,14 @@ class Accumulator(tf.Module):
         """Check on a few rows that the losses of micro-batches give that of the batch, with this weight.
 
         ``add`` sees gradients only: that a loss is not the mean that its weight says, or that a layer or a
-        loss couples rows, does not show there. Call this once before training, eagerly. The loss and its
-        gradient of at most 8 rows at once are compared with those of two unequal parts. It makes no update;
-        layers that a forward changes, as BatchNormalization, are changed.
+        loss couples rows, does not show there. Call this once before training, eagerly. Three times, with
+        other rows each, the loss and its gradient of at most 8 rows at once are compared with those of two
+        unequal parts. It makes no update; layers that a forward changes, as BatchNormalization, are changed.
 
         Args:
             loss: a function ``(*batch) -> scalar``, as the loop differentiates it, without dropout
                 (``training=False``).
-            batch: tensors or arrays with a row for each sample, or nests of them.
+            batch: tensors or arrays with a row for each sample, or nests of them; numbers stay whole.
             weight: a function ``(*batch) -> scalar``: the weight that ``add`` is given.
 
         Raises:
@@ -132,7 +132,9 @@ class Accumulator(tf.Module):
                 mean: rows are coupled.
             InputError: it is called in a `tf.function`, there are fewer than two rows, or the loss draws
                 random numbers.
-            LossSpecError: the loss is a sum, or a mean over something else than the weight counts.
+            LossSpecError: the loss is a sum, one number for each row, or a mean over something else than the
+                weight counts.
+            SplitError: the batch has a SparseTensor.
 
         Examples:
             >>> w = tf.Variable([1.0])

@@ -161,7 +161,7 @@ def _contribute(state: State, microbatch: Microbatch, options: Options) -> Any:
             continue
         part = tf.cast(_values(gradient), total.dtype)
         if tf.is_tensor(factor) or factor != 1:
-            part *= tf.cast(factor, total.dtype)
+            part *= arithmetic.in_dtype(factor, total.dtype)
         if options.noise:
             squares.append(arithmetic.square_sum(_joined(gradient, part)))
         if isinstance(gradient, tf.IndexedSlices):
@@ -186,7 +186,7 @@ def _values(gradient: Any) -> Any:
 
 def _count(state: State, microbatch: Microbatch, options: Options, told: dict[str, Any]) -> None:
     """Add to the counters, those of what took part and those of calls."""
-    weight = tf.cast(microbatch.weight, tf.float64)
+    weight = arithmetic.in_dtype(microbatch.weight, tf.float64)
     counted = weight
     if tf.is_tensor(
         microbatch.weight
@@ -194,12 +194,12 @@ def _count(state: State, microbatch: Microbatch, options: Options, told: dict[st
         counted = tf.where(arithmetic.countable(weight), weight, float("nan"))
     taking_part = {
         "weight": counted,
-        "loss": tf.cast(_factor(microbatch.weight, options), tf.float64) * microbatch.loss,
+        "loss": arithmetic.in_dtype(_factor(microbatch.weight, options), tf.float64) * microbatch.loss,
     }
     if options.noise:
         squared = tf.square(weight)
         taking_part |= {"squares": told["squares"], "weights2": squared}
-        taking_part["weights2_per_sample"] = squared / tf.cast(microbatch.samples, tf.float64)
+        taking_part["weights2_per_sample"] = squared / arithmetic.in_dtype(microbatch.samples, tf.float64)
     present = [0.0 if gradient is None else 1.0 for gradient in microbatch.gradients]
     parts = _vector(taking_part, present)
     calls = _vector({"microbatches": 1.0, "dropped": told["dropped"]}, [0.0] * len(present))

@@ -89,6 +89,17 @@ def as_count(value: Any, name: str) -> Any:
     return tf.cast(value, tf.float64)
 
 
+def in_dtype(number: Any, dtype: Any) -> Any:
+    """Return a Python number or a tensor as a tensor of a dtype.
+
+    Examples:
+        >>> float(in_dtype(0.1, tf.float64)), float(tf.cast(0.1, tf.float64))
+        (0.1, 0.10000000149011612)
+    """
+    # `tf.cast` makes a float32 of a Python number first.
+    return tf.cast(number, dtype) if tf.is_tensor(number) else tf.constant(number, dtype)
+
+
 def known(value: Any) -> bool:
     """Return whether the value of a tensor can be read now.
 

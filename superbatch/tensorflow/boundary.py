@@ -39,7 +39,7 @@ def apply(state: State, optimizer: Any, options: Options, patterns: Iterable[pre
     gradients = dict(zip(some, arithmetic.per_weight([totals.sums[i] for i in some], weight), strict=True))
     scale = optimizers.scale_of(optimizer)
     norm, finite = arithmetic.finite_norm(list(gradients.values()))
-    norm = norm if scale is None else norm / tf.cast(scale, norm.dtype)
+    norm = norm if scale is None else norm / arithmetic.in_dtype(scale, norm.dtype)
     gradients = _clipped(gradients, norm, finite, scale, options)
     overflow_is_seen = optimizers.scales_by_itself(optimizer)
     raising = options.nonfinite != "skip_update" and not overflow_is_seen
@@ -108,7 +108,7 @@ def _clipped(
     if options.max_grad_value is not None:
         limit = options.max_grad_value * (1.0 if scale is None else scale)
         for index, gradient in gradients.items():
-            most = tf.cast(limit, gradient.dtype)
+            most = arithmetic.in_dtype(limit, gradient.dtype)
             gradients[index] = tf.where(finite, tf.clip_by_value(gradient, -most, most), gradient)
     return gradients
 
@@ -132,7 +132,7 @@ def _applied(totals: Totals, norm: Any, options: Options, *, made: Any, scale: A
     }
     if not options.noise:
         return Applied(**numbers)
-    factor = tf.cast(1.0 if scale is None else scale, tf.float64)
+    factor = arithmetic.in_dtype(1.0 if scale is None else scale, tf.float64)
     a2, q, per_sample = (
         arithmetic.per_weight(arithmetic.per_weight([counts[name]], weight), weight)[0]
         for name in ("squares", "weights2", "weights2_per_sample")

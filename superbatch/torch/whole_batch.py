@@ -52,7 +52,7 @@ class WholeBatch:
         engine: the object that opens windows, for tools that make updates of their own.
 
     Raises:
-        InputError: an argument has the wrong type or value, or the model is sharded.
+        InputError: an argument has the wrong type or value, or a model is split by tensor parallel.
         OptimizerError: the optimizer cannot be used, or does not own the model's parameters.
 
     Examples:

@@ -278,8 +278,8 @@ print(counts[0], threads())
 
 HELD = """
 begin, held = dist.init_process_group, []
-def beginning(name):
-    begin(name)
+def beginning(name, **how):
+    begin(name, **how)
     held.append(dist.group.WORLD)
 dist.init_process_group = beginning
 """

@@ -112,7 +112,8 @@ def test_no_look_along_a_run_calls_independent_micro_batches_otherwise() -> None
 @pytest.mark.parametrize(
     ("setting", "windows", "verdict", "least"),
     [
-        ({"shared": 0.2, "loss": falling, "noise": less_noisy}, 200, "shared", 0.9),
+        ({"shared": 0.2}, 200, "shared", 0.8),
+        ({"shared": 0.2, "loss": falling, "noise": less_noisy}, 200, "shared", 0.75),
         pytest.param({"shared": 0.2}, 61, "shared", 0.15, marks=pytest.mark.slow),
         pytest.param({"shared": 0.5}, 61, "shared", 0.75, marks=pytest.mark.slow),
         pytest.param({"shared": 0.05}, 600, "shared", 0.2, marks=pytest.mark.slow),
@@ -177,7 +178,7 @@ def test_shared_noise_withholds_the_value_and_the_upper_end() -> None:
     assert not shared.determined
     assert shared.reason is not None
     assert "micro-batches of a window share noise" in shared.reason
-    assert shared.reason.endswith("Shuffle samples over windows")
+    assert ". Shuffle samples over windows. If they are shuffled, the loss jumps" in shared.reason
     assert shared.summary().startswith(
         f"noise scale at least {shared.low:.4g} samples (losses of whole windows"
     )

@@ -233,6 +233,16 @@ def test_a_microbatch_without_weight_adds_its_sum() -> None:
     assert math.isnan(normalize.mean_loss([2.0, math.nan, 4.0], [3, 0, 1], reduction="sum"))
 
 
+def test_a_sum_of_huge_losses_is_infinite_and_no_error() -> None:
+    huge = [1.2e308, 1.2e308]
+    with pytest.raises(OverflowError):
+        math.fsum(huge)  # the premise
+    assert normalize.loss_sum(huge, [1, 1], reduction="sum") == math.inf
+    assert normalize.loss_sum([-each for each in huge], [1, 1], reduction="total") == -math.inf
+    assert normalize.mean_loss(huge, [8, 8], reduction="mean") == math.inf
+    assert normalize.loss_sum([*huge, -1e308], [1, 1, 1], reduction="sum") == pytest.approx(1.4e308)
+
+
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=20), st.data())
 def test_the_divisor_undoes_a_planned_weight(weights: list[int], data: st.DataObject) -> None:
     """Scaled by the plan, then divided: as if the micro-batches that were left out had never been planned."""

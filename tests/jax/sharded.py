@@ -41,6 +41,18 @@ def clipped_on_devices(p: Any, batch: Any, mesh: Any, *, check_vma: bool) -> flo
     return error(jax.jit(jax.shard_map(call, mesh=mesh, **specs))(p, batch), each(p, batch)[1])
 
 
+def on_an_explicit_mesh(p: Any, batch: Any) -> list[float]:
+    """The errors of the gradient and of the sum of clipped gradients, against one device."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    spread = jax.device_put(batch, NamedSharding(mesh, P("data")))
+    everywhere = jax.device_put(p, NamedSharding(mesh, P()))
+    calls = (
+        value_and_grad(mse, microbatch_size=16),
+        per_sample_value_and_grad(mse, microbatch_size=16, max_grad_norm=1.0),
+    )
+    return [error(jax.jit(call)(everywhere, spread)[1], call(p, batch)[1]) for call in calls]
+
+
 def main() -> None:
     jax.config.update("jax_enable_x64", True)  # noqa: FBT003  (the API takes it by position)
     if sys.argv[1:] == ["mutant"]:  # parameters that are known to be the same on every device
@@ -86,6 +98,7 @@ def main() -> None:
         jax.jit(mapped)(everywhere, on_devices), expected
     )
     found["clipped"] = [clipped_on_devices(p, batch, mesh, check_vma=check) for check in (True, False)]
+    found["explicit mesh"] = on_an_explicit_mesh(p, batch)
     sys.modules["superbatch.jax.per_sample"].varying = lambda tree, axis_name: tree  # pyright: ignore[reportAttributeAccessIssue]
     found["devices are added before the clip"] = clipped_on_devices(p, batch, mesh, check_vma=True)
     print(json.dumps(found))

@@ -69,6 +69,10 @@ def test_samples_are_clipped_before_devices_are_added(found: Any) -> None:
     assert found["devices are added before the clip"] > 0.1, "a mutant: parameters the same on all devices"
 
 
+def test_a_batch_that_is_spread_over_an_explicit_mesh(found: Any) -> None:
+    assert max(found["explicit mesh"]) < 1e-12
+
+
 def test_a_reduction_in_every_microbatch_would_be_seen() -> None:
     wrong = run("mutant")["shard_map, check_vma=True"]
     assert wrong["all-reduces in a loop"] > 0 or wrong["all-reduce"] > 1

@@ -17,7 +17,7 @@ import numpy as np
 from keras import ops
 
 from superbatch.errors import CoupledSamplesError, InputError, LossSpecError, OptimizerError, SplitError
-from superbatch.keras import accumulate
+from superbatch.keras import accumulate, first_check
 from tests.keras.cases_exact import Halving, count_known
 from tests.keras.helpers import LABELS, TOKENS, X, Y, cross_entropy, dense, raises, text
 
@@ -171,3 +171,120 @@ def case_the_check_leaves_the_state_of_torch() -> None:
         fit(model, options={"check": check}, shuffle=False, epochs=1)()
         results.append(module[0].weight.detach().clone())
     assert torch.equal(*results), "the same draws of dropout with and without the check"
+
+
+LABELLED = np.zeros((23, 1))
+LABELLED[[0, 6, 14, 3, 9, 10, 11, 20, 21]] = 1.0  # half of the rows 0, 1, 6 and 7, and half of 14 and 15
+INPUTS = np.random.default_rng(6).normal(size=(23, 3))
+
+
+def balanced(y_true: Any, y_pred: Any) -> Any:
+    """One number for each row, weighted by the share of its class in the batch."""
+    share = ops.mean(y_true)
+    weight = ops.where(y_true > 0.5, 1 / (share + 0.1), 1 / (1.1 - share))
+    return ops.mean(weight * (y_true - y_pred) ** 2, axis=-1)
+
+
+def labelled_mean(y_true: Any, y_pred: Any) -> Any:
+    """A mean over the rows of one class."""
+    return ops.sum(y_true * (y_true - y_pred) ** 2) / ops.sum(y_true)
+
+
+def one_output(loss: Any) -> Any:
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.3), loss=loss)
+    return model
+
+
+def case_what_two_parts_show_alike_by_chance() -> None:
+    """Other rows in each comparison: the share of a class was the same in both parts of the only six rows."""
+    by_rows = {"loss_weight": lambda x, y, sample_weight: ops.shape(y)[0]}
+    programs: Any = (
+        (balanced, {}, CoupledSamplesError, "The loss 'balanced' of a row depends on the other rows"),
+        (labelled_mean, by_rows, LossSpecError, "loss_weight is not the divisor of the loss 'labelled_mean'"),
+    )
+    spread = first_check._spread
+    for loss, options, kind, words in programs:
+        fit = {"batch_size": 23, "verbose": 0, "shuffle": False}
+        ours = accumulate(one_output(loss), microbatch_size=4, **options)
+        raises(kind, words, lambda ours=ours, fit=fit: ours.fit(INPUTS, LABELLED, **fit))
+        if keras.backend.backend() != "jax":  # which holds every k-th row
+            first_check._spread = lambda rows, size, step, turn: spread(rows, size, step, 0)
+            try:  # the mutant: the same rows in each
+                ours = accumulate(one_output(loss), microbatch_size=4, **options)
+                ours.fit(INPUTS, LABELLED, **fit)
+            finally:
+                first_check._spread = spread
+            assert int(ours.optimizer.iterations) == 1
+
+
+def case_layers_that_mix_rows() -> None:
+    images = np.random.default_rng(1).uniform(size=(12, 4, 4, 3))
+    for layer in (keras.layers.MixUp, keras.layers.CutMix):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential(
+            [keras.Input((4, 4, 3)), layer(), keras.layers.Flatten(), keras.layers.Dense(2)]
+        )
+        model.compile("sgd", "mse")
+        words = "apply it to whole batches in the data pipeline, as in dataset.batch(n).map(layer)"
+        ours = accumulate(model, microbatch_size=4)
+        raises(
+            CoupledSamplesError, words, lambda ours=ours: ours.fit(images, np.zeros((12, 2)), batch_size=12)
+        )
+
+
+class Neighbour(keras.layers.Layer):
+    """The sum of a row and of the row whose number it is given."""
+
+    def call(self, x: Any, number: Any) -> Any:
+        return x + ops.take(x, ops.cast(number[:, 0], "int32"), axis=0)
+
+
+def case_rows_that_are_read_by_their_number() -> None:
+    """A micro-batch does not have them: JAX reads NaN there, and the others raise."""
+    inputs, numbers = keras.Input((3,)), keras.Input((1,))
+    model = keras.Model([inputs, numbers], keras.layers.Dense(1)(Neighbour()(inputs, numbers)))
+    model.compile("sgd", "mse")
+    x = [INPUTS, np.full((23, 1), 22.0)]
+    jax = keras.backend.backend() == "jax"
+    words = "The model predicts NaN for" if jax else "reads a row by its number"
+    ours = accumulate(model, microbatch_size=4)
+    raises(InputError, words, lambda: ours.fit(x, LABELLED, batch_size=23, verbose=0))
+    assert int(ours.optimizer.iterations) == 0
+
+
+class Adjacent(keras.layers.Layer):
+    """Sums over the neighbours of each row in a graph."""
+
+    def call(self, x: Any, matrix: Any) -> Any:
+        return ops.matmul(matrix, x)
+
+    def compute_output_spec(self, x: Any, matrix: Any) -> Any:
+        return keras.KerasTensor((None, x.shape[-1]), x.dtype)
+
+
+def case_an_error_of_the_framework_gets_a_note() -> None:
+    inputs, matrix = keras.Input((3,)), keras.Input((23,))
+    model = keras.Model([inputs, matrix], keras.layers.Dense(1)(Adjacent()(inputs, matrix)))
+    model.compile("sgd", "mse")
+    found: Any = None
+    try:
+        accumulate(model, microbatch_size=4).fit([INPUTS, np.eye(23)], LABELLED, batch_size=23, verbose=0)
+    except Exception as error:  # noqa: BLE001  (of the framework)
+        found = error
+    assert found is not None
+    notes = getattr(found, "__notes__", [])
+    assert any("at most 4 rows of the batch. If they need all rows" in each for each in notes), notes
+
+
+def case_predictions_without_a_last_axis() -> None:
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((3,))
+    for loss in ("mse", "mae", "binary_crossentropy"):
+        model = keras.Model(inputs, ops.squeeze(keras.layers.Dense(1, "sigmoid")(inputs), axis=-1))
+        model.compile("sgd", loss)
+        words = "Keep the last axis: end the model with Dense(1) and no squeeze"
+        raises(LossSpecError, words, fit(model, INPUTS, LABELLED[:, 0]))
+    model.compile("sgd", lambda y_true, y_pred: ops.mean((y_true - y_pred) ** 2))
+    raises(LossSpecError, "state the weight of a micro-batch", fit(model, INPUTS, LABELLED[:, 0]))

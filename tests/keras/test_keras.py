@@ -39,6 +39,9 @@ QUICK = {
     "cases_behaviour.case_compiled_or_eagerly",
     "cases_behaviour.case_flush_tail",
     "cases_refusals.case_losses_that_say_too_little",
+    "cases_refusals.case_what_two_parts_show_alike_by_chance",
+    "cases_refusals.case_layers_that_mix_rows",
+    "cases_refusals.case_rows_that_are_read_by_their_number",
 }
 FILES = (
     "cases_exact",

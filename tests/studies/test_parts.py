@@ -146,7 +146,7 @@ def test_commands_from_python() -> None:
     assert [arm.name for arm in compared_digits.arms] == ["1x100", "5x20"]
     apart = compared_digits.arms[1].weight_difference
     assert apart is not None and apart < 1e-12
-    fitted = fit("digits", FitOptions(seconds=1))
+    fitted = fit("digits", FitOptions(seconds=30))
     assert [size.samples for size in fitted.sizes] == [1, 2, 4, 7, 13, 25, 50, 100]
     assert fitted.largest == 100
     assert fitted.of(50).predicted == fitted.of(50).measured

@@ -135,7 +135,7 @@ def test_a_part_without_tokens() -> None:
 def test_mutant_the_loss_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without gradients the branch that is switched off is not seen."""
     right = checking._same
-    monkeypatch.setattr(checking, "_same", lambda a, b: right(a[:1], b[:1]))
+    monkeypatch.setattr(checking, "_same", lambda a, b, bound: right(a[:1], b[:1], bound))
     variables = model()
     loss = lambda batch: gated(variables, batch)  # noqa: E731
     Accumulator(variables).check_loss(loss, texts(LENGTHS), weight=rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,13 @@ from torch import Tensor, nn
 
 from superbatch.errors import InputError
 from superbatch.noise import NoiseMeter
+from superbatch.noise.independence import IndependenceTest
+from superbatch.noise.meter import estimate
 from superbatch.results.noise import Independence, Noise
 from superbatch.torch import Accumulator
 from superbatch.torch.tuning.independence import independence_at_rest
+from tests.torch import independence_ranks
+from tests.torch.two_ranks import found_by_both
 
 K, SIZE, CLUSTERS, INPUTS = 8, 8, 10, 20
 
@@ -78,6 +83,35 @@ def verdicts(way: str, rate: float, seeds: range) -> list[Any]:
 @pytest.mark.parametrize("rate", [0.05, 0.5, 2.0])
 def test_shuffled_windows_pass_at_every_rate(rate: float) -> None:
     assert verdicts("independent", rate, range(4)) == [None] * 4
+
+
+def with_restarts(seed: int, windows: int = 200) -> Independence:
+    """Adam at a large rate with a restart after every 10 updates, on windows of independent draws."""
+    torch.manual_seed(seed)
+    draw, inputs, size = torch.Generator().manual_seed(seed), 20, 64
+    truth, model = torch.randn(inputs, generator=draw), nn.Linear(inputs, 1)
+    adam = torch.optim.Adam(model.parameters(), 0.2)
+    restarts = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(adam, 10)
+    test = IndependenceTest()
+    for _ in range(windows):
+        x = torch.randn(K * size, inputs, generator=draw)
+        y = torch.tanh(x @ truth / 3) + 0.1 * torch.randn(K * size, generator=draw)
+        losses = (model(x)[:, 0] - y).square().view(K, size).mean(1)
+        adam.zero_grad()
+        losses.mean().backward()
+        adam.step()
+        restarts.step()
+        off = losses.detach().double() - test.centre
+        mean, squares = float(off.mean()), float((off / K).square().sum())
+        test.add(test.centre + mean, estimate(squares, mean * mean, 1 / K).variance)
+    return test.judged()
+
+
+def test_restarts_of_the_rate_are_not_called_shared_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0 of 20 such trainings; 19 of 20 by the intervals alone, which the mutant shows."""
+    assert [with_restarts(seed).verdict for seed in range(4)] == [None] * 4
+    monkeypatch.setattr("superbatch.noise.independence._STILL", (4 / 3, -1 / 3))
+    assert [with_restarts(seed).verdict for seed in range(4)] == ["shared"] * 4
 
 
 def test_windows_of_two_documents_are_found_while_their_losses_differ() -> None:
@@ -154,6 +188,38 @@ def test_the_noise_scale_that_updates_see_is_told_whatever_is_shared() -> None:
     assert found.updates_see == pytest.approx(count * window / 4, rel=0.15)
     assert found.text is not None
     assert f"the effective noise scale is about {found.updates_see:.2g}" in found.text
+
+
+def test_windows_that_draw_a_part_of_the_data_are_even_by_design() -> None:
+    """Each window draws half of 64 samples without replacement: it is more even than chance."""
+    draw = torch.Generator().manual_seed(3)
+    x, y = torch.ones(64, 1), torch.randn(64, 1, generator=draw)
+    model = nn.Linear(1, 1, bias=False)
+
+    def judged(**options: Any) -> Independence:
+        def batches() -> Iterator[tuple[Tensor, Tensor]]:
+            while True:
+                order = torch.randperm(64, generator=draw)[:32]
+                yield x[order], y[order]
+
+        loss = lambda part: nn.functional.mse_loss(model(part[0]), part[1])  # noqa: E731
+        return independence_at_rest(model, loss, batches(), windows=600, microbatch_size=4, **options)
+
+    assert judged().verdict == "even", "the premise"
+    assert judged(data_size=64).verdict is None
+    with pytest.raises(InputError, match="data_size=0 is below 1"):
+        judged(data_size=0)
+
+
+def test_two_ranks_find_what_one_process_finds(tmp_path: Path) -> None:
+    said, alone = found_by_both("tests.torch.independence_ranks", tmp_path), independence_ranks.judged("one")
+    assert said[0] == said[1]
+    assert said[0]["DDP"]["verdict"] == alone["verdict"] == "shared"
+    numbers = [name for name, value in alone.items() if isinstance(value, int | float)]
+    assert len(numbers) == 5, "the premise"
+    for name in numbers:
+        assert said[0]["DDP"][name] == pytest.approx(alone[name], rel=1e-9)
+    assert said[0]["FSDP2"].startswith("The parameters are sharded over ranks")
 
 
 def test_nothing_moves_and_gradients_stay_what_they_were() -> None:

@@ -244,7 +244,7 @@ def test_rows_that_lie_elsewhere_are_read_as_without_segments(monkeypatch: pytes
 
     def most_loads(program: Any) -> int:
         loads = [[] if one.more is None else one.more.loads for one in program]
-        return max(sum(load.source.pieces is not None for load in one) for one in loads)
+        return max(sum(load.source.rows is not None for load in one) for one in loads)
 
     monkeypatch.setattr(segments, "segmented", watched)
     assert_same(update("conv net", model, x, device_budget=0), real("conv net", model, x))

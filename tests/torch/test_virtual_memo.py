@@ -263,7 +263,7 @@ def test_what_is_remembered_holds_no_numbers_and_no_values_of_a_block() -> None:
     for value in values:
         assert value.node is None
         assert value.full is None
-        assert value.pieces is None
+        assert value.rows is None
 
 
 def test_an_argument_whose_equality_is_not_known_is_not_remembered() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.transforms import blended_transform_factory
 
 from ..report.study import Study
 from .arms import DASHES, MARKERS, STUDY_COLOURS, Style, dots, mean_and_range, runs_by_row
@@ -57,7 +56,8 @@ def _momentum(figure: Figure, report: Study, theme: Theme) -> None:
         if len(found) < len(arm.runs):  # their losses were not finite
             ends = [run.values.get(excess, math.nan) for run in arm.runs]
             said.append(_diverged(ends).replace(" diverged", "\ndiverged"))
-        _below(noise, index, "\n".join(said), theme)
+        place = {"ha": "center", "va": "bottom", "fontsize": 8, "transform": noise.get_xaxis_transform()}
+        noise.text(index, 0.01, "\n".join(said), color=theme.ink, **place)
         expected = arm.mean(theory)
         if anchor is not None and expected is not None:
             noise.hlines(anchor * expected, index - 0.4, index + 0.4, color=theme.ink, linewidth=1.2)
@@ -68,11 +68,6 @@ def _momentum(figure: Figure, report: Study, theme: Theme) -> None:
     noise.set_xticks(range(len(report.arms)), [arm.name for arm in report.arms])
     noise.set_ylabel("noise excess of the training loss")
     noise.set_title("Runs as dots, mean; bar: A's x lr / (batch (1 - m))")
-
-
-def _below(axes: Axes, place: float, text: str, theme: Theme) -> None:
-    where = blended_transform_factory(axes.transData, axes.transAxes)
-    axes.text(place, 0.01, text, transform=where, ha="center", va="bottom", fontsize=8, color=theme.ink)
 
 
 def _grow_batch(figure: Figure, report: Study, theme: Theme) -> None:

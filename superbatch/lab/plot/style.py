@@ -125,9 +125,7 @@ def plain_axes(axes: Axes, theme: Theme) -> None:
     axes.grid(color=theme.faint, linewidth=0.6, alpha=0.6)
     axes.set_axisbelow(True)  # the grid is behind the data
     axes.tick_params(colors=theme.ink, labelcolor=theme.ink, which="both")
-    for name, spine in axes.spines.items():
-        spine.set_visible(name in ("left", "bottom"))  # a frame on four sides says nothing more
-        spine.set_color(theme.faint)
-    axes.xaxis.label.set_color(theme.ink)
-    axes.yaxis.label.set_color(theme.ink)
-    axes.title.set_color(theme.ink)
+    axes.spines[["top", "right"]].set_visible(False)  # a frame on four sides says nothing more
+    axes.spines[["left", "bottom"]].set_color(theme.faint)
+    for text in (axes.xaxis.label, axes.yaxis.label, axes.title):
+        text.set_color(theme.ink)

@@ -7,7 +7,6 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.transforms import blended_transform_factory
 
 from superbatch.results.survey import Survey
 from superbatch.tuning.survey_ramp import to_axis
@@ -59,10 +58,7 @@ def one_survey(report: Survey, *, dark: bool = False) -> Figure:
     said = "each window, before its update"
     axes.plot(x, report.losses, ".", color=theme.ink, alpha=0.35, markersize=5, label=said)
     axes.plot(x, report.smooth, color=BLUE, linewidth=2, label="smoothed")
-    _limit(axes, [report.smooth])  # an explosion at the end has no top
-    if report.losses:
-        low, high = axes.get_ylim()
-        axes.set_ylim(min(low, min(report.losses) - 0.02 * (high - low)), high)
+    _limit(axes, [report.smooth, report.losses])
     found = report.suggestions
     marks = (
         ("onset", found.onset, found.onset_range, GREEN),
@@ -95,8 +91,8 @@ def _draw_curves(axes: Axes, arms: Sequence[SurveyArm], styles: Sequence[Style],
         ends = [
             to_axis(s.what, s.values[-1] if s.values else s.low) for s in surveys if s.stopped is not None
         ]
-        where = blended_transform_factory(axes.transData, axes.transAxes)
-        axes.plot(ends, [0.985] * len(ends), "x", color=style.colour, markersize=5, transform=where)
+        place = {"transform": axes.get_xaxis_transform(), "markersize": 5}
+        axes.plot(ends, [0.985] * len(ends), "x", color=style.colour, **place)
     axes.set_ylabel("training loss, smoothed")
     caption(axes, "Mean and range of the surveys; crosses at the top: where one stopped", theme)
     _limit(axes, drawn)

@@ -96,15 +96,11 @@ def title_of(report: Advice) -> str:
     reduce = f", all-reduce {seconds_text(report.all_reduce_seconds)}" if report.all_reduce_seconds else ""
     each = f"{seconds_text(report.microbatch_seconds)} each"
     noise = range_text(report.noise, report.noise_low, report.noise_high)
+    assumed = f", {ASSUMPTION}" if report.noise_from.startswith("measured") else ""
     return (
         f"{recipe}micro-batches of {report.microbatch_size}{ranks}, {each}; update "
-        f"{seconds_text(report.update_seconds)}{reduce}; noise scale {noise}{_assumed(report)}"
+        f"{seconds_text(report.update_seconds)}{reduce}; noise scale {noise}{assumed}"
     )
-
-
-def _assumed(report: Advice) -> str:
-    """The condition of a noise scale that was measured."""
-    return f", {ASSUMPTION}" if report.noise_from.startswith("measured") else ""
 
 
 def range_said(report: Advice) -> str:

@@ -31,41 +31,41 @@ class Entry:
 STUDIES: Mapping[str, Entry] = {
     "momentum": Entry(
         "Does a high momentum with batch 1 replace a large batch?",
-        "does-a-high-momentum-replace-a-large-batch",
+        "high-momentum-in-place-of-a-large-batch",
         ("samples", "batch_size", "learning_rate", "margin"),
     ),
     "grow-batch": Entry(
         "Decay the learning rate, or grow the batch: the same loss with fewer updates?",
-        "decay-the-rate-or-grow-the-batch",
+        "growing-batch-in-place-of-a-decaying-rate",
         ("samples", "batch_size", "learning_rate", "margin"),
     ),
     "survey": Entry(
         "Do virtual batches survey learning rates like real ones?",
-        "do-virtual-batches-survey-learning-rates-like-real-ones",
+        "survey-of-learning-rates-with-virtual-batches",
         ("batch_size", "optimizer"),
         runs=20,
         quick_runs=4,
     ),
     "critical-batch": Entry(
         "How large may the batch be before samples are wasted, and does the noise scale tell?",
-        "how-large-may-the-batch-be",
+        "largest-useful-batch",
         ("samples", "batch_size", "learning_rate", "optimizer", "tolerance"),
     ),
     "precision": Entry(
         "How much does a sum of K gradients in bfloat16 lose?",
-        "what-does-a-sum-of-gradients-in-bfloat16-lose",
+        "sums-of-gradients-in-bfloat16",
         (),
         runs=5,
         quick_runs=3,
     ),
     "splits": Entry(
         "Does a batch in K micro-batches train like the batch in one piece?",
-        "does-a-batch-in-micro-batches-train-like-the-batch",
+        "training-in-micro-batches-against-the-real-batch",
         ("samples", "batch_size", "learning_rate", "optimizer", "margin"),
     ),
     "coupled": Entry(
         "Where the update depends on the whole batch, what does plain accumulation lose?",
-        "what-does-plain-accumulation-lose",
+        "loss-from-plain-accumulation",
         ("samples", "margin", "device"),
         runs=8,
         quick_runs=3,

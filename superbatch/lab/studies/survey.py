@@ -27,7 +27,7 @@ from .setting import ArmPlan
 from .shared_options import Interrupted, check_counts, check_positive, offered_optimizer
 from .shared_options import Progress as Progress
 from .splits import Split, parse_split, splits_of
-from .survey_arms import HOW, SurveySetting, train
+from .survey_arms import HOW, Ramp, SurveySetting, train
 from .survey_tests import DECADES, FACTOR, curve_test, decades_of, paired_difference, suggestion_test
 from .versions import origin
 from .workers import receiver, train_here
@@ -83,15 +83,13 @@ def settle(recipe: Recipe, options: Options) -> SurveySetting:
     Dial([optimizer], options.what)  # refuses an optimizer without the option
     low, high = range_of([optimizer], options.what)
     low, high = low if options.low is None else options.low, high if options.high is None else options.high
-    values_of(options.what, low, high, options.updates)  # refuses what is no ramp
+    ramp = Ramp(options.what, low, high, options.updates)
+    values_of(*ramp)  # refuses what is no ramp
     return SurveySetting(
         arms=_plans(recipe, splits, include_wrong=options.include_wrong),
         repeats=options.repeats,
         pairs=min(PAIRS, options.repeats),
-        what=options.what,
-        low=low,
-        high=high,
-        updates=options.updates,
+        ramp=ramp,
         dtype=options.dtype,
         optimizer=name,
         learning_rate=rate,
@@ -164,14 +162,11 @@ def _report(
 ) -> Surveys:
     return Surveys(
         **made,
-        what=setting.what,
+        **setting.ramp._asdict(),
         optimizer=setting.optimizer,
-        learning_rate=None if setting.what == "lr" else setting.learning_rate,
+        learning_rate=None if setting.ramp.what == "lr" else setting.learning_rate,
         dtype=setting.dtype,
         batch_size=sum(arms[0].sizes),
-        low=setting.low,
-        high=setting.high,
-        updates=setting.updates,
         repeats=options.repeats,
         factor=FACTOR,
         margin=DECADES,

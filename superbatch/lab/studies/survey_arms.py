@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,6 +34,15 @@ HOW: Mapping[Way, str] = {
 }
 
 
+class Ramp(NamedTuple):
+    """Values that a survey takes in turn."""
+
+    what: What  # the option that is surveyed
+    low: float  # its first value
+    high: float  # its last value
+    updates: int  # points
+
+
 @dataclass(frozen=True)
 class SurveySetting:
     """Setting common to all surveys of a study."""
@@ -41,10 +50,7 @@ class SurveySetting:
     arms: tuple[ArmPlan, ...]  # the real batch first
     repeats: int  # surveys of each arm
     pairs: int  # of those of a split, how many have the real batch's survey beside them
-    what: What  # the option that is surveyed
-    low: float  # its first value
-    high: float  # its last value
-    updates: int  # points
+    ramp: Ramp
     dtype: str  # name of a torch dtype
     optimizer: str  # one of the recipe's
     learning_rate: float  # of the optimizer, where another option is surveyed
@@ -74,12 +80,6 @@ def survey_seed(recipe: Recipe, setting: SurveySetting, arm: ArmPlan, seed: int,
         made += 1
         tick(1)
 
-    ramp: dict[str, Any] = {
-        "what": setting.what,
-        "low": setting.low,
-        "high": setting.high,
-        "updates": setting.updates,
-    }
     with torch.random.fork_rng(devices=[]):
         model = recipe.model(seed).to(getattr(torch, setting.dtype))
         optimizer = recipe.optimizers[setting.optimizer](model.parameters(), setting.learning_rate)
@@ -87,9 +87,9 @@ def survey_seed(recipe: Recipe, setting: SurveySetting, arm: ArmPlan, seed: int,
         batches = partial(_batches, recipe, setting, arm, seed)
         if arm.way == "accumulator":
             accumulate = accumulator_of(arm.split, recipe, model, optimizer)
-            found = lr_survey(accumulate, batches, **ramp, progress=point)
+            found = lr_survey(accumulate, batches, **setting.ramp._asdict(), progress=point)
         else:
-            sweep, dial = Sweep(**ramp), Dial([optimizer], setting.what)
+            sweep, dial = Sweep(*setting.ramp), Dial([optimizer], setting.ramp.what)
             update = update_function(arm, recipe, model, optimizer)
             for value, batch in zip(sweep.values, batches(), strict=True):
                 dial.turn(value)
@@ -98,13 +98,13 @@ def survey_seed(recipe: Recipe, setting: SurveySetting, arm: ArmPlan, seed: int,
                 if not go_on:
                     break
             found = sweep.report(ratios=dial.ratios)
-    tick(setting.updates - made)  # a survey that stops early counts as whole
+    tick(setting.ramp.updates - made)  # a survey that stops early counts as whole
     return SeededSurvey(seed=seed, survey=found)
 
 
 def _batches(recipe: Recipe, setting: SurveySetting, arm: ArmPlan, seed: int) -> Iterator[Any]:
     """As many batches as the ramp has points: those of every arm with this seed and batch size."""
-    drawn = Setting(setting.updates, sum(arm.split.sizes), setting.optimizer, setting.learning_rate)
+    drawn = Setting(setting.ramp.updates, sum(arm.split.sizes), setting.optimizer, setting.learning_rate)
     for indices in orders(recipe.samples, drawn, seed):
         batch = cast_batch(recipe.batch(indices), setting.dtype)
         unequal = arm.way == "accumulator" and not arm.split.equal

@@ -26,19 +26,23 @@ def independence_at_rest(
     batches: Iterable[Any],
     *,
     windows: int = 3 * FEWEST_TRIPLES,
+    data_size: int | None = None,
     **options: Any,
 ) -> Independence:
     """Test whether gradients of windows vary as their micro-batches predict; nothing is updated.
 
     The test of a `superbatch.NoiseMeter` uses losses, so it misses noise that only the gradients of a window
     share. This test finds it, at the cost of computing 60 windows and of memory for three gradients. Both
-    tests miss data that are sorted over the whole epoch, because these look like a drifting gradient.
+    tests miss data that are sorted over the whole epoch, because these look like a drifting gradient. Each
+    rank of DistributedDataParallel passes its share of every window, and all get the same result.
 
     Args:
         models: modules of the gradient; parameters and ``.grad`` do not change.
         loss_fn: function from a micro-batch to its loss.
         batches: at least `windows` batches, in the order of training.
         windows: number of windows to compare, three at a time.
+        data_size: number of samples that batches are drawn from without replacement, as in `NoiseMeter`; such
+            windows vary less than independent draws. None: endless data.
         options: options of `superbatch.torch.Gradient`, as in training: ``microbatch_size``, ``weight``,
             ``reduction``.
 
@@ -46,7 +50,8 @@ def independence_at_rest(
         The verdict, and the noise scale of updates with the present windows.
 
     Raises:
-        InputError: there are fewer batches, a window has one micro-batch, or an option cannot be used.
+        InputError: there are fewer batches, a window has one micro-batch, parameters are sharded over ranks,
+            or an option cannot be used.
 
     Examples:
         >>> _ = torch.manual_seed(0)
@@ -68,11 +73,19 @@ def independence_at_rest(
         raise InputError(f"windows={windows} is too few for a verdict. Pass {3 * FEWEST_TRIPLES} or more.")
     if "observers" in options:
         raise InputError("The test uses a NoiseMeter of its own. Leave observers= out.")
+    if data_size is not None:
+        positive_int("data_size", data_size)
+    several = [models] if isinstance(models, nn.Module) else list(models)
+    owned = list({id(p): p for each in several for p in each.parameters() if p.requires_grad}.values())
+    # By the attribute: importing DTensor takes longer than importing this library.
+    if any(hasattr(parameter, "device_mesh") for parameter in owned):
+        raise InputError(
+            "The parameters are sharded over ranks, and the test compares whole gradients. Run it on a model "
+            "without fully_shard, or in DistributedDataParallel."
+        )
     meter = NoiseMeter(every=1)
     fresh = meter.state_dict()
     gradient = Gradient(models, loss_fn, observers=[meter], **options)
-    several = [models] if isinstance(models, nn.Module) else list(models)
-    owned = list({id(p): p for each in several for p in each.parameters() if p.requires_grad}.values())
     test, seen = IndependenceTest(), _Windows()
     before = [p.grad for p in owned]
     source = iter(batches)
@@ -82,7 +95,8 @@ def independence_at_rest(
     finally:
         for parameter, grad in zip(owned, before, strict=True):
             parameter.grad = grad
-    return replace(test.judged(), by="gradients", updates_see=seen.noise_scale())
+    drawn = seen.samples() / data_size if data_size else 0.0
+    return replace(test.judged(drawn), by="gradients", updates_see=seen.noise_scale())
 
 
 Gradients = Sequence[Tensor | None]
@@ -104,6 +118,10 @@ class _Windows:
         nothing = [None] * len(a)
         self._lengths += [_distance(each, nothing) for each, _, _ in found]
         self._samples += [samples for *_, samples in found]
+
+    def samples(self) -> float:
+        """Return the mean number of samples of a window."""
+        return math.fsum(self._samples) / len(self._samples)
 
     def noise_scale(self) -> float | None:
         """``N D / (mean |g|^2 - D)`` with D the variance between windows: correct with shared noise too."""

@@ -89,7 +89,7 @@ class Session:
 
     def _begin(self, samples: int) -> Recording:
         options = self._options
-        self.log.in_pieces = options.size == "auto" or options.size < samples
+        self.log.is_split = options.size == "auto" or options.size < samples
         recording = Recording(
             samples,
             options.size,

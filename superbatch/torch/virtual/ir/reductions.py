@@ -99,16 +99,16 @@ class Joined:
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
-        self._pieces: dict[int, Tensor] = {}
+        self._rows: dict[int, Tensor] = {}
 
     def add(self, part: Part, outputs: list[Any]) -> None:
         """Store the rows of a micro-batch."""
         # By number: a sweep may begin with the last micro-batch, which carries rows (see `run.carried`).
-        self._pieces[part.number] = outputs[0]
+        self._rows[part.number] = outputs[0]
 
     def result(self) -> list[Tensor]:
         """Return the rows in the order of the samples."""
-        return [join([self._pieces[number] for number in sorted(self._pieces)], self._shard)]
+        return [join([self._rows[number] for number in sorted(self._rows)], self._shard)]
 
 
 class First:

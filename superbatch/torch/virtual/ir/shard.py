@@ -92,7 +92,7 @@ def cut(tensor: Tensor, shard: Shard, part: Part) -> Tensor:
     return blocks.flatten(dim, dim + 1)  # copies: the rows of several blocks have no common stride
 
 
-def join(pieces: Sequence[Tensor], shard: Shard) -> Tensor:
+def join(rows: Sequence[Tensor], shard: Shard) -> Tensor:
     """Return the tensor of all samples; the inverse of `cut`.
 
     Examples:
@@ -100,12 +100,12 @@ def join(pieces: Sequence[Tensor], shard: Shard) -> Tensor:
         tensor([0, 1, 2, 3, 4, 5])
     """
     dim, outer, _ = shard
-    if len(pieces) == 1 or outer == 0:  # one micro-batch: no copy of the batch
-        return pieces[0]
+    if len(rows) == 1 or outer == 0:  # one micro-batch: no copy of the batch
+        return rows[0]
     if outer == 1:
-        return torch.cat(list(pieces), dim)
-    # Concatenating the pieces as they are would interleave the blocks: [0, 3] and [1, 2, 4, 5] of two blocks.
-    blocks = [piece.unflatten(dim, (outer, piece.shape[dim] // outer)) for piece in pieces]
+        return torch.cat(list(rows), dim)
+    # Concatenating the rows as they are would interleave the blocks: [0, 3] and [1, 2, 4, 5] of two blocks.
+    blocks = [each.unflatten(dim, (outer, each.shape[dim] // outer)) for each in rows]
     return torch.cat(blocks, dim + 1).flatten(dim, dim + 1)
 
 

@@ -33,7 +33,7 @@ class Handle:
         self.reference = weakref.ref(self)
 
 
-class Pieces(Protocol):
+class MicrobatchRows(Protocol):
     """Rows of a materialized value, one tensor per micro-batch."""
 
     def get(self, part: Part) -> Tensor:
@@ -64,7 +64,7 @@ class Value:
         full: the full tensor, once it is materialized.
         source: the program's tensor that shares this memory, with its `_version` at the time of reading;
             None if the memory is our own.
-        pieces: the rows by micro-batch, once they are stored.
+        rows: the rows by micro-batch, once they are stored.
         gathered: weak reference to the full value that is joined from the rows.
         grows: dimensions that grow with the number of samples, besides the sharded one.
         picked: number of batch rows in a full value, if it does not depend on the batch size.
@@ -83,7 +83,7 @@ class Value:
         "meta",
         "node",
         "picked",
-        "pieces",
+        "rows",
         "shard",
         "source",
     )
@@ -96,7 +96,7 @@ class Value:
         self.node: Node | None = None
         self.index = 0
         self.full: Tensor | None = None
-        self.pieces: Pieces | None = None
+        self.rows: MicrobatchRows | None = None
         self.source: tuple[Tensor, int] | None = None
         self.gathered: weakref.ref[Value] | None = None
         self.grows: tuple[int, ...] = ()
@@ -107,7 +107,7 @@ class Value:
     @property
     def materialized(self) -> bool:
         """Return whether the value is materialized."""
-        return self.full is not None or self.pieces is not None
+        return self.full is not None or self.rows is not None
 
     @property
     def has_gradient(self) -> bool:

@@ -219,8 +219,8 @@ class RankReducer:
             # dx divides by `count`; times count / total it is divided by the elements of all ranks.
             flat = sync.sum_tensor(torch.cat(mine).to(everywhere.dtype)) * (count / everywhere)
             return tuple(
-                piece.to(meta.dtype)
-                for piece, meta in zip(flat.split([len(m) for m in mine]), metas, strict=True)
+                each.to(meta.dtype)
+                for each, meta in zip(flat.split([len(m) for m in mine]), metas, strict=True)
             )
 
         size, dtype = sum(map(len, metas)), total.meta.dtype

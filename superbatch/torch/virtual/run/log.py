@@ -65,7 +65,7 @@ class Log:
     Attributes:
         where: path of the module whose forward runs; "" outside of any.
         sweeps, recorded, run, repeated: as in `CouplingReport`.
-        in_pieces: the batch has several micro-batches; with one, full values are no larger than it.
+        is_split: the batch has several micro-batches; with one, full values are no larger than it.
     """
 
     def __init__(self, models: Sequence[nn.Module], on_gather: OnGather) -> None:
@@ -83,7 +83,7 @@ class Log:
         self._aside: dict[int, CouplingPoint] = {}
         self._backward: set[int] = set()
         self._full: dict[tuple[str, str, bool], list[int]] = {}  # count, bytes, picked rows, grows
-        self.in_pieces = True
+        self.is_split = True
         self.sweeps = self.recorded = self.run = self.repeated = 0
 
     @property
@@ -136,7 +136,7 @@ class Log:
         Raises:
             CoupledSamplesError: with ``on_gather="error"``.
         """
-        if self._on_gather == "ok" or not self.in_pieces:
+        if self._on_gather == "ok" or not self.is_split:
             return
         place = "the backward pass" if going_back() else self.where or "no module"
         self._warn_or_raise(

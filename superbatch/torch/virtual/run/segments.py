@@ -58,7 +58,7 @@ class _Rewriting:
             return
         # A segment loads all of its inputs before it runs. Starting a new one here keeps no more copies of
         # rows on the device than single instructions would.
-        if elsewhere and any(load.source.pieces is not None for load in loads):
+        if elsewhere and any(load.source.rows is not None for load in loads):
             self.close()
         self._open[position] = instruction
         self._made.update(filled(instruction))

@@ -72,19 +72,19 @@ class Store:
         # Full values cannot move to the host, so they reduce the budget of the rows.
         return now[DEVICE] + now[WHOLE] + nbytes > self.budget
 
-    def keep(self, piece: Tensor) -> tuple[Tensor, bool]:
+    def keep(self, rows: Tensor) -> tuple[Tensor, bool]:
         """Return the rows in the memory that stores them, and True if it is the host's."""
         # A stored slice would keep alive the whole tensor that it is a slice of.
-        if piece.untyped_storage().nbytes() > 2 * piece.nbytes:
-            piece = piece.clone()
-        host = self.is_full(piece.nbytes)
+        if rows.untyped_storage().nbytes() > 2 * rows.nbytes:
+            rows = rows.clone()
+        host = self.is_full(rows.nbytes)
         if host and self._device.type != "cpu":
-            kept = empty_on_host(piece)
+            kept = empty_on_host(rows)
             with self._to_host.beside(after_computation=True):
-                kept.copy_(piece, non_blocking=True)
-            self._to_host.hold(piece)  # or the allocator reuses its memory before the copy has read it
-            piece = kept
-        return piece, host
+                kept.copy_(rows, non_blocking=True)
+            self._to_host.hold(rows)  # or the allocator reuses its memory before the copy has read it
+            rows = kept
+        return rows, host
 
 
 class CountedBytes:
@@ -109,20 +109,20 @@ class RowStore:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._bytes = store.owned_by(self)
-        self._pieces: dict[int, tuple[Tensor, bool]] = {}
+        self._rows: dict[int, tuple[Tensor, bool]] = {}
 
-    def put(self, part: Part, piece: Tensor) -> None:
+    def put(self, part: Part, rows: Tensor) -> None:
         """Store the rows of a micro-batch."""
-        piece, host = self._pieces[part.number] = self._store.keep(piece)
-        self._store.add(self._bytes, HOST if host else DEVICE, piece.nbytes)
+        rows, host = self._rows[part.number] = self._store.keep(rows)
+        self._store.add(self._bytes, HOST if host else DEVICE, rows.nbytes)
 
     def get(self, part: Part) -> Tensor:
         """Return the rows on the device that stores them."""
-        return self._pieces[part.number][0]
+        return self._rows[part.number][0]
 
     def drop(self, part: Part) -> None:
         """Free the rows of a micro-batch after their last reader."""
-        kept = self._pieces.pop(part.number, None)
+        kept = self._rows.pop(part.number, None)
         if kept is not None:
-            piece, host = kept
-            self._store.add(self._bytes, HOST if host else DEVICE, -piece.nbytes)
+            rows, host = kept
+            self._store.add(self._bytes, HOST if host else DEVICE, -rows.nbytes)

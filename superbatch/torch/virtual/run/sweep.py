@@ -133,7 +133,7 @@ class _Results:
 
     def set(self, plan: Plan, parts: Sequence[Part]) -> None:
         """Assign the results to their values after the last micro-batch."""
-        # Not before: a value with `pieces` counts as materialized, though rows are missing.
+        # Not before: a value with `rows` counts as materialized, though rows are missing.
         for node, (reduction, full) in self._reduced.items():
             for value in _set_full(node, full, reduction.result()):
                 if value in plan.apart and self._store.is_full(value.nbytes):
@@ -141,14 +141,14 @@ class _Results:
                 else:
                     self._full_values.hold(value, node)
         for value, kept in self._kept.items():
-            value.pieces, value.node = kept, None
+            value.rows, value.node = kept, None
 
     def _put_apart(self, value: Value, shard: Shard, parts: Sequence[Part]) -> None:
         """Store a full result by its rows."""
         kept, tensor = RowStore(self._store), unchanged(value)
         for part in parts:
             kept.put(part, cut(tensor, shard, part))
-        value.pieces, value.full = kept, None
+        value.rows, value.full = kept, None
 
 
 def _sweep(
@@ -165,8 +165,8 @@ def _sweep(
 ) -> None:
     results = _Results(store, full_values)
     # Rows that no later sweep reads are freed after each micro-batch, to make room for those of this sweep.
-    read = [value.pieces for value, until in plan.kept.items() if until == number]
-    read += [value.pieces for value, (_, until) in plan.apart.items() if until == number]
+    read = [value.rows for value, until in plan.kept.items() if until == number]
+    read += [value.rows for value, (_, until) in plan.apart.items() if until == number]
     dropped = [kept for kept in read if isinstance(kept, RowStore)]
     programs = _programs(nodes, number, plan, parts, results, carried)
     if compile:  # dict.fromkeys: most micro-batches share one program
@@ -294,7 +294,7 @@ class _Program:
             return slot
         self._registers.append(None)
         loads.append(Load(slot, value, shard, len(self._read)))
-        if value.pieces is not None:
+        if value.rows is not None:
             self._read.append(value)
         return slot
 
@@ -332,8 +332,8 @@ class _Program:
         self, load: Load, part: Part, ahead: Prefetcher | None, following: tuple[Value, Part] | None
     ) -> Tensor:
         value = load.source
-        if value.pieces is not None:
-            rows = value.pieces.get(part)
+        if value.rows is not None:
+            rows = value.rows.get(part)
             if ahead is None:
                 # Compared first: `to` costs 1 us even without a copy.
                 return rows if rows.device == value.device else rows.to(value.device)
@@ -341,8 +341,8 @@ class _Program:
             last = load.place + 1 == len(self._read)
             # After the last load of this program comes the first one of the next micro-batch.
             then = following if last else (self._read[load.place + 1], part)
-            if then is not None and then[0].pieces is not None:
-                ahead.begin(then, then[0].pieces.get(then[1]))
+            if then is not None and then[0].rows is not None:
+                ahead.begin(then, then[0].rows.get(then[1]))
             return rows
         if value.full is not None:
             return cut(unchanged(value), load.shard, part)

@@ -42,5 +42,5 @@ def _source(tensor: Tensor, recording: Recording) -> Value:
         recording.readings.read(value, tensor.detach())
     else:
         # On the host: micro-batches are copied one at a time, and the batch is never on the device.
-        value.pieces = Sliced(tensor.detach(), Shard(0))
+        value.rows = Sliced(tensor.detach(), Shard(0))
     return value

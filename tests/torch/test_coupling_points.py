@@ -60,9 +60,9 @@ def test_the_points_are_named(middle: nn.Module, loss: Any, expected: tuple[str,
     before = {name: value.clone() for name, value in model.state_dict().items()}
     report = verify(model, loss(model), rows(), microbatch_size=6)
     assert not report.exact
-    assert expected in [(point.module, point.operation, point.kind) for point in report.meetings]
+    assert expected in [(point.module, point.operation, point.kind) for point in report.coupling_points]
     assert f"samples are coupled in {expected[0] or 'loss_fn'}: {expected[1]} ({expected[2]})" in str(report)
-    assert report.to_dict()["meetings"][0]["operation"]
+    assert report.to_dict()["coupling_points"][0]["operation"]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -70,11 +70,11 @@ def test_the_points_are_named(middle: nn.Module, loss: Any, expected: tuple[str,
 def test_samples_that_do_not_meet_have_no_points() -> None:
     model = encoder(nn.LayerNorm(8))
     report = verify(model, classify(model), rows(), microbatch_size=6)
-    assert report.exact and report.meetings == ()
+    assert report.exact and report.coupling_points == ()
     assert "meet" not in str(report)
 
 
 def test_a_wrong_weight_is_no_meeting() -> None:
     model = encoder(nn.ReLU())
     report = verify(model, classify(model), rows(), microbatch_size=6, reduction="sum")
-    assert not report.exact and report.meetings == ()
+    assert not report.exact and report.coupling_points == ()

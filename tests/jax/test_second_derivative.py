@@ -1,0 +1,70 @@
+# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+"""Derivatives of the gradient in micro-batches: meta-learning and Hessian-vector products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+jax = pytest.importorskip("jax", reason="jax is not installed (extra: jax)")
+pytest.importorskip("optax", reason="optax is not installed (extra: jax)")
+import jax.numpy as jnp  # noqa: E402
+
+from superbatch.jax import value_and_grad  # noqa: E402
+from tests.jax import checks  # noqa: E402
+from tests.jax.helpers import assert_same, count_tokens, mse, params, rows, texts, token_mean  # noqa: E402
+
+pytestmark = pytest.mark.jax
+CONTIGUOUS: Any = {"microbatch_size": 2, "layout": "contiguous"}
+TEXTS_OF = [4, 1, 0, 0, 3, 2, 1]  # the second micro-batch has no token: 0 / 0
+
+
+def after_an_update(call: Any, batch: Any, test: Any) -> Any:
+    """The outer loss of MAML: that of the parameters after one update, and the loss before it."""
+
+    def outer(p: Any) -> Any:
+        loss, gradient = call(p, batch)
+        return mse(jax.tree.map(lambda leaf, slope: leaf - 0.1 * slope, p, gradient), test) + 0.1 * loss
+
+    return jax.jit(jax.value_and_grad(outer))(params())
+
+
+def test_of_a_mean_over_tokens_with_an_empty_microbatch() -> None:
+    batch = texts(TEXTS_OF)
+    empty = jax.tree.map(lambda leaf: leaf[2:4], batch)
+    assert jnp.isnan(token_mean(params(), empty)), "the premise: there is no token"
+    call = value_and_grad(token_mean, weight=count_tokens, **CONTIGUOUS)
+    expected = after_an_update(jax.value_and_grad(token_mean), batch, rows(5))
+    assert_same(after_an_update(call, batch, rows(5)), expected)
+
+    def along(of: Any) -> Any:
+        """A Hessian-vector product, forward over reverse."""
+        return jax.jvp(lambda p: of(p, batch)[1], (params(),), (params(),))[1]
+
+    assert_same(jax.jit(lambda: along(call))(), along(jax.value_and_grad(token_mean)))
+
+
+def test_of_several_losses_with_an_empty_microbatch() -> None:
+    batch = texts(TEXTS_OF)
+    weight = {"tokens": count_tokens, "rows": None}
+    call = value_and_grad(checks.two_terms, weight=weight, **CONTIGUOUS)
+    expected = after_an_update(jax.value_and_grad(checks.sum_of_terms), batch, rows(5))
+    assert_same(after_an_update(call, batch, rows(5)), expected)
+
+
+def test_of_the_first_microbatches() -> None:
+    """A number that is known when the program is traced: the loop is a scan, of a fixed length."""
+    batch = rows(16)
+    first = jax.tree.map(lambda leaf: leaf[:6], batch)
+    expected = after_an_update(jax.value_and_grad(mse), first, rows(5))
+    call = value_and_grad(mse, num_real_microbatches=3, **CONTIGUOUS)
+    assert_same(after_an_update(call, batch, rows(5)), expected)
+
+    def of_number(real: Any) -> Any:
+        call = value_and_grad(mse, num_real_microbatches=real, check=False, **CONTIGUOUS)
+        return jax.grad(lambda p: call(p, batch)[1]["w"].sum())(params())
+
+    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+        jax.jit(of_number)(3)
