@@ -43,7 +43,7 @@ from tests.torch.states import assert_unchanged, fingerprint
 BATCH = rows(9, updates=1)[0]
 VERBS = (
     "Add|Begin|Call|Compute|Copy|Declare|Detach|Draw|Give|Leave|Let|Load|Loop|Make|Name|"
-    "Pass|Put|Raise|Remove|Return|State|Use|Wrap|Write"
+    "Pass|Put|Raise|Remove|Return|Skip|State|Use|Wrap|Write"
 )
 TEXT = rf"(?s).+\. ({VERBS}) .+\."
 
