@@ -72,8 +72,8 @@ def as_weight(weight: Any, where: str) -> Any:
     """
     if isinstance(weight, Mapping):
         raise InputError(
-            f"{where} is a mapping with the names {list(weight)}, and one number is needed. Several losses "
-            "with weights of their own are divided in value_and_grad: pass it weight={name: ...}."
+            f"One number is needed, and {where} is a mapping with the names {list(weight)}. For several "
+            "losses, each with its own weight, pass weight={name: ...} to value_and_grad."
         )
     array = jnp.asarray(weight)
     if array.shape != () or jnp.issubdtype(array.dtype, jnp.complexfloating):
@@ -85,8 +85,8 @@ def as_weight(weight: Any, where: str) -> Any:
         return array.astype(jnp.int32)
     if jnp.issubdtype(array.dtype, jnp.floating) and jnp.finfo(array.dtype).bits < 32:
         raise InputError(
-            f"A type as short as {array.dtype}, which {where} has, cannot count: bfloat16 ends at 256. Count "
-            "in float32 or int32: mask.sum(dtype=jnp.float32)."
+            f"The dtype {array.dtype} of {where} is too short for a count: bfloat16 ends at 256, float16 at "
+            "2048. Count in float32 or int32: mask.sum(dtype=jnp.float32)."
         )
     if jnp.issubdtype(array.dtype, jnp.integer) and jnp.iinfo(array.dtype).bits < 32:
         return array.astype(jnp.int32)

@@ -56,7 +56,7 @@ def axes_of(entry: Any, value: Any, label: str) -> list[int | None]:
     """Return the axis of each leaf of an argument; None where every micro-batch gets the leaf whole.
 
     Args:
-        entry: an int, None, or a tree of these that the argument's tree begins with.
+        entry: an int, None, or a tree of these that is a prefix of the argument's tree.
         value: the argument.
         label: its name, for the error text.
 
@@ -70,7 +70,7 @@ def axes_of(entry: Any, value: Any, label: str) -> list[int | None]:
         [None, 1]
     """
 
-    # To JAX None is a tree without leaves; here it is an answer for all leaves below.
+    # JAX treats None as a tree without leaves; here it applies to all leaves below.
     def is_none(node: Any) -> bool:
         return node is None
 
@@ -88,7 +88,7 @@ def axes_of(entry: Any, value: Any, label: str) -> list[int | None]:
         # JAX's own text speaks of "custom node types" and prefixes.
         raise InputError(
             f"in_axes has {entry!r} for {label}, which has another structure. Pass an int, None, or a tree "
-            f"that {label} begins with."
+            f"prefix of {label}, as for jax.vmap."
         ) from error
     return found
 
@@ -113,5 +113,5 @@ def rows_of(array: Any, rows: Any, axis: int) -> Any:
         >>> rows_of(np.arange(6).reshape(2, 3), [2, 0], 1).tolist()
         [[2, 0], [5, 3]]
     """
-    # Not `np.take`: it does not know random keys.
+    # Not `np.take`: it does not support random keys.
     return array[(*[slice(None)] * axis, rows)]

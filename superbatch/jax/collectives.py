@@ -1,6 +1,6 @@
 # JAX is an extra. Where it is not installed, pyright cannot resolve it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""A loss that reduces over devices by itself, where `axis_name` asks for the one reduction after the loop."""
+"""Refusal of a loss that reduces over devices by itself: `axis_name` adds a reduction after the loop."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _NO_REDUCTIONS = ("axis_index", "pvary", "pcast")  # they name an axis, and send
 def refuse_own_reductions(call: Call) -> None:
     """Raise an error where the loss depends on a collective over the axes of `axis_name`.
 
-    Its gradient would be divided by the number of devices. Collectives in aux and in a state are the user's.
+    The gradient would be divided by the number of devices. Collectives in aux and in a state are allowed.
 
     Raises:
-        LossSpecError: there is one.
+        LossSpecError: the loss depends on a collective.
     """
     axes = names(call.options.axis_name)
     if not axes:

@@ -1,10 +1,10 @@
 # JAX is an extra. Where it is not installed, pyright cannot resolve it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Convolutions of a loop's body, in the form that XLA has a fast kernel for on the CPU.
+"""Convolutions of a loop's body, rewritten to the layout for which XLA has a fast kernel on the CPU.
 
-The kernel wants batch, space, features. At the top of a program XLA transposes any other convolution to
-that form, such as those that a gradient consists of; in the body of a loop it does not, and computes them
-element by element, 10 times slower. So the transposes are written into the body here.
+The kernel needs the layout batch, space, features. At the top of a program XLA transposes other convolutions
+to it, such as those of a gradient. In the body of a loop it does not: it computes them element by element, 10
+times slower. Therefore the transposes are inserted into the body here.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def for_loop(body: Callable[..., Any], *args: Any) -> Callable[..., Any]:
         True
     """
     if jax.default_backend() != "cpu":
-        return body  # the pass that leaves loops out is that of XLA:CPU
-    # Before `scan` traces the body: the program of a scan cannot be changed any more.
+        return body  # only XLA:CPU skips loops in this pass
+    # Before `scan` traces the body: a scan's program cannot be changed afterwards.
     closed, shape = jax.make_jaxpr(body, return_shape=True)(*args)
     if not has_slow_convolutions(closed.jaxpr):
         return body
@@ -92,7 +92,7 @@ def rewritten(jaxpr: Jaxpr) -> Jaxpr:
 def _equations(equation: Any) -> list[Any]:
     if _is_slow(equation):
         return _transposed(equation)
-    # In a `jit`, a checkpoint, a branch or a loop of the user's own; types of inputs and outputs stay.
+    # In the user's own `jit`, checkpoint, branch or loop; types of inputs and outputs stay.
     if any(map(has_slow_convolutions, _inner(equation.params))):
         params = {name: with_changed(value, rewritten) for name, value in equation.params.items()}
         return [equation.replace(params=params)]
@@ -111,7 +111,7 @@ def _transposed(equation: Any) -> list[Any]:
         return jnp.transpose(result, _order(wanted.out_spec, given.out_spec))
 
     inner = jax.make_jaxpr(convolution)(*(variable.aval for variable in equation.invars)).jaxpr
-    # Variables of the small program take the place of those that the large one already has.
+    # Inputs and outputs of the small program are replaced by variables of the large one.
     known = dict(zip((*inner.invars, *inner.outvars), (*equation.invars, *equation.outvars), strict=True))
 
     def named(variable: Any) -> Any:

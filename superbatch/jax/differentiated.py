@@ -1,6 +1,6 @@
 # JAX is an extra. Where it is not installed, pyright cannot resolve it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Arguments that are differentiated: parameters, and nothing that has no gradient."""
+"""Check of the arguments that are differentiated: every leaf must have a gradient."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def refuse_what_has_no_gradient(place: int, argument: Any) -> None:
     """Refuse leaves that cannot be differentiated: counters, random keys and functions of a module.
 
     Raises:
-        InputError: there is one; the text has the two lines that take a module apart.
+        InputError: there is one; the text has the two lines that split a module.
 
     Examples:
         >>> refuse_what_has_no_gradient(0, {"w": jnp.ones(2), "scale": 1.0})
@@ -37,10 +37,10 @@ def refuse_what_has_no_gradient(place: int, argument: Any) -> None:
 
 
 def _is_state_of_nnx(node: Any) -> bool:
-    """Tell whether this is a variable of flax.nnx that the forward moves, as running statistics.
+    """Tell whether this is a variable of flax.nnx that the forward updates, such as running statistics.
 
-    To JAX a module is a pytree of floats. Differentiated as it is, an optimizer would move the statistics,
-    and what the forward writes to them would be lost.
+    To JAX a module is a pytree of floats. If all of it were differentiated, the optimizer would change the
+    statistics, and the updates of the forward would be lost.
     """
     kinds = [kind for kind in type(node).__mro__ if kind.__module__.startswith("flax.nnx")]
     return any(kind.__name__ in ("BatchStat", "Cache") for kind in kinds)

@@ -26,7 +26,7 @@ def remat_map(
     rng: Any = None,
     layout: Layout = "strided",
 ) -> Any:
-    """Return ``fun(params, batch)``, computed in micro-batches whose activations are computed again later.
+    """Return ``fun(params, batch)``, computed in micro-batches whose activations are recomputed.
 
     For a contrastive loss, or any other over all embeddings of a batch: forward and backward keep the
     activations of one micro-batch, and the embeddings. The gradient is that of the whole batch: each
@@ -63,7 +63,7 @@ def remat_map(
     """
     check_split(microbatch_size, None, layout)
     own = jax.tree.map(jnp.result_type, params)
-    # The loop sums cotangents in the dtype of what it closes over, so parameters enter it wide.
+    # The loop sums cotangents in the dtype of its closed-over parameters, so these are widened first.
     wide = jax.tree.map(lambda leaf, dtype: jnp.asarray(leaf, sum_dtype(dtype)), params, own)
     found = []
     (argument,) = with_modes([(1, "batch", batch)], {1: 0}, ())
@@ -78,7 +78,9 @@ def remat_map(
         if group.count == 1:
             rows = jax.tree.map(lambda leaf: leaf[None], jax.checkpoint(encode)(wide, 0))
         else:
-            again = jax.checkpoint(encode, prevent_cse=False)  # a loop keeps the two apart by itself
+            again = jax.checkpoint(
+                encode, prevent_cse=False
+            )  # within a loop XLA does not merge the two forwards
             rows = lax.map(lambda index, again=again: again(wide, index), jnp.arange(group.count))
         found.append(rows_in_order(rows, layout))
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)

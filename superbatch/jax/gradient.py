@@ -54,16 +54,17 @@ def value_and_grad(
     """Like `jax.value_and_grad`, with the memory of one micro-batch: loops over micro-batches of the batch.
 
     ``L = sum (w_i / W) l_i`` for a mean, ``sum l_i / W`` for a sum (see `superbatch.normalize`), and its
-    gradient. A micro-batch of weight 0 contributes nothing, though its loss be NaN. Call it inside `jax.jit`:
-    there the loop is compiled once.
+    gradient. With a mean, a micro-batch of weight 0 contributes nothing, even if its loss is NaN. Call it
+    inside `jax.jit`: there the loop is compiled once.
 
     Args:
         fun: ``fun(params, batch, ...) -> loss``, a real scalar: a mean or sum over the batch.
         argnums: the positions that are differentiated, as in `jax.value_and_grad`.
         microbatch_size: rows of a micro-batch; the rest is a tail of its true size, without padding.
         steps: instead, the number of near-equal micro-batches.
-        num_real_microbatches: how many are computed, from the first on: an int, or an integer of the program.
-            The rows of the others are padding; in aux they are zeros. It needs ``layout="contiguous"``.
+        num_real_microbatches: how many are computed, from the first on: an int, or a traced integer
+            (`jax.grad` of the result needs an int). The rows of the others are padding; in aux they are
+            zeros. It needs ``layout="contiguous"``.
         weight: how much a micro-batch counts: None for its rows; a function of it (of the arguments that
             are split, as they are passed) -> scalar; or ``"returned"``, where `fun` returns ``(loss,
             weight)``. Several losses, each with a total weight of its own: a mapping from names to one of
@@ -84,12 +85,14 @@ def value_and_grad(
             batch: a position, a name, or a path in the batch, such as ``"table"``. Any other array with as
             many rows as the batch must be split.
         rng_argnum: the position of a random key, or tree of keys: micro-batch i gets ``fold_in(key, i)``.
-            So it does of every typed key (`jax.random.key`) in other arguments that is not in `unsplit`.
+            The same is done with every typed key (`jax.random.key`) in other arguments, unless `unsplit`
+            names it.
         carry_argnum: the position of a state that goes from one micro-batch to the next (batch statistics).
             `fun` returns ``(loss, state)``, with has_aux ``(loss, (aux, state))``.
         axis_name: the axes of `jax.shard_map` (or `jax.vmap`) over which the batch is spread. Loss and
-            gradient are those of the whole batch on all devices, by one reduction after the loop: `fun`
-            has none of its own. Random keys differ between devices; aux and state are those of each device.
+            gradient are those of the whole batch on all devices, by one reduction after the loop; `fun`
+            must not reduce by itself. Random keys differ between devices; aux and state are those of each
+            device.
         layout: ``"strided"`` deals rows out in turn and leaves sharded rows where they are; ``"contiguous"``
             cuts blocks.
         accumulator_dtype: gradients are summed in ``"auto"``: float32 or wider; None: their own dtype; or
@@ -112,7 +115,7 @@ def value_and_grad(
         InputError: options exclude each other; or, when called, an argument is missing or has two roles,
             has as many rows as the batch and is not declared, or a weight is no scalar.
         SplitError: when called: arrays differ in length, or there are fewer rows than `steps`.
-        LossSpecError: when called: `fun` returns something else than stated.
+        LossSpecError: when called: `fun` returns something else than declared.
         CoupledSamplesError: when called: no weight explains the loss.
 
     Examples:
@@ -154,7 +157,7 @@ def value_and_grad(
 
 def in_microbatches(fun: Callable[..., Any], options: Options) -> Callable[..., Any]:
     """Return the function that `value_and_grad` describes, for options that were checked."""
-    seen: Checked = set()  # of this function alone: another one may have another loss
+    seen: Checked = set()  # for this function alone: another one may have another loss
 
     @functools.wraps(fun)
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:

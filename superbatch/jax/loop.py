@@ -132,7 +132,7 @@ def key_tree(keys: Any, axis_name: Any) -> Any:
 
 
 def run_call(call: Call, body_of: Callable[[Group], Body], state: Any) -> tuple[Any, list[Any]]:
-    """Go through every group of a call, without the micro-batches that are padding; see `run`."""
+    """Run every group of a call, without the micro-batches that are padding; see `run`."""
     real = call.options.num_real_microbatches
     if real is None:
         return run(call.groups, body_of, state)
@@ -164,7 +164,7 @@ def run_first(group: Group, count: int, body: Body, state: Any) -> tuple[Any, An
 
 
 def run(groups: list[Group], body_of: Callable[[Group], Body], state: Any) -> tuple[Any, list[Any]]:
-    """Go through every group: a loop, or one call where there is one micro-batch.
+    """Run every group: a loop, or one call where there is one micro-batch.
 
     Returns:
         The last state and, for each group, what its micro-batches gave, stacked.
@@ -186,7 +186,7 @@ def run(groups: list[Group], body_of: Callable[[Group], Body], state: Any) -> tu
 def run_real(call: Call, group: Group, body: Body, state: Any) -> tuple[Any, Any]:
     """Compute the micro-batches of a group that are no padding; the others give zeros.
 
-    Zeros are a weight of 0 and False for `keep`: nothing else has to know of padding.
+    Zeros are a weight of 0 and False for `keep`, so that no other function needs to handle padding.
     """
     index = jax.ShapeDtypeStruct((), jnp.int32)
     body = for_loop(body, state, index)
@@ -199,7 +199,7 @@ def run_real(call: Call, group: Group, body: Body, state: Any) -> tuple[Any, Any
         place = lambda every, leaf: lax.dynamic_update_index_in_dim(every, leaf, number, 0)  # noqa: E731
         return state, jax.tree.map(place, stacked, one)
 
-    # A scan has a fixed length: it would step through the padding, too.
+    # Not a scan: its length is fixed, so it would compute the padding, too.
     real = jnp.clip(call.real_count - group.first, 0, group.count).astype(jnp.int32)
     return lax.fori_loop(0, real, step, (state, varying_like(stacked, one)))
 
@@ -228,7 +228,7 @@ def kept(new: Any, old: Any, keep: Any) -> Any:
 
 
 def gradients(call: Call, body_of: Callable[[Call, Group], Body]) -> tuple[Any, Any, list[PerMicrobatch]]:
-    """Add up what the body of the loop makes of each micro-batch's gradient.
+    """Run the loop and sum the gradients of the micro-batches.
 
     Returns:
         The sums, the last carry (None without one), and what is kept of each micro-batch, by group.

@@ -15,8 +15,8 @@ from .streaming import MultiStepsState, ShouldSkip, has_updated, multi_steps
 class MultiSteps:
     """Drop-in for `optax.MultiSteps`, with exact weights, flushed tails and a NaN that ends with its window.
 
-    Its methods and the fields of its state that can be read are those of Optax. The state has other fields
-    to store: a checkpoint of `optax.MultiSteps` is none of this.
+    Its methods, and the fields of its state as properties, are those of Optax. The stored fields differ, so a
+    checkpoint of `optax.MultiSteps` cannot be loaded.
 
     Args:
         opt: any Optax transformation.
@@ -27,7 +27,7 @@ class MultiSteps:
         accumulator_dtype: see `multi_steps`; float32 or wider, where Optax's default is float32.
 
     Raises:
-        InputError: an argument is none of these.
+        InputError: an argument has an unknown value.
 
     Examples:
         >>> import jax.numpy as jnp

@@ -105,10 +105,10 @@ def named(name: str, entries: Any, kinds: tuple[type, ...]) -> tuple[Any, ...]:
 
 
 def checked(options: Options) -> Options:
-    """Return the options if they go together.
+    """Return the options if they are valid together.
 
     Raises:
-        InputError: they do not, or one is no such option.
+        InputError: an option has an unknown value, or two options exclude each other.
     """
     check_split(options.microbatch_size, options.steps, options.layout)
     check_axes(options.in_axes)
@@ -120,8 +120,8 @@ def checked(options: Options) -> Options:
         weight = options.weight_of(term)
         if not (weight is None or weight == "returned" or callable(weight)):
             raise InputError(
-                f"weight={weight!r}{f' for the term {term!r}' if term else ''} is no function. "
-                'Pass None (its samples), a function of the micro-batch, or "returned".'
+                f"weight={weight!r}{f' for the term {term!r}' if term else ''} is not a function. "
+                'Pass None to count rows, a function of the micro-batch, or "returned".'
             )
     for name, value, allowed in (
         ("aux", options.aux, ("stack", "concat")),
@@ -133,7 +133,7 @@ def checked(options: Options) -> Options:
 
 
 def _check_terms(options: Options) -> None:
-    """Check the names of the terms, and that nothing is asked which several divisors exclude."""
+    """Check the names of the terms, and refuse options that need a single divisor."""
     given = {"weight": options.weight, "reduction": options.reduction}
     names = {option: list(value) for option, value in given.items() if isinstance(value, Mapping)}
     if not names:
@@ -148,25 +148,25 @@ def _check_terms(options: Options) -> None:
         )
     if callable(options.weight):
         raise InputError(
-            f"weight= is one function beside reduction={options.reduction!r}. Pass a mapping with the same "
-            "names."
+            f"weight= is one function, and reduction={options.reduction!r} names several losses. Pass "
+            "weight= as a mapping with the same names."
         )
     refuse_with_terms(options)
 
 
 def refuse_with_terms(options: Options) -> None:
-    """Refuse what a loss of several terms cannot have: its micro-batches have no one weight.
+    """Refuse options that need one weight for each micro-batch, which a loss of several terms has not.
 
     Raises:
-        InputError: the options ask for it.
+        InputError: such an option is set.
     """
     if options.nonfinite == "skip_microbatch":
         raise InputError(
             'nonfinite="skip_microbatch" cannot leave a micro-batch out of a loss of several terms: each is '
-            'divided by another weight, known before the loop. Pass nonfinite="propagate".'
+            'divided by its own total weight, which is computed before the loop. Pass nonfinite="propagate".'
         )
     if options.noise:
         raise InputError(
-            "noise=True has no meaning for a loss of several terms: each has another weight. Measure the "
-            "noise of one of them."
+            "noise=True has no meaning for a loss of several terms: each has its own weight. Measure the "
+            "noise of one term, in a call of its own."
         )

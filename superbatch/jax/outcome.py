@@ -1,6 +1,6 @@
 # JAX is an extra. Where it is not installed, pyright cannot resolve it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Result of the user's function for a micro-batch, read in one place."""
+"""Parsing of what the user's function returns for a micro-batch."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ class Outcome(NamedTuple):
 
 
 def read(result: Any, form: Form) -> Outcome:
-    """Take the result of the function apart.
+    """Split the function's result into loss, weight, aux and state.
 
     Raises:
-        LossSpecError: it is not of the stated form.
+        LossSpecError: it does not have the declared form.
 
     Examples:
         >>> outcome = read(((6.0, 3), "aux"), Form(returned=True, has_aux=True, has_carry=False))
@@ -113,7 +113,7 @@ def _terms(head: Any, form: Form) -> tuple[dict[str, Any], dict[str, Any]]:
         if form.returned or name in form.with_weight:
             if not isinstance(loss, tuple | list) or len(loss) != 2:
                 raise LossSpecError(
-                    f'The weight of the term {name!r} is declared as "returned", and its loss comes alone. '
+                    f'The weight of the term {name!r} is declared as "returned", and the loss is alone. '
                     f"Return (loss, weight) for {name!r}."
                 )
             loss, weight = loss

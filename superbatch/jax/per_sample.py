@@ -97,7 +97,7 @@ def per_sample_value_and_grad(
         argnums: the positions that are differentiated.
         microbatch_size: samples whose gradients are in memory together; the rest is a tail.
         max_grad_norm: ``C``, over all leaves together; None: nothing is clipped. It may be traced.
-        transform: a function of the gradient of one sample, in place of which its result is clipped and
+        transform: a function that is applied to the gradient of each sample before it is clipped and
             summed: a scaling by layer, a square.
         has_aux: `fun` returns ``(loss, aux)``.
         batch_argnums: the positions that are split, see `value_and_grad`. Every typed random key in other
@@ -110,7 +110,7 @@ def per_sample_value_and_grad(
         wider. Inside `jax.shard_map` it is the device's own: add with `jax.lax.psum`.
 
     Raises:
-        InputError: an option is no such option; or, when called, as `value_and_grad`.
+        InputError: an option has an unknown value; or, when called, as for `value_and_grad`.
         SplitError: when called: arrays differ in length.
         LossSpecError: when called: `fun` returns no scalar.
 
@@ -218,7 +218,7 @@ def _one(
 
 
 def _clipped(gradient: Any, norm: Any, most: Any) -> Any:
-    """A gradient in the dtypes of the sum, scaled down to the norm. One that is NaN stays NaN, to be seen."""
+    """A gradient in the dtypes of the sum, scaled down to the norm. NaN stays NaN, and so reaches the sum."""
     factor = jnp.ones_like(norm) if most is None else jnp.where(norm > most, most / norm, jnp.ones_like(norm))
 
     def one(leaf: Any) -> Any:

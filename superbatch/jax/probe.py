@@ -2,9 +2,9 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """Losses and gradients of a few rows, and of their parts, in float64 where the function runs in it.
 
-Within `jax.jit` nothing has a value yet, so values are made up. A separable loss is one for any values.
-Random keys are replaced by keys whose numbers are the same in every row: a row meets the same dropout whether
-it is alone or not.
+Within `jax.jit` nothing has a value yet, so values are made up: a separable loss is separable for any values.
+Random keys are replaced by keys that draw the same numbers in every row, so that a row gets the same dropout
+alone and among others.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """Role of every argument of a call: differentiated, split, a random key, a state, or the same for all.
 
-An array with one row for each sample that is not split is the commonest silent mistake: each micro-batch is
-compared with the labels of the whole batch. It is an error until it is declared.
+The commonest silent mistake is an array with one row for each sample that is not split: each micro-batch is
+then compared with the labels of the whole batch. Such an array is an error until it is declared.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def parameter_names(fun: Callable[..., Any]) -> tuple[str, ...]:
 def by_position(
     names: Sequence[str], positions: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Move keyword arguments that one of the positions means to their positions.
+    """Turn keyword arguments into positional ones, as far as the positions reach.
 
     Examples:
         >>> by_position(("params", "x", "y"), (1, 2), (0,), {"x": 1, "y": 2, "scale": 3})
@@ -213,7 +213,7 @@ def _refuse_doubled(taken: Sequence[Where]) -> None:
     doubled = [where for where in taken if taken.count(where) > 1]
     if doubled:
         raise InputError(
-            f"argument {doubled[0]!r} in two roles. An argument is differentiated, split, a random key or a "
+            f"argument {doubled[0]!r} has two roles. An argument is differentiated, split, a random key or a "
             "state, and only one of these: change argnums, batch_argnums, rng_argnum or carry_argnum."
         )
 
@@ -267,7 +267,7 @@ def _mode(leaf: Any, label: str, split: bool) -> Mode:
 
 
 def _means(entry: Where, where: Where, name: str | None, path: Any) -> bool:
-    """Tell whether an entry of `unsplit` names a leaf, or something that it lies in."""
+    """Tell whether an entry of `unsplit` names a leaf or a tree that contains it."""
     if isinstance(entry, int) or entry in (where, name):
         return entry in (where, name)
     dotted = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -310,7 +310,7 @@ def count_rows(arguments: Sequence[Argument]) -> int:
     }
     if not lengths:
         raise SplitError(
-            "The batch has no array that has rows. Name the arguments that are split with batch_argnums= or "
+            "The batch has no array with rows. Name the arguments that are split with batch_argnums= or "
             "batch_argnames=."
         )
     if len(set(lengths.values())) > 1:
@@ -323,7 +323,7 @@ def count_rows(arguments: Sequence[Argument]) -> int:
 
 
 def _refuse_rows_that_are_not_split(arguments: Sequence[Argument], samples: int) -> None:
-    """Refuse what has as many rows as the batch, and what every micro-batch would get whole."""
+    """Refuse arrays with as many rows as the batch that every micro-batch would get whole."""
     if samples < 2:
         return  # a batch of one sample is its only micro-batch
     for argument in arguments:

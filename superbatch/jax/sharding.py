@@ -1,6 +1,6 @@
 # JAX is an extra. Where it is not installed, pyright cannot resolve it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""One reduction for each update: what differs between devices stays on its device until the loop is over."""
+"""One reduction for each update: sums stay on their device until the loop has ended."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def axes_of_type(leaf: Any) -> tuple[str, ...]:
         ()
     """
     type_of = jax.typeof(leaf)
-    # As older releases call it.
+    # `vma` in older releases.
     return tuple(sorted(type_of.mat.varying if hasattr(type_of, "mat") else type_of.vma))
 
 
@@ -73,10 +73,10 @@ def _cast(leaf: Any, axes: Sequence[str]) -> Any:
 
 
 def refuse_unbound(axis_name: AxisName) -> None:
-    """Refuse an axis that is none where the function is called.
+    """Refuse an axis name that is not bound where the function is called.
 
     Raises:
-        InputError: there is no such axis.
+        InputError: no such axis is bound.
 
     Examples:
         >>> refuse_unbound(None)

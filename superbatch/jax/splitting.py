@@ -75,19 +75,18 @@ def groups(samples: int, *, microbatch_size: int | None = None, steps: int | Non
 
 
 def check_split(microbatch_size: int | None, steps: int | None, layout: str) -> None:
-    """Check how a batch shall be divided.
+    """Check the options that divide a batch.
 
     Raises:
-        InputError: not exactly one of the two is given, it is no positive int, or the layout is none.
+        InputError: both or none of the two are given, one is no positive int, or the layout is unknown.
 
     Examples:
         >>> check_split(8, None, "strided")
     """
     if (microbatch_size is None) == (steps is None):
         raise InputError(
-            f"microbatch_size={microbatch_size!r} and steps={steps!r} are both given or both missing, and "
-            "one follows from the other and the batch. Pass microbatch_size= (rows of a micro-batch) or "
-            "steps= (how many there are), not both."
+            f"microbatch_size={microbatch_size!r} and steps={steps!r}, and exactly one of them is needed. "
+            "Pass microbatch_size= (rows of a micro-batch) or steps= (the number of micro-batches)."
         )
     name, value = ("microbatch_size", microbatch_size) if steps is None else ("steps", steps)
     positive_int(name, value)
@@ -117,8 +116,8 @@ def check_real(real: Any, layout: str) -> None:
         )
     if layout != "contiguous":
         raise InputError(
-            f"num_real_microbatches= counts blocks of rows from the first on, and layout={layout!r} deals "
-            'rows out in turn, padding to every micro-batch. Pass layout="contiguous".'
+            f"num_real_microbatches= needs blocks of rows, and with layout={layout!r} every micro-batch gets "
+            'rows of the padding. Pass layout="contiguous".'
         )
 
 

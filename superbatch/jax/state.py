@@ -1,6 +1,6 @@
 # JAX is an extra. Where it is not installed, pyright cannot resolve it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""The state that goes from one micro-batch to the next, in the form that it came in."""
+"""The state that one micro-batch hands to the next, with names, shapes and dtypes that stay."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def next_state(new: Any, old: Any, *, alone: bool) -> Any:
         alone: True where there is no next micro-batch, so that any form will do.
 
     Raises:
-        LossSpecError: it has other names, shapes or dtypes than the one that was given.
+        LossSpecError: its names, shapes or dtypes are not those of the given state.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -34,19 +34,19 @@ def next_state(new: Any, old: Any, *, alone: bool) -> Any:
     if jax.tree.structure(new) != jax.tree.structure(old):
         raise LossSpecError(
             f"The state comes back with the structure {jax.tree.structure(new)}, and was given with "
-            f"{jax.tree.structure(old)}. Return it with the names that it came with, or start from one that "
-            "has them all."
+            f"{jax.tree.structure(old)}. Return it with the names that it came with, or pass a first state "
+            "that has all of them."
         )
     pairs = zip(jax.tree_util.tree_leaves_with_path(new), jax.tree.leaves(old), strict=True)
     for (path, after), before in pairs:
         known, found = jax.typeof(before), jax.typeof(after)
-        # A Python number takes the dtype of what it meets.
+        # A Python number is weakly typed: it takes the dtype of the other operand.
         same = known.dtype == found.dtype or known.weak_type or found.weak_type
         if known.shape != found.shape or not same:
             raise LossSpecError(
                 f"state{jax.tree_util.keystr(path)} comes back as {found.dtype} of shape {found.shape}, and "
-                f"was given as {known.dtype} of shape {known.shape}. Return it in the form of the one given: "
-                f"for a dtype new.astype({known.dtype.name!r})."
+                f"was given as {known.dtype} of shape {known.shape}. Return the dtype and shape that were "
+                f"given, as with new.astype({known.dtype.name!r})."
             )
     # A state that the function averages over devices is known to be the same on all of them.
     return varying_like(new, old)

@@ -1,6 +1,6 @@
 # JAX is an extra. Where it is not installed, pyright cannot resolve it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""A state that is returned as aux: one for each micro-batch comes back, where the caller expects one."""
+"""Refusal of a state in aux: the caller expects one and would get one for each micro-batch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def refuse_state_in_aux(aux: Any, call: Call) -> None:
 
 def _refused(found: str) -> LossSpecError:
     return LossSpecError(
-        f"{found}, so it is a state, and each micro-batch would return one of its own. "
+        f"{found}, so it is a state, and every micro-batch would return one. "
         "Pass the state by position, name the position in carry_argnum= and return (loss, state), "
         "with has_aux (loss, (aux, state)). With check=False aux is stacked."
     )

@@ -53,7 +53,7 @@ def noise_sums(squares: Any, weights: Any, samples: Any) -> tuple[Any, Any, Any]
 
 
 def add_noise(meter: NoiseMeter, stats: Stats) -> None:
-    """Give what a window says about noise to a `superbatch.NoiseMeter`, on the host.
+    """Add a window's noise statistics to a `superbatch.NoiseMeter`, on the host.
 
     A window with one micro-batch, with nearly all weight on one, or that is not finite is noted as left out.
 

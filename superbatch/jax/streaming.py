@@ -1,6 +1,6 @@
 # JAX is an extra. Where it is not installed, pyright cannot resolve it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""An Optax optimizer that updates once per window, for those who must feed one micro-batch at a time."""
+"""An Optax optimizer that updates once per window, for micro-batches that come one at a time."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ def multi_steps(
         without a micro-batch.
 
     Raises:
-        InputError: an option is no such option; or, when called, `should_skip_update_fn` returns no boolean.
+        InputError: an option has an unknown value; or, when called, `should_skip_update_fn` returns no
+            boolean.
 
     Examples:
         >>> optimizer = multi_steps(optax.sgd(1.0), every=2)
@@ -216,7 +217,7 @@ def _update(
     # A rejected micro-batch does not end a window; a flush does, with what came before.
     due = ((window.microbatches >= steps) & ~skip) | jnp.asarray(flush, bool)
     total = window.weight + window.weight_rest
-    # `!= 0` and not `> 0`: a weight that is NaN shall be seen.
+    # `!= 0` and not `> 0`: a weight of NaN must reach the optimizer.
     make, skipped = due & (total != 0), window.skipped
     if plan.nonfinite == "skip_update":
         finite = arithmetic.all_finite((window.sums, total))
@@ -232,7 +233,7 @@ def _update(
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), inner_state
 
     made, inner_state = lax.cond(make, apply, wait, state.inner)
-    # A new window begins with zeros, not with 0 x sums: that keeps a NaN for ever.
+    # A new window begins with zeros, not with 0 x sums, which would keep a NaN.
     begun = jax.tree.map(lambda leaf: jnp.where(due, jnp.zeros_like(leaf), leaf), window)
     return made, MultiStepsState(
         microbatches=begun.microbatches,
@@ -255,7 +256,7 @@ def in_dtypes_of(old: Any, new: Any) -> Any:
         'bfloat16'
     """
     if jax.tree.structure(old) != jax.tree.structure(new):
-        return new  # `lax.cond` says where they differ
+        return new  # `lax.cond` raises an error that names the difference
 
     def one(before: Any, after: Any) -> Any:
         dtype = jnp.result_type(before)

@@ -186,7 +186,7 @@ def test_each_term_is_checked(name: str, jitted: bool) -> None:
         ({"weight": {"a": None, 2: None}}, r"terms of a loss are named \['a', 2\]"),
         ({"weight": {"a": 3}}, "weight=3 for the term 'a'"),
         ({"weight": {"a": None}, "reduction": {"b": "sum"}}, r"weight= names the terms \['a'\], reduction="),
-        ({"weight": len, "reduction": {"a": "sum"}}, "weight= is one function beside reduction="),
+        ({"weight": len, "reduction": {"a": "sum"}}, "weight= is one function, and reduction="),
         ({"weight": {"a": None}, "reduction": {"a": "total"}}, "reduction='total'"),
         ({"weight": {"a": None}, "nonfinite": "skip_microbatch"}, "cannot leave a micro-batch out"),
         ({"weight": {"a": None}, "noise": True}, "noise=True has no meaning for a loss of several terms"),

@@ -301,7 +301,7 @@ def test_a_negative_weight_is_seen() -> None:
     ("options", "message"),
     [
         ({}, "Pass microbatch_size= .* or steps="),
-        ({"microbatch_size": 4, "steps": 2}, "not both"),
+        ({"microbatch_size": 4, "steps": 2}, "exactly one of them is needed"),
         ({"microbatch_size": 0}, "microbatch_size=0"),
         ({"steps": 2, "layout": "F"}, "layout='F'"),
         ({"steps": 2, "reduction": "none"}, "reduction='none'"),
@@ -321,7 +321,7 @@ def test_options_that_cannot_be(options: Any, message: str) -> None:
     ("fun", "options", "error", "message"),
     [
         (mse, {"rng_argnum": 2}, InputError, "names argument 2"),
-        (mse, {"argnums": 1}, InputError, "argument 1 in two roles"),
+        (mse, {"argnums": 1}, InputError, "argument 1 has two roles"),
         (mse, {"steps": 12, "microbatch_size": None}, SplitError, "11 samples for steps=12"),
         (mse, {"has_aux": True}, LossSpecError, "has_aux or carry_argnum is given"),
         (mse, {"weight": "returned"}, LossSpecError, 'weight="returned" is given'),
