@@ -31,7 +31,7 @@ TAKES_STATE = False
 def untouched(model: Any) -> Iterator[None]:
     """Evaluate without gradients, and restore what Keras does not know of.
 
-    It knows neither torch's generators nor the buffers of a module in a `TorchModuleWrapper`, such as the
+    It does not know torch's generators and the buffers of a module in a `TorchModuleWrapper`, such as the
     statistics of `torch.nn.BatchNorm1d`: no scope of Keras keeps a forward from changing them.
     """
     buffers = [

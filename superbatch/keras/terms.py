@@ -79,7 +79,7 @@ def term_of(
         sample_weight: the sample weights of this loss, or None.
         stated: the weight that `loss_weight=` gave, or None.
         rows: of the micro-batch, a scalar tensor.
-        looking: whether this is the first look at the loss, which is then asked for another number of rows.
+        looking: True for the first call, in which the loss is also evaluated for another number of rows.
 
     Raises:
         CoupledSamplesError: the loss compares rows with one another.

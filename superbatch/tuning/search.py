@@ -149,7 +149,7 @@ def corrected(curve: MemoryCurve, measured: Sequence[tuple[int, int]]) -> Memory
     With p the prediction and m the measurements: after the largest measured size b the curve rises like the
     prediction, ``m(b) + s (p(n) - p(b))``. The slope s is measured between b and the largest measured size
     up to 0.7 b, and taken to be 0.9 at least; with no such pair it is ``m(b) / p(b)``, between 1 and 1.5.
-    (What was needed once, and is in one measurement only, must not pass for a rise, nor for the lack of one.)
+    (What was needed once, and is in one measurement only, must not pass for a rise or for the lack of one.)
     Before the smallest measured size a the curve continues along the line through a and the next one, or, if
     that one is nearer than a / 0.7, falls like the prediction, by ``min(1, m(a) / p(a)) (p(a) - p(n))``: two
     sizes that are close to each other say little of how memory rises.

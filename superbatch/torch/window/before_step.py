@@ -68,7 +68,7 @@ class BeforeStep:
         """Note that half of an update was made."""
         self._is_torn = True
 
-    def mend(self) -> None:
+    def resume(self) -> None:
         """Note that a state was loaded, so that updates may continue."""
         self._is_torn = False
 

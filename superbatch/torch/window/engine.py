@@ -236,7 +236,7 @@ class Engine:
         _load_sizing_and_noise(state, self.work, None if config.noise is None else config.noise.meter)
         load_masters()
         self._schedule.load_state_dict(state.get("check"))
-        config.before_step.mend()
+        config.before_step.resume()
         self.updates, self._resume = state["updates"], state["window"]
 
     def twin(self) -> Engine:
