@@ -121,12 +121,12 @@ def _constants(config: SolverConfig, used: str) -> list[str]:
     if "DROPS" in used:
         lines.append(f"DROPS = {list(multistep_drops(config.stepvalue))}")
     if config.clip_gradients >= 0:
-        used += " CLIP_GRADIENTS"
+        used += " CLIP_GRADIENTS"  # `used` is without the text of the clip
     floats = ("base_lr", "gamma", "power", "momentum", "momentum2", "rms_decay", "delta", "weight_decay")
     for name in (*floats, "clip_gradients"):
         constant = name.upper()
         if constant in used:
-            value = shortest(getattr(config, name))
+            value = shortest(getattr(config, name))  # as short as in the solver file
             lines.append(
                 f'{constant} = float32(float("inf"))' if value == "inf" else f"{constant} = float32({value})"
             )

@@ -119,7 +119,7 @@ class SolverConfig:
             object.__setattr__(self, name, float32(float(value)))
         for name in INTS:
             value = getattr(self, name)
-            if type(value) is not int:
+            if type(value) is not int:  # isinstance would accept True
                 raise InputError(f"{name}={value!r} is not an integer. Pass an int.")
         found = violation({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
         if found is not None:

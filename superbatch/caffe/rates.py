@@ -105,6 +105,7 @@ def _multistep(config: SolverConfig) -> Rate:
 
 def _poly(config: SolverConfig) -> Rate:
     last = config.max_iter
+    # Without min, the base would be negative after max_iter.
     return lambda update: _power(1.0 - min(update, last) / last, config.power)
 
 

@@ -50,7 +50,7 @@ def read_solver(path: str | os.PathLike[str], *, ignore_unknown: bool = False) -
         content = Path(path).read_bytes()
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error)) from error
-    if b"\0" in content:
+    if b"\0" in content:  # such as a .caffemodel passed by mistake
         raise _unreadable(path, "it is a binary file")
     try:
         text = content.decode("utf-8-sig")  # Windows editors begin files with a byte-order mark
@@ -89,7 +89,7 @@ def parse_solver(text: str, *, ignore_unknown: bool = False) -> SolverConfig:
     """
     message = parse(text)
     ignored: tuple[str, ...] = ()
-    if ignore_unknown:
+    if ignore_unknown:  # before any check, so that fields of forks may hold anything
         message, ignored = _known(message)
     values, places = _message(message, _SOLVER, "a solver")
     if "solver_type" in values:
@@ -99,7 +99,9 @@ def parse_solver(text: str, *, ignore_unknown: bool = False) -> SolverConfig:
                 "solver_type and type are both given",
                 "Remove solver_type, the old name",
             )
+        # As Caffe upgrades old files.
         values["type"], places["type"] = values.pop("solver_type"), places["solver_type"]
+    # lr_policy has no default: the empty one is refused as Caffe does.
     defaults = {field.name: field.default for field in dataclasses.fields(SolverConfig)}
     found = violation({**defaults, "lr_policy": "", **values})
     if found is not None:
@@ -249,6 +251,7 @@ def _float(field: Field, value: Scalar) -> float:
     octal = text[0] == "0" and text[1:2].isdigit()  # protobuf refuses 06.9
     if value.string is not None or value.token.kind != "number" or text[1:2] in ("x", "X") or octal:
         raise _mistyped(field, value, "a number", "Write a decimal number, without quotes")
+    # float() has no suffix: 0.5f is C++.
     return float32(sign * float(text.rstrip("fF")))
 
 

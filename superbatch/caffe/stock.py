@@ -27,6 +27,7 @@ def stock(config: SolverConfig) -> Stock:
     """
     name, options = _optimizer(config)
     given = {"lr": config.base_lr, **options}
+    # torch's weight_decay is L2; it has no L1.
     if config.weight_decay and config.regularization_type == "L2":
         given["weight_decay"] = config.weight_decay
     written = [f"{key}={_number(value)}" for key, value in given.items()]
@@ -90,6 +91,7 @@ def _differences(config: SolverConfig) -> list[str]:
     if config.weight_decay and config.regularization_type == "L1":
         found.append("torch's optimizers have no L1 decay")
     if config.clip_gradients >= 0:
+        # Divided: Caffe's threshold applies to the sum, torch's to the mean.
         found.append(
             "the gradient must be clipped before the update: torch.nn.utils.clip_grad_norm_(parameters, "
             f"{config.clip_gradients / config.iter_size:g}), which differs by 1e-6 of the norm"

@@ -138,7 +138,7 @@ class _Reader:
             yield Field(name, self._scalar(name))
 
     def _list(self, name: Token, depth: int) -> Iterator[Field]:
-        if self._mark("]"):
+        if self._mark("]"):  # an empty list gives no field
             return
         while True:
             value = self._message(depth) if self._at_message() else self._scalar(name)
@@ -154,7 +154,7 @@ class _Reader:
 
     def _message(self, depth: int) -> Message:
         opened = self._take()
-        if depth == _DEEPEST:
+        if depth == _DEEPEST:  # before the recursion
             raise wrong_token(opened, f"messages are nested more than {depth} deep", "Remove levels")
         return Message(tuple(self.fields(opened, depth + 1)))
 

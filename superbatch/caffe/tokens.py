@@ -99,7 +99,7 @@ def tokens(text: str) -> Iterator[Token]:
                 line, start = line + newlines, text.rindex("\n", place, space.end()) + 1
             place = space.end()
         column = place - start + 1
-        if place == len(text):
+        if place == len(text):  # after the space, so that an error at the end has a place in the file
             yield Token("end", "", line, column)
             return
         token = _token(text, place, line, column)

@@ -58,7 +58,7 @@ def _written(name: str, value: Any) -> str:
         parts = [f"phase: {value.phase}", f"level: {value.level}"]
         parts += [f"stage: {_quoted(stage)}" for stage in value.stage]
         return f" {{ {' '.join(parts)} }}"
-    if isinstance(value, bool):
+    if isinstance(value, bool):  # before the numbers: a bool is an int in Python
         return f": {'true' if value else 'false'}"
     if isinstance(value, str):
         return f": {value if name in _WORDS else _quoted(value)}"
@@ -75,5 +75,6 @@ def _raw(message: Message) -> Iterator[str]:
 
 
 def _quoted(text: str) -> str:
+    # The backslash first, so that the others are not escaped twice.
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'
