@@ -1,4 +1,4 @@
-"""Caffe's solver files: read, checked and understood, with the standard library alone.
+"""Read, check and explain Caffe's solver files, with the standard library alone.
 
 `superbatch.torch.caffe` trains with them.
 """

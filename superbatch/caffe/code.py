@@ -1,4 +1,4 @@
-"""A solver as a program: plain PyTorch that trains as the file says, with nothing of superbatch."""
+"""Write a solver as a program in plain PyTorch, without superbatch."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _RATES = {
 
 
 def code(config: SolverConfig) -> str:
-    """Write a program that does what the solver does.
+    """Write a PyTorch program that trains as the solver does.
 
     Args:
         config: the solver.
@@ -87,6 +87,7 @@ def code(config: SolverConfig) -> str:
         decay = f"g = g + WEIGHT_DECAY * decay_mult[i] * {toward}"
     second = "second = [torch.zeros_like(parameter) for parameter in parameters]" if "second" in rule else ""
     body = _TRAIN
+    # Whole lines are replaced, so that an empty part leaves no blank line.
     for mark, text, depth in (
         ("@second@", second, 4),
         ("@clip@", _CLIP if config.clip_gradients >= 0 else "", 12),
@@ -95,6 +96,7 @@ def code(config: SolverConfig) -> str:
     ):
         lines = "".join(f"{' ' * depth}{line}\n" for line in text.splitlines())
         body = body.replace(f"{mark}\n", lines)
+    # The program imports math only where it uses it: linters refuse an unused import.
     head = ["import math\n"] if "math." in rule + rate else []
     return "\n".join(
         [
@@ -119,12 +121,12 @@ def _constants(config: SolverConfig, used: str) -> list[str]:
     if "DROPS" in used:
         lines.append(f"DROPS = {list(multistep_drops(config.stepvalue))}")
     if config.clip_gradients >= 0:
-        used += " CLIP_GRADIENTS"
+        used += " CLIP_GRADIENTS"  # `used` is without the text of the clip
     floats = ("base_lr", "gamma", "power", "momentum", "momentum2", "rms_decay", "delta", "weight_decay")
     for name in (*floats, "clip_gradients"):
         constant = name.upper()
         if constant in used:
-            value = shortest(getattr(config, name))
+            value = shortest(getattr(config, name))  # as short as in the solver file
             lines.append(
                 f'{constant} = float32(float("inf"))' if value == "inf" else f"{constant} = float32({value})"
             )

@@ -32,7 +32,7 @@ def float32(value: float) -> float:
         >>> float32(0.1)
         0.10000000149011612
     """
-    # Without it, trajectories differ from Caffe's by 1e-8 from the first update on.
+    # Without this rounding, weights differ from Caffe's by 1e-8 from the first update on.
     try:
         return float(struct.unpack("f", struct.pack("f", value))[0])
     except OverflowError:
@@ -52,13 +52,13 @@ class NetState:
 class SolverConfig:
     """A solver: Caffe's SolverParameter. Floats are rounded to float32, as Caffe stores them.
 
-    Each attribute is the field of the same name, with Caffe's default; None: not said. Three differ. `type`
-    is also what the old field ``solver_type`` becomes, as in Caffe. Nets that stand in the file (`net_param`,
-    ...) are kept as they are written: their own fields are not checked. `ignored` names the fields that Caffe
-    does not have and that the file was read without, such as those of its forks.
+    Each attribute is the field of the same name, with Caffe's default; None: not given. `type` also holds
+    the value of the old field ``solver_type``, as in Caffe. The fields of nets inside the file (`net_param`,
+    ...) are not checked. `ignored` names the skipped fields that Caffe does not have, such as those of its
+    forks.
 
     Raises:
-        InputError: a value that Caffe's solver refuses, or with which it computes nothing sensible.
+        InputError: a value that Caffe's solver refuses, or that makes every weight NaN.
 
     Examples:
         >>> config = SolverConfig(base_lr=0.1, lr_policy="step", gamma=0.5, stepsize=10, iter_size=4)
@@ -112,13 +112,15 @@ class SolverConfig:
     def __post_init__(self) -> None:
         for name in FLOATS:
             value = getattr(self, name)
+            # A bool is an int in Python; base_lr=True is a mistake.
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise InputError(f"{name}={value!r} is no number. Pass a float.")
+                raise InputError(f"{name}={value!r} is not a number. Pass a float.")
+            # The dataclass is frozen; this is its own constructor.
             object.__setattr__(self, name, float32(float(value)))
         for name in INTS:
             value = getattr(self, name)
-            if type(value) is not int:
-                raise InputError(f"{name}={value!r} is no whole number. Pass an int.")
+            if type(value) is not int:  # isinstance would accept True
+                raise InputError(f"{name}={value!r} is not an integer. Pass an int.")
         found = violation({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
         if found is not None:
             given = f"{found.field}={getattr(self, found.field)!r}"
@@ -154,13 +156,13 @@ INTS = (
 
 @dataclass(frozen=True)
 class Violation:
-    """Why a solver is refused.
+    """Reason why a solver is refused.
 
     Attributes:
         field: the field that is wrong, or missing.
         wrong: why.
         do: the remedy, as a sentence without its full stop.
-        because: the field that asks for it, where another one does.
+        because: the field whose value requires `field`, if another one does.
     """
 
     field: str
@@ -170,13 +172,13 @@ class Violation:
 
 
 def violation(values: dict[str, Any]) -> Violation | None:
-    """Find what is wrong with a solver, by the checks that Caffe makes while it trains.
+    """Find the first value that Caffe refuses, at its start or while it trains.
 
     Args:
         values: every field of `SolverConfig` by name, of the right types.
 
     Returns:
-        The first thing that is wrong; None if nothing is.
+        The first violation; None if there is none.
 
     Examples:
         >>> values = {field.name: field.default for field in dataclasses.fields(SolverConfig)}
@@ -196,7 +198,7 @@ def _choices(values: dict[str, Any]) -> Violation | None:
     }
     for name, known in choices.items():
         if values[name] not in known:
-            wrong = f"Caffe knows {', '.join(known)}"
+            wrong = f"Caffe supports {', '.join(known)}"
             return Violation(name, wrong, f'Write one of these, such as "{known[0]}"')
     return None
 
@@ -204,13 +206,14 @@ def _choices(values: dict[str, Any]) -> Violation | None:
 def _numbers(values: dict[str, Any]) -> Violation | None:
     for name in FLOATS:
         value = values[name]
+        # An infinite threshold is valid: it never clips.
         if math.isnan(value) or (math.isinf(value) and name != "clip_gradients"):
             return Violation(name, "every weight would become NaN", "Write a finite number")
     for name in ("iter_size", "average_loss"):
         if values[name] < 1:
             return Violation(name, "at least 1 is needed", "Write 1 or more")
     if values["max_iter"] < 0:
-        return Violation("max_iter", "updates are counted from 0", "Write 0 or more")
+        return Violation("max_iter", "the number of updates cannot be negative", "Write 0 or more")
     return None
 
 
@@ -218,14 +221,19 @@ def _policy(values: dict[str, Any]) -> Violation | None:
     policy = values["lr_policy"]
     if policy in ("step", "sigmoid") and values["stepsize"] < 1:
         return Violation(
-            "stepsize", f'lr_policy "{policy}" needs one above 0', "Write stepsize: and updates", "lr_policy"
+            "stepsize",
+            f'lr_policy "{policy}" needs a stepsize above 0',
+            "Write stepsize: and a number of updates",
+            "lr_policy",
         )
     if policy not in ("fixed", "poly") and values["gamma"] < 0:
-        return Violation("gamma", f'lr_policy "{policy}" needs 0 or more', "Write a gamma of 0 or more")
+        return Violation(
+            "gamma", f'lr_policy "{policy}" needs a gamma of 0 or more', "Write gamma: 0.1, for example"
+        )
     if policy == "poly" and values["max_iter"] < 1:
         return Violation(
             "max_iter",
-            'lr_policy "poly" ends there',
+            'lr_policy "poly" lowers the rate to 0 at max_iter',
             "Write max_iter: and the number of updates",
             "lr_policy",
         )
@@ -235,10 +243,11 @@ def _policy(values: dict[str, Any]) -> Violation | None:
 def _solver(values: dict[str, Any]) -> Violation | None:
     kind = values["type"]
     if kind in ("AdaGrad", "RMSProp") and values["momentum"] != 0:
-        return Violation("momentum", f"{kind} has none in Caffe", "Take it out")
+        return Violation("momentum", f"Caffe's {kind} has no momentum", "Remove it")
     if kind == "RMSProp" and not 0 <= values["rms_decay"] < 1:
-        return Violation("rms_decay", "it lies between 0 and 1, and below 1", "Write 0.99, for example")
+        return Violation("rms_decay", "it must be at least 0 and below 1", "Write 0.99, for example")
     if kind == "Adam" and not (0 <= values["momentum"] < 1 and 0 <= values["momentum2"] < 1):
+        # Adam divides by 1 - momentum^t and takes the root of 1 - momentum2^t.
         name = "momentum2" if 0 <= values["momentum"] < 1 else "momentum"
-        return Violation(name, "Adam divides by one minus its powers", "Write a number from 0 to below 1")
+        return Violation(name, "Adam needs a value of at least 0 and below 1", "Write 0.9, for example")
     return None

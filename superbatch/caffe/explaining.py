@@ -18,7 +18,7 @@ from .traps import traps
 from .writing import shortest
 
 POINTS = 400
-"""At how many updates the rate is given, beside those at which it drops."""
+"""Number of updates whose rate is reported, beside those at which it drops."""
 
 
 def explain_solver(
@@ -32,9 +32,9 @@ def explain_solver(
 
     Args:
         config: the solver.
-        source: how it is called in the report.
+        source: name of the solver in the report.
         microbatch_size: samples that the net's data layer yields (its ``batch_size``).
-        command: what was asked for, to be kept in the report.
+        command: flags of the command line, to be stored in the report.
 
     Returns:
         The report.
@@ -83,8 +83,9 @@ def _points(config: SolverConfig) -> tuple[int, ...]:
     if config.lr_policy == "multistep":
         drops = list(multistep_drops(config.stepvalue))
     if config.lr_policy == "step":
-        # With very many drops the curve is smooth: the even points show it.
+        # With more drops than points the curve is smooth, and evenly spaced points show it.
         drops = list(range(0, last + 1, config.stepsize)) if last // config.stepsize <= POINTS else []
+    # Both sides of a drop, so that a plot shows a step and not a slope.
     found |= {point for drop in drops for point in (drop - 1, drop) if 0 <= point <= last}
     return tuple(sorted(found))
 
@@ -94,6 +95,7 @@ def _settings(config: SolverConfig, batch: int | None) -> list[Setting]:
     decay = f"added to the gradient: {'L2, not AdamW' if c.regularization_type == 'L2' else 'its sign (L1)'}"
     clip = "not clipped"
     if c.clip_gradients >= 0:
+        # Caffe clips the sum of the micro-batches' gradients, max_grad_norm their mean.
         clip = f"max_grad_norm={c.clip_gradients / c.iter_size:g} on the gradient of the batch"
     samples = "" if batch is None else f", {batch * c.max_iter} samples"
     tests = listed(c.test_iter)
@@ -115,7 +117,7 @@ def _settings(config: SolverConfig, batch: int | None) -> list[Setting]:
         ("clip_gradients", shortest(c.clip_gradients), clip),
         ("average_loss", str(c.average_loss), f"the loss shown is a mean over {_updates(c.average_loss)}"),
         *(
-            [("test_iter", tests, f"test on as many micro-batches, every {c.test_interval} updates")]
+            [("test_iter", tests, f"test on that many micro-batches, every {c.test_interval} updates")]
             if tests
             else []
         ),
@@ -125,12 +127,12 @@ def _settings(config: SolverConfig, batch: int | None) -> list[Setting]:
 
 
 _TYPES = {
-    "SGD": "SGD, the rate inside the momentum buffer",
-    "Nesterov": "SGD with nesterov, the rate inside the buffer",
+    "SGD": "SGD, with the rate inside the momentum buffer",
+    "Nesterov": "SGD with nesterov, with the rate inside the buffer",
     "AdaGrad": "Adagrad",
     "RMSProp": "RMSprop, without momentum",
     "AdaDelta": "Adadelta",
-    "Adam": "Adam, delta beside the uncorrected root",
+    "Adam": "Adam, with delta added before the bias correction",
 }
 _MOMENTUM = {"SGD": "momentum", "Nesterov": "momentum", "AdaDelta": "rho", "Adam": "beta1"}
 

@@ -31,7 +31,7 @@ Rate = Callable[[int], float]
 def rate_schedule(config: SolverConfig) -> Rate:
     """Return the learning rate as a function of the update, for a parameter whose ``lr_mult`` is 1.
 
-    Beyond ``max_iter``, where Caffe has stopped, "poly" stays at its last value.
+    After ``max_iter``, where Caffe stops, "poly" keeps its last value.
 
     Args:
         config: the solver.
@@ -51,13 +51,13 @@ def rate_schedule(config: SolverConfig) -> Rate:
 
 
 def multistep_drops(stepvalue: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the updates at which "multistep" really changes the rate: one drop per update, in order.
+    """Return the updates at which "multistep" lowers the rate: one drop per update, in order.
 
     Args:
-        stepvalue: as the solver file has them.
+        stepvalue: values of the solver file, in its order.
 
     Returns:
-        One update for each of them.
+        One update for each value.
 
     Examples:
         >>> multistep_drops((2, 2, 3)), multistep_drops((5, 3))
@@ -65,6 +65,7 @@ def multistep_drops(stepvalue: tuple[int, ...]) -> tuple[int, ...]:
     """
     drops: list[int] = []
     for value in stepvalue:
+        # Caffe compares with one value per update, so a second drop waits for the next update.
         drops.append(max(value, drops[-1] + 1 if drops else 0))
     return tuple(drops)
 
@@ -93,6 +94,7 @@ def _exp(config: SolverConfig) -> Rate:
 
 
 def _inv(config: SolverConfig) -> Rate:
+    # Caffe multiplies gamma and the update in float32.
     return lambda update: _power(1.0 + float32(config.gamma * float32(update)), -config.power)
 
 
@@ -103,12 +105,14 @@ def _multistep(config: SolverConfig) -> Rate:
 
 def _poly(config: SolverConfig) -> Rate:
     last = config.max_iter
+    # Without min, the base would be negative after max_iter.
     return lambda update: _power(1.0 - min(update, last) / last, config.power)
 
 
 def _sigmoid(config: SolverConfig) -> Rate:
     def factor(update: int) -> float:
         exponent = -config.gamma * (update - config.stepsize)
+        # math.exp overflows from 710 on.
         return 0.0 if exponent > 700 else 1.0 / (1.0 + math.exp(exponent))
 
     return factor
@@ -126,7 +130,7 @@ _FACTORS: dict[str, Callable[[SolverConfig], Rate]] = {
 
 
 def _power(base: float, exponent: float) -> float:
-    """C's pow for a base of 0 or more: infinite where Python raises."""
+    """Compute C's pow for a base of 0 or more: infinity where Python raises."""
     try:
         return math.pow(base, exponent)
     except (OverflowError, ValueError):

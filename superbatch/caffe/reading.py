@@ -1,4 +1,4 @@
-"""A solver file becomes a `SolverConfig`; whatever Caffe would not take is an error with its place."""
+"""Read a solver file as a `SolverConfig`; what Caffe refuses is an error with line and column."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .tokens import Token, shortened, tokens, wrong_at, wrong_token
 
 _Read = Callable[[Field, Scalar], Any]
 
-_TYPO = 0.75  # similarity; below it, names of other programs resemble a field of Caffe by chance
+_TYPO = 0.75  # least similarity of a typo; below it, names of other programs match a field by chance
 _STATES = ("train_state", "test_state")
 
 
@@ -26,16 +26,16 @@ def read_solver(path: str | os.PathLike[str], *, ignore_unknown: bool = False) -
     """Read a solver file.
 
     Args:
-        path: of a ``solver.prototxt``, in UTF-8 or, where it is not, in Latin-1.
-        ignore_unknown: read the file without the fields that Caffe does not have, such as those of its forks;
+        path: of a ``solver.prototxt``. A file that is not valid UTF-8 is read as Latin-1.
+        ignore_unknown: skip the fields that Caffe does not have, such as those of its forks;
             `SolverConfig.ignored` names them.
 
     Returns:
-        What it says.
+        The solver.
 
     Raises:
-        PrototxtError: it is not in the text format; a field is unknown, of another type or given twice; a
-            value is one that Caffe refuses. With line and column.
+        PrototxtError: the file is not in the text format; a field is unknown, has the wrong type or is given
+            twice; Caffe refuses a value. The error has line and column.
         InputError: the file cannot be read, or is binary.
 
     Examples:
@@ -50,18 +50,18 @@ def read_solver(path: str | os.PathLike[str], *, ignore_unknown: bool = False) -
         content = Path(path).read_bytes()
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error)) from error
-    if b"\0" in content:
+    if b"\0" in content:  # such as a .caffemodel passed by mistake
         raise _unreadable(path, "it is a binary file")
     try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError:  # an editor of the time; every byte is a character of it
+        text = content.decode("utf-8-sig")  # Windows editors begin files with a byte-order mark
+    except UnicodeDecodeError:  # as editors of that time wrote; every byte is valid Latin-1
         text = content.decode("latin-1")
     return parse_solver(text, ignore_unknown=ignore_unknown)
 
 
 def _unreadable(path: str | os.PathLike[str], reason: str) -> InputError:
     return InputError(
-        f"The solver file {os.fspath(path)!r} cannot be read: {reason}. Name a solver.prototxt."
+        f"The solver file {os.fspath(path)!r} cannot be read: {reason}. Pass the path of a solver.prototxt."
     )
 
 
@@ -73,7 +73,7 @@ def parse_solver(text: str, *, ignore_unknown: bool = False) -> SolverConfig:
         ignore_unknown: as for `read_solver`.
 
     Returns:
-        What it says.
+        The solver.
 
     Raises:
         PrototxtError: as for `read_solver`.
@@ -89,13 +89,19 @@ def parse_solver(text: str, *, ignore_unknown: bool = False) -> SolverConfig:
     """
     message = parse(text)
     ignored: tuple[str, ...] = ()
-    if ignore_unknown:
+    if ignore_unknown:  # before any check, so that fields of forks may hold anything
         message, ignored = _known(message)
     values, places = _message(message, _SOLVER, "a solver")
     if "solver_type" in values:
         if "type" in values:
-            raise wrong_token(places["solver_type"], "type is given too", "Take out the old solver_type")
+            raise wrong_token(
+                places["solver_type"],
+                "solver_type and type are both given",
+                "Remove solver_type, the old name",
+            )
+        # As Caffe upgrades old files.
         values["type"], places["type"] = values.pop("solver_type"), places["solver_type"]
+    # lr_policy has no default: the empty one is refused as Caffe does.
     defaults = {field.name: field.default for field in dataclasses.fields(SolverConfig)}
     found = violation({**defaults, "lr_policy": "", **values})
     if found is not None:
@@ -104,15 +110,15 @@ def parse_solver(text: str, *, ignore_unknown: bool = False) -> SolverConfig:
         if found.field in values:
             given = f"{found.field}: {_shown(values[found.field])}"
         if place is None:
-            *_, place = tokens(text)
+            *_, place = tokens(text)  # a missing field is reported at the end of the file
         raise wrong_at(place.line, place.column, given, found.wrong, found.do)
     return SolverConfig(**values, ignored=ignored)
 
 
 def _known(message: Message) -> tuple[Message, tuple[str, ...]]:
-    """Leave out the fields that Caffe does not have, those of a NetState too, and return their names."""
+    """Drop fields that Caffe does not have, also in a NetState, and return their names."""
     kept: list[Field] = []
-    ignored: dict[str, None] = {}
+    ignored: dict[str, None] = {}  # a set in the order of the file
     for field in message.fields:
         name, value = field.name.text, field.value
         if name not in _SOLVER:
@@ -136,33 +142,37 @@ def _shown(value: Any) -> str:
 def _message(
     message: Message, schema: Mapping[str, tuple[_Read | None, bool]], what: str
 ) -> tuple[dict[str, Any], dict[str, Token]]:
-    """Read the fields of a message: values and the place of each, by name."""
+    """Return the values of a message and the place of each, by name."""
     values: dict[str, Any] = {}
     several: dict[str, list[Any]] = {}
     places: dict[str, Token] = {}
     for field in message.fields:
         name = field.name.text
         if name not in schema:
+            # Shortened: the comparison is quadratic in the length of a name.
             close = difflib.get_close_matches(shortened(name), schema, n=1, cutoff=_TYPO)
-            do = f"Write {close[0]} or take it out" if close else "Take it out"
-            do += "; ignore_unknown=True (--ignore-unknown) reads the file without it"
+            do = f"Write {close[0]} or remove it" if close else "Remove it"
+            do += "; ignore_unknown=True (--ignore-unknown) skips unknown fields"
             raise wrong_token(field.name, f"{what} has no such field", do)
         read, repeated = schema[name]
+        # Caffe's parser refuses a second value; the last one would win otherwise.
         if not repeated and name in values:
             first = places[name]
             raise wrong_token(
                 field.name,
-                f"it was given in line {first.line}, column {first.column} already",
-                "Give it once",
+                f"this field was already given in line {first.line}, column {first.column}",
+                "Remove one of them",
             )
         if not repeated and field.in_list:
-            raise wrong_token(field.name, "it has one value, not a list", f"Write {name}: and one value")
+            raise wrong_token(
+                field.name, "this field takes one value, not a list", f"Write {name}: and one value"
+            )
         value = _value(field, read)
         if repeated:
             several.setdefault(name, []).append(value)
         else:
             values[name] = value
-        places.setdefault(name, field.name)
+        places.setdefault(name, field.name)  # an error points at the first of several
     return values | {name: tuple(found) for name, found in several.items()}, places
 
 
@@ -171,9 +181,9 @@ def _value(field: Field, read: _Read | None) -> Any:
     if read is None:
         if isinstance(field.value, Message):
             return _net_state(field.value) if name in _STATES else field.value
-        raise wrong_token(field.value.token, f"{name} is a message", f"Write {name} {{ ... }}")
+        raise wrong_token(field.value.token, f"{name} must be a message", f"Write {name} {{ ... }}")
     if isinstance(field.value, Message):
-        raise wrong_token(field.name, f"{name} has a value, not fields", f"Write {name}: and the value")
+        raise wrong_token(field.name, f"{name} takes a value, not fields", f"Write {name}: and the value")
     return read(field, field.value)
 
 
@@ -184,7 +194,7 @@ def _net_state(message: Message) -> NetState:
 
 def _mistyped(field: Field, value: Scalar, wanted: str, do: str) -> Exception:
     given = f"{field.name.text}: {shortened(value.shown)}"
-    return wrong_at(value.token.line, value.token.column, given, f"{field.name.text} is {wanted}", do)
+    return wrong_at(value.token.line, value.token.column, given, f"{field.name.text} must be {wanted}", do)
 
 
 def _string(field: Field, value: Scalar) -> str:
@@ -194,6 +204,7 @@ def _string(field: Field, value: Scalar) -> str:
 
 
 def _bool(field: Field, value: Scalar) -> bool:
+    # Every spelling that protobuf accepts.
     words = {"true": True, "True": True, "t": True, "1": True}
     words |= {"false": False, "False": False, "f": False, "0": False}
     if value.string is None and not value.negative and value.token.text in words:
@@ -202,11 +213,11 @@ def _bool(field: Field, value: Scalar) -> bool:
 
 
 def _integer(value: Scalar) -> int | None:
-    """The number of a scalar in any of the three bases; None if it is no whole number."""
+    """Parse a decimal, octal or hexadecimal integer; None for anything else."""
     if value.token.kind != "number" or value.string is not None:
         return None
     text = value.token.text
-    octal = text[0] == "0" and text[1:2].isdigit()
+    octal = text[0] == "0" and text[1:2].isdigit()  # as in C; Python's int(text, 0) refuses 010
     try:
         number = int(text, 8) if octal else int(text, 0)
     except ValueError:
@@ -218,29 +229,34 @@ def _int(bits: int) -> _Read:
     def read(field: Field, value: Scalar) -> int:
         number = _integer(value)
         if number is None:
-            raise _mistyped(field, value, "a whole number", "Write an int, without a point or quotes")
-        if not -(2 ** (bits - 1)) <= number < 2 ** (bits - 1):
-            raise _mistyped(field, value, f"an int of {bits} bits", "Write a smaller one")
+            raise _mistyped(
+                field, value, "an integer", "Write digits, without a point, an exponent or quotes"
+            )
+        largest = 2 ** (bits - 1) - 1
+        if not -largest - 1 <= number <= largest:
+            do = f"Write a number from {-largest - 1} to {largest}"
+            raise _mistyped(field, value, f"an integer of {bits} bits", do)
         return number
 
     return read
 
 
 def _float(field: Field, value: Scalar) -> float:
-    text = value.token.text  # of a string at least its quotes
+    text = value.token.text  # never empty: a string has its quotes
     sign = -1.0 if value.negative else 1.0
     if value.string is None and value.token.kind == "name":
         words = {"inf": math.inf, "infinity": math.inf, "nan": math.nan}
         if text.lower() in words:
             return sign * words[text.lower()]
-    octal = text[0] == "0" and text[1:2].isdigit()
+    octal = text[0] == "0" and text[1:2].isdigit()  # protobuf refuses 06.9
     if value.string is not None or value.token.kind != "number" or text[1:2] in ("x", "X") or octal:
         raise _mistyped(field, value, "a number", "Write a decimal number, without quotes")
+    # float() has no suffix: 0.5f is C++.
     return float32(sign * float(text.rstrip("fF")))
 
 
 def _enum(names: tuple[str, ...], values: tuple[str, ...] | None = None) -> _Read:
-    """A word or its number; `values` is what the words become."""
+    """Read a word or its number; `values` replaces the words."""
 
     def read(field: Field, value: Scalar) -> str:
         number = _integer(value)
@@ -274,7 +290,7 @@ _ONE: dict[str, _Read | None] = {
     "snapshot_format": _enum(("HDF5", "BINARYPROTO")),
     "solver_mode": _enum(("CPU", "GPU")),
     "solver_type": _enum(("SGD", "NESTEROV", "ADAGRAD", "RMSPROP", "ADADELTA", "ADAM"), TYPES),
-    # Parsed, their fields unchecked: the schema of layers is Caffe itself.
+    # Fields inside are not checked: that would need Caffe's schema of every layer.
     **dict.fromkeys(("net_param", "train_net_param", "train_state")),
 }
 _REPEATED: dict[str, _Read | None] = {

@@ -1,4 +1,4 @@
-"""The loss that Caffe displays: the mean over the last ``average_loss`` updates."""
+"""Loss as Caffe displays it: the mean over the last ``average_loss`` updates."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ..integers import positive_int
 
 
 class SmoothedLoss:
-    """Averages losses as Caffe's log does: over those there are, and then over the last `average_loss`.
+    """Mean of the last `average_loss` losses, as in Caffe's log; at first, the mean of all losses so far.
 
-    The arithmetic is that of `Solver::UpdateSmoothedLoss` (a running mean, corrected in place), so that it is
-    the number of the log to rounding.
+    The arithmetic is that of `Solver::UpdateSmoothedLoss` (a running mean, corrected in place), so the value
+    equals the one in the log to rounding.
 
     Args:
-        average_loss: how many updates are averaged over.
+        average_loss: number of updates in the mean.
 
     Raises:
         InputError: `average_loss` is no positive int.
@@ -34,19 +34,20 @@ class SmoothedLoss:
         self.value = 0.0
 
     def add(self, loss: float) -> float:
-        """Take in the loss of an update (the mean over its micro-batches) and return the smoothed one."""
+        """Add the loss of an update (the mean over its micro-batches) and return the smoothed loss."""
         if len(self._losses) < self._length:
             self._losses.append(loss)
             size = len(self._losses)
             self.value = (self.value * (size - 1) + loss) / size
         else:
+            # Corrected in place, as Caffe does: a new sum would differ in the last digits.
             self.value += (loss - self._losses[self._next]) / self._length
             self._losses[self._next] = loss
         self._next = (self._next + 1) % self._length
         return self.value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save. Caffe itself begins anew after a restart."""
+        """Return the state to save. Caffe itself does not save it."""
         return {"losses": list(self._losses), "next": self._next, "value": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The nearest optimizer and scheduler of torch, and where they are not Caffe's."""
+"""The closest optimizer and scheduler of torch, and how they differ from Caffe's."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .writing import shortest
 
 
 def stock(config: SolverConfig) -> Stock:
-    """Name what torch has itself, for a training on the mean gradient of each update.
+    """Name the closest optimizer and scheduler of torch, for the mean gradient of each update.
 
     Args:
         config: the solver.
 
     Returns:
-        Expressions, and what sets them apart from Caffe.
+        Expressions, and how they differ from Caffe's.
 
     Examples:
         >>> config = SolverConfig(base_lr=0.1, lr_policy="step", gamma=0.5, stepsize=9, momentum=0.9)
@@ -27,6 +27,7 @@ def stock(config: SolverConfig) -> Stock:
     """
     name, options = _optimizer(config)
     given = {"lr": config.base_lr, **options}
+    # torch's weight_decay is L2; it has no L1.
     if config.weight_decay and config.regularization_type == "L2":
         given["weight_decay"] = config.weight_decay
     written = [f"{key}={_number(value)}" for key, value in given.items()]
@@ -47,7 +48,7 @@ def _optimizer(config: SolverConfig) -> tuple[str, dict[str, float | bool]]:
     c = config
     names: dict[str, tuple[str, dict[str, float | bool]]] = {
         "SGD": ("SGD", {"momentum": c.momentum}),
-        # Without a momentum torch refuses nesterov=True; both are plain SGD then.
+        # torch refuses nesterov=True without momentum; without it, both are plain SGD.
         "Nesterov": ("SGD", {"momentum": c.momentum, **({"nesterov": True} if c.momentum > 0 else {})}),
         "AdaGrad": ("Adagrad", {"eps": c.delta}),
         "RMSProp": ("RMSprop", {"alpha": c.rms_decay, "eps": c.delta}),
@@ -60,6 +61,7 @@ def _optimizer(config: SolverConfig) -> tuple[str, dict[str, float | bool]]:
 
 def _scheduler(config: SolverConfig) -> str | None:
     gamma, power = shortest(config.gamma), shortest(config.power)
+    # Drops after the end would only make the expression longer.
     drops = [drop for drop in multistep_drops(config.stepvalue) if drop < max(config.max_iter, 1)]
     text = {
         "fixed": None,
@@ -78,17 +80,18 @@ def _differences(config: SolverConfig) -> list[str]:
     found: list[str] = []
     if config.type in ("SGD", "Nesterov") and config.momentum and config.lr_policy != "fixed":
         found.append(
-            "in Caffe the rate lies inside the momentum buffer, so that after a change of the rate the old "
-            "one goes on in the buffer; torch multiplies the whole buffer by the new one"
+            "Caffe multiplies a gradient by the rate before it enters the momentum buffer, so that older "
+            "gradients keep the old rate after a change; torch multiplies the whole buffer by the new rate"
         )
     if config.type == "Adam":
         found.append(
-            "torch adds eps to the corrected root of the second moment, Caffe adds delta before the "
-            "correction: in the first updates it weighs more"
+            "torch adds eps after the bias correction of the second moment, Caffe adds delta before it, so "
+            "that delta counts more in the first updates"
         )
     if config.weight_decay and config.regularization_type == "L1":
         found.append("torch's optimizers have no L1 decay")
     if config.clip_gradients >= 0:
+        # Divided: Caffe's threshold applies to the sum, torch's to the mean.
         found.append(
             "the gradient must be clipped before the update: torch.nn.utils.clip_grad_norm_(parameters, "
             f"{config.clip_gradients / config.iter_size:g}), which differs by 1e-6 of the norm"

@@ -1,9 +1,10 @@
-"""Protobuf's text format: a text becomes a tree of fields, each with its place.
+"""Parser of protobuf's text format: a tree of fields, each with its line and column.
 
-The grammar in one paragraph: a message is a row of fields; a field is a name, a colon and a value, or a name
-and a message in ``{}`` or ``<>`` (there the colon may be left out); a value is a number, a word or one or
-several strings in a row; ``[a, b]`` repeats a field; a comma or semicolon may follow a field; ``#`` begins a
-comment.
+The grammar: a message is a sequence of fields. A field is a name, a colon and a value, or a name and a
+message in ``{}`` or ``<>``, where the colon is optional. A value is a number, a word or one or more strings,
+which are joined. ``[a, b]`` repeats a field. A comma or semicolon may follow a field. ``#`` starts a comment.
+
+Not protobuf's own parser: its errors lose the places of fields (decision 0049).
 
 Source: https://protobuf.dev/reference/protobuf/textformat-spec/
 """
@@ -18,19 +19,19 @@ from dataclasses import dataclass, field
 from .tokens import Token, shortened, tokens, wrong_token
 
 _CLOSES = {"{": "}", "<": ">"}
-_DEEPEST = 100  # as protobuf: a file cannot exhaust the stack
+_DEEPEST = 100  # protobuf's limit; without one, a file could exhaust the stack
 _ESCAPE = re.compile(rb"\\(?:([0-7]{1,3})|[xX]([0-9a-fA-F]{1,2})|(.))", re.DOTALL)
 _LETTERS = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"a": b"\a", b"b": b"\b", b"f": b"\f", b"v": b"\v"}
 
 
 @dataclass(frozen=True)
 class Scalar:
-    """A value that is no message.
+    """Value of a field that is not a message.
 
     Attributes:
         token: its first token, without a sign.
-        text: of a number or a word, as it is written; of strings, what they say.
-        negative: whether a minus stands before it.
+        text: a number or a word as written; the content of strings, joined and without escapes.
+        negative: True if a minus precedes it.
     """
 
     token: Token = field(compare=False)
@@ -44,25 +45,25 @@ class Scalar:
 
     @property
     def shown(self) -> str:
-        """Return the text that names it in an error."""
+        """Return the text that an error shows."""
         return f"{'-' if self.negative else ''}{self.token.text}"
 
 
 @dataclass(frozen=True)
 class Message:
-    """A row of fields, in the order of the file."""
+    """Fields of a message, in the order of the file."""
 
     fields: tuple[Field, ...]
 
 
 @dataclass(frozen=True)
 class Field:
-    """One value of one field; a list ``[a, b]`` becomes two of them.
+    """Name and value of a field; a list ``[a, b]`` becomes two fields.
 
     Attributes:
         name: the token of the name.
         value: a scalar or a message.
-        in_list: whether it stands in a list, which only a repeated field may have.
+        in_list: True if the value is in a list, which only a repeated field may have.
     """
 
     name: Token
@@ -71,7 +72,7 @@ class Field:
 
 
 def parse(text: str) -> Message:
-    """Parse a text whose fields may be any.
+    """Parse a text; the names of fields are not checked.
 
     Args:
         text: of the file.
@@ -80,7 +81,7 @@ def parse(text: str) -> Message:
         The fields with their places.
 
     Raises:
-        PrototxtError: it is not in the format, with line and column.
+        PrototxtError: the text is not in the format; the error has line and column.
 
     Examples:
         >>> [field.name.text for field in parse("stepvalue: [1, 2] net_param { name: 'n' }").fields]
@@ -95,32 +96,33 @@ def parse(text: str) -> Message:
 
 
 class _Reader:
-    """A text, read token by token with one token of foresight."""
+    """Recursive-descent parser with one token of lookahead."""
 
     def __init__(self, text: str) -> None:
         self._tokens = tokens(text)
         self._next = next(self._tokens)
 
     def fields(self, opened: Token | None, depth: int) -> Iterator[Field]:
-        """Read fields up to the mark that closes what was opened (None: the end of the file)."""
+        """Read fields up to the mark that closes `opened`; None: up to the end of the file."""
         closes = None if opened is None else _CLOSES[opened.text]
         while True:
             token = self._take()
             if token.kind == "end" and opened is not None:
                 raise wrong_token(
                     token,
-                    f"the message that begins in line {opened.line}, column {opened.column} has no end",
+                    f"the message opened in line {opened.line}, column {opened.column} is not closed",
                     f"Close it with {closes}",
                 )
             if token.kind == "end" or (token.kind == "mark" and token.text == closes):
                 return
             if token.kind != "name":
-                raise wrong_token(token, "the name of a field is expected", "Write name: value")
+                raise wrong_token(token, "a field name is expected", "Write name: value")
             yield from self._field(token, depth)
             if self._next.kind == "mark" and self._next.text in ",;":
                 self._take()
 
     def _field(self, name: Token, depth: int) -> Iterator[Field]:
+        # A colon is optional before a message, so the next token decides what is missing.
         colon = self._mark(":")
         if self._at_message():
             yield Field(name, self._message(depth))
@@ -136,7 +138,7 @@ class _Reader:
             yield Field(name, self._scalar(name))
 
     def _list(self, name: Token, depth: int) -> Iterator[Field]:
-        if self._mark("]"):
+        if self._mark("]"):  # an empty list gives no field
             return
         while True:
             value = self._message(depth) if self._at_message() else self._scalar(name)
@@ -147,29 +149,29 @@ class _Reader:
                 raise wrong_token(
                     self._next,
                     f"a comma is missing in the list of {shortened(name.text)}",
-                    "Write a comma or ]",
+                    "Write a comma or close the list with ]",
                 )
 
     def _message(self, depth: int) -> Message:
         opened = self._take()
-        if depth == _DEEPEST:
-            raise wrong_token(opened, f"messages lie {depth} deep in each other", "Make it flatter")
+        if depth == _DEEPEST:  # before the recursion
+            raise wrong_token(opened, f"messages are nested more than {depth} deep", "Remove levels")
         return Message(tuple(self.fields(opened, depth + 1)))
 
     def _scalar(self, name: Token) -> Scalar:
-        negative = self._mark("-")
+        negative = self._mark("-")  # a token of its own: "- 2" is -2, as in C++
         token = self._next
         if token.kind == "string" and not negative:
-            text = b""
-            while self._next.kind == "string":  # strings in a row are one
+            text = b""  # bytes: an escape may be a part of a UTF-8 character
+            while self._next.kind == "string":  # adjacent strings are joined
                 text += _unescape(self._take())
             try:
                 return Scalar(token, text.decode())
             except UnicodeDecodeError as error:
-                raise wrong_token(token, "the string is no UTF-8", "Correct its escapes") from error
+                raise wrong_token(token, "the string is not valid UTF-8", "Correct its escapes") from error
         if token.kind not in ("name", "number"):
             raise wrong_token(
-                token, f"{shortened(name.text)} has no value here", "Write a number, a word or a string"
+                token, f"{shortened(name.text)} has no value", "Write a number, a word or a string"
             )
         return Scalar(self._take(), token.text, negative)
 
@@ -177,7 +179,7 @@ class _Reader:
         return self._next.kind == "mark" and self._next.text in _CLOSES
 
     def _mark(self, text: str) -> bool:
-        """Take a mark if it comes next."""
+        """Consume the mark `text` if it is next; False if it is not."""
         if self._next.kind == "mark" and self._next.text == text:
             self._take()
             return True
@@ -185,7 +187,7 @@ class _Reader:
 
     def _take(self) -> Token:
         token = self._next
-        if token.kind != "end":
+        if token.kind != "end":  # nothing follows the end; it may be taken again
             self._next = next(self._tokens)
         return token
 
@@ -193,7 +195,7 @@ class _Reader:
 def _unescape(token: Token) -> bytes:
     def replace(match: re.Match[bytes]) -> bytes:
         octal, hexadecimal, letter = match.groups()
-        if octal is not None and int(octal, 8) < 256:
+        if octal is not None and int(octal, 8) < 256:  # three octal digits reach 511
             return bytes([int(octal, 8)])
         if hexadecimal is not None:
             return bytes([int(hexadecimal, 16)])
@@ -201,9 +203,11 @@ def _unescape(token: Token) -> bytes:
             return _LETTERS[letter]
         if letter is not None and letter in b"\\'\"?":
             return letter
-        # As protobuf does in C++, which Caffe uses; in Python it takes them.
+        # protobuf's C++ parser, which Caffe uses, refuses unknown escapes; its Python parser accepts them.
         raise wrong_token(
-            token, f"the string has the unknown escape {match.group().decode()}", r"Write \\ for a backslash"
+            token,
+            f"the string contains the unknown escape {match.group().decode()}",
+            r"Write \\ for a backslash",
         )
 
     return _ESCAPE.sub(replace, token.text[1:-1].encode())

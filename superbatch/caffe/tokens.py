@@ -1,4 +1,4 @@
-"""The words of protobuf's text format, each with its place in the file."""
+"""Tokens of protobuf's text format, each with its line and column."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)*\'')
 _SPACE = re.compile(r"(?:[ \t\r\n\v\f]+|#[^\n]*)+")
 _MARKS = ":{}<>[],;-"
-_LONGEST = 60  # characters of a file that an error repeats: a line may have millions
+_LONGEST = 60  # characters that an error quotes: a line of a file may have millions
 
 
 @dataclass(frozen=True)
 class Token:
-    """A word of the file.
+    """A token of the file.
 
     Attributes:
-        kind: what it is; ``"end"`` stands after the last one.
+        kind: its type; ``"end"`` marks the end of the file.
         text: as it is written.
         line: of its first character, counted from 1.
         column: of its first character, counted from 1.
@@ -33,18 +33,18 @@ class Token:
 
     kind: Kind
     text: str
-    # Two files that say the same are equal, wherever they say it.
+    # Not compared: files with the same content are equal, whatever their layout.
     line: int = field(compare=False)
     column: int = field(compare=False)
 
     @property
     def shown(self) -> str:
-        """Return the text that names it in an error."""
+        """Return the text that an error shows."""
         return "the end of the file" if self.kind == "end" else repr(shortened(self.text))
 
 
 def shortened(text: str) -> str:
-    """Cut a text of the file to what an error can repeat.
+    """Shorten a text of the file so that an error can quote it.
 
     Examples:
         >>> shortened("gamma"), len(shortened("9" * 1000))
@@ -54,7 +54,7 @@ def shortened(text: str) -> str:
 
 
 def wrong_at(line: int, column: int, given: str, wrong: str, do: str) -> PrototxtError:
-    """Make the error for a place of the file.
+    """Build the error for a place in the file.
 
     Examples:
         >>> print(wrong_at(3, 7, "gamma 0.1", "a colon is missing", "Write gamma: 0.1"))
@@ -66,7 +66,7 @@ def wrong_at(line: int, column: int, given: str, wrong: str, do: str) -> Prototx
 
 
 def wrong_token(token: Token, wrong: str, do: str) -> PrototxtError:
-    """Make the error for a token: its place, and what is written there.
+    """Build the error for a token, with its place and its text.
 
     Examples:
         >>> wrong_token(Token("name", "gama", 3, 1), "there is no such field", "Write gamma").column
@@ -76,22 +76,22 @@ def wrong_token(token: Token, wrong: str, do: str) -> PrototxtError:
 
 
 def tokens(text: str) -> Iterator[Token]:
-    """Split a text into its tokens; comments and white space are left out.
+    """Split a text into tokens, without comments and white space.
 
     Args:
         text: of the file.
 
     Yields:
-        The tokens in order, at last one of kind ``"end"``.
+        The tokens in order; the last one has the kind ``"end"``.
 
     Raises:
-        PrototxtError: a character that begins no token, a string without an end, a number run into a word.
+        PrototxtError: an unexpected character, a string that is not closed, or a number followed by letters.
 
     Examples:
         >>> [token.text for token in tokens('base_lr: 1e-3  # small')]
         ['base_lr', ':', '1e-3', '']
     """
-    place, line, start = 0, 1, 0  # start: of the line
+    place, line, start = 0, 1, 0  # start: of the line, from which columns are counted
     while True:
         if space := _SPACE.match(text, place):
             newlines = space.group().count("\n")
@@ -99,7 +99,7 @@ def tokens(text: str) -> Iterator[Token]:
                 line, start = line + newlines, text.rindex("\n", place, space.end()) + 1
             place = space.end()
         column = place - start + 1
-        if place == len(text):
+        if place == len(text):  # after the space, so that an error at the end has a place in the file
             yield Token("end", "", line, column)
             return
         token = _token(text, place, line, column)
@@ -109,18 +109,20 @@ def tokens(text: str) -> Iterator[Token]:
 
 def _token(text: str, place: int, line: int, column: int) -> Token:
     character = text[place]
+    # Names first: they are the most frequent token, and no number starts with a letter.
     if match := _NAME.match(text, place):
         return Token("name", match.group(), line, column)
     if match := _NUMBER.match(text, place):
         number = Token("number", match.group(), line, column)
+        # Without this check, 10k would become the number 10 and a field named k.
         after = text[match.end() : match.end() + 1]
         if after and (after.isalnum() or after in "_."):
             raise wrong_at(
                 line,
                 column,
                 f"{shortened(number.text + after)!r}...",
-                "it begins like a number",
-                "Correct the number",
+                "this is not a number",
+                "Write a number such as 10 or 1e-3",
             )
         return number
     if character in "\"'":
@@ -129,10 +131,11 @@ def _token(text: str, place: int, line: int, column: int) -> Token:
         raise wrong_at(
             line,
             column,
+            # Cut before the split: a line may have millions of characters.
             repr(shortened(text[place : place + _LONGEST + 1].split("\n", 1)[0])),
-            "the string has no end on its line",
+            "the string is not closed on its line",
             f"Close it with {character}",
         )
     if character in _MARKS:
         return Token("mark", character, line, column)
-    raise wrong_at(line, column, repr(character), "no field or value begins with it", "Take it out")
+    raise wrong_at(line, column, repr(character), "no field or value starts with this character", "Remove it")

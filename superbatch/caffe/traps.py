@@ -11,17 +11,17 @@ from .rates import listed, multistep_drops
 from .tokens import shortened
 from .writing import shortest
 
-_MOST = 20  # ignored fields that are named
+_MOST = 20  # ignored fields that are listed: a file may have thousands
 
 
 def traps(config: SolverConfig) -> tuple[Trap, ...]:
-    """Find what may surprise in a solver.
+    """List settings of a solver whose effect may surprise.
 
     Args:
         config: the solver.
 
     Returns:
-        One entry for each thing, the ones that change training most first.
+        One entry per trap; those that change training most come first.
 
     Examples:
         >>> config = SolverConfig(
@@ -44,23 +44,35 @@ def _ignored(config: SolverConfig) -> Iterator[Trap]:
     for name in config.ignored[:_MOST]:
         yield Trap(
             field=shortened(name),
-            text="it is no field of Caffe and was ignored: a fork that knows it may train differently",
+            text="Caffe has no such field, so it was ignored; a fork that has it may train differently",
             do="Compare with the fork's documentation",
         )
     if len(config.ignored) > _MOST:
-        yield Trap(field="...", text=f"{len(config.ignored) - _MOST} more were ignored", do="See the file")
+        yield Trap(
+            field="...",
+            text=f"{len(config.ignored) - _MOST} more were ignored",
+            do="Compare them with the fork's documentation",
+        )
 
 
 def _nothing_learnt(config: SolverConfig) -> Iterator[Trap]:
     if config.base_lr == 0:
-        yield Trap(field="base_lr", text="it is 0, so that nothing is learnt", do="Write base_lr")
+        yield Trap(
+            field="base_lr",
+            text="a rate of 0 leaves the weights unchanged",
+            do="Write base_lr: 0.01, for example",
+        )
     if config.max_iter == 0:
-        yield Trap(field="max_iter", text="it is 0, so that no update is made", do="Write max_iter")
+        yield Trap(
+            field="max_iter",
+            text="Caffe makes no update with 0",
+            do="Write max_iter: and a number of updates",
+        )
     if config.clip_gradients == 0:
         yield Trap(
             field="clip_gradients",
             text="0 makes every gradient zero; only a negative number turns clipping off",
-            do="Leave it out",
+            do="Remove it",
         )
 
 
@@ -77,18 +89,19 @@ def _clipping(config: SolverConfig) -> Iterator[Trap]:
 
 
 def _accumulation(config: SolverConfig) -> Iterator[Trap]:
-    if config.iter_size == 1:
+    if config.iter_size == 1:  # both traps come from accumulation
         return
     yield Trap(
         field="iter_size",
-        text="with ignore_label each micro-batch is divided by its own valid labels, so that the loss is a "
-        "mean of means and not that of the batch",
-        do='Use loss_weight(..., average="exact") for the loss of the batch',
+        text="with ignore_label, the loss of each micro-batch is divided by its own number of valid labels, "
+        "so that the update uses a mean of means and not the mean over the batch",
+        do='Use loss_weight(..., average="exact") for the mean over the batch',
     )
     yield Trap(
         field="iter_size",
-        text="BatchNorm layers see one micro-batch at a time, so that the batch is not that of iter_size 1",
-        do="Use WholeBatch for the batch, or participants=[GhostBatchNorm()] for Caffe's way",
+        text="BatchNorm layers normalize each micro-batch by itself, so that the update is not that of one "
+        "large batch",
+        do="Use WholeBatch for the large batch, or participants=[GhostBatchNorm()] to train as Caffe does",
     )
 
 
@@ -97,12 +110,13 @@ def _rate(config: SolverConfig) -> Iterator[Trap]:
         drops = multistep_drops(config.stepvalue)
         late = [(value, drop) for value, drop in zip(config.stepvalue, drops, strict=True) if value != drop]
         if late:
-            told = listed([f"{value} at {drop}" for value, drop in late])
+            moved = listed([f"{value} happens at {drop}" for value, drop in late])
             yield Trap(
                 field="stepvalue",
-                text=f"at most one drop is made per update, in the order of the file: {told}",
+                text=f"Caffe makes at most one drop per update, in the order of the file: {moved}",
                 do="Write increasing values",
             )
+        # Drops as Caffe makes them: one behind another may be delayed past the end.
         missed = [
             value for value, drop in zip(config.stepvalue, drops, strict=True) if drop >= config.max_iter
         ]
@@ -121,7 +135,9 @@ def _rate(config: SolverConfig) -> Iterator[Trap]:
         )
     if config.lr_policy in ("step", "exp", "multistep") and config.gamma == 0:
         yield Trap(
-            field="gamma", text="it is 0, so that the rate becomes 0 at the first drop", do="Write gamma"
+            field="gamma",
+            text="with 0, the rate becomes 0 at the first drop",
+            do="Write gamma: 0.1, for example",
         )
 
 
@@ -129,25 +145,26 @@ def _other(config: SolverConfig) -> Iterator[Trap]:
     if config.type == "Adam" and config.momentum == 0:
         yield Trap(
             field="momentum",
-            text="Adam's beta1 is the momentum, which is 0 unless the file says it",
+            text="Adam's beta1 is the momentum, which is 0 unless the file sets it",
             do="Write momentum: 0.9 for the usual Adam",
         )
     if config.type == "AdaDelta" and config.momentum == 0:
         yield Trap(
             field="momentum",
-            text="AdaDelta's decay (rho) is the momentum, which is 0 unless the file says it",
+            text="AdaDelta's decay (rho) is the momentum, which is 0 unless the file sets it",
             do="Write momentum: 0.95, for example",
         )
+    # Caffe checks the next two itself; superbatch ignores tests and nets.
     if config.test_iter and config.test_interval < 1:
         yield Trap(
             field="test_interval",
-            text="Caffe refuses to start: test_iter is given, and test_interval is not",
-            do="Write test_interval",
+            text="Caffe refuses to start: test_iter is given without test_interval",
+            do="Write test_interval: and a number of updates",
         )
     nets = [config.net, config.net_param, config.train_net, config.train_net_param]
     if sum(net is not None for net in nets) != 1:
         yield Trap(
             field="net",
-            text="Caffe refuses to start: it wants exactly one of net, net_param, train_net, train_net_param",
-            do="Write net for Caffe; nothing here needs it",
+            text="Caffe refuses to start: it needs exactly one of net, net_param, train_net, train_net_param",
+            do="Write net: and a path for Caffe; superbatch does not need it",
         )

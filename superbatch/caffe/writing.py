@@ -1,4 +1,4 @@
-"""A `SolverConfig` as the text of a solver file: what differs from Caffe's defaults, a line each."""
+"""Write a `SolverConfig` as a solver file: one line per value that differs from Caffe's default."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, cast
 from .config import FLOATS, NetState, SolverConfig, float32
 from .text_format import Message
 
+# Enums: protobuf refuses quotes around their names.
 _WORDS = ("phase", "snapshot_format", "solver_mode")
 
 
@@ -20,8 +21,8 @@ def solver_text(config: SolverConfig) -> str:
         config: the solver.
 
     Returns:
-        Text from which `parse_solver` reads an equal solver; floats with as few digits as that takes. Fields
-        that were ignored are left out.
+        Text that `parse_solver` reads as an equal solver, without the ignored fields. Floats have as few
+        digits as possible.
 
     Examples:
         >>> print(solver_text(SolverConfig(base_lr=0.1, lr_policy="fixed", iter_size=4)), end="")
@@ -39,12 +40,13 @@ def solver_text(config: SolverConfig) -> str:
 
 
 def shortest(value: float) -> str:
-    """Write a float32 with the fewest digits that are read as the same one.
+    """Write a float32 with the fewest digits that read back as the same value.
 
     Examples:
         >>> shortest(float32(0.1)), shortest(float32(1e-8)), shortest(5.0)
         ('0.1', '1e-08', '5')
     """
+    # Nine digits identify every float32.
     texts = (f"{value:.{digits}g}" for digits in range(1, 10))
     return next((text for text in texts if float32(float(text)) == value), repr(value))
 
@@ -56,7 +58,7 @@ def _written(name: str, value: Any) -> str:
         parts = [f"phase: {value.phase}", f"level: {value.level}"]
         parts += [f"stage: {_quoted(stage)}" for stage in value.stage]
         return f" {{ {' '.join(parts)} }}"
-    if isinstance(value, bool):
+    if isinstance(value, bool):  # before the numbers: a bool is an int in Python
         return f": {'true' if value else 'false'}"
     if isinstance(value, str):
         return f": {value if name in _WORDS else _quoted(value)}"
@@ -73,5 +75,6 @@ def _raw(message: Message) -> Iterator[str]:
 
 
 def _quoted(text: str) -> str:
+    # The backslash first, so that the others are not escaped twice.
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'

@@ -164,7 +164,7 @@ def test_a_trap_is_named(text: str, field: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('lr_policy: "multistep" gamma: 0.1 stepvalue: [20, 20, 30]', "order of the file: 20 at 21"),
+        ('lr_policy: "multistep" gamma: 0.1 stepvalue: [20, 20, 30]', "order of the file: 20 happens at 21"),
         ('lr_policy: "multistep" gamma: 0.1 stepvalue: [20, 100]', "100 will not be reached"),
         ('lr_policy: "step" gamma: 0.1 stepsize: 100', "the first drop, at 100, will not be reached"),
         ('lr_policy: "exp"', "the rate becomes 0 at the first drop"),

@@ -34,14 +34,14 @@ def test_fields_of_forks_are_ignored_where_that_is_asked_for(tmp_path: Path) -> 
     assert config.test_state == (NetState(phase="TEST"),) and config.base_lr == float32(0.01)
     assert parse_solver(solver_text(config)) == dataclasses.replace(config, ignored=())
     found = explain_solver(config).traps
-    assert [trap.field for trap in found if "no field of Caffe" in trap.text] == list(config.ignored)
-    with pytest.raises(PrototxtError, match="max_iter is a whole number"):  # what is known is checked
+    assert [trap.field for trap in found if "Caffe has no such field" in trap.text] == list(config.ignored)
+    with pytest.raises(PrototxtError, match="max_iter must be an integer"):  # what is known is checked
         parse_solver(SSD + "max_iter: 1.5", ignore_unknown=True)
 
 
 @pytest.mark.parametrize("name", ["learning_rate_decay", "batch_size", "rampup_interval", "eval_type"])
 def test_a_name_of_another_program_is_not_taken_for_a_typo(name: str) -> None:
-    with pytest.raises(PrototxtError, match=f"'{name}': a solver has no such field. Take it out"):
+    with pytest.raises(PrototxtError, match=f"'{name}': a solver has no such field. Remove it"):
         parse_solver(f"{name}: 1 {FIXED}")
 
 

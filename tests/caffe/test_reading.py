@@ -74,7 +74,7 @@ def test_a_file_as_people_have_it(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no\.prototxt' cannot be read: No such file or directory. Name a"):
+    with pytest.raises(InputError, match=r"no\.prototxt' cannot be read: No such file or directory. Pass"):
         read_solver(tmp_path / "no.prototxt")
     (tmp_path / "model").write_bytes(b"\xff\x00")
     with pytest.raises(InputError, match="it is a binary file"):
@@ -143,53 +143,63 @@ def test_nets_in_the_file_are_kept_as_they_are() -> None:
     [
         ("base_lr 0.1", 1, 9, "'0.1': a colon is missing after base_lr. Write base_lr: and"),
         ("\n  base_rl: 0.1", 2, 3, "'base_rl': a solver has no such field. Write base_lr or"),
-        ("zzz: 1", 1, 1, "Take it out"),
-        ('net: "unterminated\nmax_iter: 1', 1, 6, 'the string has no end on its line. Close it with "'),
-        ("net: 'a", 1, 6, "the string has no end on its line"),
-        ("\tmax_iter: 1.5", 1, 12, "max_iter: 1.5: max_iter is a whole number"),
-        ("max_iter: 1e3", 1, 11, "max_iter is a whole number"),
-        ("max_iter: '1'", 1, 11, "max_iter is a whole number"),
-        ("max_iter: 2147483648", 1, 11, "an int of 32 bits"),
-        ("max_iter: 09", 1, 11, "max_iter is a whole number"),
-        ("base_lr: '0.1'", 1, 10, "base_lr is a number"),
-        ("base_lr: fast", 1, 10, "base_lr is a number"),
-        ("base_lr: 0x10", 1, 10, "base_lr is a number"),
-        ("base_lr: 06.9", 1, 10, "base_lr is a number"),  # protobuf: a leading zero means octal
-        ("base_lr: 1.5.2", 1, 10, "'1.5.'...: it begins like a number"),
-        ("max_iter: 10k", 1, 11, "it begins like a number"),
-        ("type: SGD", 1, 7, 'type is a string. Write type: "..."'),
-        ("debug_info: yes", 1, 13, "debug_info is a bool. Write true or false"),
-        ("solver_mode: TPU", 1, 14, "one of CPU, GPU"),
-        ('solver_mode: "GPU"', 1, 14, "one of CPU, GPU. Write CPU, without quotes"),
-        ("solver_mode: 2", 1, 14, "one of CPU, GPU"),
-        ("max_iter: 1\nbase_lr: 1 max_iter: 2", 2, 12, "it was given in line 1, column 1 already"),
-        ("max_iter: [1]", 1, 1, "it has one value, not a list"),
+        ("zzz: 1", 1, 1, "Remove it"),
+        ('net: "unterminated\nmax_iter: 1', 1, 6, 'the string is not closed on its line. Close it with "'),
+        ("net: 'a", 1, 6, "the string is not closed on its line"),
+        ("\tmax_iter: 1.5", 1, 12, "max_iter: 1.5: max_iter must be an integer"),
+        ("max_iter: 1e3", 1, 11, "max_iter must be an integer"),
+        ("max_iter: '1'", 1, 11, "max_iter must be an integer"),
+        (
+            "max_iter: 2147483648",
+            1,
+            11,
+            "of 32 bits. Write a number from -2147483648 to 2147483647",
+        ),
+        ("max_iter: 09", 1, 11, "max_iter must be an integer"),
+        ("base_lr: '0.1'", 1, 10, "base_lr must be a number"),
+        ("base_lr: fast", 1, 10, "base_lr must be a number"),
+        ("base_lr: 0x10", 1, 10, "base_lr must be a number"),
+        ("base_lr: 06.9", 1, 10, "base_lr must be a number"),  # protobuf: a leading zero means octal
+        ("base_lr: 1.5.2", 1, 10, "'1.5.'...: this is not a number"),
+        ("max_iter: 10k", 1, 11, "this is not a number"),
+        ("type: SGD", 1, 7, 'type must be a string. Write type: "..."'),
+        ("debug_info: yes", 1, 13, "debug_info must be a bool. Write true or false"),
+        ("solver_mode: TPU", 1, 14, "must be one of CPU, GPU"),
+        ('solver_mode: "GPU"', 1, 14, "must be one of CPU, GPU. Write CPU, without quotes"),
+        ("solver_mode: 2", 1, 14, "must be one of CPU, GPU"),
+        (
+            "max_iter: 1\nbase_lr: 1 max_iter: 2",
+            2,
+            12,
+            "already given in line 1, column 1. Remove one",
+        ),
+        ("max_iter: [1]", 1, 1, "this field takes one value, not a list"),
         ("stepvalue: [1 2]", 1, 15, "a comma is missing in the list of stepvalue"),
-        ("max_iter: 1,,", 1, 13, "',': the name of a field is expected"),
-        ("max_iter:\nbase_lr: 1", 2, 8, "':': the name of a field is expected"),
-        ("max_iter: ", 1, 11, "the end of the file: max_iter has no value here"),
-        ("max_iter: -'1'", 1, 12, "max_iter has no value here"),
-        ("max_iter { }", 1, 1, "max_iter has a value, not fields"),
-        ("net_param: 'x'", 1, 12, "net_param is a message"),
-        ("net_param { name: 'x'", 1, 22, "begins in line 1, column 11 has no end. Close it with }"),
-        ("net_param { name: 'x' >", 1, 23, "'>': the name of a field is expected"),
+        ("max_iter: 1,,", 1, 13, "',': a field name is expected"),
+        ("max_iter:\nbase_lr: 1", 2, 8, "':': a field name is expected"),
+        ("max_iter: ", 1, 11, "the end of the file: max_iter has no value"),
+        ("max_iter: -'1'", 1, 12, "max_iter has no value"),
+        ("max_iter { }", 1, 1, "max_iter takes a value, not fields"),
+        ("net_param: 'x'", 1, 12, "net_param must be a message"),
+        ("net_param { name: 'x'", 1, 22, "opened in line 1, column 11 is not closed. Close it with }"),
+        ("net_param { name: 'x' >", 1, 23, "'>': a field name is expected"),
         ("train_state { phase: TRAIN lvl: 1 }", 1, 28, "a NetState has no such field. Write level"),
-        ("max_iter: 1 }", 1, 13, "'}': the name of a field is expected"),
-        ("max_iter: 1 $", 1, 13, "no field or value begins with it"),
+        ("max_iter: 1 }", 1, 13, "'}': a field name is expected"),
+        ("max_iter: 1 $", 1, 13, "no field or value starts with this character"),
         (r'net: "\q"', 1, 6, r"the unknown escape \q"),
         (r'net: "\777"', 1, 6, "the unknown escape"),
-        (r'net: "\xff"', 1, 6, "the string is no UTF-8"),
-        ("solver_type: SGD type: 'SGD'", 1, 1, "type is given too. Take out the old solver_type"),
-        ("type: 'Adagrad'", 1, 1, 'type: "Adagrad": Caffe knows SGD, Nesterov, AdaGrad'),
+        (r'net: "\xff"', 1, 6, "the string is not valid UTF-8"),
+        ("solver_type: SGD type: 'SGD'", 1, 1, "solver_type and type are both given. Remove solver_type"),
+        ("type: 'Adagrad'", 1, 1, 'type: "Adagrad": Caffe supports SGD, Nesterov, AdaGrad'),
         ("iter_size: 0", 1, 1, "iter_size: 0: at least 1 is needed"),
         ("average_loss: 0", 1, 1, "at least 1 is needed"),
         ("base_lr: nan", 1, 1, "every weight would become NaN"),
         ("base_lr: 1e39", 1, 1, "base_lr: inf: every weight would become NaN"),
-        ("type: 'AdaGrad'\nmomentum: 0.9", 2, 1, "momentum: 0.9: AdaGrad has none in Caffe"),
+        ("type: 'AdaGrad'\nmomentum: 0.9", 2, 1, "momentum: 0.9: Caffe's AdaGrad has no momentum"),
         ("type: 'RMSProp' rms_decay: 1", 1, 17, "below 1"),
-        ("type: 'Adam' momentum: 1", 1, 14, "momentum: 1: Adam divides by one minus its powers"),
-        ("max_iter: -1", 1, 1, "updates are counted from 0"),
-        ("regularization_type: 'L3'", 1, 1, "Caffe knows L2, L1"),
+        ("type: 'Adam' momentum: 1", 1, 14, "momentum: 1: Adam needs a value of at least 0 and below 1"),
+        ("max_iter: -1", 1, 1, "the number of updates cannot be negative"),
+        ("regularization_type: 'L3'", 1, 1, "Caffe supports L2, L1"),
     ],
 )
 def test_a_mistake_is_found_where_it_is(text: str, line: int, column: int, message: str) -> None:
@@ -199,19 +209,19 @@ def test_a_mistake_is_found_where_it_is(text: str, line: int, column: int, messa
     assert (error.line, error.column) == (line, column), error
     assert message in str(error)
     assert re.fullmatch(
-        rf"line {line}, column {column}: .+: .+\. (Close|Correct|Give|Leave|Make|Take|Write) .+\.", str(error)
+        rf"line {line}, column {column}: .+: .+\. (Close|Correct|Remove|Write) .+\.", str(error)
     )
 
 
 @pytest.mark.parametrize(
     ("text", "line", "column", "message"),
     [
-        ("base_lr: 1\n", 2, 1, "no lr_policy: Caffe knows fixed, step, exp"),
+        ("base_lr: 1\n", 2, 1, "no lr_policy: Caffe supports fixed, step, exp"),
         ('\nlr_policy: "cosine"', 2, 1, 'lr_policy: "cosine"'),
-        ('gamma: 1 lr_policy: "step"', 1, 10, 'no stepsize: lr_policy "step" needs one above 0'),
-        ('lr_policy: "sigmoid" stepsize: 0', 1, 22, 'stepsize: 0: lr_policy "sigmoid" needs one'),
-        ('lr_policy: "exp" gamma: -1', 1, 18, 'gamma: -1: lr_policy "exp" needs 0 or more'),
-        ('lr_policy: "poly"', 1, 1, 'no max_iter: lr_policy "poly" ends there'),
+        ('gamma: 1 lr_policy: "step"', 1, 10, 'no stepsize: lr_policy "step" needs a stepsize above 0'),
+        ('lr_policy: "sigmoid" stepsize: 0', 1, 22, 'stepsize: 0: lr_policy "sigmoid" needs a stepsize'),
+        ('lr_policy: "exp" gamma: -1', 1, 18, 'gamma: -1: lr_policy "exp" needs a gamma of 0 or more'),
+        ('lr_policy: "poly"', 1, 1, 'no max_iter: lr_policy "poly" lowers the rate to 0 at max_iter'),
     ],
 )
 def test_a_policy_that_caffe_would_refuse(text: str, line: int, column: int, message: str) -> None:
@@ -222,7 +232,7 @@ def test_a_policy_that_caffe_would_refuse(text: str, line: int, column: int, mes
 
 
 def test_messages_too_deep_do_not_exhaust_the_stack() -> None:
-    with pytest.raises(PrototxtError, match="messages lie 100 deep"):
+    with pytest.raises(PrototxtError, match="messages are nested more than 100 deep"):
         parse("a {" * 5000)
 
 
@@ -249,9 +259,9 @@ def test_a_config_by_hand_is_checked_as_well() -> None:
         InputError, match=r"iter_size=0 is not allowed: at least 1 is needed\. Write 1 or more\."
     ):
         SolverConfig(lr_policy="fixed", iter_size=0)
-    with pytest.raises(InputError, match=r"base_lr='0\.1' is no number\. Pass a float"):
+    with pytest.raises(InputError, match=r"base_lr='0\.1' is not a number\. Pass a float"):
         SolverConfig(lr_policy="fixed", base_lr="0.1")  # pyright: ignore[reportArgumentType]  (the mistake)
-    with pytest.raises(InputError, match=r"max_iter=1\.5 is no whole number\. Pass an int"):
+    with pytest.raises(InputError, match=r"max_iter=1\.5 is not an integer\. Pass an int"):
         SolverConfig(lr_policy="fixed", max_iter=1.5)  # pyright: ignore[reportArgumentType]  (the mistake)
     with pytest.raises(InputError, match="lr_policy='cosine'"):
         SolverConfig(lr_policy="cosine")  # pyright: ignore[reportArgumentType]  (the mistake)

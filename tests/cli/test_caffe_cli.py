@@ -41,7 +41,7 @@ def test_fields_of_forks(solver: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert run(solver) == 2
     assert "'eval_type': a solver has no such field." in capsys.readouterr().err
     assert run(solver, "--ignore-unknown") == 0
-    assert "eval_type: it is no field of Caffe and was ignored" in capsys.readouterr().out
+    assert "eval_type: Caffe has no such field, so it was ignored" in capsys.readouterr().out
     report = commands.read(CaffeExplained, Path("superbatch-caffe"))
     assert report.command == {"solver": solver, "ignore_unknown": "true"}
 
@@ -57,7 +57,8 @@ def test_table_sentences_and_files(solver: str, capsys: pytest.CaptureFixture[st
     assert re.search(r"^iter_size +8 +accumulation_steps=8, an effective batch of 256$", shown.out, re.M)
     assert "clip_gradients: Caffe clips the sum over 8 micro-batches" in shown.out
     assert (
-        "stepvalue: at most one drop is made per update, in the order of the file: 800 at 801." in shown.out
+        "stepvalue: Caffe makes at most one drop per update, in the order of the file: 800 happens at 801."
+        in shown.out
     )
     assert "Stock torch is not the same: torch.optim.SGD(parameters, lr=0.01, momentum=0.9)" in shown.out
     assert sorted(os.listdir("superbatch-caffe")) == ["plot.png", "report.html", "report.json", "train.py"]
@@ -83,8 +84,8 @@ def test_json_is_all_that_is_printed(solver: str, capsys: pytest.CaptureFixture[
     [
         ("gamma: 0.1", "gama: 0.1", "line 4, column 1: 'gama': a solver has no such field"),
         ("gamma: 0.1", "gamma 0.1", "line 4, column 7: '0.1': a colon is missing after gamma"),
-        ("max_iter: 1000", "max_iter: 1e3", "line 6, column 11: max_iter: 1e3: max_iter is"),
-        ('prototxt"', "prototxt", "line 1, column 6: .*the string has no end on its line"),
+        ("max_iter: 1000", "max_iter: 1e3", "line 6, column 11: max_iter: 1e3: max_iter must be"),
+        ('prototxt"', "prototxt", "line 1, column 6: .*the string is not closed on its line"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_line(
