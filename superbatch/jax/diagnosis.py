@@ -85,7 +85,7 @@ def error_of(
     if (count := counted(call, found, term)) is not None:
         text, label = count
         return LossSpecError(
-            f"The {name} is a mean over something else than its weight counts: {given}. "
+            f"The {name} is a mean over another count than its weight: {given}. "
             f"Pass {mean}{_typed(term, 'weight', text)}."
         ), label
     if _some_weights(found, term):  # before `_table`, which compiles

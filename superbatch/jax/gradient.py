@@ -115,7 +115,7 @@ def value_and_grad(
         InputError: options exclude each other; or, when called, an argument is missing or has two roles,
             has as many rows as the batch and is not declared, or a weight is no scalar.
         SplitError: when called: arrays differ in length, or there are fewer rows than `steps`.
-        LossSpecError: when called: `fun` returns something else than declared.
+        LossSpecError: when called: `fun` returns another reduction than declared.
         CoupledSamplesError: when called: no weight explains the loss.
 
     Examples:

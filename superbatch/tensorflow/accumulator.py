@@ -132,8 +132,8 @@ class Accumulator(tf.Module):
                 mean: rows are coupled.
             InputError: it is called in a `tf.function`, there are fewer than two rows, or the loss draws
                 random numbers.
-            LossSpecError: the loss is a sum, one number for each row, or a mean over something else than the
-                weight counts.
+            LossSpecError: the loss is a sum, one number for each row, or a mean over another count than
+                the weight.
             SplitError: the batch has a SparseTensor.
 
         Examples:

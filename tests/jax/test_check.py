@@ -139,7 +139,7 @@ MISCOUNTED: dict[str, Any] = {
 def test_a_weight_that_counts_otherwise_is_found_inside_jit(name: str) -> None:
     """It reads no values, or those that the loss counts: no real batch makes up for that."""
     fun, batch, weight = MISCOUNTED[name]
-    message = r"mean over something else than its weight counts.*made up.* Pass weight=lambda batch: "
+    message = r"mean over another count than its weight.*made up.* Pass weight=lambda batch: "
     with pytest.raises(LossSpecError, match=message):
         called(fun, batch, jitted=True, weight=weight)
 
