@@ -40,6 +40,7 @@ def agrees(found: Evidence, factors: Sequence[float], term: str, *, of_whole: fl
         largest + abs(of_whole * found.whole.losses[term])
     ):
         return False
+    # A leaf whose gradient vanishes, such as the bias before a softmax, consists of rounding alone.
     floor = 1e-2 * max(size, default=0.0)
     return all(
         float(np.linalg.norm(got - leaf)) <= limit * (norm + floor)

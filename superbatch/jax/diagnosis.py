@@ -187,6 +187,7 @@ def _some_weights(found: Evidence, term: str) -> bool:
     """Tell whether any positive weights of the parts explain the gradient of the whole."""
     stacked = [np.concatenate([leaf.ravel() for leaf in part.gradients[term]]) for part in found.parts]
     whole = np.concatenate([leaf.ravel() for leaf in found.whole.gradients[term]])
+    # With fewer equations almost any gradient would be explained.
     if len(whole) < 4 * len(stacked) or any(not np.isfinite(part).all() for part in stacked):
         return False
     matrix = np.stack(stacked, axis=1)
