@@ -73,7 +73,8 @@ def _check_on(call: Call, draw: Draw, programs: Programs, doubted: set[str]) -> 
     excused: dict[str, tuple[str, Exception]] = {}
     for term in wrong_terms(call, tried.found):
         error, counts = error_of(call, term, tried, programs)
-        if draw == "real" or counts is None or not _may_agree(call, term, counts, tried.draw, doubted):
+        sure = draw == "real" or counts is None or kept_above_zero(tried.found, term)
+        if sure or not _may_agree(call, term, counts, tried.draw, doubted):
             raise error
         if draw == "counts":
             excused[term] = counts, error
@@ -123,11 +124,18 @@ def leaves_read(call: Call, term: str) -> set[str]:
 
     Parameters, other arguments and arrays that it closes over are "elsewhere".
     """
-    rows = _rows(call.roles.samples, _few(call))
-    inputs = inputs_of(call, rows, "counts", wide=False)
     labels = [
         label for argument in call.roles.others for label, _, mode in leaves_of(argument) if mode == "rows"
     ]
+    numbers, elsewhere = _read(call, term)
+    read = {labels[number] for number in numbers}
+    return read | {"elsewhere"} if elsewhere else read
+
+
+def _read(call: Call, term: str) -> tuple[frozenset[int], bool]:
+    """Return which of the split leaves a weight reads, in their order, and whether it reads others."""
+    rows = _rows(call.roles.samples, _few(call))
+    inputs = inputs_of(call, rows, "counts", wide=False)
 
     def program(*split: Any) -> Any:
         given = iter(split)
@@ -144,8 +152,8 @@ def leaves_read(call: Call, term: str) -> set[str]:
     # Traced, not run: what a weight reads does not depend on the values.
     jaxpr = jax.make_jaxpr(program)(*arrays).jaxpr
     wanted = needed(jaxpr)[1]
-    read = {label for label, variable in zip(labels, jaxpr.invars, strict=True) if variable in wanted}
-    return read if wanted.isdisjoint(jaxpr.constvars) else read | {"elsewhere"}
+    read = frozenset(number for number, variable in enumerate(jaxpr.invars) if variable in wanted)
+    return read, not wanted.isdisjoint(jaxpr.constvars)
 
 
 def _evidence(call: Call, draw: Draw, programs: Programs) -> Tried | None:
@@ -172,7 +180,11 @@ def _evidence(call: Call, draw: Draw, programs: Programs) -> Tried | None:
 
 def _tried(call: Call, sizes: Sequence[int], draw: Draw, programs: Programs) -> Tried | None:
     rows = _rows(call.roles.samples, sizes)
-    found = evidence(call, sizes, rows, draw, programs)
+    counted = None
+    if draw == "empty":  # nothing is counted in the last part, and its other values stay
+        terms = [term for term in call.options.terms or ("",) if call.options.weight_of(term) is not None]
+        counted = frozenset[int]().union(*(_read(call, term)[0] for term in terms))
+    found = evidence(call, sizes, rows, draw, programs, counted=counted)
     return None if found is None else Tried(found, draw, sizes, rows)
 
 

@@ -144,7 +144,13 @@ class Inputs:
 
 
 def inputs_of(
-    call: Call, rows: np.ndarray, draw: Draw, *, wide: bool, empty: Sequence[int] | np.ndarray = ()
+    call: Call,
+    rows: np.ndarray,
+    draw: Draw,
+    *,
+    wide: bool,
+    empty: Sequence[int] | np.ndarray = (),
+    counted: frozenset[int] | None = None,
 ) -> Inputs:
     """Return the values of a call on the rows of these numbers; made up where there are none.
 
@@ -153,7 +159,8 @@ def inputs_of(
         rows: numbers of the rows.
         draw: what stands for arrays without values.
         wide: in float64.
-        empty: rows, by their place in `rows`, that are zeros: nothing is counted there.
+        empty: rows, by their place in `rows`, in which the counted arrays are zeros.
+        counted: which of the leaves that are split, in their order; None: all.
     """
     roles = call.roles
     positions = roles.differentiated
@@ -169,6 +176,7 @@ def inputs_of(
         for leaf, (mode, axis) in zip(leaves, modes.get(where, same), strict=True):
             seed += 1
             cut = mode == "rows"
+            zeroed = len(empty) and (counted is None or sum(split) in counted)
             split.append(cut)
             axes.append(axis)
             fixed.append(not is_array(leaf))
@@ -185,7 +193,7 @@ def inputs_of(
                 value = made_up(shape, leaf.dtype, draw, parameter=parameter, seed=seed)
             else:
                 value = rows_of(np.asarray(leaf), rows, axis) if cut else leaf
-            if cut and len(empty):
+            if cut and zeroed:
                 value[(*[slice(None)] * axis, empty)] = 0  # made up: no array of the user's
             if wide and jnp.issubdtype(value.dtype, jnp.inexact):
                 complex_ = jnp.issubdtype(value.dtype, jnp.complexfloating)
@@ -322,6 +330,7 @@ def evidence(
     draw: Draw,
     programs: Programs,
     whole: frozenset[int] = frozenset(),
+    counted: frozenset[int] | None = None,
 ) -> Evidence | None:
     """Evaluate the rows as a whole and in parts; None where the function cannot be evaluated on them.
 
@@ -332,6 +341,7 @@ def evidence(
         draw: what stands for arrays without values; other than "real", also for the batch.
         programs: compiled so far; it grows.
         whole: leaves that are not cut after all.
+        counted: which of the split leaves are zeros in the last part of the draw "empty"; None: all.
     """
     for wide in (True, False):
         precision = jax.enable_x64(wide or jax.config.jax_enable_x64)
@@ -339,7 +349,8 @@ def evidence(
             with warnings.catch_warnings(), precision:
                 warnings.simplefilter("ignore")  # of dtypes that are not those of the training
                 split = parts_of(sizes, call.options.layout)
-                inputs = inputs_of(call, rows, draw, wide=wide, empty=split[-1] if draw == "empty" else ())
+                empty = split[-1] if draw == "empty" else ()
+                inputs = inputs_of(call, rows, draw, wide=wide, empty=empty, counted=counted)
                 # The parts first: with a leaf that is not cut most functions cannot even be traced on them.
                 pairs = [evaluated(call, inputs, part, programs, whole) for part in split]
                 together, seen = evaluated(call, inputs, np.arange(len(rows)), programs)

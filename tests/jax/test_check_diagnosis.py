@@ -11,6 +11,7 @@ import pytest
 jax = pytest.importorskip("jax", reason="jax is not installed (extra: jax)")
 pytest.importorskip("optax", reason="optax is not installed (extra: jax)")
 import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
 
 from superbatch import CoupledSamplesError, InputError, LossSpecError  # noqa: E402
 from superbatch.jax import value_and_grad  # noqa: E402
@@ -54,7 +55,7 @@ def target_mask(batch: Any) -> Any:
 def test_weights_of_two_terms_that_are_interchanged(jitted: bool) -> None:
     batch = pairs_of_texts()
     wrong = {"source": target_mask, "target": source_mask}
-    message = r"mean over something else.*weight=\{'source': lambda batch: batch\['source'\]\.sum\(\), \.\.\."
+    message = r"mean over another count.*weight=\{'source': lambda batch: batch\['source'\]\.sum\(\), \.\.\."
     with pytest.raises(LossSpecError, match=message):
         called(translation, batch, jitted=jitted, weight=wrong)
     right = {"source": source_mask, "target": target_mask}
@@ -110,6 +111,35 @@ def test_a_mean_whose_count_is_kept_above_zero(jitted: bool, empty: bool) -> Non
         called(detection, batch, **options)
     got = called(detection_sum, batch, reduction="sum", **options)
     assert_same(got, jax.value_and_grad(detection)(params(), batch))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@BOTH
+def test_a_count_of_one_number_for_each_row_that_is_kept_above_zero(jitted: bool, seed: int) -> None:
+    """A part of made-up rows may count nothing by chance, which must not excuse the weight."""
+    random = np.random.default_rng(seed)
+    batch = {"x": jnp.asarray(random.normal(size=(16, 3))), "positive": jnp.asarray(random.random(16) > 0.5)}
+    batch["positive"] = batch["positive"].at[0::4].set(False).astype(float)
+    at = {"w": jnp.ones(3)}
+
+    def focal(p: Any, batch: Any) -> Any:
+        return ((batch["x"] @ p["w"]) ** 2).sum() / jnp.maximum(batch["positive"].sum(), 1)
+
+    def masked(p: Any, batch: Any) -> Any:
+        each = (batch["x"] @ p["w"]) ** 2
+        return (each * batch["positive"]).sum() / jnp.maximum(batch["positive"].sum(), 1)
+
+    def update(loss: Any, **options: Any) -> Any:
+        count = lambda batch: batch["positive"].sum()  # noqa: E731
+        one = value_and_grad(loss, microbatch_size=4, weight=count, **options)
+        return (jax.jit(one) if jitted else one)(at, batch)
+
+    with pytest.raises(LossSpecError, match="count that is kept above 0"):
+        update(focal)
+    wrong = update(focal, check=False)[1]["w"]
+    assert float(jnp.abs(wrong - jax.grad(focal)(at, batch)["w"]).max()) > 0.1, "the premise"
+    got = update(masked)[1]["w"]  # nothing is left of a micro-batch without a positive row
+    assert float(jnp.abs(got - jax.grad(masked)(at, batch)["w"]).max()) < 1e-12
 
 
 @BOTH
