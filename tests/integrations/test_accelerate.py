@@ -20,6 +20,7 @@ from superbatch.integrations import versions
 from superbatch.integrations.accelerate import make_gradient
 from superbatch.torch import Window, windows
 from tests.integrations.accelerate_loop import Loop, apart, count, fresh, reset
+from tests.integrations.accelerate_ranks import coupled_on
 from tests.torch.two_ranks import found_by_both
 
 pytestmark = pytest.mark.integrations
@@ -181,7 +182,14 @@ def test_two_ranks_make_the_update_of_the_batch_of_both(tmp_path: Path) -> None:
     def largest(parameters: dict[str, Any]) -> float:
         return max(float((each - wanted[name]).detach().abs().max()) for name, each in parameters.items())
 
+    coupled = coupled_on(1, 0, coupled=False, gathered=False)
     for rank in found:
+        for name, each in coupled.items():
+            assert (rank["coupled"][name] - each).abs().max() <= 1e-12, name
+        # With the negatives of its own rank only, the loss is another one, and superbatch refuses it.
+        own = [(rank["own negatives"][name] - each).abs().max() for name, each in coupled.items()]
+        assert float(max(own)) > 1e-4
+        assert "couples the samples of this rank without those of the other ranks" in rank["not gathered"]
         assert rank["exact"]["kind"] == "MULTI_CPU"
         assert largest(rank["stock"]["parameters"]) > 0.01
         assert largest(rank["large"]["parameters"]) > 0.01  # ranks of unequal token counts are averaged

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from superbatch.errors import CoupledSamplesError, LossSpecError
 from superbatch.torch import Accumulator, Window
-from superbatch.torch.checks import check_samples
+from superbatch.torch.checks import check_samples, declared_loss
 from tests.torch.helpers import sgd
 
 SAMPLES, LENGTH, CLASSES = 8, 6, 5
@@ -211,6 +211,71 @@ def test_windows_of_few_samples_each_are_checked_with_several(
     train_on = Accumulator(model, sgd(model.parameters()), lambda mb: loss(model, mb))
     with pytest.raises((LossSpecError, CoupledSamplesError)):
         train_on(window_of(KINDS[kinds], sizes))
+
+
+BY_CLASS: dict[str, Loss] = {
+    "class frequencies": by_frequency,
+    "mean of means": lambda m, b: mean_of_class_means(m, b),
+    "balanced": lambda m, b: rows(m, b, weight=1 / (b["kind"].bincount(minlength=CLASSES) + 1e-9).double()),
+}
+EQUALLY_FREQUENT = {
+    "alternating": [0, 1] * 8,
+    "in pairs": [0, 0, 1, 1] * 4,
+    "sorted": [0] * 8 + [1] * 8,
+    "four classes": [0, 1, 2, 3] * 4,
+}
+
+
+def mean_of_class_means(model: nn.Module, batch: Any) -> Tensor:
+    each, kinds = rows(model, batch, reduction="none"), batch["kind"]
+    return torch.stack([each[kinds == kind].mean() for kind in kinds.unique()]).mean()
+
+
+def with_kinds(kinds: list[int], seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(len(kinds), 4, dtype=torch.float64, generator=generator)
+    return {"rows": {"x": x}, "kind": torch.tensor(kinds)}
+
+
+def updates_until_found(loss: Loss, first: list[int], size: int) -> int | None:
+    """Return how many updates were made before an error, in windows with equally frequent labels first."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, CLASSES, dtype=torch.float64)
+    train_on = Accumulator(model, sgd(model.parameters()), lambda mb: loss(model, mb), microbatch_size=size)
+    try:
+        train_on(with_kinds(first, 0))
+        for seed in range(1, 6):
+            kinds = torch.randint(0, 4, (len(first),), generator=torch.Generator().manual_seed(seed))
+            train_on(with_kinds(kinds.tolist(), seed))
+    except (LossSpecError, CoupledSamplesError):
+        return train_on.updates
+    return None
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("kinds", EQUALLY_FREQUENT)
+@pytest.mark.parametrize("case", BY_CLASS)
+def test_equally_frequent_labels_show_class_frequencies(case: str, kinds: str, size: int) -> None:
+    assert updates_until_found(BY_CLASS[case], EQUALLY_FREQUENT[kinds], size) == 0
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("case", BY_CLASS)
+def test_a_window_of_one_label_is_followed_by_a_check(case: str, size: int) -> None:
+    """The first window of another label is checked with three samples, two of one label."""
+    assert updates_until_found(BY_CLASS[case], [1] * 16, size) == 1
+
+
+def test_halves_of_equally_frequent_labels_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant: a cut in two halves, and into single samples."""
+
+    def halves(samples: int, turn: int) -> list[tuple[tuple[int, ...], ...]]:
+        every = tuple(range(samples))
+        half = samples // 2
+        return [(every[:half], every[half:]), tuple((place,) for place in every)]
+
+    monkeypatch.setattr(declared_loss, "orders", halves)
+    assert updates_until_found(mean_of_class_means, [0, 1] * 2, 2) != 0
 
 
 def test_samples_spread_over_the_window_alone_do_not_show_class_frequencies(

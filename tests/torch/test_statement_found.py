@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from superbatch.errors import CoupledSamplesError, LossSpecError
 from superbatch.torch import count_tokens
-from superbatch.torch.checks import agreement, declared_loss, evaluation, sketch
+from superbatch.torch.checks import agreement, cuts, declared_loss, sketch
 from superbatch.torch.checks.contradiction import Contradiction
 from superbatch.torch.checks.declared_loss import check_declaration
 from superbatch.torch.checks.probing.problem import Problem
@@ -263,8 +263,8 @@ def test_a_loss_over_some_samples_never_agrees_by_chance_in_many_seeds(name: str
 
 
 def test_one_cut_agrees_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant: a cut at a third and no other."""
-    monkeypatch.setattr(declared_loss, "orders", lambda samples, turn: evaluation.orders(samples, turn)[:1])
+    """The mutant: the cut between neighbours in two halves, and no other."""
+    monkeypatch.setattr(declared_loss, "orders", lambda samples, turn: cuts.other_orders(samples)[2:])
     assert len(missed("hardest half", range(40), 4, 4, torch.float64)) >= 8
 
 

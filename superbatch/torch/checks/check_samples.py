@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +24,8 @@ def first_microbatches(pieces: MicrobatchList) -> list[Any]:
     """Return a few micro-batches with two samples or more, spread over the window.
 
     If their samples have nearly equal counts and others of the window do not, a micro-batch of the most
-    unequal samples is included; so is one of four samples if every micro-batch has fewer.
+    unequal samples is included; so is one of four samples if every micro-batch has fewer, or has labels that
+    all are equal or all differ, unlike those of the window.
 
     Args:
         pieces: micro-batches of the window.
@@ -34,7 +36,7 @@ def first_microbatches(pieces: MicrobatchList) -> list[Any]:
     able = [piece for piece in given if _samples(piece, pieces) > 1]
     # Evenly spaced: neighbours in a sorted dataset are alike, and a wrong weight does not show on them.
     chosen = able[:: max(1, len(able) // MOST_CHECKED)][:MOST_CHECKED]
-    several = _several_samples(pieces, able)
+    several = _several_samples(pieces, chosen)
     uneven_ones = _uneven_samples(pieces, [*chosen, several] if several is not None else chosen)
     more = [piece for piece in (uneven_ones, several) if piece is not None]
     if not able and not more:
@@ -44,13 +46,33 @@ def first_microbatches(pieces: MicrobatchList) -> list[Any]:
     return [*chosen[: MOST_CHECKED - len(more)], *more]
 
 
-def _several_samples(pieces: MicrobatchList, able: list[Any]) -> Any:
-    """Return four samples if micro-batches have fewer, else None.
+def with_repeated_label(samples: Sequence[int], pieces: MicrobatchList) -> list[int]:
+    """Return two samples, and a third one so that two of the three share a label; without labels, the two.
+
+    Args:
+        samples: two samples, indexed as in `pieces.parts`.
+        pieces: micro-batches of the window.
+    """
+    labels = _labels(pieces.parts(), pieces)
+    mine = {labels[place] for place in samples} if labels else set()
+    # With weights by class frequency the loss agrees for every pair: both labels are equally frequent in it.
+    for place, label in enumerate(labels):
+        if place not in samples and (label in mine) == (len(mine) > 1):
+            return [*samples, place]
+    return list(samples)
+
+
+def _several_samples(pieces: MicrobatchList, chosen: list[Any]) -> Any:
+    """Return four samples if micro-batches have fewer, or have no equal and different labels; else None.
 
     With weights by class frequency the loss agrees for every pair, whose two classes are equally frequent,
     and differs for more samples. So two of the four share a label if the window has such samples.
     """
-    if sum(pieces.samples or ()) < 3 or any(_samples(piece, pieces) >= _SEVERAL for piece in able):
+    if sum(pieces.samples or ()) < 3:
+        return None
+    large = [piece for piece in chosen if _samples(piece, pieces) >= _SEVERAL]
+    # In micro-batches of one label each, as of a sorted dataset, all classes are equally frequent too.
+    if large and (not _labels(pieces.parts(), pieces) or any(_labels([piece], pieces) for piece in large)):
         return None
     picked = pieces.firsts(range(len(pieces)))
     return pieces.pick(_with_unlike_labels(picked, pieces))
@@ -58,7 +80,7 @@ def _several_samples(pieces: MicrobatchList, able: list[Any]) -> Any:
 
 def _with_unlike_labels(picked: list[int], pieces: MicrobatchList) -> list[int]:
     """Exchange one sample so that some labels are equal and some differ, if the window has such samples."""
-    labels = _labels(pieces)
+    labels = _labels(pieces.parts(), pieces)
     mine = [labels[place] for place in picked] if labels else []
     if not 1 < len(set(mine)) < len(mine):
         alike = len(set(mine)) > 1  # all labels differ, so a second sample of one of them is needed
@@ -69,9 +91,8 @@ def _with_unlike_labels(picked: list[int], pieces: MicrobatchList) -> list[int]:
     return picked
 
 
-def _labels(pieces: MicrobatchList) -> list[int]:
-    """Return the label of each sample, in the order of `parts`; empty if no leaf has repeated labels."""
-    parts = pieces.parts()
+def _labels(parts: Sequence[Any], pieces: MicrobatchList) -> list[int]:
+    """Return the label of each sample of micro-batches; empty if no leaf has equal and different labels."""
     found: list[int] = []
     with contextlib.suppress(SplitError, InputError):
         for leaf in leaves(parts[0], **pieces.paths):

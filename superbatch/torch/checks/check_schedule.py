@@ -25,8 +25,9 @@ from ..window.microbatches import MicrobatchList, Shown
 from ..window.options import check_bool
 from .candidates import clues_of
 from .check_record import CheckRecord, check_saved_checks
-from .check_samples import ENOUGH, first_microbatches
+from .check_samples import ENOUGH, first_microbatches, with_repeated_label
 from .checked import ALIKE, Checked
+from .cuts import first_part
 from .first_check import check_later_window, check_pairs
 from .lengths import Pair, lengths_in, ragged
 from .probing.problem import Problem
@@ -315,13 +316,12 @@ class CheckSchedule:
         return UncheckedFeature(best.name, best.contrast, samples, best.sure and best.contrast >= _FAINT)
 
     def _contrast_of_weights(self, piece: Any, pieces: MicrobatchList) -> float:
-        """Return the relative difference of the weights on both sides of the cut at a third."""
+        """Return the relative difference of the weights on both sides of the cut near a third."""
         weigh = self._config.weigh
         if not callable(weigh):  # with "returned", the check compares the returned weights
             return 1.0
         planned = plan_of(piece, **pieces.paths)
-        cut = -(-planned.samples // 3)
-        if not 0 < cut < planned.samples:
+        if (cut := first_part(planned.samples)) >= planned.samples:  # one sample, or none
             return 0.0
         first = weigh(planned.take(0, cut)) / cut
         rest = weigh(planned.take(cut, planned.samples)) / (planned.samples - cut)
@@ -330,7 +330,8 @@ class CheckSchedule:
     def _choose(self, shown: Shown) -> list[Any]:
         """Return micro-batches of the samples with the unchecked feature, or chosen by their losses."""
         found, pieces = self._found or self._find(shown, every=False), shown.pieces
-        picked = pieces.pick(found.samples) if found is not None and found.samples else None
+        samples = with_repeated_label(found.samples, pieces) if found is not None and found.samples else []
+        picked = pieces.pick(samples) if samples else None
         if picked is not None:
             return [picked]
         order = sorted(shown.took_part(), key=lambda index: abs(shown.losses[index]))

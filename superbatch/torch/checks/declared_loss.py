@@ -45,7 +45,8 @@ from .checked import (
     count_alike,
 )
 from .contradiction import ContradictedError, Contradiction
-from .evaluation import Evaluation, orders, other_orders
+from .cuts import orders, other_orders
+from .evaluation import Evaluation
 from .introspection import FloatingDtypes, run_eagerly
 from .probing.problem import Problem
 from .remedy import find_remedy

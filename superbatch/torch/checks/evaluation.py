@@ -23,6 +23,7 @@ from ..memory.out_of_memory import out_of_memory
 from ..rng.sample_rng import sample_stream
 from ..window.participants.moved_state import MovedState
 from .agreement import Cut, Evaluated
+from .cuts import Order
 from .generators import Generators
 from .precision import ComputeIn
 from .probing.problem import Problem, evaluate, weigh
@@ -30,15 +31,12 @@ from .probing.untouched import held_parameter, untouched
 from .sketch import sketch
 from .wide_parameters import WideParameters
 
-FEW = 8  # up to this many samples are also cut into single ones; of more, four single ones and the rest
 # Factors of the loss that change the rounding of the backward: none is near a power of two.
 _SCALES = (0.7310585, 1.3247180, 0.5671433)
 _KEY = 0
 # Seeds with which `draws_by_sample` repeats a micro-batch; equal numbers of draws by chance are unlikely.
 _SEEDS = range(1, 9)
 _SMALL = 64 << 20  # bytes: a smaller model is copied without reading the free memory
-
-Order = tuple[int, ...]
 
 
 class Evaluation:
@@ -323,53 +321,6 @@ def _by_backward(
     finally:
         for parameter, gradient in zip(parameters, kept, strict=True):
             parameter.grad = gradient
-
-
-def orders(samples: int, turn: int) -> list[tuple[Order, ...]]:
-    """Return the cuts of a micro-batch: at a third; and into single samples, or four of them and the rest.
-
-    A loss over the hardest samples may agree with one cut by chance, but not with single samples.
-
-    Args:
-        samples: number of samples of the micro-batch.
-        turn: index of the micro-batch; even: the first samples are single ones; odd: the last.
-
-    Examples:
-        >>> orders(3, 0)
-        [((0,), (1, 2)), ((0,), (1,), (2,))]
-        >>> [len(parts) for parts in orders(9, 0)[1]], [len(parts) for parts in orders(9, 1)[1]]
-        ([1, 1, 1, 1, 5], [5, 1, 1, 1, 1])
-    """
-    every = tuple(range(samples))
-    # At a third: with two halves, a mean that ignores the numbers of samples would pass.
-    third = -(-samples // 3)
-    cuts: list[tuple[Order, ...]] = [(every[:third], every[third:])]
-    single = [(place,) for place in every]
-    if 2 < samples <= FEW:
-        cuts.append(tuple(single))
-    elif samples > FEW and turn % 2:
-        cuts.append((every[:-4], *single[-4:]))
-    elif samples > FEW:
-        cuts.append((*single[:4], every[4:]))
-    return cuts
-
-
-def other_orders(samples: int) -> list[tuple[Order, ...]]:
-    """Return cuts without single samples, for losses that are undefined for one sample.
-
-    Examples:
-        >>> other_orders(4)
-        [((0, 2), (1, 3)), ((0, 3), (1, 2))]
-    """
-    if samples < 4:
-        return []
-    every = tuple(range(samples))
-    half = samples // 2
-    first = max(1, half // 2)
-    # Both ends against the middle: a grouping other than neighbours and every second sample.
-    outer = (*every[:first], *every[samples - (half - first) :])
-    cuts = [(every[::2], every[1::2]), (outer, tuple(place for place in every if place not in outer))]
-    return cuts if samples < 6 else [*cuts, (every[:3], every[3:])]
 
 
 def _copy(array: Any) -> Any:

@@ -18,7 +18,8 @@ from ..memory.out_of_memory import out_of_memory
 from .agreement import Cut, Rounding
 from .candidates import Candidate, weight_candidates
 from .contradiction import ContradictedError, Contradiction
-from .evaluation import Evaluation, Order, orders, other_orders
+from .cuts import Order, orders, other_orders
+from .evaluation import Evaluation
 from .probing.problem import Problem
 from .weighting import Weighting, find_weights
 

@@ -18,6 +18,8 @@ from torch import Tensor
 from superbatch.batch.containers import array_shape
 from superbatch.batch.tree import get, leaves
 
+from .cuts import first_part
+
 _IGNORED = (-100, -1, 0)  # labels that losses ignore
 _OF_IMAGES = 255  # the same in label maps of images
 _SMALL = 1 << 12  # elements: below, the overhead of an operation exceeds its work
@@ -204,14 +206,13 @@ class _Leaf:
 
 
 def contrast(counts: Tensor) -> float:
-    """Return the relative difference of the mean counts in the first third and in the rest.
+    """Return the relative difference of the mean counts on both sides of the cut near a third.
 
     Examples:
         >>> contrast(torch.tensor([2.0, 4.0, 4.0]))
         0.5
     """
-    # A third, rounded up: where `orders` cuts a micro-batch.
-    cut = -(-len(counts) // 3)
+    cut = first_part(len(counts))
     if not 0 < cut < len(counts):
         return 0.0
     first, rest = float(counts[:cut].mean()), float(counts[cut:].mean())

@@ -1,0 +1,76 @@
+"""Cuts of a micro-batch into the parts that the check of the loss compares with it."""
+
+from __future__ import annotations
+
+from math import gcd
+
+FEW = 8  # up to this many samples are also cut into single ones; of more, four single ones and the rest
+
+Order = tuple[int, ...]
+"""Positions of the samples of a part in the micro-batch."""
+
+
+def first_part(samples: int) -> int:
+    """Return how many samples the first part of a checked micro-batch has: near a third of them.
+
+    Args:
+        samples: number of samples of the micro-batch, at least 1.
+
+    Examples:
+        >>> [first_part(samples) for samples in (2, 3, 4, 6, 8, 9, 12)]
+        [1, 1, 1, 1, 3, 2, 5]
+    """
+    # Near a third: with two halves, a mean that ignores the numbers of samples would pass.
+    third = -(-samples // 3)
+    # Without a common divisor: if labels are equally frequent in a micro-batch and in its parts, a loss with
+    # weights by class frequency agrees with a plain mean by chance.
+    near = (third + sign * distance for distance in range(third) for sign in (-1, 1))
+    return next((cut for cut in near if gcd(cut, samples) == 1), 1)
+
+
+def orders(samples: int, turn: int) -> list[tuple[Order, ...]]:
+    """Return the cuts of a micro-batch: near a third; and into single samples, or four of them and the rest.
+
+    A loss over the hardest samples may agree with one cut by chance, but not with single samples.
+
+    Args:
+        samples: number of samples of the micro-batch.
+        turn: index of the micro-batch; even: the first samples are single ones; odd: the last.
+
+    Examples:
+        >>> orders(3, 0)
+        [((0,), (1, 2)), ((0,), (1,), (2,))]
+        >>> [len(parts) for parts in orders(9, 0)[1]], [len(parts) for parts in orders(9, 1)[1]]
+        ([1, 1, 1, 1, 5], [5, 1, 1, 1, 1])
+    """
+    every = tuple(range(samples))
+    third = first_part(samples)
+    cuts: list[tuple[Order, ...]] = [(every[:third], every[third:])]
+    single = [(place,) for place in every]
+    if 2 < samples <= FEW:
+        cuts.append(tuple(single))
+    elif samples > FEW and turn % 2:
+        cuts.append((every[:-4], *single[-4:]))
+    elif samples > FEW:
+        cuts.append((*single[:4], every[4:]))
+    return cuts
+
+
+def other_orders(samples: int) -> list[tuple[Order, ...]]:
+    """Return cuts without single samples, for losses that are undefined for one sample.
+
+    Examples:
+        >>> other_orders(4)
+        [((0, 2), (1, 3)), ((0, 3), (1, 2)), ((0, 1), (2, 3))]
+    """
+    if samples < 4:
+        return []
+    every = tuple(range(samples))
+    half = samples // 2
+    first = max(1, half // 2)
+    # Both ends against the middle: a grouping other than neighbours and every second sample.
+    outer = (*every[:first], *every[samples - (half - first) :])
+    cuts = [(every[::2], every[1::2]), (outer, tuple(place for place in every if place not in outer))]
+    # Neighbours too, which the first two cuts divide: `extremes` gives the lowest counts, then the highest.
+    near = 2 if samples < 6 else 3
+    return [*cuts, (every[:near], every[near:])]
