@@ -88,6 +88,16 @@ def _check_forwards(model: Any) -> None:
                 "batch, and a micro-batch has other rows. Pass stateful=False to the layer, or train with "
                 "whole batches."
             )
+    # One forward normalises by the averages that the one before it left. Averaging after the last one, as
+    # batchnorm.py does with the moving statistics, would come too late. Old versions of Keras have no renorm.
+    renormed = [layer.name for layer in batchnorms(model) if getattr(layer, "renorm", False)]
+    if renormed:
+        raise InputError(
+            f"The model has BatchNormalization with renorm=True ({', '.join(renormed)}), which updates its "
+            "averages in every forward and normalises by them, so the next micro-batch would see others. "
+            "Pass renorm=False to the layer, freeze it (layer.trainable = False), or train with whole "
+            "batches."
+        )
 
 
 def batchnorms(model: Any) -> list[Any]:
