@@ -291,7 +291,9 @@ def graph_with(layer: Any, **call: Any) -> Any:
 
 
 def case_batchnorm_that_infers() -> None:
-    compare(inferring, options={"batchnorm": "per_microbatch"})
+    # BatchNormalization casts to float32 on JAX, so that its own gradients are sums in float32 there.
+    bound = 1e-6 if helpers.BACKEND == "jax" else helpers.BOUND
+    compare(inferring, options={"batchnorm": "per_microbatch"}, bound=bound)
 
     def frozen_after_compile() -> Any:
         model = graph_with(keras.layers.BatchNormalization(name="norm"))
