@@ -291,7 +291,7 @@ def graph_with(layer: Any, **call: Any) -> Any:
 
 
 def case_batchnorm_that_infers() -> None:
-    # BatchNormalization casts to float32 on JAX, so that its own gradients are sums in float32 there.
+    # On JAX these layers cast to float32, so that the gradients of their own weights are sums in float32.
     bound = 1e-6 if helpers.BACKEND == "jax" else helpers.BOUND
     compare(inferring, options={"batchnorm": "per_microbatch"}, bound=bound)
 
@@ -300,9 +300,9 @@ def case_batchnorm_that_infers() -> None:
         model.get_layer("norm").trainable = False
         return model
 
-    compare(frozen_after_compile)
-    compare(lambda: graph_with(keras.layers.LayerNormalization()))
-    compare(lambda: graph_with(keras.layers.GroupNormalization(1)))
+    compare(frozen_after_compile, bound=bound)
+    compare(lambda: graph_with(keras.layers.LayerNormalization()), bound=bound)
+    compare(lambda: graph_with(keras.layers.GroupNormalization(1)), bound=bound)
 
 
 def case_batchnorm_of_a_graph_trains_though_called_with_false() -> None:
