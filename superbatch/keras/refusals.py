@@ -6,7 +6,7 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""Models that cannot be accumulated exactly, or not by us: each text says what to do."""
+"""Errors for models that `accumulate` cannot train exactly."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ LOOPS = {
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is no compiled Keras model, and a model with a train step of its own.
+    """Refuse anything but a compiled Keras model with Keras' own train step.
 
     Raises:
-        InputError: it is such.
+        InputError: the model is no such model.
     """
     if not isinstance(model, keras.Model):
         raise InputError(
@@ -57,8 +57,8 @@ def check_layers(model: Any, options: Options) -> None:
     """Refuse layers that couple the samples of a batch, or that change themselves in each forward.
 
     Raises:
-        CoupledSamplesError: there is a BatchNormalization in training, and nothing was said about it.
-        InputError: there is a layer whose forward depends on the one before it.
+        CoupledSamplesError: the model has BatchNormalization in training, and ``batchnorm="error"``.
+        InputError: a layer's forward depends on its forward before.
     """
     _check_forwards(model)
     if options.batchnorm == "per_microbatch":
@@ -74,7 +74,7 @@ def check_layers(model: Any, options: Options) -> None:
 
 
 def _check_forwards(model: Any) -> None:
-    """Refuse layers of which k micro-batches are k forwards, each from where the one before it ended."""
+    """Refuse layers whose forward depends on their forward before, that of another micro-batch."""
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.SpectralNormalization):
             raise InputError(
