@@ -30,7 +30,7 @@ def check_model(model: Any) -> None:
     """Refuse anything but a compiled Keras model with Keras' own train step.
 
     Raises:
-        InputError: the model is no such model.
+        InputError: it is no Keras model, is not compiled, or has a train step of its own.
     """
     if not isinstance(model, keras.Model):
         raise InputError(
