@@ -42,44 +42,46 @@ def accumulate(
 
         L = sum_j f_j sum_i (w_ij / W_j) l_ij + R,     W_j = sum_i w_ij
 
-    That is the loss of the whole batch, and the optimizer is called once with its gradient. What is defined
-    per update therefore stays as it is: schedules, clipping, moving averages of weights, constraints,
-    callbacks, `steps_per_epoch`. Metrics are updated per micro-batch: the same sums, if they are of samples.
+    That is the loss of the whole batch, and the optimizer is called once with its gradient. Schedules,
+    clipping, moving averages of weights, constraints, callbacks and `steps_per_epoch` therefore work per
+    update, as before. Metrics are updated per micro-batch, which is exact for metrics that are sums over
+    samples.
 
-    The returned model is a second object of (a subclass of) the same class on the same layers, weights,
-    optimizer and metrics, compiled as the first was. The first is not changed, and trains as before. What the
-    returned model saves is a model of the first one's class.
+    The returned model is a second object, of a subclass of the model's class, on the same layers, weights,
+    optimizer and metrics, with the same `compile`. `model` itself is not changed, and trains as before. A
+    saved file of the returned model loads as a model of the original class.
 
     Args:
         model: a compiled `keras.Model`: functional, sequential or subclassed, on the backend tensorflow, jax
             or torch. Its class may override `compute_loss`, `compute_metrics` and `call`, but not
             `train_step`.
-        microbatch_size: most rows of a micro-batch. A batch is cut near-equally, whatever its size.
-        loss_weight: for losses that return one number, of which Keras does not know what it was divided by,
-            and for an overridden `compute_loss`: a function ``(x, y, sample_weight) -> scalar`` of a
-            micro-batch.
+        microbatch_size: the largest number of rows of a micro-batch. Micro-batches of a batch differ by at
+            most one row.
+        loss_weight: the divisor of the loss: a function ``(x, y, sample_weight) -> scalar`` of a
+            micro-batch. Needed for losses that return one number, whose divisor Keras does not know, and
+            for an overridden `compute_loss`.
         batchnorm: what to do about BatchNormalization in training, which normalises by the micro-batch:
-            ``"error"``, or ``"per_microbatch"``: accept that. Its moving statistics then make one step for
-            each update, with mean and variance over all rows of the batch.
+            ``"error"`` raises; ``"per_microbatch"`` trains with it. The moving statistics are then updated
+            once per update, with mean and variance over all rows of the batch.
         nonfinite: ``"propagate"`` NaN and infinity; or ``"skip_microbatch"``: leave a micro-batch and its
             weight out if its loss or gradient is not finite.
-        check: whether a few rows of the first batch are evaluated at once and in parts, before it is trained
-            on: layers and losses that couple rows, and weights that do not fit the loss, are errors then.
+        check: whether to compare a few rows of the first batch at once and in parts before training: layers
+            and losses that couple rows, and weights that do not fit the loss, raise.
 
     Returns:
-        The model to call `fit` and `train_on_batch` of. Where a batch counts nothing (W is 0), it makes no
+        The model on which to call `fit` and `train_on_batch`. A batch of weight 0 (all W are 0) makes no
         update, and does not count in the mean loss of its epoch.
 
     Raises:
-        InputError: an option is none, or the model is not compiled, has a `train_step` of its own, or a layer
-            that is stateful or a SpectralNormalization; when training begins: a forward changes variables
-            of layers, or the first model was compiled again.
-        CoupledSamplesError: there is a BatchNormalization in training; when training begins: a layer or a
-            loss couples rows.
+        InputError: an option has a wrong value; the model is not compiled or has a `train_step` of its own;
+            a layer is stateful, a SpectralNormalization, or a BatchNormalization with ``renorm=True``; when
+            training begins: a forward changes variables of layers, or `model` was compiled again.
+        CoupledSamplesError: the model has BatchNormalization in training; when training begins: a layer or
+            a loss couples rows.
         OptimizerError: the optimizer accumulates by itself.
-        LossSpecError: when training begins: a loss returns one number and `loss_weight` is missing (or is
-            given and not needed, or not the divisor of the loss), or its mean cannot be put together from
-            micro-batches.
+        LossSpecError: when training begins: a loss returns one number and `loss_weight` is missing;
+            `loss_weight` is not needed, or is not the divisor of the loss; or no weights make the loss of
+            the batch from those of micro-batches.
         SplitError: when training begins: arrays of a batch differ in length, are sparse or ragged.
 
     Examples:

@@ -8,8 +8,8 @@
 # pyright: reportMissingModuleSource=false
 """Arithmetic of `superbatch.normalize`, on the tensors of a train step; nothing else in this package divides.
 
-There a weight is a number on the host and may be refused. Here it is only known when the step runs, so a
-weight that is negative makes the total NaN instead, and the NaN is in the update.
+`superbatch.normalize` raises for a negative weight. Here a weight is only known when the step runs, so a
+negative weight makes the total NaN instead, and with it the update.
 
 Plain operators divide, and not `keras.ops.divide_no_nan`: that gives float32 for float64 on the torch
 backend, as `keras.backend.result_type` does on all but TensorFlow.
@@ -66,7 +66,7 @@ def per_weight(total: Any, weight: Any) -> Any:
 
 
 def taking_part(value: Any, weight: Any) -> Any:
-    """Return a value, but 0 where the weight is 0: a loss of no tokens may be NaN, and 0 x NaN is no 0.
+    """Return a value, but 0 where the weight is 0: a loss of no tokens may be NaN, and 0 x NaN is NaN.
 
     Examples:
         >>> float(taking_part(ops.convert_to_tensor(float("nan")), ops.convert_to_tensor(0.0)))

@@ -8,10 +8,9 @@
 # pyright: reportMissingModuleSource=false
 """Moving statistics of BatchNormalization: one step of the average for each update, not each micro-batch.
 
-Every micro-batch starts from the moving statistics ``s`` that the update found, and leaves
-``m s + (1 - m) b_i``. From these follow its own ``b_i``, and from them mean and variance of the whole batch:
-within the micro-batches and between them. That is what the layer would have seen of these activations in one
-batch.
+Every micro-batch starts from the moving statistics ``s`` at the start of the update, and ends with
+``m s + (1 - m) b_i``. Its own statistics ``b_i`` follow from that. Mean and variance over all rows follow
+from the ``b_i``: the variance within micro-batches plus that between them.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Statistics:
         self.start = [(ops.copy(layer.moving_mean), ops.copy(layer.moving_variance)) for layer in self.layers]
 
     def zeros(self) -> Sums:
-        """Sums of no micro-batch: for each layer rows, means and squares."""
+        """Sums before the first micro-batch: rows, means and squares of each layer."""
         return [
             zero
             for mean, _ in self.start
@@ -41,7 +40,7 @@ class Statistics:
         ]
 
     def noted(self, sums: Sums, rows: Any) -> Sums:
-        """Return the sums with a micro-batch that has just gone through; the layers are as at the start."""
+        """Add the statistics of the last micro-batch to the sums, and reset the layers to the start."""
         found: Sums = []
         for number, (layer, (mean, variance)) in enumerate(zip(self.layers, self.start, strict=True)):
             count, means, squares = sums[3 * number : 3 * number + 3]
@@ -58,7 +57,7 @@ class Statistics:
         return found
 
     def assign(self, sums: Sums) -> None:
-        """Give the layers what they have after the update."""
+        """Set the layers to their statistics after the update."""
         for number, (layer, (mean, variance)) in enumerate(zip(self.layers, self.start, strict=True)):
             count, means, squares = sums[3 * number : 3 * number + 3]
             own = arithmetic.per_weight(means, count)

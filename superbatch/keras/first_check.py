@@ -8,8 +8,8 @@
 # pyright: reportMissingModuleSource=false
 """Check of the first batch: a few of its rows are evaluated at once and in parts, before it is trained on.
 
-Rows in another company must have the same predictions and the same losses. Where they do not, a layer or a
-loss couples the samples, or what a loss is divided by is not what was declared.
+A row must have the same prediction and the same loss beside any other rows. Otherwise a layer or a loss
+couples the samples, or a loss has another divisor than the declared one.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""For those who keep Keras' own `gradient_accumulation_steps`: the update that Keras leaves out."""
+"""Update of an incomplete window, for users of Keras' own `gradient_accumulation_steps`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class FlushTail(keras.callbacks.Callback):
     """At the end of an epoch, make the update of the micro-batches that are left over.
 
     Keras applies every k-th sum of gradients, divided by k. Where an epoch has ``K = q k + r`` micro-batches
-    it keeps the last r for the next epoch (and at the end of training for ever). This callback applies them
-    before validation::
+    the last r are added to the first window of the next epoch, or lost at the end of training. This callback
+    applies them before validation::
 
         gradient of the tail = (sum of r gradients) / r
 
@@ -32,7 +32,7 @@ class FlushTail(keras.callbacks.Callback):
     the next epoch begins with a window of its own.
 
     Micro-batches of one size make this exact. Keras keeps sums of means: a last micro-batch with fewer rows
-    counts as much as the others, and nobody can tell afterwards. Learning-rate schedules and the moving
+    counts as much as the others, which cannot be corrected afterwards. Learning-rate schedules and the moving
     average of weights still count micro-batches. `accumulate` has none of these limits.
 
     Raises:

@@ -16,7 +16,7 @@ NonFinite = Literal["propagate", "skip_microbatch"]
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of `accumulate`, which has their meaning."""
+    """The arguments of `accumulate`; its docstring describes them."""
 
     microbatch_size: int
     loss_weight: LossWeight | None = None
@@ -26,10 +26,10 @@ class Options:
 
 
 def check(options: Options) -> Options:
-    """Return the options if they are such.
+    """Return the options if each is valid.
 
     Raises:
-        InputError: one is not.
+        InputError: one is not valid.
 
     Examples:
         >>> check(Options(microbatch_size=8)).batchnorm

@@ -6,7 +6,7 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""Conditions of a probe: what a model is evaluated under when rows are compared in two companies.
+"""Weights and random draws for a comparison of rows at once and in parts.
 
 A separable loss is separable at any weights and for any random draws. So the probe takes draws that are the
 same for every row, and weights a little off the present ones: a branch whose gate starts at 0 shows there.
@@ -33,7 +33,7 @@ MOST = 2**25  # elements that are copied to be shifted: 128 MiB in float32
 def constant_draws() -> Iterator[None]:
     """Replace the draws of `keras.random` by constants, and dropout by nothing, while the context lasts.
 
-    Draws depend on the shape that is asked for, so that rows in another company would draw other numbers.
+    Draws depend on the shape, so that a row would get other numbers in a part than in the batch.
     """
     source, kept = backend.random, {}
     try:

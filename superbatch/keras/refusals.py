@@ -6,7 +6,7 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""Models that cannot be accumulated exactly, or not by us: each text says what to do."""
+"""Errors for models that `accumulate` cannot train exactly."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ LOOPS = {
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is no compiled Keras model, and a model with a train step of its own.
+    """Refuse anything but a compiled Keras model with Keras' own train step.
 
     Raises:
-        InputError: it is such.
+        InputError: it is no Keras model, is not compiled, or has a train step of its own.
     """
     if not isinstance(model, keras.Model):
         raise InputError(
@@ -57,8 +57,8 @@ def check_layers(model: Any, options: Options) -> None:
     """Refuse layers that couple the samples of a batch, or that change themselves in each forward.
 
     Raises:
-        CoupledSamplesError: there is a BatchNormalization in training, and nothing was said about it.
-        InputError: there is a layer whose forward depends on the one before it.
+        CoupledSamplesError: the model has BatchNormalization in training, and ``batchnorm="error"``.
+        InputError: a layer's forward depends on its forward before.
     """
     _check_forwards(model)
     if options.batchnorm == "per_microbatch":
@@ -74,7 +74,7 @@ def check_layers(model: Any, options: Options) -> None:
 
 
 def _check_forwards(model: Any) -> None:
-    """Refuse layers of which k micro-batches are k forwards, each from where the one before it ended."""
+    """Refuse layers whose forward depends on their forward before, that of another micro-batch."""
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.SpectralNormalization):
             raise InputError(
@@ -88,6 +88,16 @@ def _check_forwards(model: Any) -> None:
                 "batch, and a micro-batch has other rows. Pass stateful=False to the layer, or train with "
                 "whole batches."
             )
+    # One forward normalises by the averages that the one before it left. Averaging after the last one, as
+    # batchnorm.py does with the moving statistics, would come too late. Old versions of Keras have no renorm.
+    renormed = [layer.name for layer in batchnorms(model) if getattr(layer, "renorm", False)]
+    if renormed:
+        raise InputError(
+            f"The model has BatchNormalization with renorm=True ({', '.join(renormed)}), which updates its "
+            "averages in every forward and normalises by them, so the next micro-batch would see others. "
+            "Pass renorm=False to the layer, freeze it (layer.trainable = False), or train with whole "
+            "batches."
+        )
 
 
 def batchnorms(model: Any) -> list[Any]:

@@ -8,9 +8,9 @@
 # pyright: reportMissingModuleSource=false
 """Test that a loss computes its numbers for each row: their count is proportional to that of the rows.
 
-One micro-batch does not show it. Two numbers of two rows may be one for each class over all rows,
-and one row is like any. So the loss is traced with twice as many rows, for which it must return twice as many
-numbers. Only shapes are computed, without the memory and the time of numbers.
+One micro-batch does not show this: two numbers for two rows may be one number per class over all rows. So
+the loss is traced with twice as many rows, for which it must return twice as many numbers. Only shapes are
+computed, which takes little memory and time.
 """
 
 from __future__ import annotations

@@ -29,10 +29,10 @@ TAKES_STATE = False
 
 @contextmanager
 def untouched(model: Any) -> Iterator[None]:
-    """Evaluate without gradients, and restore what Keras does not know of.
+    """Evaluate without gradients, and restore the state that Keras does not manage.
 
-    It does not know torch's generators and the buffers of a module in a `TorchModuleWrapper`, such as the
-    statistics of `torch.nn.BatchNorm1d`: no scope of Keras keeps a forward from changing them.
+    Keras manages neither torch's generators nor the buffers of a module in a `TorchModuleWrapper`, such as
+    the statistics of `torch.nn.BatchNorm1d`: a forward changes them in any scope of Keras.
     """
     buffers = [
         (buffer, buffer.detach().clone())
@@ -107,7 +107,7 @@ def train_function(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def let_go(generation: int) -> None:
     """Collect young cycles: Keras' `tree` functions leave some that hold predictions and views of the batch.
 
-    They would be kept until Python comes by, which counts objects, and not what these hold.
+    Python would collect them late: it counts objects, not the memory that they hold.
     """
     gc.collect(generation)
 

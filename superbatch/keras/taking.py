@@ -6,7 +6,7 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""The compiled losses of a model, asked for their terms instead of their total."""
+"""Terms of a model's compiled losses, in place of their total."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def without_gradient_of_nothing(y_pred: Any, weight: Any) -> Any:
     """Return predictions that a loss of weight 0 gives no gradient.
 
     The total leaves such a loss, 0 / 0, out: the gradient by its value is 0. That by the predictions is then
-    0 x NaN, and would be added to what other terms say. Here it is replaced, not multiplied.
+    0 x NaN, and would be added to the gradients of other terms. Here it is replaced, not multiplied.
     """
 
     def cut(leaf: Any) -> Any:

@@ -6,14 +6,14 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""The terms of a loss, and what each is divided by: what Keras knows, read the way Keras does it.
+"""Terms of a loss and their divisors, found as Keras finds them.
 
-A term is what one compiled loss, or `add_loss`, says about a micro-batch: a mean over something, and the
-weight of that mean. Of what the mean is, is the term's kind:
+A term is the value of one compiled loss, or of `add_loss`, for a micro-batch: a mean, and the weight of that
+mean. The kind of a term says over what the mean is:
 
     "rows"      over the rows of the micro-batch; its weight is known before the forward
     "counted"   over what a mask or sample weights count; its weight is known after the forward
-    "sum"       no mean at all: terms of micro-batches add up
+    "sum"       a sum, not a mean: terms of micro-batches add up
 """
 
 from __future__ import annotations

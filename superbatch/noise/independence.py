@@ -67,7 +67,7 @@ class IndependenceTest:
         means: of d_1, d_2, e_1, e_2, in units of the scale.
         products: sums of products of deviations from these means, the upper triangle by rows.
         waiting: mean loss and explained variance of the windows that wait.
-        scale: what e_1 has been lately.
+        scale: a recent average of e_1.
         centre: mean loss of the window before.
         count: of triples.
 

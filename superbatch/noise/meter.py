@@ -160,7 +160,7 @@ class NoiseMeter:
         self._total.add(variance * samples, signal, self.beta)
 
     def add_beside(self, name: str, one: Estimate, *, samples: float) -> None:
-        """Take in what else a window says: nothing where its squares are not finite.
+        """Add another measurement of a window; one whose squares are not finite is left out.
 
         Args:
             name: of the average.
@@ -188,7 +188,7 @@ class NoiseMeter:
         self._losses.add(mean, explained)
 
     def expect(self, groups: Iterable[str], *, anew: bool = False) -> None:
-        """Begin anew if the parameter groups are others than before: it would be another noise scale.
+        """Restart the average if the parameter groups changed: their noise scale is another one.
 
         Args:
             groups: their names.

@@ -1,4 +1,4 @@
-"""Uses of a noise scale: one for a whole run, and the time to a loss with a larger batch."""
+"""Noise scale of a whole run, and the time to a loss with a larger batch."""
 
 from __future__ import annotations
 

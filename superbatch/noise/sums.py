@@ -1,4 +1,4 @@
-"""A window's noise by the sums that a loop over micro-batches returns, where a backend measures inside it."""
+"""Noise of a window from the sums that a backend's loop over micro-batches returns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .meter import LEAST_SPREAD, NoiseMeter, estimate
 def add_sums(
     meter: NoiseMeter, a2: SupportsFloat, b2: SupportsFloat, q: SupportsFloat, *, samples: SupportsFloat
 ) -> None:
-    """Count one window, and take it in or leave it out as its sums say.
+    """Add one window to the average, or count it as left out if its sums give no estimate.
 
     Args:
         meter: the average over windows.
@@ -28,7 +28,7 @@ def add_sums(
     Examples:
         >>> meter = NoiseMeter()
         >>> add_sums(meter, 2.5, 4.0, 0.5, samples=20.0)
-        >>> add_sums(meter, 2.5, 4.0, 1.0, samples=20.0)  # one micro-batch tells nothing of the spread
+        >>> add_sums(meter, 2.5, 4.0, 1.0, samples=20.0)  # one micro-batch shows no spread
         >>> meter.passed, meter.windows
         (2, 1)
     """

@@ -1,6 +1,6 @@
 # TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
-"""The accumulator: what a GradientTape loop calls once for each micro-batch, and once for each update."""
+"""Accumulator for GradientTape loops: one call for each micro-batch, and one for each update."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Accumulator(tf.Module):
             gradients: what ``tape.gradient(loss, variables)`` returns: tensors, IndexedSlices (repeated
                 indices add up; the sum is dense) and None (no gradient: counts as 0 in a window where another
                 micro-batch has one).
-            weight: how much the micro-batch counts, and never left out: its samples, its tokens; 1 where all
+            weight: how much the micro-batch counts, always required: its samples or its tokens; 1 where all
                 micro-batches count the same. A number, or a scalar tensor of int32, int64, float32 or
                 float64; in a `tf.function` a tensor, or each new number is a new
                 trace. 0 contributes nothing, NaN or not.
@@ -95,8 +95,8 @@ class Accumulator(tf.Module):
             samples: of the micro-batch, for the noise; by default its weight.
 
         Raises:
-            InputError: an argument is not what it must be. Nothing was added. In a graph, a weight that is
-                negative or not finite is a `tf.errors.InvalidArgumentError`.
+            InputError: an argument has the wrong type or value. Nothing was added. In a graph, a weight that
+                is negative or not finite is a `tf.errors.InvalidArgumentError`.
             WindowError: it is called outside of ``strategy.run`` with variables on replicas.
 
         Examples:
@@ -117,7 +117,7 @@ class Accumulator(tf.Module):
         """Check on a few rows that the losses of micro-batches give that of the batch, with this weight.
 
         ``add`` sees gradients only: that a loss is not the mean that its weight says, or that a layer or a
-        loss couples rows, does not show there. Call this once before training, eagerly. Three times, with
+        loss couples rows, gradients do not show. Call this once before training, eagerly. Three times, with
         other rows each, the loss and its gradient of at most 8 rows at once are compared with those of two
         unequal parts. It makes no update; layers that a forward changes, as BatchNormalization, are changed.
 
@@ -159,11 +159,11 @@ class Accumulator(tf.Module):
                 once, as with the gradient of a large batch, and not with variables that had no gradient.
 
         Returns:
-            What the window says about itself.
+            The weight, loss, gradient norm and counts of the window.
 
         Raises:
             NonFiniteError: the gradient is not finite (``nonfinite="raise"``); the window was given up.
-            OptimizerError: the optimizer cannot be used so. The window stays.
+            OptimizerError: one call of this optimizer is not one update. The window stays.
             WindowError: it is called inside of a strategy.
 
         Examples:

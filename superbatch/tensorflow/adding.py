@@ -34,10 +34,10 @@ class Microbatch:
 
 
 def check(gradients: Any, weight: Any, loss: Any, samples: Any, options: Options) -> Microbatch:
-    """Return the arguments of ``add`` if each can be what it is said to be; nothing was added yet.
+    """Return the arguments of ``add`` if each is valid; nothing was added yet.
 
     Raises:
-        InputError: one cannot.
+        InputError: one is not valid.
         WindowError: the gradients are those of all replicas.
     """
     count = len(options.variables)

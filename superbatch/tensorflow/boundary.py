@@ -1,11 +1,11 @@
 # TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
-"""The end of a window, in the one order that is right.
+"""Steps at the end of a window, in the only correct order.
 
 reduce -> normalise -> unscale -> finite check -> clip -> optimizer -> set to zero
 
-A graph does the same as eager code. There what can only be refused when it runs is a `tf.debugging.Assert`,
-after the window was given up: the next one begins clean.
+A graph does the same as eager code. An error that only the running graph can find is a `tf.debugging.Assert`,
+after the window was given up, so that the next window begins clean.
 """
 
 from __future__ import annotations

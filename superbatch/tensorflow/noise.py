@@ -8,7 +8,7 @@ from .outcome import Applied
 
 
 def add_noise(meter: NoiseMeter, applied: Applied) -> None:
-    """Give what a window says about noise to a `superbatch.NoiseMeter`, on the host.
+    """Add the noise of a window to a `superbatch.NoiseMeter`, on the host.
 
     ``|G|^2 = (b2 - a2) / (1 - q)`` and ``tr Cov(g) = (a2 - q b2) / (1 - q)``. A window with one micro-batch,
     with nearly all weight on one, or that made no update is noted as left out.

@@ -53,7 +53,7 @@ def check_scale(optimizer: Any, *, traced: bool) -> None:
     """Check that no graph has scaled a loss by a scale that was not yet a variable.
 
     Before it is built, `scale_loss` of an optimizer multiplies by a constant, its initial scale. A graph
-    keeps this constant, and the update divides by the scale of its day.
+    keeps this constant, and the update divides by the scale at that time.
 
     Raises:
         OptimizerError: a graph of ``add`` is older than the variables of the optimizer. The window stays.

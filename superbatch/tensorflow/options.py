@@ -20,7 +20,7 @@ NonFinite = Literal["raise", "skip_microbatch", "skip_update"]
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of `Accumulator`, which has their meaning.
+    """The arguments of `Accumulator`; its docstring describes them.
 
     TensorFlow tracks no dataclass: the variables of the model are not the accumulator's to save.
     """
@@ -43,7 +43,7 @@ def check(options: Options) -> Options:
     """Return the options if they go together.
 
     Raises:
-        InputError: they do not, or one is no such option.
+        InputError: one is not valid, or two exclude each other.
     """
     normalize.check_reduction(options.reduction, ("mean", "sum"))
     arithmetic.check_sum_dtype(options.accumulator_dtype)

@@ -1,4 +1,4 @@
-"""A batch that follows the noise: is it large enough, and how long shall the next window be?
+"""Batch size that follows the noise: tests of its size, and a controller of accumulation steps.
 
 All of it is a function of ``rho = tr Cov(g) / |G|^2``, noise over signal of the batch's gradient ``g``, with
 both parts unbiased (`superbatch.noise`):
@@ -40,7 +40,7 @@ class BatchTest:
     Attributes:
         passed: None where the noise scale is not determined.
         value: what was tested: rho, or the cosine; None likewise.
-        bound: what it was held against.
+        bound: the threshold.
         batch: the batch in samples that just passes; None likewise.
     """
 
@@ -78,7 +78,7 @@ def norm_test(noise: Noise, *, samples: float | None = None, target: float = 1.0
 
 
 def cosine_test(noise: Noise, *, cosine: float, samples: float | None = None) -> BatchTest:
-    """Test whether the gradients of a batch's two halves point the same way: their cosine as expected.
+    """Test whether the expected cosine between the gradients of a batch's two halves is large enough.
 
     No second gradient is kept: ``E cos = 1 / (1 + 2 rho)``.
 

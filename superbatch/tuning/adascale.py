@@ -1,9 +1,8 @@
-"""AdaScale: a rate and a progress that do not depend on the batch.
+"""AdaScale: a learning rate and a measure of progress for any batch size.
 
 An update with a batch kappa times the base batch is worth ``r = gain(kappa, B_noise / base)`` updates with
 the base batch. So its rate is ``r lr0(tau)``, and the progress ``tau`` grows by r: a schedule that was made
-for the base batch is gone through in as many *units of progress*, whatever the batches were, and training
-ends at the tau at which it would have ended.
+for the base batch takes as many *units of progress* with any batches, and training ends at the same tau.
 
 Source: Johnson, Agrawal, Gu & Guestrin 2020, https://arxiv.org/abs/2007.05105; here with a gain from past
 windows, so that the rate of a window does not depend on its own noise.

@@ -1,4 +1,4 @@
-"""The noise scale as other questions take it: measured, a number that was given, or not known."""
+"""Range of a noise scale that was measured, given as a number, or is not known."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class NoiseRange:
 
 
 def noise_range_of(model: NoiseOfModel) -> NoiseRange:
-    """Read what one model of Adam's preconditioner says, as `noise_range` reads a measurement.
+    """Return the noise range under one model of Adam's preconditioner, as `noise_range` does.
 
     Args:
         model: one of `Noise.models`.
@@ -42,7 +42,7 @@ def noise_range_of(model: NoiseOfModel) -> NoiseRange:
 
 
 def noise_range(noise: Noise | float | None) -> NoiseRange:
-    """Read what is known of the noise scale.
+    """Return the range of a noise scale.
 
     Args:
         noise: a measurement; a number of samples (infinity: nothing but noise); None: nothing is known.

@@ -1,4 +1,4 @@
-"""From batch B to kappa B: what becomes of the learning rate and the optimizer's other settings.
+"""Learning rate and other settings of the optimizer for a kappa times larger batch.
 
 Three quantities are kept, in samples rather than in updates: how far the weights drift, how strongly noise
 shakes them, and how long the optimizer remembers. With ``r = gain(kappa, B_noise / B)``, between 1 and kappa:
@@ -68,7 +68,7 @@ def gain(kappa: float, ratio: float) -> float:
 
 
 def half_life(beta: float, batch: float) -> float:
-    """After how many samples a moving average has forgotten one half: ``batch ln(1/2) / ln(beta)``.
+    """The half-life of a moving average in samples: ``batch ln(1/2) / ln(beta)``.
 
     Args:
         beta: of the average, between 0 and 1.

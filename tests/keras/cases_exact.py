@@ -17,6 +17,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from superbatch.keras import accumulate
 from tests.keras import helpers
 from tests.keras.helpers import LABELS, SOME, TOKENS, X, Y, compare, cross_entropy, dense, draw, text
 
@@ -253,3 +254,75 @@ def case_a_model_that_is_built_by_fit() -> None:
     got, wanted = ([helpers.array(v) for v in each.trainable_variables] for each in (ours, whole))
     assert all(np.abs(a - b).max() < 10 * helpers.BOUND for a, b in zip(got, wanted, strict=True))
     assert np.abs(helpers.array(model(X)) - helpers.array(whole(X))).max() < 10 * helpers.BOUND
+
+
+class Inferring(keras.Model):
+    """A model whose own `call` has its BatchNormalization infer, also in `fit`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = keras.layers.BatchNormalization(name="norm")
+        self.dense = keras.layers.Dense(2)
+
+    def build(self, shape: Any) -> None:
+        self.norm.build(shape)
+        self.dense.build(shape)
+
+    def call(self, x: Any, training: Any = None) -> Any:
+        return self.dense(self.norm(x, training=False))
+
+
+def inferring() -> Any:
+    keras.utils.set_random_seed(1)
+    model = Inferring()
+    model.build((None, 3))
+    model.norm.set_weights(np.array([[1, 2, 0.5], [0.1, -0.2, 0.3], [0.5, 0, -0.5], [2, 1, 0.5]]))
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+def graph_with(layer: Any, **call: Any) -> Any:
+    """A functional model that begins with a layer, called with these arguments while the model is built."""
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((3,))
+    model = keras.Model(inputs, keras.layers.Dense(2)(layer(inputs, **call)))
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+def case_batchnorm_that_infers() -> None:
+    # On JAX these layers cast to float32, so that the gradients of their own weights are sums in float32.
+    bound = 1e-6 if helpers.BACKEND == "jax" else helpers.BOUND
+    compare(inferring, options={"batchnorm": "per_microbatch"}, bound=bound)
+
+    def frozen_after_compile() -> Any:
+        model = graph_with(keras.layers.BatchNormalization(name="norm"))
+        model.get_layer("norm").trainable = False
+        return model
+
+    compare(frozen_after_compile, bound=bound)
+    compare(lambda: graph_with(keras.layers.LayerNormalization()), bound=bound)
+    compare(lambda: graph_with(keras.layers.GroupNormalization(1)), bound=bound)
+
+
+def case_batchnorm_of_a_graph_trains_though_called_with_false() -> None:
+    """`fit` runs a functional model with training=True, which replaces the False given to the layer."""
+
+    def build() -> Any:
+        return graph_with(keras.layers.BatchNormalization(name="norm"), training=False)
+
+    helpers.raises(
+        helpers.CoupledSamplesError,
+        "BatchNormalization in training (norm)",
+        lambda: accumulate(build(), microbatch_size=5),
+    )
+    whole, model = build(), build()
+    fit = {"batch_size": 21, "epochs": 2, "shuffle": False, "verbose": 0}
+    whole.fit(X, Y, **fit)
+    accumulate(model, microbatch_size=5, batchnorm="per_microbatch").fit(X, Y, **fit)
+    moved, means = (helpers.array(each.get_layer("norm").moving_mean) for each in (whole, model))
+    assert np.abs(moved).max() > 1e-3, "the premise: Keras trained the layer"
+    bound = 1e-6 if helpers.BACKEND == "jax" else helpers.BOUND  # the layer computes in float32 on JAX
+    assert np.abs(means - moved).max() < bound * np.abs(moved).max()
+    kernels = [helpers.array(each.layers[-1].kernel) for each in (whole, model)]
+    assert np.abs(kernels[0] - kernels[1]).max() > 1e-4, "samples are normalised by their micro-batch"

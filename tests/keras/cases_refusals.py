@@ -19,7 +19,7 @@ from keras import ops
 from superbatch.errors import CoupledSamplesError, InputError, LossSpecError, OptimizerError, SplitError
 from superbatch.keras import accumulate, first_check
 from tests.keras.cases_exact import Halving, count_known
-from tests.keras.helpers import LABELS, TOKENS, X, Y, cross_entropy, dense, raises, text
+from tests.keras.helpers import LABELS, TOKENS, X, Y, array, compare, cross_entropy, dense, raises, text
 
 
 def fit(model: Any, x: Any = X, y: Any = Y, *, options: Any = None, **arguments: Any) -> Any:
@@ -100,6 +100,33 @@ def case_layers_that_one_forward_changes_for_the_next() -> None:
         model = keras.Sequential([keras.Input(batch_shape=(6, *shape)), layer])
         model.compile("sgd", "mse")
         raises(InputError, words, lambda model=model: accumulate(model, microbatch_size=1))
+
+
+def renormed(*, renorm: bool = True, trainable: bool = True) -> Any:
+    keras.utils.set_random_seed(1)
+    norm = keras.layers.BatchNormalization(renorm=renorm, name="norm", trainable=trainable)
+    model = keras.Sequential([keras.Input((3,)), norm, keras.layers.Dense(2)])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+def case_batchnorm_with_renorm() -> None:
+    for options in ({}, {"batchnorm": "per_microbatch"}):
+        raises(
+            InputError,
+            "BatchNormalization with renorm=True (norm), which updates its averages in every forward",
+            lambda options=options: accumulate(renormed(), microbatch_size=4, **options),
+        )
+    # What would be wrong without the error: two halves of a batch are two steps of the layer's averages.
+    whole, halves = renormed(), renormed()
+    whole(X[:20], training=True)
+    halves(X[:10], training=True)
+    halves(X[10:20], training=True)
+    steps = [np.abs(array(model.layers[0].renorm_mean)) for model in (whole, halves)]
+    assert np.abs(steps[0] - steps[1]).max() > 0.1 * steps[0].max(), "the premise: the averages differ"
+    # The cures that the error names.
+    accumulate(renormed(renorm=False), microbatch_size=4, batchnorm="per_microbatch")
+    compare(lambda: renormed(trainable=False))
 
 
 def case_a_negative_weight_is_seen() -> None:
