@@ -31,7 +31,7 @@ TAKES_STATE = False
 def untouched(model: Any) -> Iterator[None]:
     """Evaluate without gradients, and restore the state that Keras does not manage.
 
-    Keras manages neither torch's generators nor the buffers of a module in a `TorchModuleWrapper`, such as
+    Keras does not manage the generators of torch and the buffers of a module in a `TorchModuleWrapper`, such as
     the statistics of `torch.nn.BatchNorm1d`: a forward changes them in any scope of Keras.
     """
     buffers = [
