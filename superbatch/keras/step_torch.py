@@ -31,8 +31,8 @@ TAKES_STATE = False
 def untouched(model: Any) -> Iterator[None]:
     """Evaluate without gradients, and restore the state that Keras does not manage.
 
-    Keras does not manage the generators of torch and the buffers of a module in a `TorchModuleWrapper`, such as
-    the statistics of `torch.nn.BatchNorm1d`: a forward changes them in any scope of Keras.
+    Keras does not manage the generators of torch and the buffers of a module in a `TorchModuleWrapper`, such
+    as the statistics of `torch.nn.BatchNorm1d`: a forward changes them in any scope of Keras.
     """
     buffers = [
         (buffer, buffer.detach().clone())
