@@ -73,8 +73,9 @@ def _check_on(call: Call, draw: Draw, programs: Programs, doubted: set[str]) -> 
     excused: dict[str, tuple[str, Exception]] = {}
     for term in wrong_terms(call, tried.found):
         error, counts = error_of(call, term, tried, programs)
-        sure = draw == "real" or counts is None or kept_above_zero(tried.found, term)
-        if sure or not _may_agree(call, term, counts, tried.draw, doubted):
+        if draw == "real" or counts is None or kept_above_zero(tried.found, term):
+            raise error
+        if not _may_agree(call, term, counts, tried.draw, doubted):
             raise error
         if draw == "counts":
             excused[term] = counts, error

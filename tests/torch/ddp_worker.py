@@ -471,24 +471,28 @@ def collectives(rank: int, group: Any) -> dict[str, Any]:
     # Below DDP's register_comm_hook, which an Accumulator refuses.
     dist._register_comm_hook(wrapped.reducer, None, reduced_by_ddp)  # pyright: ignore[reportPrivateImportUsage]
     handle = next(model.parameters()).register_hook(lambda _: events.append("backward"))
-    original = dist.all_reduce
+    original, directly = dist.all_reduce, dist.all_to_all_single
 
     def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         events.append(f"all_reduce {tensor.numel()}")
         return original(tensor, *args, **kwargs)
+
+    def all_to_all_single(rows: Tensor, *args: Any, **kwargs: Any) -> Any:
+        events.append(f"numbers {rows[0].numel()}")
+        return directly(rows, *args, **kwargs)
 
     def loss_fn(microbatch: Any) -> Tensor:
         events.append("forward")
         return mse(wrapped, microbatch)
 
     accumulate = Accumulator(wrapped, sgd(wrapped.parameters()), loss_fn, check=False)
-    dist.all_reduce = all_reduce
+    dist.all_reduce, dist.all_to_all_single = all_reduce, all_to_all_single
     try:
         for window in ROWS_CUT[rank][:2]:
             accumulate(Window(window))
             events.append("end")
     finally:
-        dist.all_reduce = original
+        dist.all_reduce, dist.all_to_all_single = original, directly
         handle.remove()
     parameters = list(model.parameters())
     announced = accumulate.engine.config.sync.count_announced(parameters)

@@ -137,7 +137,7 @@ def test_what_failed_before_the_step_tears_nothing() -> None:
     accumulate = Accumulator(
         model, optimizer, loss_fn, microbatch_size=4, reduction="sum", weight=lambda x: 0, check=False
     )
-    with pytest.raises(Exception, match="weight is 0"):
+    with pytest.raises(Exception, match="the weight of the window is 0"):
         accumulate(torch.randn(8, 3, dtype=F64))
     assert calls == 0, "the window is discarded: the state that it moved is as before"
 

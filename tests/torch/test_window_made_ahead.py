@@ -97,7 +97,7 @@ def test_a_window_is_entered_once_also_after_an_error() -> None:
     window = accumulate.window(BATCH)
     with pytest.raises(NonFiniteError):
         run(window, model, float("nan"))
-    with pytest.raises(WindowError, match="The window is over"):
+    with pytest.raises(WindowError, match="This window is over"):
         run(window, model)
     assert run(accumulate.window(BATCH), model).made
 
