@@ -223,5 +223,5 @@ def test_a_stream_of_micro_batches_takes_one_weight() -> None:
     """The optimizer gets one gradient: its terms cannot be divided any more."""
     p = params()
     optimizer = multi_steps(optax.sgd(1.0), every=2)
-    with pytest.raises(InputError, match=r"one number is needed.*value_and_grad"):
+    with pytest.raises(InputError, match=r"One number is needed.*value_and_grad"):
         optimizer.update(p, optimizer.init(p), p, weight={"tokens": 3, "rows": 2})
