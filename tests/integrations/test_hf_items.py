@@ -98,7 +98,7 @@ def test_means_with_divisors_of_their_own_are_an_error_sample_by_sample(name: st
     for size, steps in ((1, 8), (2, 4)):
         model = model_of(case)
         before = copies(model)
-        with pytest.raises(CoupledSamplesError, match=r"its terms are means over different counts"):
+        with pytest.raises(CoupledSamplesError, match=r"terms that are means over different counts"):
             train(ExactTrainer, case, size, steps, tmp_path, model=model, **options)
         assert all(torch.equal(value, before[each]) for each, value in copies(model).items())
 
