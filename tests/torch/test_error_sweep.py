@@ -151,7 +151,8 @@ class Cell:
         for number in range(1 + stride // 2, lines + 1, stride):
             self.at(number)
         assert not self.wrong, f"{len(self.wrong)} of {lines // stride}:\n" + "\n".join(self.wrong[:30])
-        assert self.found["as before"], "premise"
+        assert sum(self.found.values()), "premise"
+        assert self.found["as before"] or most < 100, "premise: among a few lines there may be none"
 
 
 def outcome(run: Run, number: int) -> Exception | None:

@@ -367,7 +367,7 @@ NOT_EXACT = [
         lambda: with_loss(lambda p, y: F.cross_entropy(p, y, reduction="sum") / len(y) ** 0.5),
         "batch_size",
         "loss_fn",
-        "plain mean",
+        "mean over the micro-batch",
     ),
     Case("dropout", lambda: supervised(mlp(nn.Dropout(0.3))), "random", "1", "PerSampleRandom"),
     Case("drop-path per sample", lambda: supervised(mlp(DropPath(per_batch=False))), "random", "1"),

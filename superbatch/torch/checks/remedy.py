@@ -220,7 +220,8 @@ def _listed(found: Weighting) -> str:
 
 def _ratio(found: Weighting, cut: Cut) -> str:
     # The ratio of two parts with a weight is something that a user can search for in the data.
-    counted = [(factor, part) for factor, part in zip(found.factors, cut.parts, strict=True) if factor > 0]
+    least = 1e-6 * max(found.factors)  # below: a weight of 0, and the rounding of the others
+    counted = [(f, part) for f, part in zip(found.factors, cut.parts, strict=True) if f > max(least, 0)]
     if len(counted) < 2:
         return "only one part has a weight"
     (first, one), (second, other) = counted[:2]
