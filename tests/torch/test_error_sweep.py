@@ -22,7 +22,7 @@ from superbatch.torch.window.update_rule import Once
 from tests.torch.interrupted_windows import MODES, AtLine, Run
 from tests.torch.states import assert_unchanged
 
-POINTS = 5  # lines of a window, in the default suite
+POINTS = 20  # lines of a window, in the default suite
 MOST = 2500  # lines of a window that are all tried; of more, such as those of the check, every n-th
 ERRORS: dict[str, type[Exception]] = {"error": ValueError, "no memory": MemoryError}
 WINDOWS = {
@@ -151,8 +151,7 @@ class Cell:
         for number in range(1 + stride // 2, lines + 1, stride):
             self.at(number)
         assert not self.wrong, f"{len(self.wrong)} of {lines // stride}:\n" + "\n".join(self.wrong[:30])
-        assert sum(self.found.values()), "premise"
-        assert self.found["as before"] or most < 100, "premise: among a few lines there may be none"
+        assert self.found["as before"], "premise"
 
 
 def outcome(run: Run, number: int) -> Exception | None:

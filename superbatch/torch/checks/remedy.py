@@ -15,7 +15,7 @@ from superbatch.normalize import Number, Reduction
 
 from ..loss.losses import pair_of
 from ..memory.out_of_memory import out_of_memory
-from .agreement import Cut, Rounding
+from .agreement import Cut, Evaluated, Rounding
 from .candidates import Candidate, weight_candidates
 from .contradiction import ContradictedError, Contradiction
 from .cuts import Order, orders, other_orders
@@ -60,7 +60,7 @@ def find_remedy(
         more = _more_cuts(evaluation, found, other, [])
         there = find_weights(more, found.rounding) if more else weights
         weights = there if there.kind in ("none", "divisor") else weights
-    return _without_candidate(weights, problem, given, evidence, cuts[0])
+    return _without_candidate(weights, problem, given, evidence, cuts, found.rounding)
 
 
 def worst_parameter(
@@ -181,10 +181,15 @@ def _counted(problem: Problem, candidate: Candidate, given: str, evidence: float
 
 
 def _without_candidate(
-    found: Weighting, problem: Problem, given: str, evidence: float, cut: Cut
+    found: Weighting,
+    problem: Problem,
+    given: str,
+    evidence: float,
+    cuts: Sequence[Cut],
+    rounding: Rounding,
 ) -> Contradiction:
     if found.kind == "weights":
-        what = f"loss_fn returns a mean over a count that is not in the batch ({_ratio(found, cut)})"
+        what = f"loss_fn returns a mean over a count that is not in the batch ({_ratio(cuts, rounding)})"
         remedy = 'return (loss, divisor of the loss) from loss_fn, and pass weight="returned"'
         if problem.weight == "returned":
             remedy = "return the divisor of the loss as its weight"
@@ -218,10 +223,16 @@ def _listed(found: Weighting) -> str:
     return " and ".join(f"{factor:.4g}" for factor in found.factors[:3])
 
 
-def _ratio(found: Weighting, cut: Cut) -> str:
+def _ratio(cuts: Sequence[Cut], rounding: Rounding) -> str:
     # The ratio of two parts with a weight is something that a user can search for in the data.
-    least = 1e-6 * max(found.factors)  # below: a weight of 0, and the rounding of the others
-    counted = [(f, part) for f, part in zip(found.factors, cut.parts, strict=True) if f > max(least, 0)]
+    counted: list[tuple[float, Evaluated]] = []
+    for cut in cuts:
+        factors = find_weights([cut, *(each for each in cuts if each is not cut)], rounding).factors
+        # Smaller factors are a weight of 0 with rounding.
+        least = 1e-6 * max(factors, default=0.0)
+        counted = [(f, part) for f, part in zip(factors, cut.parts, strict=False) if f > least]
+        if len(counted) > 1:
+            break
     if len(counted) < 2:
         return "only one part has a weight"
     (first, one), (second, other) = counted[:2]
