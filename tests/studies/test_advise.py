@@ -59,7 +59,9 @@ def test_numbers_alone_are_enough() -> None:
         ({"accumulation_steps": 1}, "that is no accumulation"),
         ({"ranks": 0}, "ranks=0"),
         ({"noise_low": 5000.0}, "--noise-low <= --noise"),
-        ({"noise": -1.0}, "--noise-low <= --noise"),
+        ({"noise": -1.0}, r"^noise=-1.0 is not a positive number of samples. Give a number above 0.$"),
+        ({"noise": math.inf}, "noise=inf is not a positive number"),
+        ({"noise_low": -1.0}, "outside of its interval, -1 to .*0 <= --noise-low"),
         ({"learning_rate": 0.1, "optimizer": "lion"}, "lion"),
     ],
 )

@@ -90,12 +90,14 @@ def given_noise(options: Options) -> NoiseRange | None:
     value, low, high = options.noise, options.noise_low, options.noise_high
     if value is None and low is None and high is None:
         return None
+    if value is not None and not 0 < value < math.inf:
+        raise InputError(f"noise={value!r} is not a positive number of samples. Give a number above 0.")
     low = (0.0 if value is None else value) if low is None else low
     high = (math.inf if value is None else value) if high is None else high
     middle = low if value is None else value
-    if not (0 <= low <= middle <= high and high > 0) or (value is not None and not 0 < value < math.inf):
+    if not (0 <= low <= middle <= high and high > 0):
         raise InputError(
-            f"noise={value!r} between {low!r} and {high!r}: a noise scale is a number of samples, between "
-            "the ends of its range. Give --noise-low <= --noise <= --noise-high."
+            f"The noise scale {middle:g} is outside of its interval, {low:g} to {high:g}. "
+            "Give 0 <= --noise-low <= --noise <= --noise-high."
         )
     return NoiseRange(value, low, high)
