@@ -10,13 +10,14 @@ its micro-batches explains, three windows at a time::
 
 All are 1 for independent draws at the same parameters. A loss that falls adds four times as much to d_2 as to
 d_1, so that F_0 has none of it; one that swings from update to update has d_2 < d_1. *Shared*: the lower ends
-of all three intervals are above 1.1, and ``2 F_0 - F_2 > 1.1``. *Even*: the upper ends of F_1 and F_2 are
-below 0.9. Otherwise there is no verdict.
+of all three intervals are above 1.1, and the loss is not shown to move. *Even*: the upper ends of F_1 and F_2
+are below 0.9. Otherwise there is no verdict.
 
-The last condition of *shared* is about a loss that rises and falls again within a few updates, as after each
-restart of a learning-rate schedule: such bumps are no straight lines, so that F_0 keeps a part of them.
-Shared noise gives F_2 = F_0. A moving loss gives more to F_2: ``F_2 - F_0`` is at least ``F_0 - 1`` for a
-random walk, and for a stationary process with a correlation of 0.6 or more between successive windows.
+A loss moves if the lower end of the interval of ``F_2 - F_1`` is above 0 and ``2 F_0 - F_2 <= 1.1``. So does
+one that rises and falls again within a few updates, as after each restart of a learning-rate schedule: such
+bumps are no straight lines, and F_0 keeps a part of them. Shared noise gives F_2 = F_1 = F_0. For a random
+walk ``F_2 - F_0`` is at least ``F_0 - 1``, and so it is for a stationary process with a correlation of 0.6 or
+more between successive windows.
 
 Gradients take the place of losses where parameters rest (`superbatch.torch.tuning.independence`).
 They see more, but while parameters move, their noise moves them, and F_1 rises by about rate x curvature.
@@ -55,6 +56,9 @@ _LARGEST = 1e100
 
 _KINDS = ((1.0, 0.0, 0), (0.0, 1.0, 1), (4 / 3, -1 / 3, 0))
 """F_1, F_2 and F_0: shares of d_1 and d_2 in the numerator, and which e is the denominator."""
+
+_MOVES = (-1.0, 1.0, 0)
+"""F_2 - F_1, over e_1: shares of d_1 and d_2."""
 
 _STILL = (8 / 3, -5 / 3)
 """2 F_0 - F_2, over e_1: shares of d_1 and d_2. A moving loss makes it small."""
@@ -154,8 +158,10 @@ class IndependenceTest:
         low = min(low for low, _ in ends)
         high = max(high for _, high in ends[:2])
         d_1, d_2, e_1, e_2 = self._means
-        # An estimate and no interval: its lower end would cost half of the power against shared noise.
+        # Movement has to be shown, F_2 above F_1: of few triples of shared noise the estimate alone is below
+        # the limit by chance.
         moves = _STILL[0] * d_1 + _STILL[1] * d_2 <= SHARED * e_1
+        moves = moves and self._interval(*_MOVES, quantile)[0] > 0
         verdict = "even" if high < EVEN * (1 - min(drawn, 1.0)) else None
         if low > SHARED and not moves:
             verdict = "shared"

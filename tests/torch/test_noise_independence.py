@@ -85,11 +85,16 @@ def test_shuffled_windows_pass_at_every_rate(rate: float) -> None:
     assert verdicts("independent", rate, range(4)) == [None] * 4
 
 
-def with_restarts(seed: int, windows: int = 200) -> Independence:
-    """Adam at a large rate with a restart after every 10 updates, on windows of independent draws."""
+def with_restarts(seed: int, windows: int = 200, *, hidden: int = 0) -> Independence:
+    """Adam at a large rate with a restart after every 10 updates, on windows of independent draws.
+
+    The model is linear, or has a layer of `hidden` units.
+    """
     torch.manual_seed(seed)
     draw, inputs, size = torch.Generator().manual_seed(seed), 20, 64
     truth, model = torch.randn(inputs, generator=draw), nn.Linear(inputs, 1)
+    if hidden:
+        model = nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, 1))
     adam = torch.optim.Adam(model.parameters(), 0.2)
     restarts = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(adam, 10)
     test = IndependenceTest()
@@ -112,6 +117,16 @@ def test_restarts_of_the_rate_are_not_called_shared_noise(monkeypatch: pytest.Mo
     assert [with_restarts(seed).verdict for seed in range(4)] == [None] * 4
     monkeypatch.setattr("superbatch.noise.independence._STILL", (4 / 3, -1 / 3))
     assert [with_restarts(seed).verdict for seed in range(4)] == ["shared"] * 4
+
+
+@pytest.mark.slow
+def test_restarts_in_twenty_trainings() -> None:
+    """The figures of docs/noise.md, also those of a network, whose loss jumps within an update."""
+    assert [with_restarts(seed).verdict for seed in range(20)].count("shared") == 0
+    for windows, most in ((200, 2), (600, 13)):
+        found = [with_restarts(seed, windows, hidden=16).verdict for seed in range(20)]
+        print(windows, found.count("shared"))
+        assert found.count("shared") <= most
 
 
 def test_windows_of_two_documents_are_found_while_their_losses_differ() -> None:

@@ -150,7 +150,7 @@ def _survey(figure: Figure, report: Study, theme: Theme) -> None:
     curves.set(xlabel="value surveyed", ylabel="smoothed training loss, mean over surveys")
     curves.set_title("Band: range over surveys")
     _dots(rates, report, report.quantities[0].name, theme, log=True)
-    rates.set_title("What each survey suggests")
+    rates.set_title("Suggestion of each survey")
 
 
 def _splits(figure: Figure, report: Study, theme: Theme) -> None:
