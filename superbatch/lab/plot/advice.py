@@ -1,4 +1,4 @@
-"""The picture of an advice: time to the same loss against the accumulation steps."""
+"""Plot of an advice: time to the same loss against the accumulation steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .noise import times_against_k
 from .style import BLUE, DASHED, GREEN, VERMILION, caption, headline, legend_below, panels
 
 COLOURS = {"helps": GREEN, "wasteful": VERMILION, "undetermined": BLUE}
-HARDLY = 0.05
+HARDLY = 0.05  # a relative difference that nobody would notice
 
 
 def advice(report: Advice, *, dark: bool = False) -> Figure:
@@ -31,7 +31,7 @@ def advice(report: Advice, *, dark: bool = False) -> Figure:
     if samples:
         style = {"color": theme.ink, "linewidth": 1.4, "linestyle": DASHED, "alpha": 0.7}
         axes.plot(*zip(*samples, strict=True), label="samples needed", **style)
-    axes.axhspan(1 - HARDLY, 1 + HARDLY, color=theme.faint, alpha=0.6, linewidth=0)  # hardly a difference
+    axes.axhspan(1 - HARDLY, 1 + HARDLY, color=theme.faint, alpha=0.6, linewidth=0)
     asked = f"in question: K = {report.asked}"
     axes.axvline(report.asked, color=theme.ink, linewidth=1.2, linestyle=(0, (2, 2)), label=asked)
     if report.best is not None and 1 < report.best <= report.steps[-1].accumulation_steps:

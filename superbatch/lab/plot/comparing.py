@@ -1,4 +1,4 @@
-"""The picture of a comparison of splits."""
+"""Plot of a comparison of splits."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .style import Theme, empty, headline, legend, panels
 from .ticks import logarithmic
 
 NOTHING = "no run was finished"
-ZERO = 1e-19  # where a difference of exactly zero is drawn on a logarithmic axis
+ZERO = 1e-19  # place of zero on the logarithmic axis of the differences
 
 
 def comparison(report: Comparison, *, dark: bool = False) -> Figure:
-    """Draw a comparison: training loss over updates, the metric with its margin, the weights' differences.
+    """Draw a comparison: training loss, metric with its margin, and differences of the weights.
 
     Examples:
         >>> from superbatch.lab.studies.compare import Options, compare
@@ -45,8 +45,8 @@ def _draw_curves(axes: Axes, report: Comparison, styles: Sequence[Style], theme:
         curves = [run.losses for run in arm.runs]
         drawn |= bool(mean_and_range(axes, report.curve_updates, curves, style, label))
     axes.set(xlabel=f"updates (each of {report.batch_size} samples)", ylabel="training loss, mean over runs")
-    said = "Same weights at the start, same samples, same updates: band = range over runs"
-    axes.set_title(said, fontsize=10)
+    title = "Same weights at the start, same samples, same updates: band = range over runs"
+    axes.set_title(title, fontsize=10)
     if not drawn:
         empty(axes, NOTHING, theme)
         return
@@ -67,7 +67,7 @@ def _draw_metric(axes: Axes, report: Comparison, styles: Sequence[Style], theme:
 
 
 def _draw_differences(axes: Axes, report: Comparison, styles: Sequence[Style], theme: Theme) -> None:
-    rows = rows_for(axes, [""] * len(report.arms))  # beside the metric, which has the names
+    rows = rows_for(axes, [""] * len(report.arms))  # the panel of the metric, on the left, has the names
     axes.set_xscale("log")
     axes.set_xlim(ZERO / 3, 10)
     axes.axvspan(ZERO / 3, report.tolerance, color=theme.faint, alpha=0.4, linewidth=0)

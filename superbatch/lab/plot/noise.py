@@ -1,4 +1,4 @@
-"""The picture of a noise study: the noise scale over the training, and time to target against K."""
+"""Plot of a noise study: the noise scale during the training, and the time to the same loss by K."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODELS = "band of Adam's models"
 
 
 def noise(report: NoiseStudy, *, dark: bool = False) -> Figure:
-    """Draw a noise study.
+    """Draw a noise study: the noise scale with its interval; below it the time to the same loss by K.
 
     Examples:
         >>> from superbatch.lab.studies.noise import Options
@@ -37,16 +37,16 @@ def noise(report: NoiseStudy, *, dark: bool = False) -> Figure:
 def _over_run(axes: Axes, report: NoiseStudy, theme: Theme) -> None:
     axes.set(xlabel="updates", ylabel="samples")
     logarithmic(axes.yaxis)
-    axes.set_xlim(0, max(1, report.updates) * 1.01)  # an interrupted run may have none
+    axes.set_xlim(0, max(1, report.updates) * 1.01)  # an interrupted run may have no update
     caption(axes, "Noise scale of the gradient, 95 % interval", theme)
     known = [each for each in report.points if each.batch_size]
     unknown = [each for each in report.points if each.batch_size is None]
-    named = [each.batch_size or 1.0 for each in known]
-    # The upper end of a point that is not determined is not drawn.
-    ends = [each.low for each in report.points] + [each.high for each in known if math.isfinite(each.high)]
-    models = [size for each in report.points for size in each.by_model if size]
-    heights = [report.batch_size, *named, *filter(None, ends), *models]
-    bottom, top = min(heights) / 2, max(heights) * 3
+    scales = [each.batch_size or 1.0 for each in known]
+    # A point without an estimate has no upper end to draw.
+    ends = [each.low for each in report.points] + [each.high for each in known]
+    heights = [report.batch_size, *scales, *ends, *(size for each in report.points for size in each.by_model)]
+    drawn = [height for height in heights if height and math.isfinite(height)]
+    bottom, top = min(drawn) / 2, max(drawn) * 3
     axes.set_ylim(bottom, top)
     if unknown:
         half = report.updates / max(1, len(report.points)) / 2
@@ -63,7 +63,7 @@ def _over_run(axes: Axes, report: NoiseStudy, theme: Theme) -> None:
         below = [max(bottom, each.low) for each in known]
         above = [min(top, each.high) for each in known]
         axes.vlines(updates, below, above, color=BLUE, alpha=0.35, linewidth=5)
-        axes.plot(updates, named, "o", color=BLUE, markersize=5, label="noise scale")
+        axes.plot(updates, scales, "o", color=BLUE, markersize=5, label="noise scale")
     hatched(axes, [(each.update, band_of(each.by_model)) for each in report.points], BLUE, MODELS)
     batch = f"the batch: {report.batch_size}"
     axes.axhline(report.batch_size, color=theme.ink, linewidth=1.2, linestyle=DASHED, label=batch)
@@ -71,11 +71,11 @@ def _over_run(axes: Axes, report: NoiseStudy, theme: Theme) -> None:
 
 
 def times_against_k(axes: Axes, steps: Sequence[AtSteps | Steps], colour: str, *, range_of: str) -> None:
-    """Draw the time to the same loss over K, its range, and hatched the band of Adam's models."""
+    """Draw the time to the same loss over K with its range; the band of Adam's models is hatched."""
     k = [each.accumulation_steps for each in steps]
     axes.set_xscale("log", base=2)
     axes.set_xticks(k, [str(each) for each in k])
-    axes.minorticks_off()  # they would lie between the steps that were asked about
+    axes.minorticks_off()  # they would lie between the predicted K
     logarithmic(axes.yaxis, base=2)
     lows, highs = [each.low for each in steps], [each.high for each in steps]
     axes.fill_between(k, lows, highs, color=colour, alpha=0.2, linewidth=0, label=f"range: {range_of}")
@@ -96,8 +96,8 @@ def _against_k(axes: Axes, report: NoiseStudy, theme: Theme) -> None:
     axes.axhline(1, color=theme.ink, linewidth=1)
     best = report.best
     if best is None:
-        said = "the noise scale is not determined: anywhere in the band"
-        axes.text(0.02, 0.9, said, transform=axes.transAxes, color=VERMILION, fontsize=10)
+        text = "the noise scale is not determined: the time may be anywhere in the band"
+        axes.text(0.02, 0.9, text, transform=axes.transAxes, color=VERMILION, fontsize=10)
     else:
         fastest = {"color": VERMILION, "markersize": 10, "label": f"fastest: K = {best.accumulation_steps}"}
         axes.plot([best.accumulation_steps], [best.time or 0.0], "o", **fastest)
