@@ -6,13 +6,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from ..report.table import seconds_text
 from ..studies.shared_options import Progress
 
 LINE_EVERY = 5.0  # least number of seconds between two plain lines
@@ -70,7 +70,8 @@ def _lines(title: str) -> Show:
         last = now
         share = f"{100 * event.done / event.total:.0f} %"
         if 50 * event.done > event.total:  # with less than 2 % done, the estimate would be a guess
-            share += f", about {seconds_text((now - start) / event.done * (event.total - event.done))} left"
+            left = (now - start) / event.done * (event.total - event.done)
+            share += f", about {timedelta(seconds=round(left))} left"
         print(f"{title}: {_text_of(event.finished)}; {share}", file=sys.stderr, flush=True)
 
     return show

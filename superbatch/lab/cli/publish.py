@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
-from ..report.table import seconds_text
 from ..studies.shared_options import Interrupted
 from .exits import CHECK_FAILED, INTERRUPTED
 from .printing import check_folder, print_sentences, print_table, write_file
@@ -136,4 +136,5 @@ def _write(report: Report, page: Page, folder: Path) -> None:
         write_file(folder / name, content)
     first, *others = contents
     names = ", ".join([str(folder / first), *others])
-    print(f"{seconds_text(report.seconds)}; wrote {names} and report.json", file=sys.stderr)
+    took = timedelta(seconds=round(report.seconds))
+    print(f"took {took}; wrote {names} and report.json", file=sys.stderr)
