@@ -40,7 +40,7 @@ def noise(batch_size: float | None, *, samples: float = 100.0) -> Noise:
         effective_windows=50.0,
         samples_per_window=samples,
         groups=(),
-        reason=None if known else "signal not told from noise",
+        reason=None if known else "signal not distinguishable from noise",
     )
 
 

@@ -172,7 +172,7 @@ def noise(high: float) -> Noise:
         effective_windows=50.0,
         samples_per_window=64.0,
         groups=(),
-        reason=None if high < math.inf else "signal not told from noise",
+        reason=None if high < math.inf else "signal not distinguishable from noise",
     )
 
 

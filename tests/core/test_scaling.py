@@ -228,7 +228,7 @@ def test_a_noise_scale_that_is_not_determined_is_not_used() -> None:
         effective_windows=20.0,
         samples_per_window=64.0,
         groups=(),
-        reason="signal not told from noise",
+        reason="signal not distinguishable from noise",
     )
     assert noise_range(noise).low == 50.0
     assert scale_config({"learning_rate": 0.1}, 32, 128, optimizer="sgd", noise=noise)["learning_rate"] == 0.4
