@@ -34,12 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = run(arguments)
             sys.stdout.flush()  # a failure at the interpreter's exit would not reach the handlers below
         return code
-    except BrokenPipeError:
-        return _pipe_closed()
-    except SystemExit as error:
-        if isinstance(error.__context__, BrokenPipeError):  # rich turns it into exit code 1
-            return _pipe_closed()
-        raise
+    except (BrokenPipeError, SystemExit) as error:
+        # rich turns a closed pipe into exit code 1.
+        if not isinstance(error.__context__ if isinstance(error, SystemExit) else error, BrokenPipeError):
+            raise
+        _silence()
+        return PIPE_CLOSED
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO):
             raise
@@ -79,11 +79,6 @@ def terminated_as_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _pipe_closed() -> int:
-    _silence()
-    return PIPE_CLOSED
 
 
 def _silence() -> None:

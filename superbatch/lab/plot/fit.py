@@ -12,7 +12,7 @@ from superbatch.results.memory import binary_text
 from ..report.fitting import Fitting
 from ..report.fitting_text import findings, title_of
 from ..report.table import seconds_text
-from .style import BLUE, DASHED, GREEN, VERMILION, Theme, caption, empty, headline, legend_below, panels
+from .style import BLUE, DASHED, GREEN, VERMILION, Theme, caption, empty, headline, legend_below, line, panels
 from .ticks import logarithmic
 
 FAR_ABOVE = 8  # a limit above this many times the largest peak is not drawn: the curve would look flat
@@ -39,20 +39,18 @@ def fitting(report: Fitting, *, dark: bool = False) -> Figure:
 
 
 def _memory(axes: Axes, report: Fitting, theme: Theme) -> None:
-    predicted = [(size.samples, size.predicted) for size in report.sizes if size.predicted is not None]
-    measured = [(size.samples, size.measured) for size in report.sizes if size.measured is not None]
-    if predicted:
-        axes.plot(*zip(*predicted, strict=True), color=BLUE, linewidth=2, label="predicted")
-    if measured:
-        style = {"color": theme.ink, "markersize": 7, "fillstyle": "none", "label": "measured"}
-        axes.plot(*zip(*measured, strict=True), "o", **style)
+    predicted = [(size.samples, size.predicted) for size in report.sizes]
+    measured = [(size.samples, size.measured) for size in report.sizes]
+    circles = {"color": theme.ink, "markersize": 7, "fillstyle": "none", "label": "measured"}
+    peaks = line(axes, predicted, color=BLUE, linewidth=2, label="predicted")
+    peaks += line(axes, measured, "o", **circles)
     logarithmic(axes.yaxis, lambda value: binary_text(round(value)), base=2)
-    _limit(axes, report, [value for _, value in (*predicted, *measured)])
+    _limit(axes, report, peaks)
     axes.set_ylabel("peak memory")
     caption(axes, "Memory beyond the model: gradients, optimizer state, activations", theme)
 
 
-def _limit(axes: Axes, report: Fitting, peaks: Sequence[int]) -> None:
+def _limit(axes: Axes, report: Fitting, peaks: Sequence[float]) -> None:
     """Draw the limit and shade the area above; a limit far above the peaks is in the legend only."""
     if not peaks:
         return

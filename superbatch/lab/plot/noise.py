@@ -11,10 +11,8 @@ from matplotlib.figure import Figure
 from superbatch.results.advice import Steps
 
 from ..report.noise_study import AtSteps, NoiseStudy, band_of, findings, title_of
-from .style import BLUE, DASHED, GREEN, VERMILION, Theme, caption, empty, hatched, headline, legend, panels
+from .style import BLUE, DASHED, GREEN, VERMILION, Theme, caption, empty, headline, legend, line, panels
 from .ticks import logarithmic
-
-MODELS = "band of Adam's models"
 
 
 def noise(report: NoiseStudy, *, dark: bool = False) -> Figure:
@@ -54,17 +52,15 @@ def _over_run(axes: Axes, report: NoiseStudy, theme: Theme) -> None:
             label = None if number else "not determined"
             span = (each.update - 2 * half, each.update)
             axes.axvspan(*span, color=theme.faint, alpha=0.35, linewidth=0, label=label)
-        bounded = [(each.update - half, each.low) for each in unknown if each.low > 0]
-        if bounded:
-            style = {"color": VERMILION, "markersize": 6, "label": "at least (no upper end)"}
-            axes.plot(*zip(*bounded, strict=True), "^", **style)
+        bounds = [(each.update - half, each.low or None) for each in unknown]
+        line(axes, bounds, "^", color=VERMILION, markersize=6, label="at least (no upper end)")
     if known:
         updates = [each.update for each in known]
         below = [max(bottom, each.low) for each in known]
         above = [min(top, each.high) for each in known]
         axes.vlines(updates, below, above, color=BLUE, alpha=0.35, linewidth=5)
         axes.plot(updates, scales, "o", color=BLUE, markersize=5, label="noise scale")
-    hatched(axes, [(each.update, band_of(each.by_model)) for each in report.points], BLUE, MODELS)
+    _hatch(axes, [(each.update, each.by_model) for each in report.points], BLUE)
     batch = f"the batch: {report.batch_size}"
     axes.axhline(report.batch_size, color=theme.ink, linewidth=1.2, linestyle=DASHED, label=batch)
     legend(axes, theme, ncols=3, loc="lower right")
@@ -79,10 +75,18 @@ def times_against_k(axes: Axes, steps: Sequence[AtSteps | Steps], colour: str, *
     logarithmic(axes.yaxis, base=2)
     lows, highs = [each.low for each in steps], [each.high for each in steps]
     axes.fill_between(k, lows, highs, color=colour, alpha=0.2, linewidth=0, label=f"range: {range_of}")
-    hatched(axes, [(each.accumulation_steps, band_of(each.by_model)) for each in steps], colour, MODELS)
-    times = [(each.accumulation_steps, each.time) for each in steps if each.time is not None]
-    if times:
-        axes.plot(*zip(*times, strict=True), "o-", color=colour, linewidth=2, markersize=6, label="time")
+    _hatch(axes, [(each.accumulation_steps, each.by_model) for each in steps], colour)
+    times = [(each.accumulation_steps, each.time) for each in steps]
+    line(axes, times, "o-", color=colour, linewidth=2, markersize=6, label="time")
+
+
+def _hatch(axes: Axes, points: Sequence[tuple[int, Sequence[float | None]]], colour: str) -> None:
+    """Hatch the band of Adam's models, with a gap where fewer than two are known."""
+    bands = [band_of(models) for _, models in points]
+    if any(bands):
+        low, high = ([band[end] if band else math.nan for band in bands] for end in (0, 1))
+        style = {"facecolor": "none", "hatch": "///", "alpha": 0.5, "linewidth": 0, "edgecolor": colour}
+        axes.fill_between([x for x, _ in points], low, high, label="band of Adam's models", **style)
 
 
 def _against_k(axes: Axes, report: NoiseStudy, theme: Theme) -> None:
@@ -99,6 +103,6 @@ def _against_k(axes: Axes, report: NoiseStudy, theme: Theme) -> None:
         text = "the noise scale is not determined: the time may be anywhere in the band"
         axes.text(0.02, 0.9, text, transform=axes.transAxes, color=VERMILION, fontsize=10)
     else:
-        fastest = {"color": VERMILION, "markersize": 10, "label": f"fastest: K = {best.accumulation_steps}"}
-        axes.plot([best.accumulation_steps], [best.time or 0.0], "o", **fastest)
+        label = f"fastest: K = {best.accumulation_steps}"
+        line(axes, [(best.accumulation_steps, best.time)], "o", color=VERMILION, markersize=10, label=label)
     legend(axes, theme, loc="upper left", bbox_to_anchor=(0.0, 0.86))

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from ..report.study import Study
 from .arms import DASHES, MARKERS, STUDY_COLOURS, Style, mean_and_range, runs_by_row
-from .style import BLUE, VERMILION, Theme, blank, headline, legend, plain_axes
+from .style import BLUE, VERMILION, Theme, headline, legend, line, panels, plain_axes
 from .ticks import logarithmic
 
 FAR = 8  # an arm more than this many margins from the reference is outside the axes
@@ -28,7 +28,7 @@ def study(report: Study, *, dark: bool = False) -> Figure:
         >>> figure.axes[0].get_xlabel()
         'gradients in the sum, K'
     """
-    figure, theme = blank(5.5, dark=dark)
+    figure, _, theme = panels(5.5, "", dark=dark)
     _DRAWINGS[report.name](figure, report, theme)
     for axes in figure.axes:
         plain_axes(axes, theme)
@@ -66,32 +66,21 @@ def _critical_batch(figure: Figure, report: Study, theme: Theme) -> None:
     _curves(loss, report, [report.curve_at] * len(report.arms), theme)
     loss.set(xlabel="samples since the checkpoint", ylabel="smoothed training loss, mean over seeds")
     loss.set_title("Branches of one checkpoint: the same samples in the same order")
-    points = [(_number(arm.name), arm.values("samples needed, x")) for arm in report.arms]
-    points = [(batch, values) for batch, values in points if values]
-    for batch, values in points:
-        near = [value for value in values if math.isfinite(value)]
-        needed.scatter([batch] * len(near), near, s=12, color=BLUE, alpha=0.35, linewidths=0)
-    medians = [(batch, statistics.median(values)) for batch, values in points]
-    medians = [(batch, value) for batch, value in medians if math.isfinite(value)]
-    _line(needed, medians, color=BLUE, marker="o", label="measured: each dot a seed, the line their median")
-    predicted = [(_number(arm.name), arm.facts.get("by the noise scale, x")) for arm in report.arms]
-    known = [(batch, value) for batch, value in predicted if value is not None]
+    batches = [float(arm.name.rpartition(" ")[2]) for arm in report.arms]  # an arm is "batch 64"
+    factors = [arm.values("samples needed, x") for arm in report.arms]
+    for batch, values in zip(batches, factors, strict=True):
+        finite = [value for value in values if math.isfinite(value)]
+        needed.scatter([batch] * len(finite), finite, s=12, color=BLUE, alpha=0.35, linewidths=0)
+    medians = [statistics.median(values) if values else None for values in factors]
+    label = "measured: each dot a seed, the line their median"
+    line(needed, zip(batches, medians, strict=True), "o-", color=BLUE, label=label)
+    predicted = [arm.facts.get("by the noise scale, x") for arm in report.arms]
     label = "predicted by the noise scale at the checkpoint, of all seeds"
-    _line(needed, known, color=VERMILION, marker="D", label=label)
+    line(needed, zip(batches, predicted, strict=True), "D-", color=VERMILION, label=label)
     logarithmic(needed.xaxis, base=2)
     needed.set(xlabel="batch", ylabel="samples needed, relative to the smallest batch")
     needed.set_title("What the larger batch costs in samples")
     legend(needed, theme)
-
-
-def _line(axes: Axes, points: Sequence[tuple[float, float]], **style: Any) -> None:
-    if points:
-        axes.plot([x for x, _ in points], [y for _, y in points], **style)
-
-
-def _number(name: str) -> float:
-    """Return the batch of an arm by its name, such as ``"batch 64"``."""
-    return float(name.rpartition(" ")[2])
 
 
 def _curves(
@@ -150,7 +139,7 @@ def _outlines(axes: Axes, report: Study) -> None:
         radii = [statistics.fmean(each) for each in zip(*(run.curve for run in arm.runs), strict=True)]
         points = [(r * math.cos(at), r * math.sin(at)) for at, r in zip(report.curve_at, radii, strict=False)]
         style = _style(index)
-        _line(axes, [*points, *points[:1]], color=style.colour, linestyle=style.dashes, linewidth=2.0)
+        line(axes, [*points, *points[:1]], color=style.colour, linestyle=style.dashes, linewidth=2.0)
     axes.set_aspect("equal")
     axes.set_title("Outline of the generated points, in the rows' colours")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
@@ -38,24 +38,21 @@ DARK = Theme(paper="#16181d", ink="#e8e8e8", faint="#4a4f59")
 DASHED: Any = (0, (4, 2))
 
 
-def blank(height: float, *, dark: bool, width: float = 10) -> tuple[Figure, Theme]:
-    """Return an empty figure with the background of its theme; sizes are in inches."""
-    theme = DARK if dark else LIGHT
-    return Figure(figsize=(width, height), facecolor=theme.paper, layout="constrained"), theme
-
-
 def panels(
     height: float, layout: str = "a", *, dark: bool, width: float = 10, **options: Any
 ) -> tuple[Figure, list[Axes], Theme]:
     """Return a figure and its axes, which `layout` places by letters, such as ``"aa;bc"``, and its theme.
+
+    Sizes are in inches. An empty layout makes no axes.
 
     Examples:
         >>> figure, axes, theme = panels(4, "aa;bc", dark=True)
         >>> len(axes), theme is DARK
         (3, True)
     """
-    figure, theme = blank(height, dark=dark, width=width)
-    axes = list(figure.subplot_mosaic(layout, **options).values())
+    theme = DARK if dark else LIGHT
+    figure = Figure(figsize=(width, height), facecolor=theme.paper, layout="constrained")
+    axes = list(figure.subplot_mosaic(layout, **options).values()) if layout else []
     for each in axes:
         plain_axes(each, theme)
     return figure, axes, theme
@@ -91,16 +88,12 @@ def legend_below(figure: Figure, axes: Axes, theme: Theme, *, columns: int) -> N
     figure.legend(*axes.get_legend_handles_labels(), ncols=columns, **style)
 
 
-def hatched(
-    axes: Axes, bands: Sequence[tuple[float, tuple[float, float] | None]], colour: str, label: str
-) -> None:
-    """Draw a hatched band over its x values, with gaps where the band is None."""
-    if not any(band for _, band in bands):
-        return
-    gap = (math.nan, math.nan)
-    low, high = ([(band or gap)[end] for _, band in bands] for end in (0, 1))
-    style = {"facecolor": "none", "hatch": "///", "alpha": 0.5, "linewidth": 0, "label": label}
-    axes.fill_between([x for x, _ in bands], low, high, edgecolor=colour, **style)
+def line(axes: Axes, points: Iterable[tuple[float, float | None]], *form: str, **style: Any) -> list[float]:
+    """Plot the points that have a finite value, unless there are none, and return their values."""
+    known = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
+    if known:
+        axes.plot(*zip(*known, strict=True), *form, **style)
+    return [y for _, y in known]
 
 
 def png(figure: Figure, *, dots_per_inch: int = 150) -> bytes:
