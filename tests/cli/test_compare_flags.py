@@ -77,7 +77,7 @@ def test_contradictions_of_flags(flags: dict[str, Any], message: str) -> None:
             r"Invalid value for '--updates': .*integer.* See superbatch compare --help",
         ),
         (("--colour", "red"), "No such option: --colour.* See superbatch compare --help"),
-        (("--runs", "0"), "runs=0 is no count"),
+        (("--runs", "0"), "runs=0 is not a positive integer"),
         (("--dtype", "float16"), "dtype='float16'"),
         (("--data", "nowhere"), "does not read data="),
         (("mnist",), "The recipe mnist needs a folder of data and downloads none"),
@@ -113,7 +113,7 @@ def test_no_traceback_from_a_process_of_its_own(tmp_path: Path) -> None:
         out, err = started.finish(60)
     assert (started.returncode, out) == (2, "")
     assert err == (
-        "superbatch: The splits 3x30 and 5x20: they make batches of 90 and 100 samples. "
+        "superbatch: The splits 3x30 and 5x20 are of batches of 90 and 100 samples. "
         "Give splits of one batch: all arms must make the same update.\n"
     )
 
