@@ -18,7 +18,7 @@ from .traps import traps
 from .writing import shortest
 
 POINTS = 400
-"""Number of updates whose rate is reported, beside those at which it drops."""
+"""Number of evenly spaced updates whose rate is reported; updates at which it drops are added."""
 
 
 def explain_solver(

@@ -16,7 +16,7 @@ def stock(config: SolverConfig) -> Stock:
         config: the solver.
 
     Returns:
-        Expressions, and how they differ from Caffe's.
+        Expressions, and their differences from Caffe's optimizer and scheduler.
 
     Examples:
         >>> config = SolverConfig(base_lr=0.1, lr_policy="step", gamma=0.5, stepsize=9, momentum=0.9)

@@ -1,4 +1,4 @@
-"""Gradients of a block whose models are sharded by FSDP2: means over the ranks, as shards."""
+"""Means of gradients over the ranks, for models that may be sharded by FSDP2."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ def mean(
     """Return the means of gradients over the ranks, as DDP defines them.
 
     Args:
-        sync: the ranks. With shards, gradients of sharded parameters are returned unchanged; `scatter`
-            reduces them.
+        sync: the ranks. Gradients of sharded parameters are returned unchanged, and reduced by `scatter`.
         parameters: parameters of the gradients.
         gradients: gradients of this rank; not modified.
         device: device of the exchange.
     """
     # A sharded parameter is a DTensor, which has a device mesh.
     chosen = [not (sync.in_step and hasattr(parameter, "device_mesh")) for parameter in parameters]
-    # Divided before the sum, as in DDP: a sum of float16 gradients may overflow.
+    # Divided before the sum, as in DDP, because a sum of float16 gradients may overflow.
     mine = [
         None if gradient is None else gradient / sync.count
         for gradient, here in zip(gradients, chosen, strict=True)
@@ -33,7 +32,7 @@ def mean(
     ]
     plain = [parameter for parameter, here in zip(parameters, chosen, strict=True) if here]
     ranks = Manual(sync.group, device) if sync.in_step else sync
-    # A rank without a gradient takes part with zeros: collectives must match on all ranks.
+    # A rank without a gradient sends zeros, because all ranks must issue the same collectives.
     means = iter(ranks.reduce(mine, plain, lambda index: torch.zeros_like(plain[index])) if plain else [])
     return [next(means) if here else gradient for gradient, here in zip(gradients, chosen, strict=True)]
 

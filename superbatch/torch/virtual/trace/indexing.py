@@ -1,4 +1,4 @@
-"""Indexing of each sample by itself, ``x[arange(N), labels]`` and ``x[:, index]``, and its gradients."""
+"""Indexing of each sample separately, ``x[arange(N), labels]`` and ``x[:, index]``, and its gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..ir.recorder import Recorder
 
 
 def index(recording: Recorder, x: Any, indices: Sequence[Any]) -> Any:
-    """Return ``x[indices]`` if it reads each sample by itself; else NotImplemented."""
+    """Return ``x[indices]`` if it indexes each sample separately; else NotImplemented."""
     if not _by_sample(recording, x) or not indices:
         return NotImplemented
     if indices[0] is None:
@@ -33,7 +33,7 @@ def index_put(
     recording: Recorder, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False
 ) -> Any:
     """Write into, or add to, the elements that `index` would read."""
-    # Values of another dtype are left to index_put itself, which raises.
+    # For values of another dtype index_put itself has to raise.
     if not _by_sample(recording, x) or not indices or recording.value(values).meta.dtype != x.dtype:
         return NotImplemented
     if indices[0] is None:
@@ -69,15 +69,15 @@ def _one_of_each(recording: Recorder, x: Any, indices: Sequence[Any]) -> Any:
     known = recording.value(first)
     if known.shard is not None or known.full is None or first.shape[0] != x.shape[0]:
         return None
-    # Compared by numbers: only arange(N) pairs each sample with its own index.
+    # Only arange(N) pairs each sample with its own index.
     if not torch.equal(known.full, torch.arange(x.shape[0], device=known.full.device)):
         return None
-    # % because an index may be negative; row-major, as `_flat` flattens.
-    place = indices[1] % x.shape[1]
+    # % because an index may be negative. Row-major, as `_flat` flattens.
+    position = indices[1] % x.shape[1]
     for dim, item in enumerate(indices[2:], start=2):
-        place = place * x.shape[dim] + item % x.shape[dim]
+        position = position * x.shape[dim] + item % x.shape[dim]
     rest = x.shape[len(indices) :]
-    return place.reshape(-1, *([1] * (1 + len(rest)))).expand(x.shape[0], 1, *rest)
+    return position.reshape(-1, *([1] * (1 + len(rest)))).expand(x.shape[0], 1, *rest)
 
 
 def _flat(x: Any, count: int) -> Any:
@@ -97,7 +97,7 @@ def _one_of_features(recording: Recorder, x: Any, indices: Sequence[Any]) -> tup
         return dim, item % x.shape[dim]
     if known.full is None or item.dim() != 1:
         return None
-    return dim, known.full.nonzero().squeeze(1)  # a mask is known here, so its rows can be counted
+    return dim, known.full.nonzero().squeeze(1)  # possible, because the numbers of the mask are known
 
 
 def _is_mask(item: Tensor) -> bool:
