@@ -518,7 +518,9 @@ CASES: dict[str, Run] = {
         RankReducer, "mean", lambda self, parameters, gradients: gradients, r, g
     ),
     "virtual_paranoid_forward": lambda r, g: mutant(dist, "all_gather", own_rows, r, g, paranoid=True),
-    "virtual_paranoid_backward": lambda r, g: mutant(RankReducer, "sum_backward", own_sums, r, g, paranoid=True),
+    "virtual_paranoid_backward": lambda r, g: mutant(
+        RankReducer, "sum_backward", own_sums, r, g, paranoid=True
+    ),
     "virtual_paranoid_frozen": lambda r, g: block(
         partly_frozen, means, r, g, synchronised=False, wrap=False, over=True, paranoid=True
     ),

@@ -156,9 +156,8 @@ class Log:
             node: operation whose results later operations read per micro-batch.
             kept: bytes of its inputs that are stored.
         """
-        if (
-            node.backward
-        ):  # the report lists the points of the forward, and the number of those of the backward
+        # The report lists the points of the forward, and only the number of those of the backward.
+        if node.backward:
             self._backward.add(node.serial)
             return
         self._points[node.serial] = _point(node, kept)

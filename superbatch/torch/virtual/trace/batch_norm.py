@@ -247,9 +247,8 @@ def _input_gradient(
 ) -> Value:
     value = inputs[1].value
     count = value.meta.numel() // max(value.meta.shape[1], 1)
-    if (
-        recording.ranks is not None
-    ):  # dx needs the sums over ranks; parameter gradients are those of this rank
+    # dx needs the sums over ranks. Parameter gradients are those of this rank.
+    if recording.ranks is not None:
         full = [*full[:2], *recording.ranks.sum_backward(recording, full[0], full[2:], count)]
 
     meta, x = full[0].meta, value.meta
