@@ -121,10 +121,10 @@ class SolverConfig:
             value = getattr(self, name)
             if type(value) is not int:  # isinstance would accept True
                 raise InputError(f"{name}={value!r} is not an integer. Pass an int.")
-        found = violation({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
-        if found is not None:
-            given = f"{found.field}={getattr(self, found.field)!r}"
-            raise InputError(f"{given} is not allowed: {found.wrong}. {found.do}.")
+        refused = violation({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        if refused is not None:
+            given = f"{refused.field}={getattr(self, refused.field)!r}"
+            raise InputError(f"{given} is not allowed: {refused.wrong}. {refused.do}.")
 
 
 FLOATS = (

@@ -103,15 +103,15 @@ def parse_solver(text: str, *, ignore_unknown: bool = False) -> SolverConfig:
         values["type"], positions["type"] = values.pop("solver_type"), positions["solver_type"]
     # lr_policy has no default, and Caffe refuses an empty one.
     defaults = {field.name: field.default for field in dataclasses.fields(SolverConfig)}
-    found = violation({**defaults, "lr_policy": "", **values})
-    if found is not None:
-        position = positions.get(found.field) or positions.get(found.because or "")
-        given = found.field if found.field in values else f"no {found.field}"
-        if found.field in values:
-            given = f"{found.field}: {_shown(values[found.field])}"
+    refused = violation({**defaults, "lr_policy": "", **values})
+    if refused is not None:
+        position = positions.get(refused.field) or positions.get(refused.because or "")
+        given = refused.field if refused.field in values else f"no {refused.field}"
+        if refused.field in values:
+            given = f"{refused.field}: {_shown(values[refused.field])}"
         if position is None:
             *_, position = tokens(text)  # a missing field is reported at the end of the file
-        raise wrong_at(position.line, position.column, given, found.wrong, found.do)
+        raise wrong_at(position.line, position.column, given, refused.wrong, refused.do)
     return SolverConfig(**values, ignored=ignored)
 
 
@@ -173,7 +173,7 @@ def _message(
         else:
             values[name] = value
         positions.setdefault(name, field.name)  # an error points at the first of several
-    return values | {name: tuple(found) for name, found in several.items()}, positions
+    return values | {name: tuple(items) for name, items in several.items()}, positions
 
 
 def _value(field: Field, read: _Read | None) -> Any:

@@ -33,7 +33,7 @@ aten: Any = torch.ops.aten
 def forget() -> None:
     """Let every rule be asked again."""
     batch_norm_caches = (batch_norm._sums, batch_norm._normalised, batch_norm._moments)
-    for cached in (memo._cached, dispatch._kind_of, composites.found, *batch_norm_caches):
+    for cached in (memo._cached, dispatch._kind_of, composites.composite_of, *batch_norm_caches):
         cached.cache_clear()
 
 

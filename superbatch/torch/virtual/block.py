@@ -169,8 +169,8 @@ def virtual_batch(
     # Checked before the block opens, so that a wrong option changes no gradient, buffer or random state.
     size = "auto" if microbatch_size == "auto" else positive_int("microbatch_size", microbatch_size)
     where = options.checked_device(device, (parameter for one in models for parameter in one.parameters()))
-    chosen = options.Options(size, where, rng, device_budget, on_gather, paranoid, compile, group)
-    with open_block(models, chosen) as batch:
+    checked = options.Options(size, where, rng, device_budget, on_gather, paranoid, compile, group)
+    with open_block(models, checked) as batch:
         yield batch
 
 

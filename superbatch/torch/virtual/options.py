@@ -66,16 +66,16 @@ def checked_device(device: Any, parameters: Iterable[Tensor]) -> torch.device:
         return device_of(parameters)
     try:
         # An allocation, because torch.device("cuda:7") needs no such GPU. It also gives "cuda" its index.
-        found = torch.empty(0, device=device).device
+        available = torch.empty(0, device=device).device
     except (RuntimeError, TypeError, AssertionError) as error:
         why = str(error).partition("\n")[0]
         raise InputError(
             f"device={device!r} is not available: {why}. Pass a device that torch has on this machine."
         ) from error
     # Kernels on the meta device compute shapes only, so gradients would have no numbers.
-    if found.type == "meta":
+    if available.type == "meta":
         raise InputError(f"device={device!r} computes shapes only. Pass a CPU or accelerator device.")
-    return found
+    return available
 
 
 def check(
@@ -86,12 +86,12 @@ def check(
     Raises:
         InputError: an option has an unknown value, or two options exclude each other.
     """
-    for name, value, known in (
+    for name, value, allowed in (
         ("rng", rng, ("microbatch", "batch")),
         ("on_gather", on_gather, ("ok", "warn", "error")),
     ):
-        if value not in known:
-            raise InputError(f"{name}={value!r} is unknown. Use one of {', '.join(known)}.")
+        if value not in allowed:
+            raise InputError(f"{name}={value!r} is unknown. Use one of {', '.join(allowed)}.")
     # A bool is an int in Python, so device_budget=True would be one byte.
     number = isinstance(device_budget, int) and not isinstance(device_budget, bool)
     if device_budget is not None and not (number and device_budget >= 0):

@@ -188,8 +188,8 @@ def _replace_virtual_attributes(modules: Iterable[nn.Module], recording: Recordi
     for module in modules:
         buffers = buffers_of(module)
         for owned in (buffers, module.__dict__):
-            found = [(name, item) for name, item in list(owned.items()) if isinstance(item, VirtualTensor)]
-            for name, item in found:
+            virtual = [(name, item) for name, item in list(owned.items()) if isinstance(item, VirtualTensor)]
+            for name, item in virtual:
                 if item.virtual.recording is not recording:
                     continue
                 # A sharded attribute stays virtual, because gathering it needs the memory of the whole batch.

@@ -343,12 +343,12 @@ def _shapes(call: _Arguments) -> Any:
 def written_by(func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that an operator writes in place according to its schema."""
     args = list(args)
-    places = [
-        kwargs.get(argument.name, args[place] if place < len(args) else None)
-        for place, argument in enumerate(func._schema.arguments)
+    written = [
+        kwargs.get(argument.name, args[position] if position < len(args) else None)
+        for position, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    flat = [item for place in places for item in (place if isinstance(place, (list, tuple)) else [place])]
+    flat = [item for one in written for item in (one if isinstance(one, (list, tuple)) else [one])]
     return [item for item in flat if isinstance(item, Tensor)]
 
 

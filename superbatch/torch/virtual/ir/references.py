@@ -59,13 +59,13 @@ def _attention_backward(arguments: Arguments) -> list[Any]:
     # The gradient of softmax: dS = P * (dP - sum(dP * P)).
     of_probs = grad @ in_float64(value).mT
     of_scores = probs * (of_probs - (of_probs * probs).sum(-1, keepdim=True))
-    found: list[Any] = [
+    gradients: list[Any] = [
         (of_scores @ in_float64(key) * scale).to(query.dtype),
         (of_scores.mT @ in_float64(query) * scale).to(key.dtype),
         (probs.mT @ grad).to(value.dtype),
     ]
     bias = arguments.get("attn_bias")
-    return found if bias is None else [*found, of_scores.sum_to_size(bias.shape).to(bias.dtype)]
+    return gradients if bias is None else [*gradients, of_scores.sum_to_size(bias.shape).to(bias.dtype)]
 
 
 # -- cuDNN --------------------------------------------------------------------------------------------------
@@ -105,8 +105,8 @@ def _batch_norm(arguments: Arguments) -> list[Any]:
 def _batch_norm_backward(arguments: Arguments) -> list[Any]:
     x, grad, weight, mean, var, save_mean, save_invstd, eps = list(arguments.values())[:8]
     training, wanted = True, [True, True, True]  # cuDNN's backward is for training, and returns all three
-    kept = mean, var, save_mean, save_invstd, training, eps, wanted
-    return list(aten.native_batch_norm_backward.default(grad, x, weight, *kept))
+    rest = mean, var, save_mean, save_invstd, training, eps, wanted
+    return list(aten.native_batch_norm_backward.default(grad, x, weight, *rest))
 
 
 # -- random numbers -----------------------------------------------------------------------------------------

@@ -127,6 +127,6 @@ def microbatch_shape(shape: Sequence[int], shard: Shard, microbatch: BatchSlice)
         >>> microbatch_shape((8, 3), Shard(0), BatchSlice(0, 2, 4))
         [2, 3]
     """
-    found = list(shape)  # a new list: rules are cached for the process, and threads share them
-    found[shard.dim] = shard.rows(microbatch.samples)
-    return found
+    sizes = list(shape)  # a new list: rules are cached for the process, and threads share them
+    sizes[shard.dim] = shard.rows(microbatch.samples)
+    return sizes

@@ -37,8 +37,8 @@ def canonical(tensor: Tensor) -> Tensor:
     if 1 not in shape or 0 in shape:  # true for nearly all tensors, and checked before every convolution
         return tensor
     strides = tensor.stride()
-    found = _canonical(shape, strides)
-    return tensor if found == strides else tensor.as_strided(shape, found)
+    new = _canonical(shape, strides)
+    return tensor if new == strides else tensor.as_strided(shape, new)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -98,8 +98,8 @@ class _Order(NamedTuple):
 
 def _order_of(meta: Tensor) -> _Order:
     formats = [torch.contiguous_format, _CHANNELS_LAST.get(meta.dim())] if meta.dim() > 1 else []
-    found = (one for one in formats if one is not None and meta.is_contiguous(memory_format=one))
-    return _Order(next(found, None), bool(meta.dim() > 1 and meta.stride(-1) == 1))
+    matching = (one for one in formats if one is not None and meta.is_contiguous(memory_format=one))
+    return _Order(next(matching, None), bool(meta.dim() > 1 and meta.stride(-1) == 1))
 
 
 def _in_order(tensor: Tensor, order: _Order) -> Tensor:
@@ -115,8 +115,8 @@ def _in_order(tensor: Tensor, order: _Order) -> Tensor:
         return tensor
     # `is_contiguous` ignores the strides of dimensions of size one, but kernels may read them.
     dims = tuple(range(tensor.dim()))
-    found = _dense(tensor.shape, dims if memory_format is torch.contiguous_format else _last(len(dims)))
-    return tensor if found == tensor.stride() else tensor.as_strided(tensor.shape, found)
+    strides = _dense(tensor.shape, dims if memory_format is torch.contiguous_format else _last(len(dims)))
+    return tensor if strides == tensor.stride() else tensor.as_strided(tensor.shape, strides)
 
 
 def in_batch_order(metas: Sequence[Tensor], run: Run) -> Run:

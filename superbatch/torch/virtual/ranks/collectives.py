@@ -29,7 +29,7 @@ def is_written(item: VirtualTensor, func: Any, args: Any) -> bool:
         if (declared.alias_info is not None and declared.alias_info.is_write)
         or declared.name in ("output_tensors", "outputs", "output", "output_tensor", "tensors")
     ]
-    return any(found is item for found in flat(written))
+    return any(tensor is item for tensor in flat(written))
 
 
 def flat(items: Any) -> Iterator[Any]:

@@ -173,9 +173,9 @@ class RankReducer:
 
         metas = [meta_tensor((channels,), (1,), dtype)] * 4 + [meta_tensor((), (), dtype)]
         self._pending.append(lambda: sync.all_gather(self._nan(2 * channels + 1, dtype)))
-        *found, count = self._collective(recording, "batch_norm over ranks", [packed], combine, metas)
-        self._totals[found[0]] = sync, count
-        return found
+        *statistics, count = self._collective(recording, "batch_norm over ranks", [packed], combine, metas)
+        self._totals[statistics[0]] = sync, count
+        return statistics
 
     def shard_in_backward(self, recording: Recorder, value: Value, mean: Value) -> Shard | None:
         """Return the sharding of the input in the backward; None if the forward was not over ranks."""

@@ -40,13 +40,13 @@ def routed(layers: Iterable[nn.SyncBatchNorm]) -> Iterator[None]:
         >>> "forward" in vars(layer)
         False
     """
-    chosen = [layer for layer in layers if _has_own_forward(layer)]
+    own_forward = [layer for layer in layers if _has_own_forward(layer)]
     try:
-        for layer in chosen:
+        for layer in own_forward:
             layer.forward = _Forward(layer)  # an instance attribute, which `nn.Module.__call__` prefers
         yield
     finally:
-        for layer in chosen:
+        for layer in own_forward:
             vars(layer).pop("forward", None)
 
 

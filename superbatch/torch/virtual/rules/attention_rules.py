@@ -173,10 +173,10 @@ def _backward(kernel: _Kernel) -> Callable[..., OpStrategy | None]:
         options = _options(kernel, plain)
 
         def gradients(microbatch: BatchSlice, tensors: list[Tensor]) -> Any:
-            given = dict(zip(inputs, _with_kernel_layout(tensors, 4, kernel.alignment), strict=True))
-            forward = {name: given[name] for name in inputs[1:]}
+            arguments = dict(zip(inputs, _with_kernel_layout(tensors, 4, kernel.alignment), strict=True))
+            forward = {name: arguments[name] for name in inputs[1:]}
             saved = zip(kernel.saved, kernel.forward(**{**options, **forward}), strict=False)
-            return call.func(**{**plain, **given, **dict(saved)})
+            return call.func(**{**plain, **arguments, **dict(saved)})
 
         return OpStrategy(
             operands, [shard, shard, shard, bias_placement][: len(call.func._schema.returns)], gradients
@@ -187,20 +187,20 @@ def _backward(kernel: _Kernel) -> Callable[..., OpStrategy | None]:
 
 def _options(kernel: _Kernel, plain: dict[str, Any]) -> dict[str, Any]:
     """Return the forward's arguments that are not tensors, taken from those of the backward."""
-    found = {name: plain[name] for name in ("dropout_p", "is_causal", "scale")}
+    options = {name: plain[name] for name in ("dropout_p", "is_causal", "scale")}
     names = {argument.name for argument in kernel.forward._schema.arguments}
     if "compute_log_sumexp" in names:
-        found["compute_log_sumexp"] = True  # the backward reads it
+        options["compute_log_sumexp"] = True  # the backward reads it
     if "attn_bias" in names:
-        found["attn_bias"] = None
-    return found
+        options["attn_bias"] = None
+    return options
 
 
 def _with_kernel_layout(tensors: list[Tensor], main: int, alignment: int) -> list[Tensor]:
     """Return the tensors with stride 1 in the last dimension, and the bias after the `main` ones aligned."""
     # torch has checked the strides of the batch, but those of a micro-batch may differ.
-    found = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
-    return [*found[:main], *(_aligned(bias, alignment) for bias in found[main:])]
+    rows = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+    return [*rows[:main], *(_aligned(bias, alignment) for bias in rows[main:])]
 
 
 def _aligned(bias: Tensor, to: int) -> Tensor:

@@ -92,9 +92,9 @@ def _by_row(call: Call, rows: list[tuple[str, str]]) -> OpStrategy | None:
     # Gathering needs the memory of the whole batch, so it decides between the rows that fit.
     best: tuple[int, OpStrategy] | None = None
     for inputs, outputs in rows:
-        found = _fit(call, inputs, outputs)
-        if found is not None and (best is None or found[0] < best[0]):
-            best = found
+        fit = _fit(call, inputs, outputs)
+        if fit is not None and (best is None or fit[0] < best[0]):
+            best = fit
     return None if best is None else best[1]
 
 

@@ -96,8 +96,8 @@ def _margin_loss(call: Call) -> OpStrategy | None:
     several = len(call.func._schema.returns) > 1
 
     def mean(microbatch: BatchSlice, tensors: list[Tensor]) -> Any:
-        found = run(microbatch, tensors)
-        return (found[0] / rows, *found[1:]) if several else found / rows
+        result = run(microbatch, tensors)
+        return (result[0] / rows, *result[1:]) if several else result / rows
 
     outputs = [shard if reduction == 0 else PARTIAL, *([shard] if several else [])]
     operands = [Operand(v, shard if v is x or v is target else REPLICATE) for v in call.tensors]
@@ -165,7 +165,7 @@ class _Ctc:
         self.main = call.tensors[skip : skip + 2]
         lengths = [call.argument(name) for name in ("input_lengths", "target_lengths")]
         self.lengths: list[Any] = lengths
-        self.meta_tensor = call.argument("blank", 0)
+        self.blank = call.argument("blank", 0)
         self.infinite = call.argument("zero_infinity", False)
 
     def operands(self) -> tuple[Shard, list[Operand]] | None:
@@ -179,7 +179,7 @@ class _Ctc:
 
     def forward(self, microbatch: BatchSlice, tensors: list[Tensor]) -> Any:
         """Return the loss and the kernel's table `log_alpha` of a micro-batch."""
-        return aten._ctc_loss(*tensors[:2], *self.cut(microbatch, tensors), self.meta_tensor, self.infinite)
+        return aten._ctc_loss(*tensors[:2], *self.cut(microbatch, tensors), self.blank, self.infinite)
 
     def cut(self, microbatch: BatchSlice, tensors: list[Tensor]) -> list[Any]:
         """Return the lengths of a micro-batch."""
@@ -191,8 +191,8 @@ class _Ctc:
 
 def _ctc_loss(call: Call) -> OpStrategy | None:
     ctc = _Ctc(call, 0)
-    found = ctc.operands()
-    if found is None:
+    sharded = ctc.operands()
+    if sharded is None:
         return None
     width = 2 * ctc.main[1].meta.shape[1] + 1
 
@@ -201,22 +201,22 @@ def _ctc_loss(call: Call) -> OpStrategy | None:
         # The table is as wide as the longest target of the micro-batch; all get the width for the batch.
         return loss, torch.nn.functional.pad(table, (0, width - table.shape[-1]))
 
-    return OpStrategy(found[1], [Shard(0), Shard(0)], run, reads_position=True)
+    return OpStrategy(sharded[1], [Shard(0), Shard(0)], run, reads_position=True)
 
 
 def _ctc_loss_backward(call: Call) -> OpStrategy | None:
     ctc = _Ctc(call, 1)
-    found = ctc.operands()
-    if found is None:
+    sharded = ctc.operands()
+    if sharded is None:
         return None
-    shard, operands = found
+    shard, operands = sharded
 
     def run(microbatch: BatchSlice, tensors: list[Tensor]) -> Any:
-        grad, *given = tensors
+        grad, *inputs = tensors
         # The backward kernel needs the table of these samples alone, without padding.
-        loss, table = ctc.forward(microbatch, given)
-        lengths = ctc.cut(microbatch, given)
-        return aten._ctc_loss_backward(grad, *given[:2], *lengths, loss, table, ctc.meta_tensor, ctc.infinite)
+        loss, table = ctc.forward(microbatch, inputs)
+        lengths = ctc.cut(microbatch, inputs)
+        return aten._ctc_loss_backward(grad, *inputs[:2], *lengths, loss, table, ctc.blank, ctc.infinite)
 
     return OpStrategy([Operand(call.tensors[0], Shard(0)), *operands], [shard], run, reads_position=True)
 

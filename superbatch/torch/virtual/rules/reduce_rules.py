@@ -125,8 +125,8 @@ def _moments(call: Call) -> OpStrategy | None:
 
     def finish(mean: Tensor, squares: Tensor, count: int) -> list[Tensor]:
         variance = squares / max(count - correction, 0)  # NaN for a single number, as in torch
-        found = [variance.sqrt() if root else variance, *([mean] if with_mean else [])]
-        return [tensor.to(value.meta.dtype) for tensor in found] if half else found
+        results = [variance.sqrt() if root else variance, *([mean] if with_mean else [])]
+        return [tensor.to(value.meta.dtype) for tensor in results] if half else results
 
     return OpStrategy(
         [Operand(value, value.shard)], [PARTIAL] * (1 + with_mean), run, lambda: Moments(finish)

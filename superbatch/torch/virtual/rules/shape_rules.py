@@ -18,7 +18,7 @@ from .shape_arguments import backward_of_a_view, expanded
 aten: Any = torch.ops.aten
 
 
-def _batch(call: Call) -> tuple[Value, Shard] | None:
+def _sharded_input(call: Call) -> tuple[Value, Shard] | None:
     value = call.tensors[0] if call.tensors else None
     if value is None or value.shard is None:
         return None
@@ -32,9 +32,9 @@ def _view_of(
 
 
 def _same(call: Call) -> OpStrategy | None:
-    if (found := _batch(call)) is None:
+    if (sharded := _sharded_input(call)) is None:
         return None
-    return _view_of(*found, found[1], lambda microbatch, tensors: tensors[0])
+    return _view_of(*sharded, sharded[1], lambda microbatch, tensors: tensors[0])
 
 
 def reshaped(old: Sequence[int], shard: Shard, new: Sequence[int], samples: int) -> Shard | None:
@@ -64,9 +64,9 @@ def reshaped(old: Sequence[int], shard: Shard, new: Sequence[int], samples: int)
 
 
 def _view(call: Call) -> OpStrategy | None:
-    if (found := _batch(call)) is None:
+    if (sharded := _sharded_input(call)) is None:
         return None
-    value, shard = found
+    value, shard = sharded
     size = call.argument("size")
     if not isinstance(size, (list, tuple)):
         return None  # view.dtype
@@ -83,23 +83,23 @@ def _view(call: Call) -> OpStrategy | None:
 
 def _inferred(shape: Sequence[int], numel: int) -> list[int]:
     """Return the shape with the size in place of -1."""
-    known = math.prod(size for size in shape if size != -1)
-    return [numel // known if size == -1 and known else size for size in shape]
+    others = math.prod(size for size in shape if size != -1)
+    return [numel // others if size == -1 and others else size for size in shape]
 
 
 def _permute(call: Call) -> OpStrategy | None:
-    if (found := _batch(call)) is None:
+    if (sharded := _sharded_input(call)) is None:
         return None
-    value, shard = found
+    value, shard = sharded
     dims = [dim % value.meta.dim() for dim in call.argument("dims")]
     # The samples move to the position of their dimension in `dims`.
     return _view_of(value, shard, shard.at(dims.index(shard.dim)), run_of(call))
 
 
 def _transpose(call: Call) -> OpStrategy | None:
-    if (found := _batch(call)) is None:
+    if (sharded := _sharded_input(call)) is None:
         return None
-    value, shard = found
+    value, shard = sharded
     count = value.meta.dim()
     if call.func.overloadpacket is aten.t:
         first, second = (0, 1) if count == 2 else (0, 0)
@@ -111,18 +111,18 @@ def _transpose(call: Call) -> OpStrategy | None:
 
 
 def _unsqueeze(call: Call) -> OpStrategy | None:
-    if (found := _batch(call)) is None:
+    if (sharded := _sharded_input(call)) is None:
         return None
-    value, shard = found
+    value, shard = sharded
     dim = call.argument("dim") % (value.meta.dim() + 1)
     # A new dimension in front of the samples shifts them by one.
     return _view_of(value, shard, shard.at(shard.dim + (dim <= shard.dim)), run_of(call))
 
 
 def _squeeze(call: Call) -> OpStrategy | None:
-    if (found := _batch(call)) is None:
+    if (sharded := _sharded_input(call)) is None:
         return None
-    value, shard = found
+    value, shard = sharded
     shape = value.meta.shape
     named = call.argument("dim")
     if named is None:
@@ -138,9 +138,9 @@ def _squeeze(call: Call) -> OpStrategy | None:
 
 
 def _select(call: Call) -> OpStrategy | None:
-    if (found := _batch(call)) is None:
+    if (sharded := _sharded_input(call)) is None:
         return None
-    value, shard = found
+    value, shard = sharded
     dim = call.argument("dim") % value.meta.dim()
     if dim == shard.dim:
         if shard.outer != 1:
@@ -153,9 +153,9 @@ def _select(call: Call) -> OpStrategy | None:
 
 
 def _slice(call: Call) -> OpStrategy | None:
-    if (found := _batch(call)) is None:
+    if (sharded := _sharded_input(call)) is None:
         return None
-    value, shard = found
+    value, shard = sharded
     dim = call.argument("dim", 0) % value.meta.dim()
     if dim != shard.dim:
         return _view_of(value, shard, shard, run_of(call))
@@ -189,8 +189,8 @@ def _rows(value: Value, shard: Shard, start: int, stop: int, step: int, *, squee
         # First selected row that is not in an earlier micro-batch; the division rounds up.
         begin = start if start >= first else start + -(-(first - start) // step) * step
         end = min(stop, last)
-        chosen = slice(begin - first, max(end, begin) - first, step)
-        return tensors[0][(slice(None),) * shard.dim + (chosen,)]
+        selected = slice(begin - first, max(end, begin) - first, step)
+        return tensors[0][(slice(None),) * shard.dim + (selected,)]
 
     class JoinedSlice(Joined):
         def result(self) -> list[Tensor]:
@@ -225,17 +225,17 @@ def _cat(call: Call) -> OpStrategy | None:
 
 
 def _clone(call: Call) -> OpStrategy | None:
-    if (found := _batch(call)) is None:
+    if (sharded := _sharded_input(call)) is None:
         return None
     # A copy, although values are never written: later views need the contiguous memory of the clone.
-    return OpStrategy([Operand(*found)], [found[1]], run_of(call), light=True)
+    return OpStrategy([Operand(*sharded)], [sharded[1]], run_of(call), light=True)
 
 
 def _new(call: Call) -> OpStrategy | None:
     """Rule for new_zeros, new_full and others, if the new tensor has a dimension of the batch's size."""
-    if (found := _batch(call)) is None:
+    if (sharded := _sharded_input(call)) is None:
         return None
-    value, shard = found
+    value, shard = sharded
     size = list(call.argument("size"))
     rows = shard.rows(call.samples)
     dims = [dim for dim, count in enumerate(size) if count == rows]
@@ -254,9 +254,9 @@ def _new(call: Call) -> OpStrategy | None:
 
 def _like(call: Call) -> OpStrategy | None:
     """Rule for zeros_like, full_like and others, which read the shape only."""
-    if (found := _batch(call)) is None:
+    if (sharded := _sharded_input(call)) is None:
         return None
-    value, shard = found
+    value, shard = sharded
     shape, dtype, device = tuple(value.meta.shape), value.meta.dtype, value.device
 
     def run(microbatch: BatchSlice, tensors: list[Tensor]) -> Any:
@@ -268,9 +268,9 @@ def _like(call: Call) -> OpStrategy | None:
 
 
 def _repeat(call: Call) -> OpStrategy | None:
-    if (found := _batch(call)) is None:
+    if (sharded := _sharded_input(call)) is None:
         return None
-    value, shard = found
+    value, shard = sharded
     repeats = list(call.argument("repeats"))
     dim = shard.dim + len(repeats) - value.meta.dim()
     # The result is [repeats][outer][samples][inner], so `outer` is multiplied.
@@ -279,9 +279,9 @@ def _repeat(call: Call) -> OpStrategy | None:
 
 
 def _diagonal(call: Call) -> OpStrategy | None:
-    if (found := _batch(call)) is None:
+    if (sharded := _sharded_input(call)) is None:
         return None
-    value, shard = found
+    value, shard = sharded
     dims = [call.argument(name) % value.meta.dim() for name in ("dim1", "dim2")]
     if shard.dim in dims:  # an element of the diagonal would depend on the position of a sample
         return None
@@ -291,20 +291,20 @@ def _diagonal(call: Call) -> OpStrategy | None:
 
 
 def _unfold(call: Call) -> OpStrategy | None:
-    found = _batch(call)
+    sharded = _sharded_input(call)
     # Windows along the samples would have several samples each.
-    if found is None or call.argument("dimension") % found[0].meta.dim() == found[1].dim:
+    if sharded is None or call.argument("dimension") % sharded[0].meta.dim() == sharded[1].dim:
         return None
-    return _view_of(*found, found[1], run_of(call))
+    return _view_of(*sharded, sharded[1], run_of(call))
 
 
 def _complex_view(call: Call) -> OpStrategy | None:
-    if (found := _batch(call)) is None:
+    if (sharded := _sharded_input(call)) is None:
         return None
-    last = found[1].dim == found[0].meta.dim() - 1
+    last = sharded[1].dim == sharded[0].meta.dim() - 1
     if last and call.func.overloadpacket is aten.view_as_complex:
         return None  # the last dimension holds the real and the imaginary part
-    return _view_of(*found, found[1], run_of(call))
+    return _view_of(*sharded, sharded[1], run_of(call))
 
 
 def _resolved(call: Call) -> OpStrategy | None:

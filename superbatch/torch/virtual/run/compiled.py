@@ -57,11 +57,11 @@ class Segment:
         self._frees: list[list[int]] = [[] for _ in members]
         # Without compilation, a segment must not need more memory than its operations alone.
         last: dict[int, int] = {}
-        for place, member in enumerate(members):
-            last.update((slot, place) for slot in (*member.inputs, *(slot for _, slot in member.outputs)))
-        for slot, place in last.items():
+        for position, member in enumerate(members):
+            last.update((slot, position) for slot in (*member.inputs, *(slot for _, slot in member.outputs)))
+        for slot, position in last.items():
             if slot not in wanted:
-                self._frees[place].append(slot)
+                self._frees[position].append(slot)
         self._by_form: dict[Form, _Compiled | None] = {}
 
     def __call__(self, microbatch: BatchSlice, tensors: list[Tensor]) -> list[Any]:
@@ -91,17 +91,17 @@ class Segment:
         # The caller's list would keep rows alive that nothing reads after the segment.
         tensors.clear()
         members, wanted = self.structure
-        found: list[Any] = []
+        reduced: list[Any] = []
         for member, frees in zip(members, self._frees, strict=True):
             result = member.run(microbatch, [registers[slot] for slot in member.inputs])
             for index, slot in member.outputs:
                 registers[slot] = result if index is None else result[index]
             if member.reduced:
-                found.append([result if index is None else result[index] for index in member.reduced])
+                reduced.append([result if index is None else result[index] for index in member.reduced])
             for slot in frees:
                 registers[slot] = None
             del result  # a reference would keep it alive during the next operation
-        return [*(registers[slot] for slot in wanted), *found]
+        return [*(registers[slot] for slot in wanted), *reduced]
 
 
 def _are_compilable(tensors: Iterable[Tensor]) -> bool:
@@ -230,9 +230,9 @@ def _compile(segment: Segment, form: Form) -> _Compiled | None:
     samples, *rows = form
 
     def function(*tensors: Tensor) -> tuple[Tensor, ...]:
-        found: list[Tensor] = []
-        _without_tensors(segment.steps(_Samples(samples), list(tensors)), found)
-        return tuple(found)
+        outputs: list[Tensor] = []
+        _without_tensors(segment.steps(_Samples(samples), list(tensors)), outputs)
+        return tuple(outputs)
 
     # Outside of the block's dispatch mode, which would record the traced operators. Fake tensors need no
     # memory and compute nothing.
@@ -241,11 +241,11 @@ def _compile(segment: Segment, form: Form) -> _Compiled | None:
             torch.empty_strided(shape, strides, dtype=dtype, device=device)
             for shape, strides, dtype, device in rows
         ]
-        found: list[Tensor] = []
-        results = _without_tensors(segment.steps(_Samples(samples), list(inputs)), found)
+        outputs: list[Tensor] = []
+        results = _without_tensors(segment.steps(_Samples(samples), list(inputs)), outputs)
         memory = {tensor.untyped_storage()._cdata for tensor in inputs}
         # A result that is a view would have the storage offset of the first micro-batch.
-        if any(tensor.untyped_storage()._cdata in memory for tensor in found):
+        if any(tensor.untyped_storage()._cdata in memory for tensor in outputs):
             return None
         # `dispatch_functionalize` rewrites in-place operators, which Inductor does not take.
         graph = make_fx(dispatch_functionalize(function), decomposition_table=select_decomp_table())(*inputs)

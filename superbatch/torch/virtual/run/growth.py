@@ -189,14 +189,14 @@ def _grown(
     for index, value in enumerate(values):
         shape = tuple(value.meta.shape)
         if form.func in _RESHAPES:
-            found = _reshaped(tuple(form.tensors[0].meta.shape), dims[0], shape)
+            growing = _reshaped(tuple(form.tensors[0].meta.shape), dims[0], shape)
         elif larger is not None and index < len(larger):
             twice = larger[index]
-            found = {dim for dim, size in enumerate(shape) if dim < len(twice) and twice[dim] != size}
+            growing = {dim for dim, size in enumerate(shape) if dim < len(twice) and twice[dim] != size}
         else:
-            found = _alike(form, dims, shape, microbatch_size)
+            growing = _alike(form, dims, shape, microbatch_size)
         own = set() if value.shard is None else {value.shard.dim}
-        value.grows = tuple(sorted(found - own))
+        value.grows = tuple(sorted(growing - own))
 
 
 def _larger(
@@ -212,12 +212,12 @@ def _larger(
     ]
     call = form.call()
     try:
-        found = shapes(call.on(doubled))
+        results = shapes(call.on(doubled))
     except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
         if out_of_memory(error):
             raise
         return None  # such as an argument that does not match the doubled input
-    return [tuple(item.shape) for item in _flat(found) if isinstance(item, Tensor)]
+    return [tuple(item.shape) for item in _flat(results) if isinstance(item, Tensor)]
 
 
 def _of_index(value: Value, microbatch_size: int) -> tuple[int, ...]:
@@ -237,16 +237,16 @@ def _doubled(meta: Tensor, dims: Sequence[int]) -> Tensor:
 
 def _reshaped(old: Sequence[int], dims: Sequence[int], new: Sequence[int]) -> set[int]:
     """Return the dimensions after a reshape, matched by the number of elements before them."""
-    found: set[int] = set()
+    positions: set[int] = set()
     for dim in dims:
         before, through = math.prod(old[:dim]), math.prod(old[: dim + 1])
         front = 1
-        for place, size in enumerate(new):
+        for position, size in enumerate(new):
             if front < through and front * size > before and size > 1:
-                found.add(place)
+                positions.add(position)
                 break
             front *= size
-    return found
+    return positions
 
 
 def _alike(
@@ -255,8 +255,8 @@ def _alike(
     """Guess the growing dimensions by size, else by position, among those longer than a micro-batch."""
     sizes = {value.meta.shape[dim] for value, grows in zip(form.tensors, dims, strict=True) for dim in grows}
     sizes |= {size for value in form.tensors if value.shard for size in [value.shard.rows(form.samples)]}
-    found = {dim for dim, size in enumerate(shape) if size in sizes and size > microbatch_size}
-    if found:
-        return found
+    growing = {dim for dim, size in enumerate(shape) if size in sizes and size > microbatch_size}
+    if growing:
+        return growing
     positions = {dim for grows in dims for dim in grows}
     return {dim for dim in positions if dim < len(shape) and shape[dim] > microbatch_size}

@@ -24,17 +24,17 @@ OnGather = Literal["ok", "warn", "error"]
 
 
 def paths(
-    module: nn.Module, path: str = "", found: dict[nn.Module, str] | None = None
+    module: nn.Module, path: str = "", names: dict[nn.Module, str] | None = None
 ) -> dict[nn.Module, str]:
     """Return the path of each module, as in `named_modules`."""
     # `named_modules` recurses through generators, which takes several times as long in each update.
-    found = {} if found is None else found
-    if module not in found:
-        found[module] = path
+    names = {} if names is None else names
+    if module not in names:
+        names[module] = path
         for name, child in children_of(module).items():
             if child is not None:
-                paths(child, f"{path}.{name}" if path else name, found)
-    return found
+                paths(child, f"{path}.{name}" if path else name, names)
+    return names
 
 
 # Coupling points that copy rows of the batch; the report lists them as gathered, with the bytes of the rows.
@@ -230,6 +230,6 @@ def _point(node: Node, kept: int) -> CouplingPoint:
         gathered = sum(v.nbytes for v, shard in node.operands if shard)
         return CouplingPoint(node.where, node.name, node.gathers, kept, gathered)
     if node.operator in _PICKS:
-        chosen = sum(value.nbytes for output in node.outputs if (value := output()) is not None)
-        return CouplingPoint(node.where, node.name, "gathered", kept, chosen)
+        copied = sum(value.nbytes for output in node.outputs if (value := output()) is not None)
+        return CouplingPoint(node.where, node.name, "gathered", kept, copied)
     return CouplingPoint(node.where, node.name, "statistic", kept, 0)

@@ -82,17 +82,17 @@ class Form:
         self.paths: list[Path] = []
         # The default dtype is part of the key: an integer tensor times a float has that dtype.
         key: list[Any] = [id(func), samples, torch.get_default_dtype()]
-        known = True
+        cacheable = True
         for position, arg in enumerate(args):
-            known &= self._describe(arg, (position,), key)
+            cacheable &= self._describe(arg, (position,), key)
         for name, arg in kwargs.items():
             key.append(name)
-            known &= self._describe(arg, (name,), key)
+            cacheable &= self._describe(arg, (name,), key)
         if len(self.tensors) > 1 and len(set(map(id, self.tensors))) < len(self.tensors):
             which = {id(value): index for index, value in enumerate(self.tensors)}
             # mm(x, x) is another form than mm(x, y), because rules may compare arguments by identity.
             key.append(tuple(which[id(value)] for value in self.tensors))
-        self.key = tuple(key) if known else None
+        self.key = tuple(key) if cacheable else None
 
     def _describe(self, arg: Any, path: Path, key: list[Any]) -> bool:
         kind = type(arg)
@@ -105,11 +105,11 @@ class Form:
             return True
         if kind is list or kind is tuple or isinstance(arg, (list, tuple)):
             inner: list[Any] = []
-            known = True
+            cacheable = True
             for position, item in enumerate(arg):
-                known &= self._describe(item, (*path, position), inner)
+                cacheable &= self._describe(item, (*path, position), inner)
             key += (list, tuple(inner))
-            return known
+            return cacheable
         if kind is float and not (arg < 0 or arg > 0):
             arg = repr(arg)  # because 0.0 == -0.0, whose inverses differ, and nan != nan
         key += (kind, arg)  # 1 == 1.0 == True, but the dtypes of the results differ

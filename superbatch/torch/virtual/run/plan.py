@@ -83,9 +83,9 @@ def plan(targets: Iterable[Value], readable: Iterable[Value], *, by_rows: bool =
                 wanted.setdefault(value, set()).update(runs)
                 if id(node) in coupling_ids:
                     coupling.setdefault(value, set()).add(stage[node])
-    for found in sweeps.values():
+    for sweep in sweeps.values():
         # Nodes were appended in reverse, but run in the order of recording.
-        found.reverse()
+        sweep.reverse()
     if moved:  # operations that read a moved sum have to wait for it
         stage = _stages(nodes, stage)
     points = [node for node in nodes if id(node) in coupling_ids]
@@ -126,16 +126,16 @@ def _stage_with_inputs(node: Node, earliest: int, wanted: dict[Value, set[int]])
 
 def _ancestors(values: Iterable[Value]) -> list[Node]:
     """Return the operations that still have to run for the values, in the order of recording."""
-    found: dict[int, Node] = {}
+    nodes: dict[int, Node] = {}
     # An explicit stack, because a deep model would exceed Python's recursion limit.
     todo = [value.node for value in values if not value.materialized and value.node is not None]
     while todo:
         node = todo.pop()
-        if node.serial in found:
+        if node.serial in nodes:
             continue
-        found[node.serial] = node
+        nodes[node.serial] = node
         todo += [v.node for v, _ in node.operands if not v.materialized and v.node is not None]
-    return [found[serial] for serial in sorted(found)]
+    return [nodes[serial] for serial in sorted(nodes)]
 
 
 def _stages(nodes: list[Node], least: dict[Node, int]) -> dict[Node, int]:
@@ -184,13 +184,17 @@ def _running_stages(
         if value is None or value.shard is None or not (stages := wanted.get(value)):
             continue
         first = min(stages)
-        again = stages - {first}
+        later_stages = stages - {first}
         if later:
-            again = again | {_LATER}
+            later_stages = later_stages | {_LATER}
         # A coupling point and a later stage read all rows, as with the input of a BatchNorm.
         coupled = first in coupling.get(value, ())
-        if again and (coupled or len(again) > PATIENCE[node.light]) and not _cheap_to_recompute(node):
-            stored[value] = max(again)
+        if (
+            later_stages
+            and (coupled or len(later_stages) > PATIENCE[node.light])
+            and not _cheap_to_recompute(node)
+        ):
+            stored[value] = max(later_stages)
             runs.add(first)
         else:
             runs |= stages

@@ -123,7 +123,7 @@ class RowStore:
 
     def drop(self, microbatch: BatchSlice) -> None:
         """Free the rows of a micro-batch after their last reader."""
-        kept = self._rows.pop(microbatch.number, None)
-        if kept is not None:
-            rows, host = kept
+        stored = self._rows.pop(microbatch.number, None)
+        if stored is not None:
+            rows, host = stored
             self._store.add(self._bytes, HOST if host else DEVICE, -rows.nbytes)

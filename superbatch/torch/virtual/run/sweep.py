@@ -112,14 +112,14 @@ def _run_once(node: Node, full_values: FullValues) -> None:
 
 
 def _set_full(node: Node, indices: Sequence[int], results: Sequence[Any]) -> list[Value]:
-    found: list[Value] = []
+    values: list[Value] = []
     for index, result in zip(indices, results, strict=True):
         value = node.outputs[index]()
         if value is not None:
             # Without a reference to its node, earlier operations can be freed.
             value.full, value.node = result, None
-            found.append(value)
-    return found
+            values.append(value)
+    return values
 
 
 class _Results:

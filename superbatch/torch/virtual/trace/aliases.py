@@ -50,11 +50,11 @@ def functional_of(func: Any) -> Any:
     if not name.endswith("_") or name.endswith("__"):  # __lshift__ is not in place
         return None
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
-    found = None if packet is None else getattr(packet, func._overloadname, None)
-    if found is None or found._schema.is_mutable or len(found._schema.returns) != 1:
+    overload = None if packet is None else getattr(packet, func._overloadname, None)
+    if overload is None or overload._schema.is_mutable or len(overload._schema.returns) != 1:
         return None
-    first = found._schema.arguments[0]  # polygamma_(x, n) writes x, but polygamma(n, x) has a number first
-    return found if str(first.type).startswith(("Tensor", "List[Tensor")) else None
+    first = overload._schema.arguments[0]  # polygamma_(x, n) writes x, but polygamma(n, x) has a number first
+    return overload if str(first.type).startswith(("Tensor", "List[Tensor")) else None
 
 
 def with_defaults(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

@@ -36,16 +36,16 @@ def _optional_value(recording: Recorder, tensor: Any) -> Value | None:
 def _optional_operands(values: list[Value | None]) -> tuple[list[Operand], list[int | None]]:
     """Return operands for the values that are not None, and the position of each value among them."""
     operands: list[Operand] = []
-    places: list[int | None] = []
+    positions: list[int | None] = []
     for value in values:
-        places.append(None if value is None else len(operands))
+        positions.append(None if value is None else len(operands))
         if value is not None:
             operands.append(Operand(value, REPLICATE))
-    return operands, places
+    return operands, positions
 
 
-def _picked(tensors: list[Tensor], places: Sequence[int | None], first: int) -> list[Any]:
-    return [None if place is None else tensors[first + place] for place in places]
+def _picked(tensors: list[Tensor], positions: Sequence[int | None], first: int) -> list[Any]:
+    return [None if position is None else tensors[first + position] for position in positions]
 
 
 def _shard_of(value: Value) -> Shard | None:
@@ -79,10 +79,10 @@ def forward(
         )
     if not training:  # with given statistics the samples are not coupled
         running = [_optional_value(recording, running_mean), _optional_value(recording, running_var)]
-        operands, places = _optional_operands([*affine, *running])
+        operands, positions = _optional_operands([*affine, *running])
 
         def frozen(microbatch: BatchSlice, tensors: list[Tensor]) -> Any:
-            w, b, mean, var = _picked(tensors, places, 1)
+            w, b, mean, var = _picked(tensors, positions, 1)
             return _kernel(tensors[0], w, b, mean, var, False, 0.0, eps)
 
         strategy = OpStrategy(
@@ -95,8 +95,8 @@ def forward(
     if running_mean is not None:  # updated once per batch, with the unbiased variance of all n values
         _update(recording, running_mean, mean, momentum)
         _update(recording, running_var, unbiased, momentum)
-    operands, places = _optional_operands([*affine, mean, var])
-    run = _normalised(tuple(places), eps)
+    operands, positions = _optional_operands([*affine, mean, var])
+    run = _normalised(tuple(positions), eps)
     strategy = OpStrategy([Operand(value, shard), *operands], [shard], run, light=True)
     output = recording.add("batch_norm", strategy, value.meta, compilable=True)
     return recording.wrapped([output, mean, invstd])
@@ -107,9 +107,9 @@ def forward(
 
 
 @lru_cache(maxsize=1 << 10)
-def _normalised(places: tuple[int | None, ...], eps: float) -> Run:
+def _normalised(positions: tuple[int | None, ...], eps: float) -> Run:
     def normalised(microbatch: BatchSlice, tensors: list[Tensor]) -> Tensor:
-        w, b, mean, var = _picked(tensors, places, 1)
+        w, b, mean, var = _picked(tensors, positions, 1)
         return _kernel(tensors[0], _like(w, mean), _like(b, mean), mean, var, False, 0.0, eps)[0]
 
     return normalised
@@ -189,8 +189,8 @@ def backward(
     mask: list[bool],
 ) -> Any:
     """`native_batch_norm_backward`: (dx, d weight, d bias)."""
-    value, given = recording.value(x), recording.value(grad)
-    shard = _shard_of(value) or _shard_of(given)  # a full input may have a sharded gradient
+    value, gradient = recording.value(x), recording.value(grad)
+    shard = _shard_of(value) or _shard_of(gradient)  # a full input may have a sharded gradient
     w = _optional_value(recording, weight)
     if shard is None and recording.ranks is not None:
         shard = recording.ranks.shard_in_backward(recording, value, recording.value(save_mean))
@@ -201,15 +201,15 @@ def backward(
             x,
             (weight, running_mean, running_var, save_mean, save_invstd, training, eps, mask),
         )
-    inputs = [Operand(given, shard), Operand(value, shard)]
+    inputs = [Operand(gradient, shard), Operand(value, shard)]
     channel = meta_tensor((value.meta.shape[1],), (1,), (w or value).meta.dtype)
     if not training:
-        operands, places = _optional_operands(
+        operands, positions = _optional_operands(
             [w, _optional_value(recording, running_mean), _optional_value(recording, running_var)]
         )
 
         def frozen(microbatch: BatchSlice, tensors: list[Tensor]) -> Any:
-            scale, mean, var = _picked(tensors, places, 2)
+            scale, mean, var = _picked(tensors, positions, 2)
             dy, x = tensors[:2]
             return _backward_kernel(dy, x, scale, mean, var, None, None, False, eps, mask)
 
@@ -220,8 +220,8 @@ def backward(
         ]
         return recording.wrapped(recording.add("batch_norm backward", strategy, metas))
     mean, invstd = recording.value(save_mean), recording.value(save_invstd)
-    operands, places = _optional_operands([w, mean, invstd])
-    strategy = OpStrategy([*inputs, *operands], [PARTIAL, PARTIAL], _sums(tuple(places), eps))
+    operands, positions = _optional_operands([w, mean, invstd])
+    strategy = OpStrategy([*inputs, *operands], [PARTIAL, PARTIAL], _sums(tuple(positions), eps))
     d_weight, d_bias = recording.add("batch_norm sums", strategy, [mean.meta] * 2, compilable=True)
     dx = _input_gradient(recording, inputs, w, [mean, invstd, d_weight, d_bias], shard) if mask[0] else None
     results = recording.wrapped([dx, d_weight if mask[1] else None, d_bias if mask[2] else None])
@@ -230,9 +230,9 @@ def backward(
 
 
 @lru_cache(maxsize=1 << 10)
-def _sums(places: tuple[int | None, ...], eps: float) -> Run:
+def _sums(positions: tuple[int | None, ...], eps: float) -> Run:
     def sums(microbatch: BatchSlice, tensors: list[Tensor]) -> Any:
-        scale, mean, invstd = _picked(tensors, places, 2)
+        scale, mean, invstd = _picked(tensors, positions, 2)
         dy, x = tensors[:2]
         # Without dx, for which the kernel would use the sums of the micro-batch.
         return _backward_kernel(
@@ -293,15 +293,15 @@ def _samples_in_channels(recording: Recorder, x: Any, rest: tuple[Any, ...]) -> 
         return _on_full_tensor(recording, x, rest)
     if shard is None or shard.dim != 1 or not training:
         return NotImplemented
-    places: list[int | None] = []
+    positions: list[int | None] = []
     operands = [Operand(value, shard)]
     for item in channels:
-        places.append(None if item is None else len(operands))
+        positions.append(None if item is None else len(operands))
         if item is not None:
             operands.append(Operand(item, shard.at(0)))
 
     def run(microbatch: BatchSlice, tensors: list[Tensor]) -> Any:
-        w, b = _picked(tensors, places, 0)
+        w, b = _picked(tensors, positions, 0)
         return _kernel(tensors[0], w, b, None, None, True, 0.0, eps)
 
     stat = meta_tensor((value.meta.shape[1],), (1,), value.meta.dtype)
@@ -319,11 +319,11 @@ def _on_full_tensor(recording: Recorder, x: Any, rest: tuple[Any, ...]) -> Any:
 
 def _samples_in_channels_backward(recording: Recorder, grad: Any, x: Any, rest: tuple[Any, ...]) -> Any:
     weight, running_mean, _, save_mean, save_invstd, training, eps, mask = rest
-    value, given = recording.value(x), recording.value(grad)
-    shard = value.shard or given.shard
+    value, gradient = recording.value(x), recording.value(grad)
+    shard = value.shard or gradient.shard
     if shard is None or shard.dim != 1 or not training or running_mean is not None:
         return NotImplemented
-    operands = [Operand(given, shard), Operand(value, shard)]
+    operands = [Operand(gradient, shard), Operand(value, shard)]
     operands += [Operand(recording.value(t), shard.at(0)) for t in (save_mean, save_invstd)]
     if weight is not None:
         operands.append(Operand(recording.value(weight), shard.at(0)))

@@ -124,7 +124,7 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
 
 def attempt(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the composite of an operation; return NotImplemented if there is none for these arguments."""
-    composite = found(func)
+    composite = composite_of(func)
     if composite is None:
         return NotImplemented
     for arg in args:  # also those that the composite does not read
@@ -133,7 +133,7 @@ def attempt(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 @cache
-def found(func: Any) -> Callable[..., Any] | None:
+def composite_of(func: Any) -> Callable[..., Any] | None:
     """Return the composite of an operator; None if it has none."""
     return COMPOSITES.get(func) or COMPOSITES.get(func.overloadpacket)
 

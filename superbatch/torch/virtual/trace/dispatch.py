@@ -70,11 +70,11 @@ class _Kind(NamedTuple):
 @cache
 def _kind_of(func: Any) -> _Kind:
     handler = _HANDLERS.get(func, composites.LISTS.get(func))
-    has_composite = composites.found(func) is not None
+    has_composite = composites.composite_of(func) is not None
     return _Kind(handler, is_composite(func), func._schema.is_mutable, func.is_view, has_composite)
 
 
-def _on_real_tensors(recording: Recorder, func: Any, args: Any, kwargs: Any, given: Any = None) -> Any:
+def _on_real_tensors(recording: Recorder, func: Any, args: Any, kwargs: Any, real: Any = None) -> Any:
     """Run an operation on real tensors, made from the numbers of virtual ones.
 
     Args:
@@ -82,12 +82,12 @@ def _on_real_tensors(recording: Recorder, func: Any, args: Any, kwargs: Any, giv
         func: the operator.
         args: positional arguments.
         kwargs: keyword arguments.
-        given: real tensors to use instead, by the id of the virtual tensor.
+        real: real tensors to use instead, by the id of the virtual tensor.
     """
 
     def one(item: Any) -> Any:
-        if given and id(item) in given:
-            return given[id(item)]
+        if real and id(item) in real:
+            return real[id(item)]
         return recording.numbers(item) if isinstance(item, VirtualTensor) else item
 
     # Operators take tensors, or lists of them, as in cat(); lists are never nested.

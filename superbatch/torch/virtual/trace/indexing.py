@@ -20,13 +20,13 @@ def index(recording: Recorder, x: Any, indices: Sequence[Any]) -> Any:
         feature = _one_of_features(recording, x, indices)
         if feature is None:
             return NotImplemented
-        dim, chosen = feature
-        found = x.index_select(dim, chosen.reshape(-1))
-        return found.reshape(*x.shape[:dim], *chosen.shape, *x.shape[dim + 1 :])
-    place = _one_of_each(recording, x, indices)
-    if place is None:
+        dim, numbers = feature
+        selected = x.index_select(dim, numbers.reshape(-1))
+        return selected.reshape(*x.shape[:dim], *numbers.shape, *x.shape[dim + 1 :])
+    position = _one_of_each(recording, x, indices)
+    if position is None:
         return NotImplemented
-    return _flat(x, len(indices)).gather(1, place).squeeze(1)
+    return _flat(x, len(indices)).gather(1, position).squeeze(1)
 
 
 def index_put(
@@ -40,19 +40,19 @@ def index_put(
         feature = _one_of_features(recording, x, indices)
         if feature is None:
             return NotImplemented
-        dim, chosen = feature
+        dim, numbers = feature
         # index_put broadcasts the values; index_add and index_copy do not.
-        values = values.expand(*x.shape[:dim], *chosen.shape, *x.shape[dim + 1 :])
+        values = values.expand(*x.shape[:dim], *numbers.shape, *x.shape[dim + 1 :])
         values = values.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
         write = x.index_add if accumulate else x.index_copy
-        return write(dim, chosen.reshape(-1), values)
-    place = _one_of_each(recording, x, indices)
-    if place is None:
+        return write(dim, numbers.reshape(-1), values)
+    position = _one_of_each(recording, x, indices)
+    if position is None:
         return NotImplemented
     flat = _flat(x, len(indices))
     values = values.expand(x.shape[0], *flat.shape[2:]).unsqueeze(1)
     write = flat.scatter_add if accumulate else flat.scatter
-    return write(1, place, values).reshape(x.shape)
+    return write(1, position, values).reshape(x.shape)
 
 
 def _by_sample(recording: Recorder, x: Any) -> bool:
@@ -66,11 +66,11 @@ def _one_of_each(recording: Recorder, x: Any, indices: Sequence[Any]) -> Any:
     first = indices[0]
     if len(indices) < 2 or any(item is None or item.dim() != 1 or _is_mask(item) for item in indices):
         return None
-    known = recording.value(first)
-    if known.shard is not None or known.full is None or first.shape[0] != x.shape[0]:
+    value = recording.value(first)
+    if value.shard is not None or value.full is None or first.shape[0] != x.shape[0]:
         return None
     # Only arange(N) pairs each sample with its own index.
-    if not torch.equal(known.full, torch.arange(x.shape[0], device=known.full.device)):
+    if not torch.equal(value.full, torch.arange(x.shape[0], device=value.full.device)):
         return None
     # % because an index may be negative. Row-major, as `_flat` flattens.
     position = indices[1] % x.shape[1]
@@ -86,18 +86,18 @@ def _flat(x: Any, count: int) -> Any:
 
 def _one_of_features(recording: Recorder, x: Any, indices: Sequence[Any]) -> tuple[int, Tensor] | None:
     """Return the dimension and the index of ``x[:, index]`` with a single full index; else None."""
-    found = [(dim, item) for dim, item in enumerate(indices) if item is not None]
-    if len(found) != 1:
+    indexed = [(dim, item) for dim, item in enumerate(indices) if item is not None]
+    if len(indexed) != 1:
         return None
-    dim, item = found[0]
-    known = recording.value(item)
-    if known.shard is not None:
+    dim, item = indexed[0]
+    value = recording.value(item)
+    if value.shard is not None:
         return None
     if not _is_mask(item):
         return dim, item % x.shape[dim]
-    if known.full is None or item.dim() != 1:
+    if value.full is None or item.dim() != 1:
         return None
-    return dim, known.full.nonzero().squeeze(1)  # possible, because the numbers of the mask are known
+    return dim, value.full.nonzero().squeeze(1)  # possible, because the numbers of the mask are known
 
 
 def _is_mask(item: Tensor) -> bool:

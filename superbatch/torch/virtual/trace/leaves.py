@@ -24,15 +24,15 @@ class Leaves:
         # `scale.exp()`, computed before the block, gives `scale` a gradient.
         if not tensor.requires_grad:
             return
-        found = (tensor,) if tensor.is_leaf else self._behind(tensor.grad_fn)
-        for leaf in found:
+        leaves = (tensor,) if tensor.is_leaf else self._behind(tensor.grad_fn)
+        for leaf in leaves:
             if id(leaf) not in self.gradients:
                 self.gradients[id(leaf)] = leaf, leaf.grad
                 yield leaf
 
     def _behind(self, node: Any) -> list[Tensor]:
         """Return the leaves behind a node of autograd's graph, without those behind visited nodes."""
-        found: list[Tensor] = []
+        leaves: list[Tensor] = []
         todo = [node]
         while todo:
             node = todo.pop()
@@ -42,9 +42,9 @@ class Leaves:
             # An AccumulateGrad node, at the end of a path, has its leaf.
             leaf = getattr(node, "variable", None)
             if leaf is not None:
-                found.append(leaf)
+                leaves.append(leaf)
             todo += [before for before, _ in node.next_functions]
-        return found
+        return leaves
 
     def clear(self) -> None:
         """Free the leaves and the nodes of autograd's graph."""

@@ -41,11 +41,12 @@ def compared(
         return _compared_write(recording, func, args, kwargs, dispatch)
     if func is aten.native_dropout.default:
         return _compared_dropout(recording, func, args, kwargs, dispatch)
-    if composites.found(func) is None and func not in composites.LISTS:
+    if composites.composite_of(func) is None and func not in composites.LISTS:
         return dispatch(recording, func, args, kwargs)
-    given = recording.values(args, kwargs)  # before the operation: BatchNorm writes its running statistics
+    # Before the operation, because BatchNorm writes its running statistics.
+    arguments = recording.values(args, kwargs)
     results = dispatch(recording, func, args, kwargs)
-    values, inputs, (new_args, new_kwargs) = _full_tensors(recording, given)
+    values, inputs, (new_args, new_kwargs) = _full_tensors(recording, arguments)
     named = arguments_by_name(func, new_args, new_kwargs)
     ours = [recording.value(item) if isinstance(item, Tensor) else item for item in _flat(results)]
     with torch.no_grad(), lazy_conjugation():
@@ -89,23 +90,23 @@ def _flat(results: Any) -> list[Any]:
 
 
 def _full_tensors(
-    recording: Recorder, given: tuple[Any, Any]
+    recording: Recorder, arguments: tuple[Any, Any]
 ) -> tuple[list[Value], list[Tensor], tuple[Any, Any]]:
     """Return the values, their full tensors, and the arguments with copies of these."""
     values: list[Value] = []
-    for arg in (*given[0], *given[1].values()):
+    for arg in (*arguments[0], *arguments[1].values()):
         mapped(arg, values.append, Value)
     unique = {id(value): value for value in values}
     numbers = recording.materialized([recording.gathered(value) for value in unique.values()])
-    found = dict(zip(unique, numbers, strict=True))
+    tensors = dict(zip(unique, numbers, strict=True))
 
     def copied(value: Value) -> Tensor:
         # Cloned, because the operation may write into its arguments.
-        return found[id(value)].clone(memory_format=torch.contiguous_format)
+        return tensors[id(value)].clone(memory_format=torch.contiguous_format)
 
-    args = [mapped(arg, copied, Value) for arg in given[0]]
-    kwargs = {name: mapped(arg, copied, Value) for name, arg in given[1].items()}
-    return values, [found[id(value)] for value in values], (args, kwargs)
+    args = [mapped(arg, copied, Value) for arg in arguments[0]]
+    kwargs = {name: mapped(arg, copied, Value) for name, arg in arguments[1].items()}
+    return values, [tensors[id(value)] for value in values], (args, kwargs)
 
 
 def _compare(
@@ -121,9 +122,9 @@ def _compare(
 
 def _compared_dropout(recording: Recorder, func: Any, args: Any, kwargs: Any, dispatch: Dispatch) -> Any:
     """Compare the result of dropout with the product of its input and the mask that it returned."""
-    given = recording.values(args, kwargs)
+    arguments = recording.values(args, kwargs)
     results = dispatch(recording, func, args, kwargs)
-    values, inputs, (new_args, new_kwargs) = _full_tensors(recording, given)
+    values, inputs, (new_args, new_kwargs) = _full_tensors(recording, arguments)
     named = arguments_by_name(func, new_args, new_kwargs)
     if named["train"] is not False:  # None also means training
         ours = [recording.value(item) for item in results]
@@ -147,9 +148,9 @@ def _compared_write(
     before = current(recording, target)
     steps, storage = target.virtual.steps, target.virtual.storage
     base = storage.value
-    given = recording.values(args[1:], kwargs)
+    arguments = recording.values(args[1:], kwargs)
     result = dispatch(recording, func, args, kwargs)
-    values, inputs, (rest, new_kwargs) = _full_tensors(recording, given)
+    values, inputs, (rest, new_kwargs) = _full_tensors(recording, arguments)
     (numbers,) = recording.materialized([recording.gathered(base)])
     # With the strides of the program's tensor, because `view` may raise for those of the gathered one.
     memory = torch.empty_strided(

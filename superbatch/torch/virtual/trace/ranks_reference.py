@@ -34,10 +34,10 @@ def forward(recording: Recorder, ranks: RankSums, mean: Value, arguments: Argume
     squares = _by_channel((x - _as_channels(average, x)).square())
     (total,) = _over(recording, ranks, mean, squares, split=False)
     invstd = (total / count + arguments["eps"]).rsqrt()
-    found = (x - _as_channels(average, x)) * _as_channels(invstd, x)
+    output = (x - _as_channels(average, x)) * _as_channels(invstd, x)
     weight, bias = arguments["weight"], arguments["bias"]
-    found = found if weight is None else found * _as_channels(weight, x)
-    found = found if bias is None else found + _as_channels(bias, x)
+    output = output if weight is None else output * _as_channels(weight, x)
+    output = output if bias is None else output + _as_channels(bias, x)
     running = [
         (1 - arguments["momentum"]) * arguments[name] + arguments["momentum"] * now
         for name, now in (
@@ -46,7 +46,7 @@ def forward(recording: Recorder, ranks: RankSums, mean: Value, arguments: Argume
         )
         if arguments[name] is not None
     ]
-    return [found, average, invstd, *running]
+    return [output, average, invstd, *running]
 
 
 def backward(
@@ -84,8 +84,8 @@ def _over(
 ) -> list[Tensor]:
     # `sum_over_ranks` records a collective, so that all ranks issue it in the same order.
     flat = torch.stack(mine) if split else mine
-    (found,) = recording.materialized([ranks.sum_over_ranks(recording, mean, recording.from_real(flat))])
-    return list(found) if split else [found]
+    (total,) = recording.materialized([ranks.sum_over_ranks(recording, mean, recording.from_real(flat))])
+    return list(total) if split else [total]
 
 
 def _by_channel(x: Tensor) -> Tensor:

@@ -137,26 +137,26 @@ class Recording:
             if random and self.randomness.as_full_batch:
                 return draw_full_batch(self, form.call())
             return self._run_now(form.call())
-        known = None if random else template(form)
-        if known is None:
+        cached = None if random else template(form)
+        if cached is None:
             return self._untemplated(form.call(), batch, random)
-        results = self._from_template(known, form, batch)
+        results = self._from_template(cached, form, batch)
         if self.paranoid:
             paranoia.check(self, form.call(), results)
         return results
 
-    def _from_template(self, known: Template, form: Form, batch: bool) -> Any:
+    def _from_template(self, cached: Template, form: Form, batch: bool) -> Any:
         """Record an operation by the cached template of its form."""
         func, tensors = form.func, form.tensors
         rows = None if batch else by_rows(form)
         if rows is not None and rows.larger:
             return self._node(func, rows.operands, rows.action)
-        if known.gathered:
-            kind: CouplingKind = "unknown" if known.unknown else "gathered"
-            operands = [self._operand(Operand(tensors[i], shard), kind, func) for i, shard in known.operands]
+        if cached.gathered:
+            kind: CouplingKind = "unknown" if cached.unknown else "gathered"
+            operands = [self._operand(Operand(tensors[i], shard), kind, func) for i, shard in cached.operands]
         else:
-            operands = [Operand(tensors[index], shard) for index, shard in known.operands]
-        results = self._node(func, operands, known.action)
+            operands = [Operand(tensors[index], shard) for index, shard in cached.operands]
+        results = self._node(func, operands, cached.action)
         if rows is not None and isinstance(results, Value) and results.node is not None:
             results.node.by_rows = rows  # the plan decides later, when all readers are recorded
         return results
@@ -170,10 +170,10 @@ class Recording:
             results = composites.decomposed(self, call)
             if results is not NotImplemented:
                 return mapped(results, self.value)
-        found = self._recorded(call, strategy, check=self.paranoid and not random)
+        results = self._recorded(call, strategy, check=self.paranoid and not random)
         if random:
-            self.randomness.remember_seed(strategy, found)
-        return found
+            self.randomness.remember_seed(strategy, results)
+        return results
 
     def _recorded(self, call: Call, strategy: OpStrategy | None, *, check: bool) -> Any:
         try:
@@ -185,10 +185,10 @@ class Recording:
         if metas is None:
             return self._run_now(call)
         if strategy is not None:
-            found = self.add(call.func, strategy, metas)
+            values = self.add(call.func, strategy, metas)
             if check:
-                paranoia.check(self, call, found)
-            return found
+                paranoia.check(self, call, values)
+            return values
         count = 1 if isinstance(metas, Tensor) else len(metas)
         full = OpStrategy(
             [Operand(value, REPLICATE) for value in call.tensors], [PARTIAL] * count, run_of(call)

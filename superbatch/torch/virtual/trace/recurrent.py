@@ -60,12 +60,12 @@ def backward(recording: Recorder, *args: Any, **kwargs: Any) -> Any:
     count = len(named["weight"]) if mask[3] else 0
 
     def run(microbatch: BatchSlice, tensors: list[Tensor]) -> Any:
-        given = fill(tensors)
-        output, _, _, reserve, weight_buf = _FORWARD(**{name: given[name] for name in forward})
-        given.update(output=output, reserve=reserve, weight_buf=weight_buf)
+        arguments = fill(tensors)
+        output, _, _, reserve, weight_buf = _FORWARD(**{name: arguments[name] for name in forward})
+        arguments.update(output=output, reserve=reserve, weight_buf=weight_buf)
         # Weight gradients are a list, which is flattened because each output is reduced separately.
-        *inputs, weights = _BACKWARD(**given)
-        inputs = [found if wanted else None for found, wanted in zip(inputs, mask, strict=False)]
+        *inputs, weights = _BACKWARD(**arguments)
+        inputs = [gradient if wanted else None for gradient, wanted in zip(inputs, mask, strict=False)]
         return (*inputs, *list(weights)[:count])
 
     metas = [_in_time(named["input"], named["batch_first"]), *(_dense(named[name]) for name in ("hx", "cx"))]
@@ -118,9 +118,9 @@ def _operands(
 
     def fill(tensors: list[Tensor]) -> dict[str, Any]:
         # cuDNN requires contiguous states.
-        found = {name: x.contiguous() for name, x in zip(names, tensors, strict=False)}
+        inputs = {name: x.contiguous() for name, x in zip(names, tensors, strict=False)}
         rest = tensors[len(names) :]
-        return {**plain, **found, "weight": rest[:count], "weight_buf": rest[count] if packed else None}
+        return {**plain, **inputs, "weight": rest[:count], "weight_buf": rest[count] if packed else None}
 
     return operands, fill
 

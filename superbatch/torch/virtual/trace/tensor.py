@@ -245,10 +245,10 @@ def hollow_error(tensor: Tensor) -> WindowError:
 
 def _recording_of(args: Any, kwargs: dict[str, Any]) -> Recorder:
     """Return the recording of the first virtual tensor, preferably of one in an open block."""
-    found: Recorder | None = None
+    recording: Recorder | None = None
     for arg in (*args, *kwargs.values()):
         for item in arg if isinstance(arg, (list, tuple)) else (arg,):
-            if isinstance(item, VirtualTensor) and (found is None or not found.open):
-                found = item.virtual.recording
-    assert found is not None
-    return found
+            if isinstance(item, VirtualTensor) and (recording is None or not recording.open):
+                recording = item.virtual.recording
+    assert recording is not None
+    return recording
