@@ -1,7 +1,7 @@
 """Arithmetic of a window: the weights of micro-batches, and the one division by their sum.
 
 A window has micro-batches ``i = 1..K`` on ranks ``r = 1..R``; ``w_ri`` is the weight of a micro-batch,
-``W = sum w_ri`` over micro-batches and ranks, ``l_ri`` what ``loss_fn`` returns::
+``W = sum w_ri`` over micro-batches and ranks, ``l_ri`` its loss, as ``loss_fn`` returns it::
 
     reduction="mean":   L = sum (w_ri / W) l_ri          scale of micro-batch ri:  w_ri / W
     reduction="sum":    L = sum  l_ri / W                scale:                    1 / W
@@ -174,7 +174,7 @@ def window_weight(counted: Number, *, reduction: Reduction, min_weight: Number |
 
     Args:
         counted: sum of the weights over micro-batches and ranks.
-        reduction: what ``loss_fn`` returns.
+        reduction: the reduction of the loss that ``loss_fn`` returns.
         min_weight: lower bound of ``W``.
 
     Examples:
@@ -192,7 +192,7 @@ def scale(weight: Number, total: Number, *, reduction: Reduction, ranks: int = 1
     Args:
         weight: the micro-batch's weight ``w >= 0``; with a mean ``0`` gives ``0.0``.
         total: the weight ``W`` of the window over all ranks; ``0`` gives ``0.0``: no update is made then.
-        reduction: what ``loss_fn`` returns.
+        reduction: the reduction of the loss that ``loss_fn`` returns.
         ranks: number of ranks if a backend averages gradients over them afterwards, else 1.
 
     Examples:
@@ -241,9 +241,9 @@ def loss_sum(losses: Iterable[float], weights: Iterable[Number], *, reduction: R
     ``sum l_i``.
 
     Args:
-        losses: what ``loss_fn`` returned, one per micro-batch.
+        losses: the loss of each micro-batch, as ``loss_fn`` returned it.
         weights: the weight of each micro-batch.
-        reduction: what ``loss_fn`` returns.
+        reduction: the reduction of the loss that ``loss_fn`` returns.
 
     Returns:
         The sum; infinite where it is beyond the largest float64 (1.8e308), as the sum of an array is.

@@ -39,7 +39,7 @@ def assert_split_invariant(
         sizes: samples of a micro-batch; ``"half"`` is half of the batch. Sizes that are not smaller than the
             batch are ignored.
         weight: the weight of a micro-batch, as passed to the Accumulator.
-        reduction: what `loss_fn` returns, as passed to the Accumulator.
+        reduction: the reduction of the loss, as passed to the Accumulator.
         participants: as in `verify`: `PerSampleRandom` for dropout, `FrozenBatchNorm`.
         split: how to split leaves that are not tensors with the samples first, as in the Accumulator.
 

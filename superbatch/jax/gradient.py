@@ -72,8 +72,8 @@ def value_and_grad(
             is ``"returned"``). With ``"returned"`` alone, `fun` may also return a mapping from names to
             ``(loss, weight)``. Returned weights of several losses that depend on the model's output cost a
             second forward.
-        reduction: whether `fun` returns a ``"mean"`` or a ``"sum"`` over what the weight counts. For several
-            losses, one for all or a mapping from names.
+        reduction: whether `fun` returns a ``"mean"`` or a ``"sum"`` over the rows or tokens that the weight
+            counts. For several losses, one for all or a mapping from names.
         has_aux: `fun` returns ``(loss, aux)`` (with a weight ``((loss, weight), aux)``).
         aux: ``"stack"`` returns aux with a new leading axis, one entry for each micro-batch; ``"concat"`` is
             for arrays with one entry for each row, and returns them in the order of the batch.

@@ -101,8 +101,9 @@ def multi_steps(
         optimizer: any Optax transformation.
         every: micro-batches per window: an int, a traced integer, or a function of the number of updates
             made.
-        reduction: whether the loss of a micro-batch is a ``"mean"`` or a ``"sum"`` over what the weight
-            counts, or a ``"total"``, which is not divided.
+        reduction: whether the loss of a micro-batch is a ``"mean"`` or a ``"sum"`` over the rows or tokens
+        that
+            the weight counts, or a ``"total"``, which is not divided.
         accumulator_dtype: the dtype in which gradients are summed: ``"auto"`` for float32 or wider, None for
             their own dtype, or a dtype.
         nonfinite: ``"propagate"``: the optimizer gets the NaN, but the next window does not;

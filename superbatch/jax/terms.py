@@ -65,7 +65,7 @@ class Result(NamedTuple):
 def plan_of(call: Call) -> Plan | None:
     """Return the plan with the total weights of the terms; None if the function returns one loss.
 
-    Returned weights cost a part of a forward: XLA removes what they do not depend on.
+    Returned weights cost the part of a forward on which they depend: XLA removes the rest.
 
     Raises:
         InputError: an option of the call excludes several terms.

@@ -270,7 +270,7 @@ def _scaled(model: Any, state: State, loss: Any) -> Any:
 
 
 def _count(batch: Batch, parts: list[Group], data: Any) -> Any:
-    """Return the sums of a pass that only counts weights; XLA removes what no mask depends on."""
+    """Return the sums of a pass that only counts weights; XLA keeps only the inputs of masks."""
 
     def one(sums: Any, microbatch: Any) -> Any:
         with _scope(batch.model, batch.state):

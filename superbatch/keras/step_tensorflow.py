@@ -269,7 +269,7 @@ def _metrics(model: Any, microbatch: Any, y_pred: Any) -> Any:
 
 
 def _count(batch: Batch) -> Any:
-    """Return the sums of a pass that only counts weights; the graph removes what no mask depends on."""
+    """Return the sums of a pass that only counts weights; the graph keeps only the inputs of masks."""
 
     def one(sums: Any, microbatch: Any) -> Any:
         with survey.scope(batch.model):

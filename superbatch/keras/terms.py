@@ -12,7 +12,7 @@ A term is one compiled loss, or the sum of `add_loss`, for one micro-batch: a me
 mean. There are three kinds of terms:
 
     "rows"      mean over the rows of the micro-batch; its weight is known before the forward
-    "counted"   mean over what a mask or sample weights count; its weight is known after the forward
+    "counted"   mean over entries that a mask or sample weights count; its weight is known after the forward
     "sum"       a sum, not a mean; the terms of micro-batches are added
 """
 
