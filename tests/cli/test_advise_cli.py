@@ -49,8 +49,8 @@ def test_one_can_ask_about_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert lines[0].startswith("Accumulating 16 micro-batches helps."), "the verdict is first"
     assert lines[1].startswith("Least time at K* = 22.2")
     assert lines[2] == (
-        "How sure: in 9 of 12 end-to-end runs, to the same loss with accumulation and without, the measured "
-        "time lay in the range."
+        "In 9 of 12 end-to-end runs to the same loss, with accumulation and without, the measured "
+        "time was within the range."
     )
     assert lines[4] == (
         "micro-batches of 4 on each of 8 ranks, 100 ms each; update 50.0 ms, all-reduce 1.00 s; "

@@ -249,7 +249,7 @@ def test_contradictions_of_flags(flags: dict[str, Any], message: str) -> None:
         (("--colour", "red"), "No such option: --colour.* See superbatch compare --help"),
         (("--runs", "0"), "runs=0 is no count"),
         (("--dtype", "float16"), "dtype='float16'"),
-        (("--data", "nowhere"), "reads no folder, and data="),
+        (("--data", "nowhere"), "does not read data="),
         (("mnist",), "The recipe mnist needs a folder of data and downloads none"),
         (("--out", f"{__file__}/report"), r"test_compare.py' is a file. Give a folder"),
         (("nowhere.py:make",), "The recipe file 'nowhere.py' does not exist"),

@@ -114,7 +114,7 @@ def test_check_passes_and_fails(capsys: pytest.CaptureFixture[str], monkeypatch:
         ((PLANE, "--splits", "3x30,5x20"), "batches of 90 and 100"),
         ((PLANE, "--repeats", "0"), "repeats=0"),
         ((PLANE, "--repeats", "many"), "repeats"),
-        ((PLANE, "--low", "1", "--high", "0.1"), "no rising ramp of positive numbers"),
+        ((PLANE, "--low", "1", "--high", "0.1"), "not increasing positive numbers"),
         ((PLANE, "--out", "/dev/null/here"), "--out"),
     ],
 )

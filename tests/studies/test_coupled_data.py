@@ -50,13 +50,13 @@ def test_a_folder_of_sources(tmp_path: Path) -> None:
     search = load_recipe("code-search", data=tmp_path)
     assert search.samples == 2100 - 1500
     with pytest.raises(
-        InputError, match=r"has \d+ pieces of source and 2100 comments, and token-means needs 1000"
+        InputError, match=r"has \d+ pieces of source and 2100 comments, but token-means needs 1000"
     ):
         load_recipe("token-means", data=tmp_path)
     (tmp_path / "more.py").write_text("".join(lines) * 10, encoding="utf-8")
     assert load_recipe("token-means", data=tmp_path).samples > 1000
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(InputError, match="has 0 documented functions, and code-search needs 2000"):
+    with pytest.raises(InputError, match="has 0 documented functions, but code-search needs 2000"):
         load_recipe("code-search", data=tmp_path / "nothing")
 
 
@@ -108,15 +108,15 @@ def test_pairs_are_learnt(tmp_path: Path) -> None:
         (
             "a.tsv",
             "one\ttwo\nthree",
-            r"a\.tsv, line 2 has 1 columns\. Write a query, one tab and a",
+            r"a\.tsv, line 2 has 1 columns, not 2\. Write a query, one tab and a",
         ),
         ("a.jsonl", "{", r"a\.jsonl, line 1 is not JSON: .*\. Write one object on each line\."),
         ("a.jsonl", '{"q": "a"}', r"a\.jsonl, line 1 has the keys 'q'\. Write {\"query\""),
-        ("a.jsonl", "[1]", r"a\.jsonl, line 1 is no object\. Write {\"query\""),
+        ("a.jsonl", "[1]", r"a\.jsonl, line 1 is not an object\. Write {\"query\""),
         (
             "a.tsv",
             "how to\topen it",
-            r"has 1 different pairs of texts, and code-search needs 2000: 1000",
+            r"has 1 different pairs of texts, but code-search needs 2000: 1000",
         ),
     ],
 )
@@ -149,7 +149,7 @@ def test_a_text_corpus(tmp_path: Path) -> None:
     assert set(lengths.tolist()) == {128, 24}, "premise: the samples weigh differently"
     assert 8 * int((lengths == 128).sum()) == len(lengths)
     (tmp_path / "one.py").write_text("# A source, which is read first\n", encoding="utf-8")
-    with pytest.raises(InputError, match="has 0 pieces of source and 1 comments, and token-means needs 1000"):
+    with pytest.raises(InputError, match="has 0 pieces of source and 1 comments, but token-means needs 1000"):
         load_recipe("token-means", data=tmp_path)
 
 
@@ -220,7 +220,7 @@ def test_the_exact_update_of_classes_is_that_of_the_real_batch(tmp_path: Path) -
 
 def test_too_few_images(tmp_path: Path) -> None:
     write_images(tmp_path, ("cat", "dog"), 3)
-    message = r"has 6 images in 2 subfolders, and counting needs 200 images in 2: FOLDER/CLASS/\*\.png"
+    message = r"has 6 images in 2 subfolders, but counting needs 200 images in 2: FOLDER/CLASS/\*\.png"
     with pytest.raises(InputError, match=message):
         load_recipe("counting", data=tmp_path)
 
@@ -236,7 +236,7 @@ def test_a_damaged_image(tmp_path: Path) -> None:
 def test_without_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_images(tmp_path, ("cat", "dog"), 110)
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(InputError, match=r"Pillow, which is missing\. Run pip install pillow\."):
+    with pytest.raises(InputError, match=r"Reading images needs Pillow\. Run pip install pillow\."):
         load_recipe("counting", data=tmp_path)
 
 
@@ -245,7 +245,7 @@ def test_without_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("name", ["code-search", "counting", "token-means", "mnist"])
 def test_no_folder(tmp_path: Path, name: str) -> None:
-    with pytest.raises(InputError, match=r"nowhere' is no folder\. Give the path of one\."):
+    with pytest.raises(InputError, match=r"nowhere' is not a folder\. Pass the path of a folder\."):
         load_recipe(name, data=tmp_path / "nowhere")
 
 

@@ -21,7 +21,7 @@ from superbatch.lab.recipes.coupled.code_search import code_search
 from superbatch.lab.recipes.coupled.docstrings import Texts
 from superbatch.lab.recipes.coupled.images import generated
 from superbatch.lab.recipes.coupled.token_means import token_means
-from superbatch.lab.recipes.coupled.ways import LossAt, accumulated
+from superbatch.lab.recipes.coupled.ways import BatchLoss, accumulated
 from superbatch.lab.report.json import to_json
 from superbatch.lab.report.study import Study, StudyArm, StudyRun
 from superbatch.lab.report.study_text import study_table
@@ -108,16 +108,16 @@ def test_superbatch_makes_the_update_of_the_real_batch_and_a_plain_loop_does_not
             assert torch.allclose(buffer, kept[path], rtol=1e-12, atol=1e-14), "running statistics as well"
 
 
-def loss_at_of(name: str) -> LossAt:
+def loss_of(name: str) -> BatchLoss:
     module = importlib.import_module(f"superbatch.lab.recipes.coupled.{name}")
-    return module.loss_of(generated(32)) if name == "counting" else module.loss_at
+    return module.loss_of(generated(32)) if name == "counting" else module.loss
 
 
 @pytest.mark.parametrize(("name", "size"), [("counting", 2), ("fairness", 16), ("ring", 8)])
 def test_the_exact_update_does_not_depend_on_the_micro_batch(name: str, size: int) -> None:
     """As small as the plain ways' micro-batches; the recipes take larger ones to save time."""
     recipe = made(name)
-    way = replace(recipe.ways[0], update=accumulated(WholeBatch, loss_at_of(name), microbatch_size=size))
+    way = replace(recipe.ways[0], update=accumulated(WholeBatch, loss_of(name), microbatch_size=size))
     found, _ = of_way(replace(recipe, ways=(way, *recipe.ways[1:])), way.name)
     real = of_loop(recipe, recipe.model(3).double(), [whole(recipe)])
     assert apart(found, real) < 1e-12

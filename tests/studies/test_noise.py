@@ -112,7 +112,7 @@ def test_with_adam_the_models_of_its_preconditioner_are_a_band(report: NoiseStud
 
 def test_a_noise_scale_that_is_not_determined_is_said_and_drawn(report: NoiseStudy) -> None:
     unknown = tuple(
-        replace(each, batch_size=None, high=math.inf, reason="signal not told from noise")
+        replace(each, batch_size=None, high=math.inf, reason="signal not distinguishable from noise")
         for each in report.points
     )
     steps = tuple(replace(each, time=None) for each in report.steps)
@@ -169,7 +169,7 @@ def test_numbers_that_torch_would_refuse_are_refused(changed: dict[str, Any]) ->
 
 def test_where_the_signal_was_lost_again_the_upper_end_says_so() -> None:
     def at(update: int, size: float | None, low: float, high: float) -> NoiseAt:
-        reason = None if size else "signal not told from noise"
+        reason = None if size else "signal not distinguishable from noise"
         return NoiseAt(
             update=update, samples=update, loss=1.0, batch_size=size, low=low, high=high, reason=reason
         )

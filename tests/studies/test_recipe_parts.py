@@ -18,7 +18,7 @@ from superbatch.lab.recipes.coupled.pair_files import pair_files, words_of
 from superbatch.lab.recipes.digits_data import digits_elsewhere, facts, initial_weights, load_images
 from superbatch.lab.recipes.drawing import Draws
 from superbatch.lab.recipes.failing import recipe_failure
-from superbatch.lab.recipes.idx import read_idx
+from superbatch.lab.recipes.mnist import read_idx
 
 
 def test_the_digits_and_their_models() -> None:
