@@ -184,7 +184,7 @@ def test_what_would_lower_the_peak() -> None:
     output = 1000 * 64 * 4
     assert saved["gradient checkpoints"] == pytest.approx(5 * output, rel=0.1)
     table = savings_table(report)
-    assert table.title == "What would lower the peak of micro-batches of 1000"
+    assert table.title == "Means to lower the peak of micro-batches of 1000"
     assert table.rows[0][0] == binary_text(max(saved.values()))
 
 
