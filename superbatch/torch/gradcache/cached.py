@@ -169,7 +169,7 @@ class _Call:
         # The second pass changes buffers and generators once more, so they are restored after it.
         afterwards, kept = Replay(self._devices), BufferKeeper(self._models if buffers.touched() else [])
         afterwards.note()
-        kept.take()
+        kept.begin()
         _together(self._sync, self._second_pass)
         kept.restore()
         afterwards.back_to(0)

@@ -138,7 +138,7 @@ def over_ranks(
         sums: sums of this rank, one for each term.
         sync: the ranks to sum over.
         bad: whether this rank has a loss that is not finite.
-        mark: number that must be equal on all ranks (see `NoiseOfWindows.mark`).
+        mark: number that must be equal on all ranks (see `NoiseOfWindows.configuration_number`).
         news: whether this rank has a case that no check of the loss has covered (see `check_schedule`), and a
             number for the counts of its samples (see `rank_counts`); different numbers are such a case too.
         ahead: returns numbers whose sums a later step needs.

@@ -92,9 +92,9 @@ def lr_survey(
     check_choice(what, "what", What)
     accumulator = _as_accumulator(accumulator)
     stream = Batches(batches, accumulation_steps)
-    # A twin, so that counters and sizes of the training's accumulator do not change.
-    twin = accumulator.engine.twin()
-    config = twin.config
+    # A copy, so that counters and sizes of the training's accumulator do not change.
+    engine = accumulator.engine.copy_for_survey()
+    config = engine.config
     optimizers = config.rule.optimizers
     # Raises if a group has no such option, before anything is recorded.
     dial = Dial(optimizers, what)
@@ -115,7 +115,7 @@ def lr_survey(
             batch = stream.take()
             # Set before the update, whose recorded loss was computed before its step.
             dial.turn(value)
-            go_on = _point(twin.update, batch, sweep, skipped, point)
+            go_on = _point(engine.update, batch, sweep, skipped, point)
             progress(point + 1, updates)
             # Ranks have equal losses up to rounding; the vote makes sure that none continues alone.
             if config.sync.vote(not go_on):

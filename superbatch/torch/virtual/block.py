@@ -183,7 +183,7 @@ def open_block(models: Sequence[nn.Module], chosen: options.Options) -> Iterator
     """
     session = Session(models, chosen)
     buffers = BufferKeeper(models)
-    buffers.take()
+    buffers.begin()
     if chosen.size != "auto":  # "auto" uses all memory, so freed blocks are returned to the system
         fastpaths.keep_freed_memory([chosen.device])
     # For every device that the models use: dropout of an earlier layer may run on another one.
