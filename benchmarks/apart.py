@@ -10,7 +10,7 @@ from pathlib import Path
 
 from peers.work import Timing, TrainerWindow, Window
 
-MARK = "windows: "  # before what is said to the other process; libraries print too
+MARK = "windows: "  # prefix of messages to the parent: libraries print to the same stream
 
 
 class Here:
@@ -40,7 +40,7 @@ class Apart:
 
     def __init__(self, arguments: list[str]) -> None:
         program = [sys.executable, str(Path(__file__).with_name("overhead.py")), *arguments, "--serve"]
-        # A Trainer works in a thread; without this its memory would come from another heap than in a program.
+        # A Trainer runs in a thread here. With one arena it uses the same heap as in an ordinary program.
         environment = os.environ | {"MALLOC_ARENA_MAX": "1"}
         self._process = subprocess.Popen(
             program,
@@ -52,11 +52,11 @@ class Apart:
         )
 
     def in_a_row(self, count: int) -> list[Timing]:
-        """Make it run windows."""
+        """Make the process run windows."""
         return [Timing(**timing) for timing in self._answer(count)]
 
     def collect(self) -> None:
-        """Make it collect garbage."""
+        """Make the process collect garbage."""
         self._answer(0)
 
     def close(self) -> None:

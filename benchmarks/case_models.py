@@ -42,7 +42,7 @@ def token_model(dtype: torch.dtype) -> nn.Module:
 
 
 class NestedModel(nn.Module):
-    """Takes a dict with a tuple, a dict and strings in it."""
+    """Model whose input is a dict with a tuple, a dict and strings."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

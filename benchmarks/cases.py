@@ -56,7 +56,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def far_sgd(parameters: Any) -> torch.optim.Optimizer:
-    """One update so far that the change outweighs the rounding of the float32 parameters it is read from."""
+    """SGD with a rate so large that the change exceeds the rounding of float32 parameters."""
     return torch.optim.SGD(parameters, lr=64.0)
 
 
@@ -65,7 +65,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def labelled(count: int, dtype: torch.dtype, *, made_in: torch.dtype = torch.float32) -> list[Batch]:
-    """Labelled points; the spread grows with the index: no two micro-batches have the same gradient."""
+    """Labelled points whose spread grows with the index, so that all micro-batches have other gradients."""
     generator = torch.Generator().manual_seed(7)
     points = torch.randn(count, FEATURES, generator=generator) * torch.linspace(0.5, 2, count)[:, None]
     labels = torch.randint(CLASSES, (count,), generator=generator)
@@ -83,7 +83,7 @@ def classify(
     accumulation_steps: int = 4,
     **changes: Any,
 ) -> Task:
-    """Sixteen points in four micro-batches, unless changed."""
+    """Classification of sixteen points, by default in four micro-batches."""
     task = Task(
         model=partial(classifier, dtype),
         samples=labelled(count, dtype),
@@ -133,7 +133,7 @@ def class_weight_task(dtype: torch.dtype) -> Task:
 
 
 def sum_task(dtype: torch.dtype) -> Task:
-    """The wanted update is that of the sum, not of the mean."""
+    """Task whose loss is a sum, not a mean."""
     total = partial(cross_entropy, reduction="sum")
     share = lambda batch: tokens(batch) / 16  # noqa: E731  # adds up to 1 over the window: the sum stays a sum
     return classify(dtype, loss=total, loss_sum=total, weigh=share, weight="share", reduction="sum")
@@ -190,7 +190,7 @@ def large_batches(task: Task, samples: list[list[Batch]]) -> Parameters:
 
 
 def references(case: Case, task: Task) -> list[Parameters]:
-    """The right answers; more than one where both discarding and flushing a broken window are right."""
+    """Right answers: two where an interrupted window may be discarded or flushed."""
     batch = task.microbatch_size * task.accumulation_steps
     windows = [list(task.samples[first : first + batch]) for first in range(0, len(task.samples), batch)]
     if task.skip_nonfinite:
@@ -202,7 +202,7 @@ def references(case: Case, task: Task) -> list[Parameters]:
 
 
 def _without_nan_microbatches(task: Task, window: list[Batch]) -> list[Batch]:
-    """A micro-batch with a NaN is left out whole: its loss cannot tell which sample it was."""
+    """Drop each micro-batch with a NaN, because its loss does not show which sample has it."""
     size, kept = task.microbatch_size, []
     for first in range(0, len(window), size):
         part = window[first : first + size]
@@ -261,26 +261,26 @@ def draws(task: Task) -> bool:
 CASES = (
     Case(
         name="equal micro-batches",
-        why="the easy case, 4 x 4 samples",
+        why="4 micro-batches of 4 samples, the simplest case",
         task=classify,
         premise=partial(weights_are, equal=True),
         tutorial_is_wrong=False,
     ),
     Case(
         name="unequal micro-batches 4+4+2",
-        why="the mean of means is not the mean",
+        why="4, 4 and 2 samples: the mean of means is not the mean",
         task=partial(classify, count=10, accumulation_steps=3),
         premise=partial(weights_are, equal=False),
     ),
     Case(
         name="tail window",
-        why="10 samples in twos, K=4: the second window has one micro-batch",
+        why="10 samples in micro-batches of 2, K=4: the second window has one micro-batch",
         task=partial(classify, count=10, microbatch_size=2),
         premise=has_tail,
     ),
     Case(
         name="token mask",
-        why="a token mean over unequal numbers of tokens",
+        why="a mean over tokens, with unequal numbers of tokens",
         task=partial(token_task, lengths=(5, 5, 1, 1, 4, 2, 3, 1)),
         premise=partial(weights_are, equal=False),
     ),
@@ -292,7 +292,7 @@ CASES = (
     ),
     Case(
         name="sample weights",
-        why="a mean weighted by sample",
+        why="a mean with a weight for each sample",
         task=sample_weight_task,
         premise=partial(weights_are, equal=False),
     ),
@@ -304,28 +304,28 @@ CASES = (
     ),
     Case(
         name="clip by norm",
-        why="clipping sees the normalised gradient, once for each update",
+        why="the normalised gradient is clipped once per update",
         task=partial(classify, max_grad_norm=0.05),
         premise=clips,
         tutorial_is_wrong=False,
     ),
     Case(
         name="LR scheduler, 4 updates",
-        why="a schedule counts updates",
+        why="the schedule counts updates, not micro-batches",
         task=schedule_task,
         premise=schedules,
         tutorial_is_wrong=False,
     ),
     Case(
         name="AdamW, 4 updates",
-        why="moments see one gradient for each update",
+        why="Adam's moments use one gradient per update",
         task=partial(classify, count=32, microbatch_size=2, optimizer=adamw),
         premise=partial(weights_are, equal=True),
         tutorial_is_wrong=False,
     ),
     Case(
         name="bf16 parameters, K=256",
-        why="256 exact bfloat16 gradients: what is lost is lost in accumulating",
+        why="256 gradients that are exact in bfloat16: only their sum is rounded",
         task=bf16_task,
         premise=partial(weights_are, equal=True),
         dtype=torch.bfloat16,
@@ -341,33 +341,33 @@ CASES = (
     ),
     Case(
         name="break in a window",
-        why="an epoch left after micro-batch 2 of 4: the next window must be clean",
+        why="an epoch that ends after micro-batch 2 of 4: the next window must not contain its gradients",
         task=partial(classify, count=8, microbatch_size=2, epochs=2, stop_after=2, optimizer=sgd),
         premise=stops_inside,
         action="leave",
     ),
     Case(
         name="sum loss",
-        why="the wanted update is that of the sum over the batch",
+        why="the update is that of the sum over the batch",
         task=sum_task,
         premise=partial(weights_are, equal=True),
     ),
     Case(
         name="one NaN micro-batch",
-        why="the update of the other micro-batches",
+        why="the update is that of the other micro-batches",
         task=nan_task,
         premise=is_nan_once,
     ),
     Case(
         name="nested inputs",
-        why="dict, tuple and strings in one batch",
+        why="a batch of dict, tuple and strings",
         task=nested_task,
         premise=is_nested,
         tutorial_is_wrong=False,
     ),
     Case(
         name="dropout, another split",
-        why="the same seed with 4 x 4 and 1 x 16 samples",
+        why="the same seed for 4 micro-batches of 4 and for 16 samples at once",
         task=lambda dtype: classify(dtype, model=partial(dropout_classifier, dtype), sample_rng=True),
         premise=draws,
         against_itself=True,

@@ -35,7 +35,7 @@ Way = tuple[Callable[[Path], object], Callable[[Path], object]]
 
 
 class Training:
-    """A model with its optimizer's state, as after an update."""
+    """A model and an optimizer that has made an update, so that its state exists."""
 
     def __init__(self, width: int) -> None:
         layers = [layer for _ in range(8) for layer in (nn.Linear(width, width), nn.Tanh())]
@@ -49,11 +49,11 @@ class Training:
         return self.model(batch).square().mean()
 
     def state(self) -> dict[str, object]:
-        """Return what the others save."""
+        """Return the state that the other methods save."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load(self, state: dict[str, dict[str, object]]) -> None:
-        """Load what the others have saved."""
+        """Load the state that the other methods saved."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
@@ -122,7 +122,8 @@ def main() -> int:
     header = ["", "write ms", "of flushed", "load ms", "of torch.load", "MiB"]
     cells = [[name, *(f"{row[key]:.3g}" for key in row)] for name, row in rows.items()]
     print_table(f"{sizes['torch.save'] / 2**20:.0f} MiB", header, cells)
-    print("superbatch loads what was saved, bit for bit" if exact else "superbatch loads something else")
+    equal = "equals the saved one, bit for bit" if exact else "DIFFERS from the saved one"
+    print(f"The loaded state {equal}.")
     if options.json:
         options.json.write_text(json.dumps({"rows": rows, "exact": exact}))
     return 0 if exact else 1

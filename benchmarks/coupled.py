@@ -48,13 +48,14 @@ class Row:
     """Cost of one method.
 
     Attributes:
-        size: of a micro-batch; None: in one piece.
-        seconds: CPU time, median.
-        accumulation, full: ratios to these; the first is None in one piece, and where it cannot be done.
-        device, host: bytes.
-        float64, float32: errors; None: not measured.
+        size: samples of a micro-batch; None for the full batch.
+        seconds: median CPU time of an update.
+        accumulation: ratio to plain accumulation; None for the full batch, or if that is impossible.
+        full: ratio to the full batch.
+        device, host: peak bytes.
+        float64, float32: errors of the gradient; None if not measured.
         overhead: share of recording, planning and dispatch, for virtual_batch.
-        report: what virtual_batch says.
+        report: fields of the `CouplingReport` of virtual_batch.
     """
 
     work: str
@@ -74,7 +75,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Contestant:
-    """A way at a micro-batch size, with a model of its own."""
+    """A method with its micro-batch size and its own model."""
 
     way: Way
     size: int | None
@@ -84,7 +85,7 @@ class Contestant:
 def measure(
     work: Work, samples: int, sizes: Sequence[int], rounds: int, *, errors: bool, overheads: bool
 ) -> list[Row]:
-    """All ways for one batch."""
+    """Measure all methods for one batch."""
     contestants = [
         Contestant(way, size, work.build())
         for way in WAYS
@@ -147,7 +148,7 @@ def _peaks(work: Work, contestant: Contestant, samples: int) -> tuple[int, int]:
 
 
 def _with_errors(row: Row, work: Work, contestant: Contestant, real: dict[str, torch.Tensor]) -> Row:
-    """The gradient of the last update is there in float32."""
+    """Add the errors; `.grad` holds the float32 gradient of the last update."""
     single = {name: p.grad for name, p in contestant.model.named_parameters() if p.grad is not None}
     double, _ = gradient(contestant.way, work, row.samples, row.size or 0, torch.float64)
     return replace(row, float64=error(double, real), float32=error(single, real))
@@ -165,7 +166,7 @@ def _with_report(row: Row, work: Work, contestant: Contestant, rounds: int) -> R
 
 
 def show(work: Work, rows: list[Row]) -> None:
-    """The table of one batch."""
+    """Print the table of one batch."""
     titles = {way.name: way.title for way in WAYS}
     header = [
         "",
@@ -199,7 +200,7 @@ def show(work: Work, rows: list[Row]) -> None:
 
 
 def inexact(rows: Sequence[Row]) -> list[Row]:
-    """The rows of ours that are not the gradient of the batch, though they say so."""
+    """Return the rows of exact methods whose gradient is not that of the batch."""
     return [
         row
         for row in rows
@@ -220,13 +221,13 @@ def main() -> int:
     parser.add_argument("--sizes", default="1,4,16,64")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--growth", default="64,128,256,512,1024")
-    parser.add_argument("--quick", action="store_true", help="tiny batches: tests the program")
+    parser.add_argument("--quick", action="store_true", help="tiny batches, to test the program")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     parser.add_argument("--plot", type=Path, help="also draw memory and time against N (needs matplotlib)")
     options = parser.parse_args()
     known = works()
     if not set(options.work.split(",")) <= set(known):
-        parser.error(f"--work has an unknown name. Pass some of {', '.join(known)}.")
+        parser.error(f"--work {options.work!r} has an unknown name. Pass some of {', '.join(known)}.")
     chosen = [known[name] for name in options.work.split(",")]
     sizes, rounds = [int(size) for size in options.sizes.split(",")], options.rounds
     tables = [options.samples, 1024] if options.large else [options.samples]
@@ -244,7 +245,7 @@ def main() -> int:
             found += rows
         for samples in growth:
             if samples in tables and GROWTH_SIZE in sizes:
-                continue  # it is measured already
+                continue  # already measured
             rows = measure(work, samples, [GROWTH_SIZE], -(-rounds // 2), errors=False, overheads=False)
             show(work, rows)
             grown += rows

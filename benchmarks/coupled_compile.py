@@ -36,21 +36,21 @@ TITLES = ("", "plain ms", "compiled ms", "/ plain", "first s", "segments", "agai
 
 
 def update(work: Work, model: torch.nn.Module, batch: Any, size: int, *, compiled: bool) -> None:
-    """The gradient of one batch."""
+    """Compute the gradient of one batch."""
     model.zero_grad()
     with virtual_batch(model, size, compile=compiled) as virtual:
         work.loss(model, work.encode(model, virtual(batch))).backward()
 
 
 def compilations() -> int:
-    """How many segments were looked at so far."""
+    """Return the number of segments that were compiled in this process."""
     from superbatch.torch.virtual.run import compiled
 
-    return compiled._remembered.cache_info().misses
+    return compiled._cached.cache_info().misses
 
 
 def in_turns(runs: list[Callable[[], None]], rounds: int) -> list[list[float]]:
-    """CPU seconds of each, by round."""
+    """Return the CPU seconds of each function in each round."""
     found: list[list[float]] = [[] for _ in runs]
     for _ in range(rounds):
         gc.collect()
@@ -62,7 +62,7 @@ def in_turns(runs: list[Callable[[], None]], rounds: int) -> list[list[float]]:
 
 
 def measure(work: Work, samples: int, size: int, rounds: int, *, double: bool) -> list[str]:
-    """A row of the table."""
+    """Return a row of the table."""
     models = [work.build(), work.build()]
     batch = work.batch(samples)
     runs = [
@@ -114,20 +114,22 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--errors", action="store_true", help="also in float64")
-    parser.add_argument("--quick", action="store_true", help="a tiny batch of one work: tests the program")
+    parser.add_argument("--errors", action="store_true", help="also measure the error in float64")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny batch of one training, to test the program"
+    )
     options = parser.parse_args()
     known = works()
     names = options.work.split(",")
     if not set(names) <= set(known):
-        parser.error(f"--work has an unknown name. Pass some of {', '.join(known)}.")
+        parser.error(f"--work {options.work!r} has an unknown name. Pass some of {', '.join(known)}.")
     if options.quick:
         names, options.samples, options.size, options.rounds = ["convnet"], 4, 2, 1
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-        # Inductor's own way to memory goes by no dispatcher, which is what counts here.
+        # Inductor allocates without the dispatcher, where the ledger counts memory.
         torch._C._dynamo.guards._empty_strided_cpu = _empty  # type: ignore[attr-defined]  (not in its stubs)
         rows = []
         for name in names:

@@ -29,7 +29,7 @@ class Host:
         self._places: set[int] = set()
 
     def __contains__(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies here."""
+        """Return True if a tensor is on the host."""
         return tensor.untyped_storage().data_ptr() in self._places
 
     def put(self, tensor: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class Host:
 
 @contextmanager
 def _saving_to(host: Host) -> Iterator[None]:
-    """In place of `torch.autograd.graph.save_on_cpu`."""
+    """Replacement of `torch.autograd.graph.save_on_cpu`."""
     with torch.autograd.graph.saved_tensors_hooks(host.put, torch.clone):
         yield
 
@@ -85,7 +85,7 @@ def measure(run: Callable[[], Any]) -> tuple[int, int]:
     with (
         mock.patch.object(torch.autograd.graph, "save_on_cpu", return_value=_saving_to(host)),
         mock.patch.object(Store, "keep", kept),
-        mock.patch.object(store, "ELSEWHERE", {"cpu"}),
+        mock.patch.object(store, "OWN_MEMORY", {"cpu"}),
         mock.patch.object(store, "Prefetcher", return_value=_FromHost(host)),
         ledger,
     ):

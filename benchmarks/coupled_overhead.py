@@ -15,9 +15,9 @@ class Shares:
     """Shares of the wall time of an update; they add up to 1.
 
     Attributes:
-        operators: inside the operations on micro-batches.
-        sums: inside what combines their results: gradients are added up there.
-        rest: recording, planning, and everything between operations.
+        operators: share of the operations on micro-batches.
+        sums: share of the reductions of their results, such as sums of gradients.
+        rest: share of recording, planning, and everything between operations.
     """
 
     operators: float
@@ -40,7 +40,7 @@ class _Clock:
 
 
 class _Timed:
-    """A reduction under a clock."""
+    """A reduction whose time is measured."""
 
     def __init__(self, reduction: Any, clock: _Clock) -> None:
         self.add, self.result = clock.around(reduction.add), clock.around(reduction.result)

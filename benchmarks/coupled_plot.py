@@ -27,7 +27,7 @@ STYLES = {  # colour, marker, dashes, width
 
 
 def picture(works: Sequence[Work], rows: Sequence[Any]) -> bytes:
-    """Draw it: a column for each work, memory on the device above, CPU time below.
+    """Draw the plot: a column for each work, memory on the device above, CPU time below.
 
     Args:
         works: in order.

@@ -38,7 +38,7 @@ class Errors:
 
 
 def measure(work: Work, samples: int, sizes: Sequence[int], draws: int) -> list[Errors]:
-    """The errors of the full batch, then those of each size."""
+    """Return the errors of the full batch, then those of each micro-batch size."""
     found: dict[int | None, list[float]] = {size: [] for size in (None, *sizes)}
     for draw in range(draws):
         drawn = replace(work, seed=draw)
@@ -51,7 +51,7 @@ def measure(work: Work, samples: int, sizes: Sequence[int], draws: int) -> list[
 
 
 def row_of(own: Errors, full: Errors) -> list[str]:
-    """A line of the table."""
+    """Return a line of the table."""
     head = ["full batch" if own.size is None else f"virtual_batch, m = {own.size}"]
     head += [f"{statistics.median(own.float32):.1e}", f"{max(own.float32):.1e}"]
     if own.size is None:
@@ -77,7 +77,7 @@ def main() -> int:
     if unknown := set(options.work.split(",")) - set(known):
         parser.error(f"--work {', '.join(sorted(unknown))} is unknown. Pass some of {', '.join(known)}.")
     if options.draws < 1:
-        parser.error(f"--draws {options.draws}: at least one")
+        parser.error(f"--draws {options.draws} is too small. Pass 1 or more.")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     found: list[Errors] = []
@@ -86,7 +86,7 @@ def main() -> int:
         found += rows
         print_table(
             f"{name}, N = {options.samples}: errors of the gradient in float32",
-            ("", "median", "largest", "median ratio", "ours more than twice", "the other way"),
+            ("", "median", "largest", "ratio to full batch", "> 2 x full batch", "< full batch / 2"),
             [row_of(row, rows[0]) for row in rows],
         )
     if options.json:

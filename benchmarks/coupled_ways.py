@@ -19,12 +19,12 @@ class Way:
     """A row of the table.
 
     Attributes:
-        name: in the JSON file.
-        title: in tables and pictures.
-        run: adds the gradient of a batch to `.grad`; the last argument is the micro-batch size.
-        split: it works in micro-batches.
-        applies: to a work; wherever it does not, its gradient has no meaning or it refuses.
-        exact: whether it promises the gradient of the whole batch.
+        name: name in the JSON file.
+        title: name in tables and plots.
+        run: function that adds the gradient of a batch to `.grad`; its last argument is the micro-batch size.
+        split: True if the method splits the batch into micro-batches.
+        applies: function that returns True if the method can run a training.
+        exact: function that returns True if the method promises the gradient of the whole batch.
     """
 
     name: str
@@ -93,7 +93,7 @@ def grad_cache(work: Work, model: nn.Module, batch: Data, size: int) -> None:
 
 
 def cached(work: Work, model: nn.Module, batch: Data, size: int) -> None:
-    """superbatch's two passes."""
+    """`cached_gradients`, in two passes."""
     cached_gradients(
         lambda part: work.encode(model, part), lambda z: work.loss(model, z), batch, size, models=model
     )
@@ -109,7 +109,7 @@ def _virtual(budget: int | None) -> Run:
 
 
 def _fitting(work: Work, model: nn.Module, batch: Data, size: int) -> CouplingReport:
-    """As many samples at a time as there is memory for: on a machine like this one, all."""
+    """`virtual_batch` with as many samples at a time as fit in memory: here the whole batch."""
     with virtual_batch(model, "auto") as virtual:
         work.loss(model, work.encode(model, virtual(batch))).backward()
     return virtual.report()
@@ -158,7 +158,7 @@ def gradient(
 
 
 def error(found: dict[str, Tensor], real: dict[str, Tensor]) -> float:
-    """Distance of whole gradients, in lengths of the real one."""
+    """Return the distance of two gradients, relative to the norm of the real one."""
     assert found.keys() == real.keys()
     squares = sum(float((found[name].double() - g.double()).square().sum()) for name, g in real.items())
     return (squares / sum(float(g.double().square().sum()) for g in real.values())) ** 0.5

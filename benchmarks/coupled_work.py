@@ -19,16 +19,16 @@ class Work:
     """A training.
 
     Attributes:
-        name: on the command line.
-        title: what it is.
-        model: makes it.
-        data: makes a batch of so many samples.
-        encode: from model and (micro-)batch to what the loss takes.
-        loss: of model and that.
-        embeds: the loss is one over embeddings, so that gradients can be cached.
-        normalises: there is BatchNorm in the model.
-        least: samples of a micro-batch that a plain forward takes: BatchNorm1d refuses a single one.
-        seed: of model and batch.
+        name: name on the command line.
+        title: description in tables.
+        model: function that makes the model.
+        data: function that makes a batch of a number of samples.
+        encode: function from model and (micro-)batch to the input of the loss.
+        loss: function from model and that input to the loss.
+        embeds: True if the loss depends on embeddings only, so that gradients can be cached.
+        normalises: True if the model has BatchNorm.
+        least: smallest micro-batch of a plain forward: BatchNorm1d raises for one sample.
+        seed: seed of model and batch.
     """
 
     name: str
@@ -43,12 +43,12 @@ class Work:
     seed: int = 0
 
     def build(self, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """The same model each time."""
+        """Make the model, with the same parameters each time."""
         torch.manual_seed(self.seed)
         return self.model().to(dtype).train()
 
     def batch(self, samples: int, dtype: torch.dtype = torch.float32) -> Data:
-        """The same batch each time."""
+        """Make the batch, with the same numbers each time."""
         torch.manual_seed(self.seed + 1)
         made = self.data(samples)
         return {name: x.to(dtype) if x.is_floating_point() else x for name, x in made.items()}

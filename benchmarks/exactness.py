@@ -107,7 +107,7 @@ def missing_columns(peers: list[Peer], dtypes: list[torch.dtype]) -> str:
 
 
 def record_of(rows: list[Row], peers: list[Peer]) -> scorecard.Record:
-    """A run as it is kept: when, with what, and every number."""
+    """Return the record of a run: date, versions and every number."""
     return {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "python": platform.python_version(),
@@ -136,7 +136,7 @@ def measure(
 ) -> Row:
     """Run one case in one precision through every column, and check the premise of the case."""
     task, exact_task = case.task(dtype), case.task(torch.float64)
-    assert case.premise(task), f"the premise of {case.name!r} does not hold"
+    assert case.premise(task), f"the premise of the case {case.name!r} does not hold"
     truths = [_change(exact_task, parameters) for parameters in references(case, exact_task)]
     own = None
     if dtype != torch.float64 and not case.against_itself:
@@ -153,14 +153,14 @@ def measure(
 
 
 def _cell(case: Case, task: Task, truths: list[Parameters], peer: Peer, module: ModuleType) -> Cell:
-    """The worst error over the ways to run one column."""
+    """Return the largest error over the variants of one column."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             errors = [_variant_error(case, task, truths, module, variant) for variant in peer.variants]
     except NotApplicable as reason:
         return Cell(None, f"n/a: {reason}")
-    except Exception as error:  # noqa: BLE001  # whatever a library raises is its result
+    except Exception as error:  # noqa: BLE001  # an exception of a library is its result
         return Cell(None, f"raises: {_short(error)}")
     note = module.REMARKS.get(case.name, "") if hasattr(module, "REMARKS") else ""
     return Cell(math.nan if any(map(math.isnan, errors)) else max(errors), note)
@@ -176,7 +176,7 @@ def _variant_error(
 
 
 def _short(error: Exception) -> str:
-    """The first line of an error, without the colours of a terminal."""
+    """Return the first line of an error, without terminal colours."""
     first = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).partition("\n")[0]
     return f"{type(error).__name__}: {first}"
 
@@ -192,7 +192,7 @@ def _error(change: Parameters, truths: list[Parameters]) -> float:
 
 
 def _check_that_the_wrong_way_differs(case: Case, dtype: torch.dtype, tutorial: Cell) -> None:
-    """A case that the tutorial loop passes or fails by accident proves nothing about the others."""
+    """Check that the tutorial loop is right or wrong as expected; else the case shows nothing."""
     error = tutorial.error
     assert error is not None, f"the tutorial loop fails on {case.name!r}: {tutorial.note}"
     wrong = math.isnan(error) or error > 1e-2
@@ -204,13 +204,13 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _print(dtype: torch.dtype, rows: list[Row], peers: list[Peer]) -> None:
-    header = ["case", *(peer.title for peer in peers), "large batch itself", "bound"]
+    header = ["case", *(peer.title for peer in peers), "large batch", "bound"]
     lines = []
     for row in rows:
         cells = [_show(row.cells[peer.name], row, is_ours=peer.name == "ours") for peer in peers]
         itself = "-" if row.large_batch is None else f"{row.large_batch:.0e}"
         lines.append([row.case, *cells, itself, f"{row.bound:.0e}"])
-    print_table(f"\nRelative error of the update, {_name(dtype)} (ok: within the bound)", header, lines)
+    print_table(f"\nRelative error of the update, {_name(dtype)} (ok: at most the bound)", header, lines)
 
 
 def _show(cell: Cell, row: Row, *, is_ours: bool) -> str:

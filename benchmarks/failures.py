@@ -81,7 +81,7 @@ def _transformer() -> nn.Module:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], torch.optim.Optimizer]]] = {
     "mlp": (_mlp, partial(torch.optim.SGD, lr=0.05, momentum=0.9)),
     "convnet": (_convnet, partial(torch.optim.AdamW, lr=1e-3)),
-    # Not Adam: the bias of the keys has no gradient but rounding, which Adam would make as large as others.
+    # Not Adam: the bias of the keys has a gradient of pure rounding, which Adam would scale up.
     "transformer": (_transformer, partial(torch.optim.SGD, lr=0.05, momentum=0.9)),
 }
 
@@ -103,7 +103,7 @@ class Faults:
     _module: nn.Module | None = None
 
     def watch(self, model: nn.Module) -> None:
-        """Put the hooks on; nothing fails before `arm`."""
+        """Register the hooks; nothing fails before `arm`."""
         self._modules = _with_gradients(model)
         self._added = 0
         model.register_forward_pre_hook(self._begin)
@@ -113,9 +113,9 @@ class Faults:
             parameter.register_post_accumulate_grad_hook(self._count)
 
     def arm(self) -> None:
-        """Draw where memory runs out next."""
+        """Draw the place of the next failure."""
         self._armed = self.draw.choice(PLACES)
-        self._wait = self.draw.randrange(SAMPLES // MICROBATCH)  # micro-batches that go well before
+        self._wait = self.draw.randrange(SAMPLES // MICROBATCH)  # micro-batches before the failure
         self._module = self.draw.choice(self._modules)
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
@@ -145,7 +145,7 @@ class Faults:
         self._added += 1
 
     def _ready(self, place: str) -> bool:
-        # One sample is the least that can be: if it does not fit, nothing can help.
+        # A single sample cannot be split, so a failure there would end the training.
         return self._armed == place and self._wait < 0 and self._samples > 1
 
     def _fail(self) -> None:
@@ -206,7 +206,7 @@ def _build(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def ours(name: str, windows: int, faults: Faults | None) -> tuple[Parameters, int]:
-    """Train; with faults, one in every window."""
+    """Train with superbatch; with `faults`, memory runs out in every window."""
     model, optimizer = _build(name)
     idle = Faults(random.Random(0))
     (faults or idle).watch(model)
@@ -268,15 +268,15 @@ def _result(model: nn.Module) -> tuple[Parameters, int]:
 
 
 def measure(windows: int) -> list[Outcome]:
-    """Every model, ours and the loop by hand that only tries again."""
+    """Train each model with superbatch, and by the loop by hand that only retries."""
     outcomes = []
-    gc.freeze()  # after each failure garbage is collected: let it not look through all of torch each time
+    gc.freeze()  # superbatch collects garbage after each failure; frozen objects are not searched
     for name in MODELS:
         start = parameters_of(_build(name)[0])
         truth, seen = ours(name, windows, None)
         moved = {key: value - start[key] for key, value in truth.items()}
         draws = any(isinstance(module, nn.Dropout) for module in _build(name)[0].modules())
-        ways = {"superbatch": ours} if draws else {"superbatch": ours, "by hand: again in halves": naive}
+        ways = {"superbatch": ours} if draws else {"superbatch": ours, "by hand: retried in halves": naive}
         for how, train in ways.items():
             faults = Faults(random.Random(1))
             note, error, buffers = "", None, False

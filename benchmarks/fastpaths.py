@@ -111,7 +111,7 @@ def window(work: Work, device: torch.device) -> Callable[[], object]:
 
 
 def clock(run: Callable[[], object], device: torch.device) -> float:
-    """CPU seconds of a window; on an accelerator the time until it is through."""
+    """CPU seconds of a window; on an accelerator the time until the device has finished."""
     if device.type == "cpu":
         started = time.process_time_ns()
         run()
@@ -178,16 +178,16 @@ def main() -> int:
     )
     known = [NOTHING, *fastpaths.PLAIN]
     parser.add_argument("--work", default="mlp,small-transformer")
-    parser.add_argument("--rounds", type=int, help="instead of each work's own number")
+    parser.add_argument("--rounds", type=int, help="rounds (default: the number of each training)")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", default=",".join(known), help="paths separated by commas (default: all)")
     parser.add_argument("--largest", type=int, default=2**20 + 4096, help="bytes of the largest block")
-    parser.add_argument("--dry", action="store_true", help="two rounds")
+    parser.add_argument("--dry", action="store_true", help="two rounds, to test the program")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args()
     names = options.only.split(",")
     if unknown := set(names) - set(known):
-        parser.error(f"unknown paths {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+        parser.error(f"--only {', '.join(sorted(unknown))} is unknown. Pass some of {', '.join(known)}.")
     try:
         works = works_named(options.work)
     except ValueError as error:
@@ -202,7 +202,7 @@ def main() -> int:
     for work in works:
         rounds = 2 if options.dry else options.rounds or work.rounds
         gains = measure(work, paths, rounds, device) if paths else []
-        if heap:  # after the others, for which glibc learns by itself
+        if heap:  # last: glibc adapts by itself during the other paths
             gains += measure(work, heap, rounds, device, untimed=1)
         found += gains
         print_table(

@@ -213,7 +213,7 @@ def launch(options: argparse.Namespace, seconds: float) -> dict[str, list[Row]]:
 
 
 def _fits(training: Training, device: torch.device, size: int) -> bool:
-    """Whether one micro-batch of a size runs forward and backward beside the optimizer's state."""
+    """Return True if one micro-batch of a size fits beside the optimizer's state."""
     model, optimizer, _ = _ready(training, device)
     try:
         for _ in range(2):
@@ -278,7 +278,7 @@ def fit(options: argparse.Namespace, seconds: float) -> dict[str, Any]:
 
 
 def _accelerate(training: Training, device: torch.device, most: int) -> Any:
-    """The size that `find_executable_batch_size` ends at, and how many trials failed before."""
+    """Return the size that `find_executable_batch_size` finds, and the number of failed trials."""
     try:
         from accelerate.utils import find_executable_batch_size  # pyright: ignore[reportMissingImports]  (optional)
     except ModuleNotFoundError:
@@ -300,18 +300,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=500, help="time for everything (default: 500)")
+    parser.add_argument("--seconds", type=float, default=500, help="time limit of the program (default: 500)")
     parser.add_argument("--json", type=Path, help="file for the results, rewritten after each table")
-    parser.add_argument("--plots", type=Path, help="folder for pictures")
+    parser.add_argument("--plots", type=Path, help="folder for plots")
     parser.add_argument("--device", default="cuda", help="device (default: cuda)")
     parser.add_argument("--small", action="store_true", help="tiny sizes, for a dry run on a CPU")
     parser.add_argument("--sections", default=",".join(SHARES), help="sections to run (default: all)")
     options = parser.parse_args()
     sections = options.sections.split(",")
     if unknown := set(sections) - set(SHARES):
-        parser.error(f"no section is called {sorted(unknown)[0]!r}; known: {', '.join(SHARES)}")
+        parser.error(f"--sections {sorted(unknown)[0]} is unknown. Pass some of {', '.join(SHARES)}.")
     if options.device.startswith("cuda") and not torch.cuda.is_available():
-        print("no CUDA device is available; --device cpu --small is the dry run", file=sys.stderr)
+        print("No CUDA device is available. For a dry run, pass --device cpu --small.", file=sys.stderr)
         return 2
     options.device = torch.device(options.device)
     if options.device.type == "cuda":

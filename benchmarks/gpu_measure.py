@@ -62,7 +62,10 @@ def compare(
     times: dict[str, list[float]] = {name: [] for name in contestants}
     errors: dict[str, str] = {}
     memory: dict[str, int] = {}
-    for name, call in contestants.items():  # a first call makes states, compiles kernels, fills caches
+    for (
+        name,
+        call,
+    ) in contestants.items():  # the first call creates optimizer state, compiles kernels and fills caches
         try:
             call()
             if peaks:

@@ -30,7 +30,7 @@ def plot(results: dict[str, Any], folder: Path) -> None:
     try:
         import matplotlib as mpl
     except ModuleNotFoundError:
-        print("matplotlib is not installed: no plots")
+        print("matplotlib is not installed, so there are no plots.")
         return
     mpl.use("Agg")
     from matplotlib import pyplot as plt

@@ -21,7 +21,7 @@ from overhead import Entry, entries
 from peers import choose
 from tables import print_table
 
-ROWS = ("by hand", "by hand, cuts the batch")  # the others are variations of these
+ROWS = ("by hand", "by hand, cuts the batch")  # the other loops by hand are variants of these
 CHILD = """
 import gc, sys, warnings
 sys.path[:0] = {path!r}
@@ -36,7 +36,7 @@ for _ in range({warm_up}):
     window.timed()
 gc.collect()
 gc.disable()
-torch._C._valgrind_toggle_and_dump_stats()  # all until here, into a file of its own
+torch._C._valgrind_toggle_and_dump_stats()  # writes the counts of set-up and warm-up to a file of their own
 torch._C._valgrind_toggle()
 for _ in range({windows}):
     window.timed()
@@ -57,7 +57,7 @@ class Count:
 
 
 def count(work: str, entry: Entry, peers: str, windows: int, warm_up: int) -> float:
-    """Instructions of one window, the mean of some."""
+    """Return the instructions of one window, a mean over several."""
     path = [str(Path(__file__).parent), *sys.path]
     code = CHILD.format(path=path, peers=peers, name=entry.name, work=work, windows=windows, warm_up=warm_up)
     with tempfile.TemporaryDirectory() as folder:
@@ -67,12 +67,12 @@ def count(work: str, entry: Entry, peers: str, windows: int, warm_up: int) -> fl
         )
         if done.returncode:
             raise RuntimeError(done.stderr[-3000:])
-        # Two dumps that the program asks for, of the first and of the second stretch, then one at its end.
+        # The program writes a dump before and one after the windows; valgrind writes a third at the end.
         return _total(Path(folder, "found.2")) / windows
 
 
 def _total(dump: Path) -> int:
-    """The number behind "summary:" or "totals:" in a dump of callgrind."""
+    """Return the number after "summary:" or "totals:" in a dump of callgrind."""
     for line in dump.read_text(encoding="utf-8").splitlines():
         kind, _, number = line.partition(": ")
         if kind in ("summary", "totals"):
@@ -81,7 +81,7 @@ def _total(dump: Path) -> int:
 
 
 def measure(work: str, rows: list[Entry], peers: str, windows: int, warm_up: int) -> list[Count]:
-    """All rows of one training."""
+    """Return all rows of one training."""
     counts = {row.name: count(work, row, peers, windows, warm_up) for row in rows}
     return [
         Count(work, row.name, row.against, counts[row.name], counts[row.name] / counts[row.against])
@@ -101,7 +101,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if shutil.which("valgrind") is None:
-        print("valgrind is not installed: nothing counted")
+        print("valgrind is not installed. Install it with: apt install valgrind")
         return 1
     try:
         found_entries = entries(choose(options.peers))

@@ -166,7 +166,7 @@ def streamed(name: str, optimizer: Any, p: Any, batch: Any, *, size: int, weight
         return optax.apply_updates(p, updates), state
 
     parts = [jax.tree.map(lambda x, i=i: x[i : i + size], batch) for i in range(0, len(batch["mask"]), size)]
-    # A training gives parameters and state away for the new ones: XLA then writes these in their place.
+    # As in a training, parameters and state are donated, so XLA writes the new ones in their place.
     program: Any = jax.jit(update, donate_argnums=(0, 1)).lower(p, state, parts[0]).compile()
 
     def call() -> None:
@@ -195,7 +195,7 @@ def transformer(rows: int, sizes: list[int]) -> list[Contestant]:
         call = value_and_grad(loss, microbatch_size=size, weight=count, **options)
         return lambda p, batch: call(p, batch)[1]
 
-    def measuring(p: Any, batch: Any) -> Any:  # what is measured must be used, or XLA leaves it out
+    def measuring(p: Any, batch: Any) -> Any:  # a result that nobody uses would be removed by XLA
         _, gradient, stats = value_and_grad(loss, microbatch_size=8, weight=count, noise=True)(p, batch)
         return jax.tree.map(lambda leaf: leaf + 0 * stats.a2, gradient)
 

@@ -92,9 +92,7 @@ def report(found: dict[str, Any]) -> None:
         for backend, results in found.items()
         for case, error in results["errors"].items()
     ]
-    print_table(
-        "Distance from the whole batch", ["backend", "case", "error of " + WAYS[1], "of " + WAYS[2]], rows
-    )
+    print_table("Distance from the weights of the whole batch", ["backend", "case", WAYS[1], WAYS[2]], rows)
     rows = []
     for backend, results in found.items():
         whole = statistics.median(run["seconds"] for run in results[WAYS[0]])
@@ -102,11 +100,11 @@ def report(found: dict[str, Any]) -> None:
             seconds = statistics.median(run["seconds"] for run in results[way])
             peak = statistics.median(run["mib"] for run in results[way])
             rows.append([backend, way, f"{peak:.0f}", f"{seconds:.2f}", f"{seconds / whole:.2f}"])
-    header = ["backend", "way", "peak RSS, MiB", "CPU s / epoch", "x whole batch"]
+    header = ["backend", "way", "peak RSS, MiB", "CPU s / epoch", "ratio to whole batch"]
     print_table(f"One update of {ROWS} rows", header, rows)
 
 
-# What runs in a child.
+# Functions that run in a child process.
 
 
 def fitted(build: Any, way: str, x: Any, y: Any, batch: int, size: int, **fit: Any) -> Any:
@@ -121,7 +119,7 @@ def fitted(build: Any, way: str, x: Any, y: Any, batch: int, size: int, **fit: A
 
 
 def errors() -> dict[str, dict[str, float]]:
-    """How far the weights are from those of the whole batch, relative to how far these have moved."""
+    """Return the distance of the weights from those of the whole batch, relative to the largest change."""
     import keras
     import numpy as np
 

@@ -51,11 +51,11 @@ class Row:
     """Result of one finder under one limit.
 
     Attributes:
-        error: why there are no numbers, "" if there are.
-        wasted: samples that went forward and into no update that was kept.
-        looked: those of them whose loss, or its gradient, was only looked at, and nothing failed.
-        seconds: CPU time that led to no kept update.
-        rate: CPU seconds per sample after the search, where it was measured.
+        error: reason why there are no numbers, else "".
+        wasted: samples of forwards that contributed to no update.
+        looked: wasted samples of forwards that did not fail, such as those of the loss check.
+        seconds: CPU time that contributed to no update.
+        rate: CPU seconds per sample after the search, if measured.
         largest: the largest micro-batch that was tried.
         forwards: the samples of each forward, in order.
     """
@@ -97,7 +97,7 @@ def true_limits(
 
 
 def run(finder: Finder, name: str, limited: Limited, true: int, *, mapped: bool) -> Row:
-    """One finder in a process of its own."""
+    """Run one finder in a process of its own."""
     version = version_of(finder.package)
     assert version is not None
     head = {"work": name, "finder": finder.name, "version": version, "true": true}
@@ -142,10 +142,8 @@ def limits(names: list[str], finders: list[Finder], known: dict[str, int], *, ma
 
 
 def print_limits(name: str, limited: Limited, true: dict[str, TrueLimit], rows: list[Row]) -> None:
-    """The table of one training."""
-    print(
-        f"\n{name}: {limited.limit / 2**20:.0f} MiB; the batch that the user wants has {limited.work.samples}"
-    )
+    """Print the table of one training."""
+    print(f"\n{name}: {limited.limit / 2**20:.0f} MiB; the wanted batch has {limited.work.samples} samples")
     for loop, limit in true.items():
         how = f"found with {len(limit.tried)} processes" if limit.tried else "given"
         sharp = "" if limit.sharp else f", not sharp: {limit.highest} fitted too"
@@ -155,13 +153,13 @@ def print_limits(name: str, limited: Limited, true: dict[str, TrueLimit], rows: 
         "chosen",
         "true limit",
         "ratio",
-        "most tried",
+        "largest tried",
         "failed trials",
         "wasted / true",
         "wasted / batch",
-        "only looked",
+        "only checked",
         "CPU s lost",
-        "then trains",
+        "trains",
         "ms / sample",
     ]
     print_table("", header, [_cells(row) for row in rows])
@@ -192,7 +190,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def show_peaks(measured: list[peaks.Peak]) -> list[dict[str, Any]]:
-    """The table of the second part."""
+    """Print the table of the second part."""
     base = measured[0].bytes
     lines = [[p.name, f"{p.bytes / 2**20:.2f}", f"{p.units:.2f}", f"{p.bytes / base:.3f}"] for p in measured]
     title = "\nPeak in training, large vocabulary: (peak - gradients) in units of a micro-batch's logits"
@@ -201,7 +199,7 @@ def show_peaks(measured: list[peaks.Peak]) -> list[dict[str, Any]]:
 
 
 def show_failures(outcomes: list[failures.Outcome]) -> list[dict[str, Any]]:
-    """The table of the third part."""
+    """Print the table of the third part."""
     places = [*failures.PLACES, "half way"]
     lines = [
         [
@@ -209,11 +207,11 @@ def show_failures(outcomes: list[failures.Outcome]) -> list[dict[str, Any]]:
             str(o.windows),
             *(str(count) for count in (*o.counts.values(), o.half_way)),
             "ended" if o.error is None else f"{o.error:.1e}",
-            "same" if o.buffers else "OTHER",
+            "equal" if o.buffers else "DIFFERENT",
         ]
         for o in outcomes
     ]
-    title = f"\nMemory runs out once in each window; largest error of the final weights (bound {BOUND:.0e})"
+    title = f"\nOne out-of-memory failure per window; largest error of the final weights (bound {BOUND:.0e})"
     print_table(title, ["training", "windows", *places, "error", "buffers"], lines)
     for outcome in outcomes:
         if outcome.note:
@@ -222,12 +220,12 @@ def show_failures(outcomes: list[failures.Outcome]) -> list[dict[str, Any]]:
 
 
 def is_exact(outcome: failures.Outcome) -> bool:
-    """Whether failures changed nothing."""
+    """Return True if the failures did not change the weights."""
     return outcome.error is not None and outcome.error <= BOUND and outcome.buffers
 
 
 def installed(names: str) -> list[Finder]:
-    """The rows for ``--finders``: those whose library is there; the others are named.
+    """Return the finders whose library is installed, and print the others.
 
     Raises:
         ValueError: a name is not in the table.
@@ -255,7 +253,7 @@ def main() -> int:
     parser.add_argument("--parts", default="limits,peaks,failures")
     parser.add_argument("--work", default="mlp,convnet,transformer")
     parser.add_argument("--finders", default="all", help='"all", "none" (ours) or names separated by commas')
-    parser.add_argument("--true", default="", help="true limits that are known: convnet=5002,mlp:plain=914")
+    parser.add_argument("--true", default="", help="known true limits: convnet=5002,mlp:plain=914")
     parser.add_argument("--malloc", choices=["mapped", "default"], default="mapped")
     parser.add_argument("--quick", action="store_true", help="one small training: tests the benchmark")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")

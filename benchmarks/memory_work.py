@@ -17,9 +17,9 @@ class Limited:
     """A training under a limit.
 
     Attributes:
-        work: its batch is all the data, and at the same time the batch that the user wants for one update.
-        limit: bytes of address space for everything from the making of the model on.
-        about: a size near the true limit, where the search for it begins.
+        work: the training; all of its data are the wanted batch of one update.
+        limit: bytes of address space for the model and everything after it.
+        about: a size near the true limit, where the search begins.
     """
 
     work: Work
@@ -69,12 +69,12 @@ LIMITED: dict[str, Callable[[], Limited]] = {
     "transformer-tiny": partial(_transformer, 256, 240, 48),
     "small": _small,
 }
-"""By name. The tiny ones are the hard case: kernels that oneDNN makes for each size, and keeps, take some
-megabytes of address space, which are per cents of these limits; "small" is for tests."""
+"""Trainings by name. The tiny ones are the hard case: the kernels that oneDNN caches for each size take some
+megabytes, which are a few per cent of these limits. "small" is for tests."""
 
 
 def samples_of(work: Work) -> torch.utils.data.Dataset[dict[str, torch.Tensor]]:
-    """The data as a loader wants them, one sample at a time."""
+    """Return the data as a dataset of single samples."""
     return _Samples(work)
 
 

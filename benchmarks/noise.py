@@ -36,7 +36,7 @@ WARM_UP = 5
 
 
 def window(work: Work, *, every: int, times: int, also: str = "") -> Window:
-    """So many windows at a time; with `every` 0 nothing is measured; `also` is an option of the meter."""
+    """Make a contestant of `times` windows per turn; `every=0`: no meter; `also`: an option of the meter."""
     model, optimizer = work.build()
     model.train()
 
@@ -96,9 +96,11 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--work", default="mlp,convnet,transformer")
-    parser.add_argument("--every", default="1,20", help="measure one window in so many; several: 1,20")
-    parser.add_argument("--also", default="", help="also measure with options: proxy,preconditioned")
-    parser.add_argument("--rounds", type=int, help="instead of each work's own number")
+    parser.add_argument("--every", default="1,20", help="measure one window in n; several values: 1,20")
+    parser.add_argument(
+        "--also", default="", help="options of NoiseMeter to measure too: proxy,preconditioned"
+    )
+    parser.add_argument("--rounds", type=int, help="rounds (default: the number of each training)")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -59,7 +59,7 @@ UNTIMED, TIMED = 3, 5  # windows of one contestant in a row, as in a training
 
 @dataclass(frozen=True)
 class Entry:
-    """A row: who, how to make it, and which row it is compared with."""
+    """A row: its name, the function that makes it, and the row it is compared with."""
 
     name: str
     make: Callable[[Work, str | None], Contestant]
@@ -97,7 +97,7 @@ class Memory:
     name: str
     bytes: int
     ratio: float
-    resident: int | None = None  # beyond that of the loop by hand
+    resident: int | None = None  # in addition to the peak of the loop by hand
 
 
 def entries(peers: list[Peer]) -> list[Entry]:
@@ -220,11 +220,11 @@ def _resident(work: Work, name: str) -> int:
 
 
 def print_resident(work: Work, row: Entry) -> None:
-    """In the new process: the highest resident set of a window, after one that loads all kernels."""
+    """Print the highest resident set of a window, after a window that loads all kernels."""
     contestant = row.make(work, row.variant)
     assert isinstance(contestant, Window)
     contestant.run()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # give back what the first window left in the heap
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # return the free heap of the first window to the system
     Path("/proc/self/clear_refs").write_text("5")  # the highest resident set counts from here
     contestant.run()
     status = Path("/proc/self/status").read_text()
@@ -232,7 +232,7 @@ def print_resident(work: Work, row: Entry) -> None:
 
 
 def measure_again(options: argparse.Namespace) -> list[list[Result]]:
-    """The rows of each of some new processes."""
+    """Return the rows of each of several new processes."""
     flags = [f"--{flag}" for flag in ("apart", "lean", "cold") if vars(options)[flag]]
     if options.rounds:
         flags += ["--rounds", str(options.rounds)]
@@ -249,7 +249,7 @@ def measure_again(options: argparse.Namespace) -> list[list[Result]]:
 
 
 def over_processes(found: list[list[Result]]) -> list[Result]:
-    """One row for those of all processes: medians, and quartiles over processes."""
+    """Join the rows of all processes: medians, and quartiles over processes."""
 
     def merged(ratios: list[Ratio]) -> Ratio:
         low, middle, high = statistics.quantiles([r.ratio for r in ratios], n=4, method="inclusive")
@@ -267,7 +267,7 @@ def over_processes(found: list[list[Result]]) -> list[Result]:
 
 
 def print_against_ours(work: str, found: list[list[Result]]) -> None:
-    """Each tool against superbatch's loop in the same process."""
+    """Print each tool against superbatch's loop in the same process."""
     lines = []
     times = [{row.name: row.milliseconds for row in rows if row.work == work} for rows in found]
     for name in (name for name in times[0] if name != "superbatch" and not name.startswith("by hand")):
@@ -294,7 +294,7 @@ def main() -> int:
     parser.add_argument("--rss", action="store_true", help="also measure resident sets (Linux with glibc)")
     parser.add_argument("--times-only", action="store_true", help="do not measure memory")
     parser.add_argument("--contestant", help=argparse.SUPPRESS)
-    for hidden in ("--resident", "--serve"):  # what the process of one contestant does
+    for hidden in ("--resident", "--serve"):  # internal: run in the process of one contestant
         parser.add_argument(hidden, action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args()
@@ -327,7 +327,7 @@ def main() -> int:
 
 
 def _alone(work: Work, row: Entry, options: argparse.Namespace) -> None:
-    """In the process of one contestant."""
+    """Run one contestant in its own process."""
     if options.resident:
         print_resident(work, row)
     else:

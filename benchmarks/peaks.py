@@ -20,7 +20,7 @@ from superbatch.torch.memory.meter import peak_bytes
 
 
 class LargeVocabulary(Transformer):
-    """Its logits outweigh everything else."""
+    """Language model whose logits dominate its memory."""
 
     VOCABULARY, WIDTH = 32768, 64
 

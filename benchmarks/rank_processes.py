@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 1800.0  # seconds: a rank that waits for one that has ended waits for ever
+PATIENCE = 1800.0  # seconds: a rank that waits for an ended rank would hang
 
 
 def found_by_ranks(script: str, count: int, arguments: Sequence[str]) -> Any:
@@ -34,5 +34,5 @@ def found_by_ranks(script: str, count: int, arguments: Sequence[str]) -> Any:
             for rank in ranks:
                 rank.kill()
         if any(codes):
-            raise SystemExit(f"a rank ended with an error; exit codes: {codes}")
+            raise SystemExit(f"A rank failed; exit codes of the ranks: {codes}")
         return json.loads(Path(folder, "found.json").read_text())

@@ -58,7 +58,7 @@ class Row:
     low: float
     high: float
     alone: float
-    parameters: int  # bytes of all
+    parameters: int  # bytes of all exchanges
     exchanges: list[Exchange]
 
 
@@ -95,7 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
     wrong = [row for row in rows if row.distance > 1e-4 and row.name.startswith("superbatch")]
     for row in wrong:
-        print(f"{row.name} on {row.ranks} ranks is {row.distance:.1e} off the loop by hand")
+        print(
+            f"{row.name}, {row.ranks} ranks: the update differs by {row.distance:.1e} from the loop by hand"
+        )
     return bool(wrong)
 
 
@@ -111,7 +113,7 @@ def _one_rank(options: argparse.Namespace, count: int) -> None:
     """Run one rank, and end the process."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(options.rank), "WORLD_SIZE": str(count)}
-    # Other libraries read these, and join the process group that is there.
+    # Other libraries read these variables, and use the existing process group.
     os.environ |= {"LOCAL_RANK": str(options.rank), "LOCAL_WORLD_SIZE": str(count)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     dist.init_process_group(
@@ -128,7 +130,7 @@ def _one_rank(options: argparse.Namespace, count: int) -> None:
         (options.folder / "found.json").write_text(json.dumps(found))
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # without joining gloo's threads, which may end the process with an error
+    os._exit(0)  # without joining gloo's threads, which may abort the process
 
 
 def _measured(setting: Setting, entries: list[Contestant], rounds: int) -> list[Row]:
@@ -141,7 +143,7 @@ def _measured(setting: Setting, entries: list[Contestant], rounds: int) -> list[
         for _ in range(WARM_UP):
             update()
         exchanges[entry.name] = counted(update)
-        # The least of some: gloo's threads let go of a buffer a moment early or late.
+        # The least of several: gloo's threads free a buffer at a varying moment.
         peaks[entry.name] = min(_largest(peak_bytes(update)) for _ in range(PEAKS))
         updates[entry.name], parameters[entry.name] = update, _parameters(model)
     times: dict[str, list[float]] = {entry.name: [] for entry in entries}
@@ -193,7 +195,7 @@ def _largest(number: int) -> int:
 
 
 def _alone(exchanges: list[Exchange]) -> float:
-    """Return the time of exchanges that nothing else runs beside: the median of seven."""
+    """Return the time of exchanges while nothing else runs: the median of seven."""
     return statistics.median(_time_of(exchanges) for _ in range(7))
 
 
@@ -227,7 +229,7 @@ def _network_of(kind: Kind) -> Network:
 
 
 def _print_rows(count: int, rows: list[Row]) -> None:
-    header = ["", "collectives", "of numbers", "MiB sent", "peak MiB", "ms", "time to by hand", "quartiles"]
+    header = ["", "collectives", "of numbers", "MiB sent", "peak MiB", "ms", "ratio to by hand", "quartiles"]
     cells = [
         [
             *(row.name, str(row.collectives), str(row.numbers), f"{row.sent / 2**20:.2f}"),
@@ -256,8 +258,8 @@ def _print_check(rows: list[Row], network: dict[Kind, Network], first: int) -> N
                 f"{predicted:.1f}",
             ]
         )
-    title = f"What {first} ranks predict: " + ", ".join(
-        f"{kind} {1e6 * each.latency:.0f} us for each turn of a ring, {each.bandwidth / 1e9:.2f} GB/s"
+    title = f"Prediction from {first} ranks: " + ", ".join(
+        f"{kind} {1e6 * each.latency:.0f} us per turn of a ring, {each.bandwidth / 1e9:.2f} GB/s"
         for kind, each in network.items()
     )
     print_table(

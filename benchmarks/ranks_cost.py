@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
-_NUMBERS = 512  # what has fewer elements is numbers, in float64; all else is float32
-_OPS: dict[str, tuple[Kind, int]] = {  # and which argument has all of the bytes
+_NUMBERS = 512  # an exchange with fewer elements is one of numbers, in float64; others are float32
+_OPS: dict[str, tuple[Kind, int]] = {  # and the argument with all bytes
     "c10d::allreduce_": ("all_reduce", 0),
     "c10d::_allgather_base_": ("all_gather", 0),
     "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
@@ -37,7 +37,7 @@ class Exchange:
 
     @property
     def is_of_numbers(self) -> bool:
-        """True if it is no exchange of parameters or gradients."""
+        """True if the exchange has neither parameters nor gradients."""
         return self.bytes < 8 * _NUMBERS
 
     def turns(self, ranks: int) -> int:
@@ -114,5 +114,5 @@ NETWORKS = {
 
 
 def scaled_up(exchanges: Iterable[Exchange], factor: float) -> list[Exchange]:
-    """Return the exchanges of a model with as many groups of parameters, each so many times as large."""
+    """Return the exchanges of a model with as many groups of parameters, each `factor` times as large."""
     return [e if e.is_of_numbers else Exchange(e.kind, round(e.bytes * factor)) for e in exchanges]

@@ -91,7 +91,7 @@ def _one_rank(options: argparse.Namespace) -> None:
     bare: list[float] = []
     for name in in_rounds(loops, options.rounds):
         times[name].append(_time(loops[name], IN_A_ROW))
-        if name == OURS:  # beside it, so that all are disturbed alike
+        if name == OURS:  # in the same round, so that other load affects all alike
             frames.append(_time(lambda: sync.vote(raised=False), 10))
             bare.append(_time(lambda: dist.all_reduce(torch.zeros(2, dtype=torch.float64)), 10))
     if options.rank == 0:
@@ -99,7 +99,7 @@ def _one_rank(options: argparse.Namespace) -> None:
         (options.folder / "found.json").write_text(json.dumps(found))
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # without joining gloo's threads, which may end the process with an error
+    os._exit(0)  # without joining gloo's threads, which may abort the process
 
 
 def _ours(model: nn.Module, optimizer: Any, batch: Any) -> tuple[Callable[[], object], Any]:
@@ -151,7 +151,7 @@ def _time(call: Callable[[], object], times: int) -> float:
 
 
 def _distance(models: dict[str, nn.Module]) -> float:
-    """Return how far the parameters of superbatch are from those by hand, of as many updates."""
+    """Return the distance of superbatch's parameters from those by hand after as many updates."""
     pairs = zip(models[OURS].parameters(), models[HAND].parameters(), strict=True)
     return max(float((a - b).detach().norm() / b.detach().norm()) for a, b in pairs)
 
@@ -163,7 +163,7 @@ def _summary(
     numbers: dict[str, int],
     distance: float,
 ) -> dict[str, Any]:
-    """Return all that is printed, in plain containers."""
+    """Return all printed numbers in plain containers."""
     quartiles = {
         name: statistics.quantiles([a / b for a, b in zip(own, times[HAND], strict=True)], n=4)
         for name, own in times.items()

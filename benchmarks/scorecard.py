@@ -50,12 +50,12 @@ def publish(record: Record) -> None:
 
 
 def read_record() -> Record:
-    """The record of the last published run."""
+    """Return the record of the last published run."""
     return json.loads(RECORD.read_text(encoding="utf-8"))
 
 
 def page_tables(record: Record) -> dict[str, str]:
-    """Tables of the page, by the name of the comment that they follow."""
+    """Return the tables of the page, by the name of the comment above each."""
     return {
         "run": run_line(record),
         "float64": _table(record, "float64"),
@@ -66,7 +66,7 @@ def page_tables(record: Record) -> dict[str, str]:
 
 
 def readme_tables(record: Record) -> dict[str, str]:
-    """The table of README.md and the line under it."""
+    """Return the table of README.md and the line under it."""
     header = ["", *(title for title, *_ in README_COLUMNS)]
     rows: list[list[str]] = []
     for case, name in README_ROWS.items():
@@ -79,13 +79,13 @@ def readme_tables(record: Record) -> dict[str, str]:
 
 
 def run_line(record: Record) -> str:
-    """Date, versions and machine of a run."""
+    """Return date, versions and machine of a run."""
     versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
     return f"Run on {record['date']}: {versions}; Python {record['python']}, one thread of a CPU."
 
 
 def show(score: Score, column: str) -> str:
-    """One cell as text: the error, "exact" within the bound, or why there is none."""
+    """Return the text of a cell: the error, "exact" within the bound, or the reason for no number."""
     cell = score["cells"][column]
     error = cell["error"]
     if error is None:
@@ -100,7 +100,7 @@ def show(score: Score, column: str) -> str:
 
 
 def replaced(text: str, name: str, table: str) -> str:
-    """`text` with `table` between the comments of this name."""
+    """Return `text` with `table` between the comments of this name."""
     pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
     text, count = re.subn(pattern, lambda m: f"{m[1]}\n{table}\n\n{m[2]}", text, flags=re.DOTALL)
     if count != 1:
@@ -115,7 +115,7 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 
 def _table(record: Record, table: str) -> str:
-    # Ours first: a narrow window cuts off the last columns.
+    # superbatch first: a narrow window cuts off the last columns.
     columns = dict(sorted(record["columns"].items(), key=lambda column: column[0] != "ours"))
     scores = [score for score in record["rows"] if score["table"] == table]
     rows = [[score["case"], *(show(score, name) for name in columns)] for score in scores]
@@ -139,7 +139,7 @@ def _notes(record: Record) -> str:
 
 
 def _merged(score: Score, column: str, second: str | None, way: str) -> str:
-    """The cell of a tool; where it is wrong, the second documented way beside it if that differs."""
+    """Return the cell of a tool; if it is wrong, with the tool's second documented method if that differs."""
     first = show(score, column)
     if second is None or first == "exact" or score["cells"][second]["error"] is None:
         return first

@@ -48,7 +48,7 @@ class Result:
 
 
 def measure(work: Work, updates: int, rounds: int) -> Result:
-    """Interleave the loop, the loop again and the survey."""
+    """Let the loop, the loop again and the survey take turns."""
     model, optimizer = work.build()
     for group in optimizer.param_groups:
         group["lr"] = 1e-9
@@ -98,8 +98,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--work", default="mlp,convnet,transformer")
-    parser.add_argument("--updates", type=int, help="instead of each work's own number")
-    parser.add_argument("--rounds", type=int, help="instead of each work's own number")
+    parser.add_argument("--updates", type=int, help="updates (default: the number of each training)")
+    parser.add_argument("--rounds", type=int, help="rounds (default: the number of each training)")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -121,7 +121,7 @@ def main() -> int:
         for row in results
     ]
     print_table(
-        f"survey / the same number of updates, CPU time [quartiles]; bound {BOUND}",
+        f"CPU time of a survey, ratio to as many updates in a loop [quartiles]; bound {BOUND}",
         ["work", "loop, ms", "survey", "loop again"],
         rows,
     )

@@ -24,7 +24,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def plain(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The table as text: a column is as wide as its widest cell or word of its heading."""
+    """Return the table as text; a column is as wide as its widest cell or heading word."""
     heads = [head.split() for head in header]
     widths = [
         max([len(row[i]) for row in rows] + [len(word) for word in words]) for i, words in enumerate(heads)

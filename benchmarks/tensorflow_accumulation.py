@@ -90,7 +90,7 @@ def make(
         "y": draw.normal(size=(total, TOKENS)).astype(dtype),
         "mask": (np.arange(TOKENS) < draw.integers(1, TOKENS + 1, (total, 1))).astype(dtype),
     }
-    # The epsilon: else Adam magnifies the rounding of a gradient that is nearly 0.
+    # The epsilon keeps Adam from scaling up the rounding of a gradient near 0.
     optimizer = keras.optimizers.Adam(1e-3, epsilon=1e-3, gradient_accumulation_steps=accumulate)
     optimizer.build(variables)
     return Work(variables, optimizer, arrays, rows, size)
@@ -169,7 +169,7 @@ def ours(work: Work, *, way: str) -> Window:
 
     def in_a_loop(batch: Any) -> None:
         for start in tf.range(0, tf.shape(batch["y"])[0], work.size):
-            # One at a time: TensorFlow would begin up to ten, and keep the activations of all.
+            # One at a time: otherwise TensorFlow runs up to ten and keeps the activations of all.
             tf.autograph.experimental.set_loop_options(parallel_iterations=1)
             add({name: array[start : start + work.size] for name, array in batch.items()})
         update()

@@ -11,8 +11,8 @@ from pathlib import Path
 CHILD = Path(__file__).with_name("under_limit.py")
 SECONDS = 600
 MAPPED = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-"""Every larger tensor gets a mapping of its own, which is given back when it is freed. With glibc's own rule,
-a threshold that moves, freed memory stays in the heap in pieces: what fits depends on what ran before."""
+"""Each larger tensor has its own mapping, which is returned to the system when the tensor is freed. With
+glibc's moving threshold, freed memory is fragmented, and the largest size depends on earlier runs."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class TrueLimit:
     """Result of the trials.
 
     Attributes:
-        samples: the largest size that fits, and so do all smaller ones that were tried.
-        highest: the largest size that ever fitted: larger than `samples` if the limit is not sharp.
-        tried: sizes in the order of the trials, and whether they fitted.
+        samples: the largest size below which every tried size fits.
+        highest: the largest size that ever fitted; larger than `samples` if the limit is not sharp.
+        tried: pairs of a size and True if it fitted, in the order of the trials.
     """
 
     samples: int
@@ -31,7 +31,7 @@ class TrueLimit:
 
     @property
     def sharp(self) -> bool:
-        """Whether all that fits is smaller than all that does not."""
+        """True if every size that fits is smaller than every size that does not."""
         return self.samples == self.highest
 
 
@@ -43,13 +43,13 @@ def child(work: str, limit: int, *arguments: str, mapped: bool = True) -> dict[s
     """Run `under_limit.py` and return its answer.
 
     Args:
-        work: the training's name.
-        limit: in bytes.
-        arguments: what it is asked.
-        mapped: whether freed tensors give their address space back at once (see `MAPPED`).
+        work: name of the training.
+        limit: bytes of address space.
+        arguments: arguments of `under_limit.py`.
+        mapped: True if freed tensors return their address space at once (see `MAPPED`).
 
     Raises:
-        ChildError: it gave none; the text is the end of what it said.
+        ChildError: the process gave no answer; the text is the end of its error output.
     """
     command = [sys.executable, str(CHILD), work, str(limit), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(MAPPED if mapped else {})}
@@ -58,9 +58,9 @@ def child(work: str, limit: int, *arguments: str, mapped: bool = True) -> dict[s
             command, capture_output=True, text=True, timeout=SECONDS, check=False, env=environment
         )
     except subprocess.TimeoutExpired as error:
-        raise ChildError(f"no answer within {SECONDS} s") from error
+        raise ChildError(f"The process gave no answer within {SECONDS} s.") from error
     if done.returncode or not done.stdout.strip():
-        said = (done.stderr.strip() or "nothing said").splitlines()[-1]
+        said = (done.stderr.strip() or "no output").splitlines()[-1]
         raise ChildError(f"exit code {done.returncode}: {said}"[:300])
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -81,10 +81,10 @@ def search(fits: Callable[[int], bool], *, about: int, most: int, confirm: int =
     """Find the largest size that fits: widen a bracket around a guess, halve it, try neighbours again.
 
     Args:
-        fits: whether a size fits; asked once for each trial.
-        about: where to begin.
-        most: the largest size that can be asked for.
-        confirm: how many sizes on each side of the limit are tried again.
+        fits: function that returns True if a size fits; called once per trial.
+        about: first size to try.
+        most: largest size to try.
+        confirm: number of sizes on each side of the limit to try again.
     """
     tried: list[tuple[int, bool]] = []
 

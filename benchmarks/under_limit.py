@@ -93,14 +93,14 @@ def try_size(work: Work, limit: int, loop: str, size: int) -> dict[str, object]:
     try:
         with limited_to(limit):
             LOOPS[loop](work, size)
-    except (RuntimeError, MemoryError) as error:  # other errors mean a mistake in the benchmark
+    except (RuntimeError, MemoryError) as error:  # any other error is a mistake in the benchmark
         return {"fits": False, "error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
     return {"fits": True}
 
 
 def find(work: Work, limit: int, name: str) -> dict[str, object]:
     """Run a finder, and count its forwards with hooks."""
-    module = load(FINDERS[name].module)  # before the limit: its libraries are not what is searched for
+    module = load(FINDERS[name].module)  # before the limit is set, so that its libraries do not count
     watch = Watch()
     with limited_to(limit):
         found = module.find(work, watch, FINDERS[name].variant)

@@ -73,7 +73,7 @@ def text(count: int) -> Batch:
 
 
 def workloads() -> dict[str, Work]:
-    """By name."""
+    """Return the trainings by name."""
     transformer = Work(
         name="transformer",
         model=Transformer,
@@ -107,7 +107,7 @@ def workloads() -> dict[str, Work]:
 
 
 def works_named(names: str) -> list[Work]:
-    """The trainings for ``--work``; ``mlp:16`` is the first one in 16 micro-batches.
+    """Return the trainings for ``--work``; ``mlp:16`` is the MLP in 16 micro-batches.
 
     Raises:
         ValueError: there is none of a name, or no number of micro-batches after the colon.
@@ -126,5 +126,5 @@ def works_named(names: str) -> list[Work]:
 
 
 def _repeated(work: Work, microbatches: int) -> Batch:
-    """A batch that repeats the first micro-batch; other data take the same time."""
+    """Return a batch that repeats the first micro-batch; other data take the same time."""
     return {name: torch.cat([leaf] * microbatches) for name, leaf in work.part(0).items()}

@@ -1,8 +1,8 @@
-"""Train two encoders by a contrastive loss: a text must find its partner among all others.
+"""Train two encoders with a contrastive loss over 256 pairs.
 
     python examples/contrastive.py [--updates 150]
 
-In micro-batches of 8 plain accumulation has 7 negatives for each pair; the batch of 256 has 255. `WholeBatch`
+Plain accumulation in micro-batches of 8 has 7 negatives for each pair; the batch of 256 has 255. `WholeBatch`
 computes the loss of the whole batch in the memory of 8 pairs.
 """
 
@@ -19,7 +19,7 @@ BATCH, MICROBATCH = 256, 8
 
 
 def pairs(count, seed):
-    """Two noisy views of the same 16 hidden numbers."""
+    """Return two noisy views of the same 16 hidden numbers."""
     views = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(1)) / 4
     draw = torch.Generator().manual_seed(seed)
     hidden = torch.randn(count, 16, generator=draw)
@@ -76,7 +76,7 @@ def main():
     start = Towers()
 
     def gradient(make):
-        """Of the first batch, in float64."""
+        """Return the gradient of the first batch, in float64."""
         model = deepcopy(start).double()
         update = make(model, torch.optim.SGD(model.parameters(), lr=1.0))
         update([view.double() for view in pairs(BATCH, seed=0)])
@@ -84,7 +84,7 @@ def main():
         return torch.cat([(after - before).detach().flatten() for after, before in changed])
 
     def recall(make):
-        """Train, and return how many of 1000 new pairs are found, in %."""
+        """Train, and return the recall among 1000 new pairs, in %."""
         model = deepcopy(start)
         update = make(model, torch.optim.Adam(model.parameters(), lr=3e-3))
         for index in range(updates):
@@ -94,7 +94,7 @@ def main():
         return 100 * float((found == torch.arange(1000)).float().mean())
 
     truth = gradient(real)
-    print("                          first gradient off by   found of 1000, %")
+    print("                          error, first gradient   recall@1, %")
     for name, make in (
         ("real batch of 256", real),
         ("plain accumulation, 8", plain),

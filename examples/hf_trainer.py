@@ -1,9 +1,9 @@
-"""Train a classifier in the Hugging Face Trainer, 4 x 4 samples an update.
+"""Train a classifier in the Hugging Face Trainer, with 4 x 4 samples per update.
 
     python examples/hf_trainer.py [--samples 48]
 
-The head of this model ignores `num_items_in_batch`, as many do, and the Trainer relies on it: its gradient is
-four times too large. One base class more, and it is that of 16 samples. Needs superbatch[hf].
+The head of this model ignores `num_items_in_batch`, but the Trainer relies on it: its gradient is four times
+too large. One more base class gives the gradient of all 16 samples. Needs superbatch[hf].
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Train a language model in Lightning, four batches of four texts an update.
+"""Train a language model in Lightning, with four batches of four texts per update.
 
     python examples/lightning_module.py [--texts 44]
 
-Lightning divides by four whatever the batches count. One base class more, and the update is that of the 16
-texts, also of the short last window. Needs superbatch[lightning].
+Lightning divides by four, also if batches have unequal numbers of tokens. One more base class gives the
+update of all 16 texts, and of a short last window. Needs superbatch[lightning].
 """
 
 import argparse
@@ -37,7 +37,7 @@ class Model(lightning.LightningModule):
 
 
 class ExactModel(ExactAccumulation, Model):
-    """The same model; its loss divides by the tokens."""
+    """The same model, whose loss divides by the number of tokens."""
 
     weight_of = staticmethod(count_tokens("labels"))
 

@@ -1,9 +1,10 @@
-"""Train a mixture of experts whose balance loss is over the whole batch.
+"""Train a mixture of experts with a balance loss over the whole batch.
 
     python examples/moe_balance.py [--updates 100]
 
 The balance loss is a product of two means over the batch: how often an expert is chosen, and its mean
-probability. In micro-batches it is another loss: each must spread over all experts. Here each has one domain.
+probability. In micro-batches it is another loss, which forces each micro-batch to use all experts. Here each
+micro-batch has samples of one domain.
 """
 
 import argparse
@@ -19,7 +20,7 @@ BATCH, MICROBATCH, EXPERTS, BALANCE = 256, 32, 8, 0.1
 
 
 def samples(seed):
-    """Samples of 8 domains, 32 of each, a domain after the other."""
+    """Return samples of 8 domains, 32 of each, sorted by domain."""
     tasks = torch.randn(8, 8, 4, generator=torch.Generator().manual_seed(1))
     draw = torch.Generator().manual_seed(seed)
     domain = torch.arange(8).repeat_interleave(32)
@@ -90,7 +91,7 @@ def main():
 
     origin = torch.cat([p.detach().flatten() for p in start.parameters()])
     truth = trained(real)
-    print(f"                            first update off by   after {updates} updates")
+    print(f"                            error of first update   after {updates} updates")
     for name, make in (("plain accumulation, 32", plain), ("superbatch, 32", exact)):
         found = trained(make)
         first, last = (float((found[i] - truth[i]).norm() / (truth[i] - origin).norm()) for i in (0, -1))

@@ -2,8 +2,8 @@
 
     python examples/resnet_batchnorm.py [--updates 20]
 
-Plain accumulation normalises each pair of images by itself: another function, with another gradient.
-`WholeBatch` normalises by the whole batch of 16, in the memory of two.
+Plain accumulation normalises each pair of images separately, which gives another gradient. `WholeBatch`
+normalises by the whole batch of 16, in the memory of two images.
 """
 
 import argparse
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 def images(count, seed):
-    """Images of 16 x 16 with 0 to 20 spots, and their numbers."""
+    """Return images of 16 x 16 with 0 to 20 spots, and the numbers of spots."""
     draw = torch.Generator().manual_seed(seed)
     numbers = torch.randint(21, (count,), generator=draw)
     x = 0.1 * torch.randn(count, 1, 16, 16, generator=draw)
@@ -70,7 +70,7 @@ def exact(model, optimizer, loss_fn):
 
 
 def trained(start, make, updates):
-    """Weights, and running statistics, after training."""
+    """Return weights and running statistics after training."""
     model = deepcopy(start)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
@@ -94,7 +94,7 @@ def main():
     start = nn.Sequential(*layers).double()
     weights, running = trained(start, real, updates)
     origin = torch.cat([p.detach().flatten() for p in start.parameters()])
-    print(f"{updates} updates                   weights off by   running statistics off by")
+    print(f"{updates} updates                   error of weights   error of running statistics")
     for name, make in (("plain accumulation, 2", plain), ("superbatch, 2", exact)):
         found, statistics = trained(start, make, updates)
         off = float((found - weights).norm() / (weights - origin).norm())

@@ -3,9 +3,9 @@
     python examples/train.py
     torchrun --nproc-per-node 2 --max-restarts 3 examples/train.py
 
-Started again it resumes from the last checkpoint, on any number of ranks: --batch counts the samples of all.
-Ctrl-C and SIGTERM end the update at hand, save, and exit with 130 and 143. Samples differ in length and the
-loss is a mean over tokens, so the window divides by the tokens of the batch.
+A second start resumes from the last checkpoint, on any number of ranks: --batch is the number of samples of
+all ranks. After Ctrl-C or SIGTERM, the current update is finished and saved; the exit codes are 130 and 143.
+Samples differ in length and the loss is a mean over tokens, so a micro-batch is weighted by its tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before the group: it would keep the one that is there for ever
+import torch.distributed.nn.functional  # before the process group exists, which it would keep alive
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -38,13 +38,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="A language model on Python's standard library")
     parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--batch", type=int, default=64, help="samples of an update, on all ranks")
-    parser.add_argument("--microbatch", type=int, help="of a micro-batch (default: found in training)")
+    parser.add_argument("--microbatch", type=int, help="micro-batch size (default: auto)")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--every", type=int, default=50, help="updates between checkpoints")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of checkpoints and logs")
     options = parser.parse_args()
     rank, ranks, device = set_up()
-    code = train(options, rank, ranks, device)  # its end frees what holds the process group
+    code = train(options, rank, ranks, device)  # frees model and optimizer, which refer to the process group
     if ranks > 1:
         dist.barrier()  # a rank that leaves first may abort the others in gloo
         dist.destroy_process_group()
@@ -75,7 +75,7 @@ def train(options: argparse.Namespace, rank: int, ranks: int, device: torch.devi
         observers=[NoiseMeter()],
     )
     checkpoint = load_checkpoint(options.out, accumulate)
-    samples = checkpoint.samples if checkpoint else 0  # of all ranks: another number of them continues there
+    samples = checkpoint.samples if checkpoint else 0  # of all ranks, so another number of ranks can resume
     log = Log(options.out, accumulate.updates, options.updates) if rank == 0 else None
     if log:
         origin = f"resumes {checkpoint.path}" if checkpoint else "begins"
@@ -117,7 +117,7 @@ class ByteModel(nn.Module):
 
 
 def set_up() -> tuple[int, int, torch.device]:
-    """Rank, number of ranks and device; under torchrun with a process group."""
+    """Return rank, number of ranks and device; join the process group under torchrun."""
     cuda = torch.cuda.is_available()
     if "RANK" not in os.environ:
         return 0, 1, torch.device("cuda" if cuda else "cpu")
@@ -128,7 +128,7 @@ def set_up() -> tuple[int, int, torch.device]:
 
 
 def read_texts() -> list[bytes]:
-    """Top-level statements of the standard library's modules, in random order."""
+    """Return top-level statements of the standard library's modules, in random order."""
     found: list[bytes] = []
     for file in sorted(Path(os.__file__).parent.glob("*.py")):
         lines = file.read_bytes().splitlines(keepends=True)
@@ -139,7 +139,7 @@ def read_texts() -> list[bytes]:
 
 
 def collate(texts: list[bytes]) -> dict[str, Tensor]:
-    """Bytes and the bytes after them, padded to the longest."""
+    """Return bytes and, as labels, the next bytes, padded to the longest text."""
     ids = torch.full((len(texts), max(map(len, texts)) - 1), 0)
     labels = torch.full_like(ids, IGNORED)
     for row, text in enumerate(texts):
@@ -149,7 +149,7 @@ def collate(texts: list[bytes]) -> dict[str, Tensor]:
 
 
 def sample(texts: list[bytes], batch: int, samples: int, rank: int, ranks: int) -> dict[str, Tensor]:
-    """This rank's block of the batch at a position in samples, drawn alike by any number of ranks."""
+    """Return this rank's block of a batch that does not depend on the number of ranks."""
     chosen = torch.randperm(len(texts), generator=torch.Generator().manual_seed(samples))[:batch]
     return collate([texts[each] for each in chosen.tensor_split(ranks)[rank].tolist()])
 
@@ -169,7 +169,7 @@ class Log:
         self.file, self.first, self.updates = folder / "log.jsonl", done, updates
         self.start = time.monotonic()
         rows = self.file.read_text().splitlines(keepends=True) if done and self.file.exists() else []
-        self.file.write_text("".join(rows[:done]))  # later ones are of updates that a kill has cost
+        self.file.write_text("".join(rows[:done]))  # drops rows of updates that a kill has lost
         try:
             from torch.utils.tensorboard import SummaryWriter
 

@@ -19,11 +19,11 @@ mesh = init_device_mesh("cuda" if cuda else "cpu", (ranks,))
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 50))
-for layer in model:  # from the inside out: each is gathered when its turn comes
+for layer in model:  # inner layers first: each is gathered separately
     if any(True for _ in layer.parameters()):
         fully_shard(layer, mesh=mesh)
 fully_shard(model, mesh=mesh)
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)  # of the shards: after fully_shard
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)  # after fully_shard, so it owns the shards
 
 
 def loss_fn(batch):

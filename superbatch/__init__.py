@@ -1,7 +1,7 @@
-"""Train with the batch you want on the memory you have, and get exactly the update of the real large batch.
+"""Exact gradient accumulation: the update of a batch that does not fit in memory.
 
 This package is the core and needs only the standard library: windows, splitting, schedules, normalisation.
-`superbatch.torch` is the part for PyTorch.
+The frameworks have packages of their own: `superbatch.torch`, `.jax`, `.keras` and `.tensorflow`.
 """
 
 from ._version import __version__ as __version__

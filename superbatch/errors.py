@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class SuperbatchError(Exception):
-    """The base of all errors of this library."""
+    """Base class of all errors of this library."""
 
 
 class InputError(SuperbatchError, ValueError):
@@ -41,11 +41,11 @@ class NonFiniteError(SuperbatchError, ArithmeticError):
 
 
 class OptimizerError(SuperbatchError, TypeError):
-    """The optimizer cannot be used with gradient accumulation, or not with this model."""
+    """The optimizer cannot be used with gradient accumulation, or cannot be used with this model."""
 
 
 class OutOfMemoryError(SuperbatchError, MemoryError):
-    """Memory does not suffice for the smallest possible piece of work: one sample, or one update."""
+    """Memory does not suffice even for a single sample, or for an update of the optimizer."""
 
 
 class CheckpointError(SuperbatchError, ValueError):

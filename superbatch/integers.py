@@ -1,5 +1,5 @@
 # pyright: strict
-"""Checks of integer arguments: ints of Python and NumPy pass; bools and floats do not."""
+"""Checks of integer arguments: ints of Python and NumPy are valid, bools and floats are not."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def positive_int(name: str, value: Any) -> int:
 
     Args:
         name: the argument's name, for the error text.
-        value: what was passed.
+        value: the argument.
 
     Returns:
         The value as an int.
 
     Raises:
-        InputError: when it is anything else, a bool or a float included.
+        InputError: when it is anything else, such as a bool or a float.
 
     Examples:
         >>> positive_int("microbatch_size", 8)
@@ -49,7 +49,7 @@ def checked_costs(costs: Any) -> list[int]:
         The ints.
 
     Raises:
-        InputError: when it is anything else; bools and floats are no ints here.
+        InputError: when it is anything else, such as bools or floats.
 
     Examples:
         >>> checked_costs((3, 0, 5))
@@ -74,7 +74,7 @@ def _as_int(value: Any) -> int | None:
     if (
         isinstance(value, (bool, float))  # a mistake of the caller, not a number of samples
         or type(value).__name__ in ("bool", "bool_")  # NumPy's bool: "bool" from 2.0 on, "bool_" before
-        or array_shape(value) not in (None, ())
+        or array_shape(value) not in (None, ())  # an array of one element also converts to an int
     ):
         return None
     try:

@@ -1,7 +1,7 @@
-"""The arithmetic of a window; nothing else in the library divides.
+"""Arithmetic of a window: the weights of micro-batches, and the one division by their sum.
 
 A window has micro-batches ``i = 1..K`` on ranks ``r = 1..R``; ``w_ri`` is the weight of a micro-batch,
-``W = sum w_ri`` over micro-batches and ranks, ``l_ri`` what ``loss_fn`` returns::
+``W = sum w_ri`` over micro-batches and ranks, ``l_ri`` its loss, as ``loss_fn`` returns it::
 
     reduction="mean":   L = sum (w_ri / W) l_ri          scale of micro-batch ri:  w_ri / W
     reduction="sum":    L = sum  l_ri / W                scale:                    1 / W
@@ -9,7 +9,7 @@ A window has micro-batches ``i = 1..K`` on ranks ``r = 1..R``; ``w_ri`` is the w
     gradients averaged over R ranks afterwards:          scale x R
 
 With a mean, a micro-batch of weight 0 contributes nothing, even if its loss is NaN. With a sum it
-contributes: an image without objects has no box to count, but it has a loss. ``W`` may have a lower bound:
+contributes: images without boxes have the weight 0, but they have a loss. ``W`` may have a lower bound:
 ``max(sum w_ri, min_weight)``.
 
 Weights are ints or float64 on the host: a float32 counter stops counting at 2**24, a bfloat16 one at 256.
@@ -19,8 +19,8 @@ from __future__ import annotations
 
 # pyright: strict
 import math
-from collections.abc import Iterable, Sequence
-from typing import Literal, get_args
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, get_args
 
 from .errors import InputError
 
@@ -34,10 +34,10 @@ def check_reduction(reduction: object, known: Sequence[str] = get_args(Reduction
 
     Args:
         reduction: the argument of the user.
-        known: the reductions that a backend has.
+        known: the reductions of the backend.
 
     Raises:
-        InputError: `reduction` is none of `known`.
+        InputError: `reduction` is not in `known`.
 
     Examples:
         >>> check_reduction("mean")
@@ -47,7 +47,7 @@ def check_reduction(reduction: object, known: Sequence[str] = get_args(Reduction
         return reduction  # pyright: ignore[reportReturnType]  (narrowed by `known`, which pyright cannot follow)
     means = {"mean": "the mean", "sum": "the sum", "total": "a sum that is never divided"}
     raise InputError(
-        f"reduction={reduction!r} is not a reduction. Pass what loss_fn returns for a micro-batch: "
+        f"reduction={reduction!r} is not a reduction. Pass that of the loss of a micro-batch: "
         + ", ".join(f'"{name}" ({means[name]})' for name in known)
         + "."
     )
@@ -57,7 +57,7 @@ def check_min_weight(min_weight: object, reduction: Reduction) -> Number:
     """Return the lower bound of a window's weight if it is valid.
 
     Raises:
-        InputError: it is not a positive number, or the reduction is "total", which divides by nothing.
+        InputError: it is not a positive number, or the reduction is "total", which is not divided.
 
     Examples:
         >>> check_min_weight(1, "sum")
@@ -70,8 +70,36 @@ def check_min_weight(min_weight: object, reduction: Reduction) -> Number:
             f"at_least({min_weight!r}) is not positive and finite. Pass a positive number, such as 1."
         )
     if reduction == "total":
-        raise InputError('reduction="total" divides by nothing, so at_least() has no effect. Leave it out.')
+        raise InputError('reduction="total" is not divided, so at_least() has no effect. Leave it out.')
     return min_weight
+
+
+def check_accumulator_dtype(choice: Any, is_floating: Callable[[Any], bool], others: str) -> Any:
+    """Return the choice of a dtype for sums if it is ``"auto"``, None or a real floating dtype.
+
+    Args:
+        choice: the argument `accumulator_dtype` of the user.
+        is_floating: tells real floating dtypes of the framework; it raises TypeError for what is no dtype.
+        others: the choices besides ``"auto"``, for the error text.
+
+    Raises:
+        InputError: it is anything else.
+
+    Examples:
+        >>> check_accumulator_dtype("auto", callable, "None")
+        'auto'
+    """
+    if choice is None or (isinstance(choice, str) and choice == "auto"):
+        return choice
+    try:
+        if is_floating(choice):
+            return choice
+    except TypeError:
+        pass
+    raise InputError(
+        f'accumulator_dtype={choice!r} is not a real floating dtype. Pass "auto" (float32 or wider), '
+        f"{others}."
+    )
 
 
 def check_weight(weight: object, where: str) -> Number:
@@ -79,10 +107,10 @@ def check_weight(weight: object, where: str) -> Number:
 
     Args:
         weight: an int or float, or an object with ``item()`` (a one-element tensor or array).
-        where: the micro-batch it belongs to, for the error.
+        where: the micro-batch of the weight, for the error text.
 
     Returns:
-        An int where the weight was an integer, else a float.
+        An int for an integer weight, else a float.
 
     Raises:
         InputError: it is not a number, or it is negative, NaN or infinite.
@@ -123,7 +151,7 @@ def total_weight(weights: Iterable[Number]) -> Number:
     """
     weights = list(weights)
     total = sum(weights)
-    if not abs(total) <= LARGEST_TOTAL:  # fsum would raise, and a loss times its weight overflow
+    if not abs(total) <= LARGEST_TOTAL:  # fsum would raise, and a loss times its weight would overflow
         raise InputError(
             f"The weights of the window add up to {float(min(total, 1e308)):.3g}; the largest sum is 1e300. "
             "Return a number of samples or tokens, or a sum of sample weights."
@@ -146,7 +174,7 @@ def window_weight(counted: Number, *, reduction: Reduction, min_weight: Number |
 
     Args:
         counted: sum of the weights over micro-batches and ranks.
-        reduction: what ``loss_fn`` returns.
+        reduction: the reduction of the loss that ``loss_fn`` returns.
         min_weight: lower bound of ``W``.
 
     Examples:
@@ -164,7 +192,7 @@ def scale(weight: Number, total: Number, *, reduction: Reduction, ranks: int = 1
     Args:
         weight: the micro-batch's weight ``w >= 0``; with a mean ``0`` gives ``0.0``.
         total: the weight ``W`` of the window over all ranks; ``0`` gives ``0.0``: no update is made then.
-        reduction: what ``loss_fn`` returns.
+        reduction: the reduction of the loss that ``loss_fn`` returns.
         ranks: number of ranks if a backend averages gradients over them afterwards, else 1.
 
     Examples:
@@ -184,7 +212,7 @@ def scale(weight: Number, total: Number, *, reduction: Reduction, ranks: int = 1
 
 
 def after_forward_scale(weight: Number, *, reduction: Reduction) -> Number:
-    """Return the factor of a loss while ``W`` is unknown; the boundary divides the sum by `divisor`.
+    """Return the factor of a loss while ``W`` is unknown; at the end of the window `divisor` corrects it.
 
     Examples:
         >>> after_forward_scale(4, reduction="mean"), after_forward_scale(0, reduction="sum")
@@ -194,9 +222,9 @@ def after_forward_scale(weight: Number, *, reduction: Reduction) -> Number:
 
 
 def divisor(planned: Number, counted: Number) -> float:
-    """Return the divisor of the summed gradients at the boundary: ``counted / planned``.
+    """Return the divisor of the summed gradients at the end of a window: ``counted / planned``.
 
-    ``planned`` is the total by which the micro-batches were scaled already (1 where ``W`` was unknown);
+    ``planned`` is the total weight by which the losses were already divided (1 if ``W`` was unknown);
     ``counted`` is the weight of the micro-batches that contributed.
 
     Examples:
@@ -209,12 +237,13 @@ def divisor(planned: Number, counted: Number) -> float:
 def loss_sum(losses: Iterable[float], weights: Iterable[Number], *, reduction: Reduction) -> float:
     """Return the sum over the samples of a window from the losses of its micro-batches.
 
-    ``sum w_i l_i`` for a mean, without micro-batches of weight 0, whose loss may be NaN; else ``sum l_i``.
+    It is ``sum w_i l_i`` for a mean, without micro-batches of weight 0, as their loss may be NaN; else
+    ``sum l_i``.
 
     Args:
-        losses: what ``loss_fn`` returned, one per micro-batch.
+        losses: the loss of each micro-batch, as ``loss_fn`` returned it.
         weights: the weight of each micro-batch.
-        reduction: what ``loss_fn`` returns.
+        reduction: the reduction of the loss that ``loss_fn`` returns.
 
     Returns:
         The sum; infinite where it is beyond the largest float64 (1.8e308), as the sum of an array is.
@@ -235,8 +264,8 @@ def loss_sum(losses: Iterable[float], weights: Iterable[Number], *, reduction: R
         return sum(terms)
     try:
         return math.fsum(terms)
-    except OverflowError:  # of a partial sum: the sum itself may be finite, as of 1e308 + 1e308 - 1e308
-        return math.fsum(math.ldexp(term, -64) for term in terms) * 2.0**64  # infinite, and no error, if not
+    except OverflowError:  # a partial sum overflowed; the sum may be finite, such as 1e308 + 1e308 - 1e308
+        return math.fsum(math.ldexp(term, -64) for term in terms) * 2.0**64  # if not, infinity
 
 
 def mean_loss(losses: Iterable[float], weights: Iterable[Number], *, reduction: Reduction) -> float:

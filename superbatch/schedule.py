@@ -1,6 +1,6 @@
 """Schedules of `accumulation_steps`: the number of micro-batches in the window of update 0, 1, 2, ...
 
-A schedule is a function of the update index, so it is the same on every rank and after a restart.
+A schedule is a pure function of the update index, so ranks agree, and a restart needs no saved state.
 """
 
 from __future__ import annotations
@@ -104,10 +104,10 @@ def ramp(start: int, stop: int, updates: int) -> Schedule:
 
 
 def as_schedule(accumulation_steps: int | Schedule) -> Schedule:
-    """Make a schedule from an int or from a function of the update index; each returned value is checked.
+    """Return a schedule for an int or for a function of the update index; it checks each returned value.
 
     Raises:
-        InputError: the argument is neither; or the function returns anything but a positive int.
+        InputError: the argument is neither, or the function does not return a positive int.
 
     Examples:
         >>> as_schedule(lambda update: 2**update)(3)

@@ -1,4 +1,4 @@
-"""Assertion for the tests of your project: a loss gives the same gradient for every split of a batch."""
+"""Assertion for your tests: the gradient of a loss does not depend on the split of the batch."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def assert_split_invariant(
     participants: Sequence[Any] = (),
     split: Split = NOT_DECLARED,
 ) -> None:
-    """Assert by `verify` that micro-batches of several sizes give the gradient of the whole batch.
+    """Assert that micro-batches of several sizes give the gradient of the whole batch; by `verify`.
 
-    Model, gradients, random state and the state that `loss_fn` reaches are restored. The pytest fixture of
-    the same name is this function.
+    Afterwards the model, its gradients, the random state and the state that `loss_fn` reaches are restored.
+    The pytest fixture of the same name is this function.
 
     Args:
-        loss_fn: from a micro-batch to its loss, a closure over the models.
-        batch: two samples or more, as in training, with ragged lengths and padding.
+        loss_fn: a function of a micro-batch that calls the models and returns the loss.
+        batch: at least two samples as in training, with unequal lengths and padding.
         models: the model or models, in the mode used for training.
         sizes: samples of a micro-batch; ``"half"`` is half of the batch. Sizes that are not smaller than the
             batch are ignored.
         weight: the weight of a micro-batch, as passed to the Accumulator.
-        reduction: what `loss_fn` returns, as passed to the Accumulator.
+        reduction: the reduction of the loss, as passed to the Accumulator.
         participants: as in `verify`: `PerSampleRandom` for dropout, `FrozenBatchNorm`.
         split: how to split leaves that are not tensors with the samples first, as in the Accumulator.
 
@@ -75,7 +75,11 @@ def assert_split_invariant(
 
 
 def _usable(sizes: Sequence[int | Literal["half"]], samples: int) -> list[int]:
-    """Return the sizes that split the batch, largest first, as BatchNorm raises on single samples."""
+    """Return the sizes that split the batch as ints, largest first.
+
+    Raises:
+        InputError: an entry is not valid, or no size is smaller than the batch.
+    """
     if isinstance(sizes, str):
         raise InputError(
             f"sizes={sizes!r} is a string, not a list of sizes. Pass a list, such as sizes=(1, 3, 'half')."
@@ -86,6 +90,7 @@ def _usable(sizes: Sequence[int | Literal["half"]], samples: int) -> list[int]:
         if isinstance(number, bool | str) or (size != "half" and number < 1):
             raise InputError(f"sizes contains {size!r}. Pass numbers of samples, 1 or more, or 'half'.")
         numbers.add(number)
+    # Largest first: BatchNorm raises for single samples, which would hide the difference of other sizes.
     usable = sorted((number for number in numbers if 0 < number < samples), reverse=True)
     if not usable:
         raise InputError(
@@ -96,13 +101,14 @@ def _usable(sizes: Sequence[int | Literal["half"]], samples: int) -> list[int]:
 
 
 def _failure(report: Verification, size: int) -> str:
-    """Return the worst parameter and its distance, above the report."""
-    found = max(report.comparisons, key=lambda one: (not one.exact, one.dtype == "float64", one.largest))
+    """Return the error text: the parameter with the largest difference, then the report."""
+    # Of the comparisons that fail, float64 shows the difference without rounding.
+    shown = max(report.comparisons, key=lambda one: (not one.exact, one.dtype == "float64", one.largest))
     split = f"With micro-batches of {size} sample{'s' * (size > 1)}"
-    if found.exact:
+    if shown.exact:
         first = f"{split}, the gradients agree, but the loss is not the declared one for every split."
     else:
-        worst = max(found.parameters, key=lambda one: one.relative)
+        worst = max(shown.parameters, key=lambda one: one.relative)
         first = (
             f"{split}, the gradient of {worst.name!r} differs from the batch's by {worst.relative:.1e} of "
             "its norm."

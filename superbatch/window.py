@@ -1,7 +1,7 @@
 """Windows: the micro-batches of one update, taken from a loader that yields micro-batches.
 
-All micro-batches of a window are loaded before its first backward. So the weight of the window is known in
-advance, and a shorter last window (a tail) needs no special case.
+All micro-batches of a window are loaded before its first backward. So the total weight of the window is known
+before the first backward, and a shorter last window (a tail) needs no special case.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Window(Sequence[T]):
     __slots__ = ("_microbatches",)
 
     def __init__(self, microbatches: Iterable[T]) -> None:
-        # An empty window raises in the accumulator, not here: an error here would not reach other ranks,
-        # and this rank's next window would be summed with their current one.
+        # An empty window raises in the accumulator, on all ranks. An error here would be raised on this rank
+        # alone, and its next window would be summed with the current window of the other ranks.
         self._microbatches: tuple[T, ...] = tuple(_iterable(microbatches, "micro-batches"))
 
     @overload

@@ -83,7 +83,7 @@ def train(task: Task, variant: str | None = None) -> Parameters:
 def resume(task: Task, variant: str | None = None) -> Parameters:
     """`save_state` inside a window, `load_state` and `skip_first_batches` in a new Accelerator."""
     if variant == "items":
-        raise NotApplicable("the skeleton takes whole windows: it has no position inside one to save")
+        raise NotApplicable("the recipe iterates over whole windows and cannot save inside one")
     with tempfile.TemporaryDirectory() as folder:
         loop = _Loop(task)
         for index, batch in enumerate(loop.loader):
@@ -101,7 +101,7 @@ def resume(task: Task, variant: str | None = None) -> Parameters:
 def leave(task: Task, variant: str | None = None) -> Parameters:
     """The first epoch ends early by `break`."""
     if variant == "items":
-        raise NotApplicable("the skeleton takes whole windows: a break falls between two of them")
+        raise NotApplicable("the recipe iterates over whole windows, so a break falls between two of them")
     loop = _Loop(task)
     for epoch in range(task.epochs):
         for index, batch in enumerate(loop.loader):

@@ -13,7 +13,8 @@ from .task import Batch, Parameters, Task, parameters_of
 from .work import Window, Work, loss_of
 
 REMARKS = {
-    "equal micro-batches": "docstring: an update after micro-batch 1, 1 + K, ...; repaired: as it should be"
+    "equal micro-batches": "docstring: updates after micro-batches 1, 1 + K, ...; "
+    "repaired: after each K-th one"
 }
 
 

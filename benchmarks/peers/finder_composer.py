@@ -65,4 +65,10 @@ def find(work: Work, watch: Watch, variant: str | None) -> Found:
     seconds = clock.seconds()
     kept = UPDATES * work.samples
     lost = seconds * (1 - kept / sum(watch.forwards))
-    return Found(chosen=int(chosen), trains=True, kept=kept, seconds=lost, note="told that a CPU is a GPU")
+    return Found(
+        chosen=int(chosen),
+        trains=True,
+        kept=kept,
+        seconds=lost,
+        note="on a CPU, with its test for a GPU replaced",
+    )

@@ -61,5 +61,5 @@ def find(work: Work, watch: Watch, variant: str | None) -> Found:
         except RuntimeError as error:
             if not is_oom_error(error):
                 raise
-            return Found(chosen, trains=False, kept=0, seconds=lost, note="out of memory in training")
+            return Found(chosen, trains=False, kept=0, seconds=lost, note="training runs out of memory")
     return Found(chosen, trains=True, kept=UPDATES * chosen, seconds=lost)

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from .task import NotApplicable, Parameters, Task, parameters_of
 from .work import TrainerWindow, Work, loss_of
 
-REMARKS = {"resume in a window": "it saves at updates only, so it goes back and replays the window"}
+REMARKS = {"resume in a window": "it saves at updates only, so it replays the window"}
 
 
 class Module(nn.Module):
@@ -93,7 +93,7 @@ def make_trainer(
 
 def _check(task: Task, variant: str | None) -> None:
     if variant == "items" and task.weight == "sample_weights":
-        raise NotApplicable("compute_loss_func is given the labels and their number, not the sample weights")
+        raise NotApplicable("compute_loss_func gets the labels and their number, not the sample weights")
 
 
 def train(task: Task, variant: str | None = None) -> Parameters:

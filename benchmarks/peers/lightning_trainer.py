@@ -17,8 +17,8 @@ from .task import Batch, Parameters, Task, parameters_of
 from .work import TrainerWindow, Work, loss_of
 
 REMARKS = {
-    "resume in a window": "with a loader that has a state_dict, as it asks for",
-    "one NaN micro-batch": "left out by returning None, as documented; the divisor stays K",
+    "resume in a window": "with a loader that has a state_dict, as Lightning requires",
+    "one NaN micro-batch": "dropped by returning None, as documented; the divisor stays K",
 }
 
 

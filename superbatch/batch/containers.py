@@ -94,12 +94,13 @@ def array_shape(value: Any) -> tuple[int, ...] | None:
         ((3,), None)
     """
     kind = kind_of(value)
+    # A namedtuple may have a field "shape", and a mapping an entry.
     if isinstance(value, (tuple, list, dict)) or not hasattr(kind, "__getitem__"):
         return None
     if isinstance(value, Mapping) and not hasattr(kind, "shape"):
         return None  # its __getattr__ may return an entry named "shape"
     if "shape" in getattr(kind, "__dataclass_fields__", ()):
-        return None
+        return None  # a field of the user's dataclass
     try:
         shape = cast("Any", value).shape
     except (AttributeError, RuntimeError):  # torch's strided NestedTensor raises RuntimeError
@@ -133,6 +134,7 @@ def is_record(value: Any) -> bool:
         (True, False)
     """
     kind = kind_of(value)
+    # `_fields` marks a namedtuple, `n_sequence_fields` a structseq such as time.struct_time.
     return isinstance(value, tuple) and (hasattr(kind, "_fields") or hasattr(kind, "n_sequence_fields"))
 
 
@@ -232,6 +234,7 @@ def rebuilder(value: Any, path: str) -> Rebuild:
         (3, 4)
     """
     kind = kind_of(value)
+    # The built-in types need no guard: nothing in their construction can fail.
     if kind is tuple:
         return tuple
     if kind is list:
@@ -250,11 +253,11 @@ def _rebuild_guarded(value: Any, values: list[Any], path: str) -> Any:
         if isinstance(value, tuple):
             return kind._make(values) if hasattr(kind, "_fields") else kind(values)
         if isinstance(value, list):
-            new = copy.copy(cast("list[Any]", value))
+            new = copy.copy(cast("list[Any]", value))  # keeps the attributes of a subclass
             new[:] = values
             return new
         return _rebuild_dataclass(value, values)
-    except Exception as error:
+    except Exception as error:  # the constructor of the user's type may raise anything
         raise SplitError(
             f"The {kind.__module__}.{kind.__qualname__} at path {path!r} cannot be constructed from its "
             f"entries ({type(error).__name__}: {error}). Pass a dict, list, tuple, namedtuple or dataclass, "
@@ -268,6 +271,7 @@ def _rebuild_mapping(value: Mapping[Any, Any], values: list[Any]) -> Any:
     if not isinstance(value, (dict, UserDict)) and not hasattr(kind, "__copy__"):
         # copy.copy would share storage with the original, and the writes below would change the user's batch.
         new = kind(items)
+        # The constructor may have taken the dict for something else, such as options.
         if len(new.keys()) != len(items) or any(new[key] is not entry for key, entry in items.items()):
             raise TypeError("its constructor does not take a dict of its entries")
         return new
@@ -312,4 +316,5 @@ def _slots(kind: Any) -> list[str]:
     for base in kind.__mro__:
         slots = base.__dict__.get("__slots__", ())
         names += [slots] if isinstance(slots, str) else list(slots)
+    # Other slots, such as `__dict__` and `__weakref__`, are not copied as values.
     return [name for name in names if isinstance(getattr(kind, name, None), types.MemberDescriptorType)]

@@ -19,6 +19,8 @@ from ..errors import SplitError
 from .containers import array_shape, is_scalar, kind_of
 from .paths import join
 
+# Names in FlashAttention (cu_seqlens, max_seqlen) and in Hugging Face's collators (cu_seq_lens, max_length);
+# _q and _k are for queries and keys of different lengths.
 OFFSETS = frozenset(
     f"{name}{suffix}" for name in ("cu_seqlens", "cu_seq_lens") for suffix in ("", "_q", "_k")
 )
@@ -85,6 +87,7 @@ def read_packed(path: str, entries: Mapping[str, Any]) -> Packed:
 
 
 def _refuse_ambiguous_totals(path: str, offsets: dict[str, tuple[int, ...]]) -> None:
+    # The offsets of an array are found by its number of tokens, see `token_dimension`.
     first: dict[int, str] = {}
     for name, values in offsets.items():
         other = first.setdefault(values[-1], name)
@@ -114,7 +117,7 @@ def read_offsets(path: str, value: Any) -> tuple[int, ...]:
         (0, 3, 3, 7)
     """
     shape = array_shape(value)
-    host: Any = value if shape is None else value.tolist()
+    host: Any = value if shape is None else value.tolist()  # one copy from the device
     one_dimension = type(host) in (list, tuple) and (shape is None or len(shape) == 1)
     wrong = _wrong_offsets(host) if one_dimension else "offsets must be 1-d"
     if wrong is None:
@@ -127,7 +130,7 @@ def read_offsets(path: str, value: Any) -> tuple[int, ...]:
 
 
 def _wrong_offsets(values: Sequence[Any]) -> str | None:
-    if any(type(offset) is not int for offset in values):
+    if any(type(offset) is not int for offset in values):  # not isinstance: a bool is no offset
         return "offsets must be integers"
     if len(values) < 2:
         return "offsets need at least two values, for one sequence"
@@ -209,6 +212,7 @@ def longest_take(value: Any, name: str, packed: Packed) -> Take:
         >>> longest_take(3, "max_seqlen", packed)(range(1), None)
         2
     """
+    # max_seqlen_q is for the offsets with the suffix _q; without a suffix, for the longest of all offsets.
     suffix = name[-2:]
     chosen = [offsets for key, offsets in packed.offsets.items() if key.endswith(suffix)]
     chosen = chosen if suffix in ("_q", "_k") and chosen else list(packed.offsets.values())
@@ -264,7 +268,7 @@ def token_dimension(shape: tuple[int, ...], path: str, packed: Packed) -> tuple[
     totals = packed.by_total()
     first, second = [*shape, -1][:2]
     offsets, inner = totals.get(first), totals.get(second)
-    if first == 1 and inner is not None:
+    if first == 1 and inner is not None:  # Hugging Face's collators add a batch dimension of 1
         return 1, inner
     if first == packed.samples and (inner is not None or not _same_cut(offsets)):
         raise _fits_two(shape, path, packed)

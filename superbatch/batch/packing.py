@@ -120,10 +120,12 @@ def pack(batch: Any, samples: int, budget: TokenBudget) -> Packing:
     if not budget.sort:
         return Packing(None, _even(costs, budget.tokens, fill), trimmed)
     if budget.padded or budget.trim:
+        # Samples of similar length share a micro-batch, so that little padding is left.
         order = sorted(range(samples), key=lambda i: -reach[i])
         sizes = _even([costs[i] for i in order], budget.tokens, fill)
     else:
         order, sizes = _bins(costs, budget.tokens)
+    # Without an order, micro-batches are slices of the batch, which most frameworks do not copy.
     return Packing(None if order == list(range(samples)) else order, sizes, trimmed)
 
 
@@ -170,6 +172,7 @@ def _refuse_above(costs: list[int], budget: int) -> None:
 def _even(costs: list[int], budget: int, fill: Fill) -> list[int]:
     """Return sizes of the fewest consecutive parts under the budget, the largest as small as possible."""
     fewest = len(fill(costs, budget))
+    # No part can cost less than its largest sample, and one part costs at least the mean over parts.
     low, high = max(*costs, -(-sum(costs) // fewest)), budget
     # Bisection is valid: a smaller cap never needs fewer parts.
     while low < high:
@@ -183,7 +186,7 @@ def _fill(costs: list[int], cap: int) -> list[int]:
     sizes: list[int] = []
     size = spent = 0
     for cost in costs:
-        if size and spent + cost > cap:
+        if size and spent + cost > cap:  # `size and`: a part has at least one sample
             sizes.append(size)
             size = spent = 0
         size, spent = size + 1, spent + cost
@@ -210,6 +213,7 @@ def _bins(costs: list[int], budget: int) -> tuple[list[int], list[int]]:
     in_order = _even(costs, budget, _fill)
     if len(in_order) < len(bins):  # rare: best fit is a heuristic
         return list(range(len(costs))), in_order
+    # Lower bounds: the total over the budget, and the samples above half of the budget, which never share.
     least = max(-(-sum(costs) // budget), sum(2 * cost > budget for cost in costs), 1)
     for count in range(len(bins), least - 1, -1):
         evened = _evened(costs, largest_first, count)
@@ -225,7 +229,7 @@ def _best_fit(costs: list[int], largest_first: list[int], budget: int) -> list[l
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (room left, part), sorted
     for i in largest_first:
-        at = bisect_left(rooms, (costs[i], -1))
+        at = bisect_left(rooms, (costs[i], -1))  # the smallest room that is large enough
         if at == len(rooms):
             bins.append([])
             room, part = budget, len(bins) - 1

@@ -55,12 +55,12 @@ def get(batch: Any, path: str) -> Any:
     """
     if type(path) is not str:
         raise InputError(f'path={path!r} is not a str. Pass a path such as "inputs.labels".')
-    found = find(batch, path)
-    if found is ABSENT:
+    part = find(batch, path)
+    if part is ABSENT:
         raise InputError(
             f"The batch has no part at path {path!r}. Pass one of its paths: {listed_paths(batch)}."
         )
-    return found
+    return part
 
 
 def join(path: str, name: str) -> str:
@@ -102,11 +102,11 @@ def find(node: Any, path: str) -> Any:
     if path in entries:
         return entries[path]
     end = path.rfind(".")
-    while end > 0:
+    while end > 0:  # the longest key first, as keys may contain dots
         if path[:end] in entries and path[end + 1 :]:
-            found = find(entries[path[:end]], path[end + 1 :])
-            if found is not ABSENT:
-                return found
+            part = find(entries[path[:end]], path[end + 1 :])
+            if part is not ABSENT:
+                return part
         end = path.rfind(".", 0, end)
     return ABSENT
 
@@ -126,7 +126,7 @@ def all_paths(batch: Any, path: str = "") -> Iterator[str]:
         ['x', 'meta', 'meta.ids']
     """
     if array_shape(batch) is not None or is_flat(batch):
-        return
+        return  # its entries are samples, which have no paths
     for name, value in children(batch) or []:
         yield join(path, name)
         yield from all_paths(value, join(path, name))

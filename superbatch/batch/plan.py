@@ -159,7 +159,7 @@ def walked(
     """
     walk = Walk(_declared("unsplit", unsplit), _declared("per_sample", per_sample), _declared("trim", trim))
     for argument, others in [("per_sample", walk.per_sample), ("trim", walk.trim)]:
-        for path in sorted(walk.unsplit & others):
+        for path in sorted(walk.unsplit & others):  # sorted, so that the error names the same path each time
             raise InputError(f"Path {path!r} is in both unsplit= and {argument}=. Declare it in one of them.")
     take = walk.visit(batch, "", None)
     for path in sorted((walk.unsplit | walk.per_sample | walk.trim) - walk.met):
@@ -212,7 +212,7 @@ class Walk:
         if is_scalar(node):
             return self._keep(path)
         shape = array_shape(node)
-        if shape is None and is_flat(node):
+        if shape is None and is_flat(node):  # a list of scalars is split like an array of its length
             shape = (len(node),)
         if shape is not None:
             return self._array(node, shape, path, packed)
@@ -240,6 +240,7 @@ class Walk:
         return tokens_take(node, dimension, offsets)
 
     def _container(self, node: Any, path: str, packed: Packed | None) -> Take | None:
+        # torch's PackedSequence is a namedtuple, but its parts cannot be cut by samples.
         entries = None if is_torch_packed_sequence(node) else children(node)
         if entries is None:
             raise unknown(node, path)
@@ -253,14 +254,16 @@ class Walk:
         if group is not None and path not in self.followed:
             raise not_followed(group)
         if not any(takes):
+            # A list without anything to split may be a list of samples, see `refuse_hollow_lists`.
             if isinstance(node, (list, tuple)) and not is_record(node):
                 self.hollow.append(Leaf(path, len(entries)))
             return None
-        pieces = [take or _constant(value) for take, (_, value) in zip(takes, entries, strict=True)]
+        entry_takes = [take or _constant(value) for take, (_, value) in zip(takes, entries, strict=True)]
         lengths = {leaf.length for leaf in self.leaves[first_leaf:]}
-        return _container_take(rebuilder(node, path), pieces, _encodings(node, lengths))
+        return _container_take(rebuilder(node, path), entry_takes, _encodings(node, lengths))
 
     def _packed_group(self, entries: list[tuple[str, Any]], path: str) -> Packed | None:
+        # A declared entry is not taken for offsets, whatever its name is.
         declared = self.unsplit | self.per_sample
         offsets = {
             name: value
@@ -307,16 +310,17 @@ def _constant(value: Any) -> Take:
     return lambda samples, longest: value
 
 
-def _container_take(rebuild: Rebuild, pieces: list[Take], encodings: list[Any] | None) -> Take:
+def _container_take(rebuild: Rebuild, entry_takes: list[Take], encodings: list[Any] | None) -> Take:
     if encodings is None:
-        return lambda samples, longest: rebuild([piece(samples, longest) for piece in pieces])
+        return lambda samples, longest: rebuild([take(samples, longest) for take in entry_takes])
 
-    def take(samples: Samples, longest: int | None) -> Any:
-        new = rebuild([piece(samples, longest) for piece in pieces])
+    def take_encoded(samples: Samples, longest: int | None) -> Any:
+        new = rebuild([take(samples, longest) for take in entry_takes])
+        # Otherwise word_ids(i) of a BatchEncoding would read the list of the whole batch.
         new._encodings = [encodings[i] for i in samples]
         return new
 
-    return take
+    return take_encoded
 
 
 def _encodings(node: Any, lengths: set[int | None]) -> list[Any] | None:
@@ -328,6 +332,7 @@ def _encodings(node: Any, lengths: set[int | None]) -> list[Any] | None:
 
 
 def _declared(argument: str, paths: Any) -> frozenset[str]:
+    # Not any iterable: a str would be a collection of its characters.
     if isinstance(paths, (list, tuple, set, frozenset)):
         names = cast("Collection[Any]", paths)
         if all(type(name) is str for name in names):

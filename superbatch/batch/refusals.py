@@ -56,10 +56,10 @@ def agreed_length(leaves: Sequence[Leaf]) -> int:
     lengths = [(leaf.path, leaf.length) for leaf in leaves if leaf.length is not None]
     described = ", ".join(f"{path!r}: {length}" for path, length in lengths)
     if not lengths:
-        found = ", ".join(repr(leaf.path) for leaf in leaves) or "none"
+        unsplit = ", ".join(repr(leaf.path) for leaf in leaves) or "none"
         raise SplitError(
             "The batch has nothing to split. It holds only single scalars, 0-d arrays and parts in unsplit=: "
-            f"{found}. Pass at least one array or list with one entry for each sample."
+            f"{unsplit}. Pass at least one array or list with one entry for each sample."
         )
     if len({length for _, length in lengths}) > 1:
         raise SplitError(
@@ -201,15 +201,15 @@ def unsliceable(value: Any, path: str, error: Exception, *, ordered: bool = Fals
         True
     """
     kind = kind_of(value)
-    said = str(error).partition("\n")[0][:200]
+    first_line = str(error).partition("\n")[0][:200]  # some frameworks append a traceback of C++
     if ordered:
         return SplitError(
             f"The {kind.__module__}.{kind.__qualname__} at path {path!r} cannot be indexed with a list of "
-            f"samples ({type(error).__name__}: {said}). Pass a tensor, a NumPy array or a list, or leave out "
-            "sort=True."
+            f"samples ({type(error).__name__}: {first_line}). Pass a tensor, a NumPy array or a list, or "
+            "leave out sort=True."
         )
     return SplitError(
         f"The {kind.__module__}.{kind.__qualname__} at path {path!r} cannot be sliced along its first "
-        f"dimension ({type(error).__name__}: {said}). Pass a dense or padded array, pass a list of samples "
-        f"with per_sample=({path!r},), or keep it whole with unsplit=({path!r},)."
+        f"dimension ({type(error).__name__}: {first_line}). Pass a dense or padded array, pass a list of "
+        f"samples with per_sample=({path!r},), or keep it whole with unsplit=({path!r},)."
     )

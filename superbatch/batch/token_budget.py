@@ -79,7 +79,7 @@ class TokenBudget:
     trim: tuple[str, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tokens", positive_int("tokens", self.tokens))
+        object.__setattr__(self, "tokens", positive_int("tokens", self.tokens))  # the dataclass is frozen
         if not (self.lengths is None or isinstance(cast("Any", self.lengths), str) or callable(self.lengths)):
             raise InputError(
                 f"lengths={self.lengths!r} is not a path or a function. "
@@ -139,6 +139,7 @@ class TokenBudget:
             return Lengths(tokens, tokens)
         part = get(batch, lengths)
         shape = array_shape(part)
+        # Offsets are recognised by name: as 1-d ints they could also be lengths.
         if lengths.rpartition(".")[2] in OFFSETS:
             offsets = read_offsets(lengths, part)
             tokens = [stop - start for start, stop in pairwise(offsets)]
@@ -165,12 +166,12 @@ def find_lengths(batch: Any) -> str:
         >>> find_lengths({"meta": {"lengths": [3, 4]}, "input_ids": [[1, 2, 3], [4, 5, 6, 7]]})
         'meta.lengths'
     """
-    found: dict[str, list[str]] = {}
+    by_name: dict[str, list[str]] = {}
     for path in all_paths(batch):
         name = path.rpartition(".")[2]
         if name in WELL_KNOWN and _may_be_lengths(name, get(batch, path)):
-            found.setdefault(name, []).append(path)
-    chosen: list[str] = next((found[name] for name in WELL_KNOWN if name in found), list[str]())
+            by_name.setdefault(name, []).append(path)
+    chosen: list[str] = next((by_name[name] for name in WELL_KNOWN if name in by_name), list[str]())
     if len(chosen) == 1:
         return chosen[0]
     where = " and ".join(map(repr, chosen))
@@ -203,6 +204,7 @@ def _of_mask(mask: Any, path: str, *, reach: bool) -> Lengths:
     tokens = [int(count) for count in mask.sum(-1).tolist()]
     if not reach:
         return Lengths(tokens, tokens)
+    # Padding may come first: then the last token is at a later position than the number of tokens.
     counted = mask.cumsum(1)
     # The positions before the last token, plus one for itself.
     before = (counted < counted[:, -1:]).sum(-1).tolist()

@@ -148,5 +148,5 @@ def _mapped(fn: Callable[[Any], Any], batch: Any, depth: int) -> Any:
         raise too_deep("")
     new = [_mapped(fn, value, depth + 1) for _, value in entries]
     if all(after is before for after, (_, before) in zip(new, entries, strict=True)):
-        return batch
+        return batch  # unchanged: the same object, not a copy
     return rebuilder(batch, "")(new)

@@ -39,7 +39,7 @@ def trim_take(node: Any, path: str, rows: Rows) -> Take:
             return rows(node, samples)
         longest = max(longest, 1)  # a length of 0 would break models if no sample has a token
         rest = rows(node[:, longest:], samples)
-        if not _is_padding(rest):
+        if not _is_padding(rest):  # checked for every micro-batch: only there the cut positions are known
             raise _more_than_padding(path, longest, node.shape[1])
         # A list copies. A view would not be contiguous, and labels.view(-1) in a loss function would raise.
         return rows(node[:, :longest], list(samples))
@@ -106,6 +106,7 @@ def _is_padding(rest: Any) -> bool:
     last = rest[:1, -1:]
     if bool(((rest == last) | ((rest != rest) & (last != last))).all()):  # NaN may pad too
         return True
+    # Position ids count on over padding.
     return rest.shape[1] > 1 and bool((rest[:, 1:] == rest[:, :-1] + 1).all())
 
 

@@ -39,6 +39,7 @@ def make_gradient(
     """
     check_version("accelerate")
     _refuse(accelerator)
+    # Preparing wraps a model in DistributedDataParallel; one that unwraps to itself was not prepared.
     models = [model] if isinstance(model, nn.Module) else model
     if accelerator.num_processes > 1 and any(each is accelerator.unwrap_model(each) for each in models):
         raise InputError(
@@ -55,7 +56,9 @@ def make_gradient(
 
 
 def _refuse(accelerator: Accelerator) -> None:
+    """Raise for settings of Accelerate with which gradients are sharded, divided twice or not applied."""
     kind = accelerator.distributed_type.value
+    # "MULTI_GPU", "MULTI_CPU" and the like are DistributedDataParallel; other kinds shard the model.
     if kind != "NO" and not kind.startswith("MULTI_"):
         raise InputError(
             f"Accelerate runs with {kind}, which superbatch.integrations does not support. Launch it without "

@@ -54,9 +54,9 @@ class Exact(Trainer):
 
     microbatch_size: int | Literal["auto", "largest"] | None = "auto"
     coupled: bool | None = None
-    _checks = True
-    _host_is_known = False
-    _may_step = frozenset({"Trainer"})
+    _checks = True  # whether the loss is checked on the first window
+    _host_is_known = False  # whether the settings of the Trainer were checked
+    _may_step = frozenset({"Trainer"})  # classes whose training_step superbatch may replace
     _gradient: WindowGradient | None = None
     _loss: HostLoss
 
@@ -76,7 +76,10 @@ class Exact(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Return the micro-batches of one update; empty ones complete a tail, so the Trainer steps."""
+        """Return the micro-batches of one update; empty ones complete a tail.
+
+        The Trainer steps after a fixed number of calls of `training_step`.
+        """
         if not self._host_is_known:
             self._check_host()
             self._host_is_known = True
@@ -94,7 +97,7 @@ class Exact(Trainer):
         Returns:
             The loss of the batch at the last micro-batch, and 0 before, as the Trainer logs the sum.
         """
-        prepared = self._prepare_inputs(inputs)
+        prepared = self._prepare_inputs(inputs)  # moves tensors to the device
         self._ready.append(dict(prepared) if isinstance(prepared, Mapping) else {_UNNAMED: prepared})
         loss = 0.0
         if len(self._ready) == self._calls:
@@ -104,23 +107,32 @@ class Exact(Trainer):
 
     def log(self, logs: dict[str, float], *given: Any, **others: Any) -> None:
         """Log values as the Trainer does, except those logged by `compute_loss` during a check."""
+        # By `vars`: the attribute does not exist before the first window.
         loss: HostLoss | None = vars(self).get("_loss")
         if loss is None or not loss.calls.is_trial:
             super().log(logs, *given, **others)
 
     def _add_gradient(self, model: nn.Module, microbatches: list[dict[str, Any]], items: Any) -> float:
+        """Add the gradient of a window to ``.grad``; return its loss.
+
+        Args:
+            model: the model as it is trained, such as in DistributedDataParallel.
+            microbatches: the micro-batches, without those that complete a tail.
+            items: the number of items that the Trainer counted.
+        """
         model.train()
         optimizer: Any = self.optimizer
         if callable(getattr(optimizer, "train", None)):  # schedule-free optimizers have a train mode
             optimizer.train()
         self.current_gradient_accumulation_steps = 1  # some losses divide by it; this library divides already
+        # Another call of train() may wrap the model again.
         if self._gradient is None or self._loss.wrapped is not model:
             bare = cast(nn.Module, self.model)  # never None in training
             self._loss = HostLoss(self, bare, model, self._as_inputs, items)
             self._gradient = self._gradient_of(self._loss, microbatches[0])
         self._loss.items = items
         try:
-            found = 0.0 if self._gradient is None else self._gradient(microbatches)
+            window_loss = 0.0 if self._gradient is None else self._gradient(microbatches)
         except CoupledSamplesError as error:
             raise CoupledSamplesError(
                 f"{error} In a Trainer, write `coupled = True` in its class to compute the loss of the whole "
@@ -137,7 +149,7 @@ class Exact(Trainer):
                 "per_device_train_batch_size: micro-batches of the collator are not split."
             ) from error
         skip_without_gradient(self.accelerator.scaler, model.parameters())
-        return found
+        return window_loss
 
     def _gradient_of(self, loss: HostLoss, samples: dict[str, Any]) -> WindowGradient | None:
         """Return the gradient of windows for the divisor of this loss; None if no batch had labels yet.
@@ -146,14 +158,16 @@ class Exact(Trainer):
             InputError: the divisor of the loss is not known.
         """
         if loss.has_no_items and self._weight_is_unknown(samples):
-            return None
+            return None  # without labels the trial calls below would show nothing
         options: dict[str, Any] = {"scaler": self.accelerator.scaler, "backward": self.accelerator.backward}
         options["participants"] = [loss.calls]
         if self._is_coupled(samples):
+            # Micro-batches of the collator are joined, and split again at their former size.
             size = self.microbatch_size if loss.cuts else self.args.per_device_train_batch_size
             return coupled(loss, size, **options)
         options |= {"microbatch_size": self.microbatch_size if loss.cuts else None, "check": self._checks}
         options["split"] = split_of(samples)
+        # The divisor of the loss: items, one for each term, `weight_of` of the user, or that of the model.
         own, is_given = has_own_loss(self), self._has_own_weight()
         by_items = self._adds_up(loss, samples, own=own, is_given=is_given)
         terms = None if own or is_given or by_items else terms_of(loss.model, samples, loss.ranks)
@@ -209,8 +223,8 @@ class Exact(Trainer):
     def _check_host(self) -> None:
         """Raise for settings of the Trainer with which gradients are not summed on each rank."""
         check_version("transformers")
-        known = [kind for kind in type(self).__mro__ if issubclass(kind, Exact)]
-        refuse_host(self, known, self._may_step)
+        ours = [kind for kind in type(self).__mro__ if issubclass(kind, Exact)]
+        refuse_host(self, ours, self._may_step)
 
 
 def _known(weigh: Callable[[Any], float], inputs: Any) -> Callable[[Any], float] | None:

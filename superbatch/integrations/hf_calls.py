@@ -17,7 +17,7 @@ from transformers import Trainer
 from ..torch.module_tables import buffers_of
 from ..torch.window.participants.kept_tensors import SMALL_BYTES, KeptTensor, Writes, can_be_kept
 
-# Objects of these packages are not restored after a trial, as the trial does not change them.
+# Objects of these packages are not restored after a trial: a call of the loss does not change their state.
 _HOSTS = {
     "accelerate",
     "datasets",
@@ -30,15 +30,16 @@ _HOSTS = {
     "trl",
 }
 _HOSTS |= sys.stdlib_module_names
-_DATA = frozenset({"train_dataset", "eval_dataset"})
-_DEEPEST, _LONGEST = 4, 4096  # of containers inside each other; entries of one
+_DATA = frozenset({"train_dataset", "eval_dataset"})  # a loss only reads them, and they may be large
+_DEEPEST, _LONGEST = 4, 4096  # limits of the snapshot: levels of containers, entries of one container
 
 
 class LossCalls:
-    """Participant of a window that tells the calls of a loss in micro-batches from trials.
+    """Participant of a window that restores the trainer after trial calls of its loss.
 
-    The check of the first window evaluates the loss too. Without this class, values that a user's
-    `compute_loss` appends, counts, averages or logs in a trial would remain in the trainer's metrics.
+    The check of the first window also calls the loss. Values that a user's `compute_loss` appends, counts,
+    averages or logs in such a trial must not remain in the trainer. A call is a trial unless the window has
+    announced it, by `savepoint` before each micro-batch.
 
     Attributes:
         is_trial: True during a call outside the micro-batches of a window.
@@ -64,7 +65,7 @@ class LossCalls:
         """Make one call of the loss in this context.
 
         Args:
-            trainer: the trainer that is restored after a trial.
+            trainer: the trainer to restore after a trial; None: restore nothing.
         """
         self.is_trial, self._expects = not self._expects, False
         try:
@@ -110,25 +111,26 @@ class LossCalls:
 
 @contextmanager
 def _untouched(trainer: Trainer) -> Iterator[None]:
-    """Restore the attributes of a trainer after this context, and the state in those of its user."""
-    attributes, notes = vars(trainer), _Notes()
+    """Restore the attributes of a trainer after this context, with the contents of the user's objects."""
+    attributes, snapshot = vars(trainer), _Snapshot()
     before = dict(attributes)
-    notes.seen |= {id(trainer), id(trainer.model), id(trainer.model_wrapped)}
+    # Not the model, whose state the window and its checks restore.
+    snapshot.seen |= {id(trainer), id(trainer.model), id(trainer.model_wrapped)}
     for name, value in before.items():
         if name not in _DATA:
-            notes.take(value, 0)
+            snapshot.take(value, 0)
     try:
-        with Writes(lambda: notes.large) if notes.large else nullcontext():
+        with Writes(lambda: snapshot.large) if snapshot.large else nullcontext():
             yield
     finally:
-        for restore in reversed(notes.restores):
+        for restore in reversed(snapshot.restores):  # inner contents first
             restore()
         for name in attributes.keys() - before.keys():
             del attributes[name]
         attributes.update(before)
 
 
-class _Notes:
+class _Snapshot:
     """Snapshot of the contents of values.
 
     Attributes:
@@ -160,6 +162,7 @@ class _Notes:
             self._table(value, depth)
 
     def _tensor(self, value: Tensor) -> None:
+        """Copy a small tensor now; a large one only when an operator writes into it."""
         self.seen.add(id(value))
         if value.nbytes <= SMALL_BYTES or not can_be_kept(value):
             self.restores.append(partial(_write, value, value.detach().clone()))
@@ -175,26 +178,27 @@ class _Notes:
     def _entries(self, value: Any, depth: int) -> None:
         self.seen.add(id(value))
         is_table = isinstance(value, dict)
-        kept: Any = dict(value) if is_table else list(value)
-        self.restores.append(partial(_refill, value, kept))
-        for each in kept.values() if is_table else kept:
+        entries: Any = dict(value) if is_table else list(value)
+        self.restores.append(partial(_refill, value, entries))
+        for each in entries.values() if is_table else entries:
             self.take(each, depth + 1)
 
 
 @torch.no_grad()
-def _write(tensor: Tensor, kept: Tensor) -> None:
-    if not torch.equal(tensor, kept):
-        tensor.copy_(kept)
+def _write(tensor: Tensor, before: Tensor) -> None:
+    if not torch.equal(tensor, before):  # a write changes the version that autograd checks
+        tensor.copy_(before)
 
 
-def _refill(value: Any, kept: Any) -> None:
-    if len(value) == len(kept) and all(a is b for a, b in zip(_flat(value), _flat(kept), strict=True)):
+def _refill(value: Any, before: Any) -> None:
+    """Restore the entries of a container in place, so that other references to it see them."""
+    if len(value) == len(before) and all(a is b for a, b in zip(_flat(value), _flat(before), strict=True)):
         return
     value.clear()
     if isinstance(value, list | deque):
-        value.extend(kept)
+        value.extend(before)
     else:
-        value.update(kept)
+        value.update(before)
 
 
 def _flat(value: Any) -> list[Any]:

@@ -11,18 +11,19 @@ from transformers.training_args import OptimizerNames
 from ..errors import InputError
 
 
-def refuse_host(trainer: Trainer, known: Collection[type], named: Collection[str]) -> None:
+def refuse_host(trainer: Trainer, ours: Collection[type], named: Collection[str]) -> None:
     """Raise for a Trainer whose gradients cannot be accumulated.
 
     Args:
         trainer: a Trainer that is ready to train.
-        known: classes of superbatch among its bases.
+        ours: classes of superbatch among its bases.
         named: names of classes whose `training_step` may be replaced.
 
     Raises:
         InputError: the Trainer shards the model, steps in the backward, or has a base class with its own
             `training_step`.
     """
+    # "MULTI_GPU", "MULTI_CPU" and the like are DistributedDataParallel; other kinds shard the model.
     way, arguments = trainer.accelerator.distributed_type.name, trainer.args
     if way != "NO" and not way.startswith("MULTI_"):
         raise InputError(
@@ -34,13 +35,14 @@ def refuse_host(trainer: Trainer, known: Collection[type], named: Collection[str
             f"The Trainer would use torch.nn.DataParallel on {arguments.n_gpu} GPUs, which superbatch does "
             "not support. Start it with torchrun, or set CUDA_VISIBLE_DEVICES to one of them."
         )
+    # These free each gradient as soon as the backward has computed it.
     if "lomo" in arguments.optim or "layerwise" in arguments.optim:
         raise InputError(
             f"optim={OptimizerNames(arguments.optim).value!r} steps during each backward, so gradients "
             'cannot be accumulated. Pass an optimizer that steps once per batch, such as optim="adamw_torch".'
         )
     for kind in type(trainer).__mro__:
-        if "training_step" not in vars(kind) or kind in known or kind.__name__ in named:
+        if "training_step" not in vars(kind) or kind in ours or kind.__name__ in named:
             continue
         raise InputError(
             f"superbatch replaces training_step, so {kind.__name__}.training_step would not be called. Move "
@@ -80,9 +82,11 @@ def couples_samples(model: Any, inputs: Mapping[str, Any]) -> bool:
         True
     """
     config = getattr(model, "config", None)
+    # A multimodal model has the options of its language model in a config of its own.
     read_text = getattr(config, "get_text_config", None)
     config = read_text() if read_text else config
     router = inputs.get("output_router_logits", getattr(config, "output_router_logits", False))
     names = ("router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef")
+    # The load-balancing loss of a mixture of experts multiplies means over all tokens of the batch.
     has_share = any(getattr(config, name, 0) for name in names)
     return bool(inputs.get("return_loss")) or bool(router and has_share)

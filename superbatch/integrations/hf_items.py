@@ -10,7 +10,7 @@ from ..batch.split import split
 from ..errors import InputError, SplitError
 from .hf_losses import HostLoss, evaluating
 
-_MOST = 4  # samples tried, as some may have no label
+_MOST = 4  # most samples to try, as some may have no label
 
 
 def adds_up(loss: HostLoss, samples: Mapping[str, Any], *, is_hidden: bool) -> bool:
@@ -27,6 +27,7 @@ def adds_up(loss: HostLoss, samples: Mapping[str, Any], *, is_hidden: bool) -> b
     if divides_by_items(loss, samples):
         return True
     tried = _single(loss, samples)
+    # A loss that raises without the number of items cannot be a mean by itself.
     with evaluating(loss.model):
         needs_items = bool(tried) and _needs_items(loss, tried[0])
     if needs_items:
@@ -51,8 +52,8 @@ def divides_by_items(loss: HostLoss, samples: Mapping[str, Any]) -> bool:
         samples: a micro-batch.
     """
     with evaluating(loss.model):
-        found = _halves(loss, _single(loss, samples))
-    return loss.on_all_ranks(found)  # a rank may have no labels
+        divides = _halves(loss, _single(loss, samples))
+    return loss.on_all_ranks(divides)  # a rank may have no labels
 
 
 def _single(loss: HostLoss, samples: Mapping[str, Any]) -> list[Any]:
@@ -65,16 +66,17 @@ def _single(loss: HostLoss, samples: Mapping[str, Any]) -> list[Any]:
 
 
 def _halves(loss: HostLoss, samples: list[Any]) -> bool:
-    """Return whether doubling the items halves the loss; samples with a loss of zero are skipped."""
+    """Return True if twice the number of items halves the loss of the first sample with a loss."""
     for sample in samples[:_MOST]:
         once = float(loss.of(sample, loss.items, loss.model))
-        if once and math.isfinite(once):
+        if once and math.isfinite(once):  # a loss of 0 halves to 0, whatever it is divided by
             twice = float(loss.of(sample, 2 * loss.items, loss.model))
             return math.isclose(once, 2 * twice, rel_tol=1e-3)
     return False
 
 
 def _needs_items(loss: HostLoss, sample: Any) -> bool:
+    """Return True if the loss raises TypeError for ``num_items_in_batch=None``."""
     try:
         loss.of(sample, None, loss.model)
     except TypeError:

@@ -65,15 +65,15 @@ class HostLoss:
         """True if the Trainer counts the items of all ranks."""
         return self.ranks == 1 or bool(self.trainer.args.average_tokens_across_devices)
 
-    def on_all_ranks(self, found: bool) -> bool:
-        """Return whether `found` is true on every rank.
+    def on_all_ranks(self, value: bool) -> bool:
+        """Return whether `value` is true on every rank.
 
         Args:
-            found: the value on this rank.
+            value: the value on this rank.
         """
         if self.ranks == 1:
-            return found
-        flag = torch.tensor([found], device=self.trainer.args.device)
+            return value
+        flag = torch.tensor([value], device=self.trainer.args.device)
         return bool(torch.as_tensor(self.trainer.accelerator.gather(flag)).all())
 
     def of(self, samples: Samples, items: Any = None, model: nn.Module | None = None) -> Tensor:
@@ -100,11 +100,12 @@ class HostLoss:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluate a model without side effects: eval mode, no graphs, random state restored.
+    """Evaluate a model in this context without side effects: eval mode, no graph, random state restored.
 
     Args:
         model: the model.
     """
+    # Module by module: a frozen part in eval mode must not be in train mode afterwards.
     trained = [module for module in model.modules() if module.training]
     for module in trained:
         module.training = False
@@ -125,6 +126,7 @@ def separated(loss: HostLoss, terms: Terms, samples: Samples, **options: Any) ->
         samples: a micro-batch for a trial forward.
         options: options of `Gradient`.
     """
+    # A model with image patches has more logits than input ids: only its outputs show how many.
     if terms.fit is not None:
         with evaluating(loss.model):
             outputs = loss.with_outputs(samples, loss.model)[1]
@@ -188,11 +190,11 @@ def coupled(loss: HostLoss, microbatch_size: Any, **options: Any) -> WindowGradi
         return lambda taken: whole(_joined(taken)).loss
 
     def of_this_rank(taken: list[dict[str, Any]]) -> float:  # the Trainer couples no samples across ranks
-        loss.calls.begin()
+        loss.calls.begin()  # no window announces this call
         with virtual_batch(loss.wrapped, microbatch_size or "auto") as virtual:
-            found = loss.part(virtual(_joined(taken)))
-            loss.trainer.accelerator.backward(found)
-            return found.item()
+            window_loss = loss.part(virtual(_joined(taken)))
+            loss.trainer.accelerator.backward(window_loss)
+            return window_loss.item()  # inside the block, where the value is still there
 
     return of_this_rank
 

@@ -1,4 +1,4 @@
-"""Check of the divisor of a loss on micro-batches of one sample, which are joined for it."""
+"""Check of the divisor of a loss if micro-batches have one sample each: on samples joined into a batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..torch.warn import warn
 from .hf_losses import HostLoss, split_of
 
 Weigh = Callable[[Any], float]
-_MOST = 4  # samples joined; with two, a wrong weight may agree by chance
+_MOST = 4  # most samples to join; with two, a wrong weight may be right by chance
 
 
 def check_singles(
@@ -45,7 +45,7 @@ def check_singles(
         LossSpecError, CoupledSamplesError: losses of samples do not add up to the loss of a batch.
     """
     engine = gradient_of.engine
-    engine.checked = True
+    engine.checked = True  # its own check of single samples would show nothing
     if not loss.on_all_ranks(weigh is None or any(map(weigh, samples))):
         return False
     batch, reason = None, "the samples of another rank cannot be joined"
@@ -104,7 +104,7 @@ def together(
         [[5, 6, 6, 6], [1, 2, -100, -100]]
     """
     chosen = [each for each in samples if weigh is None or weigh(each)] or list(samples)
-    chosen = sorted(chosen, key=_entries)[:_MOST]
+    chosen = sorted(chosen, key=_entries)[:_MOST]  # the smallest, as they must fit in memory together
     chosen = chosen if len(chosen) > 1 else chosen * 2
     batch = {name: _joined(name, [each[name] for each in chosen], name in lists) for name in chosen[0]}
     if "attention_mask" in batch:
@@ -152,11 +152,12 @@ def _row_of(batch: Mapping[str, Any], row: int) -> dict[str, Any]:
 
 
 def _filled(value: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a tensor of this shape that repeats the last entries of `value`, so that all ids are valid."""
     for dim, size in enumerate(shape):
         if not value.shape[dim]:
             raise SplitError("a sample has no entries")
-        places = torch.arange(size, device=value.device).clamp(max=value.shape[dim] - 1)
-        value = value.index_select(dim, places)
+        indices = torch.arange(size, device=value.device).clamp(max=value.shape[dim] - 1)
+        value = value.index_select(dim, indices)
     return value
 
 
@@ -166,6 +167,6 @@ def _halved(value: Tensor, left_out: int) -> Tensor:
         return value
     value = value.clone()
     for row in value[1::2]:
-        places = (row != left_out).nonzero()
-        row[tuple(places[(len(places) + 1) // 2 :].T)] = left_out
+        counting = (row != left_out).nonzero()
+        row[tuple(counting[(len(counting) + 1) // 2 :].T)] = left_out
     return value

@@ -95,36 +95,38 @@ def checked_terms(terms: Terms, model: Any, inputs: Inputs, loss: Tensor, output
     """
     config = getattr(model, "config", None)
     try:
-        found = terms.of(config, inputs, outputs)
+        parts = terms.of(config, inputs, outputs)
     except KeyError as error:
         raise InputError(
             f"superbatch cannot find the divisor of the loss of {type(model).__name__}: its outputs have no "
             f"{error}. Define `weight_of(self, microbatch)` in the trainer's class and return the number of "
             "samples over which the loss is a mean."
         ) from error
-    weights = {name: terms.weights[name](config, inputs) for name in found}
+    weights = {name: terms.weights[name](config, inputs) for name in parts}
     # Skip a mean with weight 0: it is NaN, and contributes nothing to the batch.
     total = sum(
         float(value.detach()) / (max(weights[name], 1) if terms.reductions[name] == "sum" else 1)
-        for name, value in found.items()
+        for name, value in parts.items()
         if weights[name] or terms.reductions[name] == "sum"
     )
     mean = float(loss.detach())
     if math.isfinite(mean) and abs(total - mean) > TOLERANCE * max(abs(mean), 1):
         raise LossSpecError(
-            f"The loss of {type(model).__name__} is {mean:g}, but its terms {', '.join(found)} add up to "
+            f"The loss of {type(model).__name__} is {mean:g}, but its terms {', '.join(parts)} add up to "
             f"{total:g}."  # the Trainer's error adds the remedy, `weight_of`
         )
-    return found
+    return parts
 
 
 def _answer(config: Any, inputs: Inputs, outputs: Any) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    """Return the terms of question answering: the model adds two cross entropies and halves the sum."""
+    parts: dict[str, Tensor] = {}
     for name in ("start", "end"):
         logits = outputs[f"{name}_logits"]
+        # As in transformers: positions outside of the input are ignored.
         positions = _positions(inputs, name).clamp(0, logits.shape[1])
-        found[name] = nn.functional.cross_entropy(logits, positions, ignore_index=logits.shape[1]) / 2
-    return found
+        parts[name] = nn.functional.cross_entropy(logits, positions, ignore_index=logits.shape[1]) / 2
+    return parts
 
 
 def _positions(inputs: Inputs, name: str) -> Tensor:
@@ -133,6 +135,7 @@ def _positions(inputs: Inputs, name: str) -> Tensor:
 
 
 def _inside(name: str, more: int) -> Callable[[Any, Inputs], float]:
+    """Return a function that counts the positions inside of the input, the divisor of a cross entropy."""
     return lambda config, inputs: int((_positions(inputs, name) < inputs["input_ids"].shape[-1] + more).sum())
 
 
@@ -165,6 +168,7 @@ def _matched(config: Any, inputs: Inputs, outputs: Any) -> dict[str, Tensor]:
     """Return the mean over the classes of queries, and the sum over boxes."""
     scales = {"bbox": config.bbox_loss_coefficient, "giou": config.giou_loss_coefficient}
     losses = {name.removeprefix("loss_"): value for name, value in outputs["loss_dict"].items()}
+    # Auxiliary losses of earlier layers have a suffix: "ce_0", "bbox_0".
     classes = torch.stack([value for name, value in losses.items() if name.startswith("ce")]).sum()
     boxes = torch.stack(
         [scales[kind] * losses[name] for name in losses if (kind := name.split("_")[0]) in scales]
@@ -173,6 +177,7 @@ def _matched(config: Any, inputs: Inputs, outputs: Any) -> dict[str, Tensor]:
 
 
 def _of_boxes(config: Any, inputs: Inputs, outputs: Any) -> dict[str, Tensor]:
+    """Return the sum over boxes for models that divide all of their loss by the number of boxes."""
     return {"boxes": outputs["loss"] * max(_boxes(config, inputs), 1)}
 
 

@@ -35,6 +35,7 @@ def weigh(model: Any, microbatch: Inputs, kind: str | None = None) -> int:
     if count is None:
         named = f"loss_type={kind!r}" if kind else "no loss_type of transformers"
         raise _unknown(f"{type(model).__name__} has {named}")
+    # Prompt learning changes the number of labels in the forward.
     prompts = getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
     if prompts and count in (_causal, _tokens):
         raise _unknown("PEFT adds virtual tokens before the prompt")
@@ -77,6 +78,7 @@ def _labelled(labels: Tensor, ignored: int = -100) -> int:
 
 
 def _causal(config: Any, inputs: Inputs) -> int:
+    """Count the labels of a language model; a decoder-only model does not predict the first one."""
     if "shift_labels" in inputs:
         return _labelled(inputs["shift_labels"])
     shifted = not getattr(config, "is_encoder_decoder", False)
@@ -95,10 +97,11 @@ def _classes(config: Any, inputs: Inputs) -> int:
 
 
 def _pixels(config: Any, inputs: Inputs) -> int:
+    """Count the pixels of segmentation maps over which the loss is a mean."""
     labels = inputs["labels"]
     if getattr(config, "num_labels", 2) == 1:  # this loss is a mean over all pixels, masked ones included
         return labels.numel()
-    ignored = getattr(config, "loss_ignore_index", 255)
+    ignored = getattr(config, "loss_ignore_index", 255)  # the name depends on the model
     return _labelled(labels, getattr(config, "semantic_loss_ignore_index", ignored))
 
 

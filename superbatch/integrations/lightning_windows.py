@@ -44,6 +44,7 @@ class LightningWindows:
         self._takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
         self._batches: dict[int, Any] = {}  # by their index in the epoch
         self._is_last = self._has_run = False
+        # Whether a hook reads gradients after the backward of a batch that was only collected.
         self._is_read = is_overridden("on_after_backward", module) or any(
             is_overridden("on_after_backward", each, Callback) for each in module.trainer.callbacks
         )
@@ -53,6 +54,7 @@ class LightningWindows:
         self._logged = LoggedValues()
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
         if getattr(backward, "__func__", None) is not LightningModule.backward:  # the user overrides it
+            # Lightning scales the loss before it calls `backward`, so the override expects a scaled loss.
             options["backward"] = lambda loss, **kwargs: backward(
                 loss if scaler is None else scaler.scale(loss), **kwargs
             )
@@ -91,6 +93,7 @@ class LightningWindows:
             self._batches.clear()  # left from a window that was not finished, as its epoch was skipped
         self._batches[index] = batch
         if not self._is_last:
+            # The loss of the update is not known before its last batch.
             return torch.full((), torch.nan, device=self._module.device), []
         update = self._compute()
         # Lightning divides each loss by this number, as it sums them.
@@ -155,6 +158,7 @@ class LightningWindows:
     def _loss(self, microbatch: Any) -> Any:
         weigh = self._module.weight_of
         counts = self._logged.start((lambda: 1) if self._module.coupled else partial(weigh, microbatch))
+        # With microbatch_size a micro-batch is a part of the only batch, and gets that batch's index.
         indices = [index for index, batch in self._batches.items() if batch is microbatch]
         index = indices[0] if indices else max(self._batches)
         with self._trainer.precision_plugin.train_step_context():
@@ -165,7 +169,7 @@ class LightningWindows:
                 f"training_step returned {type(loss).__name__}, not a tensor. Return the loss of the batch; "
                 "to skip a batch, return 0 from weight_of()."
             )
-        if counts:
+        if counts:  # not in a check of the loss
             self._has_run = True
             self._loss_like = loss.detach()
             extra = returned if isinstance(returned, Mapping) else {}
@@ -184,7 +188,7 @@ def _refuse(module: Any, step: Callable[..., Any], options: Mapping[str, Any]) -
             "optimization, call superbatch.torch.Gradient in place of forward and manual_backward()."
         )
     refuse_strategy(trainer.strategy, SingleDeviceStrategy, DDPStrategy)
-    if "training_step" in vars(module):
+    if "training_step" in vars(module):  # Lightning puts compiled methods on the object
         raise InputError(
             "The module was passed to torch.compile, which would compile the accumulation too. Compile the "
             "networks inside the module instead."

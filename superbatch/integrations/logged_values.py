@@ -61,8 +61,8 @@ class LoggedValues:
         """
         if self._keeps and self._weigh is not None:
             self._weight = self._weigh() if self._weight is None else self._weight
-            kept = value.detach() if isinstance(value, Tensor) else value
-            self._entries.append((name, kept, options, self._weight))
+            number = value.detach() if isinstance(value, Tensor) else value  # the graph would stay in memory
+            self._entries.append((name, number, options, self._weight))
 
     def means(
         self, samples: int | None, over_ranks: Callable[[Tensor], Tensor]
@@ -73,13 +73,14 @@ class LoggedValues:
             samples: samples of the window; None if not known.
             over_ranks: sums a number over all ranks.
         """
-        found: dict[str, list[Any]] = {}
+        by_name: dict[str, list[Any]] = {}
         for name, value, options, weight in self._entries:
-            found.setdefault(name, []).append((value, options, weight))
+            by_name.setdefault(name, []).append((value, options, weight))
         self._entries.clear()
         logged: list[tuple[str, Any, dict[str, Any]]] = []
-        for name, entries in found.items():
+        for name, entries in by_name.items():
             value, options, _ = entries[-1]
+            # A sum, minimum or maximum over micro-batches is right without weights: Lightning computes it.
             if options.get("reduce_fx", "mean") not in ("mean", torch.mean):
                 logged += [(name, each, given) for each, given, _ in entries]
                 continue

@@ -29,8 +29,7 @@ def skip_without_gradient(scaler: Any, parameters: Iterable[nn.Parameter]) -> No
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if scaler is None or any(parameter.grad is not None for parameter in trained):
         return
-    scaler.scale(
-        torch.zeros((), device=trained[0].device)
-    )  # the first loss creates the scale, which step() needs
+    # The first scaled loss creates the scale, which step() needs.
+    scaler.scale(torch.zeros((), device=trained[0].device))
     for parameter in trained:
         parameter.grad = torch.full_like(parameter, torch.inf)

@@ -98,13 +98,13 @@ class CachedLoss(nn.Module):
 @contextmanager
 def _in_microbatches(model: nn.Module, size: int) -> Iterator[None]:
     """Make a model encode in micro-batches in this context, also inside DistributedDataParallel."""
-    before = vars(model).get("forward")
+    before = vars(model).get("forward")  # Accelerate puts a wrapper on the object
     if not _is_own_forward(model):
         raise InputError(
             "An outer loss has replaced forward() of the model. Apply cached() to the outermost loss: "
             "cached(MatryoshkaLoss(model, loss), microbatch_size=...)."
         )
-    refuse_batch_statistics([model])
+    refuse_batch_statistics([model])  # BatchNorm in training depends on the split
     model.forward = partial(_encode, model.forward, size)
     try:
         yield
@@ -133,11 +133,14 @@ def _encode(forward: Any, size: int, features: dict[str, Any], **options: Any) -
     def embed(microbatch: dict[str, Any]) -> dict[str, Any]:
         # Modules may write into their features, and the second forward needs the original values.
         output = forward({name: _copy(value) for name, value in microbatch.items()}, **options)
-        found = {name: value for name, value in output.items() if isinstance(value, Tensor)}
-        if "sentence_embedding" not in found:
-            return found  # a multi-vector model has token embeddings only
-        return {name: value for name, value in found.items() if value.ndim == 2 and value.is_floating_point()}
+        tensors = {name: value for name, value in output.items() if isinstance(value, Tensor)}
+        if "sentence_embedding" not in tensors:
+            return tensors  # a multi-vector model has token embeddings only
+        return {
+            name: value for name, value in tensors.items() if value.ndim == 2 and value.is_floating_point()
+        }
 
+    # Without gradients, as in an evaluation, nothing needs to be recomputed.
     run = partial(checkpoint, embed, use_reentrant=False) if torch.is_grad_enabled() else embed
     whole = {"prompt_length"} & features.keys()  # one value for all samples, even as a tensor
     outputs = [run(microbatch) for microbatch in split(features, size, unsplit=whole)]

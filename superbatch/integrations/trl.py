@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import normalize
 from ..errors import InputError
 from . import hf
 from .hf_losses import HostLoss
@@ -18,8 +19,8 @@ from .versions import check_version
 
 # Inputs with the chosen rows of all pairs first, then the rejected rows.
 _OF_PAIRS = ("input_ids", "attention_mask", "completion_mask", "token_type_ids")
-_COUPLED_LOSSES = ("aot", "aot_unpaired", "sft")
-_WEIGHTS = "weights of superbatch"
+_COUPLED_LOSSES = ("aot", "aot_unpaired", "sft")  # aot sorts over the batch; sft is a mean over tokens
+_WEIGHTS = "weights of superbatch"  # recorded among TRL's metrics, and removed before they are logged
 # Metrics of pairs that are means over tokens: chosen (1), rejected (2) or both.
 _TOKENS = {"entropy": [1, 2], "logits/chosen": [1], "logits/rejected": [2], "mean_token_accuracy": [1]}
 
@@ -58,10 +59,10 @@ class Exact(hf.Exact):
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the loss of TRL, and record the weights of the metrics that it appends."""
-        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if self.model is not None and self.model.training:
+        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self.model is not None and self.model.training:  # metrics of an evaluation are kept apart
             self._metrics["train"][_WEIGHTS].append(self._weights_of(inputs))
-        return found
+        return result
 
     def _weights_of(self, inputs: Mapping[str, Any]) -> tuple[int | float, ...]:
         """Return the weight of the loss, for pairs also the numbers of chosen and of rejected tokens."""
@@ -71,6 +72,7 @@ class Exact(hf.Exact):
         return (weight, *(int(half[..., 1:].sum()) for half in inputs["completion_mask"].chunk(2)))
 
     def _add_gradient(self, model: nn.Module, microbatches: list[dict[str, Any]], items: Any) -> float:
+        # Collect the metrics of this window apart from those of earlier windows since the last log.
         before, self._metrics["train"] = self._metrics["train"], defaultdict(list)
         try:
             loss = super()._add_gradient(model, microbatches, items)
@@ -154,7 +156,6 @@ def _averaged(name: str, values: Sequence[float], weights: Sequence[float]) -> f
     """
     if name in ("min_reward", "max_reward"):
         return min(values) if name == "min_reward" else max(values)
-    total = sum(weights)
-    if len(values) != len(weights) or not total:
+    if len(values) != len(weights) or not any(weights):  # a metric that TRL appends in some calls only
         return sum(values) / len(values)
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
+    return normalize.mean_loss(values, weights, reduction="mean")

@@ -1,9 +1,9 @@
 # JAX is an extra. Where it is not installed, pyright cannot resolve it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Arithmetic of `superbatch.normalize`, on traced numbers; nothing else in this package divides.
+"""Arithmetic of `superbatch.normalize`, on traced numbers.
 
-There a weight is a number on the host and may be refused. Here it is only known when the program runs, so a
-weight that is negative makes the total NaN instead, and the NaN is in every gradient.
+`superbatch.normalize` raises for a negative weight. Here a weight is only known when the program runs, so a
+negative weight makes the total NaN instead, and with it every gradient.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import InputError
+from ..normalize import check_accumulator_dtype
 
 DTypeChoice = Literal["auto"] | None | Any
 
@@ -23,9 +24,9 @@ def sum_dtype(dtype: Any, choice: DTypeChoice = "auto") -> Any:
     """Return the dtype in which gradients of `dtype` are summed.
 
     Args:
-        dtype: of the gradients.
-        choice: ``"auto"``: float32, or their own where that is wider; None: their own; or a real dtype.
-            Complex gradients are summed in the complex dtype of that precision.
+        dtype: the dtype of the gradients.
+        choice: ``"auto"``: float32, or `dtype` if it is wider; None: `dtype`; or a real dtype. Complex
+            gradients are summed in the complex dtype of the same precision.
 
     Examples:
         >>> [sum_dtype(dtype).name for dtype in ("bfloat16", "float64", "complex64")]
@@ -47,24 +48,20 @@ def check_sum_dtype(choice: DTypeChoice) -> DTypeChoice:
         >>> check_sum_dtype("auto")
         'auto'
     """
-    if choice is None or (isinstance(choice, str) and choice == "auto"):
-        return choice
-    try:
-        if jnp.issubdtype(jnp.dtype(choice), jnp.floating):
-            return choice
-    except TypeError:
-        pass
-    raise InputError(
-        f'accumulator_dtype={choice!r} is no floating-point type. Pass "auto" (float32 or wider), None (that '
-        "of the gradients) or a dtype such as jnp.float32."
-    )
+
+    def is_floating(dtype: Any) -> bool:
+        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
+
+    others = "None (that of the gradients) or a dtype such as jnp.float32"
+    return check_accumulator_dtype(choice, is_floating, others)
 
 
 def as_weight(weight: Any, where: str) -> Any:
-    """Return a weight as a scalar array of a dtype that can count.
+    """Return a weight as a scalar array of a dtype of 32 bits or more.
 
     Raises:
-        InputError: it is no scalar, or of a dtype that stops counting: bfloat16 at 256, float16 at 2048.
+        InputError: it is no real scalar, or its dtype is too short to count: bfloat16 counts to 256,
+            float16 to 2048.
 
     Examples:
         >>> as_weight(3, "weight").dtype.name
@@ -72,20 +69,20 @@ def as_weight(weight: Any, where: str) -> Any:
     """
     if isinstance(weight, Mapping):
         raise InputError(
-            f"One number is needed, and {where} is a mapping with the names {list(weight)}. For several "
-            "losses, each with its own weight, pass weight={name: ...} to value_and_grad."
+            f"{where} is a mapping with the names {list(weight)}, not one number. For several losses, each "
+            "with its own weight, pass weight={name: ...} to value_and_grad."
         )
     array = jnp.asarray(weight)
     if array.shape != () or jnp.issubdtype(array.dtype, jnp.complexfloating):
         raise InputError(
-            f"The weight of a micro-batch is one real number, and {where} has the shape {array.shape} and "
+            f"The weight of a micro-batch is one real number, but {where} has shape {array.shape} and "
             f"dtype {array.dtype}. Return the number of samples or tokens as a scalar, such as mask.sum()."
         )
     if array.dtype == jnp.bool_:
         return array.astype(jnp.int32)
     if jnp.issubdtype(array.dtype, jnp.floating) and jnp.finfo(array.dtype).bits < 32:
         raise InputError(
-            f"The dtype {array.dtype} of {where} is too short for a count: bfloat16 ends at 256, float16 at "
+            f"The dtype {array.dtype} of {where} is too short to count: bfloat16 counts to 256, float16 to "
             "2048. Count in float32 or int32: mask.sum(dtype=jnp.float32)."
         )
     if jnp.issubdtype(array.dtype, jnp.integer) and jnp.iinfo(array.dtype).bits < 32:
@@ -94,7 +91,7 @@ def as_weight(weight: Any, where: str) -> Any:
 
 
 def pairwise_sum(values: Any) -> Any:
-    """Return the sum of a vector, added in pairs: one after the other, a float32 stops counting at 2**24.
+    """Return the sum of a vector, added in pairs; added one by one, a float32 stops counting at 2**24.
 
     Examples:
         >>> print(pairwise_sum(jnp.arange(1.0, 6.0)))
@@ -108,7 +105,7 @@ def pairwise_sum(values: Any) -> Any:
 
 
 def takes_part(weight: Any, reduction: str) -> Any:
-    """Return whether a micro-batch contributes: with a mean unless its weight is 0, with a sum always.
+    """Return whether a micro-batch contributes: a mean unless its weight is 0, a sum always.
 
     Examples:
         >>> print(takes_part(jnp.array([2, 0]), "mean"), takes_part(jnp.array([2, 0]), "sum"))
@@ -118,7 +115,9 @@ def takes_part(weight: Any, reduction: str) -> Any:
 
 
 def taking_part(values: Any, kept: Any) -> Any:
-    """Return the values, but 0 where they are not kept: a mean over no token is NaN, and 0 x NaN is no 0.
+    """Return the values, or 0 where not kept.
+
+    A product would not do: the mean over no tokens is NaN, and 0 x NaN is NaN.
 
     Examples:
         >>> print(taking_part(jnp.array([1.0, jnp.nan]), jnp.array([True, False])))
@@ -128,7 +127,7 @@ def taking_part(values: Any, kept: Any) -> Any:
 
 
 def total_weight(weights: Any) -> Any:
-    """Return ``W`` in JAX's default float or wider (ints are added as ints); NaN where a weight is negative.
+    """Return ``W`` as JAX's default float or wider, or NaN if a weight is negative; ints are added as ints.
 
     Examples:
         >>> print(total_weight(jnp.array([4, 4, 2])), total_weight(jnp.array([4, -1])))
@@ -140,7 +139,7 @@ def total_weight(weights: Any) -> Any:
 
 
 def per_weight(total: Any, weight: Any) -> Any:
-    """Return a window's sum divided by its weight ``W``; NaN where ``W`` is 0, as there is no mean.
+    """Return a window's sum divided by its weight ``W``; NaN where ``W`` is 0: there is no mean.
 
     Examples:
         >>> print(per_weight(jnp.float32(20), jnp.float32(10)))
@@ -149,8 +148,39 @@ def per_weight(total: Any, weight: Any) -> Any:
     return total / jnp.where(weight == 0, jnp.nan, weight)
 
 
+def weighted(gradient: Any, dtype: Any, factor: Any = None, keep: Any = None) -> Any:
+    """Return an array of gradients in the dtype of the sums, times a factor; zeros if not kept.
+
+    It is cast before it is multiplied: times 1000 tokens a float16 overflows.
+
+    Examples:
+        >>> print(weighted(jnp.float16(100), jnp.float32, jnp.int32(1000)))
+        100000.0
+        >>> print(weighted(jnp.float32(jnp.nan), jnp.float32, jnp.int32(0), jnp.array(False)))
+        0.0
+    """
+    part = gradient.astype(dtype)
+    if factor is not None:
+        part = part * factor.astype(jnp.finfo(dtype).dtype)  # the real dtype: part may be complex
+    return part if keep is None else taking_part(part, keep)
+
+
+def loss_sum(losses: Any, weights: Any, keep: Any, *, reduction: str, dtype: Any) -> Any:
+    """Return ``sum w_i l_i`` for a mean, ``sum l_i`` for a sum, over the micro-batches that are kept.
+
+    Examples:
+        >>> losses, weights = jnp.array([3.0, jnp.nan]), jnp.array([2, 0])
+        >>> print(loss_sum(losses, weights, weights != 0, reduction="mean", dtype=jnp.float32))
+        6.0
+    """
+    terms = losses.astype(dtype)
+    if reduction == "mean":
+        terms = terms * weights.astype(dtype)
+    return pairwise_sum(taking_part(terms, keep))
+
+
 def gradient_of(sums: Any, weight: Any, like: Any) -> Any:
-    """Return summed gradients divided by ``W``, in the dtypes of `like`; zeros where ``W`` is 0.
+    """Return summed gradients divided by ``W``, in the dtypes of `like`; zeros if ``W`` is 0.
 
     Examples:
         >>> print(gradient_of(jnp.float32(6), jnp.float32(0), jnp.bfloat16(1)))
@@ -193,9 +223,9 @@ def all_finite(tree: Any) -> Any:
 
 
 def add_compensated(total: Any, lost: Any, value: Any) -> tuple[Any, Any]:
-    """Add to a counter that keeps what rounding takes from it, and return both.
+    """Add a value to a counter by compensated summation; return the new total and its rounding error.
 
-    Without it a float32 counter of tokens stops at 2**24. The counter's value is ``total + lost``.
+    The counter's value is ``total + lost``. A plain float32 counter of tokens stops at 2**24.
 
     Examples:
         >>> total, lost = jnp.float32(2**24), jnp.float32(0)

@@ -1,6 +1,6 @@
 # JAX is an extra. Where it is not installed, pyright cannot resolve it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Axis of the rows in each array of the batch, declared as for `jax.vmap`."""
+"""Axis of the rows in each array of the batch: the option `in_axes`, as in `jax.vmap`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def by_argument(in_axes: Axes, count: int) -> tuple[Any, ...]:
     """Return the entry of `in_axes` for each of the arguments that are split.
 
     Raises:
-        InputError: there are more entries or fewer.
+        InputError: the number of entries is not the number of arguments.
 
     Examples:
         >>> by_argument(1, 2), by_argument((0, {"x": 1, "y": None}), 2)
@@ -28,8 +28,8 @@ def by_argument(in_axes: Axes, count: int) -> tuple[Any, ...]:
         return (in_axes,) * count
     if len(in_axes) != count:
         raise InputError(
-            f"in_axes={in_axes!r} has {len(in_axes)} entries for {count} arguments that are split. Pass an "
-            "int for all, or one entry for each of batch_argnums, then of batch_argnames."
+            f"in_axes={in_axes!r} has {len(in_axes)} entries, but {count} arguments are split. Pass an int "
+            "for all, or one entry for each of batch_argnums, then of batch_argnames."
         )
     return tuple(in_axes)
 
@@ -46,14 +46,14 @@ def check_axes(in_axes: Any) -> Any:
     """
     if isinstance(in_axes, bool) or not isinstance(in_axes, int | list | tuple):
         raise InputError(
-            f"in_axes={in_axes!r} is no int, list or tuple. Pass an int for all arguments that are split, or "
-            'one entry for each, as in in_axes=(1, {"x": 0, "table": None}).'
+            f"in_axes={in_axes!r} is not an int, list or tuple. Pass an int for all arguments that are "
+            'split, or one entry for each, as in in_axes=(1, {"x": 0, "table": None}).'
         )
     return in_axes
 
 
 def axes_of(entry: Any, value: Any, label: str) -> list[int | None]:
-    """Return the axis of each leaf of an argument; None where every micro-batch gets the leaf whole.
+    """Return the axis of the rows in each leaf of an argument; None for a leaf that is not split.
 
     Args:
         entry: an int, None, or a tree of these that is a prefix of the argument's tree.
@@ -74,39 +74,39 @@ def axes_of(entry: Any, value: Any, label: str) -> list[int | None]:
     def is_none(node: Any) -> bool:
         return node is None
 
-    found: list[int | None] = []
+    axes: list[int | None] = []
 
     def below(axis: Any, part: Any) -> None:
         for path, leaf in jax.tree_util.tree_leaves_with_path(part):
-            found.append(None if axis is None else _axis(axis, leaf, label + jax.tree_util.keystr(path)))
+            axes.append(None if axis is None else _axis(axis, leaf, label + jax.tree_util.keystr(path)))
 
     try:
         jax.tree.map(below, entry, value, is_leaf=is_none)
     except (ValueError, TypeError) as error:
         if isinstance(error, InputError):
-            raise  # of a leaf, below
-        # JAX's own text speaks of "custom node types" and prefixes.
+            raise  # from `_axis`: it names the leaf
+        # JAX's own text is about "custom node types" and prefixes, not about in_axes.
         raise InputError(
-            f"in_axes has {entry!r} for {label}, which has another structure. Pass an int, None, or a tree "
-            f"prefix of {label}, as for jax.vmap."
+            f"The entry {entry!r} of in_axes does not have the structure of {label}. Pass an int, None, or a "
+            f"tree prefix of {label}, as for jax.vmap."
         ) from error
-    return found
+    return axes
 
 
 def _axis(axis: Any, leaf: Any, label: str) -> int:
     dimensions = len(getattr(leaf, "shape", ()))
     if not dimensions:
-        return 0  # a number is given to every micro-batch
+        return 0  # a scalar has no axis; every micro-batch gets it as it is
     if isinstance(axis, int) and not isinstance(axis, bool) and -dimensions <= axis < dimensions:
         return axis % dimensions
     raise InputError(
-        f"in_axes has {axis!r} for {label} of shape {tuple(leaf.shape)}. Pass an axis from {-dimensions} to "
-        f"{dimensions - 1}, or None for an array that every micro-batch gets whole."
+        f"in_axes has the axis {axis!r} for {label} of shape {tuple(leaf.shape)}. Pass an axis from "
+        f"{-dimensions} to {dimensions - 1}, or None for an array that every micro-batch gets whole."
     )
 
 
 def rows_of(array: Any, rows: Any, axis: int) -> Any:
-    """Return rows of an array along an axis; also of an array of random keys.
+    """Return rows of an array, or of an array of random keys, along an axis.
 
     Examples:
         >>> import numpy as np

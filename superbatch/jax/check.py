@@ -1,9 +1,10 @@
 # JAX is an extra. Where it is not installed, pyright cannot resolve it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Check of what is declared about a loss, at the first call with arguments of a structure.
+"""Check of the declared reduction and weight of a loss, once for each structure of arguments.
 
-A declaration fixes how losses of parts make the loss of the whole. Both sides are computed on a few rows, and
-compared gradient by gradient. Where they differ, the error names the declaration that does hold.
+Reduction and weight say how the losses of micro-batches combine to the loss of the batch. Both sides of this
+equation are computed on a few rows, and losses and gradients are compared. If they differ, the error names
+the reduction and weight for which they agree.
 """
 
 from __future__ import annotations
@@ -17,39 +18,41 @@ import numpy as np
 from .comparison import wrong_terms
 from .diagnosis import Tried, error_of, kept_above_zero
 from .loop import Arguments, Call
-from .probe import Draw, Programs, evidence, inputs_of
+from .probe import Draw, Programs, evidence_of, inputs_of
 from .programs import needed
 from .roles import is_array, is_key, leaves_of
 
-MOST_ELEMENTS = 2**26  # made-up values: 0.5 GB in float64
-MOST_ROWS = 64  # of a micro-batch that is evaluated in its true size
+MOST_ELEMENTS = 2**26  # most made-up values: 0.5 GB in float64; the check is skipped above
+MOST_ROWS = 64  # most rows of a micro-batch that is evaluated in its true size
 Checked = set[Any]
 
 
 def check_once(call: Call, checked: Checked) -> None:
-    """Check the declaration, once for each structure of arguments.
+    """Check the declared reduction and weight, once for each structure of arguments.
 
     Args:
-        call: to be checked.
-        checked: structures that were; it grows.
+        call: the call to check.
+        checked: the structures that were checked before; the one of this call is added.
 
     Raises:
-        LossSpecError: another reduction, weight or splitting holds; the text names it.
-        CoupledSamplesError: no weights explain the loss.
+        LossSpecError: the loss has another reduction or weight, or an argument must not be split; the text
+            names the remedy.
+        CoupledSamplesError: no weights combine the losses of parts to that of the whole.
     """
     if call.samples_of_largest >= call.roles.samples:
-        return  # one micro-batch is the batch
+        return  # the batch is one micro-batch
     leaves, structure = jax.tree.flatten((call.args, call.kwargs))
     arrays = [leaf for leaf in leaves if is_array(leaf)]
     traced = [leaf for leaf in arrays if isinstance(leaf, jax.core.Tracer)]
     shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in arrays)
-    key = (structure, shapes, bool(traced))
+    key = (structure, shapes, bool(traced))  # a call with values checks more than a traced one
     if key in checked:
         return
     if sum(leaf.size for leaf in traced) > MOST_ELEMENTS:
         return
     programs: Programs = {}
     draws: list[Draw] = ["counts"] if traced else ["real", "counts"]
+    # Labels of -100 show a loss that ignores them; parts without a count show `sum / max(count, 1)`.
     if any(mode == "rows" and np.issubdtype(leaf.dtype, np.signedinteger) for leaf, mode in _rows_of(call)):
         draws.append("ignored")
     if any(call.options.weight_of(term) is not None for term in call.options.terms or ("",)):
@@ -57,30 +60,38 @@ def check_once(call: Call, checked: Checked) -> None:
     doubted: set[str] = set()
     for draw in draws:
         doubted |= _check_on(call, draw, programs, doubted)
-    # Only now: a call that is repeated after the error, as a cell of a notebook is, raises it again.
+    # Only after success: a call that is repeated after an error, as in a notebook, must raise it again.
     checked.add(key)
 
 
 def _check_on(call: Call, draw: Draw, programs: Programs, doubted: set[str]) -> set[str]:
-    """Raise what the values of one draw contradict; return the terms that may still agree on real ones."""
+    """Check the call with the values of one draw.
+
+    Returns:
+        The terms for which these values contradict the declared weight, but real values may not.
+
+    Raises:
+        LossSpecError, CoupledSamplesError: as `check_once`.
+    """
     tried = _evidence(call, draw, programs)
     if tried is None and draw == "counts":
-        tried = _evidence(call, "fractions", programs)  # zeros may have had no logarithm
+        tried = _evidence(call, "fractions", programs)  # the loss may take a logarithm, infinite at 0
     if tried is None:
         return set()
     if draw == "empty":
         return _check_on_empty(call, tried, programs, doubted)
     excused: dict[str, tuple[str, Exception]] = {}
-    for term in wrong_terms(call, tried.found):
+    for term in wrong_terms(call, tried.evidence):
         error, counts = error_of(call, term, tried, programs)
-        if draw == "real" or counts is None or kept_above_zero(tried.found, term):
+        if draw == "real" or counts is None or kept_above_zero(tried.evidence, term):
             raise error
         if not _may_agree(call, term, counts, tried.draw, doubted):
             raise error
         if draw == "counts":
             excused[term] = counts, error
     for one, (counts, error) in excused.items():
-        # Each alone may be a mask that agrees with a number of tokens; both together are interchanged.
+        # A single weight may be a mask that, in real data, agrees with the count of the loss. But two terms
+        # of which each counts the array that the other's weight reads have their weights interchanged.
         if any(
             leaves_read(call, one) == {other_counts}
             and leaves_read(call, other) == {counts} != {other_counts}
@@ -91,26 +102,27 @@ def _check_on(call: Call, draw: Draw, programs: Programs, doubted: set[str]) -> 
 
 
 def _check_on_empty(call: Call, tried: Tried, programs: Programs, doubted: set[str]) -> set[str]:
-    """Raise an error where a part counts nothing and is left out, though it has a loss."""
-    for term in wrong_terms(call, tried.found):
-        if term not in doubted and kept_above_zero(tried.found, term):
+    """Raise if the last part, which has weight 0 and is left out, has a loss that is not 0."""
+    for term in wrong_terms(call, tried.evidence):
+        if term not in doubted and kept_above_zero(tried.evidence, term):
             raise error_of(call, term, tried, programs)[0]
     return set()
 
 
 def _may_agree(call: Call, term: str, counts: str, draw: Draw, doubted: set[str]) -> bool:
-    """Tell whether real values may agree with a weight that made-up ones contradict.
+    """Return True if real values may agree with a weight that made-up values contradict.
 
-    In a training a mask agrees with a number of tokens; where they are made up it does not. But a weight that
-    reads no values is a number of rows. And one that reads the array that the loss counts, and no other,
-    counts it otherwise.
+    In real data a mask agrees with the number of tokens; if both are made up, it does not. But a weight that
+    reads no array is the number of rows, whatever the values are. And a weight that reads just the array that
+    the loss counts counts it in a different way.
 
     Args:
-        call: with the weight.
-        term: of the loss.
-        counts: label of the array that the loss counts; "" for rows, "?" where it is not known.
-        draw: the values that contradict it.
-        doubted: terms that zeros and ones contradict: to have less than 0 in an array is not for every array.
+        call: the call with the weight.
+        term: the name of the term; "" for one loss.
+        counts: label of the array that the loss counts; "" for rows, "?" if it is not known.
+        draw: the values that contradict the weight.
+        doubted: terms that the draw "counts" (zeros and ones) contradicts. For other terms the negative
+            values of another draw decide nothing: real arrays may have none.
     """
     if call.options.weight_of(term) is None:
         return False
@@ -121,9 +133,9 @@ def _may_agree(call: Call, term: str, counts: str, draw: Draw, doubted: set[str]
 
 
 def leaves_read(call: Call, term: str) -> set[str]:
-    """Return the labels of the batch's arrays whose values a weight depends on.
+    """Return the labels of the arrays of the batch on whose values a weight depends.
 
-    Parameters, other arguments and arrays that it closes over are "elsewhere".
+    The label "elsewhere" stands for parameters, other arguments and arrays that the weight closes over.
     """
     labels = [
         label for argument in call.roles.others for label, _, mode in leaves_of(argument) if mode == "rows"
@@ -134,7 +146,7 @@ def leaves_read(call: Call, term: str) -> set[str]:
 
 
 def _read(call: Call, term: str) -> tuple[frozenset[int], bool]:
-    """Return which of the split leaves a weight reads, in their order, and whether it reads others."""
+    """Return the indices of the split leaves that a weight reads, and whether it reads other arrays."""
     rows = _rows(call.roles.samples, _few(call))
     inputs = inputs_of(call, rows, "counts", wide=False)
 
@@ -150,7 +162,7 @@ def _read(call: Call, term: str) -> tuple[frozenset[int], bool]:
         return weight[term] if term else weight
 
     arrays = [value for value, cut in zip(inputs.values, inputs.split, strict=True) if cut]
-    # Traced, not run: what a weight reads does not depend on the values.
+    # A trace is enough: the arrays that a weight reads do not depend on the values.
     jaxpr = jax.make_jaxpr(program)(*arrays).jaxpr
     wanted = needed(jaxpr)[1]
     read = frozenset(number for number, variable in enumerate(jaxpr.invars) if variable in wanted)
@@ -158,23 +170,27 @@ def _read(call: Call, term: str) -> tuple[frozenset[int], bool]:
 
 
 def _evidence(call: Call, draw: Draw, programs: Programs) -> Tried | None:
-    """Evidence of a few rows; of micro-batches in their true size where a few contradict the declaration."""
+    """Return the evidence of a few rows, or of true micro-batches if a few rows contradict the weights.
+
+    None if the loss cannot be evaluated, or is not finite.
+    """
     few = _few(call)
     first = _tried(call, few, draw, programs)
-    usable = first if first is not None and first.found.finite else None
-    if usable is not None and not wrong_terms(call, usable.found):
+    usable = first if first is not None and first.evidence.finite else None
+    if usable is not None and not wrong_terms(call, usable.evidence):
         return usable
     if first is not None and usable is None and draw != "real":
-        return None  # more rows of made-up values are no better
+        return None  # with more rows made-up values would not be finite either
+    # Pairs of rows that belong together are cut by a few rows, but not by micro-batches of the true size.
     size, samples = call.samples_of_largest, call.roles.samples
     true = size if size <= MOST_ROWS else 8
-    sizes = [true] * max(2, min(samples // true, 8 // true))  # single rows may be alike
+    sizes = [true] * max(2, min(samples // true, 8 // true))  # micro-batches of one row may be alike: take 8
     if size == true and samples % size:
         sizes.append(samples % size)
     if sum(sizes) > samples:
         sizes = [true, samples - true]
     second = first if sizes == few else _tried(call, sizes, draw, programs)
-    if second is not None and second.found.finite:
+    if second is not None and second.evidence.finite:
         return second
     return usable
 
@@ -182,27 +198,28 @@ def _evidence(call: Call, draw: Draw, programs: Programs) -> Tried | None:
 def _tried(call: Call, sizes: Sequence[int], draw: Draw, programs: Programs) -> Tried | None:
     rows = _rows(call.roles.samples, sizes)
     counted = None
-    if draw == "empty":  # nothing is counted in the last part, and its other values stay
+    if draw == "empty":  # the arrays that a weight counts are zeros in the last part; others keep values
         terms = [term for term in call.options.terms or ("",) if call.options.weight_of(term) is not None]
         counted = frozenset[int]().union(*(_read(call, term)[0] for term in terms))
-    found = evidence(call, sizes, rows, draw, programs, counted=counted)
-    return None if found is None else Tried(found, draw, sizes, rows)
+    evidence = evidence_of(call, sizes, rows, draw, programs, counted=counted)
+    return None if evidence is None else Tried(evidence, draw, sizes, rows)
 
 
 def _rows_of(call: Call) -> list[tuple[Any, str]]:
-    found = [(leaf, mode) for argument in call.roles.batch for _, leaf, mode in leaves_of(argument)]
-    return [(leaf, mode) for leaf, mode in found if is_array(leaf) and not is_key(leaf)]
+    pairs = [(leaf, mode) for argument in call.roles.batch for _, leaf, mode in leaves_of(argument)]
+    return [(leaf, mode) for leaf, mode in pairs if is_array(leaf) and not is_key(leaf)]
 
 
 def _few(call: Call) -> list[int]:
-    """Sizes of a few micro-batches. All are the same, so that one program computes them."""
+    """Return the sizes of a few small micro-batches, all equal so that one program computes them."""
     size, samples = min(call.samples_of_largest, 3), call.roles.samples
     count = min(samples // size, 3 if size > 1 else 6)
     return [size] * count if count > 1 else [size, samples - size]
 
 
 def _rows(samples: int, sizes: Sequence[int]) -> np.ndarray:
-    """Numbers of rows: blocks spread over the batch, as pairs of rows may belong together."""
+    """Return row numbers for parts of these sizes: a block for each part, spread over the batch."""
+    # Blocks at even rows, as pairs of rows may belong together.
     starts = np.linspace(0, samples - sum(sizes), len(sizes)).astype(int) // 2 * 2
     offsets = np.cumsum([0, *sizes[:-1]])
     blocks = [

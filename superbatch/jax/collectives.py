@@ -1,6 +1,6 @@
 # JAX is an extra. Where it is not installed, pyright cannot resolve it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Refusal of a loss that reduces over devices by itself: `axis_name` adds a reduction after the loop."""
+"""Error for a loss that reduces over devices itself, though `axis_name` already reduces after the loop."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from .loop import Call, first_carry
 from .programs import needed, within
 from .sharding import names
 
-_NO_REDUCTIONS = ("axis_index", "pvary", "pcast")  # they name an axis, and send nothing over it
+_NO_REDUCTIONS = ("axis_index", "pvary", "pcast")  # they name an axis, but reduce nothing over it
 
 
 def refuse_own_reductions(call: Call) -> None:
-    """Raise an error where the loss depends on a collective over the axes of `axis_name`.
+    """Raise if the loss depends on a collective over an axis of `axis_name`.
 
-    The gradient would be divided by the number of devices. Collectives in aux and in a state are allowed.
+    The second reduction would divide the gradient by the number of devices. Collectives in aux and in a state
+    are allowed.
 
     Raises:
         LossSpecError: the loss depends on a collective.
@@ -29,20 +30,20 @@ def refuse_own_reductions(call: Call) -> None:
     if not axes:
         return
     arguments_of, carry = call.cutter(call.groups[0]), first_carry(call)
-    # The loss alone: a metric in aux may be averaged over devices.
+    # Trace the loss alone: a metric in aux may be averaged over devices.
     program = jax.make_jaxpr(lambda: call.evaluate(arguments_of(0, carry)).loss)()
     for primitive, axis in _collectives(needed(program.jaxpr)[0]):
         if axis in axes:
             raise LossSpecError(
-                f"The loss reduces over the axis {axis!r} by itself ({primitive}), and axis_name={axis!r} "
-                "reduces loss and gradient once more, after the loop. Return the loss of the device's own "
-                "rows: take jax.lax.pmean, psum or all_gather out of the function. With check=False, "
-                "statistics of a micro-batch over all devices (synchronised BatchNorm) are taken as they are."
+                f"The loss reduces over the axis {axis!r} itself ({primitive}), but axis_name={axis!r} "
+                "reduces loss and gradient once more after the loop. Remove jax.lax.pmean, psum or "
+                "all_gather from the function, so that it returns the loss of the device's own rows. For "
+                "synchronised BatchNorm, pass check=False."
             )
 
 
 def _collectives(equations: list[Any]) -> Iterator[tuple[str, Any]]:
-    """Primitive and axis of each collective, those of inner programs too."""
+    """Yield primitive and axis of each collective, also of those in inner programs."""
     for equation in equations:
         name = equation.primitive.name
         if name not in _NO_REDUCTIONS:

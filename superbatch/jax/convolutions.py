@@ -1,10 +1,10 @@
 # JAX is an extra. Where it is not installed, pyright cannot resolve it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Convolutions of a loop's body, rewritten to the layout for which XLA has a fast kernel on the CPU.
+"""Rewriting of convolutions in the body of a loop to the layout of XLA's fast kernel on the CPU.
 
-The kernel needs the layout batch, space, features. At the top of a program XLA transposes other convolutions
-to it, such as those of a gradient. In the body of a loop it does not: it computes them element by element, 10
-times slower. Therefore the transposes are inserted into the body here.
+The kernel needs the layout (batch, space, features). Outside of loops XLA transposes the operands of other
+convolutions, such as those of a gradient. Inside a loop it does not, and computes them 10 times slower,
+element by element. So the transposes are inserted here.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .programs import with_changed
 
 
 def for_loop(body: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """Return a body for `jax.lax.scan` that computes the same, with its convolutions in the fast form.
+    """Return a body for `jax.lax.scan` that computes the same with fast convolutions.
 
     Args:
-        body: a function of the arguments.
-        args: arrays, or their shapes.
+        body: the function to run in the loop.
+        args: its arguments: arrays or `jax.ShapeDtypeStruct`.
 
     Returns:
-        The body itself where it has no other convolution, or where the program is not for the CPU.
+        `body` itself if it has no slow convolution, or if the backend is not the CPU.
 
     Examples:
         >>> body = lambda carry, x: (carry + x, None)
@@ -36,8 +36,8 @@ def for_loop(body: Callable[..., Any], *args: Any) -> Callable[..., Any]:
         True
     """
     if jax.default_backend() != "cpu":
-        return body  # only XLA:CPU skips loops in this pass
-    # Before `scan` traces the body: a scan's program cannot be changed afterwards.
+        return body  # only XLA on the CPU has this limit
+    # Here, before `scan` traces the body: its program cannot be changed afterwards.
     closed, shape = jax.make_jaxpr(body, return_shape=True)(*args)
     if not has_slow_convolutions(closed.jaxpr):
         return body
@@ -51,7 +51,7 @@ def for_loop(body: Callable[..., Any], *args: Any) -> Callable[..., Any]:
 
 
 def fast_form(dimensions: int) -> lax.ConvDimensionNumbers:
-    """Return the fast form: of operand and result batch, space, features, of the kernel space, in, out.
+    """Return the fast layout: (batch, space, features) of operand and result, (space, in, out) of the kernel.
 
     Examples:
         >>> fast_form(4).lhs_spec, fast_form(4).rhs_spec
@@ -62,7 +62,7 @@ def fast_form(dimensions: int) -> lax.ConvDimensionNumbers:
 
 
 def has_slow_convolutions(jaxpr: Jaxpr) -> bool:
-    """Tell whether a program, or one within it, has a convolution that is not in the fast form."""
+    """Return True if a program, or one within it, has a convolution in another layout."""
     return any(
         _is_slow(equation) or any(map(has_slow_convolutions, _inner(equation.params)))
         for equation in jaxpr.eqns
@@ -85,14 +85,14 @@ def _is_program(value: Any) -> bool:
 
 
 def rewritten(jaxpr: Jaxpr) -> Jaxpr:
-    """Return a program with each slow convolution between transposes; inputs and outputs stay the same."""
+    """Return the program with each slow convolution replaced by a fast one between transposes."""
     return jaxpr.replace(eqns=[new for old in jaxpr.eqns for new in _equations(old)])
 
 
 def _equations(equation: Any) -> list[Any]:
     if _is_slow(equation):
         return _transposed(equation)
-    # In the user's own `jit`, checkpoint, branch or loop; types of inputs and outputs stay.
+    # Also in programs within the equation: the user's `jit`, checkpoint, branch or loop.
     if any(map(has_slow_convolutions, _inner(equation.params))):
         params = {name: with_changed(value, rewritten) for name, value in equation.params.items()}
         return [equation.replace(params=params)]
@@ -100,7 +100,7 @@ def _equations(equation: Any) -> list[Any]:
 
 
 def _transposed(equation: Any) -> list[Any]:
-    """The equations that stand for one convolution: two transposes, the convolution, one transpose."""
+    """Return the equations for one convolution: two transposes, the fast convolution, one transpose."""
     given = equation.params["dimension_numbers"]
     wanted = fast_form(equation.invars[0].aval.ndim)
 
@@ -111,11 +111,11 @@ def _transposed(equation: Any) -> list[Any]:
         return jnp.transpose(result, _order(wanted.out_spec, given.out_spec))
 
     inner = jax.make_jaxpr(convolution)(*(variable.aval for variable in equation.invars)).jaxpr
-    # Inputs and outputs of the small program are replaced by variables of the large one.
-    known = dict(zip((*inner.invars, *inner.outvars), (*equation.invars, *equation.outvars), strict=True))
+    # The equations are spliced into the outer program, so they must use its variables.
+    outer = dict(zip((*inner.invars, *inner.outvars), (*equation.invars, *equation.outvars), strict=True))
 
     def named(variable: Any) -> Any:
-        return variable if isinstance(variable, Literal) else known.get(variable, variable)
+        return variable if isinstance(variable, Literal) else outer.get(variable, variable)
 
     return [
         one.replace(invars=[*map(named, one.invars)], outvars=[*map(named, one.outvars)])
@@ -124,5 +124,8 @@ def _transposed(equation: Any) -> list[Any]:
 
 
 def _order(given: tuple[int, ...], wanted: tuple[int, ...]) -> list[int]:
-    """Axes for a transpose from one specification to another; each names the axis of every role."""
+    """Return the axes for `jnp.transpose` from one specification to another.
+
+    A specification lists the axis of each role: batch, features, then space.
+    """
     return [axis for _, axis in sorted(zip(wanted, given, strict=True))]

@@ -1,6 +1,6 @@
 # JAX is an extra. Where it is not installed, pyright cannot resolve it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Check of the arguments that are differentiated: every leaf must have a gradient."""
+"""Check that every leaf of the differentiated arguments has a gradient."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from ..errors import InputError
 from .roles import is_array
 
 
-def refuse_what_has_no_gradient(place: int, argument: Any) -> None:
-    """Refuse leaves that cannot be differentiated: counters, random keys and functions of a module.
+def refuse_what_has_no_gradient(position: int, argument: Any) -> None:
+    """Raise for leaves that cannot be differentiated: counters, random keys and functions of a module.
+
+    Args:
+        position: the position of the argument.
+        argument: the argument.
 
     Raises:
-        InputError: there is one; the text has the two lines that split a module.
+        InputError: there is one; the text shows how to split a module of flax.nnx or Equinox.
 
     Examples:
         >>> refuse_what_has_no_gradient(0, {"w": jnp.ones(2), "scale": 1.0})
@@ -29,7 +33,7 @@ def refuse_what_has_no_gradient(place: int, argument: Any) -> None:
             continue
         what = f"a {type(leaf).__name__}" if is_state or not is_array(leaf) else f"of dtype {leaf.dtype}"
         raise InputError(
-            f"argument {place}{jax.tree_util.keystr(path)} is {what}, which has no gradient. Pass the "
+            f"argument {position}{jax.tree_util.keystr(path)} is {what}, which has no gradient. Pass the "
             "parameters alone. flax.nnx: graphdef, params, rest = nnx.split(model, nnx.Param, ...), and in "
             "the function model = nnx.merge(graphdef, params, rest, copy=True). Equinox: params, rest = "
             "eqx.partition(model, eqx.is_inexact_array), and model = eqx.combine(params, rest)."
@@ -37,10 +41,11 @@ def refuse_what_has_no_gradient(place: int, argument: Any) -> None:
 
 
 def _is_state_of_nnx(node: Any) -> bool:
-    """Tell whether this is a variable of flax.nnx that the forward updates, such as running statistics.
+    """Return True for a variable of flax.nnx that the forward updates, such as running statistics.
 
-    To JAX a module is a pytree of floats. If all of it were differentiated, the optimizer would change the
-    statistics, and the updates of the forward would be lost.
+    These are float arrays too. If they were differentiated, the optimizer would change them, and the updates
+    of the forward would be lost.
     """
+    # By name, so that flax need not be installed.
     kinds = [kind for kind in type(node).__mro__ if kind.__module__.startswith("flax.nnx")]
     return any(kind.__name__ in ("BatchStat", "Cache") for kind in kinds)

@@ -1,6 +1,6 @@
 # JAX is an extra. Where it is not installed, pyright cannot resolve it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Embeddings of a whole batch for a loss over all of them, in the memory of one micro-batch."""
+"""Embeddings of a whole batch in the memory of one micro-batch, for a loss over all of them."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ def remat_map(
 ) -> Any:
     """Return ``fun(params, batch)``, computed in micro-batches whose activations are recomputed.
 
-    For a contrastive loss, or any other over all embeddings of a batch: forward and backward keep the
-    activations of one micro-batch, and the embeddings. The gradient is that of the whole batch: each
-    micro-batch is encoded a second time in the backward (with the same random key).
+    For a contrastive loss, or any other loss over all embeddings of a batch. Memory holds the embeddings, and
+    the activations of one micro-batch at a time. The gradient is that of the whole batch: the backward
+    computes each micro-batch a second time, with the same random key.
 
     Args:
         fun: ``fun(params, microbatch)`` (with `rng`: ``fun(params, microbatch, key)``) -> array, or tree of
-            arrays, with one entry for each row. Rows must be independent in it.
-        params: what is differentiated; cotangents of low precision are summed in float32.
-        batch: tree of arrays with one row for each sample; of a random key in it each micro-batch gets its
-            own.
-        microbatch_size: rows of a micro-batch; the rest is a tail of its true size.
-        rng: a random key, of which each micro-batch gets its own.
+            arrays, with one entry for each row. No row may depend on another.
+        params: the parameters; their gradients are summed in float32 if they have less precision.
+        batch: tree of arrays with one row for each sample. A random key in it is folded with the index of the
+            micro-batch.
+        microbatch_size: rows of a micro-batch; the last one may have fewer, without padding.
+        rng: a random key; each micro-batch gets ``fold_in(rng, index)``.
         layout: see `value_and_grad`.
 
     Returns:
-        What `fun` returns for all rows, in the order of the batch.
+        The result of `fun` for all rows, in the order of the batch.
 
     Raises:
-        InputError: `microbatch_size` is no positive int.
+        InputError: `microbatch_size` is not a positive int.
         SplitError: arrays of the batch differ in length.
 
     Examples:
@@ -63,9 +63,9 @@ def remat_map(
     """
     check_split(microbatch_size, None, layout)
     own = jax.tree.map(jnp.result_type, params)
-    # The loop sums cotangents in the dtype of its closed-over parameters, so these are widened first.
+    # JAX sums the gradients over the loop in the dtype of `wide`, and `encode` casts back to `own`.
     wide = jax.tree.map(lambda leaf, dtype: jnp.asarray(leaf, sum_dtype(dtype)), params, own)
-    found = []
+    outputs = []
     (argument,) = with_modes([(1, "batch", batch)], {1: 0}, ())
     for group in groups(count_rows([argument]), microbatch_size=microbatch_size):
         cut = part_of(argument, group, layout, None)
@@ -78,9 +78,8 @@ def remat_map(
         if group.count == 1:
             rows = jax.tree.map(lambda leaf: leaf[None], jax.checkpoint(encode)(wide, 0))
         else:
-            again = jax.checkpoint(
-                encode, prevent_cse=False
-            )  # within a loop XLA does not merge the two forwards
+            # Inside a loop XLA does not merge the two forwards, so the barrier against it is not needed.
+            again = jax.checkpoint(encode, prevent_cse=False)
             rows = lax.map(lambda index, again=again: again(wide, index), jnp.arange(group.count))
-        found.append(rows_in_order(rows, layout))
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
+        outputs.append(rows_in_order(rows, layout))
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)

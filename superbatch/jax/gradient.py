@@ -51,60 +51,61 @@ def value_and_grad(
     stats: bool = False,
     check: bool = True,
 ) -> Callable[..., Any]:
-    """Like `jax.value_and_grad`, with the memory of one micro-batch: loops over micro-batches of the batch.
+    """Like `jax.value_and_grad`, but in a loop over micro-batches, with the memory of one micro-batch.
 
-    ``L = sum (w_i / W) l_i`` for a mean, ``sum l_i / W`` for a sum (see `superbatch.normalize`), and its
-    gradient. With a mean, a micro-batch of weight 0 contributes nothing, even if its loss is NaN. Call it
-    inside `jax.jit`: there the loop is compiled once.
+    The loss is ``L = sum (w_i / W) l_i`` for a mean and ``sum l_i / W`` for a sum (see
+    `superbatch.normalize`). With a mean, a micro-batch of weight 0 contributes nothing, even if its loss is
+    NaN. Call the returned function inside `jax.jit`, so that the loop is compiled once.
 
     Args:
         fun: ``fun(params, batch, ...) -> loss``, a real scalar: a mean or sum over the batch.
-        argnums: the positions that are differentiated, as in `jax.value_and_grad`.
-        microbatch_size: rows of a micro-batch; the rest is a tail of its true size, without padding.
-        steps: instead, the number of near-equal micro-batches.
-        num_real_microbatches: how many are computed, from the first on: an int, or a traced integer
-            (`jax.grad` of the result needs an int). The rows of the others are padding; in aux they are
-            zeros. It needs ``layout="contiguous"``.
-        weight: how much a micro-batch counts: None for its rows; a function of it (of the arguments that
-            are split, as they are passed) -> scalar; or ``"returned"``, where `fun` returns ``(loss,
-            weight)``. Several losses, each with a total weight of its own: a mapping from names to one of
-            these, and `fun` returns a mapping from the same names to losses (to ``(loss, weight)`` where the
-            weight is ``"returned"``). With ``"returned"`` alone `fun` names them: a mapping from names to
-            ``(loss, weight)``. Weights that depend on the model's output then cost a second forward.
-        reduction: what `fun` returns: ``"mean"`` or ``"sum"`` over what the weight counts; for several
-            losses one for all, or a mapping.
+        argnums: positions of the arguments to differentiate, as in `jax.value_and_grad`.
+        microbatch_size: rows of a micro-batch; the last one may have fewer, without padding.
+        steps: the number of near-equal micro-batches, instead of `microbatch_size`.
+        num_real_microbatches: compute only the first micro-batches, this many: an int, or a traced integer
+            (`jax.grad` of the result needs an int). The rows of the others are padding; their entries in aux
+            are zeros. It needs ``layout="contiguous"``.
+        weight: the weight of a micro-batch: None for its number of rows; a function of the arguments that
+            are split, as `fun` gets them, -> scalar; or ``"returned"``: `fun` returns ``(loss, weight)``.
+            For several losses, each divided by its own total weight: a mapping from names to one of these.
+            Then `fun` returns a mapping from the same names to losses (to ``(loss, weight)`` where the weight
+            is ``"returned"``). With ``"returned"`` alone, `fun` may also return a mapping from names to
+            ``(loss, weight)``. Returned weights of several losses that depend on the model's output cost a
+            second forward.
+        reduction: whether `fun` returns a ``"mean"`` or a ``"sum"`` over the rows or tokens that the weight
+            counts. For several losses, one for all or a mapping from names.
         has_aux: `fun` returns ``(loss, aux)`` (with a weight ``((loss, weight), aux)``).
-        aux: ``"stack"``: aux with a new leading axis, one entry for each micro-batch; ``"concat"``: its
-            arrays have one entry for each row, put together in the order of the batch.
-        batch_argnums: the positions that are split: trees of arrays with one row for each sample. Scalars in
-            them are given to every micro-batch.
-        batch_argnames: the keyword arguments that are split, beside them.
+        aux: ``"stack"`` returns aux with a new leading axis, one entry for each micro-batch; ``"concat"`` is
+            for arrays with one entry for each row, and returns them in the order of the batch.
+        batch_argnums: positions of the arguments to split: trees of arrays with one row for each sample.
+            Every micro-batch gets the scalars in them.
+        batch_argnames: names of further arguments to split.
         in_axes: the axis of the rows, as in `jax.vmap`: an int for all, or an entry for each argument of
             batch_argnums, then of batch_argnames: an int, None (unsplit), or a tree of these.
-        unsplit: what every micro-batch gets whole though it has as many rows as the batch, or lies in the
-            batch: a position, a name, or a path in the batch, such as ``"table"``. Any other array with as
-            many rows as the batch must be split.
+        unsplit: arrays that every micro-batch gets whole, although they are in the batch or have as many rows
+            as the batch: a position, a name, or a path in the batch, such as ``"table"``. Any other array
+            with as many rows as the batch must be split.
         rng_argnum: the position of a random key, or tree of keys: micro-batch i gets ``fold_in(key, i)``.
             The same is done with every typed key (`jax.random.key`) in other arguments, unless `unsplit`
             names it.
-        carry_argnum: the position of a state that goes from one micro-batch to the next (batch statistics).
-            `fun` returns ``(loss, state)``, with has_aux ``(loss, (aux, state))``.
-        axis_name: the axes of `jax.shard_map` (or `jax.vmap`) over which the batch is spread. Loss and
+        carry_argnum: the position of a state that each micro-batch passes to the next, such as batch
+            statistics. `fun` returns ``(loss, state)``, with has_aux ``(loss, (aux, state))``.
+        axis_name: the axes of `jax.shard_map` (or `jax.vmap`) over which the batch is split. Loss and
             gradient are those of the whole batch on all devices, by one reduction after the loop; `fun`
-            must not reduce by itself. Random keys differ between devices; aux and state are those of each
+            itself must not reduce. Random keys differ between devices; aux and state are those of each
             device.
-        layout: ``"strided"`` deals rows out in turn and leaves sharded rows where they are; ``"contiguous"``
-            cuts blocks.
-        accumulator_dtype: gradients are summed in ``"auto"``: float32 or wider; None: their own dtype; or
-            this dtype. They are returned in the dtype of the parameters.
+        layout: ``"strided"`` assigns the rows ``i, i + k, ...`` to micro-batch i of k, so that sharded rows
+            stay on their devices; ``"contiguous"`` assigns blocks of rows.
+        accumulator_dtype: the dtype in which gradients are summed: ``"auto"`` for float32 or wider, None for
+            their own dtype, or a dtype. They are returned in the dtype of the parameters.
         nonfinite: ``"propagate"`` NaN and infinity; or ``"skip_microbatch"``: leave a micro-batch and its
             weight out if its loss or gradient is not finite.
-        noise: measure how noisy the gradient is: `Stats` with `a2`, `b2`, `q` (see `add_noise`).
+        noise: measure the noise of the gradient, and return `Stats` with `a2`, `b2`, `q` (see `add_noise`).
         stats: return `Stats`.
-        check: at the first call with arguments of a structure, compare losses and gradients of a few rows
-            with those of their parts, under what is declared here. Inside `jax.jit` values are made up. This
-            compiles two more programs, for 9 rows and for 3. A difference is an error that names what holds;
-            False takes the declaration as it is.
+        check: check weight, reduction and split, once for each structure of arguments: compare losses and
+            gradients of a few rows with the combined ones of their parts. Inside `jax.jit` the values are
+            made up. This compiles two more programs, for 9 rows and for 3. If they differ, the error names
+            the remedy. False skips the check.
 
     Returns:
         A function with the arguments of `fun` that returns ``(value, gradient)``: the value is the loss,
@@ -113,10 +114,11 @@ def value_and_grad(
 
     Raises:
         InputError: options exclude each other; or, when called, an argument is missing or has two roles,
-            has as many rows as the batch and is not declared, or a weight is no scalar.
+            an array with as many rows as the batch is not split and not in `unsplit`, or a weight is no
+            scalar.
         SplitError: when called: arrays differ in length, or there are fewer rows than `steps`.
-        LossSpecError: when called: `fun` returns another reduction than declared.
-        CoupledSamplesError: when called: no weight explains the loss.
+        LossSpecError: when called: `fun` returns another form, reduction or weight than declared.
+        CoupledSamplesError: when called: no weights combine the losses of parts to that of the whole.
 
     Examples:
         >>> def loss(w, batch):
@@ -156,8 +158,8 @@ def value_and_grad(
 
 
 def in_microbatches(fun: Callable[..., Any], options: Options) -> Callable[..., Any]:
-    """Return the function that `value_and_grad` describes, for options that were checked."""
-    seen: Checked = set()  # for this function alone: another one may have another loss
+    """Return the function that `value_and_grad` returns, for checked options."""
+    seen: Checked = set()  # structures of arguments with which `fun` was checked
 
     @functools.wraps(fun)
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
@@ -165,59 +167,61 @@ def in_microbatches(fun: Callable[..., Any], options: Options) -> Callable[..., 
         if options.check:
             refuse_own_reductions(call)
             check_once(call, seen)
-        return work_through(call)
+        return computed(call)
 
     return value_and_gradient
 
 
 def call_of(fun: Callable[..., Any], options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Inspect the arguments of one call: the role of each, and the division of the batch."""
+    """Return the call: the role of each argument, and the division of the batch into micro-batches."""
     refuse_unbound(options.axis_name)
     roles, args, kwargs = roles_of(fun, options, args, kwargs)
     division = groups(roles.samples, microbatch_size=options.microbatch_size, steps=options.steps)
     refuse_more_than_there_are(options.num_real_microbatches, division)
     positions = roles.differentiated
     differentiated = (positions,) if isinstance(positions, int) else positions
-    for place in differentiated:
-        refuse_what_has_no_gradient(place, args[place])
+    for position in differentiated:
+        refuse_what_has_no_gradient(position, args[position])
+    # As varying arrays, so that JAX leaves their gradients on the devices until the reduction after the loop.
     ready = tuple(
-        varying(jax.tree.map(jnp.asarray, arg), options.axis_name) if place in differentiated else arg
-        for place, arg in enumerate(args)
+        varying(jax.tree.map(jnp.asarray, arg), options.axis_name) if position in differentiated else arg
+        for position, arg in enumerate(args)
     )
     return Call(fun, options, roles, ready, kwargs, division)
 
 
-def work_through(call: Call) -> Any:
-    """Run the loop, reduce once, divide once."""
+def computed(call: Call) -> Any:
+    """Run the loop, reduce over devices once, divide once; return the output of `value_and_grad`."""
     if (plan := terms.plan_of(call)) is not None:
-        return work_through_terms(call, plan)
+        return computed_by_term(call, plan)
     options = call.options
     sums, carry, by_group = loop.gradients(call, loop.microbatch_body)
     sums, totals = summed((sums, scalars(by_group, call)), options.axis_name)
     weight, loss, samples, dropped, *noise = totals
     gradient = arithmetic.gradient_of(sums, weight, loop.chosen_of(call))
+    # The sums are wider than the loss that `fun` returns.
     value = arithmetic.per_weight(loss, weight).astype(by_group[0].loss.dtype)
-    found = with_state(value, joined_aux(by_group, call), carry, options)
+    output = with_state(value, joined_aux(by_group, call), carry, options)
     if not (options.stats or options.noise):
-        return found, gradient
+        return output, gradient
     window = Stats(weight, samples, count_microbatches(call), dropped)
-    return found, gradient, with_noise(window, gradient, noise) if options.noise else window
+    return output, gradient, with_noise(window, gradient, noise) if options.noise else window
 
 
-def work_through_terms(call: Call, plan: terms.Plan) -> Any:
-    """Run the loop for a loss of several terms, whose total weights are known, and reduce once."""
+def computed_by_term(call: Call, plan: terms.Plan) -> Any:
+    """Compute the same for several losses; the plan holds their total weights."""
     sums, carry, by_group = loop.gradients(call, functools.partial(terms.body, plan=plan))
     result = terms.finished(call, plan, sums, by_group)
-    found = with_state(result.loss, joined_aux(by_group, call), carry, call.options)
+    output = with_state(result.loss, joined_aux(by_group, call), carry, call.options)
     if not call.options.stats:
-        return found, result.gradient
-    none = jnp.zeros((), result.weight.dtype)
-    scalar = (result.weight, result.samples, count_microbatches(call), none)
-    return found, result.gradient, Stats(*scalar, losses=result.losses, weights=plan.totals)
+        return output, result.gradient
+    dropped = jnp.zeros((), result.weight.dtype)  # several losses exclude nonfinite="skip_microbatch"
+    scalar = (result.weight, result.samples, count_microbatches(call), dropped)
+    return output, result.gradient, Stats(*scalar, losses=result.losses, weights=plan.totals)
 
 
 def count_microbatches(call: Call) -> Any:
-    """Return the number of micro-batches on all devices."""
+    """Return the number of computed micro-batches on all devices."""
     count, axes = call.real_count, call.options.axis_name
     if call.options.num_real_microbatches is not None:
         return summed(varying(count, axes), axes)  # it may differ between devices
@@ -227,9 +231,9 @@ def count_microbatches(call: Call) -> Any:
 
 
 def scalars(by_group: list[PerMicrobatch], call: Call) -> Any:
-    """Return the sums over the micro-batches besides gradients, as one vector.
+    """Return the scalar sums over the micro-batches as one vector, for a single reduction over devices.
 
-    Its entries: weight, loss, samples, micro-batches left out; three more for noise.
+    Its entries are weight, loss, samples and the number of micro-batches left out; with noise three more.
     """
     options = call.options
     weights = jnp.concatenate([group.weight for group in by_group])
@@ -239,24 +243,22 @@ def scalars(by_group: list[PerMicrobatch], call: Call) -> Any:
     dtype = jnp.promote_types(weight.dtype, arithmetic.sum_dtype(losses.dtype))
     wide, counts = weights.astype(dtype), jnp.asarray(loop.sizes(call.groups), dtype)
 
-    def over_window(values: Any, factors: Any) -> Any:
-        return arithmetic.pairwise_sum(arithmetic.taking_part(values.astype(dtype) * factors, keep))
-
-    ones = jnp.ones_like(counts)
-    loss = over_window(losses, wide if options.reduction == "mean" else ones)
+    loss = arithmetic.loss_sum(losses, weights, keep, reduction=options.reduction_of(""), dtype=dtype)
+    samples = arithmetic.pairwise_sum(arithmetic.taking_part(counts, keep))
     dropped = jnp.zeros((), dtype)
     if options.nonfinite == "skip_microbatch":
-        computed = jnp.arange(call.count) < call.real_count  # padding is not left out, it was never there
+        computed = jnp.arange(call.count) < call.real_count  # padding does not count as left out
         dropped = jnp.sum((~keep & computed).astype(dtype))
-    found = [weight, loss, over_window(counts, ones), dropped]
+    parts = [weight, loss, samples, dropped]
     if options.noise:
         squares = jnp.concatenate([group.square for group in by_group])
-        found += noise_sums(squares, wide, counts)
-    return jnp.stack([part.astype(dtype) for part in found])
+        parts += noise_sums(squares, wide, counts)
+    return jnp.stack([part.astype(dtype) for part in parts])
 
 
 def with_noise(window: Stats, gradient: Any, sums: list[Any]) -> Stats:
-    """Return the stats with the two scalars of the noise and what they are weighed by."""
+    """Return the stats with the fields of the noise; `sums` are those of `noise_sums`."""
+    # Sums of |w g|^2, w^2 and w^2 / n: over W^2 they are a2, q and the inverse of the effective samples.
     squares, q, per_sample = (arithmetic.per_weight(part, window.weight**2) for part in sums)
     return Stats(
         window.weight,
@@ -271,7 +273,11 @@ def with_noise(window: Stats, gradient: Any, sums: list[Any]) -> Stats:
 
 
 def joined_aux(by_group: list[PerMicrobatch], call: Call) -> Any:
-    """Return the aux of all micro-batches, stacked or as rows of the batch."""
+    """Return the aux of all micro-batches, stacked or concatenated by rows as `aux=` says.
+
+    Raises:
+        LossSpecError: aux is a state, or its shapes cannot be stacked or concatenated.
+    """
     options = call.options
     parts = [group.aux for group in by_group]
     if options.check and options.has_aux:
@@ -281,21 +287,21 @@ def joined_aux(by_group: list[PerMicrobatch], call: Call) -> Any:
             for leaf in jax.tree.leaves(part):
                 if leaf.ndim < 2 or leaf.shape[1] != group.size:
                     raise LossSpecError(
-                        f"The aux of a micro-batch of {group.size} rows has the shape {leaf.shape[1:]}, and "
-                        'aux="concat" is for arrays with one entry for each row. Use aux="stack".'
+                        f"The aux of a micro-batch of {group.size} rows has the shape {leaf.shape[1:]}, but "
+                        'aux="concat" needs arrays with one entry for each row. Use aux="stack".'
                     )
         parts = [rows_in_order(part, options.layout) for part in parts]
     shapes = [[leaf.shape[1:] for leaf in jax.tree.leaves(part)] for part in parts]
     if any(shape != shapes[0] for shape in shapes):
         raise LossSpecError(
-            f"Micro-batches of two sizes gave aux of shapes {shapes[0]} and {shapes[-1]}, which cannot be "
-            'stacked. Use aux="concat" for arrays with one entry for each row, or return sums.'
+            f"Micro-batches of two sizes returned aux of shapes {shapes[0]} and {shapes[-1]}, which cannot "
+            'be stacked. Use aux="concat" for arrays with one entry for each row, or return sums.'
         )
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
 
 
 def with_state(value: Any, aux: Any, carry: Any, options: Options) -> Any:
-    """Return the value as `jax.value_and_grad` would: with what the function returns beside the loss."""
+    """Return the value as `jax.value_and_grad` would: the loss, with aux and state if there are any."""
     if options.has_aux and options.carry_argnum is not None:
         return value, (aux, carry)
     if options.carry_argnum is not None:

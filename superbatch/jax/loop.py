@@ -27,9 +27,14 @@ Body = Callable[[Any, Any], tuple[Any, Any]]
 
 
 class PerMicrobatch(NamedTuple):
-    """Results of the loop for every micro-batch, stacked; of a group: [count, ...].
+    """Results of the loop for each micro-batch of a group, stacked: arrays of shape [count, ...].
 
-    Of a loss of several terms, `loss` and `weight` are dicts by term.
+    Attributes:
+        loss: the loss; for several losses a dict by name.
+        weight: the weight, in the same form.
+        keep: False for micro-batches that are left out.
+        aux: the aux of the user's function.
+        square: the squared norm of the contribution to the gradient; None without noise.
     """
 
     loss: Any
@@ -40,7 +45,7 @@ class PerMicrobatch(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """Arguments of the function for one micro-batch, and the micro-batch's declared weight."""
+    """Arguments of the user's function for one micro-batch, with the declared weight of this micro-batch."""
 
     positional: tuple[Any, ...]
     named: dict[str, Any]
@@ -49,7 +54,16 @@ class Arguments(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the user's function in micro-batches: its arguments, ready to be cut."""
+    """One call of the user's function, to be computed in micro-batches.
+
+    Attributes:
+        fun: the user's function.
+        options: the options of `value_and_grad`.
+        roles: the role of each argument.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+        groups: the division of the batch.
+    """
 
     fun: Callable[..., Any]
     options: Options
@@ -60,12 +74,12 @@ class Call:
 
     @property
     def count(self) -> int:
-        """Micro-batches of the batch, padding included."""
+        """Number of micro-batches of the batch, those of padding included."""
         return sum(group.count for group in self.groups)
 
     @property
     def real_count(self) -> Any:
-        """Micro-batches that are computed: all of them, or the first ones, known when the program runs."""
+        """Number of micro-batches to compute; traced if `num_real_microbatches` is."""
         real = self.options.num_real_microbatches
         return self.count if real is None else jnp.clip(real, 0, self.count)
 
@@ -75,7 +89,7 @@ class Call:
         return max(group.size for group in self.groups)
 
     def cutter(self, group: Group) -> Callable[[Any, Any], Arguments]:
-        """A function from index within the group and carry to the arguments of that micro-batch."""
+        """Return a function ``(index within the group, carry) -> arguments`` of a micro-batch."""
         options, roles = self.options, self.roles
         parts = [
             (argument, part_of(argument, group, options.layout, options.axis_name))
@@ -100,9 +114,14 @@ class Call:
         return arguments_of
 
     def weight_of(self, samples: int, positional: Sequence[Any], named: dict[str, Any]) -> Any:
-        """Return the declared weight of a micro-batch, by term if there are several.
+        """Return the declared weight of a micro-batch; for several losses a dict by name.
 
-        It is the number of rows where the weight comes with the loss.
+        For a weight that the function returns with the loss, it is the number of rows instead.
+
+        Args:
+            samples: the rows of the micro-batch.
+            positional: its positional arguments.
+            named: its keyword arguments.
         """
         places = [argument.where for argument in self.roles.batch]
         values = [positional[place] for place in places if isinstance(place, int)]
@@ -118,7 +137,7 @@ class Call:
         return {term: of_term(term) for term in terms} if terms else of_term("")
 
     def evaluate(self, arguments: Arguments) -> Outcome:
-        """Call the function; the outcome has the micro-batch's weight, returned or stated."""
+        """Call the function on a micro-batch; fill in the declared weight where none was returned."""
         outcome = read(self.fun(*arguments.positional, **arguments.named), self.options.form)
         if self.options.form.returned:
             return outcome
@@ -127,30 +146,30 @@ class Call:
 
 
 def key_tree(keys: Any, axis_name: Any) -> Any:
-    """Return keys (one, or a tree of them such as flax's ``rngs``) that differ between devices."""
+    """Return random keys (one, or a tree such as flax's ``rngs``) that differ between devices."""
     return jax.tree.map(lambda key: key_of_device(key, axis_name), keys)
 
 
 def run_call(call: Call, body_of: Callable[[Group], Body], state: Any) -> tuple[Any, list[Any]]:
-    """Run every group of a call, without the micro-batches that are padding; see `run`."""
+    """Run every group of a call as `run` does, but skip the micro-batches of padding."""
     real = call.options.num_real_microbatches
     if real is None:
         return run(call.groups, body_of, state)
-    found: list[Any] = []
+    results: list[Any] = []
     for group in call.groups:
         body = body_of(group)
         if isinstance(real, jax.core.Tracer):
             state, many = run_real(call, group, body, state)
         else:
             state, many = run_first(group, min(max(int(real) - group.first, 0), group.count), body, state)
-        found.append(many)
-    return state, found
+        results.append(many)
+    return state, results
 
 
 def run_first(group: Group, count: int, body: Body, state: Any) -> tuple[Any, Any]:
-    """Compute the first micro-batches of a group, a number known now; the others give zeros.
+    """Compute the first `count` micro-batches of a group; the results of the others are zeros.
 
-    A scan, which has a second derivative; a loop of a length known only when the program runs has none.
+    By a scan, which JAX can differentiate; `run_real` cannot be differentiated.
     """
     index = jax.ShapeDtypeStruct((), jnp.int32)
     body = for_loop(body, state, index)
@@ -164,29 +183,29 @@ def run_first(group: Group, count: int, body: Body, state: Any) -> tuple[Any, An
 
 
 def run(groups: list[Group], body_of: Callable[[Group], Body], state: Any) -> tuple[Any, list[Any]]:
-    """Run every group: a loop, or one call where there is one micro-batch.
+    """Run the body over every group: a loop, or one call for a single micro-batch.
 
     Returns:
-        The last state and, for each group, what its micro-batches gave, stacked.
+        The last state and, for each group, the stacked results of its micro-batches.
     """
-    found: list[Any] = []
+    results: list[Any] = []
     for group in groups:
         body = body_of(group)
         if group.count == 1:
             state, one = body(state, 0)
-            found.append(jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], one))
+            results.append(jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], one))
         else:
             indices = jnp.arange(group.count)
             body = for_loop(body, state, jax.ShapeDtypeStruct((), indices.dtype))
             state, many = lax.scan(body, state, indices)
-            found.append(many)
-    return state, found
+            results.append(many)
+    return state, results
 
 
 def run_real(call: Call, group: Group, body: Body, state: Any) -> tuple[Any, Any]:
-    """Compute the micro-batches of a group that are no padding; the others give zeros.
+    """Compute the micro-batches of a group that are not padding; the results of the others are zeros.
 
-    Zeros are a weight of 0 and False for `keep`, so that no other function needs to handle padding.
+    Zeros mean a weight of 0 and ``keep=False``, so no other function needs to handle padding.
     """
     index = jax.ShapeDtypeStruct((), jnp.int32)
     body = for_loop(body, state, index)
@@ -196,16 +215,16 @@ def run_real(call: Call, group: Group, body: Body, state: Any) -> tuple[Any, Any
     def step(number: Any, carried: Any) -> Any:
         state, stacked = carried
         state, one = body(state, number)
-        place = lambda every, leaf: lax.dynamic_update_index_in_dim(every, leaf, number, 0)  # noqa: E731
-        return state, jax.tree.map(place, stacked, one)
+        write = lambda every, leaf: lax.dynamic_update_index_in_dim(every, leaf, number, 0)  # noqa: E731
+        return state, jax.tree.map(write, stacked, one)
 
-    # Not a scan: its length is fixed, so it would compute the padding, too.
+    # Not a scan: its length is fixed when it is traced, so it would also compute the padding.
     real = jnp.clip(call.real_count - group.first, 0, group.count).astype(jnp.int32)
     return lax.fori_loop(0, real, step, (state, varying_like(stacked, one)))
 
 
 def first_carry(call: Call) -> Any:
-    """The state that the first micro-batch starts from; None where there is none."""
+    """Return the state for the first micro-batch; None without `carry_argnum`."""
     if call.roles.carry is None:
         return None
     start = jax.tree.map(jnp.asarray, call.args[call.roles.carry])
@@ -222,8 +241,8 @@ def sizes(groups: list[Group]) -> Any:
     return np.repeat([group.size for group in groups], [group.count for group in groups])
 
 
-def kept(new: Any, old: Any, keep: Any) -> Any:
-    """Return the new state, but the old one where the micro-batch does not take part."""
+def select_state(new: Any, old: Any, keep: Any) -> Any:
+    """Return the new state, or the old one if the micro-batch is left out."""
     return jax.tree.map(lambda one, other: jnp.where(keep, one, other), new, old)
 
 
@@ -231,7 +250,7 @@ def gradients(call: Call, body_of: Callable[[Call, Group], Body]) -> tuple[Any, 
     """Run the loop and sum the gradients of the micro-batches.
 
     Returns:
-        The sums, the last carry (None without one), and what is kept of each micro-batch, by group.
+        The sums, the last carry (None without one), and the results of the micro-batches by group.
     """
     zeros = jax.tree.map(
         lambda leaf: jnp.zeros(
@@ -239,22 +258,24 @@ def gradients(call: Call, body_of: Callable[[Call, Group], Body]) -> tuple[Any, 
         ),
         chosen_of(call),
     )
+    # The carry of a scan must not change its type: the sums vary over devices like the gradients.
     zeros = varying_like(varying(zeros, call.options.axis_name), chosen_of(call))
     state = (zeros, first_carry(call))
-    (sums, carry), found = run_call(call, lambda group: body_of(call, group), state)
-    return sums, carry, found
+    (sums, carry), by_group = run_call(call, lambda group: body_of(call, group), state)
+    return sums, carry, by_group
 
 
 def chosen_of(call: Call) -> Any:
-    """Return the arguments that are differentiated: one, or a tuple, as `argnums` is."""
+    """Return the differentiated arguments: one for an int as `argnums`, else a tuple."""
     positions = call.roles.differentiated
     return call.args[positions] if isinstance(positions, int) else tuple(call.args[i] for i in positions)
 
 
 def without_cotangent(tree: Any, keep: Any) -> Any:
-    """Return the same values, whose own derivative is 0 where they are not kept.
+    """Return the same values, with a derivative of 0 if they are not kept.
 
-    A second derivative goes through the gradient of a micro-batch that is left out, where 0 x NaN is no 0.
+    The derivative of `where` multiplies the derivative of a value that was left out by 0. If that is NaN, so
+    is the product, for example in a second derivative.
 
     Examples:
         >>> def root(x, keep):
@@ -266,7 +287,7 @@ def without_cotangent(tree: Any, keep: Any) -> Any:
 
 
 def guarded(call: Call, arguments: Arguments, keep: Any) -> Arguments:
-    """Return the arguments, of which those that are differentiated have no derivative where not kept."""
+    """Return the arguments, with `without_cotangent` applied to those that are differentiated."""
     chosen = call.roles.differentiated
     places = (chosen,) if isinstance(chosen, int) else chosen
     positional = tuple(
@@ -277,13 +298,14 @@ def guarded(call: Call, arguments: Arguments, keep: Any) -> Arguments:
 
 
 def microbatch_body(call: Call, group: Group) -> Body:
-    """Return the body of the loop: ``w_i g_i`` of one micro-batch (``g_i`` for a sum), added to the sums."""
+    """Return the body of the loop: it adds ``w_i g_i`` of one micro-batch (``g_i`` for a sum) to the sums."""
     options, arguments_of = call.options, call.cutter(group)
 
     def body(state: Any, index: Any) -> tuple[Any, PerMicrobatch]:
         sums, carry = state
         arguments = arguments_of(index, carry)
-        if callable(options.weight):  # else it is only known with the loss
+        # A weight that `fun` returns is known only after its forward.
+        if callable(options.weight):
             arguments = guarded(
                 call, arguments, arithmetic.takes_part(arguments.weight, options.reduction_of(""))
             )
@@ -301,24 +323,18 @@ def microbatch_body(call: Call, group: Group) -> Body:
             keep, weight = keep & finite, jnp.where(finite, weight, jnp.zeros_like(weight))
         part = contribution(gradient, sums, weight, keep, options)
         new = next_state(outcome.carry, carry, alone=call.count == 1)
-        new = kept(new, carry, keep) if options.may_leave_out else new
+        new = select_state(new, carry, keep) if options.may_leave_out else new
         square = arithmetic.square_norm(part) if options.noise else None
-        found = PerMicrobatch(outcome.loss, weight, keep, outcome.aux, square)
-        return (jax.tree.map(jnp.add, sums, part), new), found
+        result = PerMicrobatch(outcome.loss, weight, keep, outcome.aux, square)
+        return (jax.tree.map(jnp.add, sums, part), new), result
 
     return body
 
 
 def contribution(gradient: Any, sums: Any, weight: Any, keep: Any, options: Options) -> Any:
-    """Return ``w g`` (``g`` for a sum) in the dtypes of the sums; zeros where it is not kept.
-
-    The gradient is widened before it is multiplied: times 1000 tokens a float16 overflows.
-    """
-
-    def one(leaf: Any, total: Any) -> Any:
-        part = leaf.astype(total.dtype)
-        if options.reduction == "mean":
-            part = part * weight.astype(jnp.finfo(total.dtype).dtype)
-        return jnp.where(keep, part, jnp.zeros_like(part)) if options.may_leave_out else part
-
-    return jax.tree.map(one, gradient, sums)
+    """Return ``w g`` (``g`` for a sum) in the dtypes of the sums; zeros if the micro-batch is left out."""
+    factor = weight if options.reduction == "mean" else None
+    keep = keep if options.may_leave_out else None  # else every micro-batch takes part
+    return jax.tree.map(
+        lambda leaf, total: arithmetic.weighted(leaf, total.dtype, factor, keep), gradient, sums
+    )

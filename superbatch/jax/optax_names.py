@@ -1,6 +1,6 @@
 # JAX is an extra. Where it is not installed, pyright cannot resolve it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""`multi_steps` under the names of `optax.MultiSteps`, for a training that has these already."""
+"""`multi_steps` with the class and method names of `optax.MultiSteps`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .streaming import MultiStepsState, ShouldSkip, has_updated, multi_steps
 
 
 class MultiSteps:
-    """Drop-in for `optax.MultiSteps`, with exact weights, flushed tails and a NaN that ends with its window.
+    """Drop-in replacement for `optax.MultiSteps`, with exact weights and flushed tails.
 
-    Its methods, and the fields of its state as properties, are those of Optax. The stored fields differ, so a
-    checkpoint of `optax.MultiSteps` cannot be loaded.
+    A NaN gradient affects its own window only. Methods and state properties have Optax's names. The stored
+    fields differ, so a checkpoint of `optax.MultiSteps` cannot be loaded.
 
     Args:
         opt: any Optax transformation.
         every_k_schedule: micro-batches per window, or a function of the number of updates made.
-        use_grad_mean: the gradient of a window is the mean, weighted where `update` gets a `weight`; if
-            False the sum.
+        use_grad_mean: whether the gradient of a window is the mean of its gradients, weighted by the `weight`
+            of `update`; if False it is their sum.
         should_skip_update_fn: see `multi_steps`.
         accumulator_dtype: see `multi_steps`; float32 or wider, where Optax's default is float32.
 
@@ -51,7 +51,7 @@ class MultiSteps:
         self._transformation = multi_steps(
             opt,
             every_k_schedule,
-            # Optax's sum is divided by nothing; ours would be divided by the weights.
+            # Optax does not divide its sum; reduction="sum" would divide by the weights.
             reduction="mean" if use_grad_mean else "total",
             accumulator_dtype=accumulator_dtype,
             should_skip_update_fn=should_skip_update_fn,
@@ -60,7 +60,7 @@ class MultiSteps:
 
     @property
     def inner_opt(self) -> optax.GradientTransformationExtraArgs:
-        """The optimizer that is called once per window."""
+        """The wrapped optimizer, which is called once per window."""
         return self._inner
 
     def init(self, params: Any) -> MultiStepsState:
@@ -71,24 +71,24 @@ class MultiSteps:
     def update(
         self, updates: Any, state: MultiStepsState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, MultiStepsState]:
-        """Add the gradient of a micro-batch; at the end of a window call the optimizer.
+        """Add the gradient of a micro-batch; call the optimizer if it ends a window.
 
         Args:
-            updates: gradients of the micro-batch.
-            state: from `init` or the last call.
+            updates: the gradients of the micro-batch.
+            state: the state from `init` or the last call.
             params: the parameters.
-            extra_args: `weight` and `flush`, see `multi_steps`; others are given to the optimizer.
+            extra_args: `weight` and `flush`, see `multi_steps`; others are passed to the optimizer.
 
         Returns:
-            What to add to the parameters, zeros within a window, and the new state.
+            The updates to add to the parameters (zeros within a window), and the new state.
         """
-        found: Any = self._transformation.update(updates, state, params, **extra_args)
-        return found
+        result: Any = self._transformation.update(updates, state, params, **extra_args)
+        return result
 
     def has_updated(self, state: MultiStepsState) -> Any:
         """Return whether the last call made an update; False after a micro-batch that was rejected."""
         return has_updated(state)
 
     def gradient_transformation(self) -> optax.GradientTransformationExtraArgs:
-        """Return the pair of functions that Optax's `chain` and flax's `TrainState` take."""
+        """Return the Optax transformation, for `optax.chain` or flax's `TrainState`."""
         return self._transformation

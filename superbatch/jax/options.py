@@ -24,7 +24,7 @@ Positions = int | Sequence[int]
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of `value_and_grad`, which has their meaning."""
+    """The arguments of `value_and_grad`; its docstring describes them."""
 
     argnums: Positions
     batch_argnums: Positions
@@ -50,15 +50,15 @@ class Options:
 
     @property
     def terms(self) -> tuple[str, ...]:
-        """Names of the terms where they are declared; empty for one loss."""
+        """Names of the losses from the mappings `weight` or `reduction`; empty without such a mapping."""
         for given in (self.weight, self.reduction):
             if isinstance(given, Mapping):
-                return tuple(sorted(given))
+                return tuple(sorted(given))  # as JAX sorts the keys of a dict
         return ()
 
     @property
     def form(self) -> Form:
-        """Form of the function's result."""
+        """Declared form of the result of the user's function."""
         returned = self.weight == "returned"
         with_weight = tuple(name for name in self.terms if self.weight_of(name) == "returned")
         return Form(returned, self.has_aux, self.carry_argnum is not None, self.terms, with_weight)
@@ -88,10 +88,15 @@ def as_tuple(positions: Positions) -> tuple[int, ...]:
 
 
 def named(name: str, entries: Any, kinds: tuple[type, ...]) -> tuple[Any, ...]:
-    """Return the entries of an option as a tuple; one alone may stand for itself.
+    """Return the entries of an option as a tuple; a single entry may be given without a tuple.
+
+    Args:
+        name: the name of the option, for the error text.
+        entries: the argument of the user.
+        kinds: the allowed types of entries: str, or int and str.
 
     Raises:
-        InputError: an entry is of another type.
+        InputError: an entry has another type.
 
     Examples:
         >>> named("unsplit", "table", (int, str)), named("unsplit", (2, "table"), (int, str))
@@ -101,7 +106,7 @@ def named(name: str, entries: Any, kinds: tuple[type, ...]) -> tuple[Any, ...]:
     if isinstance(listed, Sequence) and all(type(entry) in kinds for entry in listed):
         return tuple(listed)
     wanted = "names or positions, as in ('table', 2)" if int in kinds else "names, as in ('x', 'y')"
-    raise InputError(f"{name}={entries!r} names no arguments. Pass {wanted}.")
+    raise InputError(f"{name}={entries!r} does not name arguments. Pass {wanted}.")
 
 
 def checked(options: Options) -> Options:
@@ -133,40 +138,40 @@ def checked(options: Options) -> Options:
 
 
 def _check_terms(options: Options) -> None:
-    """Check the names of the terms, and refuse options that need a single divisor."""
+    """Check the names of several losses, and raise for options that need a single divisor."""
     given = {"weight": options.weight, "reduction": options.reduction}
     names = {option: list(value) for option, value in given.items() if isinstance(value, Mapping)}
     if not names:
         return
     first = next(iter(names.values()))
     if not first or not all(isinstance(name, str) and name for name in first):
-        raise InputError(f"The terms of a loss are named {first}. Name each by a string that is not empty.")
+        raise InputError(f"The names of the losses are {first}. Name each by a string that is not empty.")
     if any(set(each) != set(first) for each in names.values()):
         raise InputError(
-            f"weight= names the terms {names['weight']}, reduction= the terms {names['reduction']}. Name the "
-            "same terms in both."
+            f"weight= names the losses {names['weight']}, but reduction= names {names['reduction']}. Use the "
+            "same names in both."
         )
     if callable(options.weight):
         raise InputError(
-            f"weight= is one function, and reduction={options.reduction!r} names several losses. Pass "
+            f"weight= is one function, but reduction={options.reduction!r} names several losses. Pass "
             "weight= as a mapping with the same names."
         )
     refuse_with_terms(options)
 
 
 def refuse_with_terms(options: Options) -> None:
-    """Refuse options that need one weight for each micro-batch, which a loss of several terms has not.
+    """Raise for options that need a single weight for each micro-batch; several losses have one each.
 
     Raises:
         InputError: such an option is set.
     """
     if options.nonfinite == "skip_microbatch":
         raise InputError(
-            'nonfinite="skip_microbatch" cannot leave a micro-batch out of a loss of several terms: each is '
-            'divided by its own total weight, which is computed before the loop. Pass nonfinite="propagate".'
+            'nonfinite="skip_microbatch" needs a single loss: with several losses, the total weight of each '
+            'is computed before it is known which micro-batches are left out. Pass nonfinite="propagate".'
         )
     if options.noise:
         raise InputError(
-            "noise=True has no meaning for a loss of several terms: each has its own weight. Measure the "
-            "noise of one term, in a call of its own."
+            "noise=True needs a single loss: with several losses, each has its own weight. Measure the noise "
+            "of one loss in a separate call."
         )

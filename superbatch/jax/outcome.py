@@ -1,6 +1,6 @@
 # JAX is an extra. Where it is not installed, pyright cannot resolve it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Parsing of what the user's function returns for a micro-batch."""
+"""Parsing of the result of the user's function for a micro-batch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from . import arithmetic
 
 
 class Form(NamedTuple):
-    """Declared form of the function's result.
+    """Declared form of the result of the user's function.
 
     Attributes:
-        returned: the loss comes with its weight, ``(loss, weight)``; or each of several losses does.
-        has_aux: a second value comes with the loss.
-        has_carry: a state comes back, for the next micro-batch.
-        terms: names of the losses where they are declared; empty for one loss.
-        with_weight: those of them that come with their weight.
+        returned: whether it returns ``(loss, weight)``, or a mapping from names to such pairs.
+        has_aux: whether it returns aux.
+        has_carry: whether it returns a state for the next micro-batch.
+        terms: the declared names of several losses; empty without.
+        with_weight: the names for which it returns ``(loss, weight)``.
     """
 
     returned: bool
@@ -32,9 +32,13 @@ class Form(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """One micro-batch: `loss` and `weight` (scalars, or dicts of them by term), `aux` and `carry`.
+    """Parsed result for one micro-batch.
 
-    The weight is None, or lacks a term, where it was not returned.
+    Attributes:
+        loss: a scalar; for several losses a dict by name.
+        weight: the returned weight, in the same form; None, or without some names, if it is declared instead.
+        aux: the aux, or None.
+        carry: the state for the next micro-batch, or None.
     """
 
     loss: Any
@@ -44,7 +48,7 @@ class Outcome(NamedTuple):
 
     @property
     def has_terms(self) -> bool:
-        """True where there are several losses by name."""
+        """Return True if there are several losses by name."""
         return isinstance(self.loss, dict)
 
     def weighing(self, weight: Any) -> Outcome:
@@ -57,10 +61,10 @@ class Outcome(NamedTuple):
 
 
 def read(result: Any, form: Form) -> Outcome:
-    """Split the function's result into loss, weight, aux and state.
+    """Parse a result into loss, weight, aux and state.
 
     Raises:
-        LossSpecError: it does not have the declared form.
+        LossSpecError: the result does not have the declared form.
 
     Examples:
         >>> outcome = read(((6.0, 3), "aux"), Form(returned=True, has_aux=True, has_carry=False))
@@ -87,7 +91,8 @@ def read(result: Any, form: Form) -> Outcome:
         weight = arithmetic.as_weight(weight, "the returned weight")
     elif isinstance(head, Mapping):
         raise LossSpecError(
-            f"The function returns losses by name, {list(head)}. Declare the weight of each, as in "
+            f"The function returns a mapping with the losses {list(head)}, but one loss is declared. Declare "
+            "the weight of each, as in "
             f'weight={{{next(iter(head), "name")!r}: None, ...}}, or pass weight="returned" and return '
             "(loss, weight) for each name."
         )
@@ -95,17 +100,17 @@ def read(result: Any, form: Form) -> Outcome:
 
 
 def _terms(head: Any, form: Form) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Losses and returned weights by name."""
+    """Return the losses and the returned weights, both by name."""
     if not isinstance(head, Mapping):
         raise LossSpecError(
-            f"The function returns a {type(head).__name__}, and the terms {list(form.terms)} are declared. "
+            f"The function returns a {type(head).__name__}, but the losses {list(form.terms)} are declared. "
             "Return a mapping from these names to losses."
         )
     names = form.terms or tuple(head)
     if set(head) != set(names) or not head:
         raise LossSpecError(
-            f"The function returns losses named {list(head)}, and the declared terms are {list(names)}. "
-            "Return the declared names for every micro-batch, or declare the others in weight=."
+            f"The function returns the losses {list(head)}, but the declared losses are {list(names)}. "
+            "Return the declared names for every micro-batch, or declare the other names in weight=."
         )
     losses, weights = {}, {}
     for name in sorted(names):  # as JAX orders the keys of a dict
@@ -113,8 +118,8 @@ def _terms(head: Any, form: Form) -> tuple[dict[str, Any], dict[str, Any]]:
         if form.returned or name in form.with_weight:
             if not isinstance(loss, tuple | list) or len(loss) != 2:
                 raise LossSpecError(
-                    f'The weight of the term {name!r} is declared as "returned", and the loss is alone. '
-                    f"Return (loss, weight) for {name!r}."
+                    f'The weight of {name!r} is declared as "returned", but the function returns no weight '
+                    f"for it. Return (loss, weight) for {name!r}."
                 )
             loss, weight = loss
             weights[name] = arithmetic.as_weight(weight, f"the returned weight of the term {name!r}")
@@ -125,7 +130,7 @@ def _terms(head: Any, form: Form) -> tuple[dict[str, Any], dict[str, Any]]:
 def _parts(value: Any, lengths: tuple[int, ...], why: str, do: str) -> tuple[Any, ...]:
     if isinstance(value, tuple | list) and len(value) in lengths:
         return tuple(value)
-    raise LossSpecError(f"The function returns a {type(value).__name__}, and {why}. {do}.")
+    raise LossSpecError(f"The function returns a {type(value).__name__}, but {why}. {do}.")
 
 
 def _scalar(value: Any, what: str) -> Any:
@@ -134,6 +139,5 @@ def _scalar(value: Any, what: str) -> Any:
         return array
     given = type(value).__name__ if array is None else f"shape {array.shape} and dtype {array.dtype}"
     raise LossSpecError(
-        f"The function returns a {what} of {given}, and a gradient is that of one real number. Return a "
-        "floating-point scalar."
+        f"The function returns a {what} of {given}, which has no gradient. Return a floating-point scalar."
     )

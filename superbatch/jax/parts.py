@@ -1,6 +1,6 @@
 # JAX is an extra. Where it is not installed, pyright cannot resolve it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Arguments of one micro-batch: its rows, and random keys of its own."""
+"""Arguments of one micro-batch: its rows of the batch, and its random keys."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fold_in(key: Any, data: Any) -> Any:
 
 
 def part_of(argument: Argument, group: Group, layout: Layout, axis_name: AxisName) -> Callable[[Any], Any]:
-    """Return a function from the index of a micro-batch within its group to that micro-batch's argument.
+    """Return a function from the index of a micro-batch in its group to its part of an argument.
 
     Examples:
         >>> argument = Argument(1, "x", jax.numpy.arange(6), True, ("rows",), (0,))
@@ -37,7 +37,7 @@ def part_of(argument: Argument, group: Group, layout: Layout, axis_name: AxisNam
         [2, 3]
     """
     if not argument.changes:
-        return lambda index: argument.value
+        return lambda index: argument.value  # the same for every micro-batch
     leaves, structure = jax.tree.flatten(argument.value)
     pairs = list(zip(leaves, argument.modes, strict=True))
     axes = [axis for axis, mode in zip(argument.axes, argument.modes, strict=True) if mode == "rows"]

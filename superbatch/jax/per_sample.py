@@ -1,6 +1,6 @@
 # JAX is an extra. Where it is not installed, pyright cannot resolve it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Gradients of single samples, clipped and summed, with those of one micro-batch in memory at a time."""
+"""Sum of clipped gradients of single samples; memory holds those of one micro-batch at a time."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from .options import Options, Positions, as_tuple, checked, named
 from .outcome import Form, read
 from .parts import fold_in
 from .roles import Mode, Roles, is_array, is_key, roles_of
-from .sharding import key_of_device, varying
+from .sharding import axes_of_type, key_of_device, varying
 from .splitting import Group, cutter, groups, rows_in_order
 
-LAYOUT = "strided"  # sharded rows stay where they are
+LAYOUT = "strided"  # sharded rows stay on their devices
 
 
 class PerSample(NamedTuple):
-    """Results of `per_sample_value_and_grad` by sample: arrays with one entry for each, in order.
+    """Results of `per_sample_value_and_grad`: arrays with one entry for each sample, in order.
 
     Attributes:
-        loss: of the sample alone.
-        norm: of its gradient (of what `transform` made of it), before it is clipped.
-        aux: with ``has_aux``.
+        loss: the loss of each sample alone.
+        norm: the norm of each gradient after `transform` and before clipping.
+        aux: the aux of each sample; None without ``has_aux``.
     """
 
     loss: Any
@@ -42,13 +42,13 @@ class PerSample(NamedTuple):
 
 @dataclass(frozen=True)
 class _Leaves:
-    """Arguments of one call, flat.
+    """Flattened arguments of one call.
 
     Args:
-        structure: of arguments and keyword arguments.
+        structure: the tree structure of arguments and keyword arguments.
         values: the leaves.
-        modes: how a sample gets each of them.
-        axes: the mesh axes over which the rows are spread.
+        modes: for each leaf, how a sample gets it.
+        axes: the axes of `jax.shard_map` over which the rows are split.
     """
 
     structure: Any
@@ -64,15 +64,15 @@ class _Leaves:
     def of_sample(self, rows: Sequence[Any], number: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for one sample: a batch of one row, and random keys of its own."""
         given = iter(rows)
-        found = []
+        leaves = []
         for value, mode in zip(self.values, self.modes, strict=True):
             if mode == "rows":
-                found.append(next(given)[None])  # a loss over a batch is given a batch
+                leaves.append(next(given)[None])  # a loss over a batch is given a batch
             elif mode == "key":
-                found.append(fold_in(key_of_device(value, self.axes), number))
+                leaves.append(fold_in(key_of_device(value, self.axes), number))
             else:
-                found.append(value)
-        return self.structure.unflatten(found)
+                leaves.append(value)
+        return self.structure.unflatten(leaves)
 
 
 def per_sample_value_and_grad(
@@ -86,33 +86,33 @@ def per_sample_value_and_grad(
     batch_argnums: Positions = 1,
     unsplit: int | str | Sequence[int | str] = (),
 ) -> Callable[..., Any]:
-    """Sum the gradients of single samples, each clipped by its norm, as differential privacy needs.
+    """Sum the gradients of single samples, each clipped by its norm, as for differential privacy.
 
-    ``sum_n g_n min(1, C / |g_n|)`` with the gradient ``g_n`` of ``fun(params, batch of the sample n)``, as
-    `jax.vmap` over the whole batch gives it, with the gradients of `microbatch_size` samples in memory.
-    Nothing is divided and no noise is added: both are the caller's.
+    Compute ``sum_n g_n min(1, C / |g_n|)`` with the gradient ``g_n`` of ``fun(params, batch of sample n)``.
+    The result is that of `jax.vmap` over the whole batch, with the gradients of `microbatch_size` samples in
+    memory. The sum is not divided, and no noise is added: the caller does both.
 
     Args:
         fun: ``fun(params, batch, ...) -> loss``, as for `value_and_grad`; it is given batches of one row.
-        argnums: the positions that are differentiated.
-        microbatch_size: samples whose gradients are in memory together; the rest is a tail.
-        max_grad_norm: ``C``, over all leaves together; None: nothing is clipped. It may be traced.
-        transform: a function that is applied to the gradient of each sample before it is clipped and
-            summed: a scaling by layer, a square.
+        argnums: positions of the arguments to differentiate.
+        microbatch_size: the number of samples whose gradients are in memory at a time.
+        max_grad_norm: ``C``, the largest norm over all leaves together; it may be traced. None: no clipping.
+        transform: a function to apply to the gradient of each sample before clipping and summing, such as a
+            scaling by layer or a square.
         has_aux: `fun` returns ``(loss, aux)``.
-        batch_argnums: the positions that are split, see `value_and_grad`. Every typed random key in other
-            arguments is folded with the number of the sample, so that results do not depend on
+        batch_argnums: positions of the arguments to split, see `value_and_grad`. Every typed random key in
+            other arguments is folded with the index of the sample, so that results do not depend on
             `microbatch_size`.
-        unsplit: what every sample gets whole though it has as many rows as the batch.
+        unsplit: arrays that every sample gets whole although they have as many rows as the batch.
 
     Returns:
         A function with the arguments of `fun` that returns ``(PerSample, sum)``. The sum is in float32 or
-        wider. Inside `jax.shard_map` it is the device's own: add with `jax.lax.psum`.
+        wider. Inside `jax.shard_map` it is the sum of one device: reduce it with `jax.lax.psum`.
 
     Raises:
         InputError: an option has an unknown value; or, when called, as for `value_and_grad`.
         SplitError: when called: arrays differ in length.
-        LossSpecError: when called: `fun` returns no scalar.
+        LossSpecError: when called: `fun` does not return a real scalar.
 
     Examples:
         >>> def loss(w, batch):
@@ -127,13 +127,13 @@ def per_sample_value_and_grad(
     """
     options = _options(argnums, batch_argnums, unsplit, microbatch_size, has_aux=has_aux)
     if isinstance(max_grad_norm, int | float) and not max_grad_norm > 0:
-        raise InputError(f"max_grad_norm={max_grad_norm!r} is no norm. Pass a number above 0, or None.")
+        raise InputError(f"max_grad_norm={max_grad_norm!r} is not positive. Pass a number above 0, or None.")
 
     @functools.wraps(fun)
     def summed(*args: Any, **kwargs: Any) -> tuple[PerSample, Any]:
         roles, positional, by_name = roles_of(fun, options, args, kwargs)
-        for place in as_tuple(roles.differentiated):
-            refuse_what_has_no_gradient(place, positional[place])
+        for position in as_tuple(roles.differentiated):
+            refuse_what_has_no_gradient(position, positional[position])
         leaves = _flat(roles, positional, by_name)
 
         def sample(rows: Sequence[Any], number: Any) -> tuple[PerSample, Any]:
@@ -172,12 +172,13 @@ def _options(
             nonfinite="propagate",
             noise=False,
             stats=False,
-            check=False,  # a batch of one row couples nothing
+            check=False,  # a batch of one row cannot couple rows
         )
     )
 
 
 def _flat(roles: Roles, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Leaves:
+    """Return the flattened arguments of a call."""
     modes_at = {argument.where: argument.modes for argument in roles.others}
     differentiated = as_tuple(roles.differentiated)
     places = [*enumerate(args), *sorted(kwargs.items())]  # as JAX flattens a dict
@@ -191,24 +192,25 @@ def _flat(roles: Roles, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Leave
         axis for leaf, mode in zip(leaves, modes, strict=True) if mode == "rows" for axis in _varies(leaf)
     }
     axes = tuple(sorted(axes))
-    # With respect to a parameter that is the same on all devices JAX adds gradients over them: before a clip.
-    args = tuple(varying(arg, axes) if place in differentiated else arg for place, arg in enumerate(args))
+    # Mark the parameters as varying. Otherwise JAX would sum their gradients over devices before clipping.
+    args = tuple(
+        varying(arg, axes) if position in differentiated else arg for position, arg in enumerate(args)
+    )
     values, structure = jax.tree.flatten((args, kwargs))
     return _Leaves(structure, values, modes, axes)
 
 
 def _varies(leaf: Any) -> frozenset[str]:
-    """The axes of `jax.shard_map` over which an array is known to differ."""
+    """Return the axes of `jax.shard_map` over which an array differs by its type."""
     if not is_array(leaf) or is_key(leaf):
         return frozenset()
-    type_of = jax.typeof(leaf)
-    return type_of.mat.varying if hasattr(type_of, "mat") else type_of.vma
+    return frozenset(axes_of_type(leaf))
 
 
 def _one(
     fun: Callable[..., Any], roles: Roles, has_aux: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Loss, aux and gradient of one sample."""
+    """Return ``((loss, aux), gradient)`` of one sample."""
 
     def loss(*positional: Any) -> tuple[Any, Any]:
         outcome = read(fun(*positional, **kwargs), Form(returned=False, has_aux=has_aux, has_carry=False))
@@ -218,23 +220,24 @@ def _one(
 
 
 def _clipped(gradient: Any, norm: Any, most: Any) -> Any:
-    """A gradient in the dtypes of the sum, scaled down to the norm. NaN stays NaN, and so reaches the sum."""
-    factor = jnp.ones_like(norm) if most is None else jnp.where(norm > most, most / norm, jnp.ones_like(norm))
+    """Return a gradient in the dtypes of the sum, scaled down to the norm `most`.
 
-    def one(leaf: Any) -> Any:
-        wide = leaf.astype(arithmetic.sum_dtype(leaf.dtype))
-        return wide * factor.astype(jnp.finfo(wide.dtype).dtype)
-
-    return jax.tree.map(one, gradient)
+    The factor of a NaN gradient is 1, so the NaN reaches the sum.
+    """
+    factor = None if most is None else jnp.where(norm > most, most / norm, jnp.ones_like(norm))
+    return jax.tree.map(
+        lambda leaf: arithmetic.weighted(leaf, arithmetic.sum_dtype(leaf.dtype), factor), gradient
+    )
 
 
 def _like_a_row(leaf: Any) -> Any:
-    # Not `leaf[0]`: of rows that are spread over an explicit mesh JAX takes no single one.
+    """Return an array with the shape and dtype of one row, under `jax.eval_shape`."""
+    # Not `leaf[0]`: JAX cannot index a single row of rows that are sharded over an explicit mesh.
     return leaf[0] if is_key(leaf) else leaf.max(0)
 
 
 def _spread_like(numbers: Any, rows: Any) -> Any:
-    """The numbers on the devices of the rows: on an explicit mesh `jax.vmap` takes no others beside them."""
+    """Return the numbers with the sharding of the rows, which `jax.vmap` needs on an explicit mesh."""
     mesh, spec = jax.typeof(rows).sharding.mesh, jax.typeof(rows).sharding.spec
     if not spec or spec[0] is None:
         return numbers
@@ -245,9 +248,10 @@ def _over_batch(
     roles: Roles, leaves: _Leaves, microbatch_size: int, sample: Callable[..., Any]
 ) -> tuple[PerSample, Any]:
     """Return the results of all samples, in order, and the sum of the gradients."""
-    # Cut as the rows are: a sample's key does not depend on the split.
+    # Split like the rows: the key of a sample is folded with its index in the batch.
     numbers = _spread_like(jnp.arange(roles.samples), leaves.rows[0])
     divided = groups(roles.samples, microbatch_size=microbatch_size)
+    # The shapes of the gradient of one sample, which `transform` may have changed.
     first = jax.eval_shape(sample, [jax.eval_shape(_like_a_row, leaf) for leaf in leaves.rows], 0)[1]
     zeros = varying(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), first), leaves.axes)
 
@@ -258,11 +262,11 @@ def _over_batch(
         def body(sums: Any, index: Any) -> tuple[Any, PerSample]:
             *rows, of_rows = cut(index)
             each, parts = jax.vmap(sample)(rows, of_rows)
-            # A sum, not a dot product with the factors: accelerators round the inputs of those.
+            # A sum of scaled gradients, not a dot product with the factors: GPUs and TPUs round its inputs.
             return jax.tree.map(lambda total, part: total + part.sum(0), sums, parts), each
 
         return body
 
-    total, found = loop.run(divided, body_of, zeros)
-    ordered = [rows_in_order(group, LAYOUT) for group in found]
+    total, by_group = loop.run(divided, body_of, zeros)
+    ordered = [rows_in_order(group, LAYOUT) for group in by_group]
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *ordered), total

@@ -1,8 +1,8 @@
 # JAX is an extra. Where it is not installed, pyright cannot resolve it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Reading a traced program: the equations that its outputs depend on, and the programs within an equation.
+"""Analysis of traced programs (jaxprs): dependencies of outputs, programs within equations.
 
-JAX has the first in a private module only.
+JAX has this only in private modules.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ DEBUGGING = ("debug_callback", "debug_print")
 
 
 def needed(jaxpr: Any) -> tuple[list[Any], set[Any]]:
-    """Return the equations and the variables that the outputs depend on.
+    """Return the equations and the variables on which the outputs depend.
 
-    An equation with a program in it counts as one: with any of its outputs, all of its inputs are needed.
+    An equation with an inner program, such as a loop, counts as one: any of its outputs needs all its inputs.
 
     Examples:
         >>> import jax
@@ -27,17 +27,17 @@ def needed(jaxpr: Any) -> tuple[list[Any], set[Any]]:
         ['mul']
     """
     wanted = {variable for variable in jaxpr.outvars if not isinstance(variable, Literal)}
-    found = []
+    equations = []
     for equation in reversed(jaxpr.eqns):
         if wanted.isdisjoint(equation.outvars):
             continue
-        found.append(equation)
+        equations.append(equation)
         wanted.update(variable for variable in equation.invars if not isinstance(variable, Literal))
-    return found, wanted
+    return equations, wanted
 
 
 def within(equation: Any) -> Iterator[Any]:
-    """Yield the programs in the parameters of an equation: of a loop, a branch, a jitted function.
+    """Yield the programs within an equation: those of a loop, a branch, a jitted function.
 
     Examples:
         >>> import jax
@@ -53,7 +53,7 @@ def within(equation: Any) -> Iterator[Any]:
 
 
 def with_changed(value: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:
-    """Return a parameter of an equation, with the programs in it changed; any other parameter as it is.
+    """Return a parameter of an equation with a change applied to every program in it.
 
     Examples:
         >>> with_changed(3, lambda program: program)
@@ -69,7 +69,7 @@ def with_changed(value: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:
 
 
 def without_debugging(jaxpr: Jaxpr) -> Jaxpr:
-    """Return a program that computes the same, without `jax.debug.print` and `jax.debug.callback`.
+    """Return the program without its calls of `jax.debug.print` and `jax.debug.callback`.
 
     Examples:
         >>> import jax

@@ -2,8 +2,8 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """Role of every argument of a call: differentiated, split, a random key, a state, or the same for all.
 
-The commonest silent mistake is an array with one row for each sample that is not split: each micro-batch is
-then compared with the labels of the whole batch. Such an array is an error until it is declared.
+A common silent mistake is an array with one row for each sample that is not split, so that the outputs of a
+micro-batch meet the labels of the whole batch. Such an array raises an error unless it is in `unsplit`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ Mode = Literal["rows", "key", "same", "unsplit"]
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument besides those that are differentiated and the state.
+    """One argument that is not differentiated, and not the argument of `rng_argnum` or `carry_argnum`.
 
     Args:
-        where: position or keyword.
-        name: of the function's parameter; None where it is not known.
-        value: as passed.
+        where: its position or keyword.
+        name: the name of the function's parameter; None if it is not known.
+        value: the argument.
         split: whether it is part of the batch.
-        modes: of its leaves, in order: cut by rows; a random key, of which each micro-batch gets its own; the
-            same for all; or declared to be the same for all.
-        axes: of its leaves, in order: where rows are.
+        modes: for each leaf: ``"rows"``: split by rows; ``"key"``: a random key, folded with the index of the
+            micro-batch; ``"same"``: the same for all; ``"unsplit"``: the same for all by `unsplit`.
+        axes: for each leaf, the axis of its rows.
     """
 
     where: Where
@@ -47,20 +47,20 @@ class Argument:
 
     @property
     def changes(self) -> bool:
-        """True where micro-batches get different values of it."""
+        """Return True if micro-batches get different values of it."""
         return "rows" in self.modes or "key" in self.modes
 
 
 @dataclass(frozen=True)
 class Roles:
-    """Arguments of a call by role; positions are not negative.
+    """Arguments of a call by role; no position is negative.
 
     Args:
-        differentiated: positions, in the form of `argnums`.
-        rng: position of the random key.
-        carry: position of the state.
+        differentiated: the positions of `argnums`, in the same form.
+        rng: the position of the random key, or None.
+        carry: the position of the state, or None.
         others: the other arguments.
-        samples: rows of the batch.
+        samples: the number of rows of the batch.
     """
 
     differentiated: int | tuple[int, ...]
@@ -114,14 +114,15 @@ def roles_of(
         The roles and the arguments; some may have moved from keyword to position.
 
     Raises:
-        InputError: an argument is missing or has two roles; rows are not split and not declared; a random key
-            is of the legacy kind; or `unsplit` names nothing.
+        InputError: an argument is missing or has two roles; an array with as many rows as the batch is not
+            split and not in `unsplit`; a random key is a legacy key; or an entry of `unsplit` matches
+            nothing.
         SplitError: arrays of the batch differ in length, or it has none.
     """
     names, given = parameter_names(fun), len(args)
     batch = as_tuple(options.batch_argnums)
     if options.batch_argnames and given == 1 and options.batch_argnums == 1:
-        batch = ()  # the default means the batch of fun(params, batch), and there is none
+        batch = ()  # a call such as fun(params, x=...): there is no argument 1, the default of batch_argnums
     single = [place for place in (options.rng_argnum, options.carry_argnum) if place is not None]
     asked = (*as_tuple(options.argnums), *batch, *single)
     args, kwargs = by_position(names, asked, args, kwargs)
@@ -151,7 +152,7 @@ def _singles(options: Options) -> tuple[int | None, int | None]:
 
 
 def parameter_names(fun: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of a function's positional parameters; none where Python does not know them.
+    """Return the names of a function's positional parameters; none if `inspect` cannot find them.
 
     Examples:
         >>> parameter_names(lambda params, x, *, scale: 0)
@@ -168,13 +169,14 @@ def parameter_names(fun: Callable[..., Any]) -> tuple[str, ...]:
 def by_position(
     names: Sequence[str], positions: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Turn keyword arguments into positional ones, as far as the positions reach.
+    """Turn keyword arguments into positional ones, up to the largest of the positions.
 
     Examples:
         >>> by_position(("params", "x", "y"), (1, 2), (0,), {"x": 1, "y": 2, "scale": 3})
         ((0, 1, 2), {'scale': 3})
     """
     args, kwargs = (*args,), dict(kwargs)
+    # In order: a gap cannot be passed by position.
     while any(place >= len(args) for place in positions) and names[len(args) : len(args) + 1]:
         name = names[len(args)]
         if name not in kwargs:
@@ -184,21 +186,28 @@ def by_position(
 
 
 def _from_start(entry: Where, given: int) -> Where:
+    """Return an entry of `unsplit` with a negative position counted from the start."""
     return entry + given if isinstance(entry, int) and entry < 0 else entry
 
 
 def _place(place: int, given: int, count: int) -> int:
-    """A position that is not negative."""
+    """Return a position counted from the start.
+
+    Args:
+        place: the position, which may be negative.
+        given: the number of arguments that the user passed by position.
+        count: the number of positional arguments after `by_position`.
+    """
     if -given <= place < count:
         return place + given if place < 0 else place
     raise InputError(
-        f"The call has {count} positional arguments, and argnums, batch_argnums, rng_argnum or carry_argnum "
+        f"The call has {count} positional arguments, but argnums, batch_argnums, rng_argnum or carry_argnum "
         f'names argument {place}. Pass it by position, or split keyword arguments with batch_argnames=("x",).'
     )
 
 
 def _where(name: str, names: Sequence[str], kwargs: dict[str, Any]) -> Where:
-    """Find an argument of `batch_argnames`."""
+    """Return the keyword or the position of an argument of `batch_argnames`."""
     if name in kwargs:
         return name
     if name in names:
@@ -213,8 +222,8 @@ def _refuse_doubled(taken: Sequence[Where]) -> None:
     doubled = [where for where in taken if taken.count(where) > 1]
     if doubled:
         raise InputError(
-            f"argument {doubled[0]!r} has two roles. An argument is differentiated, split, a random key or a "
-            "state, and only one of these: change argnums, batch_argnums, rng_argnum or carry_argnum."
+            f"Argument {doubled[0]!r} has two roles. It can be differentiated, split, a random key or a "
+            "state, but only one of these. Change argnums, batch_argnums, rng_argnum or carry_argnum."
         )
 
 
@@ -224,14 +233,14 @@ def with_modes(
     """Return the arguments with the modes of their leaves.
 
     Args:
-        rest: where, name and value of each.
-        split: where the batch is, and the entry of `in_axes` for each.
+        rest: position or keyword, name and value of each argument.
+        split: the entry of `in_axes` for each argument that is split, by position or keyword.
         unsplit: positions, names, or paths within arguments.
 
     Raises:
-        InputError: an entry of `unsplit` names nothing, or a leaf is a legacy random key.
+        InputError: an entry of `unsplit` matches nothing, or a leaf is a legacy random key.
     """
-    found: list[Argument] = []
+    arguments: list[Argument] = []
     used: set[Where] = set()
     for where, name, value in rest:
         modes: list[Mode] = []
@@ -243,23 +252,25 @@ def with_modes(
             whole = bool(matching) or axis is None
             modes.append("unsplit" if whole else _mode(leaf, _label(where, name, path), where in split))
         if not modes and {where, name} & {*unsplit}:
-            used.update({where, name} & {*unsplit})  # an argument without leaves
-        found.append(Argument(where, name, value, where in split, tuple(modes), tuple(a or 0 for a in axes)))
+            used.update({where, name} & {*unsplit})  # an argument without leaves, such as None
+        arguments.append(
+            Argument(where, name, value, where in split, tuple(modes), tuple(a or 0 for a in axes))
+        )
     unknown = [entry for entry in unsplit if entry not in used]
     if unknown:
-        listed = [label for argument in found for label, *_ in leaves_of(argument)]
+        listed = [label for argument in arguments for label, *_ in leaves_of(argument)]
         raise InputError(
             f"unsplit names {unknown[0]!r}, which the call does not have. It has {', '.join(listed[:20])}."
         )
-    return tuple(found)
+    return tuple(arguments)
 
 
 def _mode(leaf: Any, label: str, split: bool) -> Mode:
     if is_legacy_key(leaf):
         raise InputError(
-            f"{label} looks like a legacy random key (uint32 of shape {tuple(leaf.shape)}), which every "
-            "micro-batch would draw the same numbers from. Make it with jax.random.key(seed), or name its "
-            "position with rng_argnum; if it is no key, declare it in unsplit= or give it another dtype."
+            f"{label} looks like a legacy random key (uint32 of shape {tuple(leaf.shape)}), from which every "
+            "micro-batch would draw the same numbers. Make it with jax.random.key(seed), or pass its "
+            "position as rng_argnum. If it is not a key, add it to unsplit= or give it another dtype."
         )
     if is_array(leaf) and leaf.shape and split:
         return "rows"
@@ -267,7 +278,7 @@ def _mode(leaf: Any, label: str, split: bool) -> Mode:
 
 
 def _means(entry: Where, where: Where, name: str | None, path: Any) -> bool:
-    """Tell whether an entry of `unsplit` names a leaf or a tree that contains it."""
+    """Return True if an entry of `unsplit` names a leaf, or a tree that contains it."""
     if isinstance(entry, int) or entry in (where, name):
         return entry in (where, name)
     dotted = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -275,6 +286,7 @@ def _means(entry: Where, where: Where, name: str | None, path: Any) -> bool:
 
 
 def _label(where: Where, name: str | None, path: Any) -> str:
+    """Return the text for a leaf in errors, such as "batch['x']"."""
     text = name if name else f"argument {where}"
     return text + jax.tree_util.keystr(path)
 
@@ -296,7 +308,7 @@ def count_rows(arguments: Sequence[Argument]) -> int:
     """Return the rows of the batch: the length of the leaves that are split.
 
     Raises:
-        SplitError: leaves differ in length, or no leaf has one.
+        SplitError: leaves differ in length, or no leaf is split.
 
     Examples:
         >>> count_rows([Argument(1, "x", jnp.zeros((5, 2)), True, ("rows",), (0,))])
@@ -316,26 +328,26 @@ def count_rows(arguments: Sequence[Argument]) -> int:
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{label} {length}" for label, length in lengths.items())
         raise SplitError(
-            f"Arrays of the batch have different lengths ({listed}), and each needs one row for each sample. "
-            'Declare those that every micro-batch gets whole, as in unsplit=("table",).'
+            f"Arrays of the batch have different lengths ({listed}), but each needs one row for each sample. "
+            'Add those that every micro-batch gets whole to unsplit=, as in unsplit=("table",).'
         )
     return next(iter(lengths.values()))
 
 
 def _refuse_rows_that_are_not_split(arguments: Sequence[Argument], samples: int) -> None:
-    """Refuse arrays with as many rows as the batch that every micro-batch would get whole."""
+    """Raise for arrays with as many rows as the batch that are not split and not in `unsplit`."""
     if samples < 2:
         return  # a batch of one sample is its only micro-batch
     for argument in arguments:
         for label, leaf, mode in leaves_of(argument):
             if mode in ("same", "key") and is_array(leaf) and leaf.shape[:1] == (samples,):
                 raise InputError(
-                    f"{label} has {samples} rows, as many as the batch, and is not split: each micro-batch "
+                    f"{label} has {samples} rows, as many as the batch, but is not split: each micro-batch "
                     f"would get all of them. {_remedy(argument, label, arguments)}"
                 )
         for label in _lists_of_numbers(argument, samples):
             raise InputError(
-                f"{label} is a list of {samples} numbers, as many as the batch has rows, and lists are not "
+                f"{label} is a list of {samples} numbers, as many as the batch has rows, but lists are not "
                 "split. Pass an array: jnp.asarray(values)."
             )
 
@@ -347,11 +359,11 @@ def _remedy(argument: Argument, label: str, arguments: Sequence[Argument]) -> st
         alone = argument.name or argument.where
     else:
         wanted, alone = f"batch_argnames=({argument.where!r},)", argument.where
-    return f"Pass {wanted} to split {label}, or unsplit=({alone!r},) if each shall have the whole."
+    return f"Pass {wanted} to split {label}, or unsplit=({alone!r},) to pass all of it to each."
 
 
 def _lists_of_numbers(argument: Argument, samples: int) -> Iterator[str]:
-    """Yield the labels of lists of as many numbers as the batch has rows."""
+    """Yield the labels of lists with as many numbers as the batch has rows."""
 
     def is_list(node: Any) -> bool:
         if not isinstance(node, list) or len(node) != samples:

@@ -1,6 +1,6 @@
 # JAX is an extra. Where it is not installed, pyright cannot resolve it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""One reduction for each update: sums stay on their device until the loop has ended."""
+"""Axes of `jax.shard_map`: the type of arrays in the loop, and the single reduction after it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def names(axis_name: AxisName) -> tuple[str, ...]:
 
 
 def varying(tree: Any, axis_name: AxisName) -> Any:
-    """Mark arrays as differing between the devices of an axis of `jax.shard_map`.
+    """Mark arrays as varying over axes of `jax.shard_map`.
 
-    The gradient with respect to a parameter that is known to be the same on every device is reduced at once,
-    in every micro-batch. With respect to a parameter that may differ it is not. For an axis of `jax.vmap`
-    there are no such types.
+    JAX reduces the gradient of a parameter that does not vary over devices in every micro-batch. The gradient
+    of a varying one stays on its device, to be reduced once after the loop. Axes of `jax.vmap` have no such
+    types.
 
     Examples:
         >>> varying({"w": 1.0}, None)
@@ -43,9 +43,9 @@ def varying(tree: Any, axis_name: AxisName) -> Any:
 
 
 def varying_like(tree: Any, other: Any) -> Any:
-    """Mark arrays as differing between devices where those of another tree of the same structure do.
+    """Mark arrays as varying over the axes of the arrays in another tree of the same structure.
 
-    Parameters may be spread over an axis of the model, beside that of the batch: so are their gradients.
+    Parameters may also be sharded over an axis of the model; their gradients vary over it too.
 
     Examples:
         >>> varying_like({"w": 1.0}, {"w": 2.0})
@@ -55,14 +55,14 @@ def varying_like(tree: Any, other: Any) -> Any:
 
 
 def axes_of_type(leaf: Any) -> tuple[str, ...]:
-    """Return the axes of `jax.shard_map` over which an array is known to differ.
+    """Return the axes of `jax.shard_map` over which an array varies, by its type.
 
     Examples:
         >>> axes_of_type(1.0)
         ()
     """
     type_of = jax.typeof(leaf)
-    # `vma` in older releases.
+    # `mat.varying` in new releases of JAX, `vma` in older ones.
     return tuple(sorted(type_of.mat.varying if hasattr(type_of, "mat") else type_of.vma))
 
 
@@ -73,28 +73,28 @@ def _cast(leaf: Any, axes: Sequence[str]) -> Any:
 
 
 def refuse_unbound(axis_name: AxisName) -> None:
-    """Refuse an axis name that is not bound where the function is called.
+    """Raise if an axis name is not bound where the function is called.
 
     Raises:
-        InputError: no such axis is bound.
+        InputError: it is not bound.
 
     Examples:
         >>> refuse_unbound(None)
     """
     for name in names(axis_name):
-        # JAX raises a NameError without a remedy, from within the loop.
+        # Here, as otherwise JAX would raise a NameError without a remedy from within the loop.
         try:
             lax.axis_size(name)
         except NameError as error:  # noqa: PERF203  (one or two axes)
             raise InputError(
-                f"axis_name={axis_name!r}, and there is no axis {name!r} where the function is called. Call "
+                f"axis_name={axis_name!r}, but no axis {name!r} is bound where the function is called. Call "
                 f"it inside jax.shard_map over a mesh with this axis, or jax.vmap(..., axis_name={name!r}). "
                 "Under jax.jit alone leave axis_name out."
             ) from error
 
 
 def summed(tree: Any, axis_name: AxisName) -> Any:
-    """Return the sum over the devices of an axis: all leaves in one reduction.
+    """Return the sum over the devices of the axes, in one reduction for all leaves.
 
     Examples:
         >>> summed({"w": 1.0}, None)
@@ -104,7 +104,7 @@ def summed(tree: Any, axis_name: AxisName) -> Any:
 
 
 def key_of_device(key: Any, axis_name: AxisName) -> Any:
-    """Return another random key on each device of the axis.
+    """Return a random key folded with the index of the device on each axis.
 
     Examples:
         >>> key_of_device("unchanged", None)

@@ -1,11 +1,11 @@
 # JAX is an extra. Where it is not installed, pyright cannot resolve it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Assignment of rows to micro-batches, in at most two groups of micro-batches of one size.
+"""Assignment of rows to micro-batches, in one or two groups of micro-batches of the same size.
 
-A group of k micro-batches of m rows is one loop: XLA compiles it once, whatever k is. Micro-batch i of a
-*strided* group has the rows ``i, i + k, i + 2k, ...`` of the group: where the batch is sharded over devices
-by contiguous blocks, each device finds its share of every micro-batch on itself. *Contiguous* micro-batches
-lie on one device or two, so that XLA gathers the whole batch on all of them.
+A group of k micro-batches is one loop, which XLA compiles once for any k. Micro-batch i of a *strided* group
+has the rows ``i, i + k, i + 2k, ...`` of the group. If the batch is sharded over devices in contiguous
+blocks, each device then holds its share of every micro-batch. A *contiguous* micro-batch would lie on one or
+two devices, so XLA would gather the whole batch on all of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ Layout = Literal["strided", "contiguous"]
 
 @dataclass(frozen=True)
 class Group:
-    """`count` micro-batches of `size` rows each, from row `start` on; the first has the index `first`."""
+    """A group of `count` micro-batches of `size` rows each.
+
+    The first row of the group is `start`; the index of its first micro-batch is `first`.
+    """
 
     count: int
     size: int
@@ -36,12 +39,12 @@ class Group:
 
 
 def groups(samples: int, *, microbatch_size: int | None = None, steps: int | None = None) -> list[Group]:
-    """Divide a batch: full micro-batches and one tail, or a number of near-equal ones.
+    """Divide a batch into micro-batches of one size and a smaller last one, or into `steps` near-equal ones.
 
     Args:
-        samples: of the batch.
-        microbatch_size: rows of each micro-batch but the tail.
-        steps: how many micro-batches; their sizes differ by one at most.
+        samples: the rows of the batch.
+        microbatch_size: rows of each micro-batch but the last.
+        steps: the number of micro-batches; their sizes differ by at most one.
 
     Raises:
         SplitError: there are fewer samples than `steps`, or none.
@@ -56,7 +59,7 @@ def groups(samples: int, *, microbatch_size: int | None = None, steps: int | Non
     if samples < (steps or 1):
         raise SplitError(
             f"A batch of {samples} samples{f' for steps={steps}' if steps else ''} is too small: every "
-            f"micro-batch needs a sample. Give a larger batch{' or fewer steps' if steps else ''}."
+            f"micro-batch needs a sample. Pass a larger batch{' or fewer steps' if steps else ''}."
         )
     if steps is not None:
         size, larger = divmod(samples, steps)
@@ -65,43 +68,44 @@ def groups(samples: int, *, microbatch_size: int | None = None, steps: int | Non
         assert microbatch_size is not None
         full, tail = divmod(samples, microbatch_size)
         counts = [(full, microbatch_size), (1, tail)]
-    found: list[Group] = []
+    divided: list[Group] = []
     start = first = 0
     for count, size in counts:
-        if count and size:
-            found.append(Group(count, size, start, first))
+        if count and size:  # no tail, or no micro-batch of the larger size
+            divided.append(Group(count, size, start, first))
             start, first = start + count * size, first + count
-    return found
+    return divided
 
 
 def check_split(microbatch_size: int | None, steps: int | None, layout: str) -> None:
     """Check the options that divide a batch.
 
     Raises:
-        InputError: both or none of the two are given, one is no positive int, or the layout is unknown.
+        InputError: both or neither of `microbatch_size` and `steps` are given, the one given is not a
+            positive int, or the layout is unknown.
 
     Examples:
         >>> check_split(8, None, "strided")
     """
     if (microbatch_size is None) == (steps is None):
         raise InputError(
-            f"microbatch_size={microbatch_size!r} and steps={steps!r}, and exactly one of them is needed. "
+            f"microbatch_size={microbatch_size!r} and steps={steps!r}, but exactly one of them is needed. "
             "Pass microbatch_size= (rows of a micro-batch) or steps= (the number of micro-batches)."
         )
     name, value = ("microbatch_size", microbatch_size) if steps is None else ("steps", steps)
     positive_int(name, value)
     if layout not in ("strided", "contiguous"):
         raise InputError(
-            f'layout={layout!r} is unknown. Pass layout="strided" (keeps sharded rows where they are) or '
+            f'layout={layout!r} is unknown. Pass layout="strided" (keeps sharded rows on their devices) or '
             'layout="contiguous".'
         )
 
 
 def check_real(real: Any, layout: str) -> None:
-    """Check a number of micro-batches that may be known only when the program runs.
+    """Check `num_real_microbatches`, which may be traced.
 
     Raises:
-        InputError: it is no integer, or micro-batches are not blocks of rows.
+        InputError: it is not a scalar integer, or the layout is not ``"contiguous"``.
 
     Examples:
         >>> check_real(3, "contiguous")
@@ -111,21 +115,21 @@ def check_real(real: Any, layout: str) -> None:
     array = None if isinstance(real, bool) or not isinstance(real, SupportsIndex | jax.Array) else real
     if array is None or jnp.shape(array) != () or not jnp.issubdtype(jnp.result_type(array), jnp.integer):
         raise InputError(
-            f"num_real_microbatches={real!r} is no number of micro-batches. Pass an int or a scalar array of "
-            "integers."
+            f"num_real_microbatches={real!r} is not a scalar integer. Pass an int or a scalar "
+            "array of integers."
         )
     if layout != "contiguous":
         raise InputError(
-            f"num_real_microbatches= needs blocks of rows, and with layout={layout!r} every micro-batch gets "
-            'rows of the padding. Pass layout="contiguous".'
+            f"num_real_microbatches= needs padding at the end, but with layout={layout!r} every micro-batch "
+            'gets rows of it. Pass layout="contiguous".'
         )
 
 
 def refuse_more_than_there_are(real: Any, division: Sequence[Group]) -> None:
-    """Refuse a number of micro-batches that the batch does not have, where it is known.
+    """Raise if `num_real_microbatches` is larger than the number of micro-batches; a traced one may be.
 
     Raises:
-        InputError: there are fewer.
+        InputError: it is larger, or negative.
 
     Examples:
         >>> refuse_more_than_there_are(3, groups(10, microbatch_size=4))
@@ -133,22 +137,22 @@ def refuse_more_than_there_are(real: Any, division: Sequence[Group]) -> None:
     count = sum(group.count for group in division)
     if real is not None and not isinstance(real, jax.core.Tracer) and not 0 <= int(real) <= count:
         raise InputError(
-            f"num_real_microbatches={int(real)}, and the batch has {count} micro-batches. Pass 0 to {count}."
+            f"num_real_microbatches={int(real)}, but the batch has {count} micro-batches. Pass 0 to {count}."
         )
 
 
 def cutter(
     arrays: Sequence[Any], group: Group, layout: Layout, axes: Sequence[int]
 ) -> Callable[[Any], list[Any]]:
-    """Return a function from the index of a micro-batch within its group to that micro-batch.
+    """Return a function from the index of a micro-batch in its group to its rows of every array.
 
-    The batch is indexed, not transposed: no second copy of it is made.
+    The batch is indexed, not transposed, so that it is not copied.
 
     Args:
-        arrays: of the batch.
-        group: the micro-batches.
-        layout: how rows are dealt out.
-        axes: where the rows of each array are.
+        arrays: the arrays of the batch.
+        group: the group.
+        layout: the assignment of rows to micro-batches.
+        axes: the axis of the rows in each array.
 
     Examples:
         >>> cut = cutter([jnp.arange(6)], Group(count=3, size=2, start=0, first=0), "strided", [0])
@@ -156,7 +160,7 @@ def cutter(
         ([0, 3], [1, 4])
     """
     strided = layout == "strided"
-    # The axis of the rows becomes two, of which the loop's index picks one.
+    # Reshape the axis of the rows to two axes; the index of the micro-batch selects along one of them.
     shape = (group.size, group.count) if strided else (group.count, group.size)
 
     def arranged(leaf: Any, axis: int) -> Any:
@@ -179,12 +183,12 @@ def cutter(
 
 
 def _refuse_to_move(leaf: Any, axis: int, group: Group, layout: Layout) -> None:
-    """Refuse micro-batches that are not spread like the batch, where the mesh is explicit.
+    """Raise if rows would have to move between devices of an explicit mesh.
 
-    XLA would gather the rows on every device; under an explicit mesh JAX refuses that by a type error.
+    On other meshes XLA gathers the rows on every device. On an explicit mesh JAX would raise a type error.
 
     Raises:
-        SplitError: rows would have to move.
+        SplitError: the devices do not hold equal shares of every micro-batch.
     """
     sharding = jax.typeof(leaf).sharding
     over = sharding.spec[axis] if axis < len(sharding.spec) else None
@@ -195,19 +199,19 @@ def _refuse_to_move(leaf: Any, axis: int, group: Group, layout: Layout) -> None:
     whole = "or let every device have the whole batch: jax.sharding.reshard(batch, jax.P())"
     if layout == "contiguous":
         raise SplitError(
-            f'layout="contiguous" cuts blocks of rows, and the rows are spread over {over!r} of an explicit '
-            f'mesh: a block lies on one device. Pass layout="strided", {whole}.'
+            f'layout="contiguous" assigns blocks of rows, but the rows are sharded over {over!r} of an '
+            f'explicit mesh, so a block is on one device. Pass layout="strided", {whole}.'
         )
     if group.count * group.size != leaf.shape[axis] or group.size % devices:
         raise SplitError(
-            f"Micro-batches of {group.size} rows do not divide {leaf.shape[axis]} rows that are spread over "
+            f"Micro-batches of {group.size} rows do not divide {leaf.shape[axis]} rows that are sharded over "
             f"{over!r} of an explicit mesh with {devices} devices. Pass a microbatch_size that is a multiple "
             f"of {devices} and divides the batch, {whole}."
         )
 
 
 def rows_in_order(stacked: Any, layout: Layout) -> Any:
-    """Return outputs of a group, stacked as [count, size, ...], as rows in the order of the batch.
+    """Return the outputs of a group, of shape [count, size, ...], as rows in the order of the batch.
 
     Examples:
         >>> rows_in_order(jnp.array([[0, 3], [1, 4], [2, 5]]), "strided").tolist()

@@ -1,6 +1,6 @@
 # JAX is an extra. Where it is not installed, pyright cannot resolve it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""The state that one micro-batch hands to the next, with names, shapes and dtypes that stay."""
+"""State that one micro-batch passes to the next; structure, shapes and dtypes must not change."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .sharding import varying_like
 
 
 def next_state(new: Any, old: Any, *, alone: bool) -> Any:
-    """Return the state that the function returned, for the next micro-batch.
+    """Return the state for the next micro-batch, after a check of its form.
 
     Args:
-        new: as returned.
-        old: as given.
-        alone: True where there is no next micro-batch, so that any form will do.
+        new: the state that the function returned.
+        old: the state that the function was given.
+        alone: True for a single micro-batch: no other one gets the state, so it is not checked.
 
     Raises:
-        LossSpecError: its names, shapes or dtypes are not those of the given state.
+        LossSpecError: the structure, a shape or a dtype differs from the state that the function was given.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -30,23 +30,23 @@ def next_state(new: Any, old: Any, *, alone: bool) -> Any:
     """
     if alone:
         return new
-    # The loop of JAX would raise a TypeError about "scan" and "carry components".
+    # JAX's own error would be a TypeError about "scan" and "carry components".
     if jax.tree.structure(new) != jax.tree.structure(old):
         raise LossSpecError(
-            f"The state comes back with the structure {jax.tree.structure(new)}, and was given with "
-            f"{jax.tree.structure(old)}. Return it with the names that it came with, or pass a first state "
-            "that has all of them."
+            f"The function returns a state of the structure {jax.tree.structure(new)}, but was given "
+            f"{jax.tree.structure(old)}. Return the same structure, or pass a first state with all entries."
         )
     pairs = zip(jax.tree_util.tree_leaves_with_path(new), jax.tree.leaves(old), strict=True)
     for (path, after), before in pairs:
-        known, found = jax.typeof(before), jax.typeof(after)
+        given_type, new_type = jax.typeof(before), jax.typeof(after)
         # A Python number is weakly typed: it takes the dtype of the other operand.
-        same = known.dtype == found.dtype or known.weak_type or found.weak_type
-        if known.shape != found.shape or not same:
+        same = given_type.dtype == new_type.dtype or given_type.weak_type or new_type.weak_type
+        if given_type.shape != new_type.shape or not same:
             raise LossSpecError(
-                f"state{jax.tree_util.keystr(path)} comes back as {found.dtype} of shape {found.shape}, and "
-                f"was given as {known.dtype} of shape {known.shape}. Return the dtype and shape that were "
-                f"given, as with new.astype({known.dtype.name!r})."
+                f"The function returns state{jax.tree_util.keystr(path)} as {new_type.dtype} of shape "
+                f"{new_type.shape}, but was given {given_type.dtype} of shape {given_type.shape}. Return the "
+                f"same dtype and shape, as with new.astype({given_type.dtype.name!r})."
             )
-    # A state that the function averages over devices is known to be the same on all of them.
+    # A state that the function averaged over devices no longer varies over them by its type; the loop needs
+    # the type of the given one.
     return varying_like(new, old)

@@ -1,6 +1,6 @@
 # JAX is an extra. Where it is not installed, pyright cannot resolve it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Refusal of a state in aux: the caller expects one and would get one for each micro-batch."""
+"""Error for a state in aux: the caller expects one state, but would get one for each micro-batch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _COLLECTION = "batch_stats"  # of flax's BatchNorm
 
 
 def refuse_state_in_aux(aux: Any, call: Call) -> None:
-    """Raise an error where aux is a state that the function was given and returns anew.
+    """Raise if aux is an updated state.
 
     Args:
-        aux: of the micro-batches, stacked: [count, ...].
-        call: with the arguments.
+        aux: the aux of the micro-batches, stacked: [count, ...].
+        call: the call.
 
     Raises:
-        LossSpecError: a part of aux is named ``batch_stats``, or aux has the names and shapes of an argument
-            that all micro-batches share.
+        LossSpecError: a part of aux is named ``batch_stats``, or aux has the structure and shapes of an
+            argument that is the same for all micro-batches.
     """
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(aux)[0]]
     names = {getattr(key, "key", getattr(key, "name", None)) for path in paths for key in path}
@@ -31,7 +31,7 @@ def refuse_state_in_aux(aux: Any, call: Call) -> None:
         raise _refused(f"aux holds {_COLLECTION!r}")
     form = jax.tree.structure(aux)
     shapes = [leaf.shape[1:] for leaf in jax.tree.leaves(aux)]
-    if not any(shapes) or form == jax.tree.structure(0):  # numbers and single arrays are no state
+    if not any(shapes) or form == jax.tree.structure(0):  # scalars, or a single array: no state
         return
     for argument in call.roles.others:
         if argument.changes or jax.tree.structure(argument.value) != form:
@@ -42,9 +42,9 @@ def refuse_state_in_aux(aux: Any, call: Call) -> None:
             )
 
 
-def _refused(found: str) -> LossSpecError:
+def _refused(reason: str) -> LossSpecError:
     return LossSpecError(
-        f"{found}, so it is a state, and every micro-batch would return one. "
-        "Pass the state by position, name the position in carry_argnum= and return (loss, state), "
-        "with has_aux (loss, (aux, state)). With check=False aux is stacked."
+        f"{reason}, so it is a state, but every micro-batch would return one. "
+        "Pass the state by position, pass this position as carry_argnum= and return (loss, state), "
+        "with has_aux (loss, (aux, state)). To stack aux nevertheless, pass check=False."
     )

@@ -15,17 +15,17 @@ class Stats(NamedTuple):
     """The third output of `value_and_grad` with ``stats=True`` or ``noise=True``; scalar arrays.
 
     Attributes:
-        weight: ``W``, of the micro-batches that took part; 0: there is no mean and no gradient. Of a loss of
-            several terms it is 1, or 0 where none has weight.
-        samples: of these micro-batches.
-        microbatches: all of them.
-        dropped: how many were left out as not finite (``nonfinite="skip_microbatch"``).
-        a2: ``sum (w_i / W)^2 |g_i|^2``, see `superbatch.noise`; None where noise is not measured.
+        weight: ``W``, the total weight of the micro-batches that took part; with 0 the loss is NaN and the
+            gradient 0. For several losses it is 1, or 0 if none has weight.
+        samples: the number of samples of these micro-batches.
+        microbatches: the number of all micro-batches.
+        dropped: the number of micro-batches left out as not finite (``nonfinite="skip_microbatch"``).
+        a2: ``sum (w_i / W)^2 |g_i|^2``, see `superbatch.noise`; None without ``noise=True``.
         b2: ``|g|^2`` of the batch's gradient.
         q: ``sum (w_i / W)^2``.
         effective_samples: ``1 / sum((w_i / W)^2 / n_i)``.
-        losses: of several terms, each one's loss by name; NaN where it has no weight.
-        weights: of several terms, each one's ``W_t``.
+        losses: for several losses, each loss by name; NaN for one without weight.
+        weights: for several losses, the total weight of each by name.
     """
 
     weight: Any
@@ -53,13 +53,14 @@ def noise_sums(squares: Any, weights: Any, samples: Any) -> tuple[Any, Any, Any]
 
 
 def add_noise(meter: NoiseMeter, stats: Stats) -> None:
-    """Add a window's noise statistics to a `superbatch.NoiseMeter`, on the host.
+    """Add the noise statistics of a window to a `superbatch.NoiseMeter`, on the host.
 
-    A window with one micro-batch, with nearly all weight on one, or that is not finite is noted as left out.
+    The meter counts a window as left out if it has one micro-batch, has nearly all weight on one, or is not
+    finite.
 
     Args:
         meter: the average over windows.
-        stats: of one window, from ``value_and_grad(..., noise=True)``.
+        stats: the third output of a call of ``value_and_grad(..., noise=True)``.
 
     Examples:
         >>> meter = NoiseMeter()

@@ -1,6 +1,6 @@
 # JAX is an extra. Where it is not installed, pyright cannot resolve it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""An Optax optimizer that updates once per window, for micro-batches that come one at a time."""
+"""Optax transformation that updates once per window, for micro-batches that arrive one at a time."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ ShouldSkip = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 class MultiStepsState(NamedTuple):
-    """The state of `multi_steps`; every counter is an array of its own, so that the state can be donated.
+    """State of `multi_steps`. No two fields share an array, so that the state can be donated.
 
-    Optax's names can be read, too: `mini_step`, `gradient_step`, `inner_opt_state`, `acc_grads`.
+    Optax's names are properties: `mini_step`, `gradient_step`, `inner_opt_state`, `acc_grads`.
 
     Attributes:
-        microbatches: of the window in flight.
-        updates: that were made.
-        weight: ``W`` of the window in flight, the divisor of its sums (1 for a total); see `weight_rest`.
-        weight_rest: what rounding took from `weight`.
-        sums: of the gradients of the window in flight.
-        inner: the state of the optimizer.
+        microbatches: the number of micro-batches in the open window.
+        updates: the number of updates made.
+        weight: ``W`` of the open window, the divisor of its sums (1 for a total), without `weight_rest`.
+        weight_rest: the rounding error of `weight`, to be added to it.
+        sums: the summed gradients of the open window.
+        inner: the state of the wrapped optimizer.
         updated: whether the last call made an update.
-        skipped: micro-batches (``"skip_microbatch"``, `should_skip_update_fn`) or windows
+        skipped: the number of micro-batches (``"skip_microbatch"``, `should_skip_update_fn`) or windows
             (``"skip_update"``) that were left out.
-        skip_state: what `should_skip_update_fn` returned last.
+        skip_state: the state that `should_skip_update_fn` returned last.
     """
 
     microbatches: Any
@@ -52,27 +52,27 @@ class MultiStepsState(NamedTuple):
 
     @property
     def mini_step(self) -> Any:
-        """Micro-batches of the window in flight: `microbatches`."""
+        """Number of micro-batches in the open window: `microbatches`."""
         return self.microbatches
 
     @property
     def gradient_step(self) -> Any:
-        """Updates that were made: `updates`."""
+        """Number of updates made: `updates`."""
         return self.updates
 
     @property
     def inner_opt_state(self) -> Any:
-        """State of the optimizer: `inner`."""
+        """State of the wrapped optimizer: `inner`."""
         return self.inner
 
     @property
     def acc_grads(self) -> Any:
-        """Gradient of the window in flight so far: `sums` divided by `weight`."""
+        """Gradient of the open window so far: `sums` divided by `weight`."""
         return arithmetic.gradient_of(self.sums, self.weight + self.weight_rest, self.sums)
 
 
 class _Window(NamedTuple):
-    """Input of the boundary: the window of one call with its micro-batch added."""
+    """The open window after the micro-batch of this call was added; fields as in `MultiStepsState`."""
 
     microbatches: Any
     weight: Any
@@ -92,32 +92,35 @@ def multi_steps(
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap an Optax optimizer so that every k micro-batches make one exact update.
 
-    ``update(gradients, state, params, weight=w, flush=last)`` adds ``w_i g_i`` (``g_i`` for a sum), and at
-    the end of a window calls the optimizer once with the sums over ``W``; in between its updates are zeros,
-    and the optimizer is not evaluated. Within one jitted update `value_and_grad` needs less memory.
+    ``update(gradients, state, params, weight=w, flush=last)`` adds ``w_i g_i`` (``g_i`` for a sum) to the
+    window. At the end of the window it calls the optimizer once, with the sums divided by ``W``. Before that
+    it returns zeros and does not call the optimizer. If all micro-batches of an update are at hand in one
+    jitted function, `value_and_grad` needs less memory.
 
     Args:
         optimizer: any Optax transformation.
-        every: micro-batches per window, also a traced integer; or a function of the number of updates made.
-        reduction: what the gradients are of: a ``"mean"`` over the micro-batch, a ``"sum"`` over what the
-            weight counts, or a ``"total"``, which nothing divides.
-        accumulator_dtype: gradients are summed in ``"auto"``: float32 or wider; None: their own dtype; or
-            this dtype.
-        nonfinite: ``"propagate"``: the optimizer sees NaN, and the next window begins clean;
-            ``"skip_microbatch"`` leaves the micro-batch and its weight out; ``"skip_update"`` gives up
-            the window.
-        should_skip_update_fn: a function of gradients, updates made and parameters ``-> (skip, state)``,
-            such as `optax.skip_not_finite`. A micro-batch that it rejects is as if it had never been.
+        every: micro-batches per window: an int, a traced integer, or a function of the number of updates
+            made.
+        reduction: whether the loss of a micro-batch is a ``"mean"`` or a ``"sum"`` over the rows or tokens
+        that
+            the weight counts, or a ``"total"``, which is not divided.
+        accumulator_dtype: the dtype in which gradients are summed: ``"auto"`` for float32 or wider, None for
+            their own dtype, or a dtype.
+        nonfinite: ``"propagate"``: the optimizer gets the NaN, but the next window does not;
+            ``"skip_microbatch"``: leave the micro-batch and its weight out; ``"skip_update"``: drop the
+            window.
+        should_skip_update_fn: a function ``(gradients, updates made, parameters) -> (skip, state)``, such as
+            `optax.skip_not_finite`. A rejected micro-batch is ignored, and does not count.
 
     Returns:
-        A transformation whose ``update`` takes two more arguments: `weight`, of the micro-batch (1 by
-        default; 0 contributes nothing, NaN or not), and `flush`: end the window now, a tail. A window of
-        weight 0 makes no update. More arguments go to the optimizer. The function `flush` ends a window
-        without a micro-batch.
+        A transformation whose ``update`` takes two more arguments. `weight` is the weight of the micro-batch
+        (default: 1); with weight 0 it contributes nothing, even if it is NaN. `flush` ends the window with
+        this micro-batch, to update with a tail. A window of weight 0 makes no update. Further arguments are
+        passed to the optimizer. To end a window without a micro-batch, call the function `flush`.
 
     Raises:
-        InputError: an option has an unknown value; or, when called, `should_skip_update_fn` returns no
-            boolean.
+        InputError: an option has an unknown value; or, when called, `should_skip_update_fn` does not return
+            a boolean and a state.
 
     Examples:
         >>> optimizer = multi_steps(optax.sgd(1.0), every=2)
@@ -152,19 +155,22 @@ class _Plan(NamedTuple):
 
 
 def _is_count(every: Any) -> bool:
-    """Tell whether the value is a scalar array of integers, which may be traced."""
+    """Return True for a scalar array of integers, which may be traced."""
     return isinstance(every, jax.Array) and every.shape == () and jnp.issubdtype(every.dtype, jnp.integer)
 
 
 def _init(plan: _Plan, params: Any) -> MultiStepsState:
+    """Return the state before the first micro-batch."""
+
     def zeros(leaf: Any) -> Any:
         dtype = arithmetic.sum_dtype(jnp.result_type(leaf), plan.accumulator_dtype)
         return jnp.zeros(jnp.shape(leaf), dtype)
 
+    # An array for each field: a state with a shared array cannot be donated.
     counters = [jnp.zeros((), jnp.int32) for _ in range(3)]
     weights = [jnp.zeros((), jnp.result_type(float)) for _ in range(2)]
-    # As in Optax, the function is asked once about zeros: its state must have its form from the start.
-    skip_state = _asked(plan, jax.tree.map(jnp.zeros_like, params), counters[1], params)[1]
+    # As in Optax, one call with zeros: the state needs the structure of the function's state from the start.
+    skip_state = _skip_of(plan, jax.tree.map(jnp.zeros_like, params), counters[1], params)[1]
     return MultiStepsState(
         microbatches=counters[0],
         updates=counters[1],
@@ -174,16 +180,16 @@ def _init(plan: _Plan, params: Any) -> MultiStepsState:
         inner=plan.inner.init(params),
         updated=jnp.zeros((), bool),
         skipped=counters[2],
-        # Its arrays may be one and the same, which cannot be donated twice.
+        # Copies: the function may use one array twice, and an array cannot be donated twice.
         skip_state=jax.tree.map(jnp.copy, skip_state),
     )
 
 
-def _asked(plan: _Plan, updates: Any, count: Any, params: Any) -> tuple[Any, Any]:
-    """Return what `should_skip_update_fn` says about a micro-batch, and its state.
+def _skip_of(plan: _Plan, updates: Any, count: Any, params: Any) -> tuple[Any, Any]:
+    """Call `should_skip_update_fn`; return whether to skip the micro-batch, and the function's state.
 
     Raises:
-        InputError: it returns something else.
+        InputError: it returns anything else.
     """
     if plan.should_skip is None:
         return jnp.zeros((), bool), ()
@@ -192,11 +198,11 @@ def _asked(plan: _Plan, updates: Any, count: Any, params: Any) -> tuple[Any, Any
         skip = jnp.asarray(answer[0])
         if (skip.dtype, skip.shape) == (jnp.bool_, ()):
             return skip, answer[1]
-        found = f"({skip.dtype} of shape {skip.shape}, state)"
+        returned = f"({skip.dtype} of shape {skip.shape}, state)"
     else:
-        found = type(answer).__name__
+        returned = type(answer).__name__
     raise InputError(
-        f"should_skip_update_fn returned {found}. Return (skip, state), where skip is one boolean, as "
+        f"should_skip_update_fn returned {returned}. Return (skip, state), where skip is one boolean, as "
         "optax.skip_not_finite does."
     )
 
@@ -211,14 +217,15 @@ def _update(
     flush: Any = False,
     **extra: Any,
 ) -> tuple[Any, MultiStepsState]:
-    skip, skip_state = _asked(plan, updates, state.updates, params)
+    """Add a micro-batch, and make the update if it ends a window; see `multi_steps`."""
+    skip, skip_state = _skip_of(plan, updates, state.updates, params)
     window = _added(plan, state, updates, arithmetic.as_weight(weight, "weight"), skip)
     steps = plan.every(state.updates) if callable(plan.every) else plan.every
-    # A rejected micro-batch does not end a window; a flush does, with what came before.
-    due = ((window.microbatches >= steps) & ~skip) | jnp.asarray(flush, bool)
+    # A rejected micro-batch ends no window, but `flush` does: the earlier micro-batches make the update.
+    ends = ((window.microbatches >= steps) & ~skip) | jnp.asarray(flush, bool)
     total = window.weight + window.weight_rest
-    # `!= 0` and not `> 0`: a weight of NaN must reach the optimizer.
-    make, skipped = due & (total != 0), window.skipped
+    # `!= 0`, not `> 0`: a weight of NaN must reach the optimizer.
+    make, skipped = ends & (total != 0), window.skipped
     if plan.nonfinite == "skip_update":
         finite = arithmetic.all_finite((window.sums, total))
         make, skipped = make & finite, skipped + (make & ~finite)
@@ -233,8 +240,8 @@ def _update(
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), inner_state
 
     made, inner_state = lax.cond(make, apply, wait, state.inner)
-    # A new window begins with zeros, not with 0 x sums, which would keep a NaN.
-    begun = jax.tree.map(lambda leaf: jnp.where(due, jnp.zeros_like(leaf), leaf), window)
+    # `where`, not a product with 0, which would carry a NaN into the next window.
+    begun = jax.tree.map(lambda leaf: jnp.where(ends, jnp.zeros_like(leaf), leaf), window)
     return made, MultiStepsState(
         microbatches=begun.microbatches,
         updates=state.updates + make,
@@ -249,14 +256,16 @@ def _update(
 
 
 def in_dtypes_of(old: Any, new: Any) -> Any:
-    """Return the new state of an optimizer in the dtypes of the old one, which wider gradients would widen.
+    """Return the new state of an optimizer in the dtypes of the old one.
+
+    Gradients in a wider dtype than the parameters would otherwise widen the state.
 
     Examples:
         >>> in_dtypes_of(jnp.bfloat16(1), jnp.float32(2)).dtype.name
         'bfloat16'
     """
     if jax.tree.structure(old) != jax.tree.structure(new):
-        return new  # `lax.cond` raises an error that names the difference
+        return new  # `lax.cond` then raises an error that names the difference
 
     def one(before: Any, after: Any) -> Any:
         dtype = jnp.result_type(before)
@@ -266,7 +275,7 @@ def in_dtypes_of(old: Any, new: Any) -> Any:
 
 
 def _added(plan: _Plan, state: MultiStepsState, updates: Any, weight: Any, skip: Any) -> _Window:
-    """The window in flight with one more micro-batch, unless it is to be skipped."""
+    """Return the open window with one more micro-batch, unless this is to be skipped."""
     keep = arithmetic.takes_part(weight, plan.reduction)
     skipped, keep = state.skipped + (skip & keep), keep & ~skip
     weight = jnp.where(skip, jnp.zeros_like(weight), weight)
@@ -275,16 +284,13 @@ def _added(plan: _Plan, state: MultiStepsState, updates: Any, weight: Any, skip:
         skipped, keep = skipped + (~finite & keep), keep & finite
         weight = jnp.where(finite, weight, jnp.zeros_like(weight))
 
-    def add(total: Any, leaf: Any) -> Any:
-        part = leaf.astype(total.dtype)
-        if plan.reduction == "mean":
-            part = part * weight.astype(jnp.finfo(total.dtype).dtype)
-        return total + jnp.where(keep, part, jnp.zeros_like(part))
-
-    sums = jax.tree.map(add, state.sums, updates)
+    factor = weight if plan.reduction == "mean" else None
+    sums = jax.tree.map(
+        lambda total, leaf: total + arithmetic.weighted(leaf, total.dtype, factor, keep), state.sums, updates
+    )
     counted = jnp.where(weight < 0, jnp.nan, weight.astype(state.weight.dtype))
     if plan.reduction == "total":
-        # The divisor is 1 once something has come; NaN stays NaN.
+        # A total is not divided: its divisor is 1 as soon as a micro-batch has weight. NaN stays NaN.
         first = (state.weight == 0) & (counted != 0)
         counted = jnp.where(jnp.isnan(counted), counted, first.astype(counted.dtype))
     total, rest = arithmetic.add_compensated(state.weight, state.weight_rest, counted)
@@ -307,15 +313,15 @@ def has_updated(state: MultiStepsState) -> Any:
 def flush(
     optimizer: optax.GradientTransformationExtraArgs, state: MultiStepsState, params: Any
 ) -> tuple[Any, Any]:
-    """End the window in flight without another micro-batch: the tail that a loader leaves behind.
+    """Make the update of an incomplete window, for example at the end of an epoch.
 
     Args:
-        optimizer: from `multi_steps`.
+        optimizer: the transformation from `multi_steps`.
         state: its state.
         params: the parameters.
 
     Returns:
-        The updates (zeros where nothing waits) and the new state.
+        The updates (zeros if no micro-batch with weight is in the window) and the new state.
 
     Examples:
         >>> optimizer = multi_steps(optax.sgd(1.0), every=4)

@@ -1,13 +1,14 @@
 # JAX is an extra. Where it is not installed, pyright cannot resolve it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Several losses of one micro-batch, each with a reduction and a weight of its own.
+"""Several losses ("terms") of one function, each with its own reduction and weight.
 
-With the weight ``w_ti`` of micro-batch i in term t and ``W_t = sum_i w_ti`` over micro-batches and devices::
+Term t has the value ``l_ti`` and the weight ``w_ti`` in micro-batch i, and the total weight ``W_t``, the sum
+over micro-batches and devices::
 
     L = sum_t sum_i (w_ti / W_t) l_ti          ("sum":  l_ti / W_t)
 
-Every ``W_t`` is computed before the loop, so that there is one backward for each micro-batch and one sum of
-gradients.
+Every ``W_t`` is computed before the loop, so that each micro-batch needs one backward, and all terms share
+one sum of gradients.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import arithmetic, loop
-from .loop import Arguments, Body, Call, PerMicrobatch, kept
+from .loop import Arguments, Body, Call, PerMicrobatch, select_state
 from .options import refuse_with_terms
 from .outcome import Outcome
 from .sharding import summed
@@ -32,11 +33,11 @@ ByTerm = dict[str, Any]
 
 
 class Plan(NamedTuple):
-    """Facts about the terms that are known before the loop.
+    """Constants of the loop for several terms.
 
     Attributes:
-        totals: ``W_t`` of each term, on all devices.
-        apart: whether each term has a backward of its own: in bfloat16 or float16 factors would be rounded.
+        totals: ``W_t`` of each term, over all devices.
+        apart: whether to differentiate each term separately, because a loss is bfloat16 or float16.
     """
 
     totals: ByTerm
@@ -44,7 +45,15 @@ class Plan(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Loss of the window, gradient and scalars of a loss of several terms."""
+    """Result of a window with several terms.
+
+    Attributes:
+        loss: the sum of the terms that have weight; NaN if none has.
+        losses: the loss of each term; NaN for one without weight.
+        weight: 1, or 0 if no term has weight.
+        samples: the samples of the micro-batches that contribute to a term.
+        gradient: the gradient of `loss`.
+    """
 
     loss: Any
     losses: ByTerm
@@ -54,19 +63,19 @@ class Result(NamedTuple):
 
 
 def plan_of(call: Call) -> Plan | None:
-    """Return the total weights of the terms; None where the function returns one loss.
+    """Return the plan with the total weights of the terms; None if the function returns one loss.
 
-    Weights that come with the losses cost a forward for what they depend on: XLA removes the rest of it.
+    Returned weights cost the part of a forward on which they depend: XLA removes the rest.
 
     Raises:
-        InputError: options of the call exclude several terms.
+        InputError: an option of the call excludes several terms.
     """
     options = call.options
     if not options.terms and not options.form.returned:
         return None
     carry = loop.first_carry(call)
     first = call.groups[0]
-    # With weight="returned" only the function knows whether it returns one loss or several.
+    # With weight="returned" only the result of the function shows whether it has one loss or several.
     shape: Outcome = jax.eval_shape(lambda: call.evaluate(call.cutter(first)(0, carry)).without_aux())
     if not shape.has_terms:
         return None
@@ -78,25 +87,27 @@ def plan_of(call: Call) -> Plan | None:
         def body(carry: Any, index: Any) -> tuple[Any, Any]:
             arguments = arguments_of(index, carry)
             if not (options.form.returned or options.form.with_weight):
-                return carry, arguments.weight  # known without a call of the function
+                return carry, arguments.weight  # declared weights need no call of the function
             outcome = call.evaluate(arguments)
             new = next_state(outcome.carry, carry, alone=call.count == 1)
-            return kept(new, carry, _takes_part(call, outcome.weight)), outcome.weight
+            return select_state(new, carry, _takes_part(call, outcome.weight)), outcome.weight
 
         return body
 
+    # A loop of its own before the one with the backwards: only its weights are used.
     _, stacked = loop.run_call(call, body_of, carry)
     totals = {
         name: arithmetic.total_weight(jnp.concatenate([group[name] for group in stacked]))
         for name in shape.loss
     }
-    # A sum of terms in bfloat16 would round the factors `w / W`.
+    # The loss that is differentiated has the dtype of the terms; in bfloat16 the factors `w / W` would be
+    # rounded.
     low = any(jnp.finfo(loss.dtype).bits < 32 for loss in shape.loss.values())
     return Plan(summed(totals, options.axis_name), low)
 
 
 def _takes_part(call: Call, weights: ByTerm) -> Any:
-    """Tell whether a micro-batch contributes to any term."""
+    """Return True if a micro-batch contributes to any term."""
     each = [
         arithmetic.takes_part(weight, call.options.reduction_of(name)) for name, weight in weights.items()
     ]
@@ -104,19 +115,19 @@ def _takes_part(call: Call, weights: ByTerm) -> Any:
 
 
 def share(weight: Any, total: Any, reduction: str) -> Any:
-    """Return the factor of a micro-batch's loss: ``w / W``, or ``1 / W`` for a sum; 0 where ``W`` is 0.
+    """Return the factor of a micro-batch's loss: ``w / W``, or ``1 / W`` for a sum; 0 if ``W`` is 0.
 
     Examples:
         >>> print(share(jnp.int32(1), jnp.float32(4), "mean"), share(jnp.int32(1), jnp.float32(0), "sum"))
         0.25 0.0
     """
-    # 0, not infinity: a term that has no weight in the whole window is no part of the loss.
+    # 0, not infinity: a term without weight in the whole window is not part of the loss.
     one = weight.astype(total.dtype) if reduction == "mean" else jnp.ones((), total.dtype)
     return jnp.where(total == 0, 0, one / jnp.where(total == 0, 1, total))
 
 
 def body(call: Call, group: Group, plan: Plan) -> Body:
-    """Return the body of the loop: the gradient of ``sum_t (w_ti / W_t) l_ti``, added to the sums."""
+    """Return the body of the loop: it adds the gradient of ``sum_t (w_ti / W_t) l_ti`` to the sums."""
     arguments_of, positions = call.cutter(group), call.roles.differentiated
 
     def one(state: Any, index: Any) -> tuple[Any, PerMicrobatch]:
@@ -136,19 +147,21 @@ def body(call: Call, group: Group, plan: Plan) -> Body:
             return jax.tree.map(lambda leaf, total: leaf.astype(total.dtype), gradient, sums)
 
         def each_apart(weights: ByTerm) -> Any:
-            """A mean over nothing is NaN, and 0 x NaN is no 0: its gradient is left out, not multiplied."""
-            found, losses = jax.tree.map(jnp.zeros_like, sums), {}
+            """Differentiate each term separately, and leave the gradients of terms without weight out.
+
+            The mean over nothing is NaN, and in a gradient of the sum of terms 0 x NaN would remain.
+            """
+            part, losses = jax.tree.map(jnp.zeros_like, sums), {}
             factors = _factors(call, plan, weights)
             for name, weight in weights.items():
                 keep = arithmetic.takes_part(weight, call.options.reduction_of(name))
                 keep = keep & (plan.totals[name] != 0)
                 own = loop.guarded(call, arguments, keep).positional
                 losses[name], gradient = jax.value_and_grad(_loss_of(outcome_of, name), positions)(*own)
-                add = partial(_added, factor=factors[name], keep=keep)
-                found = jax.tree.map(add, found, wide(gradient))
-            return found, losses
+                part = jax.tree.map(partial(_added, factor=factors[name], keep=keep), part, gradient)
+            return part, losses
 
-        if plan.apart:  # XLA merges the forwards
+        if plan.apart:  # a forward for each term; XLA merges them
             outcome = outcome_of(*arguments.positional)
             part, losses = each_apart(outcome.weight)
         else:
@@ -159,14 +172,15 @@ def body(call: Call, group: Group, plan: Plan) -> Body:
             differentiated = jax.value_and_grad(objective, positions, has_aux=True)
             (_, outcome), gradient = differentiated(*together.positional)
             part, losses = wide(gradient), outcome.loss
-            # The mean of a term over nothing makes the sum's gradient NaN: known only when the program runs.
+            # If a term has no weight in this micro-batch, the gradient of the sum is NaN. Whether it has is
+            # known only when the program runs, so the program needs both branches.
             if idle:
                 every, weights = _all_count(outcome.weight, idle), outcome.weight
                 part, losses = lax.cond(every, lambda: (part, losses), lambda: each_apart(weights))
         keep = _takes_part(call, outcome.weight)
-        found = PerMicrobatch(losses, outcome.weight, keep, outcome.aux, None)
+        result = PerMicrobatch(losses, outcome.weight, keep, outcome.aux, None)
         new = next_state(outcome.carry, carry, alone=call.count == 1)
-        return (jax.tree.map(jnp.add, sums, part), kept(new, carry, keep)), found
+        return (jax.tree.map(jnp.add, sums, part), select_state(new, carry, keep)), result
 
     return one
 
@@ -187,18 +201,17 @@ def _loss_of(outcome_of: Callable[..., Outcome], name: str) -> Callable[..., Any
 
 
 def _added(total: Any, leaf: Any, *, factor: Any, keep: Any) -> Any:
-    part = leaf * factor.astype(jnp.finfo(total.dtype).dtype)
-    return total + jnp.where(keep, part, jnp.zeros_like(part))
+    return total + arithmetic.weighted(leaf, total.dtype, factor, keep)
 
 
 def finished(call: Call, plan: Plan, sums: Any, by_group: list[PerMicrobatch]) -> Result:
-    """Reduce once over devices, and return the window's loss and gradient.
+    """Reduce once over devices, and return the result of the window.
 
-    A term without weight in the whole window is no part of the loss; without any the loss is NaN and the
-    gradient zero.
+    A term without weight in the whole window is not part of the loss. If no term has weight, the loss is NaN
+    and the gradient zero.
     """
     names = list(plan.totals)
-    # One vector, so that scalars and gradients are one reduction over devices.
+    # One vector, so that a single reduction over devices is enough for scalars and gradients.
     vector = jnp.stack([*(_sum_of(call, name, by_group) for name in names), _samples(call, by_group)])
     sums, vector = summed((sums, vector), call.options.axis_name)
     losses = {
@@ -219,20 +232,17 @@ def finished(call: Call, plan: Plan, sums: Any, by_group: list[PerMicrobatch]) -
 
 
 def _sum_of(call: Call, name: str, by_group: list[PerMicrobatch]) -> Any:
-    """The sum of the losses of a term on this device, weighted as its reduction asks."""
+    """Return the sum of a term over the micro-batches of this device, see `arithmetic.loss_sum`."""
     weights = jnp.concatenate([group.weight[name] for group in by_group])
     losses = jnp.concatenate([group.loss[name] for group in by_group])
     reduction = call.options.reduction_of(name)
     dtype = jnp.promote_types(jnp.result_type(float), arithmetic.sum_dtype(losses.dtype))
-    factors = weights.astype(dtype) if reduction == "mean" else jnp.ones_like(losses, dtype)
-    kept_losses = arithmetic.taking_part(
-        losses.astype(dtype) * factors, arithmetic.takes_part(weights, reduction)
-    )
-    return arithmetic.pairwise_sum(kept_losses)
+    keep = arithmetic.takes_part(weights, reduction)
+    return arithmetic.loss_sum(losses, weights, keep, reduction=reduction, dtype=dtype)
 
 
 def _samples(call: Call, by_group: list[PerMicrobatch]) -> Any:
-    """The samples of the micro-batches that contribute to a term."""
+    """Return the number of samples of the micro-batches that contribute to a term."""
     keep = jnp.concatenate([group.keep for group in by_group])
     counts = jnp.asarray(loop.sizes(call.groups), jnp.result_type(float))
     return arithmetic.pairwise_sum(arithmetic.taking_part(counts, keep))

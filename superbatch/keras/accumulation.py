@@ -6,7 +6,7 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""`accumulate`: a model whose batches of `fit` are processed in micro-batches."""
+"""`accumulate`: train a Keras model with `fit` in micro-batches."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def accumulate(
     nonfinite: NonFinite = "propagate",
     check: bool = True,
 ) -> Any:
-    """Return the model, with every batch of `fit` processed in micro-batches: one batch is one update.
+    """Return a model whose `fit` processes each batch in micro-batches and makes one update per batch.
 
-    With the mean ``l_ij`` of the j-th loss over micro-batch i, which counts ``w_ij`` (rows, unmasked tokens,
-    a sum of sample weights: what Keras divides this loss by), its factor ``f_j`` in `compile`, and
-    regularizers R::
+    ``l_ij`` is the mean of loss j over micro-batch i, and ``w_ij`` the divisor of this mean in Keras: rows,
+    unmasked tokens or a sum of sample weights. ``f_j`` is the entry of the loss in `loss_weights` of
+    `compile`, and R are the regularizers::
 
         L = sum_j f_j sum_i (w_ij / W_j) l_ij + R,     W_j = sum_i w_ij
 
@@ -47,9 +47,9 @@ def accumulate(
     update, as before. Metrics are updated per micro-batch, which is exact for metrics that are sums over
     samples.
 
-    The returned model is a second object, of a subclass of the model's class, on the same layers, weights,
-    optimizer and metrics, with the same `compile`. `model` itself is not changed, and trains as before. A
-    saved file of the returned model loads as a model of the original class.
+    The returned model is a new object, of a subclass of the model's class. It shares layers, weights,
+    optimizer and metrics with `model`, and has the arguments of its `compile`. `model` itself is not changed.
+    A saved file of the returned model loads as a model of the original class.
 
     Args:
         model: a compiled `keras.Model`: functional, sequential or subclassed, on the backend tensorflow, jax
@@ -57,16 +57,16 @@ def accumulate(
             `train_step`.
         microbatch_size: the largest number of rows of a micro-batch. Micro-batches of a batch differ by at
             most one row.
-        loss_weight: the divisor of the loss: a function ``(x, y, sample_weight) -> scalar`` of a
-            micro-batch. Needed for losses that return one number, whose divisor Keras does not know, and
-            for an overridden `compute_loss`.
-        batchnorm: what to do about BatchNormalization in training, which normalises by the micro-batch:
-            ``"error"`` raises; ``"per_microbatch"`` trains with it. The moving statistics are then updated
-            once per update, with mean and variance over all rows of the batch.
-        nonfinite: ``"propagate"`` NaN and infinity; or ``"skip_microbatch"``: leave a micro-batch and its
-            weight out if its loss or gradient is not finite.
-        check: whether to compare a few rows of the first batch at once and in parts before training: layers
-            and losses that couple rows, and weights that do not fit the loss, raise.
+        loss_weight: a function ``(x, y, sample_weight) -> scalar`` that returns the divisor of the loss of a
+            micro-batch. Needed for an overridden `compute_loss`, and for a loss that returns one number,
+            whose divisor Keras does not know.
+        batchnorm: BatchNormalization in training normalises by the statistics of the micro-batch.
+            ``"error"`` raises; ``"per_microbatch"`` trains with these statistics, and updates the moving
+            statistics once per update, with mean and variance over all rows of the batch.
+        nonfinite: ``"propagate"`` NaN and infinity to the update; or ``"skip_microbatch"``: leave a
+            micro-batch and its weight out if its loss or gradient is not finite.
+        check: before training, compare a few rows of the first batch at once with the same rows in
+            micro-batches. Raise if a layer or a loss couples rows, or a weight does not fit its loss.
 
     Returns:
         The model on which to call `fit` and `train_on_batch`. A batch of weight 0 (all W are 0) makes no
@@ -80,8 +80,8 @@ def accumulate(
             a loss couples rows.
         OptimizerError: the optimizer accumulates by itself.
         LossSpecError: when training begins: a loss returns one number and `loss_weight` is missing;
-            `loss_weight` is not needed, or is not the divisor of the loss; or no weights make the loss of
-            the batch from those of micro-batches.
+            `loss_weight` is not needed, or is not the divisor of the loss; or no weighted sum of the
+            losses of micro-batches is the loss of the batch.
         SplitError: when training begins: arrays of a batch differ in length, are sparse or ragged.
 
     Examples:
@@ -101,11 +101,12 @@ def accumulate(
     refusals.check_optimizer(model)
     refusals.check_layers(model, options)
     step = importlib.import_module(_step_of(keras.backend.backend()), __package__)
-    twin = sharing.on_same_layers(sharing.subclass(type(model), methods(type(model), step)), model)
-    vars(twin)[OPTIONS] = options
-    vars(twin)[survey.PLANS] = {}
-    vars(twin)[recompiling.SOURCE] = recompiling.source_of(model)
-    return twin
+    accumulating = sharing.on_same_layers(sharing.subclass(type(model), methods(type(model), step)), model)
+    # By `vars`, as Keras' own __setattr__ would track these objects as part of the model.
+    vars(accumulating)[OPTIONS] = options
+    vars(accumulating)[survey.PLANS] = {}
+    vars(accumulating)[recompiling.SOURCE] = recompiling.source_of(model)
+    return accumulating
 
 
 def _step_of(backend: str) -> str:
@@ -125,6 +126,7 @@ def methods(cls: type, step: Any) -> dict[str, Any]:
 
     def train_step(self: Any, *arguments: Any) -> Any:
         options = vars(self)[OPTIONS]
+        # Again: a new compile() may have another optimizer, and layers may have been unfrozen.
         refusals.check_optimizer(self)
         refusals.check_layers(self, options)
         return step.train_step(self, options, *arguments)
@@ -137,13 +139,13 @@ def methods(cls: type, step: Any) -> dict[str, Any]:
 
     def compile_again(self: Any, *args: Any, **kwargs: Any) -> None:
         cls.compile(self, *args, **kwargs)
-        recompiling.note(self)
+        recompiling.accept_current(self)
 
     def make_train_function(self: Any, force: bool = False) -> Any:
         recompiling.check(self)
         before = self.train_function
         cls.make_train_function(self, force)
-        if self.train_function is not before:
+        if self.train_function is not before:  # Keras keeps a function that is still valid
             self.train_function = _prepared(self, step, self.train_function)
         return self.train_function
 
@@ -163,7 +165,7 @@ def methods(cls: type, step: Any) -> dict[str, Any]:
 
 
 def _prepared(model: Any, step: Any, function: Any) -> Any:
-    """Return Keras' function of a batch as the backend needs it, with the check of the first batch."""
+    """Wrap Keras' train function: adapt it to the backend, and check the first batch before it runs."""
     options = vars(model)[OPTIONS]
     function = step.train_function(function) if hasattr(step, "train_function") else function
     return first_check.checked(model, options, step, function)
@@ -175,7 +177,7 @@ def is_accumulating(model: Any) -> bool:
 
 
 def plain(model: Any) -> Any:
-    """The model of the user's class on the same layers, without accumulation."""
+    """Return a model of the user's class on the same layers, without accumulation."""
     other = sharing.on_same_layers(getattr(type(model), ORIGINAL), model)
     for name in (OPTIONS, survey.PLANS, recompiling.SOURCE):
         vars(other).pop(name)

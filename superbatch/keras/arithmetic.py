@@ -6,13 +6,10 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""Arithmetic of `superbatch.normalize`, on the tensors of a train step; nothing else in this package divides.
+"""Arithmetic of `superbatch.normalize`, on the tensors of a train step.
 
 `superbatch.normalize` raises for a negative weight. Here a weight is only known when the step runs, so a
 negative weight makes the total NaN instead, and with it the update.
-
-Plain operators divide, and not `keras.ops.divide_no_nan`: that gives float32 for float64 on the torch
-backend, as `keras.backend.result_type` does on all but TensorFlow.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from keras.src import backend
 
 
 def wide(dtype: Any) -> str:
-    """Return the dtype in which something of `dtype` is summed and counted: float32 or wider.
+    """Return the dtype for sums and counts of numbers of `dtype`: float32, or float64 for float64.
 
     Examples:
         >>> wide("bfloat16"), wide("float64")
@@ -34,7 +31,7 @@ def wide(dtype: Any) -> str:
 
 
 def checked(weight: Any) -> Any:
-    """Return a weight, NaN where it is negative.
+    """Return a weight, or NaN if it is negative.
 
     Examples:
         >>> float(checked(ops.convert_to_tensor(-1.0)))
@@ -54,19 +51,22 @@ def scale(weight: Any, total: Any) -> Any:
 
 
 def per_weight(total: Any, weight: Any) -> Any:
-    """Return a sum divided by its weight; 0 where the weight is 0, as Keras has it.
+    """Return a sum divided by its weight; 0 where the weight is 0, as in Keras.
 
     Examples:
         >>> float(per_weight(ops.convert_to_tensor(6.0), ops.convert_to_tensor(0.0)))
         0.0
     """
+    # Not `ops.divide_no_nan`: on the JAX and torch backends its result for float64 is float32.
     empty = weight == 0
     divided = total / ops.where(empty, ops.ones_like(weight), weight)
     return ops.where(empty, ops.zeros_like(divided), divided)
 
 
 def taking_part(value: Any, weight: Any) -> Any:
-    """Return a value, but 0 where the weight is 0: a loss of no tokens may be NaN, and 0 x NaN is NaN.
+    """Return a value, or 0 where the weight is 0.
+
+    A product with the weight would not do: the loss of no tokens may be NaN, and 0 x NaN is NaN.
 
     Examples:
         >>> float(taking_part(ops.convert_to_tensor(float("nan")), ops.convert_to_tensor(0.0)))

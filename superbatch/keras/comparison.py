@@ -6,7 +6,7 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""Comparison of some rows at once and in parts, with the same weights and draws."""
+"""Comparison of a few rows evaluated at once with the same rows evaluated in parts."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from . import arithmetic, findings, forward, probe, survey, window
 from .options import Options
 from .probe import Mapping
 
-# What rounding may make of a sum in another order, relative to its terms.
+# Largest relative difference between two orders of summation that is still rounding.
 BOUNDS = {"float64": 1e-5, "float16": 0.01, "bfloat16": 0.06}
 USUAL = 1e-3  # float32, also where a GPU multiplies in TF32
 
 
 class Measured(NamedTuple):
-    """Evaluation of some rows.
+    """Evaluation of a few rows.
 
     Attributes:
-        outputs: the predictions, one tensor of all rows each; None for one that has no row for each sample.
-        losses: of the terms, without their factors.
-        total: the loss of the rows: by Keras where they are evaluated at once, else by the train step's rule.
-        terms: those of each part.
-        state: the values of other variables that the forwards have changed, by their path.
+        outputs: each prediction for all rows as one tensor; None for a prediction without one row per sample.
+        losses: the loss of all rows for each term, without its factor.
+        total: the total loss of all rows: computed by Keras if evaluated at once, else by `window`.
+        terms: the terms of each part.
+        state: the values that the forwards gave to variables without a gradient, by path.
     """
 
     outputs: list[Any]
@@ -44,14 +44,14 @@ class Measured(NamedTuple):
 
 
 class Comparison:
-    """Some rows of a batch at once and in parts.
+    """Comparison of rows of a batch evaluated at once with the same rows evaluated in parts.
 
     Args:
         model: the accumulating model.
-        options: of `accumulate`.
-        mapping: values of its variables.
-        some: ``(x, y, sample_weight)`` of these rows.
-        parts: the numbers of the rows of each part.
+        options: the arguments of `accumulate`.
+        mapping: the model's variables with the values to evaluate at.
+        some: ``(x, y, sample_weight)`` of the rows.
+        parts: for each part, the positions of its rows in `some`.
     """
 
     def __init__(
@@ -62,20 +62,20 @@ class Comparison:
         self.bound = _bound(model)
 
     def measure(self) -> None:
-        """Evaluate the rows.
+        """Evaluate the rows at once (`whole`) and in parts (`apart`).
 
         Raises:
-            SuperbatchError: the loss says too little.
+            SuperbatchError: the divisor of a loss is not known.
         """
         self.whole = self._measured(self._at_once(), self.mapping)
         self.apart = self._measured(self.parts, self.mapping)
 
     def is_finite(self) -> bool:
-        """Return True if the loss of the rows at once is a number."""
+        """Return True if the losses of the rows at once are finite."""
         return bool(ops.all(ops.isfinite(ops.stack([*self.whole.losses, self.whole.total]))))
 
     def predicts_nan(self) -> bool:
-        """Return True if a prediction for the rows at once is NaN, and none of their inputs is."""
+        """Return True if a prediction for the rows at once is NaN though no input is."""
 
         def has_nan(leaves: list[Any]) -> bool:
             floats = [leaf for leaf in leaves if leaf is not None and backend.is_float_dtype(_dtype(leaf))]
@@ -86,27 +86,28 @@ class Comparison:
     def agrees(self) -> bool:
         """Return True if the rows have the same predictions and losses at once and in parts."""
         same = _same(self.whole.total, self.apart.total, self.bound)
-        # Of several outputs one may have no loss; a single one shows what is small in its loss.
+        # A single output also shows what is small in the loss. Of several, one may have no loss.
         alone = len(self.whole.outputs) == 1
         coupled = alone and self._coupled(self.whole.outputs, self.apart.outputs)
         return same and not coupled and not self._differing() and not self._moved()
 
     def differs_in_declared(self) -> bool:
-        """Return True if a loss differs whose weight is declared, and the predictions do not."""
+        """Return True if the predictions agree, but a loss with a weight from `loss_weight=` differs."""
         coupled = self._coupled(self.whole.outputs, self.apart.outputs)
         return not coupled and any(self.whole.terms[0][number].stated for number in self._differing())
 
     def repeats(self) -> bool:
-        """Return True if other states of the random generators change nothing."""
+        """Return True if the losses are the same with other states of the random generators."""
         again = self._measured(self._at_once(), probe.reseeded(self.model, self.mapping))
         pairs = zip([*self.whole.losses, self.whole.total], [*again.losses, again.total], strict=True)
         return all(_same(*pair, self.bound / 10) for pair in pairs)
 
     def refuse(self) -> None:
-        """Raise the error that names the layer or the loss.
+        """Raise the error for the first difference: of a layer, a loss, a variable or the total.
 
         Raises:
             CoupledSamplesError: a layer or a loss couples the rows.
+            InputError: each forward changes a variable of a layer.
             LossSpecError: a loss has another divisor than the declared one.
         """
         rows = [len(part) for part in self.parts]
@@ -121,12 +122,12 @@ class Comparison:
         raise findings.wrong_total(float(self.whole.total), float(self.apart.total), rows)
 
     def _differing(self) -> list[int]:
-        """The numbers of the terms that differ."""
+        """Return the indices of the terms whose losses differ."""
         pairs = zip(self.whole.losses, self.apart.losses, strict=True)
         return [number for number, pair in enumerate(pairs) if not _same(*pair, self.bound)]
 
     def _moved(self) -> list[str]:
-        """The variables that end elsewhere after one forward than after one of each part."""
+        """Return the paths of variables with other values after one forward than after those of the parts."""
         whole, apart = self.whole.state, self.apart.state
         return sorted(
             path
@@ -135,8 +136,8 @@ class Comparison:
         )
 
     def _coupled(self, whole: list[Any], apart: list[Any]) -> bool:
-        """Return True if an array has other rows at once than in parts."""
-        # Other shapes decide nothing here: text trimmed to the longest row has them, with the same loss.
+        """Return True if rows of an array differ between evaluation at once and in parts."""
+        # Arrays of other shapes are not compared: text trimmed to its longest row is shorter in a part.
         return any(
             a is not None and b is not None and a.shape == b.shape and not _same(a, b, self.bound)
             for a, b in zip(whole, apart, strict=False)
@@ -146,18 +147,18 @@ class Comparison:
         return [[*range(sum(len(part) for part in self.parts))]]
 
     def _first_coupled_layer(self) -> Any | None:
-        """The first layer, in the order in which they end, whose rows differ; None if it is not found."""
-        found = []
+        """Return the first layer, in order of execution, whose rows differ; None if there is none."""
+        calls = []
         for part in [*self._at_once(), *self.parts]:
             with probe.recorded(self.model) as outputs, _scope(self.mapping):
                 forward.predictions(self.model, rows_of(self.some, part)[0])
-            found.append(outputs)
-        whole, parts = found[0], found[1:]
+            calls.append(outputs)
+        whole, parts = calls[0], calls[1:]
         if any(len(part) != len(whole) for part in parts):
-            return None
+            return None  # the calls depend on the rows, so they cannot be paired
         for number, (layer, outputs) in enumerate(whole):
             of_parts = [part[number][1] for part in parts]
-            # A matrix of all pairs of rows: no two sizes of a batch give the same number of columns.
+            # A matrix of all pairs of rows has as many columns as there are rows.
             if any(_shapes(outputs) != _shapes(each) for each in of_parts):
                 return layer
             if self._coupled(_joined([outputs], self._at_once()), _joined(of_parts, self.parts)):
@@ -165,8 +166,8 @@ class Comparison:
         return None
 
     def _measured(self, parts: list[list[int]], mapping: Mapping) -> Measured:
-        """Evaluate rows in parts, by the arithmetic of the train step."""
-        model, outputs, found = self.model, [], []
+        """Evaluate the rows of each part, and combine the losses as the train step does."""
+        model, outputs, terms_of_parts = self.model, [], []
         sums = plan = total = None
         state: dict[int, Any] = {}
         for part in parts:
@@ -183,17 +184,21 @@ class Comparison:
             counted = window.contribution(terms, len(part), plan)
             sums = counted if sums is None else sums + counted
             outputs.append(keras.tree.flatten(y_pred))
-            found.append(terms)
+            terms_of_parts.append(terms)
         losses = window.losses_of(sums, plan)
         if len(parts) > 1:
             total = window.total_loss(losses, plan, total)
         return Measured(
-            _joined(outputs, parts), losses, ops.cast(total, plan.dtype), found, _by_path(model, state)
+            _joined(outputs, parts),
+            losses,
+            ops.cast(total, plan.dtype),
+            terms_of_parts,
+            _by_path(model, state),
         )
 
 
 def rows_of(batch: Any, numbers: Any) -> Any:
-    """Return these rows of every array of a batch, as tensors."""
+    """Return the rows with these numbers of every array of a batch, as tensors."""
     chosen = list(numbers)
 
     def take(leaf: Any) -> Any:
@@ -211,27 +216,27 @@ def _scope(mapping: Mapping) -> Any:
 
 
 def _changed(model: Any, scope: Any, mapping: Mapping) -> dict[int, Any]:
-    """Values that a forward has given to variables that no optimizer updates, by the id of the variable."""
+    """Return the values that a forward assigned to variables without a gradient, by `id` of the variable."""
     given = {id(variable): value for variable, value in mapping}
-    found = {}
+    assigned = {}
     for variable in model.non_trainable_variables:
         value = scope.get_current_value(variable)
         if value is not None and value is not given.get(id(variable)):
-            found[id(variable)] = value
-    return found
+            assigned[id(variable)] = value
+    return assigned
 
 
 def _with(mapping: Mapping, model: Any, state: dict[int, Any]) -> Mapping:
-    """Return values of variables, and those that the forwards before have left: as in the train step."""
-    kept = [(variable, value) for variable, value in mapping if id(variable) not in state]
-    left = [
+    """Return the mapping, with the values in `state` (by `id` of the variable) in place of its own."""
+    unchanged = [(variable, value) for variable, value in mapping if id(variable) not in state]
+    changed = [
         (variable, state[id(variable)]) for variable in model.non_trainable_variables if id(variable) in state
     ]
-    return [*kept, *left]
+    return [*unchanged, *changed]
 
 
 def _by_path(model: Any, state: dict[int, Any]) -> dict[str, Any]:
-    """The states of layers; those of random generators move with each forward as a matter of course."""
+    """Return the states of layers by path, without those of random generators, which every forward moves."""
     return {
         variable.path: state[id(variable)]
         for variable in model.non_trainable_variables
@@ -240,11 +245,19 @@ def _by_path(model: Any, state: dict[int, Any]) -> dict[str, Any]:
 
 
 def _joined(outputs: list[list[Any]], parts: list[list[int]]) -> list[Any]:
-    """Join arrays of parts in the order of the rows; None for those that are no rows of one shape."""
+    """Return each output of the parts as one array, with the rows in the order of the batch.
+
+    Args:
+        outputs: for each part, its arrays.
+        parts: for each part, the positions of its rows in the batch.
+
+    Returns:
+        One entry for each output; None if it is no array of floats with one row per sample.
+    """
     order = [0] * sum(len(part) for part in parts)
-    for place, row in enumerate(row for part in parts for row in part):
-        order[row] = place
-    found = []
+    for position, row in enumerate(row for part in parts for row in part):
+        order[row] = position
+    joined = []
     for leaves in zip(*outputs, strict=True):
         by_rows = all(
             hasattr(leaf, "shape")
@@ -254,19 +267,19 @@ def _joined(outputs: list[list[Any]], parts: list[list[int]]) -> list[Any]:
             for leaf, part in zip(leaves, parts, strict=True)
         )
         if not by_rows or not backend.is_float_dtype(backend.standardize_dtype(leaves[0].dtype)):
-            found.append(None)
+            joined.append(None)
         else:
-            found.append(leaves[0] if len(leaves) == 1 else ops.take(ops.concatenate(leaves), order, axis=0))
-    return found
+            joined.append(leaves[0] if len(leaves) == 1 else ops.take(ops.concatenate(leaves), order, axis=0))
+    return joined
 
 
 def _shapes(outputs: list[Any]) -> list[tuple[int, ...]]:
-    """The shapes of arrays without their first axis; an array without axes has the empty one."""
+    """Return the shapes of arrays without their first axis; ``()`` for a scalar."""
     return [tuple(leaf.shape[1:]) for leaf in outputs if hasattr(leaf, "shape")]
 
 
 def _bound(model: Any) -> float:
-    """The largest difference that is rounding: by the shortest dtype that a layer computes in."""
+    """Return the bound for rounding, by the shortest dtype that a layer computes in."""
     dtypes = {layer.compute_dtype for layer in model._flatten_layers()}
     bounds = [BOUNDS.get(str(dtype), USUAL) for dtype in dtypes]
     # Keras' torch backend computes in float32 whatever the dtype is.

@@ -6,7 +6,7 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""Errors for what the check of the first batch has found."""
+"""Errors of the check of the first batch."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from typing import Any
 from ..errors import CoupledSamplesError, InputError, LossSpecError
 from .terms import Term
 
-CLOSE = 1e-3
+CLOSE = 1e-3  # relative difference of two losses that are the same but for rounding
 MIXING = ("MixUp", "CutMix")  # augmentations of keras.layers that blend each row with another one
 WAY_OUT = "Pass check=False to accumulate to train with another update than that of the whole batch."
 
 
 def coupled_layer(model: Any, layer: Any | None, rows: list[int]) -> CoupledSamplesError:
     """Return the error for a layer whose rows depend on the other rows."""
-    place = f"the model {model.name!r}" if layer is None else f"{type(layer).__name__} {layer.name!r}"
+    source = f"the model {model.name!r}" if layer is None else f"{type(layer).__name__} {layer.name!r}"
     if type(layer).__name__ in MIXING:
         return CoupledSamplesError(
-            f"The output of {place} for a row depends on the other rows of the batch: it mixes rows, and a "
+            f"The output of {source} for a row depends on the other rows of the batch: it mixes rows, and a "
             "micro-batch has other rows to mix. Take the layer out of the model and apply it to whole "
             f"batches in the data pipeline, as in dataset.batch(n).map(layer). {WAY_OUT}"
         )
     return CoupledSamplesError(
-        f"The output of {place} for a row depends on the other rows of the batch: it differs between "
+        f"The output of {source} for a row depends on the other rows of the batch: it differs between "
         f"{sum(rows)} rows at once and micro-batches of {_listed(rows)}. Compute it from each row alone "
         "(for a normalisation: LayerNormalization, GroupNormalization), or train with whole batches. "
         + WAY_OUT
@@ -40,16 +40,16 @@ def coupled_layer(model: Any, layer: Any | None, rows: list[int]) -> CoupledSamp
 def wrong_term(
     term: Term, whole: float, parts: list[float], rows: list[int]
 ) -> CoupledSamplesError | LossSpecError:
-    """Return the error for a loss whose micro-batches do not give that of the batch.
+    """Return the error for a loss of the batch that is not the weighted mean of those of micro-batches.
 
     Args:
-        term: the loss, of the rows at once.
-        whole: its value for them.
-        parts: its values for the micro-batches.
-        rows: of the micro-batches.
+        term: the term of the rows at once.
+        whole: the loss of the rows at once.
+        parts: the loss of each micro-batch.
+        rows: the number of rows of each micro-batch.
     """
-    found = f"it is {whole:.6g} for {sum(rows)} rows at once, and {_numbers(parts)} for micro-batches of "
-    found += _listed(rows)
+    values = f"it is {whole:.6g} for {sum(rows)} rows at once, and {_numbers(parts)} for micro-batches of "
+    values += _listed(rows)
     by_rows = sum(value * count for value, count in zip(parts, rows, strict=True)) / sum(rows)
     if term.name == "add_loss":
         remedy = (
@@ -57,10 +57,12 @@ def wrong_term(
             if _close(sum(parts), whole)
             else "Add a mean over rows; make a mean over tokens, or over other weights, a loss in compile(). "
         )
-        return LossSpecError(f"add_loss is no mean over the rows of the batch: {found}. {remedy}{WAY_OUT}")
+        return LossSpecError(
+            f"add_loss is not a mean over the rows of the batch: {values}. {remedy}{WAY_OUT}"
+        )
     if not term.stated:
         return CoupledSamplesError(
-            f"The loss {term.name!r} of a row depends on the other rows of the batch: {found}. Use a loss "
+            f"The loss {term.name!r} of a row depends on the other rows of the batch: {values}. Use a loss "
             f"that is computed from each row alone, or train with whole batches. {WAY_OUT}"
         )
     if _close(sum(parts), whole):
@@ -74,43 +76,42 @@ def wrong_term(
         )
     else:
         remedy = (
-            "Return from loss_weight the number that the loss is divided by. If no number makes the loss of "
-            "the batch from those of micro-batches, return one number for each sample. "
+            "Return from loss_weight the number that the loss is divided by. If there is no such number, "
+            "return one loss for each sample. "
         )
     return LossSpecError(
-        f"loss_weight is not the divisor of the loss {term.name!r}: {found}. {remedy}{WAY_OUT}"
+        f"loss_weight is not the divisor of the loss {term.name!r}: {values}. {remedy}{WAY_OUT}"
     )
 
 
 def moved_state(paths: list[str], rows: list[int]) -> InputError:
     """Return the error for variables of layers that each forward changes."""
     return InputError(
-        f"A forward in training changes {', '.join(repr(path) for path in paths[:3])}: once for each "
-        f"micro-batch, where the whole batch changes it once, and {sum(rows)} rows at once leave another "
-        f"value than micro-batches of {_listed(rows)}. Freeze the layer, update the variable in a callback "
-        f"after each batch, or train with whole batches. {WAY_OUT}"
+        f"Each forward in training changes {', '.join(repr(path) for path in paths[:3])}: {sum(rows)} rows "
+        f"at once leave another value than micro-batches of {_listed(rows)}. Freeze the layer, update the "
+        f"variable in a callback after each batch, or train with whole batches. {WAY_OUT}"
     )
 
 
 def rows_out_of_range(rows: int) -> InputError:
-    """Return the error for a model or a loss that reads rows by their number in the batch."""
+    """Return the error for a model or a loss that reads rows by their index in the batch."""
     return InputError(
-        f"The model or a loss reads a row by its number, and {rows} rows of the first batch do not have it. "
-        "With edges of a graph, or labels that are row numbers, train with whole batches."
+        f"The model or a loss reads rows of the batch by index, and an index is out of range for {rows} rows "
+        "of the first batch. With edges of a graph, or labels that are row indices, train with whole batches."
     )
 
 
 def no_predictions(rows: int) -> InputError:
     """Return the error for a model that predicts NaN for a few rows of the batch."""
     return InputError(
-        f"The model predicts NaN for {rows} rows of the first batch. If it reads other rows by their number, "
+        f"The model predicts NaN for {rows} rows of the first batch. If it reads other rows by their index, "
         "as a graph network does, train with whole batches: a micro-batch does not have these rows. "
         f"Otherwise check the data. {WAY_OUT}"
     )
 
 
 def wrong_total(whole: float, apart: float, rows: list[int]) -> LossSpecError:
-    """Return the error for a total that is not the sum of its terms."""
+    """Return the error for a total loss of Keras that is not the sum of the terms."""
     return LossSpecError(
         f"The loss of the model is {whole:.6g} for {sum(rows)} rows at once by Keras, and {apart:.6g} by the "
         f"terms of micro-batches of {_listed(rows)}. Report this model as a bug of superbatch. {WAY_OUT}"
@@ -122,7 +123,7 @@ def _close(a: float, b: float) -> bool:
 
 
 def _listed(rows: list[int]) -> str:
-    """The sizes of micro-batches, in words."""
+    """Return the sizes of micro-batches as text, such as "5 and 3 rows"."""
     *most, last = [str(count) for count in rows]
     return f"{', '.join(most)} and {last} rows" if most else f"{last} rows"
 

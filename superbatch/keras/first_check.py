@@ -6,10 +6,10 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""Check of the first batch: a few of its rows are evaluated at once and in parts, before it is trained on.
+"""Check of the first batch: before training, evaluate a few of its rows at once and in parts.
 
-A row must have the same prediction and the same loss beside any other rows. Otherwise a layer or a loss
-couples the samples, or a loss has another divisor than the declared one.
+The prediction and the loss of a row must not depend on the other rows. Otherwise a layer or a loss couples
+the samples, or a loss has another divisor than the declared one.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from typing import Any, NamedTuple
 
 import keras
 
+from ..batch.spread import spread_rows
 from ..errors import SuperbatchError
 from . import findings, probe, splitting
 from .comparison import Comparison, rows_of
 from .options import Options
 from .probe import Mapping
 
-ROWS = 8  # most rows of the first comparison
-TURNS = 4  # comparisons of other rows each, half of them at other weights
-# Of errors of torch and TensorFlow; JAX reads NaN in place of a row that is not there.
+ROWS = 8  # most rows of a comparison of rows from all over the batch
+TURNS = 4  # comparisons, each of other rows; half of them at shifted weights
+TRUE_SIZE = 12  # most rows of a micro-batch in a comparison of neighbours: a multiple of 2, 3 and 4
+# Words of torch's and TensorFlow's errors. JAX raises none: it reads NaN for an index out of range.
 OUT_OF_RANGE = ("index out of range", "out of bounds", "is not in [0,", "outside the valid range")
-TRUE_SIZE = 12  # most rows of a micro-batch of the second: pairs, triples and fours of rows fit in
 
 
 class First(NamedTuple):
-    """The first batch of a training, taken before Keras' function of it runs.
+    """The first batch, taken from the arguments of Keras' train function before that runs.
 
     Attributes:
-        data: the batch, as Keras hands it to a train step.
-        mapping: the present values of the model's variables.
-        arguments: of Keras' function; they have the batch again.
+        data: the batch, in the form in which a train step gets it.
+        mapping: the model's variables with their present values.
+        arguments: arguments for the train function that yield the batch once more.
     """
 
     data: Any
@@ -48,32 +49,33 @@ class First(NamedTuple):
 
 
 def checked(model: Any, options: Options, step: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return Keras' function of a batch, preceded by the check of the first batch of two rows or more.
+    """Return Keras' train function, preceded by the check of the first batch of two rows or more.
 
     Args:
         model: the accumulating model.
-        options: of `accumulate`.
-        step: the module of the backend.
-        function: as `make_train_function` of Keras made it.
+        options: the arguments of `accumulate`.
+        step: the module of the backend, such as `step_jax`.
+        function: the train function, as Keras' `make_train_function` made it.
     """
-    waiting, trained = options.check, False
+    unchecked, trained = options.check, False
 
     def checking(*arguments: Any) -> Any:
-        nonlocal waiting, trained
+        nonlocal unchecked, trained
+        # Only where needed: a reference to the arguments would keep the batch in memory.
         given = arguments if step.TAKES_STATE else ()
         try:
-            if waiting:
+            if unchecked:
                 first = step.peek(model, arguments)
                 if first is not None:
                     arguments = first.arguments
-                    waiting = not check(model, options, step, first)
+                    unchecked = not check(model, options, step, first)
                 del first  # it holds the batch
             result = function(*arguments)
         except SuperbatchError:
             if step.TAKES_STATE:
                 step.restore(model, given[0])
             raise
-        except Exception as error:
+        except Exception as error:  # any error of the user's model or loss; raised again below
             if not trained and hasattr(error, "add_note"):  # from Python 3.11
                 error.add_note(_note(options))
             raise
@@ -84,7 +86,7 @@ def checked(model: Any, options: Options, step: Any, function: Callable[..., Any
 
 
 def _note(options: Options) -> str:
-    """Return what is added to an error of Keras in the first batch."""
+    """Return the note for an error of the model or a loss in the first batch."""
     return (
         f"accumulate calls the model and its losses with at most {options.microbatch_size} rows of the "
         "batch. If they need all rows, as with the adjacency matrix of a graph, train with whole batches."
@@ -96,7 +98,7 @@ def check(model: Any, options: Options, step: Any, first: First) -> bool:
 
     Raises:
         CoupledSamplesError: a layer or a loss couples the rows.
-        InputError: a forward changes variables of layers, or predicts NaN.
+        InputError: a forward changes variables of layers, predicts NaN, or reads rows by their index.
         LossSpecError: a loss has another divisor than the declared one.
     """
     batch = keras.utils.unpack_x_y_sample_weight(first.data)
@@ -113,43 +115,45 @@ def check(model: Any, options: Options, step: Any, first: First) -> bool:
 
 
 def _compare(model: Any, options: Options, step: Any, mapping: Mapping, batch: Any) -> None:
+    """Compare rows from all over the batch; if they differ, decide by true micro-batches of neighbours."""
     rows, size = int(splitting.leaves(batch)[0].shape[0]), options.microbatch_size
-    # Two places of the weights and other rows each time: what a few rows show may agree by chance, such as a
-    # share of labels or a count of large values, which are the same in two parts of six rows once in three.
-    places = [probe.shifted(mapping), mapping] * (TURNS // 2)
-    found = []
-    for turn, place in enumerate(places):
-        found.append(_comparison(model, options, place, mapping, (batch, *_spread(rows, size, step, turn))))
-        if found[-1] is None or not found[-1].agrees():
+    # Other rows each time, and two settings of the weights: a wrong divisor may be right for a few rows by
+    # chance. The share of a label is the same in two parts of six rows once in three.
+    settings = [probe.shifted(mapping), mapping] * (TURNS // 2)
+    comparisons = []
+    for turn, values in enumerate(settings):
+        spread = (batch, *_spread(rows, size, step, turn))
+        comparisons.append(_comparison(model, options, values, mapping, spread))
+        if comparisons[-1] is None or not comparisons[-1].agrees():
             break
     else:
         return
-    # In a declared weight true micro-batches may happen to count the same, so that only these rows show it.
-    if not any(each is not None and each.differs_in_declared() for each in found):
-        # A loss of neighbours is exact where micro-batches hold all of them: their true size and order count.
+    # A wrong declared weight is an error at once: true micro-batches may have equal counts and hide it.
+    if not any(each is not None and each.differs_in_declared() for each in comparisons):
+        # A loss over pairs of neighbours is exact if no pair is cut. So only micro-batches of the true size,
+        # with rows in the true order, decide whether the rows are coupled.
         size = max(1, min(size, TRUE_SIZE, rows // 2))
         length = min(rows, 3 * size)
-        found = []
-        for turn, place in enumerate(places):
+        comparisons = []
+        for turn, values in enumerate(settings):
             start = turn * ((rows - length) // size) // (TURNS - 1) * size
             true = (batch, [*range(start, start + length)], [[*part] for part in step.cut(length, size)])
-            found.append(_comparison(model, options, place, mapping, true))
-    for comparison in found:
+            comparisons.append(_comparison(model, options, values, mapping, true))
+    for comparison in comparisons:
         if comparison is not None and not comparison.agrees() and comparison.repeats():
             comparison.refuse()
 
 
 def _spread(rows: int, size: int, step: Any, turn: int) -> tuple[list[int], list[list[int]]]:
-    """Return rows from all over the batch, others in each turn, and two unequal parts of them.
+    """Return rows from all over the batch, others in each turn, and two parts of them.
 
-    The mean, a sum and a mean of means differ then. Neighbours stay together where micro-batches keep them.
+    The parts are unequal, so that a mean, a sum and a mean of means differ. Pairs of neighbours stay together
+    if micro-batches keep them together.
     """
     together = 2 if size % 2 == 0 and rows >= 2 * ROWS and 1 in step.cut(4, 2)[0] else 1
     count, groups = min(ROWS, size + together, rows) // together, rows // together
-    places = [(number * TURNS + turn) * groups // (count * TURNS) for number in range(count)]
-    # Of a batch of few rows all are taken in each turn, and the first part has others.
-    places = places[turn % count :] + places[: turn % count]
-    chosen = [place * together + number for place in places for number in range(together)]
+    starts = spread_rows(groups, count, turn, TURNS)
+    chosen = [start * together + number for start in starts for number in range(together)]
     head = together * max(1, (3 * count + 1) // 5)
     return chosen, [[*range(head)], [*range(head, len(chosen))]]
 
@@ -161,32 +165,32 @@ def _comparison(
     otherwise: Mapping,
     rows: tuple[Any, list[int], list[list[int]]],
 ) -> Comparison | None:
-    """Return the comparison of rows at once and in parts; None where the model cannot be evaluated so.
+    """Return the comparison of rows at once and in parts; None if the model cannot be evaluated on them.
 
     Args:
         model: the accumulating model.
-        options: of `accumulate`.
-        first: values of its variables.
-        otherwise: values for where the loss is no number with the first.
-        rows: the batch, the rows of it, and the parts of these.
+        options: the arguments of `accumulate`.
+        first: the model's variables with values.
+        otherwise: the same with other values, for a loss that is not finite at the first.
+        rows: the batch, the numbers of the rows to take, and the parts: positions in these rows.
 
     Raises:
-        InputError: the model predicts NaN for these rows, or reads others by their number.
+        InputError: the model predicts NaN for these rows, or reads other rows by their index.
     """
     batch, chosen, parts = rows
     for values in (first, otherwise):
-        found = Comparison(model, options, values, rows_of(batch, chosen), parts)
+        comparison = Comparison(model, options, values, rows_of(batch, chosen), parts)
         try:
-            found.measure()
+            comparison.measure()
         except SuperbatchError:
             raise
-        except Exception as error:  # a model that does not take these rows
-            # XLA reads another row in place of one that is not there, so that training would not raise.
+        except Exception as error:  # any error of the user's model or loss on so few rows
+            # Training would not raise: XLA clamps an index out of range, and reads another row.
             if any(words in str(error) for words in OUT_OF_RANGE):
                 raise findings.rows_out_of_range(len(chosen)) from error
-            return None  # training raises an error of its own
-        if found.is_finite():
-            return found
-    if found.predicts_nan():
+            return None  # training raises the model's own error
+        if comparison.is_finite():
+            return comparison
+    if comparison.predicts_nan():
         raise findings.no_predictions(len(chosen))
     return None

@@ -20,30 +20,30 @@ from ..errors import OptimizerError
 
 
 class FlushTail(keras.callbacks.Callback):
-    """At the end of an epoch, make the update of the micro-batches that are left over.
+    """Callback that makes the update of an incomplete window at the end of an epoch.
 
-    Keras applies every k-th sum of gradients, divided by k. Where an epoch has ``K = q k + r`` micro-batches
-    the last r are added to the first window of the next epoch, or lost at the end of training. This callback
-    applies them before validation::
+    Keras updates after every k micro-batches, with the sum of their gradients divided by k. If an epoch has
+    ``q k + r`` micro-batches, Keras adds the last r to the first window of the next epoch, or drops them at
+    the end of training. This callback applies them before validation::
 
         gradient of the tail = (sum of r gradients) / r
 
-    Keras' counter of micro-batches then continues at the next multiple of k, as after a full window, so that
-    the next epoch begins with a window of its own.
+    It then sets Keras' counter of micro-batches to the next multiple of k, so that the next epoch begins with
+    a new window.
 
-    Micro-batches of one size make this exact. Keras keeps sums of means: a last micro-batch with fewer rows
-    counts as much as the others, which cannot be corrected afterwards. Learning-rate schedules and the moving
-    average of weights still count micro-batches. `accumulate` has none of these limits.
+    This is exact if all micro-batches have the same size. Keras sums means: a last micro-batch with fewer
+    rows counts as much as the others. Learning-rate schedules and the moving average of weights still count
+    micro-batches. `accumulate` has none of these limits.
 
     Raises:
-        OptimizerError: when training begins: the optimizer has no `gradient_accumulation_steps`.
+        OptimizerError: when training begins: `gradient_accumulation_steps` of the optimizer is not set.
 
     Examples:
         >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         >>> model.compile(keras.optimizers.SGD(0.1, gradient_accumulation_steps=4), loss="mse")
         >>> x = ops.ones((10, 1))
         >>> history = model.fit(x, x, batch_size=1, epochs=1, callbacks=[FlushTail()], verbose=0)
-        >>> int(model.optimizer.iterations)  # 10 micro-batches are the windows 4, 4 and 2
+        >>> int(model.optimizer.iterations)  # windows of 4, 4 and 2 micro-batches
         3
 
     See Also:
@@ -53,7 +53,7 @@ class FlushTail(keras.callbacks.Callback):
     training = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Refuse an optimizer that does not accumulate."""
+        """Raise OptimizerError if the optimizer does not accumulate."""
         if not _inner(self.model.optimizer).gradient_accumulation_steps:
             raise OptimizerError(
                 "FlushTail has no tail to flush: the optimizer does not accumulate. Give the optimizer "
@@ -61,16 +61,16 @@ class FlushTail(keras.callbacks.Callback):
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Note that training continues."""
+        """Remember that an epoch of training has begun, so that its tail is flushed once."""
         self.training = True
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Flush before validation."""
+        """Flush before the validation of an epoch; `evaluate` outside of training flushes nothing."""
         if self.training:
             self.on_epoch_end(0)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Flush what is left."""
+        """Make the update of the micro-batches since the last update, if there are any."""
         self.training = False
         optimizer = _inner(self.model.optimizer)
         steps = optimizer.gradient_accumulation_steps
@@ -80,6 +80,7 @@ class FlushTail(keras.callbacks.Callback):
         for total in optimizer._accumulated_gradients:
             if total is not None:
                 total.assign(ops.convert_to_tensor(total) * (steps / left))  # Keras divides by `steps`
+        # The next micro-batch then ends a window: one of zero gradients makes Keras apply the sums.
         optimizer._iterations.assign(ops.convert_to_tensor(optimizer._iterations) + (steps - 1 - left))
         weights = self.model.trainable_variables
         with _no_gradients():
@@ -87,7 +88,7 @@ class FlushTail(keras.callbacks.Callback):
 
 
 def _inner(optimizer: Any) -> Any:
-    """The optimizer that makes the update, inside one that scales the loss."""
+    """Return the optimizer that makes the update, also from within a `LossScaleOptimizer`."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 

@@ -6,7 +6,7 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""One micro-batch through the model: its predictions and the terms of its loss."""
+"""Forward of one micro-batch: the predictions and the terms of the loss."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from .window import Plan
 
 
 def owns_compute_loss(model: Any) -> bool:
-    """Return True if the model, or its class, has a `compute_loss` of its own."""
+    """Return True if the model or its class overrides `compute_loss`."""
     return "compute_loss" in vars(model) or type(model).compute_loss is not keras.Model.compute_loss
 
 
 def predictions(model: Any, x: Any) -> Any:
-    """The model's output in training, as Keras' own train step asks for it."""
+    """Return the model's output in training, called as by Keras' own train step."""
     return model(x, training=True) if model._call_has_training_arg else model(x)
 
 
 def terms_of(model: Any, microbatch: Any, y_pred: Any, options: Options, plan: Plan | None) -> list[Term]:
-    """Return the terms of the loss of a micro-batch that has just gone through the model.
+    """Return the terms of the loss of a micro-batch, after its forward.
 
     Args:
         model: the model.
-        microbatch: its ``(x, y, sample_weight)``.
-        y_pred: what the model made of `x`.
-        options: of `accumulate`.
-        plan: of such batches; None when the terms are inspected to make it.
+        microbatch: ``(x, y, sample_weight)``.
+        y_pred: the model's predictions for `x`.
+        options: the arguments of `accumulate`.
+        plan: the plan for batches of this form; None when the terms serve to make it.
 
     Raises:
-        LossSpecError: a loss says too little, or `loss_weight` was given and no loss needs it.
+        LossSpecError: the divisor of a loss is not known, or `loss_weight` is given and no loss needs it.
     """
     x, y, sample_weight = microbatch
     rows = ops.convert_to_tensor(
@@ -61,14 +61,14 @@ def terms_of(model: Any, microbatch: Any, y_pred: Any, options: Options, plan: P
         terms = take(model._compile_loss, y, y_pred, sample_weight, stated, rows, plan)
     if stated is not None and not any(term.stated for term in terms):
         raise LossSpecError(
-            "loss_weight is given, and Keras knows what these losses are divided by: "
+            "loss_weight is given, but Keras knows the divisors of these losses: "
             f"{', '.join(term.name for term in terms)}. "
             "Leave loss_weight out; sample_weight with the reduction 'mean_with_sample_weight' gives a mean "
             "over weights."
         )
-    own = data_losses(model)
-    if own:
-        total = _sum(own)
+    added = data_losses(model)
+    if added:
+        total = _sum(added)
         count = ops.cast(rows, arithmetic.wide(total.dtype))
         terms.append(Term("add_loss", "rows", total, count))
     if not terms:
@@ -85,9 +85,9 @@ def data_losses(model: Any) -> list[Any]:
 
 
 def weight_regularization(model: Any) -> Any:
-    """The sum of the regularizers of weights, which see no micro-batch; None where there is none."""
+    """Return the sum of the regularizers of weights, which no data enters; None if there are none."""
     if owns_compute_loss(model):
-        return None  # it is in what the model's compute_loss returns
+        return None  # the model's compute_loss includes it
     losses = model._get_regularization_losses()
     if not losses:
         return None
@@ -95,7 +95,11 @@ def weight_regularization(model: Any) -> Any:
 
 
 def _sum(losses: list[Any]) -> Any:
-    """The sum of losses; without the share of one replica that Keras takes, as the batch is that of all."""
+    """Return the sum of losses as scalars of a floating dtype.
+
+    Keras divides these losses by the number of replicas. Here the sum is not divided: `window` divides by the
+    rows of the batch on all replicas.
+    """
     numbers = [
         ops.sum(loss if keras.backend.is_float_dtype(loss.dtype) else ops.cast(loss, keras.config.floatx()))
         for loss in losses
@@ -104,15 +108,15 @@ def _sum(losses: list[Any]) -> Any:
 
 
 def as_weight(loss_weight: LossWeight, microbatch: Any) -> Any:
-    """Return the stated weight of a micro-batch as a scalar that can count.
+    """Return the weight of a micro-batch by `loss_weight`, as a scalar of float32 or wider.
 
     Raises:
-        InputError: it is no scalar.
+        InputError: `loss_weight` returns no scalar.
     """
     weight = ops.convert_to_tensor(loss_weight(*microbatch))
     if len(weight.shape) != 0:
         raise InputError(
-            f"loss_weight returns an array of shape {tuple(weight.shape)}, and the weight of a micro-batch "
+            f"loss_weight returns an array of shape {tuple(weight.shape)}, but the weight of a micro-batch "
             "is one number. Return a scalar, such as keras.ops.sum(mask)."
         )
     return arithmetic.checked(ops.cast(weight, arithmetic.wide(keras.config.floatx())))

@@ -38,13 +38,13 @@ def check(options: Options) -> Options:
     positive_int("microbatch_size", options.microbatch_size)
     if options.loss_weight is not None and not callable(options.loss_weight):
         raise InputError(
-            f"loss_weight={options.loss_weight!r} is no function. Pass a function (x, y, sample_weight) -> "
-            "scalar, or None."
+            f"loss_weight={options.loss_weight!r} is not a function. Pass a function (x, y, sample_weight) "
+            "-> scalar, or None."
         )
     for name, allowed in (("batchnorm", get_args(BatchNorm)), ("nonfinite", get_args(NonFinite))):
         value = getattr(options, name)
         if value not in allowed:
             raise InputError(f"{name}={value!r} is unknown. Pass one of {allowed}.")
     if not isinstance(options.check, bool):
-        raise InputError(f"check={options.check!r} is no bool. Pass True, or False to leave the check out.")
+        raise InputError(f"check={options.check!r} is not a bool. Pass True, or False to skip the check.")
     return options

@@ -8,8 +8,9 @@
 # pyright: reportMissingModuleSource=false
 """Weights and random draws for a comparison of rows at once and in parts.
 
-A separable loss is separable at any weights and for any random draws. So the probe takes draws that are the
-same for every row, and weights a little off the present ones: a branch whose gate starts at 0 shows there.
+A loss that separates into rows does so at any weights and for any random draws. So the comparison uses the
+same constant draws for every row, and also weights shifted a little from the present ones: a branch whose
+gate is initialised to 0 has an effect there.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ from keras.src import backend
 from . import refusals
 
 Mapping = list[tuple[Any, Any]]
-STEP = 0.05  # about the size of an initial weight
-MOST = 2**25  # elements that are copied to be shifted: 128 MiB in float32
+STEP = 0.05  # size of a shift: about that of an initial weight
+MOST = 2**25  # most elements to copy and shift: 128 MiB in float32
 
 
 @contextmanager
 def constant_draws() -> Iterator[None]:
-    """Replace the draws of `keras.random` by constants, and dropout by nothing, while the context lasts.
+    """Replace the draws of `keras.random` by constants, and switch dropout off, within the context.
 
-    Draws depend on the shape, so that a row would get other numbers in a part than in the batch.
+    Draws depend on the shape of the array: a row would get other numbers in a part than in the whole.
     """
-    source, kept = backend.random, {}
+    source, originals = backend.random, {}
     try:
         for name, constant in _CONSTANTS.items():
-            kept[name] = getattr(source, name)
+            originals[name] = getattr(source, name)
             setattr(source, name, constant)
         yield
     finally:
-        for name, original in kept.items():
+        for name, original in originals.items():
             setattr(source, name, original)
 
 
@@ -74,56 +75,59 @@ _CONSTANTS: dict[str, Callable[..., Any]] = {
     "categorical": lambda logits, num_samples, dtype="int32", seed=None: ops.repeat(
         ops.cast(ops.argmax(logits, axis=-1), dtype)[:, None], num_samples, axis=1
     ),
-    # Rows that are mixed with one another are coupled, and shall be found.
+    # Rows are still moved: a layer that mixes rows couples them, and the comparison must show it.
     "shuffle": lambda x, axis=0, seed=None: ops.roll(x, 1, axis=axis),
 }
 
 
 @contextmanager
 def accepted_batchnorms(model: Any) -> Iterator[None]:
-    """Let BatchNormalization use its moving statistics: what it does to micro-batches was accepted."""
+    """Let BatchNormalization use its moving statistics within the context.
+
+    With ``batchnorm="per_microbatch"`` the user has accepted that it couples rows.
+    """
 
     def with_moving_statistics(layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arguments, **options: call(*arguments, **(options | {"training": False}))
 
-    with _calls(refusals.batchnorms(model), with_moving_statistics):
+    with _wrapped_calls(refusals.batchnorms(model), with_moving_statistics):
         yield
 
 
 @contextmanager
 def recorded(model: Any) -> Iterator[list[tuple[Any, list[Any]]]]:
-    """Collect each layer and its outputs, in the order in which the layers end."""
-    found: list[tuple[Any, list[Any]]] = []
+    """Record each layer and its outputs, in the order in which the calls of the layers return."""
+    records: list[tuple[Any, list[Any]]] = []
 
-    def noting(layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*arguments: Any, **options: Any) -> Any:
+    def recording(layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+        def call_and_record(*arguments: Any, **options: Any) -> Any:
             outputs = call(*arguments, **options)
-            found.append((layer, keras.tree.flatten(outputs)))
+            records.append((layer, keras.tree.flatten(outputs)))
             return outputs
 
-        return noted
+        return call_and_record
 
-    with _calls([layer for layer in model._flatten_layers() if layer is not model], noting):
-        yield found
+    with _wrapped_calls([layer for layer in model._flatten_layers() if layer is not model], recording):
+        yield records
 
 
 @contextmanager
-def _calls(layers: list[Any], wrap: Callable[[Any, Callable[..., Any]], Any]) -> Iterator[None]:
-    """Wrap `call` of these objects, and not of their class, while the context lasts."""
-    with ExitStack() as restored:
+def _wrapped_calls(layers: list[Any], wrap: Callable[[Any, Callable[..., Any]], Any]) -> Iterator[None]:
+    """Wrap the `call` of each layer within the context, as an attribute of the object, not of its class."""
+    with ExitStack() as restoring:
         for layer in layers:
             own = vars(layer).get("call")
             vars(layer)["call"] = wrap(layer, layer.call)
             if own is None:
-                restored.callback(vars(layer).pop, "call")
-            else:  # a layer may have had one already
-                restored.callback(vars(layer).__setitem__, "call", own)
+                restoring.callback(vars(layer).pop, "call")
+            else:  # the user has set `call` on this object
+                restoring.callback(vars(layer).__setitem__, "call", own)
         yield
 
 
 def shifted(mapping: Mapping) -> Mapping:
-    """Return the values of variables, with trainable ones a little off, the smallest first up to `MOST`."""
-    found, elements = list(mapping), 0
+    """Return the mapping with small shifts of trainable values, smallest variables first, up to `MOST`."""
+    shifted_mapping, elements = list(mapping), 0
     by_size = sorted(range(len(mapping)), key=lambda number: _elements(mapping[number][0]))
     for number in by_size:
         variable, value = mapping[number]
@@ -134,18 +138,18 @@ def shifted(mapping: Mapping) -> Mapping:
             break
         waves = ops.sin(ops.arange(_elements(variable), dtype="float32") * 1.7 + number)
         step = ops.reshape(STEP * waves, tuple(variable.shape))
-        found[number] = variable, value + ops.cast(step, variable.dtype)
-    return found
+        shifted_mapping[number] = variable, value + ops.cast(step, variable.dtype)
+    return shifted_mapping
 
 
 def reseeded(model: Any, mapping: Mapping) -> Mapping:
-    """Return the values of variables, with other states of the random generators."""
+    """Return the mapping with other states of the random generators."""
     states = {id(variable) for variable in model.non_trainable_variables if "seed" in variable.path}
     given = {id(variable): value for variable, value in mapping}
     rest = [(variable, value) for variable, value in mapping if id(variable) not in states]
     for variable in model.non_trainable_variables:
         if id(variable) in states:
-            # JAX takes the value out of the variable for the time of training: only `given` has it then.
+            # On JAX a variable has no value during training: `fit` moves the values into its own state.
             value = given[id(variable)] if id(variable) in given else variable.value  # noqa: SIM401
             rest.append((variable, value + ops.cast(1, variable.dtype)))
     return rest

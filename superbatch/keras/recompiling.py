@@ -6,9 +6,10 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""Compilation of the first model after `accumulate`: the accumulating model would not see it.
+"""Detection of a `compile` of the original model after `accumulate`.
 
-The two objects share layers and weights, but each has the loss and the optimizer of its own `compile`.
+The original and the accumulating model share layers and weights, but each has the loss and the optimizer of
+its own `compile`. So the accumulating model would still train with the former loss.
 """
 
 from __future__ import annotations
@@ -22,39 +23,44 @@ SOURCE = "_superbatch_source"
 
 
 class Source(NamedTuple):
-    """The first model, and what it was compiled to when the accumulating model was compiled or made."""
+    """The original model, with the loss and optimizer that the accumulating model accepts for it.
+
+    Attributes:
+        model: a weak reference to the original model.
+        compiled: its loss and optimizer when the accumulating model was made or last compiled.
+    """
 
     model: Any
     compiled: tuple[Any, Any]
 
 
 def source_of(model: Any) -> Source:
-    """Return the present compilation of a model; nobody keeps the model alive for it."""
+    """Return the model as a source, with its present loss and optimizer; the model is not kept alive."""
     return Source(weakref.ref(model), _compiled(model))
 
 
-def note(twin: Any) -> None:
-    """Accept the present compilation of the first model: the accumulating model has a newer one."""
-    source = vars(twin).get(SOURCE)
+def accept_current(accumulating: Any) -> None:
+    """Accept the present loss and optimizer of the original: the accumulating model was compiled after it."""
+    source = vars(accumulating).get(SOURCE)
     model = None if source is None else source.model()
     if model is not None:
-        vars(twin)[SOURCE] = source_of(model)
+        vars(accumulating)[SOURCE] = source_of(model)
 
 
-def check(twin: Any) -> None:
-    """Refuse to train with the loss that the first model had before.
+def check(accumulating: Any) -> None:
+    """Raise if the original model was compiled after the accumulating one.
 
     Raises:
-        InputError: the first model was compiled again.
+        InputError: the original model was compiled again.
     """
-    source = vars(twin)[SOURCE]
+    source = vars(accumulating)[SOURCE]
     model = source.model()
     if model is not None and any(
         now is not before for now, before in zip(_compiled(model), source.compiled, strict=True)
     ):
         raise InputError(
-            f"The model {twin.name!r} was compiled again after accumulate, and the accumulating model "
-            "still has the loss and optimizer of before. Call compile() of the model that accumulate "
+            f"The model {accumulating.name!r} was compiled again after accumulate, but the accumulating "
+            "model still has the former loss and optimizer. Call compile() of the model that accumulate "
             "returned, or call accumulate again."
         )
 

@@ -17,9 +17,9 @@ import keras
 from ..errors import CoupledSamplesError, InputError, OptimizerError
 from .options import Options
 
-# The methods that make an update; the second is of the JAX trainer.
+# Methods that make an update, of the TensorFlow, JAX and torch trainers. `accumulate` replaces them.
 OVERRIDES = ("train_step", "compute_loss_and_updates", "make_train_function")
-LOOPS = {
+LOOPS = {  # for a user who keeps an own train step
     "tensorflow": "superbatch.tensorflow.Accumulator",
     "jax": "superbatch.jax.value_and_grad",
     "torch": "superbatch.torch.Accumulator",
@@ -27,14 +27,14 @@ LOOPS = {
 
 
 def check_model(model: Any) -> None:
-    """Refuse anything but a compiled Keras model with Keras' own train step.
+    """Raise unless the model is a compiled Keras model with Keras' own train step.
 
     Raises:
-        InputError: it is no Keras model, is not compiled, or has a train step of its own.
+        InputError: it is not a Keras model, is not compiled, or overrides the train step.
     """
     if not isinstance(model, keras.Model):
         raise InputError(
-            f"accumulate() was given a {type(model).__module__}.{type(model).__qualname__}. Pass a "
+            f"model is a {type(model).__module__}.{type(model).__qualname__}, not a Keras model. Pass a "
             "keras.Model."
         )
     if not model.compiled:
@@ -47,18 +47,18 @@ def check_model(model: Any) -> None:
             keras.Model, method, None
         ):
             raise InputError(
-                f"The model {model.name!r} has a {method} of its own, which accumulate would replace. "
-                "Override compute_loss instead, and pass loss_weight=; or keep your loop and accumulate in "
-                f"it, with {LOOPS[keras.backend.backend()]}."
+                f"The model {model.name!r} overrides {method}, which accumulate would replace. Override "
+                "compute_loss instead and pass loss_weight=, or accumulate in your own loop with "
+                f"{LOOPS[keras.backend.backend()]}."
             )
 
 
 def check_layers(model: Any, options: Options) -> None:
-    """Refuse layers that couple the samples of a batch, or that change themselves in each forward.
+    """Raise for layers that couple the samples of a batch, or that carry a state between forwards.
 
     Raises:
         CoupledSamplesError: the model has BatchNormalization in training, and ``batchnorm="error"``.
-        InputError: a layer's forward depends on its forward before.
+        InputError: the forward of a layer depends on its previous forward.
     """
     _check_forwards(model)
     if options.batchnorm == "per_microbatch":
@@ -74,34 +74,34 @@ def check_layers(model: Any, options: Options) -> None:
 
 
 def _check_forwards(model: Any) -> None:
-    """Refuse layers whose forward depends on their forward before, that of another micro-batch."""
+    """Raise for layers whose forward depends on the previous forward, that of another micro-batch."""
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.SpectralNormalization):
             raise InputError(
                 f"The model has SpectralNormalization ({layer.name}), which overwrites its weights in every "
-                "forward, so the next micro-batch would see others. Take it out of the model, or train with "
-                "whole batches."
+                "forward, so the next micro-batch would use other weights. Take it out of the model, or "
+                "train with whole batches."
             )
         if getattr(layer, "stateful", False):
             raise InputError(
-                f"The model has a stateful layer ({layer.name}), whose state has one entry for each row of a "
-                "batch, and a micro-batch has other rows. Pass stateful=False to the layer, or train with "
-                "whole batches."
+                f"The model has a stateful layer ({layer.name}), whose state has one entry for each row of "
+                "the batch, but a micro-batch has fewer rows. Pass stateful=False to the layer, or train "
+                "with whole batches."
             )
-    # One forward normalises by the averages that the one before it left. Averaging after the last one, as
-    # batchnorm.py does with the moving statistics, would come too late. Old versions of Keras have no renorm.
+    # A forward normalises by the averages that the previous forward updated. So it is not enough to correct
+    # them after the last micro-batch, as batchnorm.py does. Old versions of Keras have no `renorm`.
     renormed = [layer.name for layer in batchnorms(model) if getattr(layer, "renorm", False)]
     if renormed:
         raise InputError(
             f"The model has BatchNormalization with renorm=True ({', '.join(renormed)}), which updates its "
-            "averages in every forward and normalises by them, so the next micro-batch would see others. "
-            "Pass renorm=False to the layer, freeze it (layer.trainable = False), or train with whole "
-            "batches."
+            "averages in every forward and normalises by them, so micro-batches would use other averages "
+            "than the whole batch. Pass renorm=False to the layer, freeze it (layer.trainable = False), or "
+            "train with whole batches."
         )
 
 
 def batchnorms(model: Any) -> list[Any]:
-    """The layers that normalise by the batch they see, and are not frozen."""
+    """Return the BatchNormalization layers that are not frozen."""
     return [
         layer
         for layer in model._flatten_layers()
@@ -110,19 +110,20 @@ def batchnorms(model: Any) -> list[Any]:
 
 
 def check_optimizer(model: Any) -> None:
-    """Refuse to accumulate twice.
+    """Raise if the model has no optimizer, or one that accumulates gradients itself.
 
     Raises:
-        OptimizerError: the model's optimizer accumulates by itself.
+        OptimizerError: there is none, or `gradient_accumulation_steps` of the optimizer is set.
     """
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     if optimizer is None:
         raise OptimizerError(
-            f"The model {model.name!r} has no optimizer, so nothing would be updated. Compile it with one."
+            f"The model {model.name!r} was compiled without an optimizer. Pass one: "
+            "model.compile(optimizer=...)."
         )
     steps = optimizer.gradient_accumulation_steps
     if steps:
         raise OptimizerError(
-            f"The optimizer has gradient_accumulation_steps={steps}, so it would make one update of several "
-            "batches, each of which is a whole batch here. Leave gradient_accumulation_steps out."
+            f"The optimizer has gradient_accumulation_steps={steps}, so it would make one update for {steps} "
+            "batches; accumulate makes one update for each batch. Leave gradient_accumulation_steps out."
         )

@@ -6,7 +6,7 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""`tf.distribute` inside a train step: sums over replicas, and clipping of what all of them made."""
+"""`tf.distribute` inside a train step: sums over replicas, and clipping of the summed gradient."""
 
 from __future__ import annotations
 
@@ -24,54 +24,57 @@ def several() -> bool:
 
 
 def check(model: Any) -> None:
-    """Refuse what is not known to be right on several replicas.
+    """Raise for models that cannot be trained exactly on several replicas.
 
     Raises:
-        InputError: BatchNormalization in training, or a loss that is one number.
+        InputError: the model has BatchNormalization in training, or overrides `compute_loss`.
     """
     if not several():
         return
     if refusals.batchnorms(model):
         raise InputError(
-            "BatchNormalization trains on several replicas, and its moving statistics cannot be written "
-            "inside the loop of a replica. Freeze it (layer.trainable = False) or use GroupNormalization."
+            "The model has BatchNormalization in training on several replicas, and TensorFlow cannot write "
+            "its moving statistics inside the loop of a replica. Freeze it (layer.trainable = False) or use "
+            "GroupNormalization."
         )
     if forward.owns_compute_loss(model):
         raise InputError(
-            f"The model {model.name!r} has a compute_loss of its own on several replicas, and it is not "
-            "known whether it divides by their number. Compile a loss instead."
+            f"The model {model.name!r} overrides compute_loss and trains on several replicas. It is not "
+            "known whether the override divides by the number of replicas. Compile a loss instead."
         )
 
 
 def summed(value: Any) -> Any:
-    """Return the sum over replicas of a tensor, or of each in a list: one collective either way."""
+    """Return the sum over replicas of a tensor, or of each tensor in a list, in one collective."""
     if not several():
         return value
     return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)
 
 
 def share(value: Any) -> Any:
-    """Return this replica's share of something that all replicas have."""
+    """Return a value that is equal on all replicas, divided by their number: the shares sum to the value."""
     if not several():
         return value
     return value / tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, value.dtype)
 
 
 def ready(optimizer: Any, gradients: list[Any], weights: list[Any]) -> list[Any]:
-    """Return the gradients for the optimizer on this replica; it sums them over replicas after clipping.
+    """Return the gradients to pass to the optimizer on this replica.
 
-    Where it clips, the gradient is summed and clipped here, by the optimizer's own rule, and each replica
-    gives its share: that is below every threshold, and its sum is the clipped gradient.
+    Keras' optimizer clips the gradient of each replica and sums afterwards. If it clips, the gradient is
+    summed here first and clipped by the optimizer's own rule. Each replica then passes its share of the
+    result: a share is below every threshold, and the shares sum to the clipped gradient.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if not several() or not (inner.clipnorm or inner.global_clipnorm or inner.clipvalue):
         return gradients
     scale = optimizer.scale_loss(tf.ones(()))
-    places = [number for number, gradient in enumerate(gradients) if gradient is not None]
-    total = summed([gradients[number] for number in places])
+    present = [number for number, gradient in enumerate(gradients) if gradient is not None]
+    total = summed([gradients[number] for number in present])
+    # The thresholds are for the gradient without the loss scale.
     unscaled = [gradient / tf.cast(scale, gradient.dtype) for gradient in total]
     clipped = inner._clip_gradients(unscaled)
     ready = list(gradients)
-    for number, gradient in zip(places, clipped, strict=True):
+    for number, gradient in zip(present, clipped, strict=True):
         ready[number] = share(gradient * tf.cast(scale, gradient.dtype))
     return ready

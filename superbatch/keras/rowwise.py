@@ -6,11 +6,11 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""Test that a loss computes its numbers for each row: their count is proportional to that of the rows.
+"""Test that a loss returns numbers for single rows: twice as many numbers for twice as many rows.
 
-One micro-batch does not show this: two numbers for two rows may be one number per class over all rows. So
-the loss is traced with twice as many rows, for which it must return twice as many numbers. Only shapes are
-computed, which takes little memory and time.
+The shape for one micro-batch does not show this: two numbers for two rows may be one number per class, over
+all rows. So the loss is also traced with twice as many rows. Only shapes are computed, which takes little
+memory and time.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from keras.src import backend
 
 from ..errors import LossSpecError
 
-ROWS = 2  # where their number is not known
+ROWS = 2  # rows to trace with where their number is not known
 
 
 class Numbers(NamedTuple):
-    """Count of the numbers that a loss returned, and of its rows of predictions; None where not known."""
+    """The shape of the numbers that a loss returned, and the rows of its predictions; None if not known."""
 
     shape: tuple[int | None, ...]
     rows: int | None
 
 
 def numbers(name: str, values: Any, y_pred: Any) -> Numbers:
-    """Return the count of the numbers that a loss has, and of their rows.
+    """Return the shape of the numbers that a loss returned, and the rows of the predictions.
 
     Args:
-        name: of the loss.
-        values: what the loss has returned.
-        y_pred: the predictions, a tensor or tensors.
+        name: the name of the loss, for the error text.
+        values: the numbers that the loss returned.
+        y_pred: the predictions, a tensor or a structure of tensors.
 
     Raises:
-        LossSpecError: the number of values is not a multiple of the predictions' rows.
+        LossSpecError: the count of the numbers is not a multiple of the rows.
     """
     rows, shape = keras.tree.flatten(y_pred)[0].shape[0], tuple(values.shape)
     if shape[0] is None or (rows is not None and shape[0] % max(rows, 1) == 0):
@@ -50,61 +50,61 @@ def numbers(name: str, values: Any, y_pred: Any) -> Numbers:
     raise _of_all_rows(name, f"{_named(shape)} for {rows or 'any number of'} rows")
 
 
-def check_twice(name: str, loss: Any, y: Any, y_pred: Any, found: Numbers) -> None:
-    """Refuse a loss that does not have twice the numbers for twice the rows.
+def check_twice(name: str, loss: Any, y: Any, y_pred: Any, returned: Numbers) -> None:
+    """Raise unless a loss returns twice as many numbers for twice as many rows.
 
     Args:
-        name: of the loss.
+        name: the name of the loss, for the error text.
         loss: a `keras.losses.Loss`.
         y: the targets, tensors in the dtype of the loss.
-        y_pred: the predictions, as the targets.
-        found: what it has for these.
+        y_pred: the predictions, in the same form.
+        returned: the numbers that the loss returned for them.
 
     Raises:
-        LossSpecError: it is such a loss.
+        LossSpecError: it returns another count or shape.
     """
-    if found.rows is None:  # on TensorFlow; two rows are like any
+    if returned.rows is None:  # in a graph of TensorFlow: trace with `ROWS` rows and with twice as many
         shape = _symbolically(loss, y, y_pred, 1)
         if shape is None:
             return
-        found = Numbers(shape, ROWS)
+        returned = Numbers(shape, ROWS)
     shape = _symbolically(loss, y, y_pred, 2)
-    if shape is None:  # a loss that needs numbers gets them; what it raises then is its own
+    if shape is None:  # the loss cannot be traced without values: call it, and let its own errors pass
         shape = tuple(loss.call(_twice(y), _twice(y_pred)).shape)
-    check_like(name, Numbers(shape, 2 * found.rows), found)
+    check_like(name, Numbers(shape, 2 * returned.rows), returned)
 
 
-def check_like(name: str, found: Numbers, before: Numbers | None) -> None:
-    """Refuse a loss that has other numbers of each row than it had before.
+def check_like(name: str, now: Numbers, before: Numbers | None) -> None:
+    """Raise if a loss returned another count or shape of numbers per row than before.
 
     Raises:
-        LossSpecError: it has.
+        LossSpecError: it did.
     """
-    if before is None or None in (found.rows, before.rows, *found.shape[:1], *before.shape[:1]):
+    if before is None or None in (now.rows, before.rows, *now.shape[:1], *before.shape[:1]):
         return
-    more = found.shape[:1] and found.shape[0] * before.rows == before.shape[0] * found.rows
-    rest = zip(found.shape[1:], before.shape[1:], strict=False)
-    same = len(found.shape) == len(before.shape) and all(None in pair or pair[0] == pair[1] for pair in rest)
-    if more and same:
+    proportional = now.shape[:1] and now.shape[0] * before.rows == before.shape[0] * now.rows
+    rest = zip(now.shape[1:], before.shape[1:], strict=False)
+    same = len(now.shape) == len(before.shape) and all(None in pair or pair[0] == pair[1] for pair in rest)
+    if proportional and same:
         return
-    words = " and ".join(f"{_named(each.shape)} for {each.rows} rows" for each in (before, found))
+    words = " and ".join(f"{_named(each.shape)} for {each.rows} rows" for each in (before, now))
     raise _of_all_rows(name, words)
 
 
 def _symbolically(loss: Any, y: Any, y_pred: Any, times: int) -> tuple[int | None, ...] | None:
-    """Return the shape of a loss with a multiple of the rows, without numbers; None if tracing fails."""
+    """Return the shape that a loss returns for a multiple of the rows; None if it cannot be traced."""
 
-    def form(leaf: Any) -> Any:
+    def symbolic(leaf: Any) -> Any:
         shape = tuple(leaf.shape)
         return keras.KerasTensor((times * (shape[0] or ROWS), *shape[1:]), loss.dtype) if shape else leaf
 
     try:
-        found = backend.compute_output_spec(
-            loss.call, *(keras.tree.map_structure(form, part) for part in (y, y_pred))
+        spec = backend.compute_output_spec(
+            loss.call, *(keras.tree.map_structure(symbolic, part) for part in (y, y_pred))
         )
-    except Exception:  # noqa: BLE001  (whatever a loss has against tensors without numbers)
+    except Exception:  # noqa: BLE001  (the user's loss: it may raise anything for a tensor without values)
         return None
-    return tuple(found.shape)
+    return tuple(spec.shape)
 
 
 def _twice(data: Any) -> Any:
@@ -119,7 +119,7 @@ def _named(shape: tuple[int | None, ...]) -> str:
 
 def _of_all_rows(name: str, words: str) -> LossSpecError:
     return LossSpecError(
-        f"The loss {name!r} is no mean over samples: it returns {words}, and each number is made of all rows "
+        f"The loss {name!r} is no mean over samples: it returns {words}, so each number depends on all rows "
         "of a micro-batch. Return one number for each sample or token, for example with an axis= that "
         "leaves out axis 0."
     )

@@ -6,11 +6,11 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""A second model object on the layers, weights, optimizer and metrics of a first one.
+"""A second model object that shares layers, weights, optimizer and metrics with the user's model.
 
-The twin is of a subclass of the user's class, so that all of it is there: `get_layer`, `summary`, `inputs`,
-own methods, overridden `compute_metrics`. Only attributes that are set anew (`train_function`,
-`stop_training`, what a new `compile` makes) are its own. The user's object is not changed.
+Its class is a subclass of the user's class, so every method works: `get_layer`, `summary`, own methods, an
+overridden `compute_metrics`. Attributes that are assigned later (`train_function`, `stop_training`, the
+results of a new `compile`) belong to one of the two objects only. The user's object is not changed.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ from typing import Any
 
 import keras
 
-# What Layer.__new__ makes for each object: closures over that very object.
+# Attributes that Layer.__new__ makes for each object: closures over this object, so they cannot be shared.
 OWN = ("build", "quantize")
 FUNCTIONS = ("train_function", "test_function", "predict_function")
 
 
 def on_same_layers(kind: type, model: Any) -> Any:
-    """Return an object of another class with the state of a model.
+    """Return an object of another class that shares the attributes of a model.
 
     Args:
-        kind: the class; a subclass of the model's, or the class that the model's was made from.
+        kind: a subclass of the model's class, or the user's class that the model's was derived from.
         model: the model.
     """
-    other = keras.Model.__new__(kind)  # what `accumulate` makes of a class returns models of that class
+    # Not `kind.__new__`: that of an accumulating class makes an object of the user's class.
+    other = keras.Model.__new__(kind)
     own = {name: vars(other)[name] for name in OWN}
     vars(other).clear()
     vars(other).update(vars(model))
     vars(other).update(own)
-    vars(other).update(dict.fromkeys(FUNCTIONS))  # they are bound to the first object
+    vars(other).update(dict.fromkeys(FUNCTIONS))  # compiled for the user's object; made again on demand
     return other
 
 
 def subclass(cls: type, methods: dict[str, Any]) -> type:
-    """Return a subclass that calls itself as the class does, so that what it saves is loaded as the class."""
+    """Return a subclass under the name of the class, so that saved files name the user's class."""
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls)(cls.__name__, (cls,), names | methods)

@@ -6,7 +6,7 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""Assignment of rows to micro-batches."""
+"""Division of a batch into micro-batches of rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..errors import SplitError
 
 
 class Group(NamedTuple):
-    """`count` micro-batches of `size` rows each, from row `start` on."""
+    """A group of `count` micro-batches of `size` rows each; the first row of the group is `start`."""
 
     count: int
     size: int
@@ -36,25 +36,39 @@ def groups(rows: int, microbatch_size: int) -> list[Group]:
         [(1, 3, 0)]
     """
     sizes = near_equal(rows, microbatch_size)
-    found: list[Group] = []
+    divided: list[Group] = []
     start = 0
     for size in sorted(set(sizes), reverse=True):
         count = sizes.count(size)
-        found.append(Group(count, size, start))
+        divided.append(Group(count, size, start))
         start += count * size
-    return found
+    return divided
+
+
+def blocks(rows: int, microbatch_size: int) -> list[range]:
+    """Return the rows of each micro-batch as a block of neighbours.
+
+    Examples:
+        >>> blocks(5, 2)
+        [range(0, 2), range(2, 4), range(4, 5)]
+    """
+    return [
+        range(group.start + i * group.size, group.start + (i + 1) * group.size)
+        for group in groups(rows, microbatch_size)
+        for i in range(group.count)
+    ]
 
 
 def leaves(data: Any) -> list[Any]:
-    """Return the arrays of a batch; every one of them has one entry for each row.
+    """Return the arrays of a batch, each with one entry for every row.
 
     Raises:
-        SplitError: there is none, one is sparse or ragged, or they are known to differ in length.
+        SplitError: there are none, one is sparse, ragged or a scalar, or their known lengths differ.
     """
-    found = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
-    if not found:
+    arrays = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+    if not arrays:
         raise SplitError("The batch has no arrays, so there is nothing to split. Pass arrays.")
-    for leaf in found:
+    for leaf in arrays:
         if type(leaf).__name__ in ("SparseTensor", "RaggedTensor", "JAXSparse", "BCOO", "BCSR"):
             raise SplitError(
                 f"The batch has a {type(leaf).__name__}, which cannot be cut along its rows inside a "
@@ -62,13 +76,13 @@ def leaves(data: Any) -> list[Any]:
             )
         if len(leaf.shape) == 0:
             raise SplitError("The batch has a scalar, which has no rows. Give it one entry for each row.")
-    known = [leaf.shape[0] for leaf in found if leaf.shape[0] is not None]
+    known = [leaf.shape[0] for leaf in arrays if leaf.shape[0] is not None]
     if len(set(known)) > 1:
         raise SplitError(
             f"The arrays of the batch have {known} rows, and every array is split by rows. Give all arrays "
             "the same number of rows."
         )
-    return found
+    return arrays
 
 
 def part(data: Any, start: Any, stop: Any) -> Any:

@@ -6,7 +6,7 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""The train step on Keras' JAX backend: a scan over micro-batches inside one jitted step."""
+"""Train step on Keras' JAX backend: a scan over micro-batches inside one jitted step."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from .splitting import Group
 from .window import Plan
 
 Values = list[Any]
-untouched = nullcontext
-TAKES_STATE = True  # Keras takes the values out of the variables and hands them to its function
+untouched = nullcontext  # a StatelessScope is enough: the JAX backend has no other state
+TAKES_STATE = True  # Keras moves the values out of the variables and passes them to its train function
 
 
 class State(NamedTuple):
-    """The values of a model's variables, in the order in which Keras hands them to a train step."""
+    """The values of a model's variables, in the order in which Keras passes them to a train step."""
 
     trainable: Values
     other: Values
@@ -41,7 +41,15 @@ class State(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """State that one micro-batch hands to the next."""
+    """State of the loop, passed from one micro-batch to the next.
+
+    Attributes:
+        other: values of the non-trainable variables.
+        metrics: values of the metrics' variables.
+        gradients: the summed gradients, float32 or wider.
+        sums: the summed vectors of `window.contribution`.
+        norms: sums of the BatchNormalization statistics, see `batchnorm.Statistics`.
+    """
 
     other: Values
     metrics: Values
@@ -51,7 +59,7 @@ class Carry(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Facts about a batch that are known before its loop."""
+    """Constants of the loop over one batch."""
 
     model: Any
     state: State
@@ -62,7 +70,17 @@ class Batch(NamedTuple):
 
 
 def train_step(model: Any, options: Options, state: Any, data: Any) -> Any:
-    """One batch, one update."""
+    """Make the update of one batch.
+
+    Args:
+        model: the accumulating model.
+        options: the arguments of `accumulate`.
+        state: the values of the model's variables, as Keras passes them.
+        data: the batch, as Keras passes it.
+
+    Returns:
+        The logs, and the new values of all variables.
+    """
     state = State(*state)
     data = keras.utils.unpack_x_y_sample_weight(data)
     rows = splitting.leaves(data)[0].shape[0]
@@ -90,9 +108,9 @@ def train_step(model: Any, options: Options, state: Any, data: Any) -> Any:
 
 
 def peek(model: Any, arguments: tuple[Any, ...]) -> First | None:
-    """Return the next batch of the iterator that Keras' function is called with; None where there is none.
+    """Return the next batch of the iterator in the arguments of Keras' train function; None if there is none.
 
-    Several processes hold parts of a batch each; they are not checked.
+    Also None with several processes, which are not checked: each holds only a part of the batch.
     """
     if jax.process_count() > 1:
         return None
@@ -104,16 +122,16 @@ def peek(model: Any, arguments: tuple[Any, ...]) -> First | None:
 
 
 def restore(model: Any, state: Any) -> None:
-    """Give the variables the values that Keras took out of them: an error must not lose the model."""
+    """Assign the variables the values that Keras moved out of them: an error must not lose the model."""
     state = State(*state)
     mapping = [*_mapping(model, state), *zip(model.optimizer.variables, state.optimizer, strict=True)]
     for variable, value in mapping:
-        if not value.is_deleted():
+        if not value.is_deleted():  # a compiled step may have been given the buffer already (donation)
             variable.assign(value)
 
 
 def cut(rows: int, size: int) -> list[range]:
-    """Return the rows of each micro-batch: in turn, as `_cutting` deals them out."""
+    """Return the rows of each micro-batch: strided within a group, as in `_over`."""
     return [
         range(group.start + i, group.start + group.count * group.size, group.count)
         for group in splitting.groups(rows, size)
@@ -122,7 +140,7 @@ def cut(rows: int, size: int) -> list[range]:
 
 
 def _mapping(model: Any, state: State) -> list[tuple[Any, Any]]:
-    """The model's variables and their values."""
+    """Return the model's variables with their values."""
     return [
         *zip(model.non_trainable_variables, state.other, strict=True),
         *zip(model.metrics_variables, state.metrics, strict=True),
@@ -131,7 +149,7 @@ def _mapping(model: Any, state: State) -> list[tuple[Any, Any]]:
 
 
 def _scope(model: Any, state: State | Carry, trainable: Values | None = None) -> Any:
-    """A scope in which the model's variables have these values."""
+    """Return a scope in which the model's variables have the values of a state, or of a carry and weights."""
     mapping = [*zip(model.non_trainable_variables, state.other, strict=True)]
     mapping += zip(model.metrics_variables, state.metrics, strict=True)
     trainable = state.trainable if isinstance(state, State) else trainable
@@ -145,23 +163,23 @@ def _values(scope: Any, variables: Values) -> Values:
 
 
 def _plan(model: Any, state: State, data: Any, options: Options) -> Plan:
-    """Trace the terms of the loss without computing them."""
-    found: list[Plan] = []
+    """Return the plan for the batch, from a trace of its loss that computes nothing."""
+    plans: list[Plan] = []
 
     def symbolic(state: State, data: Any) -> None:
         with _scope(model, state):
-            found.append(survey.look(model, data, options))
+            plans.append(survey.inspect(model, data, options))
 
     jax.eval_shape(symbolic, state, data)
-    return found[0]
+    return plans[0]
 
 
 def _over(parts: list[Group], one: Callable[[Any, Any], Any], carry: Any, data: Any, *, eager: bool) -> Any:
     """Run `one` over the micro-batches, in a compiled loop for each group of one size.
 
-    Micro-batch i of a group of k has the rows ``i, i + k, ...`` of the group: where the batch is sharded by
-    contiguous blocks, each device finds its share of every micro-batch on itself. Each is cut out when its
-    turn comes: handed to the loop as what it goes over, all of them would be a second copy of the batch.
+    Micro-batch i of a group of k has the rows ``i, i + k, ...`` of the group. If the batch is sharded in
+    contiguous blocks, every device then holds its share of every micro-batch. The loop runs over indices and
+    cuts each micro-batch out itself: a scan over the micro-batches would copy the batch.
     """
     for group in parts:
         cut = _cutting(group, data, whole=len(parts) == 1)
@@ -175,11 +193,15 @@ def _over(parts: list[Group], one: Callable[[Any, Any], Any], carry: Any, data: 
 
 
 def _cutting(group: Group, data: Any, *, whole: bool) -> Callable[[Any], Any]:
-    """Return a function that takes the i-th micro-batch of a group; `whole`: the group is the whole batch.
+    """Return a function from an index to that micro-batch of a group.
 
-    A part of the batch would be copied before its loop, and is taken by its rows instead. Sharded rows are
-    not: XLA would then give every device all of them.
+    Args:
+        group: the group.
+        data: the batch.
+        whole: whether the group is the whole batch.
     """
+    # A slice of the batch would be a copy, so rows of a part are taken by index. But not sharded rows: XLA
+    # would gather all of them on every device.
     if not whole and keras.distribution.distribution() is None:
         rows = group.start + group.count * jnp.arange(group.size)
         return lambda number: jax.tree.map(
@@ -195,7 +217,7 @@ def _cutting(group: Group, data: Any, *, whole: bool) -> Callable[[Any], Any]:
 
 
 def _microbatch(batch: Batch, totals: Values, carry: Carry, microbatch: Any) -> Carry:
-    """Forward, backward, and what is added to the sums."""
+    """Return the carry after forward and backward of one micro-batch."""
     model, plan = batch.model, batch.plan
     rows = splitting.leaves(microbatch)[0].shape[0]
 
@@ -203,7 +225,7 @@ def _microbatch(batch: Batch, totals: Values, carry: Carry, microbatch: Any) -> 
         with _scope(model, carry, trainable) as scope:
             y_pred = forward.predictions(model, microbatch[0])
             terms = forward.terms_of(model, microbatch, y_pred, batch.options, plan)
-            norms = batch.norms.noted(carry.norms, rows)
+            norms = batch.norms.added(carry.norms, rows)
             value = window.objective(terms, totals, plan)
             part = window.contribution(terms, rows, plan)
             tracking.update_metrics(model, microbatch, y_pred)
@@ -217,13 +239,14 @@ def _microbatch(batch: Batch, totals: Values, carry: Carry, microbatch: Any) -> 
         return _scaled(model, batch.state, value), new
 
     gradients, new = jax.grad(loss, has_aux=True)(batch.state.trainable)
-    keep = _kept(gradients, new.sums, plan)
+    keep = window.kept(gradients, new.sums, plan)
     if keep is None:
         added = [
             total + gradient.astype(total.dtype)
             for total, gradient in zip(carry.gradients, gradients, strict=True)
         ]
         return Carry(new.other, new.metrics, added, carry.sums + new.sums, new.norms)
+    # `where`, not a product: the gradient of a micro-batch without tokens may be NaN.
     added = [
         total + jnp.where(keep, gradient, 0).astype(total.dtype)
         for total, gradient in zip(carry.gradients, gradients, strict=True)
@@ -231,34 +254,23 @@ def _microbatch(batch: Batch, totals: Values, carry: Carry, microbatch: Any) -> 
     sums = carry.sums + jnp.where(keep, new.sums, 0)
     if not plan.skips:
         return Carry(new.other, new.metrics, added, sums, new.norms)
-    kept = jax.tree.map(
+    selected = jax.tree.map(
         lambda after, before: jnp.where(keep, after, before),
         (new.metrics, new.norms),
         (carry.metrics, carry.norms),
     )
-    return Carry(new.other, kept[0], added, sums, kept[1])
-
-
-def _kept(gradients: Values, part: Any, plan: Plan) -> Any | None:
-    """Return a flag that is False if a micro-batch is left out; None where every one takes part."""
-    if not plan.may_be_empty:
-        return None
-    keep = window.counts(part, plan)
-    if plan.skips:
-        finite = [jnp.all(jnp.isfinite(leaf)) for leaf in [part, *gradients]]
-        keep = jnp.logical_and(keep, jnp.all(jnp.stack(finite)))
-    return keep
+    return Carry(new.other, selected[0], added, sums, selected[1])
 
 
 def _scaled(model: Any, state: State, loss: Any) -> Any:
-    """The loss times the optimizer's scale against underflow."""
+    """Return the loss times the optimizer's loss scale, in the state of this step."""
     mapping = list(zip(model.optimizer.variables, state.optimizer, strict=True))
     with keras.StatelessScope(state_mapping=mapping):
         return model.optimizer.scale_loss(loss)
 
 
 def _count(batch: Batch, parts: list[Group], data: Any) -> Any:
-    """A pass that only counts; XLA leaves out all of the forward that no mask needs."""
+    """Return the sums of a pass that only counts weights; XLA keeps only the inputs of masks."""
 
     def one(sums: Any, microbatch: Any) -> Any:
         with _scope(batch.model, batch.state):
@@ -271,7 +283,10 @@ def _count(batch: Batch, parts: list[Group], data: Any) -> Any:
 
 
 def _finished(batch: Batch, carry: Carry) -> tuple[Values, Any]:
-    """Divide once, then add the gradient of the regularizers of weights, once; that and their value."""
+    """Return the gradient of the batch, and the value of the regularizers of weights (None without).
+
+    The summed gradients are divided once; the gradient of the regularizers is added once.
+    """
     model, plan = batch.model, batch.plan
     divisor = window.division(carry.sums, batch.rows, plan)
     gradients = [
@@ -286,17 +301,17 @@ def _finished(batch: Batch, carry: Carry) -> tuple[Values, Any]:
         values.append(value)
         return jnp.zeros(()) if value is None else (_scaled(model, batch.state, value))
 
-    jax.eval_shape(regularize, batch.state.trainable)
+    jax.eval_shape(regularize, batch.state.trainable)  # only to see whether there are regularizers
     if values[0] is None:
         return gradients, None
-    more = jax.grad(regularize)(batch.state.trainable)
+    of_regularizers = jax.grad(regularize)(batch.state.trainable)
     with _scope(model, carry, batch.state.trainable):
         value = forward.weight_regularization(model)
-    return [gradient + added for gradient, added in zip(gradients, more, strict=True)], value
+    return [gradient + added for gradient, added in zip(gradients, of_regularizers, strict=True)], value
 
 
 def _apply(batch: Batch, carry: Carry, gradients: Values) -> tuple[Values, Values]:
-    """The update; none where nothing counts."""
+    """Return the updated weights and optimizer state; both unchanged if the batch has weight 0."""
     model, state = batch.model, batch.state
 
     def apply() -> Any:

@@ -6,7 +6,7 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""The train step on Keras' TensorFlow backend: a while_loop over micro-batches inside one step."""
+"""Train step on Keras' TensorFlow backend: a while_loop over micro-batches inside one step."""
 
 from __future__ import annotations
 
@@ -24,12 +24,19 @@ from .options import Options
 from .window import Plan
 
 Values = list[Any]
-untouched = nullcontext
-TAKES_STATE = False
+untouched = nullcontext  # a StatelessScope is enough: the TensorFlow backend has no other state
+TAKES_STATE = False  # the variables keep their values during training
+cut = splitting.blocks
 
 
 class Carry(NamedTuple):
-    """State that one micro-batch hands to the next."""
+    """State of the loop, passed from one micro-batch to the next.
+
+    Attributes:
+        gradients: the summed gradients, float32 or wider.
+        sums: the summed vectors of `window.contribution`.
+        norms: sums of the BatchNormalization statistics, see `batchnorm.Statistics`.
+    """
 
     gradients: Values
     sums: Any
@@ -37,7 +44,7 @@ class Carry(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Facts about a batch (of this replica) that are known before its loop."""
+    """Constants of the loop over one batch of this replica."""
 
     model: Any
     data: Any
@@ -45,15 +52,21 @@ class Batch(NamedTuple):
     plan: Plan
     rows: Any
     norms: batchnorm.Statistics
-    touched: set[int]  # the weights that have a gradient, known once the loop is traced
+    touched: set[int]  # indices of the weights with a gradient; filled while the loop is traced
 
 
 def train_step(model: Any, options: Options, data: Any) -> Any:
-    """One batch, one update."""
+    """Make the update of one batch, and return Keras' logs.
+
+    Args:
+        model: the accumulating model.
+        options: the arguments of `accumulate`.
+        data: the batch of this replica, as Keras passes it.
+    """
     data = keras.utils.unpack_x_y_sample_weight(data)
     rows = _length(data)
     replicas.check(model)
-    if not replicas.several():
+    if not replicas.several():  # on several, `build` has made the variables
         model._symbolic_build(data_batch=data)
     batch = Batch(
         model,
@@ -83,7 +96,7 @@ def train_step(model: Any, options: Options, data: Any) -> Any:
 
 
 def _length(data: Any) -> Any:
-    """The rows of a batch; lengths that are only known when the step runs are compared there."""
+    """Return the number of rows of a batch; the graph raises if arrays differ in it when it runs."""
     lengths = tf.stack([tf.shape(leaf)[0] for leaf in splitting.leaves(data)])
     same = tf.debugging.Assert(
         tf.reduce_all(lengths == lengths[0]),
@@ -98,10 +111,10 @@ def _length(data: Any) -> Any:
 
 
 def build(model: Any, iterator: Any, data: Any) -> None:
-    """Make all variables before the step is traced: the loop, and replicas, must not make any.
+    """Create the variables of model and optimizer before the step is traced on several replicas.
 
-    On one device that is done as the step is traced. On several, Keras' own method fails where they get
-    unequal shares of the first batch.
+    The loop and the replicas must not create variables. On one device `train_step` creates them. On several,
+    Keras' own method fails if the replicas get unequal shares of the first batch.
     """
     strategy = model.distribute_strategy
     if strategy.num_replicas_in_sync == 1:
@@ -114,9 +127,9 @@ def build(model: Any, iterator: Any, data: Any) -> None:
 
 
 def peek(model: Any, arguments: tuple[Any, ...]) -> First | None:
-    """Return the next batch of the iterator that Keras' function is called with; None where there is none.
+    """Return the next batch of the iterator in the arguments of Keras' train function; None if there is none.
 
-    Several replicas hold parts of a batch each; they are not checked.
+    Also None with several replicas, which are not checked: each holds only a part of the batch.
     """
     iterator = arguments[0]
     if model.distribute_strategy.num_replicas_in_sync > 1:
@@ -138,47 +151,42 @@ def peek(model: Any, arguments: tuple[Any, ...]) -> First | None:
 
 
 def _taken(iterator: Any, most: int) -> list[Any]:
-    """The next batches of an iterator, as many as one call of Keras' function takes."""
-    found: list[Any] = []
-    while len(found) < most:
+    """Return the next batches of an iterator, as many as one call of Keras' train function takes."""
+    batches: list[Any] = []
+    while len(batches) < most:
         following = iterator.get_next_as_optional()
         if not following.has_value():
             break
-        found.append(following.get_value())
-    return found
+        batches.append(following.get_value())
+    return batches
 
 
 def _as_dataset(batches: list[Any], spec: Any) -> Any:
-    """Return a dataset of these batches, with the shapes that were known before: else Keras traces twice."""
+    """Return a dataset of these batches with the element spec of the user's dataset.
 
-    def forget(leaf: Any, known: Any) -> Any:
-        if not isinstance(known, tf.TensorSpec):
+    A spec with the lengths of the first batches would make Keras trace the step a second time.
+    """
+
+    def with_spec(leaf: Any, spec_of_leaf: Any) -> Any:
+        if not isinstance(spec_of_leaf, tf.TensorSpec):
             return leaf
-        return tf.compat.v1.placeholder_with_default(leaf, known.shape)
+        return tf.compat.v1.placeholder_with_default(leaf, spec_of_leaf.shape)
 
-    def forgetting(*parts: Any) -> Any:
-        return tf.nest.map_structure(forget, parts if isinstance(spec, tuple) else parts[0], spec)
+    def batch_with_spec(*parts: Any) -> Any:
+        return tf.nest.map_structure(with_spec, parts if isinstance(spec, tuple) else parts[0], spec)
 
-    datasets = [tf.data.Dataset.from_tensors(batch).map(forgetting) for batch in batches]
-    found = datasets[0]
+    datasets = [tf.data.Dataset.from_tensors(batch).map(batch_with_spec) for batch in batches]
+    joined = datasets[0]
     for following in datasets[1:]:
-        found = found.concatenate(following)
-    return found
-
-
-def cut(rows: int, size: int) -> list[range]:
-    """Return the rows of each micro-batch."""
-    return [
-        range(group.start + i * group.size, group.start + (i + 1) * group.size)
-        for group in splitting.groups(rows, size)
-        for i in range(group.count)
-    ]
+        joined = joined.concatenate(following)
+    return joined
 
 
 def _over(batch: Batch, one: Callable[[Any, Any], Any], carry: Any) -> Any:
-    """Run `one` over near-equal micro-batches, whose number and sizes are known when the step runs.
+    """Run `one` over near-equal micro-batches, whose number and sizes are only known when the step runs.
 
-    XLA wants one size in a loop: there are two loops then, the second for micro-batches of a row less.
+    Under XLA all micro-batches of a loop must have the same size. Then there are two loops, the second for
+    micro-batches of one row less.
     """
     count = -(-batch.rows // batch.options.microbatch_size)
     size = batch.rows // tf.maximum(count, 1)
@@ -187,11 +195,11 @@ def _over(batch: Batch, one: Callable[[Any, Any], Any], carry: Any) -> Any:
         sizes = [(0, count, None)]
     else:
         sizes = [(0, larger, size + 1), (larger, count, size)]
-    for first, last, known in sizes:
+    for first, last, fixed in sizes:
 
-        def body(number: Any, carry: Any, known: Any = known) -> Any:
+        def body(number: Any, carry: Any, fixed: Any = fixed) -> Any:
             start = number * size + tf.minimum(number, larger)
-            length = known if known is not None else size + tf.cast(number < larger, size.dtype)
+            length = fixed if fixed is not None else size + tf.cast(number < larger, size.dtype)
             return number + 1, one(carry, _rows(batch.data, start, length))
 
         _, carry = tf.while_loop(
@@ -206,33 +214,35 @@ def _over(batch: Batch, one: Callable[[Any, Any], Any], carry: Any) -> Any:
 def _rows(data: Any, start: Any, length: Any) -> Any:
     """Return `length` rows, from `start` on, of every array of a batch."""
 
-    def cut(leaf: Any) -> Any:
+    def slice_of(leaf: Any) -> Any:
         if leaf is None:
             return None
         begin = [start] + [0] * (leaf.shape.rank - 1)
-        found = tf.slice(leaf, begin, [length] + [-1] * (leaf.shape.rank - 1))
-        return tf.ensure_shape(found, [None, *leaf.shape[1:]])  # which tf.slice forgets
+        some = tf.slice(leaf, begin, [length] + [-1] * (leaf.shape.rank - 1))
+        return tf.ensure_shape(some, [None, *leaf.shape[1:]])  # tf.slice loses the static shape
 
-    return keras.tree.map_structure(cut, data)
+    return keras.tree.map_structure(slice_of, data)
 
 
 def _microbatch(batch: Batch, totals: Values, carry: Carry, microbatch: Any) -> Carry:
-    """Forward, backward, and what is added to the sums."""
+    """Return the carry after forward and backward of one micro-batch."""
     model, plan, weights = batch.model, batch.plan, batch.model.trainable_weights
     rows = tf.shape(splitting.leaves(microbatch)[0])[0]
     with tf.GradientTape() as tape:
         y_pred = forward.predictions(model, microbatch[0])
         terms = forward.terms_of(model, microbatch, y_pred, batch.options, plan)
         value = model.optimizer.scale_loss(window.objective(terms, totals, plan))
-    found = tape.gradient(value, weights)
+    raw = tape.gradient(value, weights)
     part = window.contribution(terms, rows, plan)
-    batch.touched.update(number for number, gradient in enumerate(found) if gradient is not None)
+    batch.touched.update(number for number, gradient in enumerate(raw) if gradient is not None)
+    # ensure_shape, as the static shape of a gradient may lack an axis of size 1.
     dense = [
         gradient if gradient is None else tf.ensure_shape(tf.convert_to_tensor(gradient), weight.shape)
-        for gradient, weight in zip(found, weights, strict=True)  # of one feature, it does not know the 1
+        for gradient, weight in zip(raw, weights, strict=True)
     ]
-    keep = _kept([gradient for gradient in dense if gradient is not None], part, plan)
+    keep = window.kept([gradient for gradient in dense if gradient is not None], part, plan)
     if keep is not None:
+        # `where`, not a product: the gradient of a micro-batch without tokens may be NaN.
         dense = [
             gradient if gradient is None else tf.where(keep, gradient, tf.zeros_like(gradient))
             for gradient in dense
@@ -248,28 +258,18 @@ def _microbatch(batch: Batch, totals: Values, carry: Carry, microbatch: Any) -> 
             for total, gradient in zip(carry.gradients, dense, strict=True)
         ],
         carry.sums + part,
-        batch.norms.noted(carry.norms, part[-1]),
+        batch.norms.added(carry.norms, part[-1]),
     )
 
 
 def _metrics(model: Any, microbatch: Any, y_pred: Any) -> Any:
+    """Update the metrics; return a tensor, as a branch of `tf.cond` must."""
     tracking.update_metrics(model, microbatch, y_pred)
     return tf.constant(0)
 
 
-def _kept(gradients: Values, part: Any, plan: Plan) -> Any | None:
-    """Return a flag that is False if a micro-batch is left out; None where every one takes part."""
-    if not plan.may_be_empty:
-        return None
-    keep = window.counts(part, plan)
-    if plan.skips:
-        finite = [tf.reduce_all(tf.math.is_finite(tensor)) for tensor in [part, *gradients]]
-        keep = tf.logical_and(keep, tf.reduce_all(tf.stack(finite)))
-    return keep
-
-
 def _count(batch: Batch) -> Any:
-    """A pass that only counts: the graph keeps of it what masks need."""
+    """Return the sums of a pass that only counts weights; the graph keeps only the inputs of masks."""
 
     def one(sums: Any, microbatch: Any) -> Any:
         with survey.scope(batch.model):
@@ -282,7 +282,10 @@ def _count(batch: Batch) -> Any:
 
 
 def _finished(batch: Batch, carry: Carry, sums: Any, rows: Any) -> tuple[Values, Any]:
-    """Divide once, then add the gradient of the regularizers of weights, once; that and their value."""
+    """Return the gradient of the batch, and the value of the regularizers of weights (None without).
+
+    The summed gradients are divided once; the gradient of the regularizers is added once.
+    """
     model, weights = batch.model, batch.model.trainable_weights
     divisor = window.division(sums, rows, batch.plan)
     gradients: Values = [
@@ -295,14 +298,14 @@ def _finished(batch: Batch, carry: Carry, sums: Any, rows: Any) -> tuple[Values,
             return gradients, None
         scaled = model.optimizer.scale_loss(replicas.share(value))
     for number, gradient in enumerate(tape.gradient(scaled, weights)):
-        if gradient is not None:
+        if gradient is not None:  # a weight may have a regularizer and no gradient of the loss
             old, gradient = gradients[number], tf.convert_to_tensor(gradient)
             gradients[number] = gradient if old is None else old + gradient
     return gradients, value
 
 
 def _apply(batch: Batch, sums: Any, gradients: Values) -> None:
-    """The update; none where nothing counts."""
+    """Call the optimizer once; not at all if the batch has weight 0."""
     model, weights = batch.model, batch.model.trainable_weights
     gradients = replicas.ready(model.optimizer, gradients, weights)
 
@@ -310,6 +313,7 @@ def _apply(batch: Batch, sums: Any, gradients: Values) -> None:
         model.optimizer.apply_gradients(zip(gradients, weights, strict=True))
         return tf.constant(0)
 
+    # On several replicas an optimizer cannot run under a condition; the gradient of such a batch is 0 there.
     if batch.plan.may_be_empty and not replicas.several():
         tf.cond(window.counts(sums, batch.plan), apply, lambda: tf.constant(0))
     else:

@@ -6,7 +6,7 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""The train step on Keras' torch backend: a loop of backwards."""
+"""Train step on Keras' torch backend: a Python loop of forwards and backwards."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from .first_check import First
 from .options import Options
 from .window import Plan
 
-TAKES_STATE = False
+TAKES_STATE = False  # the variables keep their values during training
+cut = splitting.blocks
 
 
 @contextmanager
 def untouched(model: Any) -> Iterator[None]:
-    """Evaluate without gradients, and restore the state that Keras does not manage.
+    """Evaluate without gradients within the context, and restore the state that Keras does not manage.
 
-    Keras does not manage the generators of torch and the buffers of a module in a `TorchModuleWrapper`, such
-    as the statistics of `torch.nn.BatchNorm1d`: a forward changes them in any scope of Keras.
+    A StatelessScope does not restore torch's random generators, or the buffers of a module in a
+    `TorchModuleWrapper`, such as the statistics of `torch.nn.BatchNorm1d`.
     """
     buffers = [
         (buffer, buffer.detach().clone())
@@ -40,7 +41,7 @@ def untouched(model: Any) -> Iterator[None]:
         if isinstance(layer, torch.nn.Module)
         for buffer in layer.buffers()
     ]
-    # Only the present device: to fork all of several is slow, and torch warns.
+    # Only the current device: forking the generators of many devices is slow, and torch warns about it.
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
         with torch.random.fork_rng(devices), torch.no_grad():
@@ -52,7 +53,13 @@ def untouched(model: Any) -> Iterator[None]:
 
 
 def train_step(model: Any, options: Options, data: Any) -> Any:
-    """One batch, one update."""
+    """Make the update of one batch, and return Keras' logs.
+
+    Args:
+        model: the accumulating model.
+        options: the arguments of `accumulate`.
+        data: the batch, as Keras passes it.
+    """
     batch = keras.utils.unpack_x_y_sample_weight(data)
     rows = splitting.leaves(batch)[0].shape[0]
     microbatches = [
@@ -76,36 +83,28 @@ def train_step(model: Any, options: Options, data: Any) -> Any:
 
 
 def peek(model: Any, arguments: tuple[Any, ...]) -> First:
-    """Return the batch that Keras' function is called with."""
+    """Return the batch in the arguments of Keras' train function."""
     mapping = [(weight, weight.value) for weight in model.trainable_variables]
     return First(arguments[0][0], mapping, arguments)
 
 
-def cut(rows: int, size: int) -> list[range]:
-    """Return the rows of each micro-batch."""
-    return [
-        range(group.start + i * group.size, group.start + (i + 1) * group.size)
-        for group in splitting.groups(rows, size)
-        for i in range(group.count)
-    ]
-
-
 def train_function(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return Keras' function of one batch, such that nobody holds this batch while `fit` loads the next.
+    """Return Keras' train function, changed to free the batch before `fit` loads the next one.
 
-    Keras' loop keeps the list it hands over until it has the next one: two whole batches.
+    Keras' loop keeps the list that it passes until it has the next one, so two whole batches would be in
+    memory. The batch is taken out of the list instead.
     """
 
-    def without_holding_it(data: list[Any]) -> Any:
+    def step_and_free(data: list[Any]) -> Any:
         logs = step([data.pop()])
-        let_go(1)
+        free_cycles(1)
         return logs
 
-    return without_holding_it
+    return step_and_free
 
 
-def let_go(generation: int) -> None:
-    """Collect young cycles: Keras' `tree` functions leave some that hold predictions and views of the batch.
+def free_cycles(generation: int) -> None:
+    """Collect reference cycles that hold predictions and views of the batch; Keras' `tree` leaves them.
 
     Python would collect them late: it counts objects, not the memory that they hold.
     """
@@ -113,14 +112,18 @@ def let_go(generation: int) -> None:
 
 
 class Sink:
-    """Sum of the gradients: in `grad`, or beside it if its dtype is too short or it may be dropped."""
+    """Sum of the gradients, in `grad` of each weight or in a tensor beside it.
+
+    Beside it, if the dtype is bfloat16 or float16, or if a micro-batch may be left out after its backward
+    (`apart`).
+    """
 
     def __init__(self, weights: list[Any], *, apart: bool) -> None:
         self.apart = [apart or weight.value.dtype in (torch.bfloat16, torch.float16) for weight in weights]
         self.sums: list[Any] = [None] * len(weights)
 
     def take(self, weights: list[Any], *, keep: bool = True) -> None:
-        """Add what the last backward left in `grad`, where it does not stay there."""
+        """Move the gradients of the last backward from `grad` to the sums beside it, or drop them."""
         for number, weight in enumerate(weights):
             if not self.apart[number]:
                 continue
@@ -132,34 +135,34 @@ class Sink:
             self.sums[number] = wide if total is None else total.add_(wide)
 
     def divide(self, weights: list[Any], divisor: Any) -> None:
-        """Divide everything once."""
+        """Divide the summed gradients in place."""
         for number, weight in enumerate(weights):
             total = self.sums[number] if self.apart[number] else weight.value.grad
             if total is not None:
                 total.copy_(window.divided(total, divisor, total.dtype))
 
     def gradients(self, weights: list[Any]) -> list[Any]:
-        """One gradient for each weight, in its dtype; None where there is none."""
-        found = [
+        """Return the gradient of each weight in its dtype; None for a weight without one."""
+        sums = [
             self.sums[number] if self.apart[number] else weight.value.grad
             for number, weight in enumerate(weights)
         ]
         return [
             None if gradient is None else gradient.to(weight.value.dtype)
-            for gradient, weight in zip(found, weights, strict=True)
+            for gradient, weight in zip(sums, weights, strict=True)
         ]
 
 
 def _loop(
     model: Any, microbatches: list[Any], totals: list[Any], plan: Plan, options: Options
 ) -> tuple[Any, Sink]:
-    """Forward and backward of every micro-batch; the sums, and where the gradients are."""
+    """Run forward and backward of every micro-batch; return the vector of sums and the gradients."""
     weights = model.trainable_weights
     for weight in weights:
         weight.value.grad = None
     sink = Sink(weights, apart=plan.skips)
     norms = batchnorm.Statistics(model)
-    noted = norms.zeros()
+    statistics = norms.zeros()
     sums = None
     for microbatch in microbatches:
         y_pred = forward.predictions(model, microbatch[0])
@@ -176,18 +179,18 @@ def _loop(
         part = part if keep else torch.zeros_like(part)
         sums = part if sums is None else sums + part
         with torch.no_grad():
-            noted = norms.noted(noted, part[-1])
+            statistics = norms.added(statistics, part[-1])
             if keep or not plan.skips:
                 tracking.update_metrics(model, microbatch, y_pred)
         del y_pred, terms, value  # before the next forward: they hold this one's outputs
-        let_go(0)
+        free_cycles(0)
     with torch.no_grad():
-        norms.assign(noted)
+        norms.assign(statistics)
     return sums, sink
 
 
 def _count(model: Any, microbatches: list[Any], plan: Plan, options: Options) -> Any:
-    """A pass that only counts: it leaves no trace in the model."""
+    """Return the sums of a pass that only counts weights; it changes no state of the model."""
     sums = None
     for microbatch in microbatches:
         with torch.no_grad(), survey.scope(model):
@@ -199,7 +202,11 @@ def _count(model: Any, microbatches: list[Any], plan: Plan, options: Options) ->
 
 
 def _regularize(model: Any, divisor: Any, sink: Sink, weights: list[Any]) -> Any:
-    """Divide, then add the gradient of the regularizers of weights, once."""
+    """Divide the gradients, then add the gradient of the regularizers of weights once.
+
+    Returns:
+        The value of the regularizers; None without.
+    """
     if divisor is not None:
         sink.divide(weights, divisor)
     value = forward.weight_regularization(model)

@@ -6,7 +6,7 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""Terms of a model's loss, found by a forward that changes no state."""
+"""Plans for the batches of a model, each made from one forward that changes no state."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ PLANS = "_superbatch_plans"
 
 
 def plan(model: Any, batch: Any, options: Options, *, symbolic: bool) -> Plan:
-    """Return the plan for batches of this form, which is made once, from one forward.
+    """Return the plan for batches with these shapes and dtypes; made by one forward, then cached.
 
     Args:
         model: the model.
-        batch: its ``(x, y, sample_weight)``.
-        options: of `accumulate`.
-        symbolic: whether the forward is without numbers.
+        batch: ``(x, y, sample_weight)``.
+        options: the arguments of `accumulate`.
+        symbolic: whether to trace the forward with shapes alone, instead of computing it.
     """
-    known = vars(model).setdefault(PLANS, {})
+    cache = vars(model).setdefault(PLANS, {})
     key = str(keras.tree.map_structure(_form, batch))
-    compiled = (model._compile_loss, model.optimizer)
-    if key not in known or known[key][0] != compiled:
-        known[key] = compiled, (_symbolically if symbolic else _really)(model, batch, options)
-    return known[key][1]
+    compiled = (model._compile_loss, model.optimizer)  # a new compile() makes the plan invalid
+    if key not in cache or cache[key][0] != compiled:
+        cache[key] = compiled, (_symbolically if symbolic else _really)(model, batch, options)
+    return cache[key][1]
 
 
 def _form(leaf: Any) -> Any:
@@ -45,12 +45,12 @@ def _form(leaf: Any) -> Any:
 
 
 def _symbolically(model: Any, batch: Any, options: Options) -> Plan:
-    found: list[Plan] = []
+    plans: list[Plan] = []
 
     def symbolic(*batch: Any) -> Any:
         with scope(model):
-            found.append(look(model, batch, options))
-        return batch[0]
+            plans.append(inspect(model, batch, options))
+        return batch[0]  # compute_output_spec wants tensors; the plan leaves by the list
 
     specs = keras.tree.map_structure(
         lambda leaf: (
@@ -59,27 +59,28 @@ def _symbolically(model: Any, batch: Any, options: Options) -> Plan:
         batch,
     )
     backend.compute_output_spec(symbolic, *specs)
-    return found[0]
+    return plans[0]
 
 
 def _really(model: Any, batch: Any, options: Options) -> Plan:
     with scope(model):
-        return look(model, batch, options)
+        return inspect(model, batch, options)
 
 
 def scope(model: Any) -> Any:
-    """A scope in which a forward leaves no trace; regularizers see the weights that there are."""
+    """Return a scope in which a forward changes no variable; trainable weights keep their values."""
     mapping = [(weight, weight.value) for weight in model.trainable_variables]
     return keras.StatelessScope(state_mapping=mapping, collect_losses=True)
 
 
-def look(model: Any, batch: Any, options: Options) -> Plan:
-    """Return the plan by a forward of a batch, in a scope in which nothing is changed."""
+def inspect(model: Any, batch: Any, options: Options) -> Plan:
+    """Return the plan from a forward of a batch; to be called inside a StatelessScope."""
     terms = forward.terms_of(model, batch, forward.predictions(model, batch[0]), options, None)
     return plan_of(model, terms, options)
 
 
 def plan_of(model: Any, terms: list[Term], options: Options) -> Plan:
-    """Return the plan for terms of a model's loss."""
+    """Return the plan for the terms of a model's loss."""
+    # Both scale the loss against underflow: a LossScaleOptimizer, and the option of any optimizer.
     scaled = hasattr(model.optimizer, "inner_optimizer") or bool(model.optimizer.loss_scale_factor)
     return window.plan_of(terms, options, scaled=scaled)

@@ -6,7 +6,7 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""Terms of a model's compiled losses, in place of their total."""
+"""Terms of a model's compiled losses: one for each loss, where Keras computes only the total."""
 
 from __future__ import annotations
 
@@ -23,10 +23,16 @@ from .window import Plan
 
 
 class Taker(CompileLoss):
-    """A `CompileLoss` that finds the targets, predictions and weights of each loss, and notes its term.
+    """A `CompileLoss` that collects a term for each loss when it is called.
 
-    Which part of nested targets belongs to which loss is Keras' own code; only the losses themselves are
-    replaced. It makes no metrics: these are updated once for the batch.
+    Keras' own code matches losses with parts of nested targets; only the losses themselves are replaced. The
+    metrics of losses are left out: they are updated once for the batch.
+
+    Args:
+        compiled: the `CompileLoss` of the model.
+        stated: the weight of the micro-batch by `loss_weight=`, or None.
+        rows: the rows of the micro-batch, a scalar tensor.
+        plan: the plan for batches of this form; None while it is being made.
     """
 
     def __init__(self, compiled: Any, stated: Any, rows: Any, plan: Plan | None) -> None:
@@ -36,39 +42,42 @@ class Taker(CompileLoss):
         self._y_pred_build_structure = compiled._y_pred_build_structure
         self._y_true_build_structure = compiled._y_true_build_structure
         self._flat_losses = [
-            CompileLoss.Loss(flat.path, self._noting(flat), None, flat.name) for flat in compiled._flat_losses
+            CompileLoss.Loss(flat.path, self._collecting(flat), None, flat.name)
+            for flat in compiled._flat_losses
         ]
         self.built = True
 
     @property
     def metrics(self) -> list[Any]:
-        """None for each loss: no metric to update."""
+        """None for each loss: Keras then updates no metric."""
         return [None] * len(self._flat_losses)
 
     def free(self) -> None:
-        """Drop the losses: they hold the taker, and with it the terms and their graph."""
+        """Drop the losses. They refer to this object, and a cycle would keep the graph of the terms alive."""
         self._flat_losses = []
 
-    def _noting(self, flat: Any) -> Any:
-        def note(y: Any, y_pred: Any, sample_weight: Any) -> Any:
+    def _collecting(self, flat: Any) -> Any:
+        """Return a loss that computes the term of a compiled loss, appends it and returns its value."""
+
+        def collect(y: Any, y_pred: Any, sample_weight: Any) -> Any:
             plan, number = self.plan, len(self.terms)
             if plan is not None and plan.may_be_empty_beside_others(number):
                 y_pred = without_gradient_of_nothing(y_pred, self.stated)
             given = (flat.loss, y, y_pred, sample_weight, self.stated, self.rows)
-            term = term_of(flat.name, *given, looking=plan is None)
+            term = term_of(flat.name, *given, inspecting=plan is None)
             if plan is not None and term.numbers is not None:
                 rowwise.check_like(flat.name, term.numbers, plan.numbers[number])
             factor = 1.0 if flat.loss_weights is None else flat.loss_weights
             self.terms.append(term.times(factor))
             return term.value
 
-        return note
+        return collect
 
 
 def take(
     compiled: Any, y: Any, y_pred: Any, sample_weight: Any, stated: Any, rows: Any, plan: Plan | None
 ) -> list[Term]:
-    """Return the terms of the compiled losses of a micro-batch, in the order Keras has them."""
+    """Return the terms of the compiled losses of a micro-batch, in Keras' order."""
     taker = Taker(compiled, stated, rows, plan)
     taker(y, y_pred, sample_weight)
     taker.free()
@@ -76,19 +85,19 @@ def take(
 
 
 def without_gradient_of_nothing(y_pred: Any, weight: Any) -> Any:
-    """Return predictions that a loss of weight 0 gives no gradient.
+    """Return predictions through which no gradient flows back if the weight is 0.
 
-    The total leaves such a loss, 0 / 0, out: the gradient by its value is 0. That by the predictions is then
-    0 x NaN, and would be added to the gradients of other terms. Here it is replaced, not multiplied.
+    A loss of weight 0 is 0 / 0, and the total leaves it out by a factor of 0. In the backward this factor
+    would meet the NaN derivative of the loss, and 0 x NaN would be added to the gradients of other terms.
     """
 
     def cut(leaf: Any) -> Any:
         if not backend.is_float_dtype(backend.standardize_dtype(leaf.dtype)):
             return leaf
-        found = ops.where(weight == 0, ops.stop_gradient(leaf), leaf)
-        mask = backend.get_keras_mask(leaf)
+        guarded = ops.where(weight == 0, ops.stop_gradient(leaf), leaf)
+        mask = backend.get_keras_mask(leaf)  # an attribute of the tensor, which a new tensor lacks
         if mask is not None:
-            backend.set_keras_mask(found, mask)
-        return found
+            backend.set_keras_mask(guarded, mask)
+        return guarded
 
     return keras.tree.map_structure(cut, y_pred)

@@ -6,14 +6,14 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""Terms of a loss and their divisors, found as Keras finds them.
+"""Terms of a loss and their divisors, computed by Keras' rules.
 
-A term is the value of one compiled loss, or of `add_loss`, for a micro-batch: a mean, and the weight of that
-mean. The kind of a term says over what the mean is:
+A term is one compiled loss, or the sum of `add_loss`, for one micro-batch: a mean, and the weight of this
+mean. There are three kinds of terms:
 
-    "rows"      over the rows of the micro-batch; its weight is known before the forward
-    "counted"   over what a mask or sample weights count; its weight is known after the forward
-    "sum"       a sum, not a mean: terms of micro-batches add up
+    "rows"      mean over the rows of the micro-batch; its weight is known before the forward
+    "counted"   mean over entries that a mask or sample weights count; its weight is known after the forward
+    "sum"       a sum, not a mean; the terms of micro-batches are added
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Term(NamedTuple):
     """Result of one loss for one micro-batch.
 
     Attributes:
-        name: of the loss, for errors.
-        kind: over what `value` is a mean.
+        name: the name of the loss, for error texts.
+        kind: the kind of mean, see the module.
         value: the mean (the sum, for the kind "sum"), a scalar tensor.
         weight: the weight of the mean, a scalar tensor; 1 for the kind "sum".
-        factor: of the term in the total: the `loss_weights` of `compile`.
-        stated: whether `loss_weight=` gave the weight.
-        numbers: what `value` was reduced from, and for how many rows; None for one number.
+        factor: the factor of the term in the total, from `loss_weights` of `compile`.
+        stated: whether the weight comes from `loss_weight=`.
+        numbers: the shape that `value` was reduced from, and the rows; None if the loss returned one number.
     """
 
     name: str
@@ -67,27 +67,27 @@ def term_of(
     stated: Any,
     rows: Any,
     *,
-    looking: bool,
+    inspecting: bool,
 ) -> Term:
-    """Read the term of one compiled loss.
+    """Return the term of one compiled loss.
 
     Args:
-        name: of the loss.
+        name: the name of the loss.
         loss: a `keras.losses.Loss`.
         y: the targets of this loss.
         y_pred: the predictions.
         sample_weight: the sample weights of this loss, or None.
-        stated: the weight that `loss_weight=` gave, or None.
-        rows: of the micro-batch, a scalar tensor.
-        looking: True for the first call, in which the loss is also evaluated for another number of rows.
+        stated: the weight by `loss_weight=`, or None.
+        rows: the rows of the micro-batch, a scalar tensor.
+        inspecting: whether to also trace the loss for another number of rows; True while the plan is made.
 
     Raises:
         CoupledSamplesError: the loss compares rows with one another.
-        LossSpecError: Keras does not know what the loss is divided by, and nothing is stated; or the loss
-            cannot be put together from micro-batches.
+        LossSpecError: Keras does not know the divisor of the loss and `stated` is None; or the loss of a
+            batch is no weighted mean of those of micro-batches.
     """
     _check_builtin(name, loss, y_pred)
-    if type(loss).__call__ is not keras.losses.Loss.__call__:
+    if type(loss).__call__ is not keras.losses.Loss.__call__:  # it may reduce by a rule of its own
         return stated_term(name, loss(y, y_pred, sample_weight), stated, sample_weight)
     if loss.reduction in (None, "none"):
         raise LossSpecError(
@@ -107,20 +107,25 @@ def term_of(
         if stated is None:
             _check_rank(name, loss, y_pred_)
         return stated_term(name, values, stated, sample_weight if not masks else masks[0])
-    found = rowwise.numbers(name, values, y_pred_)
-    if looking:
-        rowwise.check_twice(name, loss, y_, y_pred_, found)
+    numbers = rowwise.numbers(name, values, y_pred_)
+    if inspecting:
+        rowwise.check_twice(name, loss, y_, y_pred_, numbers)
     term = _reduced(name, loss, values, masks, sample_weight, rows)
-    return Term(name, term.kind, term.value, term.weight, numbers=found)
+    return Term(name, term.kind, term.value, term.weight, numbers=numbers)
 
 
 def _check_builtin(name: str, loss: Any, y_pred: Any) -> None:
-    """Refuse losses of Keras that are made of all rows, whatever weight is declared."""
-    function = getattr(loss, "fn", None)  # also of a loss that was compiled by its name
+    """Raise for losses of Keras that couple all rows, with any weight.
+
+    Raises:
+        CoupledSamplesError: the loss is `Circle`.
+        LossSpecError: the loss is `Dice` or `Tversky` over all rows.
+    """
+    function = getattr(loss, "fn", None)  # a loss compiled by name is a wrapper with the function as `fn`
     if function is keras.losses.circle:
         raise CoupledSamplesError(
             f"The loss {name!r} (keras.losses.Circle) compares each row with all other rows of the batch, "
-            "and a micro-batch has only some of them. Use a loss that is computed from each row alone, or "
+            "but a micro-batch has only some of them. Use a loss that is computed from each row alone, or "
             "train with whole batches."
         )
     if function not in (keras.losses.dice, keras.losses.tversky):
@@ -130,17 +135,17 @@ def _check_builtin(name: str, loss: Any, y_pred: Any) -> None:
         kind = "Dice" if function is keras.losses.dice else "Tversky"
         rest = tuple(range(1, len(keras.tree.flatten(y_pred)[0].shape)))
         raise LossSpecError(
-            f"The loss {name!r} with axis={axis!r} is a ratio of sums over all rows of the batch, and no "
-            f"weight makes it from micro-batches. Compile keras.losses.{kind}(axis={rest!r}): one ratio for "
+            f"The loss {name!r} with axis={axis!r} is a ratio of sums over all rows of the batch, not a "
+            f"weighted mean over micro-batches. Compile keras.losses.{kind}(axis={rest!r}): one ratio for "
             "each sample."
         )
 
 
 def _check_rank(name: str, loss: Any, y_pred: Any) -> None:
-    """Refuse predictions without an axis beside the rows, of which losses of Keras average over the rows.
+    """Raise for predictions of shape (rows,): losses of Keras average over the last axis, here the rows.
 
     Raises:
-        LossSpecError: they are such.
+        LossSpecError: the predictions have no axis beside the rows, and the loss is one of Keras.
     """
     of_keras = getattr(getattr(loss, "fn", None), "__module__", "").startswith("keras.")
     if of_keras and {len(leaf.shape) for leaf in keras.tree.flatten(y_pred)} == {1}:
@@ -152,29 +157,29 @@ def _check_rank(name: str, loss: Any, y_pred: Any) -> None:
 
 
 def stated_term(name: str, value: Any, stated: Any, sample_weight: Any) -> Term:
-    """The term of a loss that is one number already.
+    """Return the term of a loss that returned one number.
 
     Raises:
-        LossSpecError: nothing is stated about its divisor; or sample weights or a mask multiply the finished
-            mean, so that no weight makes the batch's from those of micro-batches.
+        LossSpecError: its divisor is not stated; or Keras multiplies the mean by sample weights or a mask,
+            and the sum of such products is no mean over the batch.
     """
     if stated is None:
         raise LossSpecError(
-            f"The loss {name!r} returns one number for a micro-batch, and Keras does not know what it was "
-            "divided by. Return one number for each sample or token, or state the weight of a micro-batch: "
+            f"The loss {name!r} returns one number for a micro-batch, and Keras does not know its divisor. "
+            "Return one number for each sample or token, or pass the divisor: "
             "loss_weight=lambda x, y, sample_weight: keras.ops.shape(y)[0] for a mean over rows."
         )
     if sample_weight is not None:
         raise LossSpecError(
-            f"The loss {name!r} returns one number, and Keras multiplies such a mean with its mask or sample "
-            "weights, which gives products that do not add up. Return one number for each sample or token, "
-            "which the weights can be applied to."
+            f"The loss {name!r} returns one number, and Keras multiplies it by each sample weight or mask "
+            "entry, so the loss of the batch is no mean of those of micro-batches. Return one number for "
+            "each sample or token."
         )
     return Term(name, "counted", value, stated, stated=True)
 
 
 def _reduced(name: str, loss: Any, values: Any, masks: list[Any], sample_weight: Any, rows: Any) -> Term:
-    """Reduce losses of samples or tokens as `keras.losses.Loss` does, keeping the divisor."""
+    """Reduce the losses of samples or tokens as `keras.losses.Loss` does, to a mean and its divisor."""
     weights, total = None, None
     count_dtype = arithmetic.wide(values.dtype)
     if masks:
@@ -199,7 +204,8 @@ def _reduced(name: str, loss: Any, values: Any, masks: list[Any], sample_weight:
     if loss.reduction == "mean_with_sample_weight" and weights is not None:
         divisor, kind = ops.sum(ops.cast(weights, count_dtype)), "counted"
     elif valid is not None and loss.reduction != "mean_with_sample_weight":
-        # Keras multiplies with total / valid and divides by all: one mask may stand for several values.
+        # Keras multiplies by (mask entries / true entries) and divides by the number of values. One entry of
+        # the mask may apply to several values.
         divisor, kind = valid * arithmetic.per_weight(_size(values, count_dtype), total), "counted"
     else:
         divisor, kind = _size(values, count_dtype), "rows"
@@ -208,5 +214,5 @@ def _reduced(name: str, loss: Any, values: Any, masks: list[Any], sample_weight:
 
 
 def _size(array: Any, dtype: str) -> Any:
-    """The number of elements, in a dtype that can count."""
+    """Return the number of elements of an array, in float32 or wider."""
     return ops.cast(ops.prod(ops.convert_to_tensor(ops.shape(array), dtype="int32")), dtype)

@@ -6,7 +6,7 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""Updates of the model's metrics: streaming ones for each micro-batch, the others once for the batch."""
+"""Updates of the model's metrics: compiled metrics per micro-batch, the losses once per batch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ from .window import Plan
 
 
 def update_metrics(model: Any, microbatch: Any, y_pred: Any) -> None:
-    """Update the compiled metrics with a micro-batch: they are sums over samples."""
+    """Update the compiled metrics with a micro-batch; exact for metrics that are sums over samples."""
     x, y, sample_weight = microbatch
     model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
 
 def track_loss(model: Any, sums: Any, plan: Plan, rows: Any, regularization: Any | None) -> None:
-    """Update the loss, and those of outputs, as one batch of `rows` rows; of none where nothing counts."""
+    """Update the metrics of the total loss and of each loss, weighted by the rows of the batch.
+
+    A batch of weight 0 has no loss, and counts as 0 rows.
+    """
     if plan.may_be_empty:
         rows = ops.where(window.counts(sums, plan), rows, ops.zeros_like(rows))
     losses = window.losses_of(sums, plan)

@@ -6,15 +6,16 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""The arithmetic of one update: how terms of micro-batches become the gradient and the loss of the batch.
+"""Arithmetic of one update: gradient and loss of the batch from the terms of its micro-batches.
 
-With the weight ``w_ij`` of term j in micro-batch i, and ``W_j`` its sum over the batch::
+With the value ``l_ij`` and the weight ``w_ij`` of term j in micro-batch i, the sum ``W_j`` of these weights
+over the batch, the factor ``f_j`` of the term, and the regularizers R of the model's weights::
 
-    L = sum_j f_j sum_i (w_ij / W_j) l_ij  +  R(weights)
+    L = sum_j f_j sum_i (w_ij / W_j) l_ij  +  R
 
-A weight that a mask decides is known after the forward. One such term alone is summed as ``w_i l_i``, and the
-gradient divided by ``W`` once. Beside other terms its ``W_j`` has to be known first: the batch then goes
-through the model twice, the first time only as far as its masks.
+A weight from a mask is known only after the forward. If there is one such term and no other, ``w_i l_i`` is
+summed, and the gradient is divided by ``W`` once at the end. With several terms every ``W_j`` must be known
+before the first backward. Then a first pass over the batch computes the masks and counts the weights.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from .terms import Kind, Term
 
 
 class Plan(NamedTuple):
-    """Procedure for one batch; the same for every batch of one form.
+    """Procedure for a batch; the same for all batches with the same shapes and dtypes.
 
     Attributes:
-        kinds: of the terms.
-        factors: of the terms in the total.
-        stated: whether the weight of each is what `loss_weight=` says.
-        numbers: what each was reduced from, when it was inspected.
-        counting: whether the weights are counted in a pass of their own.
-        dtype: of loss sums and weights.
+        kinds: the kind of each term.
+        factors: the factor of each term in the total.
+        stated: for each term, whether its weight comes from `loss_weight=`.
+        numbers: for each term, the shape that it was reduced from when the plan was made.
+        counting: whether a first pass over the batch counts the weights.
+        dtype: the dtype of loss sums and weights.
         skips: whether micro-batches that are not finite are left out.
     """
 
@@ -53,48 +54,50 @@ class Plan(NamedTuple):
 
     @property
     def afterwards(self) -> bool:
-        """Return True if the gradient is divided after the loop, by the count that the loop made."""
+        """Return True if the gradient is divided after the loop, by the weight that the loop summed."""
         return self.kinds == ("counted",) and not self.counting
 
     @property
     def may_be_empty(self) -> bool:
-        """Return True if a micro-batch, and a batch, may count nothing."""
+        """Return True if a micro-batch, or a whole batch, may have weight 0."""
         return self.skips or set(self.kinds) == {"counted"}
 
     def may_be_empty_beside_others(self, number: int) -> bool:
-        """Return True if a term may be 0 / 0 in a micro-batch in which other terms count."""
+        """Return True if a term may be 0 / 0 in a micro-batch in which other terms have weight."""
         return self.stated[number] and len(self.kinds) > 1
 
     @property
     def length(self) -> int:
-        """Of the vector of sums: a loss and a weight for each term, and the rows that took part."""
+        """Length of the vector of sums: a loss and a weight for each term, and the rows that took part."""
         return 2 * len(self.kinds) + 1
 
 
 def plan_of(terms: list[Term], options: Options, *, scaled: bool) -> Plan:
-    """Decide from the terms of one micro-batch, which may be symbolic.
+    """Make the plan from the terms of one micro-batch, which may be symbolic.
 
     Args:
-        terms: of one micro-batch.
-        options: of `accumulate`.
-        scaled: whether the loss is scaled against underflow: sums of it would overflow.
+        terms: the terms of one micro-batch.
+        options: the arguments of `accumulate`.
+        scaled: whether the optimizer scales the loss against underflow.
 
     Raises:
-        InputError: micro-batches cannot be left out of such a loss.
+        InputError: ``nonfinite="skip_microbatch"`` cannot be combined with this loss or optimizer.
     """
     kinds = tuple(term.kind for term in terms)
+    # A scaled loss is divided before the backward: a sum of scaled losses of tokens would overflow.
     counting = "counted" in kinds and (len(kinds) > 1 or scaled)
     if options.nonfinite == "skip_microbatch":
         if counting or len(set(kinds)) > 1:
             raise InputError(
-                'nonfinite="skip_microbatch" sets the shares of several means before it knows what is left '
-                f"out, and the loss has {', '.join(f'{term.name} ({term.kind})' for term in terms)}. Use "
+                'nonfinite="skip_microbatch" needs a loss of one term: the divisors of several terms are '
+                "fixed before it is known which micro-batches are left out. This loss has "
+                f"{', '.join(f'{term.name} ({term.kind})' for term in terms)}. Use "
                 'nonfinite="propagate".'
             )
         if scaled:
             raise InputError(
                 'nonfinite="skip_microbatch" hides the overflows by which a LossScaleOptimizer finds its '
-                'scale. Use nonfinite="propagate": the optimizer leaves out updates that are not finite.'
+                'scale. Use nonfinite="propagate": the optimizer skips updates that are not finite.'
             )
     dtypes = [str(arithmetic.wide(term.value.dtype)) for term in terms]
     dtype = "float64" if "float64" in dtypes else "float32"
@@ -105,24 +108,24 @@ def plan_of(terms: list[Term], options: Options, *, scaled: bool) -> Plan:
 
 
 def totals_of(plan: Plan, rows: Any, counted: Any) -> list[Any]:
-    """Return the divisors of each term's weights before the backward.
+    """Return the divisor ``W_j`` of each term in the backward; 1 if the gradient is divided after the loop.
 
     Args:
-        plan: of the batch.
-        rows: of the batch, on all devices.
-        counted: the sums of a counting pass, or None.
+        plan: the plan for the batch.
+        rows: the rows of the batch on all devices.
+        counted: the vector of sums of the counting pass, or None without one.
     """
     one = ops.ones((), plan.dtype)
-    known = {"rows": ops.cast(rows, plan.dtype), "sum": one}
+    divisors = {"rows": ops.cast(rows, plan.dtype), "sum": one}
     terms = len(plan.kinds)
     return [
-        known[kind] if kind != "counted" else one if counted is None else counted[terms + number]
+        divisors[kind] if kind != "counted" else one if counted is None else counted[terms + number]
         for number, kind in enumerate(plan.kinds)
     ]
 
 
 def objective(terms: list[Term], totals: list[Any], plan: Plan) -> Any:
-    """Return the scalar of a micro-batch whose gradients add up to that of the batch."""
+    """Return the scalar to differentiate: the gradients of all micro-batches add up to that of the batch."""
     parts = []
     for term, total in zip(terms, totals, strict=True):
         share = arithmetic.scale(ops.cast(term.weight, plan.dtype), total)
@@ -132,7 +135,7 @@ def objective(terms: list[Term], totals: list[Any], plan: Plan) -> Any:
 
 
 def contribution(terms: list[Term], rows: Any, plan: Plan) -> Any:
-    """Return the contribution of a micro-batch to the vector of sums."""
+    """Return the vector of a micro-batch: ``w l`` of each term, ``w`` of each term, and the rows."""
     weights = [ops.cast(term.weight, plan.dtype) for term in terms]
     losses = [
         arithmetic.taking_part(ops.cast(term.value, plan.dtype), weight) * weight
@@ -142,23 +145,41 @@ def contribution(terms: list[Term], rows: Any, plan: Plan) -> Any:
 
 
 def counts(sums: Any, plan: Plan) -> Any:
-    """Return True if anything of a micro-batch or batch counts, by its sums."""
+    """Return True if a term has a weight other than 0 in the vector of a micro-batch or batch."""
     terms = len(plan.kinds)
     return ops.any(sums[terms : 2 * terms] != 0)
 
 
+def kept(gradients: list[Any], part: Any, plan: Plan) -> Any | None:
+    """Return a scalar that is False if a micro-batch is to be left out; None if none ever is.
+
+    Args:
+        gradients: the gradients of the micro-batch, dense tensors.
+        part: its `contribution`.
+        plan: the plan for the batch.
+    """
+    if not plan.may_be_empty:
+        return None
+    keep = counts(part, plan)
+    if plan.skips:
+        finite = [ops.all(ops.isfinite(tensor)) for tensor in [part, *gradients]]
+        keep = ops.logical_and(keep, ops.all(ops.stack(finite)))
+    return keep
+
+
 def division(sums: Any, rows: Any, plan: Plan) -> Any | None:
-    """Return the divisor of the summed gradients at the end; None for none."""
+    """Return the divisor of the summed gradients after the loop; None if they are divided already."""
     terms = len(plan.kinds)
     if plan.afterwards:
         return sums[terms]
+    # The backward divided by all rows; the mean is over those that were not skipped.
     if plan.skips and "rows" in plan.kinds:
         return arithmetic.per_weight(sums[2 * terms], ops.cast(rows, plan.dtype))
     return None
 
 
 def divided(gradient: Any, divisor: Any | None, dtype: Any) -> Any:
-    """Return a summed gradient divided, in the dtype of its variable; 0 where nothing counted."""
+    """Return a summed gradient over its divisor, in the dtype of its variable; 0 if the divisor is 0."""
     if divisor is not None:
         gradient = arithmetic.per_weight(gradient, ops.cast(divisor, gradient.dtype))
     return ops.cast(gradient, dtype)
@@ -174,7 +195,7 @@ def losses_of(sums: Any, plan: Plan) -> list[Any]:
 
 
 def total_loss(losses: list[Any], plan: Plan, regularization: Any | None) -> Any:
-    """Return the loss of the batch."""
+    """Return the total loss of the batch, with the factors of the terms and the regularizers."""
     parts = [loss * factor for loss, factor in zip(losses, plan.factors, strict=True)]
     if regularization is not None:
         parts.append(ops.cast(regularization, plan.dtype))

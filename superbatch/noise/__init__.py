@@ -1,4 +1,4 @@
-"""Noise of the gradient: how large a batch is worth its samples."""
+"""Noise scale of a gradient: the batch size above which larger batches save few updates."""
 
 from .meter import NoiseMeter as NoiseMeter
 from .over_run import relative_time as relative_time

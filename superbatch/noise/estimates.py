@@ -1,4 +1,4 @@
-"""Estimate of the gradient's noise from one window: unbiased, for any weights."""
+"""Unbiased estimates of a gradient's signal and noise from the micro-batches of one window."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..errors import InputError
 
 
 class Estimate(NamedTuple):
-    """Estimate from one window; both parts are unbiased, and may come out negative.
+    """Unbiased estimates from one window; each may be negative.
 
     Attributes:
-        signal: of ``|G|^2``.
-        variance: of ``tr Cov(g)``, the noise of the batch's gradient (not of one sample's).
+        signal: estimate of ``|G|^2``, with the true gradient G.
+        variance: estimate of ``tr Cov(g)``, with the gradient g of the batch (not of one sample).
     """
 
     signal: float
@@ -23,18 +23,20 @@ class Estimate(NamedTuple):
 
 
 def estimate(a2: float, b2: float, q: float) -> Estimate:
-    """Return the signal and the noise of one window's gradient, for any weights and sizes.
+    """Return the signal and the noise of one window's gradient, for micro-batches of any weights and sizes.
+
+    Micro-batch i has the gradient ``g_i`` and the weight ``w_i``; weights sum to one.
 
     Args:
         a2: ``sum w_i^2 |g_i|^2``.
-        b2: ``|g|^2`` of the summed gradient.
+        b2: ``|g|^2`` of the batch's gradient ``g = sum w_i g_i``.
         q: ``sum w_i^2``, below 1.
 
     Returns:
         ``(b2 - a2) / (1 - q)`` and ``(a2 - q b2) / (1 - q)``.
 
     Raises:
-        InputError: `q` is 1: there is one micro-batch, which differs from none.
+        InputError: `q` is not between 0 and 1; it is 1 with a single micro-batch.
 
     Examples:
         >>> estimate(a2=(1.0 + 9.0) / 4, b2=4.0, q=0.5)  # gradients 1 and 3, weights 1/2 each
@@ -42,8 +44,8 @@ def estimate(a2: float, b2: float, q: float) -> Estimate:
     """
     if not 0 < q < 1:
         raise InputError(
-            f"Noise shows in the differences between micro-batches, and a window with sum w_i^2 = {q} has "
-            "one. Use at least two micro-batches, on one rank or on several."
+            f"Noise is measured from differences between micro-batches, but sum w_i^2 = {q} means one "
+            "micro-batch. Use at least two, on one rank or on several."
         )
     return Estimate((b2 - a2) / (1 - q), (a2 - q * b2) / (1 - q))
 
@@ -51,16 +53,16 @@ def estimate(a2: float, b2: float, q: float) -> Estimate:
 def homogeneous_estimate(
     a1: float, b2: float, weights: Sequence[float], samples: Sequence[int | float]
 ) -> Estimate:
-    """Return the same as `estimate`, under the assumption that the variance of ``g_i`` is ``T / n_i``.
+    """Return the signal and the noise under the assumption that the variance of ``g_i`` is ``T / n_i``.
 
-    Less scattered where sizes differ much (with ``w_i = n_i / N`` it is the analysis of variance), and biased
-    where the assumption fails: tokens of one text are no independent samples.
+    With very different sizes this varies less than `estimate`; with ``w_i = n_i / N`` it is the analysis of
+    variance. It is biased if the assumption is wrong: tokens of one text are not independent samples.
 
     Args:
         a1: ``sum w_i |g_i|^2``.
-        b2: ``|g|^2`` of the summed gradient.
-        weights: ``w_i``, which sum to one.
-        samples: ``n_i``.
+        b2: ``|g|^2`` of the batch's gradient.
+        weights: weights ``w_i``, which sum to one.
+        samples: samples ``n_i`` of each micro-batch.
 
     Returns:
         ``b2 - q T`` and ``q T`` with ``T = (a1 - b2) / (sum w_i / n_i - q)``, ``q = sum w_i^2 / n_i``.
@@ -74,8 +76,8 @@ def homogeneous_estimate(
     """
     if len(weights) < 2:
         raise InputError(
-            f"Noise shows in the differences between micro-batches, and there is {len(weights)}. Give two or "
-            "more."
+            f"Noise is measured from differences between micro-batches, but there is {len(weights)}. Pass "
+            "two or more."
         )
     q = sum(w * w / n for w, n in zip(weights, samples, strict=True))
     of_one_sample = (a1 - b2) / (sum(w / n for w, n in zip(weights, samples, strict=True)) - q)
@@ -83,11 +85,11 @@ def homogeneous_estimate(
 
 
 def effective_samples(weights: Iterable[float], samples: Iterable[int | float]) -> float:
-    """Return the batch of equal samples that has as little noise: ``1 / sum(w_i^2 / n_i)``.
+    """Return the size of an equally weighted batch with the same noise: ``1 / sum(w_i^2 / n_i)``.
 
     Args:
-        weights: ``w_i``, which sum to one; micro-batches of weight 0 may be among them.
-        samples: ``n_i``.
+        weights: weights ``w_i`` of the micro-batches, which sum to one; some may be 0.
+        samples: samples ``n_i`` of each micro-batch; may be 0 where the weight is 0.
 
     Examples:
         >>> effective_samples([0.5, 0.5], [8, 8]), effective_samples([0.75, 0.25], [8, 8])

@@ -1,27 +1,30 @@
-"""Test of the assumption behind a noise scale: the micro-batches of a window are independent draws.
+"""Test that the micro-batches of a window are independent draws, as every noise scale assumes.
 
-Noise that all micro-batches of a window share is counted as signal, and nothing inside a window shows it. The
-losses of windows do. With the mean loss l_t of a window and the variance v_t of that mean which the spread of
-its micro-batches explains, three windows at a time::
+Noise shared by all micro-batches of a window counts as signal, and their differences do not show it. The
+losses of whole windows do. Let l_t be the mean loss of a window, and v_t the variance of l_t expected from
+the spread of its micro-batches. Three windows form a triple::
 
     d_1 = (|l_1 - l_2|^2 + |l_2 - l_3|^2) / 4,   d_2 = |l_1 - l_3|^2 / 2
     e_1 = (v_1 + 2 v_2 + v_3) / 4,               e_2 = (v_1 + v_3) / 2
     F_1 = mean d_1 / mean e_1,   F_2 = mean d_2 / mean e_2,   F_0 = mean (4 d_1 - d_2) / 3 / mean e_1
 
-All are 1 for independent draws at the same parameters. A loss that falls adds four times as much to d_2 as to
-d_1, so that F_0 has none of it; one that swings from update to update has d_2 < d_1. *Shared*: the lower ends
-of all three intervals are above 1.1, and the loss is not shown to move. *Even*: the upper ends of F_1 and F_2
-are below 0.9. Otherwise there is no verdict.
+For independent draws at constant parameters all three ratios are 1. A linear trend of the loss adds four
+times as much to d_2 as to d_1, so it cancels in F_0. A loss that alternates from update to update has
+d_2 < d_1.
 
-A loss moves if the lower end of the interval of ``F_2 - F_1`` is above 0 and ``2 F_0 - F_2 <= 1.1``. So does
-one that rises and falls again within a few updates, as after each restart of a learning-rate schedule: such
-bumps are no straight lines, and F_0 keeps a part of them. Shared noise gives F_2 = F_1 = F_0. For a random
-walk ``F_2 - F_0`` is at least ``F_0 - 1``, and so it is for a stationary process with a correlation of 0.6 or
-more between successive windows.
+* *Shared*: the lower ends of all three intervals are above 1.1, and the loss does not move significantly.
+* *Even*: the upper ends of the intervals of F_1 and F_2 are below 0.9.
+* Otherwise there is no verdict.
 
-Gradients take the place of losses where parameters rest (`superbatch.torch.tuning.independence`).
-They see more, but while parameters move, their noise moves them, and F_1 rises by about rate x curvature.
-Error rates and power by simulation are in tests/core/test_noise_independence.py.
+The loss moves significantly if the lower end of the interval of ``F_2 - F_1`` is above 0, and ``2 F_0 - F_2
+<= 1.1``. This includes a loss that rises and falls within a few updates, such as after a restart of the
+learning rate: it is not linear, so a part of it stays in F_0. Shared noise gives F_2 = F_1 = F_0. For a
+random walk, ``F_2 - F_0`` is at least ``F_0 - 1``. The same holds for a stationary process if successive
+windows have a correlation of 0.6 or more.
+
+At constant parameters, gradients can replace losses (`superbatch.torch.tuning.independence`). They detect
+more. In training their noise moves the parameters, which raises F_1 by about rate x curvature. Error rates
+and power by simulation are in tests/core/test_noise_independence.py.
 """
 
 from __future__ import annotations
@@ -35,53 +38,55 @@ from ..results.noise import Independence
 from .interval import CONFIDENCE, fieller, student_quantile
 
 SHARED, EVEN = 1.1, 0.9
+"""Limits of the verdicts: the lower ends must be above the first, or the upper ends below the second."""
 
 FEWEST_TRIPLES = 20
+"""Fewest triples for a verdict."""
 
 MEMORY = 0.9
-"""Of the scale by which triples are weighed: losses become less noisy in the course of a training."""
+"""Decay factor of the scale that divides triples; it follows losses that become less noisy in training."""
 
 JUMP = 1e4
-"""Times the scale that a triple must explain to begin the test anew: what came before said nothing.
+"""The test restarts at a triple whose expected variance exceeds the scale by this factor.
 
-Such as micro-batches of one loss, where the last layer begins with zeros, or a rate that begins with 0: sums
-in units of their rounding would outweigh all that follows, for ever.
+Before it, losses hardly differed: because the last layer starts with zeros, or the rate starts with 0. Sums
+in units of such rounding errors would outweigh all later triples.
 """
 
 NOTHING = 1e-6
-"""Of d_1: what micro-batches explain below this share is rounding. Copies of one sample explain nothing."""
+"""An expected variance below this share of d_1 is rounding and counts as 0, as for copies of one sample."""
 
 _LARGEST = 1e100
-"""Sums of squares of more would overflow."""
+"""Largest scaled value of a triple; sums of squares of larger ones would overflow."""
 
 _KINDS = ((1.0, 0.0, 0), (0.0, 1.0, 1), (4 / 3, -1 / 3, 0))
-"""F_1, F_2 and F_0: shares of d_1 and d_2 in the numerator, and which e is the denominator."""
+"""F_1, F_2 and F_0: coefficients of d_1 and d_2 in the numerator; 0 for the denominator e_1, 1 for e_2."""
 
 _MOVES = (-1.0, 1.0, 0)
-"""F_2 - F_1, over e_1: shares of d_1 and d_2."""
+"""F_2 - F_1 with the denominator e_1, in the same form."""
 
 _STILL = (8 / 3, -5 / 3)
-"""2 F_0 - F_2, over e_1: shares of d_1 and d_2. A moving loss makes it small."""
+"""2 F_0 - F_2 with the denominator e_1: coefficients of d_1 and d_2. A moving loss makes it small."""
 
 
 class IndependenceTest:
-    """Sums over triples of windows: 18 numbers, and up to two windows that wait for a third.
+    """Running test over triples of windows, with a state of 18 numbers and at most two windows.
 
     Args:
-        means: of d_1, d_2, e_1, e_2, in units of the scale.
+        means: means of d_1, d_2, e_1, e_2, in units of the scale.
         products: sums of products of deviations from these means, the upper triangle by rows.
-        waiting: mean loss and explained variance of the windows that wait.
-        scale: a recent average of e_1.
-        centre: mean loss of the window before.
-        count: of triples.
+        waiting: mean loss and expected variance of windows whose triple is not complete.
+        scale: recent average of e_1.
+        centre: mean loss of the previous window; None before the first.
+        count: number of triples.
 
     Raises:
-        ValueError: there are more or fewer numbers than that.
+        ValueError: `means`, `products` or `waiting` has the wrong length.
 
     Examples:
         >>> import random
         >>> test, normal = IndependenceTest(), random.Random(0).gauss
-        >>> for _ in range(300):  # a window's mean has a variance of 3, of which its micro-batches explain 1
+        >>> for _ in range(300):  # mean losses have the variance 3; 1 is expected from their micro-batches
         ...     test.add(normal(0, 3**0.5), 1.0)
         >>> test.judged().verdict
         'shared'
@@ -97,7 +102,10 @@ class IndependenceTest:
         count: int = 0,
     ) -> None:
         if (len(means), len(products)) != (4, 10) or len(waiting) > 2:
-            raise ValueError(f"{len(means)} means, {len(products)} products and {len(waiting)} windows")
+            raise ValueError(
+                f"Got {len(means)} means, {len(products)} products and {len(waiting)} windows. Pass 4, 10 "
+                "and at most 2."
+            )
         self._means, self._products = list(means), list(products)
         self._waiting = [(mean, explained) for mean, explained in waiting]
         self._scale, self._count = scale, count
@@ -105,51 +113,52 @@ class IndependenceTest:
 
     @property
     def centre(self) -> float:
-        """The loss around which the spread of the next window is taken: that of the window before.
+        """Return the last window's loss, around which to compute the spread of the next window.
 
-        Any number known before the window leaves the explained variance unbiased; one far off makes it noisy
-        where weights are unequal.
+        The expected variance is unbiased around any number known before the window. With unequal weights, a
+        number far from the loss makes it noisy.
         """
         return 0.0 if self._centre is None else self._centre
 
     def add(self, mean: float, explained: float) -> None:
-        """Take in one window; one whose numbers are not finite is left out.
+        """Add one window; ignore it if a number is not finite.
 
         Args:
-            mean: its loss.
-            explained: variance of that mean, by the spread of its micro-batches; unbiased, may be negative.
+            mean: mean loss of the window.
+            explained: variance of this mean expected from the spread of the micro-batches; an unbiased
+                estimate, so it may be negative.
         """
         if not (math.isfinite(mean) and math.isfinite(explained)):
             return
-        begun, self._centre = self._centre is not None, mean
-        if not begun:  # its spread was taken around 0
+        first, self._centre = self._centre is None, mean
+        if first:  # its spread was computed around 0, not around a loss
             return
         if len(self._waiting) < 2:
             self._waiting.append((mean, explained))
             return
         (a, va), (b, vb) = self._waiting
-        self._waiting = []  # the next triple has none of the noise of this one
-        # Products, for a power of floats that overflows raises.
+        self._waiting = []  # triples share no window, so their noise is independent
+        # Products, because `**` raises an OverflowError for floats.
         squares = ((a - b) * (a - b), (b - mean) * (b - mean), (a - mean) * (a - mean))
         self.add_triple(squares, (va, vb, explained))
 
     def add_triple(self, squares: tuple[float, float, float], explained: tuple[float, float, float]) -> None:
-        """Take in three windows by their distances, as of gradients.
+        """Add three windows, given by squared distances, for instance between their gradients.
 
         Args:
-            squares: squared distances of the first and the second, the second and the third, and the first
-                and the third.
-            explained: variance of each that its micro-batches explain.
+            squares: squared distances between the first and the second window, the second and the third, and
+                the first and the third.
+            explained: variance of each window expected from the spread of its micro-batches.
         """
         (ab, bc, ac), (va, vb, vc) = squares, explained
-        self._take((ab + bc) / 4, ac / 2, (va + 2 * vb + vc) / 4, (va + vc) / 2)
+        self._add_values((ab + bc) / 4, ac / 2, (va + 2 * vb + vc) / 4, (va + vc) / 2)
 
     def judged(self, drawn: float = 0.0) -> Independence:
-        """Return the verdict so far.
+        """Return the verdict on all triples so far.
 
         Args:
-            drawn: share of the data that one window draws without replacement: such windows are more even
-                than chance by as much.
+            drawn: share of the data that one window draws without replacement. The variance between such
+                windows is lower by this share.
         """
         if self._count < FEWEST_TRIPLES:
             return Independence(verdict=None, ratio=None, low=0.0, high=math.inf, triples=self._count)
@@ -158,20 +167,19 @@ class IndependenceTest:
         low = min(low for low, _ in ends)
         high = max(high for _, high in ends[:2])
         d_1, d_2, e_1, e_2 = self._means
-        # Movement has to be shown, F_2 above F_1: of few triples of shared noise the estimate alone is below
-        # the limit by chance.
+        # The estimate alone is not enough: with few triples of shared noise it is below the limit by chance.
         moves = _STILL[0] * d_1 + _STILL[1] * d_2 <= SHARED * e_1
         moves = moves and self._interval(*_MOVES, quantile)[0] > 0
         verdict = "even" if high < EVEN * (1 - min(drawn, 1.0)) else None
         if low > SHARED and not moves:
             verdict = "shared"
-        if min(e_1, e_2) < 0:  # weights and losses go together: there is nothing to compare with
+        if min(e_1, e_2) < 0:  # weights depend on losses, so the expected variance is no reference
             verdict = None
         ratio = self._ratio() if e_1 > 0 else math.inf if verdict else None
         return Independence(verdict=verdict, ratio=ratio, low=low, high=high, triples=self._count)
 
     def state(self) -> dict[str, Any]:
-        """The sums as plain containers of numbers."""
+        """Return the state as plain containers of numbers."""
         return {
             "means": list(self._means),
             "products": list(self._products),
@@ -183,7 +191,7 @@ class IndependenceTest:
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> IndependenceTest:
-        """Make the test that `state` returned."""
+        """Create a test from the result of `state`."""
         centre = state["centre"]
         means, products = ([float(each) for each in state[name]] for name in ("means", "products"))
         return cls(
@@ -195,25 +203,27 @@ class IndependenceTest:
             int(state["count"]),
         )
 
-    def _take(self, *triple: float) -> None:
-        # A ratio of means stays what it is under weights that are known before the triple. Without them the
-        # first windows of a training, whose losses are the noisiest, would outweigh all others.
-        if not all(map(math.isfinite, triple)):  # it would never leave the means
+    def _add_values(self, *triple: float) -> None:
+        """Add d_1, d_2, e_1 and e_2 of one triple, divided by the scale."""
+        if not all(map(math.isfinite, triple)):  # the means would stay not finite
             return
         least = NOTHING * triple[0]
         triple = (*triple[:2], *(0.0 if abs(each) < least else each for each in triple[2:]))
         explained = max(triple[2], least)
         if explained > JUMP * self._scale:
-            # What is left out hangs on what comes after it, which draws of one window do not know.
+            # The decision to discard earlier triples depends on this one, which is independent of them.
             self._means, self._products, self._count = [0.0] * 4, [0.0] * 10, 0
             self._scale = explained
-        if not self._scale:  # nothing to compare: losses that do not differ
+        if not self._scale:  # all losses so far are equal
             return
+        # The scale is known before the triple, so dividing by it does not bias the ratios of means. Without
+        # it, the first windows of a training, whose losses are the noisiest, would outweigh all others.
         scaled = [each / self._scale for each in triple]
         if max(map(abs, scaled)) > _LARGEST:
             return
-        if explained:  # a rest without any spread must not make the next triple the heaviest of all
+        if explained:  # a zero would lower the scale and give the next triples too much weight
             self._scale = MEMORY * self._scale + (1 - MEMORY) * explained
+        # Welford's update of means and products, which is stable for large means.
         self._count += 1
         before = [each - mean for each, mean in zip(scaled, self._means, strict=True)]
         self._means = [mean + off / self._count for mean, off in zip(self._means, before, strict=True)]
@@ -224,17 +234,19 @@ class IndependenceTest:
         ]
 
     def _ratio(self) -> float:
-        """Return the smaller of F_1 and F_0: a loss that falls makes F_1 large."""
+        """Return the smaller of F_1 and F_0; a falling loss makes only F_1 large."""
         d_1, d_2, e_1, _ = self._means
         return min(d_1, (4 * d_1 - d_2) / 3) / e_1
 
     def _covariance(self, i: int, j: int) -> float:
-        """Of two of the means."""
+        """Return the covariance of the means i and j."""
         low, high = min(i, j), max(i, j)
+        # Position in the upper triangle of a 4 x 4 matrix, stored by rows.
         return self._products[4 * low - low * (low - 1) // 2 + high - low] / (self._count - 1) / self._count
 
-    def _interval(self, one: float, two: float, which: int, quantile: float) -> tuple[float, float]:
-        cov, e = self._covariance, 2 + which
+    def _interval(self, one: float, two: float, denominator: int, quantile: float) -> tuple[float, float]:
+        """Return the interval of ``(one d_1 + two d_2) / e``, where e is e_1 (0) or e_2 (1)."""
+        cov, e = self._covariance, 2 + denominator
         return fieller(
             one * self._means[0] + two * self._means[1],
             self._means[e],

@@ -1,4 +1,4 @@
-"""A ratio of two averages with its interval (Fieller), and the quantile of Student's t that it takes."""
+"""Ratio of two averages with its interval (Fieller's), and quantiles of Student's t distribution."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 CONFIDENCE = 0.95
 
 FEWEST_EFFECTIVE = 2.0
-"""Windows of equal weight that a long average must be worth."""
+"""Fewest windows of equal weight to which a long average is equivalent."""
 
-FORGETFUL = "the average remembers fewer than 2 windows: give a beta of more than 1/3"
+FORGETFUL = "the average remembers fewer than 2 windows: pass a beta above 1/3"
 
 
 @lru_cache(maxsize=256)
@@ -22,7 +22,7 @@ def student_quantile(probability: float, freedom: float) -> float:
 
     Args:
         probability: between 0.5 and 1, both excluded.
-        freedom: degrees of freedom, not necessarily whole.
+        freedom: degrees of freedom, not necessarily an integer.
 
     Returns:
         The t below which a draw lies with this probability.
@@ -31,13 +31,13 @@ def student_quantile(probability: float, freedom: float) -> float:
         >>> round(student_quantile(0.975, 10), 6), round(student_quantile(0.975, 2.5), 4)
         (2.228139, 3.5747)
     """
-    # P(|t| > q) is the regularised incomplete beta function at x = f / (f + q^2), which rises with x. What is
-    # small near x = 1 is its complement z = 1 - x, so that is what is halved.
+    # P(|t| > q) is the regularised incomplete beta function at x = f / (f + q^2). It grows with x. The
+    # bisection runs over z = 1 - x, because x near 1 would lose the digits of q.
     outside = 2 * (1 - probability)
     low, high = 0.0, 1.0
     for _ in range(200):
         middle = (low + high) / 2
-        if middle in (low, high):
+        if middle in (low, high):  # no floating-point number is left between them
             break
         if 1 - _incomplete_beta(0.5, freedom / 2, middle) > outside:
             low = middle
@@ -50,21 +50,22 @@ def student_quantile(probability: float, freedom: float) -> float:
 def fieller(
     x: float, y: float, *, s_xx: float, s_yy: float, s_xy: float, quantile: float
 ) -> tuple[float, float]:
-    """Return the interval for ``x / y``, both of them uncertain, as a ratio that is not negative.
+    """Return the interval of ``x / y`` for two uncertain means, limited to ratios of 0 or more.
 
-    The ratios R with ``(x - R y)^2 <= q^2 (s_xx - 2 R s_xy + R^2 s_yy)`` (Fieller 1954). Where `y` cannot be
-    told from zero there is no upper end; a delta-method interval would name one, and be wrong too often.
+    It contains the ratios R with ``(x - R y)^2 <= q^2 (s_xx - 2 R s_xy + R^2 s_yy)`` (Fieller 1954). If `y`
+    is not significantly different from zero, there is no upper end. The delta method would give one that
+    fails too often.
 
     Args:
         x: mean of the numerator.
         y: mean of the denominator.
-        s_xx: variance of that mean `x`.
-        s_yy: variance of that mean `y`.
-        s_xy: their covariance.
-        quantile: of Student's t, two-sided.
+        s_xx: variance of the mean `x`.
+        s_yy: variance of the mean `y`.
+        s_xy: covariance of the two means.
+        quantile: q, the two-sided quantile of Student's t.
 
     Returns:
-        Lower and upper end; ``(inf, inf)`` where `y` is below zero beyond doubt, while `x` is above.
+        Lower and upper end; ``(inf, inf)`` if `x` is significantly above zero and `y` significantly below.
 
     Examples:
         >>> low, high = fieller(10.0, 2.0, s_xx=0.01, s_yy=0.01, s_xy=0.0, quantile=2.0)
@@ -73,7 +74,8 @@ def fieller(
         >>> fieller(10.0, 0.1, s_xx=0.01, s_yy=0.01, s_xy=0.0, quantile=2.0)[1]
         inf
     """
-    # In units that are powers of 2, which round nothing: the fourth powers below may under- or overflow.
+    # `_fieller` computes fourth powers, which may overflow or underflow. So x and y are scaled to about 1, by
+    # powers of 2, which round nothing.
     sizes = (max(abs(mean), math.sqrt(abs(square))) for mean, square in ((x, s_xx), (y, s_yy)))
     unit_x, unit_y = (math.ldexp(0.5, math.frexp(size)[1]) for size in sizes)
     x, y, s_xx, s_yy = x / unit_x, y / unit_y, s_xx / unit_x / unit_x, s_yy / unit_y / unit_y
@@ -85,20 +87,21 @@ def fieller(
 def _fieller(
     x: float, y: float, s_xx: float, s_yy: float, s_xy: float, quantile: float
 ) -> tuple[float, float]:
+    # The inequality is a R^2 - 2 b R + c <= 0.
     a = y * y - quantile**2 * s_yy
     b = x * y - quantile**2 * s_xy
     c = x * x - quantile**2 * s_xx
     root = math.sqrt(max(0.0, b * b - a * c))
-    if c > 0 and x > 0:  # the noise is there: an interval for y / x, of which this is the inverse
+    if c > 0 and x > 0:  # x is significantly positive: invert the interval of y / x
         least, most = (b - root) / c, (b + root) / c
         return 1 / most if most > 0 else math.inf, 1 / least if least > 0 else math.inf
-    if a > 0 and y > 0:  # the noise may be nothing, the signal is there
+    if a > 0 and y > 0:  # x may be 0, y is significantly positive
         return 0.0, max(0.0, (b + root) / a)
     return 0.0, math.inf
 
 
 class Ratio(NamedTuple):
-    """A noise scale with its interval."""
+    """A noise scale with its interval; the fields are those of `superbatch.results.noise.Noise`."""
 
     batch_size: float | None
     low: float
@@ -108,62 +111,65 @@ class Ratio(NamedTuple):
     reason: str | None
 
     def as_fields(self) -> dict[str, Any]:
-        """The fields of the reports, but for the reason."""
+        """Return all fields except the reason, as keyword arguments for the classes of reports."""
         fields = self._asdict()
         del fields["reason"]
         return fields
 
     def without_scale(self) -> Ratio:
-        """Return signal and variance alone: the noise scale may be anything."""
+        """Return the ratio with signal and variance only, without a noise scale."""
         return Ratio(None, 0.0, math.inf, self.signal, self.variance, None)
 
 
 LAGS = (1, 2, 4)
-"""Distances of the windows whose differences are kept: noise that lasts shows in how they grow."""
+"""Lags of the differences between windows; correlated windows have larger differences at larger lags."""
 
 NO_CORRELATION = 1.5
-"""Correlations below this over sqrt(n) are taken for none."""
+"""Correlations of n windows below this over sqrt(n) count as zero."""
 
 TO_COME = 0.5
-"""Share of the newest window's weight that one more window like the noisiest seen is given."""
+"""Weight of one assumed further window like the noisiest so far, relative to the weight of the newest."""
 
 FORGOTTEN = 0.1
-"""Power of beta by which the noisiest window is forgotten."""
+"""The noisiest window decays by this power of beta per window."""
 
 FARTHEST = 2.5
-"""A value is named where the upper end is at most this many times as large (signal over error of 3.3)."""
+"""A noise scale has a value if its upper end is at most this multiple of it (signal over error of 3.3)."""
 
 _Squares = tuple[float, float, float]
 
 
 class Moments:
-    """Averages of x (variance of one sample) and y (signal) with the weights of an exponential decay.
+    """Exponentially weighted averages of x (variance of one sample) and y (signal) over windows.
 
-    The variances of the two averages come from differences of successive windows: what x and y are averages
-    *of* drifts in the course of a training, which is no uncertainty. With weights ``o_t`` that is
-    ``sum o_t^2 (x_t - x_(t-1))^2 / 2``, and likewise for y and x y. Two things that this does not see are
-    added (tests/core/test_noise_coverage.py has the error rates):
+    The variances of the two averages come from differences between successive windows, because the true x and
+    y drift during training, and drift is not uncertainty. With weights ``o_t`` the variance of the mean x is
+    ``sum o_t^2 (x_t - x_(t-1))^2 / 2``; the variance of the mean y and the covariance have the same form. Two
+    corrections cover cases that these differences miss (error rates: tests/core/test_noise_coverage.py):
 
-    * Windows whose noise is correlated: the variances are multiplied by the long-run variance over that of
-      one window, by the averaged squared differences ``D_k`` at lags 1, 2 and 4, as of an AR(1) process.
-    * Rare, very noisy micro-batches: the upper end is taken as if half of one more window like the noisiest
-      one seen (forgotten ten times as slowly) were still to come.
+    * Windows with correlated noise: the variances are multiplied by the ratio of long-run variance to the
+      variance of one window. It is estimated from averages of squared differences at lags 1, 2 and 4, for an
+      AR(1) process.
+    * Rare, very noisy micro-batches: the upper end assumes half a further window like the noisiest so far,
+      which is forgotten ten times as slowly as others.
 
     Args:
-        values: mean x, mean y (not yet debiased); the variances xx, yy, xy of these; averages of squared
-            differences xx, yy, xy at each lag; the noisiest x.
-        last: the last windows, x and y of each, at most 4.
-        count: of windows.
+        values: 15 numbers: mean x and mean y (not debiased); their variances and covariance xx, yy, xy;
+            averages of squared differences xx, yy, xy at each lag; the noisiest x.
+        last: x and y of the last windows, at most 4.
+        count: number of windows.
 
     Raises:
-        ValueError: there are more or fewer values than that.
+        ValueError: `values` or `last` has the wrong length.
     """
 
     def __init__(
         self, values: Sequence[float] = (0.0,) * 15, last: Sequence[Sequence[float]] = (), count: int = 0
     ) -> None:
         if len(values) != 15 or len(last) != min(count, LAGS[-1]):
-            raise ValueError(f"{len(values)} averages and {len(last)} last windows of {count}")
+            raise ValueError(
+                f"Got {len(values)} values and {len(last)} last windows. Pass 15 and {min(count, LAGS[-1])}."
+            )
         self.mean_x, self.mean_y = values[:2]
         self.spread: _Squares = (values[2], values[3], values[4])
         self.apart: list[_Squares] = [(values[k], values[k + 1], values[k + 2]) for k in (5, 8, 11)]
@@ -173,34 +179,34 @@ class Moments:
 
     @property
     def values(self) -> tuple[float, ...]:
-        """All averages, as the constructor takes them."""
+        """Return all averages, in the order of the constructor."""
         lags = (each for squares in self.apart for each in squares)
         return (self.mean_x, self.mean_y, *self.spread, *lags, self.noisiest)
 
     def state(self) -> dict[str, Any]:
-        """The averages as plain containers of numbers."""
+        """Return the averages as plain containers of numbers."""
         return {"values": list(self.values), "last": [list(pair) for pair in self.last], "count": self.count}
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> Moments:
-        """Make the averages that `state` returned."""
+        """Create averages from the result of `state`."""
         return cls([float(each) for each in state["values"]], state["last"], int(state["count"]))
 
     def add(self, x: float, y: float, beta: float) -> None:
-        """Let the averages move towards one more window."""
-        rest, seen = 1 - beta, len(self.last)
-        for place, lag in enumerate(LAGS):
-            if seen < lag:
+        """Update the averages with one window."""
+        rest, available = 1 - beta, len(self.last)
+        for index, lag in enumerate(LAGS):
+            if available < lag:
                 break
             dx, dy = x - self.last[-lag][0], y - self.last[-lag][1]
-            xx, yy, xy = self.apart[place]
-            self.apart[place] = (
+            xx, yy, xy = self.apart[index]
+            self.apart[index] = (
                 beta * xx + rest * dx * dx,
                 beta * yy + rest * dy * dy,
                 beta * xy + rest * dx * dy,
             )
             if lag == 1:
-                # The first window has no one before it: the second speaks for both.
+                # The first window has no predecessor, so the second one's difference stands for both.
                 share = rest * rest * (1 + beta * beta if self.count == 1 else 1) / 2
                 xx, yy, xy = (beta * beta * each for each in self.spread)
                 self.spread = (xx + share * dx * dx, yy + share * dy * dy, xy + share * dx * dy)
@@ -210,7 +216,13 @@ class Moments:
         self.count += 1
 
     def of(self, beta: float, data_size: int | None) -> Ratio:
-        """The ratio of the averages, with its interval."""
+        """Return the ratio of the averages, with its interval.
+
+        Args:
+            beta: decay factor of the averages, as in `add`.
+            data_size: number of samples from which batches are drawn without replacement; None for unlimited
+                data.
+        """
         debias = 1 - beta**self.count if self.count else 1.0
         x, y = self.mean_x / debias, self.mean_y / debias
         if self.count < 2:
@@ -219,51 +231,58 @@ class Moments:
             return Ratio(None, 0.0, math.inf, y, x, FORGETFUL)
         spread = _of_data((*(each / debias**2 for each in self.spread),), data_size)
         if data_size is not None:
-            # Without replacement |g|^2 has T / D too little noise in it, which was taken off: it is signal of
-            # the data that there are.
+            # Drawn without replacement from D samples, |g|^2 has T / D less noise than the estimate of the
+            # signal subtracts. This adds it again.
             y += x / data_size
         n = worth(beta, self.count)
-        factor, correlation = self._lasting(x / y if y > 0 else None, n, beta, data_size)
+        factor, correlation = self._long_run(x / y if y > 0 else None, n, beta, data_size)
         s_xx, s_yy, s_xy = (factor * each for each in spread)
-        # Differences of n values have the freedom of 2 (n - 1)^2 / (3 n - 4) independent ones (von Neumann
-        # 1941); n is that of independent windows with the same information.
+        # A variance from successive differences of n values has 2 (n - 1)^2 / (3 n - 4) degrees of freedom
+        # (von Neumann 1941). Here n is the equivalent number of independent windows.
         free = max(2.0, n * (1 - correlation) / (1 + correlation))
         quantile = student_quantile((1 + CONFIDENCE) / 2, max(1.0, 2 * (free - 1) ** 2 / (3 * free - 4)))
         low, _ = fieller(x, y, s_xx=s_xx, s_yy=s_yy, s_xy=s_xy, quantile=quantile)
+        # `more` raises the mean by the assumed further window, and its square raises the variance, because
+        # it is not certain that such a window comes.
         more = TO_COME * (1 - beta) / debias * max(0.0, self.noisiest - x)
         _, high = fieller(x + more, y, s_xx=s_xx + more * more, s_yy=s_yy, s_xy=s_xy, quantile=quantile)
         return _judged(
             x, y, low, high, signal_seen=y > 0 and (1 - 1 / FARTHEST) * y >= quantile * math.sqrt(s_yy)
         )
 
-    def _lasting(
+    def _long_run(
         self, ratio: float | None, n: float, beta: float, data_size: int | None
     ) -> tuple[float, float]:
-        """Long-run variance of ``x - ratio y`` over that of one window, and the correlation of windows."""
+        """Return the long-run variance of ``x - ratio y`` over that of one window, and the correlation."""
 
-        def apart(place: int) -> float:
-            weight = 1 - beta ** (self.count - LAGS[place])
-            xx, yy, xy = _of_data((*(each / weight for each in self.apart[place]),), data_size)
+        def difference(index: int) -> float:
+            weight = 1 - beta ** (self.count - LAGS[index])
+            xx, yy, xy = _of_data((*(each / weight for each in self.apart[index]),), data_size)
             return yy if ratio is None else xx - 2 * ratio * xy + ratio * ratio * yy
 
         if self.count <= LAGS[-1]:
             return 1.0, 0.0
-        one, two, four = (apart(place) for place in range(3))
-        if one <= 0 or two <= 0:  # every window is the same
+        one, two, four = (difference(index) for index in range(3))
+        if one <= 0 or two <= 0:  # all windows are equal
             return 1.0, 0.0
+        # For AR(1) with correlation r, the differences at lags 1, 2 and 4 are proportional to 1 - r, 1 - r^2
+        # and 1 - r^4: two / one - 1 estimates r, and four / two - 1 estimates r^2. n values cannot show a
+        # correlation closer to 1 than `most`.
         most = 1 - 2 / n if n > 4 else 0.5
         near = two / one - 1
         if near <= NO_CORRELATION / math.sqrt(n):
             return 1.0, 0.0
         near = min(near, most)
         far = math.sqrt(min(max(four / two - 1, 0.0), most * most))
+        # The long-run variance is (1 + r) / (1 - r) times the variance of one window. The differences at lag
+        # 1, from which that variance is computed, show only 1 - r of it.
         by_near = (1 + near) / (1 - near) ** 2
         by_far = two / one * (1 + far) / ((1 - far) * (1 - far * far))
         return (by_far, far) if by_far > by_near else (by_near, near)
 
 
 def _of_data(squares: tuple[float, ...], data_size: int | None) -> tuple[float, float, float]:
-    """Squares xx, yy, xy of (x, y), as of (x, y + x / data_size)."""
+    """Convert the squares xx, yy, xy of (x, y) to those of (x, y + x / data_size)."""
     xx, yy, xy = squares
     if data_size is None:
         return xx, yy, xy
@@ -272,11 +291,11 @@ def _of_data(squares: tuple[float, ...], data_size: int | None) -> tuple[float, 
 
 
 def worth(beta: float, count: int) -> float:
-    """Return the equivalent number of windows of equal weight: (sum of weights)^2 / sum of squares.
+    """Return the equivalent number of equally weighted windows: (sum of weights)^2 / sum of their squares.
 
     Args:
-        beta: of the decay.
-        count: of windows.
+        beta: decay factor of the weights.
+        count: number of windows.
 
     Examples:
         >>> worth(0.98, 0), round(worth(0.98, 50), 1), round(worth(0.98, 10**6), 1)
@@ -288,36 +307,36 @@ def worth(beta: float, count: int) -> float:
 
 
 def _judged(x: float, y: float, low: float, high: float, *, signal_seen: bool) -> Ratio:
-    """Name a ratio where its interval is narrow enough; the only clamp of all is here.
+    """Return the ratio with a value only if its interval is narrow enough.
 
-    A weak signal passes a weaker rule only where it came out too large by chance, and what is named then is
-    too small.
+    A looser limit would bias the values: a weak signal would meet it only when chance made it too large, and
+    the noise scale would then be too small. Only here is a ratio clamped to 0.
     """
     if math.isinf(low):
         reason = (
-            "the signal came out below zero beyond chance: micro-batches are not independent draws (give "
-            "data_size where they are drawn without replacement from few data)"
+            "the signal is significantly below zero: micro-batches are not independent draws (pass data_size "
+            "if they are drawn without replacement from a small data set)"
         )
         return Ratio(None, 0.0, math.inf, y, x, reason)
     if math.isinf(high):
-        return Ratio(None, low, high, y, x, "signal not told from noise")
+        return Ratio(None, low, high, y, x, "signal not distinguishable from noise")
     value = max(0.0, x / y) if y > 0 else math.inf
-    # Where there may be no noise at all (low is 0), the ratio of the ends says nothing of the signal.
+    # With low = 0 there may be no noise. Then `high` is far above the value although the signal is clear.
     if not (high <= FARTHEST * value or (low == 0 and signal_seen)):
-        return Ratio(None, low, high, y, x, "signal hardly told from noise: a bound, no value")
+        return Ratio(None, low, high, y, x, "signal too uncertain for a value")
     return Ratio(value, low, high, y, x, None)
 
 
 def _incomplete_beta(a: float, b: float, x: float) -> float:
-    """The regularised incomplete beta function, by its continued fraction (DLMF 8.17.22)."""
+    """Return the regularised incomplete beta function, by its continued fraction (DLMF 8.17.22)."""
     if x <= 0 or x >= 1:
         return 0.0 if x <= 0 else 1.0
-    if x > (a + 1) / (a + b + 2):  # where the fraction of the complement converges faster
+    if x > (a + 1) / (a + b + 2):  # the fraction of the complement converges faster here
         return 1 - _incomplete_beta(b, a, 1 - x)
     front = math.exp(
         math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
     )
-    tiny = 1e-300
+    tiny = 1e-300  # Lentz's method replaces zero denominators by a tiny number
     c, d = 1.0, 1 / _away_from_zero(1 - (a + b) * x / (a + 1), tiny)
     fraction = d
     for m in range(1, 1000):

@@ -1,15 +1,15 @@
-"""Estimators of the gradient noise scale, and an average of them over windows.
+"""Average of the gradient noise scale over windows.
 
 A window has micro-batches ``i = 1..K`` (of all ranks) with gradients ``g_i``, weights ``w_i`` that sum to
-one, and ``n_i`` samples; ``g = sum w_i g_i`` is the gradient of the batch. Two scalars are enough::
+one, and ``n_i`` samples. The gradient of the batch is ``g = sum w_i g_i``. Three numbers are enough::
 
     A2 = sum w_i^2 |g_i|^2,  b2 = |g|^2,  Q = sum w_i^2
-    |G|^2     = (b2 - A2) / (1 - Q)          unbiased, if the g_i are independent and have one mean G
-    tr Cov(g) = (A2 - Q b2) / (1 - Q)        likewise; no model of how the variance depends on n_i
+    |G|^2     = (b2 - A2) / (1 - Q)          unbiased if the g_i are independent with one mean G
+    tr Cov(g) = (A2 - Q b2) / (1 - Q)        unbiased, however the variance depends on n_i
 
-The noise scale ``B = T / |G|^2``, ``T = N_eff tr Cov(g)``, ``N_eff = 1 / sum(w_i^2 / n_i)``, is taken as a
-ratio of two averages over windows. An average of ratios, or of parts that were clamped to be positive, is
-biased by factors: nothing is clamped here before the very end.
+The noise scale is ``B = T / |G|^2`` with ``T = N_eff tr Cov(g)`` and ``N_eff = 1 / sum(w_i^2 / n_i)``. It is
+computed as a ratio of two averages over windows. An average of ratios, or of parts clamped to 0, would be
+biased by large factors, so nothing is clamped before the final ratio.
 
 Source: McCandlish et al. 2018, https://arxiv.org/abs/1812.06162; for unequal weights as derived above.
 """
@@ -34,44 +34,45 @@ from .over_run import noise_over_run as noise_over_run
 from .over_run import relative_time as relative_time
 
 POWERS = (1, 2)
-"""Powers of Adam's preconditioner that are measured beside 0, which is the plain gradient."""
+"""Measured powers of Adam's preconditioner besides 0, which is the plain gradient."""
 
 PROXY, PROXY_BESIDE = "proxy", "proxy, beside the gradient"
-"""Averages of what single samples' gradients say: in all windows, and in those that also say the rest."""
+"""Names of two averages of single samples' gradients: over all windows with them, and over those of these
+windows in which the whole gradient was measured too."""
 
 FEWEST_WINDOWS = 8
-"""Windows from which an interval is given: below, Student's t is so wide that it says nothing."""
+"""Fewest windows for a noise scale; with fewer, Student's t makes the interval too wide to be useful."""
 
 LEAST_SPREAD = 0.05
-"""A window is measured where ``1 - Q`` is at least this: below, one micro-batch has nearly all the weight."""
+"""A window is measured if ``1 - Q`` is at least this. Below it, one micro-batch has nearly all the weight."""
 
 LARGEST = 1e150
-"""Of the squared gradients of a window times its samples: averages of their squares would overflow."""
+"""Limit of the squared gradients of a window times its samples; averages of larger squares would overflow."""
 
 STATE_VERSION = 3
-"""Of `NoiseMeter.state_dict`: averages of differences over several windows came with 2, the test of
-independence with 3. A state of 2 is read: its test begins anew."""
+"""Version of `NoiseMeter.state_dict`. Version 2 added averages of differences over several windows, version 3
+the test of independence. A state of version 2 can be loaded; its test of independence starts again."""
 
 
 class NoiseMeter:
-    """Average over windows of the noise of their gradients: ``Accumulator(observers=[NoiseMeter()])``.
+    """Measure the noise scale of the gradient over windows: ``Accumulator(observers=[NoiseMeter()])``.
 
-    Numerator and denominator are averaged apart, by exponentially decaying weights (debiased), and divided
-    only when asked. Windows of different size are averaged rightly: the numerator is the variance of *one*
-    sample's gradient. The interval comes from the differences between successive windows, so that a gradient
-    that shrinks along the training is not taken for an uncertain one.
+    Variance and signal are averaged separately, with exponentially decaying weights (debiased). `estimate`
+    divides the averages. The numerator is the variance of *one* sample's gradient, so windows may have
+    different sizes. The interval comes from differences between successive windows, so a gradient that
+    shrinks during training does not widen it.
 
     Args:
-        beta: how much of the average the next window leaves: 0.98 remembers about 100 windows.
-        every: measure one window in this many. None: each, but for tiny models one in 20: there a call costs
-            more than its arithmetic, and to measure each window would take a quarter of its time.
-        data_size: samples that batches are drawn from *without replacement*. The noise scale is then that of
-            the gradient of these data; None: they are as good as endless, as in one pass over a stream.
-        preconditioned: with Adam (torch), measure it also by powers of its preconditioner: see
-            `superbatch.results.noise.NoiseOfModel`. It costs some passes over each gradient.
-        proxy: measure also the noise of the scales and shifts of LayerNorm and RMSNorm (torch) from the
-            gradients of single samples, which tells something of a window of one micro-batch: see
-            `superbatch.results.noise.NoiseProxy`.
+        beta: decay factor of the averages; 0.98 remembers about 100 windows.
+        every: measure every n-th window. None measures each window, but one in 20 for tiny models, where
+            measuring each would take a quarter of the time.
+        data_size: number of samples from which batches are drawn *without replacement*. The noise scale is
+            then that of the gradient of these data. None for unlimited data, such as one pass over a stream.
+        preconditioned: with Adam (torch), also measure the noise scale under powers of its preconditioner
+            (see `superbatch.results.noise.NoiseOfModel`). This costs some passes over each gradient.
+        proxy: also measure the noise of the weights and biases of LayerNorm and RMSNorm (torch) from
+            gradients of single samples, which works with one micro-batch per window (see
+            `superbatch.results.noise.NoiseProxy`).
 
     Raises:
         InputError: an option is out of range.
@@ -110,20 +111,21 @@ class NoiseMeter:
         self._begin()
 
     def _begin(self) -> None:
-        self.passed = 0  # updates, measured or not
+        self.passed = 0  # number of updates, measured or not
         self._windows = 0
-        self._seen: dict[str, int] = {}  # windows that were not measured, by the reason
-        self._seen_proxy: dict[str, int] = {}
+        self._left_out: dict[str, int] = {}  # number of windows that could not be measured, by reason
+        self._left_out_proxy: dict[str, int] = {}
         self._samples = 0.0
         self._groups: dict[str, Moments] = {}
         self._total = Moments()
-        self._beside: dict[str, Moments] = {}  # what else was measured in some of the windows
+        # Optional measurements, which some windows may lack: powers of the preconditioner, and the proxy.
+        self._beside: dict[str, Moments] = {}
         self._losses = IndependenceTest()
         self._has_losses = False
 
     @property
     def due(self) -> bool:
-        """True if the next window is one to be measured."""
+        """True if the next window is to be measured."""
         return self.passed % (self.every or 1) == 0
 
     @property
@@ -132,83 +134,83 @@ class NoiseMeter:
         return self._windows
 
     def add(self, estimates: Mapping[str, Estimate], *, samples: float) -> None:
-        """Take in one window.
+        """Add one window to the averages.
 
         Args:
-            estimates: of each parameter group, from `estimate`; the same groups in every window.
+            estimates: result of `estimate` for each parameter group; the same groups in every window.
             samples: the window's `effective_samples`.
 
         Raises:
-            InputError: the groups are others than before, or a number is not finite.
+            InputError: the groups have changed, `samples` is not positive, or a number is not finite.
         """
         if self._windows and estimates.keys() != self._groups.keys():
             raise InputError(
-                f"The window has the groups {sorted(estimates)}, and those before it had "
+                f"The window has the parameter groups {sorted(estimates)}, but earlier windows had "
                 f"{sorted(self._groups)}. Make a new NoiseMeter when parameter groups change."
             )
         numbers = [samples, *(number for one in estimates.values() for number in one)]
         if not estimates or samples <= 0 or not all(map(math.isfinite, numbers)):
             raise InputError(
-                f"The window gave {dict(estimates)} from {samples} samples, and a value that is not finite "
-                "would never leave the average. Leave the window out."
+                f"The window has the estimates {dict(estimates)} and {samples} samples, which must be finite "
+                "and positive samples. Leave the window out."
             )
         self._windows += 1
-        self._samples = self._moved(self._samples, samples)
+        self._samples = self.beta * self._samples + (1 - self.beta) * samples
         for name, one in estimates.items():
             self._groups.setdefault(name, Moments()).add(one.variance * samples, one.signal, self.beta)
         signal, variance = (math.fsum(one[part] for one in estimates.values()) for part in (0, 1))
         self._total.add(variance * samples, signal, self.beta)
 
     def add_beside(self, name: str, one: Estimate, *, samples: float) -> None:
-        """Add another measurement of a window; one whose squares are not finite is left out.
+        """Add an optional measurement of a window; ignore it if its square would overflow.
 
         Args:
-            name: of the average.
-            one: from `estimate`.
+            name: name of the average: from `power_name`, `PROXY` or `PROXY_BESIDE`.
+            one: result of `estimate`.
             samples: the window's `effective_samples`.
         """
-        if all(abs(each) * samples < LARGEST for each in one):  # or NaN
+        if all(abs(each) * samples < LARGEST for each in one):  # False for NaN
             self._beside.setdefault(name, Moments()).add(one.variance * samples, one.signal, self.beta)
 
     @property
     def centre(self) -> float:
-        """The loss around which `add_losses` wants the spread of the next window."""
+        """Return the loss around which to compute `explained` for the next `add_losses`."""
         return self._losses.centre
 
     def add_losses(self, mean: float, explained: float) -> None:
-        """Take in the losses of one window, which show whether its micro-batches are independent draws.
+        """Add the losses of one window to the test that micro-batches are independent draws.
 
         Args:
-            mean: the window's loss, up to a factor that is the same in all windows.
-            explained: variance of that mean by the spread of its micro-batches: ``(sum s_i^2 (l_i - c)^2 - q
-                (sum s_i (l_i - c))^2) / (1 - q)`` with shares s_i of the weight, ``q = sum s_i^2`` and c the
-                `centre`.
+            mean: loss of the window, up to a factor that is the same in all windows.
+            explained: variance of this loss expected from the spread of its micro-batches: ``(sum s_i^2 (l_i
+                - c)^2 - q (sum s_i (l_i - c))^2) / (1 - q)``, with the shares s_i of the weight, ``q = sum
+                s_i^2``, and c the `centre`.
         """
         self._has_losses = True
         self._losses.add(mean, explained)
 
     def expect(self, groups: Iterable[str], *, anew: bool = False) -> None:
-        """Restart the average if the parameter groups changed: their noise scale is another one.
+        """Restart the averages if the parameter groups have changed, as new groups have another noise scale.
 
         Args:
-            groups: their names.
-            anew: their parameters are others, whatever their names.
+            groups: names of the current groups.
+            anew: restart in any case, because the groups contain other parameters.
         """
         if anew or (self._windows and set(groups) != self._groups.keys()):
             self._begin()
 
     def leave_out(self, reason: str, *, proxy: bool = False) -> None:
-        """Note a window that could not be measured.
+        """Count a window that could not be measured.
 
         Args:
-            reason: why.
-            proxy: it is the proxy that could not.
+            reason: the reason, in words.
+            proxy: True if only the proxy could not be measured.
         """
-        seen = self._seen_proxy if proxy else self._seen
-        seen[reason] = seen.get(reason, 0) + 1
+        counts = self._left_out_proxy if proxy else self._left_out
+        counts[reason] = counts.get(reason, 0) + 1
 
     def estimate(self) -> Noise:
-        """Return the noise scale as it is known now.
+        """Return the noise scale averaged over the windows so far.
 
         Examples:
             >>> NoiseMeter().estimate().reason
@@ -224,32 +226,30 @@ class NoiseMeter:
             NoiseOfGroup(name=name, **self._ratio(moments).as_fields())
             for name, moments in self._groups.items()
         )
-        found = Noise(
+        noise = Noise(
             **total.as_fields(),
             windows=self._windows,
             effective_windows=worth(self.beta, self._windows),
             samples_per_window=samples,
             groups=groups,
-            reason=_too_few(self._windows, self._seen) if few else total.reason,
+            reason=_too_few(self._windows, self._left_out) if few else total.reason,
             data_size=self.data_size,
             models=self._models(total),
             proxy=self._proxy(total) if self.proxy else None,
             independence=independence,
         )
         shared = independence is not None and independence.verdict == "shared" and not few
-        return _lower_ends(found) if shared else found
+        return _lower_ends(noise) if shared else noise
 
     def __repr__(self) -> str:
         return f"<NoiseMeter of {self._windows} windows: {self.estimate().summary()}>"
 
     def _ratio(self, moments: Moments) -> Ratio:
-        found = moments.of(self.beta, self.data_size)
-        if moments.count >= FEWEST_WINDOWS:
-            return found
-        return found.without_scale()
+        ratio = moments.of(self.beta, self.data_size)
+        return ratio if moments.count >= FEWEST_WINDOWS else ratio.without_scale()
 
     def _models(self, total: Ratio) -> tuple[NoiseOfModel, ...]:
-        """The plain one and the others, where these are measured."""
+        """Return the noise scale under each model of the preconditioner; empty if they are not measured."""
         others = [(power, self._beside.get(power_name(power), Moments())) for power in POWERS]
         if not any(moments.count for _, moments in others):
             return ()
@@ -263,13 +263,13 @@ class NoiseMeter:
 
     def _proxy(self, total: Ratio) -> NoiseProxy:
         moments = self._beside.get(PROXY, Moments())
-        found = self._ratio(moments)
+        ratio = self._ratio(moments)
         beside = self._ratio(self._beside.get(PROXY_BESIDE, Moments())).batch_size
-        reason = found.reason
+        reason = ratio.reason
         if moments.count < FEWEST_WINDOWS:
-            reason = _too_few(moments.count, self._seen_proxy)
+            reason = _too_few(moments.count, self._left_out_proxy)
         return NoiseProxy(
-            **found.as_fields(),
+            **ratio.as_fields(),
             windows=moments.count,
             factor=total.batch_size / beside if total.batch_size and beside else None,
             reason=reason,
@@ -282,11 +282,11 @@ class NoiseMeter:
             "beta": self.beta,
             "passed": self.passed,
             "windows": self._windows,
-            "left_out": dict(self._seen),
+            "left_out": dict(self._left_out),
             "samples": self._samples,
             "total": self._total.state(),
             "groups": {name: moments.state() for name, moments in self._groups.items()},
-            "proxy_left_out": dict(self._seen_proxy),
+            "proxy_left_out": dict(self._left_out_proxy),
             "beside": {name: moments.state() for name, moments in self._beside.items()},
             "losses": self._losses.state() if self._has_losses else None,
         }
@@ -298,43 +298,44 @@ class NoiseMeter:
             state: from `state_dict`, of a meter with the same `beta`.
 
         Raises:
-            InputError: it is no such state; nothing has changed.
+            InputError: the state is not from a NoiseMeter with this `beta`; the meter does not change.
         """
         if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  (of any caller)
-            raise InputError(f"{state!r} is no saved average. Load what `state_dict()` returned.")
+            raise InputError(f"{state!r} is not a saved NoiseMeter. Load the result of `state_dict()`.")
         if state.get("version") not in (2, STATE_VERSION):
             raise InputError(
                 f"The state has version {state.get('version')!r}, and this superbatch reads versions 2 and "
-                f"{STATE_VERSION}. Make a new NoiseMeter, which measures again, and load no state into it."
+                f"{STATE_VERSION}. Make a new NoiseMeter without loading the state; it measures again."
             )
         if state.get("beta") != self.beta:
             raise InputError(
-                f"The saved average has beta={state.get('beta')!r}, and this NoiseMeter beta={self.beta!r}. "
+                f"The saved NoiseMeter has beta={state.get('beta')!r}, but this one has beta={self.beta!r}. "
                 "Make the NoiseMeter with the same beta, or load no state into it."
             )
+        # Everything is read before the meter changes.
         try:
             passed, windows, samples = int(state["passed"]), int(state["windows"]), float(state["samples"])
-            seen, total = dict(state["left_out"]), Moments.of_state(state["total"])
+            left_out, total = dict(state["left_out"]), Moments.of_state(state["total"])
             groups = {name: Moments.of_state(each) for name, each in state["groups"].items()}
-            seen_proxy = dict(state["proxy_left_out"])
+            left_out_proxy = dict(state["proxy_left_out"])
             beside = {name: Moments.of_state(each) for name, each in state["beside"].items()}
             losses = state["losses"] if state["version"] == STATE_VERSION else None
             test = IndependenceTest() if losses is None else IndependenceTest.of_state(losses)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise InputError(
-                f"The saved average is incomplete ({error!r}). Load what `state_dict()` returned."
+                f"The saved NoiseMeter is incomplete ({error!r}). Load the result of `state_dict()`."
             ) from None
         self.passed, self._windows, self._samples = passed, windows, samples
-        self._seen, self._total, self._groups = seen, total, groups
-        self._seen_proxy, self._beside = seen_proxy, beside
+        self._left_out, self._total, self._groups = left_out, total, groups
+        self._left_out_proxy, self._beside = left_out_proxy, beside
         self._losses, self._has_losses = test, losses is not None
-
-    def _moved(self, mean: float, value: float) -> float:
-        return self.beta * mean + (1 - self.beta) * value
 
 
 def _lower_ends(noise: Noise) -> Noise:
-    """The lower ends alone: shared noise is counted as signal, so that each true number is larger."""
+    """Return the noise scales with their lower ends only.
+
+    Shared noise counts as signal, so the true noise scales are larger than the measured ones.
+    """
     assert noise.independence is not None
     bound = {"batch_size": None, "high": math.inf}
     proxy, reason = noise.proxy, noise.independence.text
@@ -349,13 +350,14 @@ def _lower_ends(noise: Noise) -> Noise:
 
 
 def power_name(power: int) -> str:
-    """The name of the average by a power of Adam's preconditioner."""
+    """Return the name of the average for a power of Adam's preconditioner."""
     return f"power {power}"
 
 
 def _too_few(windows: int, left_out: Mapping[str, int]) -> str:
-    said = f"{windows} window{'s' * (windows != 1)} measured; {FEWEST_WINDOWS} needed"
+    """Return the reason for a missing noise scale, with the most frequent reason for unmeasured windows."""
+    text = f"{windows} window{'s' * (windows != 1)} measured; {FEWEST_WINDOWS} needed"
     if not left_out:
-        return said
+        return text
     reason = max(left_out, key=lambda each: left_out[each])
-    return f"{said} ({left_out[reason]} left out: {reason})"
+    return f"{text} ({left_out[reason]} left out: {reason})"

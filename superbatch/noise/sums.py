@@ -1,4 +1,4 @@
-"""Noise of a window from the sums that a backend's loop over micro-batches returns."""
+"""Measurement of one window from sums over its micro-batches, for JAX, Keras and TensorFlow."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .meter import LEAST_SPREAD, NoiseMeter, estimate
 def add_sums(
     meter: NoiseMeter, a2: SupportsFloat, b2: SupportsFloat, q: SupportsFloat, *, samples: SupportsFloat
 ) -> None:
-    """Add one window to the average, or count it as left out if its sums give no estimate.
+    """Add one window to the average, or record why its sums give no estimate.
 
     Args:
         meter: the average over windows.
         a2: ``sum (w_i / W)^2 |g_i|^2``.
         b2: ``|g|^2`` of the batch's gradient.
         q: ``sum (w_i / W)^2``.
-        samples: ``1 / sum((w_i / W)^2 / n_i)``, see `superbatch.noise.effective_samples`.
+        samples: ``1 / sum((w_i / W)^2 / n_i)``; see `superbatch.noise.estimates.effective_samples`.
 
     Raises:
-        InputError: the meter asks for what is not measured here.
+        InputError: the meter has an option that only `superbatch.torch` supports.
 
     Examples:
         >>> meter = NoiseMeter()
@@ -34,8 +34,8 @@ def add_sums(
     """
     if meter.preconditioned or meter.proxy:
         raise InputError(
-            f"NoiseMeter(preconditioned={meter.preconditioned}, proxy={meter.proxy}) works in "
-            "superbatch.torch alone. Leave these options out."
+            f"NoiseMeter(preconditioned={meter.preconditioned}, proxy={meter.proxy}) works only with "
+            "superbatch.torch. Leave these options out."
         )
     meter.passed += 1
     numbers = [float(number) for number in (a2, b2, q, samples)]

@@ -1,6 +1,6 @@
 # TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
-"""Accumulator for GradientTape loops: one call for each micro-batch, and one for each update."""
+"""Accumulator for GradientTape loops: a call of `add` per micro-batch, a call of `apply` per update."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from .tracing import as_written
 
 
 class Accumulator(tf.Module):
-    """Sum gradients over the micro-batches of a window, and make one update: that of the large batch.
+    """Sum gradients over the micro-batches of a window, and make the update of the large batch.
 
     For micro-batches ``i`` with weights ``w_i``, gradients ``g_i`` and ``W = sum w_i``, over all replicas::
 
         reduction="mean":  g = sum w_i g_i / W          reduction="sum":  g = sum g_i / W
 
-    It works in eager code and in `tf.function`, and is a `tf.Module`: `tf.train.Checkpoint` saves a window
-    that is half done. Under a strategy with several replicas ``add`` belongs into the function that
-    ``strategy.run`` runs, where it communicates nothing, and ``apply`` after it, outside of the strategy.
+    It works in eager code and in `tf.function`. It is a `tf.Module`, so `tf.train.Checkpoint` also saves an
+    open window. Under a strategy with several replicas, call ``add`` in the function that ``strategy.run``
+    runs; it does not communicate. Call ``apply`` after ``strategy.run``, outside of the strategy.
 
     Args:
-        variables: ``model.trainable_variables``: of TensorFlow, or of Keras with that backend. On replicas,
-            create them within ``strategy.scope()``.
-        reduction: what the losses are: a ``"mean"`` over the micro-batch or a ``"sum"``.
-        accumulator_dtype: gradients are summed in ``"auto"``: float32 or wider; None: the dtype of their
-            variable; or this dtype.
-        max_grad_norm: the largest 2-norm of the gradient of the batch, clipped as `tf.clip_by_global_norm`
-            does; of all replicas together, and without a loss scale.
-        max_grad_value: the largest magnitude of one of its elements.
-        nonfinite: ``"raise"`` gives up the window and raises NonFiniteError, in a graph
-            `tf.errors.InvalidArgumentError`; ``"skip_update"`` gives up the window; ``"skip_microbatch"``
-            leaves the micro-batch and its weight out.
+        variables: ``model.trainable_variables``, of TensorFlow or of Keras with the TensorFlow backend. For
+            several replicas, create them within ``strategy.scope()``.
+        reduction: whether the loss of a micro-batch is a ``"mean"`` or a ``"sum"``.
+        accumulator_dtype: the dtype in which gradients are summed: ``"auto"`` for float32 or wider, None for
+            the dtype of their variable, or a dtype.
+        max_grad_norm: the largest 2-norm of the gradient of the batch over all replicas, without a loss
+            scale; a longer gradient is scaled down as by `tf.clip_by_global_norm`.
+        max_grad_value: the largest magnitude of an element of the gradient.
+        nonfinite: for a gradient that is not finite: ``"raise"`` drops the window and raises NonFiniteError
+            (in a graph `tf.errors.InvalidArgumentError`); ``"skip_update"`` drops the window without an
+            error; ``"skip_microbatch"`` leaves the micro-batch and its weight out.
         noise: whether to measure the noise of the gradient: a2, b2, q and effective_samples of `Applied`.
 
     Raises:
@@ -84,20 +84,20 @@ class Accumulator(tf.Module):
         """Add the gradients of one micro-batch: ``w_i g_i`` for a mean, ``g_i`` for a sum.
 
         Args:
-            gradients: what ``tape.gradient(loss, variables)`` returns: tensors, IndexedSlices (repeated
-                indices add up; the sum is dense) and None (no gradient: counts as 0 in a window where another
-                micro-batch has one).
-            weight: how much the micro-batch counts, always required: its samples or its tokens; 1 where all
+            gradients: the result of ``tape.gradient(loss, variables)``: tensors, IndexedSlices (summed to a
+                dense tensor, repeated indices added) and None (counted as 0 if another micro-batch of the
+                window has a gradient).
+            weight: the weight of the micro-batch, required: its number of samples or tokens, or 1 if all
                 micro-batches count the same. A number, or a scalar tensor of int32, int64, float32 or
-                float64; in a `tf.function` a tensor, or each new number is a new
-                trace. 0 contributes nothing, NaN or not.
-            loss: of the micro-batch, as it was differentiated (without a loss scale), for `Applied.loss`.
-            samples: of the micro-batch, for the noise; by default its weight.
+                float64. In a `tf.function` pass a tensor: each new number is a new trace. With a mean, a
+                micro-batch of weight 0 contributes nothing, even if it is NaN.
+            loss: the loss of the micro-batch as differentiated, without a loss scale, for `Applied.loss`.
+            samples: the number of samples of the micro-batch, for the noise (default: its weight).
 
         Raises:
-            InputError: an argument has the wrong type or value. Nothing was added. In a graph, a weight that
-                is negative or not finite is a `tf.errors.InvalidArgumentError`.
-            WindowError: it is called outside of ``strategy.run`` with variables on replicas.
+            InputError: an argument has the wrong type or value; nothing is added. In a graph, a weight that
+                is negative or not finite raises `tf.errors.InvalidArgumentError`.
+            WindowError: the variables are on replicas, and it is called outside of ``strategy.run``.
 
         Examples:
             >>> accumulator = Accumulator([tf.Variable([0.0, 0.0])])
@@ -114,22 +114,21 @@ class Accumulator(tf.Module):
 
     @as_written
     def check_loss(self, loss: Any, *batch: Any, weight: Any) -> None:
-        """Check on a few rows that the losses of micro-batches give that of the batch, with this weight.
+        """Check on a few rows that this weight combines the losses of micro-batches to that of the batch.
 
-        ``add`` sees gradients only: that a loss is not the mean that its weight says, or that a layer or a
-        loss couples rows, gradients do not show. Call this once before training, eagerly. Three times, with
-        other rows each, the loss and its gradient of at most 8 rows at once are compared with those of two
-        unequal parts. It makes no update; layers that a forward changes, as BatchNormalization, are changed.
+        ``add`` gets only gradients, which do not show a wrong weight, or a layer or loss that couples rows.
+        Call this check once before training, eagerly. It compares loss and gradient of at most 8 rows at once
+        with those of two unequal parts, three times with other rows. It makes no update, but the forwards
+        change layers such as BatchNormalization.
 
         Args:
-            loss: a function ``(*batch) -> scalar``, as the loop differentiates it, without dropout
+            loss: a function ``(*batch) -> scalar``: the loss that the loop differentiates, without dropout
                 (``training=False``).
-            batch: tensors or arrays with a row for each sample, or nests of them; numbers stay whole.
-            weight: a function ``(*batch) -> scalar``: the weight that ``add`` is given.
+            batch: tensors or arrays with a row for each sample, or nests of them; scalars are not split.
+            weight: a function ``(*batch) -> scalar``: the weight to pass to ``add``.
 
         Raises:
-            CoupledSamplesError: the weight is right for a mean over rows or tokens, and the loss is no such
-                mean: rows are coupled.
+            CoupledSamplesError: no weight is known to combine the losses; probably rows are coupled.
             InputError: it is called in a `tf.function`, there are fewer than two rows, or the loss draws
                 random numbers.
             LossSpecError: the loss is a sum, one number for each row, or a mean over another count than
@@ -149,21 +148,22 @@ class Accumulator(tf.Module):
 
     @as_written
     def apply(self, optimizer: Any) -> Applied:
-        """End the window: reduce, normalise, clip, update once, and begin the next window.
+        """End the window: reduce, divide, clip, update once, and begin the next window.
 
-        A tail needs nothing: the window is divided by its own weight. Where nothing has weight no update is
-        made, and the optimizer's counters stay.
+        A shorter last window needs no special call: it is divided by its own weight. If the weight of the
+        window is 0, no update is made, and the optimizer's counters do not change.
 
         Args:
-            optimizer: of Keras, a `LossScaleOptimizer` included, or of `tf.compat.v1.train`. It is called
-                once, as with the gradient of a large batch, and not with variables that had no gradient.
+            optimizer: an optimizer of Keras (also a `LossScaleOptimizer`) or of `tf.compat.v1.train`. It is
+                called once, without the variables that had no gradient in the window.
 
         Returns:
             The weight, loss, gradient norm and counts of the window.
 
         Raises:
-            NonFiniteError: the gradient is not finite (``nonfinite="raise"``); the window was given up.
-            OptimizerError: one call of this optimizer is not one update. The window stays.
+            LossSpecError: the losses are sums, and the weight of the window is 0; the window is dropped.
+            NonFiniteError: the gradient is not finite (``nonfinite="raise"``); the window is dropped.
+            OptimizerError: one call of this optimizer is not one update; the window is kept.
             WindowError: it is called inside of a strategy.
 
         Examples:
@@ -178,14 +178,14 @@ class Accumulator(tf.Module):
 
     @as_written
     def mean(self) -> list[Any]:
-        """Return the gradient of the window so far, not clipped; the window stays open.
+        """Return the gradient of the open window so far, without clipping.
 
         Returns:
-            One dense tensor per variable, in its dtype; None for a variable that had no gradient. In a graph
-            zeros if nothing has weight, and None only for a variable that never had a gradient.
+            One dense tensor per variable, in its dtype; None for a variable without a gradient. In a graph,
+            zeros if the weight is 0, and None only for a variable that had no gradient in any window.
 
         Raises:
-            WindowError: nothing has weight, or it is called inside of a strategy.
+            WindowError: the weight of the window is 0, or it is called inside of a strategy.
 
         Examples:
             >>> accumulator = Accumulator([tf.Variable(1.0), tf.Variable(1.0)])
@@ -199,7 +199,7 @@ class Accumulator(tf.Module):
 
     @as_written
     def reset(self) -> None:
-        """Give up the window: the next ``add`` is its first micro-batch.
+        """Drop the open window; the next ``add`` begins a new one.
 
         Raises:
             WindowError: it is called inside of a strategy.
@@ -217,8 +217,8 @@ class Accumulator(tf.Module):
 
 
 class _Patterns:
-    """Sets of variables that had gradients in the calls so far; not part of a checkpoint."""
+    """Sets of variables that had gradients in calls of ``add``; not part of a checkpoint."""
 
     def __init__(self) -> None:
         self.seen: set[presence.Pattern] = set()
-        self.traced = False  # whether one of them was in a graph
+        self.traced = False  # whether a call of `add` was traced

@@ -1,11 +1,11 @@
 # TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
-"""One micro-batch: its gradients checked, weighted, and added to the sums; no replica waits for another."""
+"""Call of ``add``: check the gradients of a micro-batch, weight them, and add them on this replica."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -21,10 +21,10 @@ class Microbatch:
     """The checked arguments of one call of ``add``.
 
     Attributes:
-        gradients: one dense or sparse tensor, or None, per variable.
-        weight: a Python number, or a float64 scalar that is known when the graph runs.
-        loss: a float64 scalar, NaN if it was not given.
-        samples: as `weight`.
+        gradients: for each variable, a dense or sparse tensor, or None.
+        weight: a Python number, or a float64 scalar whose value is known only when the graph runs.
+        loss: a float64 scalar; NaN if none was passed.
+        samples: the number of samples, in the same form as `weight`.
     """
 
     gradients: list[Any]
@@ -34,11 +34,11 @@ class Microbatch:
 
 
 def check(gradients: Any, weight: Any, loss: Any, samples: Any, options: Options) -> Microbatch:
-    """Return the arguments of ``add`` if each is valid; nothing was added yet.
+    """Return the arguments of ``add`` if each is valid.
 
     Raises:
-        InputError: one is not valid.
-        WindowError: the gradients are those of all replicas.
+        InputError: an argument is not valid.
+        WindowError: the gradients are values of several replicas.
     """
     count = len(options.variables)
     if not isinstance(gradients, list | tuple) or len(gradients) != count:
@@ -47,7 +47,7 @@ def check(gradients: Any, weight: Any, loss: Any, samples: Any, options: Options
         )
         raise InputError(
             f"add() was given {given} as gradients of {count} variables. Pass tape.gradient(loss, variables) "
-            "with the variables that the accumulator was made with: one gradient, or None, for each."
+            "with the variables of the accumulator: one gradient, or None, for each."
         )
     checked = [
         None if gradient is None else _gradient(gradient, variable, options.name_of(index))
@@ -55,9 +55,9 @@ def check(gradients: Any, weight: Any, loss: Any, samples: Any, options: Options
     ]
     if weight is None:  # a default of 1 would make every forgotten weight a mean of means
         raise InputError(
-            "add() without weight= does not know how much the micro-batch counts. Pass weight=len(rows) for "
-            "a mean over rows, weight=tf.reduce_sum(mask) for a mean over tokens, or weight=1 where all "
-            "micro-batches count the same."
+            "add() needs weight=, the weight of the micro-batch. Pass weight=len(rows) for a mean over rows, "
+            "weight=tf.reduce_sum(mask) for a mean over tokens, or weight=1 if all micro-batches count the "
+            "same."
         )
     weight = arithmetic.as_count(weight, "weight")
     samples = weight if samples is None else arithmetic.as_count(samples, "samples")
@@ -67,8 +67,8 @@ def check(gradients: Any, weight: Any, loss: Any, samples: Any, options: Options
 def _gradient(gradient: Any, variable: Any, name: str) -> Any:
     if isinstance(gradient, tf.distribute.DistributedValues):
         raise WindowError(
-            f"The gradients of {name!r} are those of all replicas, and each replica adds its own. Call add() "
-            "in the function that strategy.run runs."
+            f"The gradient of {name!r} has a value for each replica, but each replica must add its own. Call "
+            "add() in the function that strategy.run runs."
         )
     sparse = isinstance(gradient, tf.IndexedSlices)
     if not sparse:
@@ -76,29 +76,28 @@ def _gradient(gradient: Any, variable: Any, name: str) -> Any:
             gradient = tf.convert_to_tensor(gradient)
         except (TypeError, ValueError) as error:
             raise InputError(
-                f"The gradient of {name!r} of type {type(gradient).__name__} is no tensor. Pass what "
-                "tape.gradient returns."
+                f"The gradient of {name!r} is a {type(gradient).__name__}, not a tensor. Pass the result of "
+                "tape.gradient."
             ) from error
     shape, wanted = (
         (gradient.values.shape[1:], variable.shape[1:]) if sparse else (gradient.shape, variable.shape)
     )
     if not shape.is_compatible_with(wanted):
         raise InputError(
-            f"The gradient of {name!r}{' (a row of it)' if sparse else ''} has the shape {shape}, and the "
-            f"variable {wanted}. Pass gradients in the order of the variables that the accumulator was made "
-            "with."
+            f"The gradient of {name!r}{' (a row of it)' if sparse else ''} has the shape {shape}, but the "
+            f"variable has {wanted}. Pass the gradients in the order of the variables of the accumulator."
         )
     fits = gradient.dtype.is_floating or gradient.dtype.is_complex
     if not fits or (gradient.dtype.is_complex and not variable.dtype.is_complex):
         raise InputError(
-            f"The gradient of {name!r} is of dtype {gradient.dtype.name}, and the variable of dtype "
-            f"{variable.dtype.name}. Pass what tape.gradient returns."
+            f"The gradient of {name!r} has the dtype {gradient.dtype.name}, but the variable has "
+            f"{variable.dtype.name}. Pass the result of tape.gradient."
         )
     return gradient
 
 
 def _loss(loss: Any) -> Any:
-    """NaN for no loss: the mean of some losses is no loss of the batch."""
+    """Return the loss as float64; NaN without a loss, as the mean of some losses is not that of the batch."""
     if loss is None:
         return tf.constant(float("nan"), tf.float64)
     try:
@@ -107,16 +106,18 @@ def _loss(loss: Any) -> Any:
         value = tf.constant("")
     if not (value.dtype.is_floating and value.shape.is_compatible_with(())):
         raise InputError(
-            f"loss={loss!r} is not one real number. Pass what the tape differentiated, without a loss scale, "
-            "or None."
+            f"loss={loss!r} is not one real number. Pass the loss that the tape differentiated, without a "
+            "loss scale, or None."
         )
     return tf.cast(value, tf.float64)
 
 
 def add(state: State, microbatch: Microbatch, options: Options) -> None:
-    """Add one micro-batch; with a mean one of weight 0 contributes nothing, NaN or not."""
-    weight, zero = microbatch.weight, tf.zeros((), tf.float64)
-    keep, dropped = weight != 0 if options.reduction == "mean" else True, zero
+    """Add one micro-batch to the sums; with a mean, one of weight 0 contributes nothing, even if NaN."""
+    zero = tf.zeros((), tf.float64)
+    # True, False, or a tensor if the weight is known only when the graph runs.
+    keep: Any = normalize.takes_part(microbatch.weight, reduction=options.reduction)
+    dropped = zero
     with tf.control_dependencies(_requirements(microbatch)):
         if options.nonfinite == "skip_microbatch":
             present = [_values(gradient) for gradient in microbatch.gradients if gradient is not None]
@@ -128,12 +129,25 @@ def add(state: State, microbatch: Microbatch, options: Options) -> None:
             squares = tf.cond(keep, lambda: _contribute(state, microbatch, options), lambda: zero)
         elif keep:
             squares = _contribute(state, microbatch, options)
-        told = {"keep": keep, "dropped": dropped, "squares": squares}
-        _count(state, microbatch, options, told)
+        _count(state, microbatch, options, _Outcome(keep, dropped, squares))
+
+
+class _Outcome(NamedTuple):
+    """Facts about the addition of a micro-batch.
+
+    Attributes:
+        keep: whether it takes part; a bool or a tensor.
+        dropped: 1 if it was left out as not finite, else 0.
+        squares: the squared norm of its weighted gradient; 0 without noise.
+    """
+
+    keep: Any
+    dropped: Any
+    squares: Any
 
 
 def _requirements(microbatch: Microbatch) -> list[Any]:
-    """Return the requirements on a count when the graph runs; where one is not met, nothing is added."""
+    """Return assertions on counts that are known only when the graph runs; if one fails, nothing is added."""
     traced = {"weight": microbatch.weight, "samples": microbatch.samples}
     return [
         tf.debugging.Assert(
@@ -145,16 +159,9 @@ def _requirements(microbatch: Microbatch) -> list[Any]:
     ]
 
 
-def _factor(weight: Any, options: Options) -> Any:
-    """Return the factor of the gradient and the loss of a micro-batch that counts."""
-    if not tf.is_tensor(weight):
-        return normalize.after_forward_scale(weight, reduction=options.reduction)
-    return weight if options.reduction == "mean" else 1
-
-
 def _contribute(state: State, microbatch: Microbatch, options: Options) -> Any:
-    """Add the gradients; return the sum of their squares where noise is measured, else 0."""
-    factor = _factor(microbatch.weight, options)
+    """Add the weighted gradients to the sums; return the sum of their squares with noise, else 0."""
+    factor: Any = normalize.after_forward_scale(microbatch.weight, reduction=options.reduction)
     squares = [tf.zeros((), tf.float64)]
     for gradient, total in zip(microbatch.gradients, state.sums, strict=True):
         if gradient is None:
@@ -165,7 +172,7 @@ def _contribute(state: State, microbatch: Microbatch, options: Options) -> Any:
         if options.noise:
             squares.append(arithmetic.square_sum(_joined(gradient, part)))
         if isinstance(gradient, tf.IndexedSlices):
-            # Repeated indices add up; the sum is dense. (`scatter_add` of a variable on replicas is missing.)
+            # Not `total.scatter_add`, which variables on replicas do not have.
             tf.raw_ops.ResourceScatterAdd(resource=total.handle, indices=gradient.indices, updates=part)
         else:
             total.assign_add(part, read_value=False)
@@ -173,42 +180,42 @@ def _contribute(state: State, microbatch: Microbatch, options: Options) -> Any:
 
 
 def _joined(gradient: Any, part: Any) -> Any:
-    """Rows of repeated indices as the one row that they are."""
+    """Return a gradient with the rows of repeated indices added: the norm is that of the sum."""
     if not isinstance(gradient, tf.IndexedSlices):
         return part
-    indices, place = tf.unique(gradient.indices)
-    return tf.math.unsorted_segment_sum(part, place, tf.size(indices))
+    indices, position = tf.unique(gradient.indices)
+    return tf.math.unsorted_segment_sum(part, position, tf.size(indices))
 
 
 def _values(gradient: Any) -> Any:
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
-def _count(state: State, microbatch: Microbatch, options: Options, told: dict[str, Any]) -> None:
-    """Add to the counters, those of what took part and those of calls."""
+def _count(state: State, microbatch: Microbatch, options: Options, outcome: _Outcome) -> None:
+    """Add a micro-batch to the counters: weight, loss and noise only if it takes part, the calls always."""
     weight = arithmetic.in_dtype(microbatch.weight, tf.float64)
     counted = weight
-    if tf.is_tensor(
-        microbatch.weight
-    ):  # XLA leaves assertions out: then a bad weight is seen at the boundary
+    if tf.is_tensor(microbatch.weight):
+        # XLA removes assertions. With NaN as its weight, an invalid one still stops the update.
         counted = tf.where(arithmetic.countable(weight), weight, float("nan"))
+    factor = normalize.after_forward_scale(microbatch.weight, reduction=options.reduction)
     taking_part = {
         "weight": counted,
-        "loss": arithmetic.in_dtype(_factor(microbatch.weight, options), tf.float64) * microbatch.loss,
+        "loss": arithmetic.in_dtype(factor, tf.float64) * microbatch.loss,
     }
     if options.noise:
         squared = tf.square(weight)
-        taking_part |= {"squares": told["squares"], "weights2": squared}
+        taking_part |= {"squares": outcome.squares, "weights2": squared}
         taking_part["weights2_per_sample"] = squared / arithmetic.in_dtype(microbatch.samples, tf.float64)
     present = [0.0 if gradient is None else 1.0 for gradient in microbatch.gradients]
     parts = _vector(taking_part, present)
-    calls = _vector({"microbatches": 1.0, "dropped": told["dropped"]}, [0.0] * len(present))
-    # Not a product with 0: the loss of nothing is NaN.
-    parts = tf.where(told["keep"], parts, tf.zeros_like(parts))
+    calls = _vector({"microbatches": 1.0, "dropped": outcome.dropped}, [0.0] * len(present))
+    # `where`, not a product with 0: the loss of no tokens is NaN.
+    parts = tf.where(outcome.keep, parts, tf.zeros_like(parts))
     state.counts.assign_add(parts + calls, read_value=False)
 
 
 def _vector(named: dict[str, Any], present: list[float]) -> Any:
-    """The counters in their order."""
+    """Return the vector of counters: those of `NAMES` in order, then one for each variable."""
     head = [tf.cast(named.get(name, 0.0), tf.float64) for name in NAMES]
     return tf.concat([tf.stack(head), tf.constant(present, tf.float64)], 0)

@@ -1,6 +1,6 @@
 # TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
-"""Arithmetic of `superbatch.normalize`, on tensors whose values are only known when a graph runs."""
+"""Arithmetic of `superbatch.normalize`, on tensors whose values may be known only when a graph runs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def sum_dtype(dtype: Any, choice: DTypeChoice = "auto") -> Any:
     """Return the dtype in which gradients of a variable of `dtype` are summed.
 
     Args:
-        dtype: of the variable.
-        choice: ``"auto"``: float32, or its own where that is wider; None: its own; or a real dtype.
-            Complex gradients are summed in the complex dtype of that precision.
+        dtype: the dtype of the variable.
+        choice: ``"auto"``: float32, or `dtype` if it is wider; None: `dtype`; or a real dtype. Complex
+            gradients are summed in the complex dtype of the same precision.
 
     Examples:
         >>> [sum_dtype(dtype).name for dtype in (tf.bfloat16, tf.float64, tf.complex64)]
@@ -46,25 +46,22 @@ def check_sum_dtype(choice: DTypeChoice) -> DTypeChoice:
         >>> check_sum_dtype("auto")
         'auto'
     """
-    if choice is None or (isinstance(choice, str) and choice == "auto"):
-        return choice
-    try:
-        if tf.as_dtype(choice).is_floating:
-            return choice
-    except TypeError:
-        pass
-    raise InputError(
-        f'accumulator_dtype={choice!r} is no floating-point type. Pass "auto" (float32 or wider), None (that '
-        "of the variables) or a dtype such as tf.float32."
-    )
+
+    def is_floating(dtype: Any) -> bool:
+        return bool(tf.as_dtype(dtype).is_floating)
+
+    others = "None (that of the variables) or a dtype such as tf.float32"
+    return normalize.check_accumulator_dtype(choice, is_floating, others)
 
 
 def as_count(value: Any, name: str) -> Any:
-    """Return a weight or a number of samples: a Python number where it is known, else a float64 scalar.
+    """Return a weight or a number of samples: a Python number if its value is known, else a float64 scalar.
 
     Raises:
-        InputError: it is no number, negative, not finite, or of a dtype that stops counting (bfloat16 at
-            256, float16 at 2048). What is only known when a graph runs is inspected there, by `countable`.
+        InputError: it is not a number, is negative or not finite, or its dtype is too short to count
+        (bfloat16
+            counts to 256, float16 to 2048). A value that is known only when a graph runs is checked there, by
+            `countable`.
 
     Examples:
         >>> as_count(tf.constant(3), "weight"), as_count(2.5, "weight")
@@ -75,43 +72,43 @@ def as_count(value: Any, name: str) -> Any:
     value = tf.convert_to_tensor(value)  # a variable is a tensor, too
     if value.dtype in TOO_SHORT_TO_COUNT or value.dtype.is_complex or value.dtype == tf.bool:
         raise InputError(
-            f"{name} has the dtype {value.dtype.name}, which is too short to count in (bfloat16 ends at 256) "
-            "or no real number. Count in int32, int64, float32 or float64: tf.reduce_sum(tf.cast(mask, "
+            f"{name} has the dtype {value.dtype.name}, which is too short to count in (bfloat16 counts to "
+            "256) or not real. Count in int32, int64, float32 or float64: tf.reduce_sum(tf.cast(mask, "
             "tf.float32))."
         )
     if not value.shape.is_compatible_with(()):
         raise InputError(
-            f"{name} has the shape {value.shape}, and the weight of a micro-batch is one number. Pass the "
+            f"{name} has the shape {value.shape}, but the weight of a micro-batch is one number. Pass the "
             "number of samples or tokens as a scalar, such as tf.reduce_sum(mask)."
         )
-    if known(value):
+    if is_known(value):
         return normalize.check_weight(value.numpy(), f"a micro-batch ({name}=)")
     return tf.cast(value, tf.float64)
 
 
 def in_dtype(number: Any, dtype: Any) -> Any:
-    """Return a Python number or a tensor as a tensor of a dtype.
+    """Return a Python number or a tensor as a tensor of a given dtype.
 
     Examples:
         >>> float(in_dtype(0.1, tf.float64)), float(tf.cast(0.1, tf.float64))
         (0.1, 0.10000000149011612)
     """
-    # `tf.cast` makes a float32 of a Python number first.
+    # `tf.cast` would round a Python number to float32 first.
     return tf.cast(number, dtype) if tf.is_tensor(number) else tf.constant(number, dtype)
 
 
-def known(value: Any) -> bool:
-    """Return whether the value of a tensor can be read now.
+def is_known(value: Any) -> bool:
+    """Return whether the value of a tensor can be read now: in eager code, not in a graph.
 
     Examples:
-        >>> known(tf.constant(1))
+        >>> is_known(tf.constant(1))
         True
     """
     return isinstance(value, tf.__internal__.EagerTensor)
 
 
 def countable(value: Any) -> Any:
-    """Return whether a count that is only known when the graph runs is finite and not negative.
+    """Return a boolean tensor: whether a count is finite and not negative.
 
     Examples:
         >>> bool(countable(tf.constant(-1.0)))
@@ -121,7 +118,7 @@ def countable(value: Any) -> Any:
 
 
 def per_weight(totals: Sequence[Any], weight: Any) -> list[Any]:
-    """Return the sums of a window divided by its weight ``W``, in their dtypes; as they are where ``W`` is 0.
+    """Return the sums of a window divided by its weight ``W``, in their dtypes; undivided if ``W`` is 0.
 
     Examples:
         >>> [float(mean) for mean in per_weight([tf.constant(20.0)], tf.constant(10.0, tf.float64))]
@@ -141,11 +138,11 @@ def square_sum(value: Any) -> Any:
     if value.dtype.is_complex:
         return square_sum(tf.math.real(value)) + square_sum(tf.math.imag(value))
     wide = tf.cast(value, sum_dtype(value.dtype))
-    return tf.cast(2 * tf.nn.l2_loss(wide), tf.float64)  # without a copy that holds the squares
+    return tf.cast(2 * tf.nn.l2_loss(wide), tf.float64)  # l2_loss makes no tensor of squares
 
 
 def finite_norm(values: Sequence[Any]) -> tuple[Any, Any]:
-    """Return the 2-norm over all values, and whether every element is finite (mostly one pass).
+    """Return the 2-norm over all values, and whether every element is finite, mostly in one pass.
 
     Examples:
         >>> norm, finite = finite_norm([tf.constant([3e30]), tf.constant([4e30])])
@@ -155,7 +152,7 @@ def finite_norm(values: Sequence[Any]) -> tuple[Any, Any]:
     norm = tf.sqrt(tf.add_n([square_sum(value) for value in values]))
 
     def again() -> tuple[Any, Any]:
-        # Where every element is finite, it was the squares that overflowed in float32.
+        # The norm is also infinite if the elements are finite, but their squares overflow float32.
         wide = [tf.cast(v, tf.complex128 if v.dtype.is_complex else tf.float64) for v in values]
         return tf.sqrt(tf.add_n([square_sum(value) for value in wide])), all_finite(values)
 

@@ -2,10 +2,10 @@
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
 """Steps at the end of a window, in the only correct order.
 
-reduce -> normalise -> unscale -> finite check -> clip -> optimizer -> set to zero
+reduce -> divide -> finite check -> clip -> optimizer (which divides by its loss scale) -> set to zero
 
-A graph does the same as eager code. An error that only the running graph can find is a `tf.debugging.Assert`,
-after the window was given up, so that the next window begins clean.
+Norms and thresholds are those without the loss scale. A graph does the same as eager code, but raises errors
+by `tf.debugging.Assert`, after the window has been set to zero, so that the next window is not affected.
 """
 
 from __future__ import annotations
@@ -23,9 +23,19 @@ from .state import State, Totals, clear, read, strategy_of
 
 
 def apply(state: State, optimizer: Any, options: Options, patterns: Iterable[presence.Pattern]) -> Applied:
-    """Make the update of a window, and begin the next one."""
+    """Make the update of a window, and begin the next one.
+
+    Args:
+        state: the sums of the window.
+        optimizer: the optimizer.
+        options: the options of the accumulator.
+        patterns: the sets of variables that had gradients in the calls of ``add`` so far.
+
+    Raises:
+        LossSpecError, NonFiniteError, OptimizerError, WindowError: see `Accumulator.apply`.
+    """
     strategy = strategy_of(options.variables[0])
-    optimizers.build(optimizer, options.given, strategy)
+    optimizers.build(optimizer, options.given, strategy)  # variables cannot be made in a branch of a graph
     totals = read(state, options.variables)
     weight = totals.counts["weight"]
     possible = _possible(totals, patterns, len(options.variables))
@@ -39,8 +49,10 @@ def apply(state: State, optimizer: Any, options: Options, patterns: Iterable[pre
     gradients = dict(zip(some, arithmetic.per_weight([totals.sums[i] for i in some], weight), strict=True))
     scale = optimizers.scale_of(optimizer)
     norm, finite = arithmetic.finite_norm(list(gradients.values()))
+    # Sums contain the loss scale; `max_grad_norm` and the result do not.
     norm = norm if scale is None else norm / arithmetic.in_dtype(scale, norm.dtype)
     gradients = _clipped(gradients, norm, finite, scale, options)
+    # A LossScaleOptimizer must see an overflow: it skips the update and lowers its scale.
     overflow_is_seen = optimizers.scales_by_itself(optimizer)
     raising = options.nonfinite != "skip_update" and not overflow_is_seen
     if tf.executing_eagerly() and raising and not finite:
@@ -48,17 +60,18 @@ def apply(state: State, optimizer: Any, options: Options, patterns: Iterable[pre
         raise _not_finite(totals, some, options)
 
     def update(pattern: presence.Pattern) -> None:
-        # In a branch of a graph all gradients have to be made there, or none: Keras refuses a mixture.
-        found = {i: tf.identity(_as_gradient(gradients[i], i, options)) for i in sorted(pattern)}
-        optimizer.apply_gradients([(gradient, options.given[i]) for i, gradient in found.items()])
+        # `identity`, so that all gradients are tensors of this branch: Keras raises for a mixture.
+        chosen = {i: tf.identity(_as_gradient(gradients[i], i, options)) for i in sorted(pattern)}
+        optimizer.apply_gradients([(gradient, options.given[i]) for i, gradient in chosen.items()])
 
-    # With a mean the sums are 0 where the weight is.
+    # Only possible with reduction="sum": with a mean, sums are 0 if the weight is.
     undivided = (weight == 0) & (norm != 0)
     if tf.executing_eagerly() and undivided:
         clear(state, strategy)
         raise _no_divisor()
-    known = tf.reduce_any([presence.matches(totals.present, pattern) for pattern in possible])
-    expected = (weight != 0) & known
+    # False in a graph that was traced before a call of `add` with gradients of other variables.
+    has_branch = tf.reduce_any([presence.matches(totals.present, pattern) for pattern in possible])
+    expected = (weight != 0) & has_branch
     tf.cond(
         expected & (finite | overflow_is_seen),
         lambda: presence.dispatch(totals.present, possible, update),
@@ -68,7 +81,7 @@ def apply(state: State, optimizer: Any, options: Options, patterns: Iterable[pre
     cleared = clear(state, strategy)
     if not tf.executing_eagerly():
         with tf.control_dependencies(cleared):
-            _require(known | (weight == 0), _unknown_pattern())
+            _require(has_branch | (weight == 0), _unknown_pattern())
             _require(tf.logical_not(undivided), _no_divisor())
             if raising:
                 _require(finite | (weight == 0), _not_finite(None, some, options))
@@ -81,16 +94,18 @@ def means(state: State, options: Options, patterns: Iterable[presence.Pattern]) 
     weight = totals.counts["weight"]
     if tf.executing_eagerly() and weight == 0:
         raise WindowError(
-            "In this window nothing has weight, so it has no mean. Call add() before, with weight."
+            "The weight of this window is 0, so it has no mean. Call add() with a weight before mean()."
         )
     possible = _possible(totals, patterns, len(options.variables))
     there = frozenset().union(*possible)
-    found = arithmetic.per_weight(totals.sums, weight)
-    return [_as_gradient(one, index, options) if index in there else None for index, one in enumerate(found)]
+    gradients = arithmetic.per_weight(totals.sums, weight)
+    return [
+        _as_gradient(one, index, options) if index in there else None for index, one in enumerate(gradients)
+    ]
 
 
 def _possible(totals: Totals, patterns: Iterable[presence.Pattern], count: int) -> list[presence.Pattern]:
-    """The sets of variables that can have had a gradient: the one there is, or what a graph must expect."""
+    """Return the sets of variables that may have had gradients: one in eager code, every union in a graph."""
     if tf.executing_eagerly():
         there = frozenset(index for index, had in enumerate(totals.present.numpy()) if had)
         return [there] if there else []
@@ -100,13 +115,13 @@ def _possible(totals: Totals, patterns: Iterable[presence.Pattern], count: int) 
 def _clipped(
     gradients: dict[int, Any], norm: Any, finite: Any, scale: Any | None, options: Options
 ) -> dict[int, Any]:
-    """Clip by norm as `tf.clip_by_global_norm` does, then by value; an infinity stays one."""
+    """Return the gradients clipped by norm, then by value; gradients that are not finite stay as they are."""
     if options.max_grad_norm is not None:
         limit = tf.constant(options.max_grad_norm, norm.dtype)
         factor = tf.where(finite & (norm > limit), limit / norm, tf.ones_like(norm))
         gradients = {i: gradient * tf.cast(factor, gradient.dtype) for i, gradient in gradients.items()}
     if options.max_grad_value is not None:
-        limit = options.max_grad_value * (1.0 if scale is None else scale)
+        limit = options.max_grad_value * (1.0 if scale is None else scale)  # gradients contain the scale
         for index, gradient in gradients.items():
             most = arithmetic.in_dtype(limit, gradient.dtype)
             gradients[index] = tf.where(finite, tf.clip_by_value(gradient, -most, most), gradient)
@@ -118,6 +133,7 @@ def _as_gradient(mean: Any, index: int, options: Options) -> Any:
 
 
 def _applied(totals: Totals, norm: Any, options: Options, *, made: Any, scale: Any | None = None) -> Applied:
+    """Return the result of a window; `scale` is the loss scale in its gradients."""
     counts = totals.counts
     weight = counts["weight"]
     (loss,) = arithmetic.per_weight([counts["loss"]], weight)
@@ -156,23 +172,23 @@ def _require(condition: Any, error: Exception) -> None:
 
 def _no_gradient() -> OptimizerError:
     return OptimizerError(
-        "The losses of this window gave no gradient to any variable, so an update would change nothing. "
-        "Check that the loss depends on the variables that the accumulator was made with."
+        "No variable has a gradient in this window, so an update would change nothing. Check that the loss "
+        "depends on the variables of the accumulator."
     )
 
 
 def _no_divisor() -> LossSpecError:
     return LossSpecError(
-        "The losses of this window are sums that are not 0, but its weight is 0, so they cannot be divided; "
-        "nothing was updated, and the window was given up. Pass weights that are not all 0."
+        "The losses of this window are sums with a gradient, but its weight is 0, so they cannot be divided. "
+        "Nothing was updated, and the window was dropped. Pass weights that are not all 0."
     )
 
 
 def _unknown_pattern() -> WindowError:
     return WindowError(
-        "The window has gradients of other variables than any call of add() had when apply() was traced, so "
-        "the graph of apply() has no branch for them; nothing was updated, and the window was given up. "
-        "Call each function that adds before the first call of the one that applies."
+        "The window has gradients for a set of variables that no call of add() had when apply() was traced, "
+        "so the graph of apply() has no branch for it. Nothing was updated, and the window was dropped. Call "
+        "each function that calls add() once before the first call of the function that calls apply()."
     )
 
 
@@ -182,8 +198,7 @@ def _not_finite(totals: Totals | None, some: list[int], options: Options) -> Non
         bad = [index for index in some if not arithmetic.all_finite([totals.sums[index]])]
         where = f" (the first variable with such a gradient is {options.name_of(bad[0])!r})" if bad else ""
     return NonFiniteError(
-        f"A micro-batch of this window has a gradient that is not finite, so the mean is not finite{where}; "
-        "nothing was updated, and the window was given up. "
-        'Check its micro-batches; nonfinite="skip_microbatch" leaves such a one (and its weight) out, '
-        'nonfinite="skip_update" gives up the whole update.'
+        f"The gradient of this window is not finite{where}. Nothing was updated, and the window was dropped. "
+        'Check its micro-batches, or pass nonfinite="skip_microbatch" to leave such a micro-batch and its '
+        'weight out, or nonfinite="skip_update" to drop the window without an error.'
     )

@@ -1,6 +1,6 @@
 # TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
-"""Check of a declared weight: the loss of a few rows at once against that of two parts of them."""
+"""Check of a weight: compare the loss of a few rows with the weighted losses of two parts of them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from .. import normalize
+from ..batch.spread import spread_rows
 from ..errors import CoupledSamplesError, InputError, LossSpecError, SplitError, SuperbatchError
 from . import arithmetic
 from .options import Options
 
-ROWS = 8  # two unequal parts of these show a sum, a mean of means and most masks
-TURNS = 3  # what a few rows show may agree by chance, such as a share of labels
+ROWS = 8  # two unequal parts of these rows show a sum, a mean of means and most masks
+TURNS = 3  # comparisons, each of other rows: a wrong weight may be right for a few rows by chance
 SHORT = {tf.float16: 0.01, tf.bfloat16: 0.06}  # 3 to 4 times the rounding of a network of three layers
-BOUND = 1e-3  # relative, where the rounding of float32 is not
+BOUND = 1e-3  # relative difference that float32 does not reach by rounding
 
 
 class Part(NamedTuple):
-    """Evaluation of some rows.
+    """Evaluation of a set of rows.
 
     Attributes:
-        rows: their number.
-        weight: what is declared of them.
-        values: the loss and the gradient of each variable.
+        rows: the number of rows.
+        weight: their declared weight.
+        values: the loss, then the gradient of each variable, as complex128; zeros if they take no part.
     """
 
     rows: int
@@ -41,7 +43,7 @@ class Part(NamedTuple):
 def check_loss(
     loss: Callable[..., Any], batch: tuple[Any, ...], weight: Callable[..., Any], options: Options
 ) -> None:
-    """Compare a loss at once and in parts; see `Accumulator.check_loss`."""
+    """Compare the loss of a few rows at once and in parts, see `Accumulator.check_loss`."""
     if not tf.executing_eagerly():
         raise InputError(
             "check_loss() in a tf.function has no numbers to compare. Call it once outside, before training."
@@ -54,21 +56,15 @@ def check_loss(
         )
     bound = BOUND
     for turn in range(TURNS):
-        spread = _spread(rows, turn)
+        spread = spread_rows(rows, min(ROWS, rows), turn, TURNS)
         try:
             _compare(loss, batch, weight, options, spread, bound)
         except SuperbatchError:
-            bound = _bound_of(loss, _rows_of(batch, spread))  # traced where it decides, as tracing takes long
+            # Only now, as tracing takes long: in a short dtype the difference may be rounding.
+            bound = _bound_of(loss, _rows_of(batch, spread))
             if bound == BOUND:
                 raise
             _compare(loss, batch, weight, options, spread, bound)
-
-
-def _spread(rows: int, turn: int) -> list[int]:
-    """Return rows from all over the batch: others in each turn, or the same ones in another order."""
-    count = min(ROWS, rows)
-    spread = [(number * TURNS + turn) * rows // (count * TURNS) for number in range(count)]
-    return spread[turn % count :] + spread[: turn % count]
 
 
 def _compare(
@@ -85,7 +81,7 @@ def _compare(
         SuperbatchError: they differ by more than `bound`.
     """
     count = len(spread)
-    head = (3 * count + 4) // 5
+    head = (3 * count + 4) // 5  # unequal parts, such as 5 and 3 rows: a mean of means differs from the mean
     whole, *parts = [
         _evaluated(loss, _rows_of(batch, some), weight, len(some), options)
         for some in (spread, spread[:head], spread[head:])
@@ -93,13 +89,19 @@ def _compare(
     again = _evaluated(loss, _rows_of(batch, spread), weight, count, options)
     if not _same(whole.values, again.values, bound):
         raise InputError(
-            "The loss of the same rows differs from call to call: it draws random numbers. Pass check_loss() "
-            "a loss without dropout, model(x, training=False)."
+            "The loss of the same rows differs from call to call, so it draws random numbers. Pass a loss "
+            "without dropout: model(x, training=False)."
         )
     _judge(whole, parts, options, bound)
 
 
 def _judge(whole: Part, parts: list[Part], options: Options, bound: float) -> None:
+    """Raise unless the weighted losses and gradients of the parts are those of the whole.
+
+    Raises:
+        CoupledSamplesError: no reduction and weight is known for which they are.
+        LossSpecError: they are with another reduction or weight, or the weights do not add up.
+    """
     total = sum(part.weight for part in parts)
     if abs(total - whole.weight) > BOUND * max(abs(total), abs(whole.weight)):
         raise LossSpecError(
@@ -112,35 +114,36 @@ def _judge(whole: Part, parts: list[Part], options: Options, bound: float) -> No
     sums = _weighted(parts, [1.0 for _ in parts])
     if _same(whole.values, sums if options.reduction == "sum" else means, bound):
         return
-    found = f"it is {whole.loss:.6g} for {whole.rows} rows at once, and " + " and ".join(
+    described = f"it is {whole.loss:.6g} for {whole.rows} rows at once, and " + " and ".join(
         f"{part.loss:.6g} for {part.rows} rows" for part in parts
     )
     if _same(whole.values, sums, bound):
         raise LossSpecError(
-            f'The loss is a sum, and the accumulator was made with reduction="mean": {found}. Make it with '
+            f'The loss is a sum, but the accumulator has reduction="mean": {described}. Make it with '
             'reduction="sum".'
         )
     if _same(whole.values, by_rows, bound):
         raise LossSpecError(
-            f"The loss is a mean over rows, and the accumulator has reduction={options.reduction!r} and "
-            f'another weight: {found}. Make it with reduction="mean" and pass weight=len(rows).'
+            f"The loss is a mean over rows, but the accumulator has reduction={options.reduction!r} and "
+            f'another weight: {described}. Make it with reduction="mean" and pass weight=len(rows).'
         )
     if options.reduction == "mean" and all(part.weight == part.rows for part in parts):
         raise LossSpecError(
-            f"The loss is no mean over rows: {found}. For a mean over tokens pass their number, "
+            f"The loss is not a mean over rows: {described}. For a mean over tokens pass their number, "
             "weight=tf.reduce_sum(mask). If the loss or a layer couples the rows (contrastive losses, "
             "BatchNormalization), train with whole batches."
         )
     if options.reduction == "sum":
         raise CoupledSamplesError(
-            f"The losses of micro-batches do not add up to that of the batch: {found}. Leave out what is no "
-            "sum over rows (a regularizer in model.losses counts once for each micro-batch). If the loss or "
-            "a layer couples the rows (contrastive losses, BatchNormalization), train with whole batches."
+            f"The losses of micro-batches do not add up to that of the batch: {described}. Leave out terms "
+            "that are no sum over rows: a regularizer in model.losses would count once for each micro-batch. "
+            "If the loss or a layer couples the rows (contrastive losses, BatchNormalization), train with "
+            "whole batches."
         )
     raise CoupledSamplesError(
-        f"The losses of micro-batches do not give that of the batch with this weight: {found}. Pass as "
-        "weight what the loss is divided by. If the loss or a layer couples the rows (contrastive losses, "
-        "BatchNormalization), train with whole batches."
+        f"The loss of the batch is not the mean of those of micro-batches with this weight: {described}. "
+        "Pass the divisor of the loss as weight. If the loss or a layer couples the rows (contrastive "
+        "losses, BatchNormalization), train with whole batches."
     )
 
 
@@ -149,10 +152,10 @@ def _rows_of(batch: tuple[Any, ...], some: list[int]) -> tuple[Any, ...]:
 
 
 def _has_rows(leaf: Any) -> bool:
-    """Return True if a leaf of a batch is split; a scalar and None are the same for all rows.
+    """Return True if a leaf of a batch has rows; scalars and None are passed as they are.
 
     Raises:
-        SplitError: it is a sparse tensor.
+        SplitError: the leaf is a sparse tensor.
     """
     if isinstance(leaf, tf.SparseTensor):
         raise SplitError(
@@ -165,25 +168,32 @@ def _has_rows(leaf: Any) -> bool:
 def _evaluated(
     loss: Callable[..., Any], batch: tuple[Any, ...], weight: Callable[..., Any], rows: int, options: Options
 ) -> Part:
+    """Evaluate loss, gradients and weight of some rows.
+
+    Raises:
+        LossSpecError: the loss is not a scalar.
+    """
     counted = float(arithmetic.as_count(weight(*batch), "weight"))
     with tf.GradientTape() as tape:
         value = tf.convert_to_tensor(loss(*batch))
     if value.shape.rank:
-        # The tape would add the numbers up, so that a micro-batch of more rows has a larger gradient.
+        # The tape would differentiate their sum: a larger gradient for a micro-batch of more rows.
         raise LossSpecError(
-            f"The loss of {rows} rows has the shape {tuple(value.shape)}, and tape.gradient adds its numbers "
-            'up. Return tf.reduce_mean(loss), or tf.reduce_sum(loss) for an accumulator with reduction="sum".'
+            f"The loss of {rows} rows has the shape {tuple(value.shape)}, and tape.gradient would "
+            "differentiate its sum. Return tf.reduce_mean(loss), or tf.reduce_sum(loss) for an accumulator "
+            'with reduction="sum".'
         )
-    # The gradient shows a branch that is switched off in the loss.
+    # Gradients too: a branch with a gate of 0 does not change the loss.
     gradients = tape.gradient(
         value, list(options.variables), unconnected_gradients=tf.UnconnectedGradients.ZERO
     )
-    found = [tf.cast(tf.convert_to_tensor(each), tf.complex128) for each in [value, *gradients]]
-    takes_part = counted or options.reduction == "sum"  # 0 / 0 of no token has weight 0
-    return Part(rows, counted, found if takes_part else [tf.zeros_like(each) for each in found])
+    values = [tf.cast(tf.convert_to_tensor(each), tf.complex128) for each in [value, *gradients]]
+    takes_part = normalize.takes_part(counted, reduction=options.reduction)  # the mean of no tokens is NaN
+    return Part(rows, counted, values if takes_part else [tf.zeros_like(each) for each in values])
 
 
 def _weighted(parts: list[Part], weights: list[float]) -> list[Any]:
+    """Return the weighted sums of losses and gradients over the parts."""
     columns = zip(*(part.values for part in parts), strict=True)
     return [sum(each * weight for each, weight in zip(column, weights, strict=True)) for column in columns]
 
@@ -191,7 +201,7 @@ def _weighted(parts: list[Part], weights: list[float]) -> list[Any]:
 def _same(a: list[Any], b: list[Any], bound: float) -> bool:
     """Return True if two losses and their gradients, variable by variable, differ by rounding only."""
     sizes = [max(_largest(one), _largest(other)) for one, other in zip(a, b, strict=True)]
-    # A gradient that is 0 but for rounding is compared with the largest of all.
+    # The gradient of a variable may be 0 but for rounding; its bound follows from the largest gradient.
     least = 1e-5 * max(sizes[1:], default=0.0)
     bounds = [bound * sizes[0], *(bound * size + least for size in sizes[1:])]
     pairs = zip(a, b, bounds, strict=True)
@@ -202,7 +212,7 @@ def _bound_of(loss: Callable[..., Any], batch: tuple[Any, ...]) -> float:
     """Return the largest relative difference that is rounding, by the shortest dtype in the loss."""
     try:
         graph = tf.function(loss, autograph=False).get_concrete_function(*batch).graph.as_graph_def()
-    except Exception:  # noqa: BLE001  (a loss may need numbers; what it raises eagerly is its own)
+    except Exception:  # noqa: BLE001  (the user's loss: it may raise anything if it needs values)
         return BOUND
     nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
     dtypes = {

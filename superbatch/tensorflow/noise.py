@@ -1,4 +1,4 @@
-"""Noise of windows, passed to the average in the core."""
+"""Noise statistics of windows, added to a `superbatch.NoiseMeter`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from .outcome import Applied
 
 
 def add_noise(meter: NoiseMeter, applied: Applied) -> None:
-    """Add the noise of a window to a `superbatch.NoiseMeter`, on the host.
+    """Add the noise statistics of a window to a `superbatch.NoiseMeter`, on the host.
 
-    ``|G|^2 = (b2 - a2) / (1 - q)`` and ``tr Cov(g) = (a2 - q b2) / (1 - q)``. A window with one micro-batch,
-    with nearly all weight on one, or that made no update is noted as left out.
+    The meter averages ``|G|^2 = (b2 - a2) / (1 - q)`` and ``tr Cov(g) = (a2 - q b2) / (1 - q)``. It counts a
+    window as left out if it has one micro-batch, has nearly all weight on one, or made no update.
 
     Args:
         meter: the average over windows.
-        applied: of one window, from an accumulator with ``noise=True``.
+        applied: the result of a window of an accumulator with ``noise=True``.
 
     Examples:
         >>> meter = NoiseMeter()

@@ -1,6 +1,6 @@
 # TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
-"""Facts about an optimizer: its divisor, and whether it can be called once per window."""
+"""Properties of an optimizer: its loss scale, and whether one call is one update."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from .options import Options
 
 
 def check(optimizer: Any, options: Options) -> None:
-    """Check that one call of an optimizer is one update.
+    """Raise unless one call of an optimizer is one update.
 
     Raises:
-        OptimizerError: it is no optimizer, accumulates by itself, or needs to see what would be left out.
+        OptimizerError: it has no `apply_gradients`, accumulates gradients itself, or lowers its loss scale on
+            overflows that ``nonfinite="skip_microbatch"`` would hide.
     """
     if not callable(getattr(optimizer, "apply_gradients", None)):
         raise OptimizerError(
@@ -29,8 +30,8 @@ def check(optimizer: Any, options: Options) -> None:
     steps = getattr(inner, "gradient_accumulation_steps", None)
     if steps:
         raise OptimizerError(
-            f"The optimizer has gradient_accumulation_steps={steps}, so it would accumulate a second "
-            "time and update once in several windows. Make it without gradient_accumulation_steps."
+            f"The optimizer has gradient_accumulation_steps={steps}, so it would make one update for {steps} "
+            "windows. Make it without gradient_accumulation_steps."
         )
     if scales_by_itself(optimizer) and options.nonfinite == "skip_microbatch":
         raise OptimizerError(
@@ -40,7 +41,7 @@ def check(optimizer: Any, options: Options) -> None:
 
 
 def scales_by_itself(optimizer: Any) -> bool:
-    """Return whether losses are scaled by a number that the optimizer lowers when it sees an infinity.
+    """Return whether it is a `LossScaleOptimizer`: it lowers its loss scale when a gradient is not finite.
 
     Examples:
         >>> scales_by_itself(tf.keras.optimizers.SGD(0.1))
@@ -50,24 +51,24 @@ def scales_by_itself(optimizer: Any) -> bool:
 
 
 def check_scale(optimizer: Any, *, traced: bool) -> None:
-    """Check that no graph has scaled a loss by a scale that was not yet a variable.
+    """Raise if a traced loss may have been scaled before the scale was a variable.
 
-    Before it is built, `scale_loss` of an optimizer multiplies by a constant, its initial scale. A graph
-    keeps this constant, and the update divides by the scale at that time.
+    `scale_loss` of an optimizer that is not built multiplies by a constant, the initial scale. A graph keeps
+    this constant, but the update divides by the current scale.
 
     Raises:
-        OptimizerError: a graph of ``add`` is older than the variables of the optimizer. The window stays.
+        OptimizerError: ``add`` was traced before the optimizer was built. The window is kept.
     """
     if traced and scales_by_itself(optimizer) and not getattr(optimizer, "built", True):
         raise OptimizerError(
-            f"The {type(optimizer).__name__} was not built before add() was traced, so the graph may have "
-            "kept its initial scale as a constant. Call optimizer.build(variables) before the first call of "
+            f"The {type(optimizer).__name__} was not built before add() was traced, so the graph may contain "
+            "its initial scale as a constant. Call optimizer.build(variables) before the first call of "
             "the function that adds."
         )
 
 
 def scale_of(optimizer: Any) -> Any | None:
-    """Return the factor of `optimizer.scale_loss`, by which its update divides; None for none.
+    """Return the factor of `optimizer.scale_loss`, by which the update divides; None without.
 
     Examples:
         >>> scale_of(tf.keras.optimizers.SGD(0.1, loss_scale_factor=128.0))
@@ -80,14 +81,17 @@ def scale_of(optimizer: Any) -> Any | None:
 
 
 def build(optimizer: Any, variables: Sequence[Any], strategy: Any | None) -> None:
-    """Make the optimizer's variables for all of the model's: not under a condition, and not for some.
+    """Build the optimizer for all variables of the accumulator.
+
+    `apply_gradients` would build it under a condition, and only for the variables with a gradient.
 
     Raises:
-        OptimizerError: the optimizer belongs to another strategy, or to none. The window stays.
+        OptimizerError: the optimizer was created under another strategy, or under none. The window is kept.
     """
     if getattr(optimizer, "built", True) or not callable(getattr(optimizer, "build", None)):
         return
     try:
+        # init_scope: variables are made outside of the graph that is being traced.
         with tf.init_scope(), strategy.scope() if strategy else nullcontext():
             optimizer.build(list(variables))
             optimizer.built = True
@@ -96,5 +100,5 @@ def build(optimizer: Any, variables: Sequence[Any], strategy: Any | None) -> Non
             raise
         raise OptimizerError(
             f"The optimizer of type {type(optimizer).__name__} cannot be built within the strategy "
-            f"({error}). Create it within strategy.scope(), as the model."
+            f"({error}). Create it within strategy.scope(), like the model."
         ) from error

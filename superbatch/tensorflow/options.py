@@ -22,7 +22,11 @@ NonFinite = Literal["raise", "skip_microbatch", "skip_update"]
 class Options:
     """The arguments of `Accumulator`; its docstring describes them.
 
-    TensorFlow tracks no dataclass: the variables of the model are not the accumulator's to save.
+    A dataclass, which `tf.Module` does not track: a checkpoint of the accumulator must not hold the model.
+
+    Attributes:
+        given: the variables as the user passed them.
+        variables: the `tf.Variable` behind each of them.
     """
 
     given: tuple[Any, ...]
@@ -40,10 +44,10 @@ class Options:
 
 
 def check(options: Options) -> Options:
-    """Return the options if they go together.
+    """Return the options if they are valid together.
 
     Raises:
-        InputError: one is not valid, or two exclude each other.
+        InputError: an option is not valid, or two exclude each other.
     """
     normalize.check_reduction(options.reduction, ("mean", "sum"))
     arithmetic.check_sum_dtype(options.accumulator_dtype)
@@ -63,10 +67,11 @@ def check(options: Options) -> Options:
 
 
 def as_variables(given: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the variables as they were given, and those of TensorFlow behind them.
+    """Return the variables as they were given, and the `tf.Variable` behind each of them.
 
     Raises:
-        InputError: there is none, one is no variable of TensorFlow, or occurs twice.
+        InputError: there are none, one is not a variable of TensorFlow or has no gradient, or one occurs
+        twice.
 
     Examples:
         >>> len(as_variables([tf.Variable(1.0), tf.Variable(2.0)])[1])
@@ -74,39 +79,41 @@ def as_variables(given: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """
     if isinstance(given, tf.Variable) or not isinstance(given, Iterable):
         raise InputError(
-            f"The variables are of type {type(given).__name__}, which is no list. Pass "
+            f"variables is a {type(given).__name__}, not a list. Pass "
             "model.trainable_variables, or a list of variables."
         )
     listed = tuple(given)
     behind = tuple(_behind(variable, index) for index, variable in enumerate(listed))
     if not behind:
         raise InputError(
-            "There are no variables to sum gradients of. Pass model.trainable_variables of a model that is "
-            "built (called once on data)."
+            "variables is empty. Pass model.trainable_variables of a model that is built (called once on "
+            "data)."
         )
+    # By the variable behind: a Keras variable and its `value` are one.
     if len({id(variable) for variable in behind}) < len(behind):
         raise InputError(
-            "The list has a variable twice, and its gradient would be applied twice. Pass each variable once."
+            "variables contains a variable twice, so its gradient would be applied twice. Pass each variable "
+            "once."
         )
     return listed, behind
 
 
 def _behind(variable: Any, index: int) -> Any:
-    """A variable of Keras holds one of TensorFlow, where TensorFlow is its backend."""
-    found = variable if isinstance(variable, tf.Variable) else getattr(variable, "value", None)
-    if not isinstance(found, tf.Variable):
+    """Return the `tf.Variable` behind a variable: itself, or the `value` of a Keras variable."""
+    behind = variable if isinstance(variable, tf.Variable) else getattr(variable, "value", None)
+    if not isinstance(behind, tf.Variable):
         raise InputError(
-            f"variables[{index}] of type {type(variable).__name__} is no variable of TensorFlow. Pass "
+            f"variables[{index}] is a {type(variable).__name__}, not a variable of TensorFlow. Pass "
             "tf.Variable, or variables of Keras with the backend tensorflow."
         )
-    if not (found.dtype.is_floating or found.dtype.is_complex):
+    if not (behind.dtype.is_floating or behind.dtype.is_complex):
         raise InputError(
-            f"variables[{index}] of dtype {found.dtype.name} has no gradient. Pass the trainable variables "
+            f"variables[{index}] of dtype {behind.dtype.name} has no gradient. Pass the trainable variables "
             "only."
         )
-    if not found.shape.is_fully_defined():
+    if not behind.shape.is_fully_defined():
         raise InputError(
-            f"variables[{index}] has the shape {found.shape}, and its sum needs all dimensions. Build the "
+            f"variables[{index}] has the shape {behind.shape}, but its sum needs a known shape. Build the "
             "model first."
         )
-    return found
+    return behind

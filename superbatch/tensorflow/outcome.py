@@ -11,14 +11,14 @@ class Applied(NamedTuple):
     """Result of `Accumulator.apply`; scalar tensors.
 
     Attributes:
-        made: bool: whether the optimizer was called with the gradient of the batch. Not made: nothing had
-            weight (``weight`` is 0), or the window is not finite.
-        weight: float64: ``W``, of the micro-batches that took part, over all replicas.
-        loss: float64: weighted mean loss of the batch; NaN unless every micro-batch was given ``loss=``.
+        made: bool: whether the optimizer was called with the gradient of the batch. False if ``weight`` is 0,
+            or if the gradient is not finite.
+        weight: float64: ``W``, the total weight of the micro-batches that took part, over all replicas.
+        loss: float64: the loss of the batch; NaN unless every call of ``add`` had ``loss=``.
         grad_norm: float64: 2-norm of the batch's gradient before clipping, without a loss scale.
         microbatches: int64: number of calls of ``add``, over all replicas.
-        dropped: int64: how many were left out as not finite (``nonfinite="skip_microbatch"``).
-        a2: float64: ``sum (w_i / W)^2 |g_i|^2``, see `superbatch.noise`; None where noise is not measured.
+        dropped: int64: number of micro-batches left out as not finite (``nonfinite="skip_microbatch"``).
+        a2: float64: ``sum (w_i / W)^2 |g_i|^2``, see `superbatch.noise`; None without ``noise=True``.
         b2: float64: ``|g|^2`` of the batch's gradient.
         q: float64: ``sum (w_i / W)^2``.
         effective_samples: float64: ``1 / sum((w_i / W)^2 / n_i)``.

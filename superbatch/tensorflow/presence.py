@@ -1,9 +1,10 @@
 # TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
-"""Variables that had a gradient in a window: no other is to be touched, not even by its momentum.
+"""Sets ("patterns") of variables that had a gradient in a window; the optimizer must not touch others.
 
-Eager code reads it. A graph must be drawn before the window is there: for each set of variables that calls of
-``add`` can have left, of which there is nearly always one.
+A gradient of 0 would still move a variable by its momentum. Eager code reads the pattern of the window. A
+graph is traced before the window exists, so it has a branch for each pattern that the calls of ``add`` can
+form; nearly always there is one.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import tensorflow as tf
 from ..errors import WindowError
 
 Pattern = frozenset[int]
-MOST = 16
+MOST = 16  # most branches of a graph
 
 
 def of(gradients: Iterable[Any]) -> Pattern:
-    """Return the positions of the gradients that are there.
+    """Return the pattern of a list of gradients: the indices of those that are not None.
 
     Examples:
         >>> sorted(of([1.0, None, 2.0]))
@@ -30,30 +31,34 @@ def of(gradients: Iterable[Any]) -> Pattern:
 
 
 def unions(patterns: Iterable[Pattern]) -> list[Pattern]:
-    """Return all unions of one or more of these patterns: those that their micro-batches can form.
+    """Return all unions of one or more patterns: the patterns that windows of such micro-batches can have.
 
     Raises:
-        WindowError: there are more than a graph should have branches.
+        WindowError: there are more than 16.
 
     Examples:
         >>> [sorted(union) for union in unions([frozenset([0]), frozenset([1]), frozenset([0, 1])])]
         [[0], [1], [0, 1]]
     """
-    found: set[Pattern] = set()
+    formed: set[Pattern] = set()
     for pattern in patterns:
-        found |= {pattern} | {pattern | other for other in found}
-        if len(found) > MOST:
+        formed |= {pattern} | {pattern | other for other in formed}
+        if len(formed) > MOST:
             raise WindowError(
-                "The gradients of micro-batches are None for other variables each time: a window can end "
-                f"with more than {MOST} sets of variables that had one, and a graph would need a branch for "
-                "each. Call apply() eagerly, or pass zeros in place of None for variables that shall be "
-                "updated in every window."
+                "The gradients of micro-batches are None for different variables each time: a window can "
+                f"have gradients for more than {MOST} different sets of variables, and a graph would need a "
+                "branch for each. Call apply() eagerly, or pass zeros in place of None for variables to "
+                "update in every window."
             )
-    return sorted(found, key=lambda pattern: (len(pattern), sorted(pattern)))
+    return sorted(formed, key=lambda pattern: (len(pattern), sorted(pattern)))
 
 
 def matches(present: Any, pattern: Pattern) -> Any:
-    """Return whether just the variables of a pattern had a gradient.
+    """Return whether the variables of a pattern, and no others, had a gradient.
+
+    Args:
+        present: for each variable, in how many micro-batches it had a gradient.
+        pattern: the pattern.
 
     Examples:
         >>> bool(matches(tf.constant([2.0, 0.0]), frozenset([0])))
@@ -64,9 +69,9 @@ def matches(present: Any, pattern: Pattern) -> Any:
 
 
 def dispatch(present: Any, patterns: list[Pattern], update: Callable[[Pattern], None]) -> None:
-    """Call `update` with the pattern that is there when the graph runs."""
+    """Call `update` with the pattern of the window; in a graph, by a branch for each possible pattern."""
     if len(patterns) == 1:
-        return update(patterns[0])
+        return update(patterns[0])  # no branches needed
     which = tf.argmax(tf.stack([tf.cast(matches(present, one), tf.int32) for one in patterns]))
     branches = [lambda one=one: update(one) for one in patterns]
     tf.switch_case(tf.cast(which, tf.int32), branches)

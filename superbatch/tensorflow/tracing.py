@@ -1,6 +1,6 @@
 # TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
-"""Methods that a `tf.function` calls as they are written: they and their errors are not rewritten."""
+"""Decorator that keeps AutoGraph from rewriting a method and its errors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def as_written(method: Method) -> Method:
-    """Keep AutoGraph out of a method; its errors reach the caller of the `tf.function` with their type.
+    """Keep AutoGraph from rewriting a method, and pass its errors to the caller with their own type.
 
-    AutoGraph replaces an error whose constructor it does not know by a StagingError. It lets those pass that
-    have the attribute ``ag_pass_through``, as errors of TensorFlow's own functions have.
+    AutoGraph replaces an error of an unknown type by a StagingError, unless it has the attribute
+    ``ag_pass_through``, like the errors of TensorFlow's own functions.
 
     Examples:
         >>> @as_written

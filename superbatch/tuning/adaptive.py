@@ -1,16 +1,16 @@
-"""Batch size that follows the noise: tests of its size, and a controller of accumulation steps.
+"""Adapt the batch size to the noise: tests of a batch size, and a controller of accumulation steps.
 
-All of it is a function of ``rho = tr Cov(g) / |G|^2``, noise over signal of the batch's gradient ``g``, with
-both parts unbiased (`superbatch.noise`):
+All functions use ``rho = tr Cov(g) / |G|^2``, the noise over signal of the batch's gradient ``g``. Both parts
+are unbiased estimates (`superbatch.noise`):
 
     norm test      rho <= rho*                          (Byrd et al. 2012; Lau et al. 2024, arXiv:2402.11215)
     cosine test    E cos(two halves) = 1 / (1 + 2 rho) >= c            (SimiGrad, Qin et al., NeurIPS 2021)
 
-The usual norm test divides by ``|g|^2``, which holds the noise too: its ratio is ``rho / (1 + rho)``, below 1
-whatever the noise, so ``theta = 1`` always passes. `naive_ratio` says which ``theta^2`` means which rho*.
+The usual norm test divides by ``|g|^2``, which includes the noise. Its ratio is ``rho / (1 + rho)``, always
+below 1, so a batch always passes with ``theta = 1``. `naive_ratio` converts rho* to ``theta^2``.
 
-The controller decides from windows that are past. Whoever uses a window's gradient to decide whether the
-window is long enough selects by the noise, and its mean is biased (see `torch.tuning.update_until`).
+The controller uses past windows only. If a window's own gradient decided its length, the gradient would be
+biased: the window would end sooner with some noise than with other (see `torch.tuning.update_until`).
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ from ..results.noise import Noise
 from ..schedule import check_update
 
 CHANGE = 0.10
-"""A window is changed only by more than this share: each change disturbs what is measured."""
+"""Accumulation steps change only by more than this share, because each change disturbs the measurement."""
 
 FACTOR = 2
-"""A window becomes at most this many times longer or shorter than the one before."""
+"""Accumulation steps grow or shrink by at most this factor from one window to the next."""
 
 
 @dataclass(frozen=True)
 class BatchTest:
-    """Test that a batch is large enough.
+    """Result of a test that a batch is large enough.
+
+    Without a determined noise scale, all values except `bound` are None.
 
     Attributes:
-        passed: None where the noise scale is not determined.
-        value: what was tested: rho, or the cosine; None likewise.
+        passed: True if the batch is large enough.
+        value: the tested quantity: rho, or the expected cosine.
         bound: the threshold.
-        batch: the batch in samples that just passes; None likewise.
+        batch: the smallest batch that passes, in samples.
     """
 
     passed: bool | None
@@ -51,18 +53,19 @@ class BatchTest:
 
 
 def norm_test(noise: Noise, *, samples: float | None = None, target: float = 1.0) -> BatchTest:
-    """Test whether a batch has at most `target` times as much noise as signal.
+    """Test that a batch has at most `target` times as much noise as signal.
 
     Args:
-        noise: as measured.
-        samples: of the batch; None: as those that were measured.
-        target: rho*; 1 is a batch as large as the noise scale, half of whose samples are progress.
+        noise: the measured noise scale.
+        samples: samples of the batch; None for the measured batch.
+        target: rho*, the largest allowed noise over signal. With 1, the smallest batch that passes is as
+            large as the noise scale.
 
     Returns:
-        The answer; with `batch` the noise scale over `target`.
+        The result; its `batch` is the noise scale over `target`.
 
     Raises:
-        InputError: the target is not positive.
+        InputError: `target` or `samples` is not positive.
 
     Examples:
         >>> noise = Noise(batch_size=400.0, low=300.0, high=550.0, signal=0.5, variance=200.0, windows=80,
@@ -78,20 +81,20 @@ def norm_test(noise: Noise, *, samples: float | None = None, target: float = 1.0
 
 
 def cosine_test(noise: Noise, *, cosine: float, samples: float | None = None) -> BatchTest:
-    """Test whether the expected cosine between the gradients of a batch's two halves is large enough.
+    """Test that the expected cosine between the gradients of a batch's two halves is large enough.
 
-    No second gradient is kept: ``E cos = 1 / (1 + 2 rho)``.
+    It is computed from the noise scale, ``E cos = 1 / (1 + 2 rho)``, without gradients of the halves.
 
     Args:
-        noise: as measured.
-        cosine: that is wished for, between 0 and 1.
-        samples: of the batch; None: as those that were measured.
+        noise: the measured noise scale.
+        cosine: c, the smallest allowed cosine, between 0 and 1.
+        samples: samples of the batch; None for the measured batch.
 
     Returns:
-        The answer; with `batch` = ``2 B_noise c / (1 - c)``.
+        The result; its `batch` is ``2 B_noise c / (1 - c)``.
 
     Raises:
-        InputError: the cosine is not between 0 and 1.
+        InputError: `cosine` is not between 0 and 1, or `samples` is not positive.
 
     Examples:
         >>> noise = Noise(batch_size=100.0, low=80.0, high=130.0, signal=0.5, variance=50.0, windows=80,
@@ -105,81 +108,83 @@ def cosine_test(noise: Noise, *, cosine: float, samples: float | None = None) ->
 
 
 def expected_cosine(ratio: float) -> float:
-    """The cosine of the gradients of two half batches: ``1 / (1 + 2 rho)``.
+    """Return the expected cosine between the gradients of two half batches: ``1 / (1 + 2 rho)``.
 
     Args:
         ratio: rho of the whole batch.
 
     Returns:
-        The cosine that is expected where the noise has many directions.
+        The cosine, for noise in many directions.
 
     Examples:
         >>> round(expected_cosine(0.1), 3), round(expected_cosine(1.0), 3)
         (0.833, 0.333)
     """
+    # Half a batch has twice the noise, so |g_half|^2 is |G|^2 (1 + 2 rho), and two halves share only G.
     return 1 / (1 + 2 * ratio)
 
 
 def ratio_at_cosine(cosine: float) -> float:
-    """The noise over signal at which two half batches have this cosine: ``(1/c - 1) / 2``.
+    """Return the noise over signal at which two half batches have this cosine: ``(1/c - 1) / 2``.
 
     Args:
-        cosine: between 0 and 1.
+        cosine: the cosine c, between 0 and 1.
 
     Returns:
-        rho.
+        rho of the whole batch.
 
     Raises:
-        InputError: it is not between 0 and 1.
+        InputError: the cosine is not between 0 and 1.
 
     Examples:
         >>> ratio_at_cosine(0.5)
         0.5
     """
     if not 0 < cosine < 1:
-        raise InputError(f"No finite batch has cosine={cosine!r}. Pass a number between 0 and 1.")
+        raise InputError(f"cosine={cosine!r} is not between 0 and 1. Pass a number that is.")
     return (1 / cosine - 1) / 2
 
 
 def naive_ratio(ratio: float) -> float:
-    """Return the ratio measured with ``|g|^2`` of the noisy gradient as divisor: ``rho / (1 + rho)``.
+    """Return the ``theta^2`` of the usual norm test that is equivalent to rho*: ``rho* / (1 + rho*)``.
 
     Args:
-        ratio: rho*, the noise over signal that is meant.
+        ratio: rho*, noise over signal.
 
     Returns:
-        The ``theta^2`` to give to such a test; below 1 always.
+        ``theta^2``, below 1.
 
     Examples:
         >>> naive_ratio(1.0), naive_ratio(7.3)
         (0.5, 0.879...)
     """
+    # E |g|^2 = |G|^2 + tr Cov(g).
     return ratio / (1 + ratio)
 
 
 class Controller:
-    """Chooses the accumulation steps of each window from the noise of windows before it.
+    """Controller that chooses the accumulation steps of each window from the noise of the windows before it.
 
-    ``K = ceil(B_noise / (target x microbatch))``, at most twice or half the steps before, between `least` and
-    `most`, and changed only by more than 10 %. While the noise scale is not determined, the steps are held
-    where its interval allows them, and move towards the interval's nearer end else: a window too short to
-    show the signal grows until it does.
+    The steps are ``K = ceil(B_noise / (target x microbatch))``, within a factor of 2 of the steps before, and
+    between `least` and `most`. They change only by more than 10 %. Without a determined noise scale, they
+    stay if the batch is within the interval of the noise scale. Otherwise they move towards the nearer end of
+    the interval, so a window that is too short to show the signal grows until it does.
 
-    Pass it to `windows` as the accumulation steps: it is asked once for each window, on every rank.
+    Pass it to `windows` as the accumulation steps; `windows` calls it once per window, on every rank.
 
     Args:
-        noise: what is known now, such as ``lambda: accumulate.noise``.
+        noise: function that returns the current noise scale, such as ``lambda: accumulate.noise``.
         microbatch: samples of one micro-batch, on all ranks together.
-        start: accumulation steps of the first window. Noise is seen by the differences of micro-batches: on
-            one rank 2 at least, and `least` 2.
-        target: noise over signal that is aimed at (see `norm_test`).
-        least: accumulation steps at least.
-        most: accumulation steps at most; None: no cap of your own.
-        first: rank 0's number on every rank, so that all have windows of one length; see
-            `superbatch.torch.tuning.controller`.
+        start: accumulation steps of the first window. On one rank, pass at least 2 here and for `least`:
+            noise is measured from differences between micro-batches.
+        target: noise over signal to reach (see `norm_test`).
+        least: smallest number of accumulation steps.
+        most: largest number of accumulation steps; None for no limit.
+        first: function that returns rank 0's argument on every rank, so that windows have the same length
+            everywhere; `superbatch.torch.tuning.controller` sets it.
 
     Raises:
-        InputError: a value cannot be used.
+        InputError: an argument is out of range.
 
     Examples:
         >>> noise = Noise(batch_size=400.0, low=300.0, high=550.0, signal=0.5, variance=200.0, windows=80,
@@ -208,76 +213,78 @@ class Controller:
         self._steps, self._update = positive_int("start", start), -1
         if not self._least <= start <= self._most:
             raise InputError(
-                f"start={start} is not from least={least} to most={most}. Give least <= start <= most."
+                f"start={start} is not between least={least} and most={most}. Pass least <= start <= most."
             )
 
     @property
     def steps(self) -> int:
-        """The accumulation steps that were chosen last."""
+        """Return the accumulation steps chosen last."""
         return self._steps
 
     def __call__(self, update: int) -> int:
-        """Choose the accumulation steps of an update; asked again for the same update, say the same.
+        """Return the accumulation steps of an update; a second call for the same update returns the same.
 
         Args:
-            update: its index.
+            update: index of the update.
         """
         check_update(update, "update")
         if update != self._update:
-            # The first window of all is as long as was asked for.
+            # The first window has `start` micro-batches, whatever the noise.
             if self._update >= 0 or update > 0:
                 self._steps = self._first(self.propose(self._noise()))
             self._update = update
         return self._steps
 
     def propose(self, noise: Noise | None) -> int:
-        """Return the steps that would come next with this noise; nothing changes.
+        """Return the steps of the next window for a noise scale, without changing the controller.
 
         Args:
-            noise: as measured; None: not measured.
+            noise: the noise scale; None if it was not measured.
         """
         if not self._least <= self._steps <= self._most:  # loaded from a run with other bounds
             return int(min(max(self._steps, self._least), self._most))
         if noise is None:
             return self._steps
         if noise.batch_size is not None and noise.determined:
-            wanted = self._reaching(noise.batch_size)
+            steps = self._steps_for(noise.batch_size)
         else:
-            # Short windows may never show the signal, and windows that are held stay short. The interval is
-            # known all the same: nothing speaks for a batch outside of it.
-            wanted = min(max(self._steps, self._reaching(noise.low)), self._reaching(noise.high))
+            # The interval still excludes batches outside of it. If the steps always stayed here, windows too
+            # short to show the signal would stay too short forever.
+            steps = min(max(self._steps, self._steps_for(noise.low)), self._steps_for(noise.high))
         low = max(self._least, math.ceil(self._steps / FACTOR))
         high = min(self._most, self._steps * FACTOR)
-        wanted = int(min(max(wanted, low), high))
-        return wanted if abs(wanted - self._steps) > CHANGE * self._steps else self._steps
+        steps = int(min(max(steps, low), high))
+        return steps if abs(steps - self._steps) > CHANGE * self._steps else self._steps
 
-    def _reaching(self, batch: float) -> float:
-        """Accumulation steps of a batch that just passes; may be infinite, or 0."""
-        steps = batch / (self._target * self._microbatch)
+    def _steps_for(self, noise: float) -> float:
+        """Return the accumulation steps that reach the target at a noise scale; may be infinite or 0."""
+        steps = noise / (self._target * self._microbatch)
         return math.ceil(steps) if math.isfinite(steps) else steps
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save: the steps, and the update for which they were chosen."""
+        """Return the state to save: the steps, and the index of their update."""
         return {"version": 1, "steps": self._steps, "update": self._update}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state.
 
         Args:
-            state: from `state_dict`.
+            state: result of `state_dict`.
 
         Raises:
-            InputError: it is no such state; nothing has changed.
+            InputError: the state is not from a Controller; the controller does not change.
         """
         if not isinstance(state, Mapping) or state.get("version") != 1:  # pyright: ignore[reportUnnecessaryIsInstance]  (of any caller)
             raise InputError(
-                "The state has no version 1, so no Controller saved it. Pass what its state_dict() returned."
+                "The state is not a mapping with version 1, so no Controller saved it. Pass the result of "
+                "Controller.state_dict()."
             )
         steps, update = state.get("steps"), state.get("update")
+        # -1 is the update before the first one.
         if type(steps) is not int or steps < 1 or type(update) is not int or update < -1:
             raise InputError(
-                f"A saved Controller with steps={steps!r} and update={update!r} is not whole. "
-                "Load what `state_dict()` returned."
+                f"The saved Controller has steps={steps!r} and update={update!r}, not a positive int and an "
+                "int of at least -1. Pass the result of Controller.state_dict()."
             )
         self._steps, self._update = steps, update
 

@@ -1,11 +1,11 @@
-"""AdaScale: a learning rate and a measure of progress for any batch size.
+"""AdaScale: learning rate and training progress for batches of any size.
 
-An update with a batch kappa times the base batch is worth ``r = gain(kappa, B_noise / base)`` updates with
-the base batch. So its rate is ``r lr0(tau)``, and the progress ``tau`` grows by r: a schedule that was made
-for the base batch takes as many *units of progress* with any batches, and training ends at the same tau.
+An update with kappa times the base batch makes as much progress as ``r = gain(kappa, B_noise / base)``
+updates with the base batch. So its rate is ``r lr0(tau)``, and the progress ``tau`` grows by r. A schedule
+for the base batch therefore ends at the same tau with any batches.
 
-Source: Johnson, Agrawal, Gu & Guestrin 2020, https://arxiv.org/abs/2007.05105; here with a gain from past
-windows, so that the rate of a window does not depend on its own noise.
+Source: Johnson, Agrawal, Gu & Guestrin 2020, https://arxiv.org/abs/2007.05105. Here the gain comes from past
+windows, so the rate of a window does not depend on its own noise.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from .scaling import gain
 
 
 class AdaScale:
-    """The rate of each update, and the progress made.
+    """Learning rate of each update, and the progress so far.
+
+    Call `rate` before each update and `advance` after it.
 
     Args:
-        rate: lr0, the rate at the base batch as a function of tau (of updates with the base batch).
-        base_batch: samples of an update that `rate` is for.
-        power: of the gain in the rate: 1 for SGD, 0.5 for Adam.
+        rate: lr0, the rate at the base batch as a function of tau, the progress in updates with that batch.
+        base_batch: samples of one update for which `rate` was chosen.
+        power: exponent of the gain in the rate: 1 for SGD, 0.5 for Adam.
 
     Raises:
-        InputError: a value cannot be used.
+        InputError: `base_batch` or `power` is not a positive number.
 
     Examples:
         >>> adascale = AdaScale(lambda tau: 0.1 * 0.5 ** (tau // 100), base_batch=32)
@@ -50,49 +52,52 @@ class AdaScale:
 
     @property
     def progress(self) -> float:
-        """tau: how many updates with the base batch the updates so far were worth."""
+        """Return tau, the progress so far in updates with the base batch."""
         return self._progress
 
     @property
     def gain(self) -> float:
-        """The gain of the rate that was asked for last."""
+        """Return the gain from the last call of `rate`; 1 before the first."""
         return self._gain
 
     def rate(self, batch: float, noise: Noise | float | None) -> float:
-        """Return the rate of the next update.
+        """Return the learning rate of the next update, and store its gain for `advance`.
 
         Args:
-            batch: its samples.
-            noise: the noise scale, as measured or in samples. Where it is not determined the lower end of its
-                interval counts: the smallest gain that the data allow, and 1 where nothing is known.
+            batch: samples of the next update.
+            noise: the noise scale, as a measurement or in samples; None if not known. If the measurement is
+                not determined, the lower end of its interval is used, which gives the smallest gain.
 
         Returns:
-            ``r ** power lr0(tau)``.
+            ``r ** power lr0(tau)``; the gain r is 1 if the noise scale is not known.
         """
-        known = noise_range(noise)
-        scale = known.low if known.value is None else known.value
+        interval = noise_range(noise)
+        # Without an estimate the lower end counts: a gain that is too small gives a rate that is too small,
+        # which is safer than one that is too large.
+        scale = interval.low if interval.value is None else interval.value
         self._gain = gain(batch / self._base, scale / self._base)
         return self._gain**self._power * self._rate(self._progress)
 
     def advance(self) -> None:
-        """Note that the update was made."""
+        """Add the gain of the last `rate` to the progress; call it after the update."""
         self._progress += self._gain
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save: the progress, and the gain of the update that is due."""
+        """Return the state to save: the progress, and the gain of the last call of `rate`."""
         return {"version": 1, "progress": self._progress, "gain": self._gain}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state.
 
         Args:
-            state: from `state_dict`.
+            state: result of `state_dict`.
 
         Raises:
-            InputError: it is no such state.
+            InputError: the state has another version.
         """
         if state.get("version") != 1:
             raise InputError(
-                "The state has no version 1, so no AdaScale saved it. Pass what its state_dict() returned."
+                f"The state has version {state.get('version')!r}, and AdaScale reads version 1. Pass the "
+                "result of AdaScale.state_dict()."
             )
         self._progress, self._gain = float(state["progress"]), float(state["gain"])

@@ -1,10 +1,10 @@
-"""Gain from accumulation: time to the same loss with K micro-batches per update, against one.
+"""Gain from accumulation: time to the same loss with K micro-batches per update, relative to one.
 
-A larger batch needs more samples, ``1 + K b R / B_noise`` of the fewest possible, and fewer updates,
-``t_micro + t_update / K`` per micro-batch (`superbatch.noise.relative_time`). On one
-device an update is nearly free, so accumulation only costs samples: the finding of Marek et al. 2025,
-https://arxiv.org/abs/2507.07101. Over slow links, or with an optimizer that is slow or offloaded, it pays:
-their exception.
+A larger batch needs more samples, ``1 + K b R / B_noise`` times the fewest possible. It also makes fewer
+updates, so a micro-batch costs ``t_micro + t_update / K`` (`superbatch.noise.relative_time`). On one device
+an update takes little time, so accumulation only costs samples (Marek et al. 2025,
+https://arxiv.org/abs/2507.07101). It pays with slow links between ranks, or with a slow or offloaded
+optimizer, which they name as an exception.
 """
 
 from __future__ import annotations
@@ -25,41 +25,42 @@ from ..results.scaling import Scaling
 from .noise_range import NoiseRange, noise_range, noise_range_of
 
 HELPS, WASTEFUL = 0.95, 1.05
-"""Bounds of W(K) / W(1): within 5 % nobody would notice."""
+"""Bounds of W(K) / W(1) for a verdict; a difference within 5 % does not matter."""
 
 SYSTEMATIC = 3.0
-"""How far a noise scale may be off as a model of training, either way: that of Adam depends so much on what
-is assumed of its preconditioner."""
+"""Factor by which a noise scale may be wrong as a model of training, in either direction. With Adam it
+depends that much on the model of the preconditioner."""
 
 EXCEPTIONS = (
-    "hyper-parameters that were published for the large batch are to be reproduced",
-    "updates are slow in a way that the times do not show: offloaded state, Muon or Shampoo, slow links",
+    "you reproduce hyper-parameters that were published for the large batch",
+    "updates are slow for reasons outside the measured times: offloaded state, Muon or Shampoo, slow links",
     "DP-SGD, which adds noise once per update",
     "a loss that is normalised over the whole batch: by its tokens, or contrastive over its negatives",
     "parameters in bfloat16 without float32 masters or stochastic rounding, where small updates vanish",
 )
 
 RIGHT, RUNS = 9, 12
-"""End-to-end runs whose measured time lay in the range, of all that were made."""
+"""Number of end-to-end runs whose measured time was within the range, and number of all such runs."""
 
 UNCERTAINTY = (
-    f"How sure: in {RIGHT} of {RUNS} end-to-end runs, to the same loss with accumulation and without, the "
-    "measured time lay in the range.",
-    "The samples that a large batch wastes are a lower bound: in runs to the same loss the noise scale was "
-    "good to about 25 % up to a batch of its own size; beyond it the waste was 1.5 to 2 times as large.",
-    "The noise scale grows during training; early on a smaller batch does.",
+    f"In {RIGHT} of {RUNS} end-to-end runs to the same loss, with accumulation and without, the measured "
+    "time was within the range.",
+    "The samples wasted by a large batch are a lower bound. In runs to the same loss the noise scale "
+    "predicted them to about 25 % up to a batch of its own size; above it the waste was 1.5 to 2 times as "
+    "large.",
+    "The noise scale grows during training, so a smaller batch is enough at the start.",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Seconds of the parts of an update.
+    """Times of the parts of an update, in seconds.
 
     Attributes:
-        microbatch: forward and backward of one micro-batch.
-        update: the optimizer, once per update, with whatever else happens then.
-        all_reduce: the exchange of gradients over ranks, once per update.
-        source: where these are from, in words.
+        microbatch: time of the forward and backward of one micro-batch.
+        update: time of the optimizer and other work once per update.
+        all_reduce: time to reduce the gradients over ranks, once per update.
+        source: source of the times, in words.
     """
 
     microbatch: float
@@ -69,38 +70,39 @@ class Times:
 
     @property
     def per_update(self) -> float:
-        """Time of an update beside its micro-batches."""
+        """Return the time of an update without its micro-batches."""
         return self.update + self.all_reduce
 
 
 def best_steps(*, noise: float, batch: float, microbatch_seconds: float, update_seconds: float) -> float:
-    """Return the accumulation steps with the least time to the same loss: where W(K) is smallest.
+    """Return the accumulation steps with the shortest time to the same loss, the minimum of W(K).
 
-    ``K* = sqrt(t_update / t_micro x B_noise / (b R))``; at 1 or below none pay.
+    ``K* = sqrt(t_update / t_micro x B_noise / (b R))``
 
     Args:
         noise: the noise scale in samples; may be infinite.
-        batch: samples without accumulation: of a micro-batch, on all ranks.
-        microbatch_seconds: forward and backward of one.
-        update_seconds: of an update, beside them.
+        batch: samples of one micro-batch on all ranks together.
+        microbatch_seconds: time of the forward and backward of one micro-batch.
+        update_seconds: time of an update without its micro-batches.
 
     Returns:
-        K*, not rounded.
+        K*, not rounded; at 1 or below, accumulation does not pay.
 
     Examples:
         >>> best_steps(noise=1600, batch=64, microbatch_seconds=0.1, update_seconds=0.4)
         10.0
     """
+    # The zero of dW/dK.
     share = update_seconds / microbatch_seconds
     return math.sqrt(share * noise / batch) if share else 0.0
 
 
 def judge(low: float, high: float) -> Verdict:
-    """Return the verdict on a range of W(K) / W(1).
+    """Return the verdict for a range of W(K) / W(1), the time relative to no accumulation.
 
     Args:
-        low: its lower end.
-        high: its upper end.
+        low: lower end of the range.
+        high: upper end of the range.
 
     Examples:
         >>> judge(0.4, 0.9), judge(1.06, 2.0), judge(0.8, 1.2)
@@ -126,28 +128,29 @@ def advise(
     peak: int | None = None,
     whole: int | None = None,
 ) -> Advice:
-    """Say whether accumulation pays, from numbers alone.
+    """Compare training with and without accumulation, from given numbers.
+
+    The values after `models` are only copied to the report.
 
     Args:
         microbatch_size: b, samples of a micro-batch on one rank.
-        accumulation_steps: K, the number in question, 2 at least.
-        noise: the noise scale: a measurement, a range, a number of samples; None: nothing is known.
-        times: of the parts of an update.
-        ranks: R.
-        models: the noise scale under models of Adam's preconditioner; those of `noise` if it is a measurement
-            and none are given.
-        noise_from: where the noise scale is from, in words.
-        alternative: the settings without accumulation.
-        parameters: of the model.
-        limit: memory that there is.
-        peak: bytes of one micro-batch with the update.
-        whole: bytes of the whole batch of a rank in one piece.
+        accumulation_steps: K, the number of micro-batches per update; at least 2.
+        noise: the noise scale: a measurement, a range, a number of samples, or None if it is not known.
+        times: times of the parts of an update.
+        ranks: R, number of ranks that work in parallel.
+        models: noise scales under models of Adam's preconditioner; if empty, those of the measurement.
+        noise_from: source of the noise scale, in words.
+        alternative: optimizer settings for training without accumulation.
+        parameters: number of parameters of the model.
+        limit: available memory.
+        peak: predicted peak, in bytes, with one micro-batch at a time.
+        whole: predicted peak, in bytes, with the rank's whole batch in one forward.
 
     Returns:
-        The report; what it has on a run (recipe, versions, ...) is left empty.
+        The report, without the fields on a run (recipe, versions, ...).
 
     Raises:
-        InputError: a number cannot be used.
+        InputError: a number is out of range.
 
     Examples:
         >>> alone = advise(microbatch_size=32, accumulation_steps=16, noise=200.0,
@@ -160,7 +163,7 @@ def advise(
     """
     batch = positive_int("microbatch_size", microbatch_size) * positive_int("ranks", ranks)
     if positive_int("accumulation_steps", accumulation_steps) < 2:
-        raise InputError("accumulation_steps=1 is no accumulation. Pass 2 or more.")
+        raise InputError("accumulation_steps=1 means no accumulation. Pass 2 or more.")
     _check_times(times)
     known = noise if isinstance(noise, NoiseRange) else noise_range(noise)
     models = tuple(models) or (noise.models if isinstance(noise, Noise) else ())
@@ -170,6 +173,7 @@ def advise(
         _steps(k, batch, wide, times, scales)
         for k in sorted({1, 2, 4, 8, 16, 32, 64, 128, accumulation_steps})
     )
+    # Powers of 2 around the number in question show where the best number lies.
     asked = next(row for row in rows if row.accumulation_steps == accumulation_steps)
     verdict = judge(asked.low, asked.high)
     return Advice(
@@ -214,10 +218,8 @@ def _of_model(model: NoiseOfModel, scale: NoiseRange, *, batch: int, times: Time
 
 
 def _widened(known: NoiseRange, scales: Sequence[NoiseRange]) -> NoiseRange:
-    """The interval and a factor beyond it; further where another model of Adam has its noise scale there.
-
-    A model whose signal is not told from its noise says nothing of the range.
-    """
+    """Return the interval widened by `SYSTEMATIC` on both sides, and further to include `scales`."""
+    # A model whose signal is not distinguishable from noise has no value, so it does not widen the range.
     others = [each.value for each in scales if each.value is not None]
     return NoiseRange(
         known.value,
@@ -227,13 +229,15 @@ def _widened(known: NoiseRange, scales: Sequence[NoiseRange]) -> NoiseRange:
 
 
 def _steps(k: int, batch: int, noise: NoiseRange, times: Times, models: Sequence[NoiseRange] = ()) -> Steps:
-    """W(K) / W(1) falls with the noise scale, so the ends of one are those of the other."""
+    """Return the prediction for K micro-batches per update."""
     return Steps(
         accumulation_steps=k,
         batch=k * batch,
         time=None if noise.value is None else _time(k, batch, noise.value, times),
+        # W(K) / W(1) falls as the noise scale grows, so its lower end is at the upper end of the noise scale.
         low=_time(k, batch, noise.high, times),
         high=_time(k, batch, noise.low, times),
+        # With updates that take no time, the relative time is the relative number of samples.
         samples=None
         if noise.value is None
         else _time(k, batch, noise.value, Times(microbatch=1.0, update=0.0)),
@@ -254,24 +258,25 @@ def _time(k: int, batch: int, noise: float, times: Times) -> float:
 def _reason(verdict: Verdict, asked: Steps, batch: int, noise: NoiseRange, times: Times) -> str:
     k, share = asked.accumulation_steps, times.per_update / times.microbatch
     at = "" if asked.time is None else f"{asked.time:.2f}, in a range of "
-    said = (
+    predicted = (
         f"With {k} micro-batches per update the same loss takes {at}{asked.low:.2f} to {asked.high:.2f} of "
         "the time that it takes with one."
     )
     if verdict == "helps":
-        return f"{said} An update takes {_times(share)} as long as a micro-batch, and {k} of them share one."
+        return f"{predicted} An update takes {_times(share)} as long as a micro-batch, and {k} share one."
     if verdict == "wasteful":
-        assert noise.high < math.inf  # else the range would reach down to the time saved on updates alone
+        # At an infinite noise scale no samples are wasted, so W(K) / W(1) would be at most 1.
+        assert noise.high < math.inf
         return (
-            f"{said} An update takes {_times(share)} as long as a micro-batch, too little to pay for the "
-            f"samples that a batch of {asked.batch} needs beyond those of {batch}: the noise scale is "
-            f"{_samples(noise)}."
+            f"{predicted} An update takes {_times(share)} as long as a micro-batch. That is too short to "
+            f"outweigh the samples that a batch of {asked.batch} needs beyond those of {batch}: the noise "
+            f"scale is {_samples(noise)}."
         )
     if noise.value is None:
-        return f"{said} The noise scale is not determined: measure longer, or give it."
+        return f"{predicted} The noise scale is not determined: measure longer, or pass a number."
     if asked.high - asked.low < WASTEFUL - HELPS:
-        return f"{said} It hardly matters."
-    return f"{said} The noise scale ({_samples(noise)}) is not known well enough to tell."
+        return f"{predicted} The difference is too small to matter."
+    return f"{predicted} The noise scale ({_samples(noise)}) is too uncertain for a verdict."
 
 
 def _times(share: float) -> str:
@@ -291,6 +296,6 @@ def _check_times(times: Times) -> None:
         ("update", times.update, "0 or more"),
         ("all_reduce", times.all_reduce, "0 or more"),
     ):
-        fine = value > 0 if least == "more than 0" else value >= 0
-        if isinstance(value, bool) or not fine or not math.isfinite(value):
-            raise InputError(f"{name}={value!r} is no time in seconds. Give {least}.")
+        valid = value > 0 if least == "more than 0" else value >= 0
+        if isinstance(value, bool) or not valid or not math.isfinite(value):
+            raise InputError(f"{name}={value!r} is not a time in seconds. Pass {least}.")

@@ -1,4 +1,4 @@
-"""Local quadratic fits of a curve of evenly spaced points, and the falling curve nearest to one."""
+"""Local quadratic fits to a curve of evenly spaced points, and the nearest non-increasing curve."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from functools import lru_cache
 from operator import mul
 
 Row = tuple[int, tuple[float, ...]]
-"""First point that a fit sees, and the weight of each from there on."""
+"""Index of the first point that a fit uses, and the weights of this point and the next ones."""
 
 LEAST_REST = 0.1
-"""A point never takes more than 0.9 of its own residual: fits at the ends lean on a few points."""
+"""Smallest ``1 - H_ii`` used as a divisor; fits at the ends follow their few points closely."""
 
 
 class LocalFit:
-    """Value and slope at each point of a quadratic fitted to the points near it, by tricube weights.
+    """Values and slopes of quadratics fitted to the neighbours of each point, with tricube weights.
 
-    Both are linear in the losses, ``v = H l`` and ``s = S l``, with rows that are zero but near the diagonal.
-    Unlike an exponential mean, the fit does not lag behind a curve that falls.
+    Both are linear in the losses: ``v = H l`` and ``s = S l``, with band matrices H and S. Unlike an
+    exponential mean, the fit does not lag behind a falling curve.
 
     Args:
-        points: of the curve.
-        half: points that a fit sees on each side; fewer at the ends, which makes those noisier.
+        points: number of points of the curve.
+        half: number of points that a fit uses on each side; fewer at the ends, where fits are noisier.
 
     References:
         W. S. Cleveland, 1979, J. Am. Stat. Assoc. 74:829.
@@ -47,7 +47,7 @@ class LocalFit:
         return _applied(self._value, curve)
 
     def slopes(self, curve: Sequence[float]) -> list[float]:
-        """Return the fitted slope at each point, per distance of two points.
+        """Return the fitted slope at each point, per distance between neighbours.
 
         Args:
             curve: one number per point.
@@ -55,26 +55,27 @@ class LocalFit:
         return _applied(self._slope, curve)
 
     def residuals(self, curve: Sequence[float], values: Sequence[float]) -> list[float]:
-        """Return the noise at each point: what the fit leaves over, as wide as it was before the fit.
+        """Return the residual at each point, scaled to the variance of the noise.
 
         Args:
             curve: one number per point.
-            values: fitted to it.
+            values: the fitted values of the curve.
         """
-        found: list[float] = []
+        residuals: list[float] = []
         for i, (first, weights) in enumerate(self._value):
-            rest = max(1 - weights[i - first], LEAST_REST)  # 1 - H_ii: the fit follows each point a little
-            found.append((curve[i] - values[i]) / rest**0.5)
-        return found
+            # The fit follows the noise of its own point: a residual has (1 - H_ii) of the noise's variance.
+            rest = max(1 - weights[i - first], LEAST_REST)
+            residuals.append((curve[i] - values[i]) / rest**0.5)
+        return residuals
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=8)  # hundreds of repeats of one survey have curves of one length
 def local_fit(points: int, half: int) -> LocalFit:
-    """Return the fit for curves of a length; kept, for repeats are fitted by hundreds.
+    """Return the fit for curves with this number of points, from a cache if possible.
 
     Args:
-        points: of the curve.
-        half: points on each side.
+        points: number of points of the curve.
+        half: number of points that a fit uses on each side.
 
     Examples:
         >>> local_fit(20, 3) is local_fit(20, 3)
@@ -84,10 +85,13 @@ def local_fit(points: int, half: int) -> LocalFit:
 
 
 def falling(curve: Sequence[float]) -> list[float]:
-    """Return the sequence that never rises and is nearest to a curve: neighbours that rise are averaged.
+    """Return the non-increasing sequence nearest to a curve in squared distance (isotonic regression).
 
     Args:
         curve: one number per point.
+
+    Returns:
+        One number per point; rising neighbours are replaced by their mean.
 
     References:
         R. E. Barlow and others, 1972, Statistical Inference under Order Restrictions.
@@ -96,12 +100,13 @@ def falling(curve: Sequence[float]) -> list[float]:
         >>> falling([3.0, 1.0, 2.0, 0.0])
         [3.0, 1.5, 1.5, 0.0]
     """
+    # Pool adjacent violators: a block that rises above the one before it is merged into it.
     blocks: list[tuple[float, int]] = []
     for each in curve:
         mean, count = each, 1
         while blocks and blocks[-1][0] < mean:
-            before, more = blocks.pop()
-            mean, count = (before * more + mean * count) / (more + count), more + count
+            last, size = blocks.pop()
+            mean, count = (last * size + mean * count) / (size + count), size + count
         blocks.append((mean, count))
     return [mean for mean, count in blocks for _ in range(count)]
 
@@ -112,10 +117,12 @@ def _applied(rows: Sequence[Row], curve: Sequence[float]) -> list[float]:
 
 
 def _rows(i: int, points: int, half: int) -> tuple[Row, Row]:
-    """Rows of value and slope at point i."""
+    """Return the rows of H and S for point i: weighted least squares in u, the scaled distance from i."""
     first, last = max(0, i - half), min(points, i + half + 1)
+    # half + 1, because the tricube weight is 0 at distance 1.
     distances = [(j - i) / (half + 1) for j in range(first, last)]
     weights = [(1 - abs(u) ** 3) ** 3 for u in distances]
+    # Normal equations of a quadratic: moments up to u^4.
     moments = [sum(w * u**k for w, u in zip(weights, distances, strict=True)) for k in range(5)]
     inverse = _inverse([[moments[a + b] for b in range(3)] for a in range(3)])
 
@@ -124,11 +131,12 @@ def _rows(i: int, points: int, half: int) -> tuple[Row, Row]:
         each = (w * (a + b * u + c * u * u) / scale for w, u in zip(weights, distances, strict=True))
         return first, tuple(each)
 
+    # The fit at u = 0: its constant is the value, its linear coefficient the slope in units of half + 1.
     return row(0, 1.0), row(1, half + 1.0)
 
 
 def _inverse(m: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Inverse of a symmetric matrix of three rows, by cofactors."""
+    """Return the inverse of a symmetric 3 x 3 matrix, by cofactors."""
 
     def minor(i: int, j: int) -> float:
         (a, b), (c, d) = ([m[r][s] for s in range(3) if s != j] for r in range(3) if r != i)

@@ -1,4 +1,4 @@
-"""Range of a noise scale that was measured, given as a number, or is not known."""
+"""Range of a noise scale that is measured, given as a number, or not known."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class NoiseRange:
     """Range of the noise scale ``B_noise``, in samples.
 
     Attributes:
-        value: the estimate; None where it is not determined.
-        low: the smallest value that the data allow.
-        high: the largest; infinity where they set no bound.
+        value: the estimate; None if it is not determined.
+        low: lower end of the interval.
+        high: upper end of the interval; infinite if it is unbounded.
     """
 
     value: float | None
@@ -27,7 +27,7 @@ class NoiseRange:
 
 
 def noise_range_of(model: NoiseOfModel) -> NoiseRange:
-    """Return the noise range under one model of Adam's preconditioner, as `noise_range` does.
+    """Return the noise range under one model of Adam's preconditioner.
 
     Args:
         model: one of `Noise.models`.
@@ -45,14 +45,14 @@ def noise_range(noise: Noise | float | None) -> NoiseRange:
     """Return the range of a noise scale.
 
     Args:
-        noise: a measurement; a number of samples (infinity: nothing but noise); None: nothing is known.
+        noise: a measurement, a number of samples (infinite without signal), or None if it is not known.
 
     Returns:
-        The estimate with its interval. A measurement whose interval has no upper end gives no estimate, for
-        the signal was not told from zero; its lower end is kept.
+        The estimate with its interval. If the interval has no upper end, the estimate is None: the signal is
+        not distinguishable from zero.
 
     Raises:
-        InputError: the number is not positive.
+        InputError: `noise` is neither of these, or not positive.
 
     Examples:
         >>> noise_range(1500.0)
@@ -66,7 +66,7 @@ def noise_range(noise: Noise | float | None) -> NoiseRange:
         return NoiseRange(noise.batch_size if noise.determined else None, noise.low, noise.high)
     if isinstance(noise, bool) or not isinstance(noise, Real) or not noise > 0:  # pyright: ignore[reportUnnecessaryIsInstance]  (of any caller)
         raise InputError(
-            f"noise={noise!r} is no batch size in samples. Pass a positive number, what an Accumulator with "
-            "observers=[NoiseMeter()] measured, or None."
+            f"noise={noise!r} is not a noise scale. Pass a positive number of samples, accumulate.noise of "
+            "an Accumulator with observers=[NoiseMeter()], or None."
         )
     return NoiseRange(float(noise), float(noise), float(noise))

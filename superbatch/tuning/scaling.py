@@ -1,16 +1,16 @@
 """Learning rate and other settings of the optimizer for a kappa times larger batch.
 
-Three quantities are kept, in samples rather than in updates: how far the weights drift, how strongly noise
-shakes them, and how long the optimizer remembers. With ``r = gain(kappa, B_noise / B)``, between 1 and kappa:
+The rules keep three quantities constant per sample: the drift of the weights, their noise, and the memory of
+the optimizer. With ``r = gain(kappa, B_noise / B)``, between 1 and kappa:
 
-    SGD          lr kappa, or lr r near and beyond the noise scale; momentum and weight decay as they are
-    Adam, AdamW  lr sqrt(kappa), or lr sqrt(r); beta2 ** kappa; eps / sqrt(kappa); beta1 as it is
+    SGD          lr x kappa, or lr x r near and above the noise scale; momentum and weight decay unchanged
+    Adam, AdamW  lr x sqrt(kappa), or lr x sqrt(r); beta2 ** kappa; eps / sqrt(kappa); beta1 unchanged
     AdamW        weight decay x kappa / (factor of lr), which keeps lr x decay per sample
 
 The linear rule: Goyal et al. 2017, arXiv:1706.02677. The gain: Johnson et al. 2020, arXiv:2007.05105, and
-McCandlish et al. 2018, arXiv:1812.06162, whose best learning rate has the same ratio. Beta2 by its half-life
-in samples: Marek et al. 2025, arXiv:2507.07101. Weight decay by its time constant in samples: Wang &
-Aitchison 2024, arXiv:2405.13698.
+McCandlish et al. 2018, arXiv:1812.06162, whose best learning rates have the same ratio. Beta2 with constant
+half-life in samples: Marek et al. 2025, arXiv:2507.07101. Weight decay with constant time scale in samples:
+Wang & Aitchison 2024, arXiv:2405.13698.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ RULES: Mapping[Family, tuple[Rule, ...]] = {
 
 
 def gain(kappa: float, ratio: float) -> float:
-    """Return the progress of one update with a kappa times larger batch: AdaScale's gain.
+    """Return the progress of one update with a kappa times larger batch, in updates with the old batch.
 
-    ``r = (1 + ratio) / (1 + ratio / kappa)``, from 1 (no noise) to kappa (nothing but noise). It is also the
-    ratio of the best learning rates at the two batches in McCandlish's model, ``lr(B) = lr_max / (1 + B_noise
-    / B)``.
+    This is AdaScale's gain ``r = (1 + ratio) / (1 + ratio / kappa)``: 1 without noise, kappa without signal.
+    It is also the ratio of the best learning rates at the two batches in McCandlish's model
+    ``lr(B) = lr_max / (1 + B_noise / B)``.
 
     Args:
         kappa: the new batch over the old one, positive.
-        ratio: noise over signal at the old batch, ``B_noise / B``, 0 to infinity.
+        ratio: noise over signal at the old batch, ``B_noise / B``; from 0 to infinity.
 
     Returns:
-        The gain.
+        The gain r.
 
     Raises:
-        InputError: kappa is not positive, or the ratio negative.
+        InputError: kappa is not positive, or the ratio is negative.
 
     Examples:
         >>> gain(4, ratio=0.0), gain(4, ratio=4.0), gain(4, ratio=float("inf"))
@@ -63,19 +63,22 @@ def gain(kappa: float, ratio: float) -> float:
     """
     _positive("kappa", kappa)
     if not ratio >= 0:
-        raise InputError(f"ratio={ratio!r} is negative. Pass B_noise / B, or infinity.")
+        raise InputError(f"ratio={ratio!r} is not 0 or more. Pass B_noise / B, or infinity.")
     return float(kappa) if math.isinf(ratio) else (1 + ratio) / (1 + ratio / kappa)
 
 
 def half_life(beta: float, batch: float) -> float:
-    """The half-life of a moving average in samples: ``batch ln(1/2) / ln(beta)``.
+    """Return the half-life of an exponential moving average in samples: ``batch ln(1/2) / ln(beta)``.
 
     Args:
-        beta: of the average, between 0 and 1.
+        beta: decay factor per update, between 0 and 1.
         batch: samples of one update.
 
     Returns:
-        Samples.
+        The half-life in samples.
+
+    Raises:
+        InputError: an argument is out of range.
 
     Examples:
         >>> round(half_life(0.95, 512)), round(half_life(0.95 ** (1 / 512), 1))
@@ -86,14 +89,17 @@ def half_life(beta: float, batch: float) -> float:
 
 
 def scaled_beta(beta: float, kappa: float) -> float:
-    """The moving average with the same memory in samples at a kappa times larger batch: ``beta ** kappa``.
+    """Return the beta with the same half-life in samples at a kappa times larger batch: ``beta ** kappa``.
 
     Args:
-        beta: between 0 (no memory) and 1.
+        beta: the old decay factor, from 0 (no memory) to below 1.
         kappa: the new batch over the old one.
 
     Returns:
         The new beta.
+
+    Raises:
+        InputError: an argument is out of range.
 
     Examples:
         >>> scaled_beta(0.999, 32), scaled_beta(0.0, 32)
@@ -103,21 +109,24 @@ def scaled_beta(beta: float, kappa: float) -> float:
 
 
 def warmup_updates(updates: float, kappa: float) -> int:
-    """Length of a warm-up that keeps its samples: ``updates / kappa``, rounded, 1 at least.
+    """Return the updates of a warm-up with unchanged length in samples: ``updates / kappa``, rounded.
 
     Args:
-        updates: of the warm-up with the old batch; 0 is none, and stays none.
+        updates: length of the warm-up with the old batch, in updates; 0 for no warm-up.
         kappa: the new batch over the old one.
 
     Returns:
-        Updates with the new batch.
+        Updates with the new batch, at least 1; 0 without a warm-up.
+
+    Raises:
+        InputError: an argument is out of range.
 
     Examples:
         >>> warmup_updates(2000, 8), warmup_updates(5, 64), warmup_updates(0, 2)
         (250, 1, 0)
     """
     if not updates >= 0:
-        raise InputError(f"updates={updates!r} is no length of a warm-up. Pass 0 or more.")
+        raise InputError(f"updates={updates!r} is not the length of a warm-up. Pass 0 or more.")
     return max(1, round(updates / _positive("kappa", kappa))) if updates else 0
 
 
@@ -129,23 +138,25 @@ def scale(
     ratio: float | None = None,
     rule: Rule | None = None,
 ) -> Scaling:
-    """Scale an optimizer's settings to a kappa times larger (or, below 1, smaller) batch.
+    """Scale an optimizer's settings to a kappa times larger batch, or a smaller one if kappa is below 1.
 
     Args:
-        settings: by name: ``lr``, and of ``momentum``, ``beta1``, ``beta2``, ``eps``, ``eps_root``,
-            ``weight_decay`` those that there are.
-        optimizer: the family. For ``"adamw"`` weight decay is decoupled: each update takes ``lr x
-            weight_decay`` of the weights. For the others it is a term of the loss, and stays what it is.
+        settings: values by name: ``lr``, ``momentum``, ``beta1``, ``beta2``, ``eps``, ``eps_root`` and
+            ``weight_decay``, as far as the optimizer has them.
+        optimizer: family of the optimizer. With ``"adamw"`` weight decay is decoupled: each update shrinks
+            the weights by the share ``lr x weight_decay``. With the others it is a term of the loss, and does
+            not change.
         kappa: the new batch over the old one.
-        ratio: noise over signal at the old batch, ``B_noise / B``; None: not known.
-        rule: None: ``"gain"`` where the ratio is known, else ``"linear"`` (SGD) or ``"sqrt"`` (Adam).
-            ``"power"`` is sqrt with beta1 to the power of kappa as well. ``"keep"`` keeps the rate.
+        ratio: noise over signal at the old batch, ``B_noise / B``; None if not known.
+        rule: rule for the learning rate. ``"power"`` is ``"sqrt"`` with ``beta1 ** kappa``; ``"keep"`` keeps
+            the rate. None chooses ``"gain"`` if the ratio is known, else ``"linear"`` for SGD or ``"sqrt"``
+            for Adam.
 
     Returns:
-        The new settings, and what they rest on.
+        The new settings, with the rule, its reason and its limits.
 
     Raises:
-        InputError: there is no such rule for this optimizer; a value cannot be used.
+        InputError: the optimizer has no such rule, or a value is out of range.
 
     Examples:
         >>> print(scale({"lr": 0.1, "momentum": 0.9}, optimizer="sgd", kappa=4, ratio=12.0))
@@ -175,18 +186,18 @@ eps 1e-08 -> 2e-08, weight_decay 0.1 -> 0.05
 
 
 def choose(optimizer: Family, rule: Rule | None, ratio: float | None) -> Rule:
-    """Choose a rule, or check the one that is wished.
+    """Return the given rule if it is valid, or the default rule for None.
 
     Args:
-        optimizer: the family.
-        rule: a wish, or None.
-        ratio: noise over signal at the old batch, or None.
+        optimizer: family of the optimizer.
+        rule: the rule; None for the default, see `scale`.
+        ratio: noise over signal at the old batch; None if not known.
 
     Returns:
         The rule.
 
     Raises:
-        InputError: there is no such rule for this optimizer, or it needs the ratio.
+        InputError: the optimizer has no such rule, or the rule needs the ratio.
 
     Examples:
         >>> choose("adam", None, None), choose("adam", None, 8.0), choose("sgd", None, None)
@@ -203,23 +214,23 @@ def choose(optimizer: Family, rule: Rule | None, ratio: float | None) -> Rule:
         )
     if rule == "gain" and ratio is None:
         raise InputError(
-            'rule="gain" needs a noise scale that is determined. Measure it, give it as a number, or pass '
-            f'rule="{RULES[optimizer][0]}".'
+            'rule="gain" needs a noise scale. Measure it until it is determined, pass it as a number, or '
+            f'pass rule="{RULES[optimizer][0]}".'
         )
     return rule
 
 
 def rate_factor(optimizer: Family, rule: Rule, kappa: float, ratio: float | None) -> float:
-    """The factor of the learning rate.
+    """Return the factor of the learning rate.
 
     Args:
-        optimizer: the family.
+        optimizer: family of the optimizer.
         rule: one of its rules.
         kappa: the new batch over the old one.
-        ratio: noise over signal at the old batch; needed by ``"gain"``.
+        ratio: noise over signal at the old batch; required by ``"gain"``.
 
     Returns:
-        The factor.
+        The new rate over the old one.
 
     Examples:
         >>> rate_factor("sgd", "gain", 4, 4.0), rate_factor("adam", "sqrt", 4, None)
@@ -229,7 +240,8 @@ def rate_factor(optimizer: Family, rule: Rule, kappa: float, ratio: float | None
         return 1.0
     if rule != "gain":
         return float(kappa) if rule == "linear" else math.sqrt(kappa)
-    assert ratio is not None  # `choose` has seen to it
+    assert ratio is not None  # `choose` raises otherwise
+    # Adam's step does not grow with the gradient, so its rate grows by the root, as with "sqrt".
     earned = gain(kappa, ratio)
     return earned if optimizer == "sgd" else math.sqrt(earned)
 
@@ -243,23 +255,24 @@ def scale_config(
     noise: Noise | float | None = None,
     rule: Rule | None = None,
 ) -> dict[str, object]:
-    """Scale a configuration of optax or Keras, in their own words; entries that have no rule are kept.
+    """Scale the keyword arguments of an optax or Keras optimizer; arguments without a rule are kept.
 
     Args:
-        config: keyword arguments of an optimizer: ``learning_rate``, ``momentum``, ``b1``/``beta_1``,
-            ``b2``/``beta_2``, ``eps``/``epsilon``, ``eps_root``, ``weight_decay``; or those of torch.
-        from_batch: samples of one update that the configuration is for.
-        to_batch: samples of one update that it shall be for.
-        optimizer: ``"sgd"``, ``"adam"``, or ``"adamw"`` where weight decay is decoupled: `optax.adamw`,
-            `keras.optimizers.AdamW`, and any Keras optimizer of Adam's kind that is given ``weight_decay``.
-        noise: the noise scale in samples, a measurement, or None.
+        config: keyword arguments by name. Scaled are ``learning_rate``, ``momentum``, ``b1``/``beta_1``,
+            ``b2``/``beta_2``, ``eps``/``epsilon``, ``eps_root`` and ``weight_decay``, and ``lr``, ``beta1``
+            and ``beta2``.
+        from_batch: samples of one update for which the arguments were chosen.
+        to_batch: samples of one update in the new training.
+        optimizer: ``"sgd"``, ``"adam"``, or ``"adamw"`` if weight decay is decoupled: `optax.adamw`,
+            `keras.optimizers.AdamW`, and any Adam variant of Keras with ``weight_decay``.
+        noise: the noise scale in samples, as a number or a measurement; None if not known.
         rule: see `scale`.
 
     Returns:
-        A new configuration.
+        The new keyword arguments.
 
     Raises:
-        InputError: a value cannot be scaled (a schedule in place of a number), or see `scale`.
+        InputError: a value is not a number (such as a schedule), a setting is given twice, or `scale` raises.
 
     Examples:
         >>> scale_config({"learning_rate": 0.003, "b2": 0.95, "nesterov": True}, 512, 128, optimizer="adam")
@@ -273,22 +286,22 @@ def scale_config(
         value = config[name]
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise InputError(
-                f"{name}={value!r} is not a number. Scale the numbers that the schedule is made of, and its "
+                f"{name}={value!r} is not a number. Scale each number inside a schedule, and multiply its "
                 "lengths by from_batch / to_batch."
             )
         if ours in numbers:
-            raise InputError(f"{name} stands beside another name of the same setting. Pass one of them.")
+            raise InputError(f"{name} is given twice, under two names of one setting. Pass one of them.")
         numbers[ours] = value
     kappa = _positive("to_batch", to_batch) / _positive("from_batch", from_batch)
     value = noise_range(noise).value
-    done = scale(
+    scaled = scale(
         numbers,
         optimizer=optimizer,
         kappa=kappa,
         ratio=None if value is None else value / from_batch,
         rule=rule,
     )
-    return {name: done.after[known[name]] if name in known else value for name, value in config.items()}
+    return {name: scaled.after[known[name]] if name in known else value for name, value in config.items()}
 
 
 _NAMES: Mapping[str, str] = {
@@ -311,14 +324,14 @@ _NAMES: Mapping[str, str] = {
 def _limits(
     optimizer: Family, rule: Rule, kappa: float, ratio: float | None, after: Mapping[str, float]
 ) -> list[str]:
-    over = 1.0
+    over = 1.0  # without the noise scale, the best rate is not known
     if ratio is not None:
         over = rate_factor(optimizer, rule, kappa, ratio) / rate_factor(optimizer, "gain", kappa, ratio)
     return limits(optimizer, rule, kappa, ratio, after, over=over)
 
 
 def _change(name: str, value: float, optimizer: Family, rule: Rule, kappa: float, rate: float) -> float:
-    """One setting for the new batch."""
+    """Return the value of one setting for the new batch."""
     if name not in set(_NAMES.values()):
         raise InputError(f"No rule is known for the setting {name!r}. Leave it out.")
     if name in ("lr", "eps", "eps_root", "weight_decay") and not (value >= 0 and math.isfinite(value)):
@@ -328,8 +341,10 @@ def _change(name: str, value: float, optimizer: Family, rule: Rule, kappa: float
         "lr": lambda: value * rate,
         "beta2": lambda: scaled_beta(value, kappa),
         "beta1": lambda: scaled_beta(value, kappa) if rule == "power" else value,
+        # eps is added to the root of the second moment, which falls by sqrt(kappa) while noise dominates.
         "eps": lambda: value / math.sqrt(kappa) if adam else value,
-        "eps_root": lambda: value / kappa if adam else value,  # of optax, beside the second moment
+        "eps_root": lambda: value / kappa if adam else value,  # optax adds it to the second moment itself
+        # lr x weight_decay per sample stays the same.
         "weight_decay": lambda: value * kappa / rate if optimizer == "adamw" else value,
     }
     return float(changes[name]() if name in changes else value)

@@ -1,13 +1,13 @@
 # pyright: strict
-"""Choice of the micro-batch size: the largest under a limit of memory, and the fastest of those.
+"""Choice of the micro-batch size: the largest size within a memory limit, and the fastest of those below.
 
-Two questions, answered from measurements that a caller makes:
+The caller makes the measurements:
 
-* memory: a few points (samples, bytes) become a `MemoryCurve`, which is read backwards for the largest size
-  under a limit. `corrected` bends a predicted curve through what was really measured, so that each real
-  micro-batch tells how far the next one may go.
-* time: `next_trial` says which size to time next, `fastest` which one won. The timings themselves are the
-  only state, a plain mapping from size to seconds per sample, so a search can be stored and resumed.
+* Memory: points (samples, bytes) become a `MemoryCurve`, whose `largest` is the largest size within a limit.
+  `corrected` adapts a predicted curve to measured micro-batches, so each of them tightens the prediction for
+  the next one.
+* Time: `next_trial` returns the size to time next, `fastest` the best size. The only state is a mapping from
+  size to seconds per sample, so a search can be stored and resumed.
 """
 
 from __future__ import annotations
@@ -20,37 +20,38 @@ from math import ceil, floor, inf
 from ..batch.split import positive_int
 from ..errors import InputError
 
-# A size is preferred to a larger one only if it is faster by this share: less is within the noise, and a
-# larger micro-batch means fewer of them.
+# A size is preferred to a larger one only if it is faster by this share. Smaller differences are noise, and
+# larger micro-batches have less overhead.
 FASTER = 0.03
 
-# Timings of a size beside its first one, which is left out: kernels are chosen and caches filled there.
+# Timings needed for a first comparison, and the most timings of a size. Both exclude its first timing, in
+# which kernels are chosen and caches filled.
 ENOUGH = 3
 MOST = 12
 
-# Sizes that are this close are worth telling apart.
+# Sizes within this factor of the best time are timed further.
 NEAR = 1.1
 
-# Two sizes that say how memory rises: the smaller one at most this part of the other.
+# The slope of memory is taken from two sizes only if the smaller is at most this share of the larger.
 APART = 0.7
 
-# Contenders are timed in turns of this many micro-batches: changing the size each time would time the change.
+# Candidates are timed alternately, this many micro-batches at a time, because a change of size itself takes
+# time.
 _TURN = 4
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryCurve:
-    """Peak memory as a function of the samples of a micro-batch: straight between known points.
+    """Peak memory as a function of the samples of a micro-batch: linear interpolation between points.
 
-    Between two points it is the line through them; after the last one the last line continues; before the
-    first one it is the first line, never below 0. With a single point memory is taken to be proportional
-    after it, and constant before it: both are at least the truth for a fixed part and a part proportional to
-    the samples. It never falls as samples grow.
+    The first and the last line continue beyond the points, but never below 0 bytes. With a single point, the
+    curve is constant before it and proportional after it. If memory is a fixed part plus a part proportional
+    to the samples, both are upper bounds. The curve never falls as samples grow.
 
     Attributes:
         points: (samples, bytes), ascending in both.
-        error: how far the points are from a straight line, relative: the largest difference between an inner
-            point and the line through its neighbours. 0 for one or two points.
+        error: largest relative difference between an inner point and the line through its neighbours; 0 for
+            one or two points.
 
     Examples:
         >>> curve = fit_curve([(1, 110), (3, 130)])
@@ -62,13 +63,13 @@ class MemoryCurve:
     error: float
 
     def at(self, samples: int) -> int:
-        """The bytes of a micro-batch, rounded up.
+        """Return the peak memory of a micro-batch.
 
         Args:
-            samples: its samples, at least 1.
+            samples: samples of the micro-batch, at least 1.
 
         Returns:
-            Bytes.
+            Bytes, rounded up.
 
         Examples:
             >>> fit_curve([(4, 40)]).at(8), fit_curve([(4, 40)]).at(1)
@@ -77,26 +78,26 @@ class MemoryCurve:
         points = self.points
         if len(points) == 1:
             first, size = points[0]
-            return size if samples <= first else -(-size * samples // first)
+            return size if samples <= first else -(-size * samples // first)  # -(-a // b) rounds a / b up
         right = min(max(bisect_left(points, (samples,)), 1), len(points) - 1)
         (n0, b0), (n1, b1) = points[right - 1], points[right]
         return max(0, b0 + -(-(b1 - b0) * (samples - n0) // (n1 - n0)))
 
     def largest(self, limit: int, most: int) -> int:
-        """The largest micro-batch under a limit.
+        """Return the largest micro-batch within a memory limit.
 
         Args:
-            limit: bytes that its peak may take.
-            most: the largest size that is asked for.
+            limit: largest peak in bytes.
+            most: largest size to consider.
 
         Returns:
-            Samples, at most `most`; 0 if not even one sample is under the limit.
+            Samples, at most `most`; 0 if one sample exceeds the limit.
 
         Examples:
             >>> fit_curve([(1, 60), (2, 70)]).largest(50, most=8)
             0
         """
-        low, high = 0, most
+        low, high = 0, most  # bisection: the curve never falls
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.at(middle) <= limit else (low, middle - 1)
@@ -104,30 +105,31 @@ class MemoryCurve:
 
 
 def fit_curve(points: Sequence[tuple[int, int]]) -> MemoryCurve:
-    """Make a curve through points.
+    """Return the curve through points.
 
     Args:
-        points: (samples, bytes), in any order, samples at least 1. Of several points for one size the highest
-            counts; where bytes fall as samples grow, the earlier maximum stays.
+        points: (samples, bytes), in any order; samples at least 1. Of several points for one size the highest
+            counts. A point below that of a smaller size is raised to it.
 
     Returns:
-        The curve and its error.
+        The curve.
 
     Raises:
-        InputError: when there is no point, or samples are no positive int.
+        InputError: there is no point, or a number of samples is not a positive int.
 
     Examples:
         >>> fit_curve([(8, 180), (1, 110), (4, 150)]).points
         ((1, 110), (4, 150), (8, 180))
-        >>> round(fit_curve([(1, 110), (4, 150), (8, 180)]).error, 3)  # the outer two say 140 for 4
+        >>> round(fit_curve([(1, 110), (4, 150), (8, 180)]).error, 3)  # the line through the others: 140 at 4
         0.067
     """
     if not points:
-        raise InputError("There is no point to make a curve from. Measure or predict at least one size.")
+        raise InputError("A memory curve needs at least one point. Measure or predict at least one size.")
     highest: dict[int, int] = {}
     for samples, size in points:
         samples = positive_int("samples", samples)
         highest[samples] = max(highest.get(samples, 0), size)
+    # More samples never need less memory, so a lower measurement is noise, or lacks a workspace.
     rising: list[tuple[int, int]] = []
     for samples in sorted(highest):
         rising.append((samples, max(highest[samples], rising[-1][1] if rising else 0)))
@@ -135,7 +137,7 @@ def fit_curve(points: Sequence[tuple[int, int]]) -> MemoryCurve:
 
 
 def _bend(points: list[tuple[int, int]]) -> float:
-    """The largest relative distance of an inner point from the line through its neighbours."""
+    """Return the largest relative distance of an inner point from the line through its neighbours."""
     worst = 0.0
     for (n0, b0), (n1, b1), (n2, b2) in zip(points, points[1:], points[2:], strict=False):
         line = b0 + (b2 - b0) * (n1 - n0) / (n2 - n0)
@@ -144,22 +146,26 @@ def _bend(points: list[tuple[int, int]]) -> float:
 
 
 def corrected(curve: MemoryCurve, measured: Sequence[tuple[int, int]]) -> MemoryCurve:
-    """Bend a predicted curve through what was measured.
+    """Adapt a predicted curve to measured micro-batches.
 
-    With p the prediction and m the measurements: after the largest measured size b the curve rises like the
-    prediction, ``m(b) + s (p(n) - p(b))``. The slope s is measured between b and the largest measured size
-    up to 0.7 b, and taken to be 0.9 at least; with no such pair it is ``m(b) / p(b)``, between 1 and 1.5.
-    (What was needed once, and is in one measurement only, must not pass for a rise or for the lack of one.)
-    Before the smallest measured size a the curve continues along the line through a and the next one, or, if
-    that one is nearer than a / 0.7, falls like the prediction, by ``min(1, m(a) / p(a)) (p(a) - p(n))``: two
-    sizes that are close to each other say little of how memory rises.
+    Let p be the prediction and m the measurements.
+
+    * Above the largest measured size b, the curve rises in proportion to the prediction:
+      ``m(b) + s (p(n) - p(b))``. The factor s is measured between b and the largest measured size up to
+      0.7 b, and is at least 0.9. Without such a size, s is ``m(b) / p(b)``, limited to 1 to 1.5.
+    * Below the smallest measured size a, the curve continues the line through a and the next measured size.
+      If that size is below a / 0.7, the curve falls in proportion to the prediction instead, by
+      ``min(1, m(a) / p(a)) (p(a) - p(n))``.
+
+    Two sizes closer than the factor 0.7 give no slope: memory that only one of the two measurements needed,
+    such as a workspace, would distort it.
 
     Args:
-        curve: the prediction.
-        measured: (samples, bytes) of real micro-batches; empty for none.
+        curve: the predicted curve.
+        measured: (samples, bytes) of real micro-batches; may be empty.
 
     Returns:
-        A curve that goes through the measured points (the highest one of each size).
+        A curve through the highest measured point of each size; `curve` itself without measurements.
 
     Examples:
         >>> predicted = fit_curve([(1, 100), (100, 10_000)])
@@ -173,12 +179,13 @@ def corrected(curve: MemoryCurve, measured: Sequence[tuple[int, int]]) -> Memory
     points = fit_curve(measured).points
     (last, bytes_last), before = points[-1], [point for point in points if point[0] <= APART * points[-1][0]]
     at_last = max(curve.at(last), 1)
+    # One measurement may include memory that is needed only once, so its excess is extrapolated up to 1.5.
     slope = min(max(1.0, bytes_last / at_last), 1.5)
     if before:
         first, bytes_first = before[-1]
         if curve.at(last) > curve.at(first):
             slope = max(0.9, (bytes_last - bytes_first) / (curve.at(last) - curve.at(first)))
-    # A curve is known by its corners; one far point more carries the last line of the prediction on.
+    # The prediction is linear between its points; one more point beyond them continues its last line.
     corners = [samples for samples, _ in curve.points if samples > last]
     corners.append(2 * max(last, curve.points[-1][0]))
     above = [(n, bytes_last + ceil(slope * (curve.at(n) - at_last))) for n in corners]
@@ -186,7 +193,7 @@ def corrected(curve: MemoryCurve, measured: Sequence[tuple[int, int]]) -> Memory
 
 
 def _below(curve: MemoryCurve, points: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Corners before the first point, where the first two are too close to make a line."""
+    """Return points below the first measured size, if the first two sizes are too close to give a slope."""
     first, size = points[0]
     if len(points) < 2 or first <= APART * points[1][0]:
         return []
@@ -197,37 +204,40 @@ def _below(curve: MemoryCurve, points: Sequence[tuple[int, int]]) -> list[tuple[
 
 
 def halvings(largest: int, *, smallest: int = 1) -> list[int]:
-    """Sizes to time: the largest, its half, its quarter and so on, ascending.
+    """Return the sizes to time: the largest size, its half, its quarter and so on.
 
     Args:
         largest: the largest size, at least 1.
-        smallest: no size is below this one, except the largest itself.
+        smallest: lower limit of the sizes; `largest` itself may be below it.
 
     Returns:
-        The sizes, rounded up as a near-equal split does.
+        The sizes, ascending; rounded up, as a near-equal split does.
+
+    Raises:
+        InputError: `largest` is not a positive int.
 
     Examples:
         >>> halvings(100, smallest=10)
         [13, 25, 50, 100]
     """
     sizes = [positive_int("largest", largest)]
-    pieces = 2
-    while sizes[-1] > 1 and -(-largest // pieces) >= smallest:
-        sizes.append(-(-largest // pieces))
-        pieces *= 2
+    parts = 2
+    while sizes[-1] > 1 and -(-largest // parts) >= smallest:
+        sizes.append(-(-largest // parts))
+        parts *= 2
     return sizes[::-1]
 
 
 def time_per_sample(timings: Sequence[float]) -> float:
-    """The seconds per sample of a size: the lower quartile of its timings without the first one.
+    """Return the seconds per sample of a size: the lower quartile of its timings, without the first one.
 
-    What else runs on a machine only ever adds time, so the lower half of the timings is nearer to the truth.
+    Other processes on the machine can only add time, so the lower timings are more accurate.
 
     Args:
         timings: seconds per sample of micro-batches of one size, in order; at least one.
 
     Returns:
-        Seconds; of a single timing, this one.
+        Seconds per sample; a single timing is returned as it is.
 
     Examples:
         >>> time_per_sample([9.0, 1.2, 1.0, 5.0, 1.1, 1.3])
@@ -238,7 +248,7 @@ def time_per_sample(timings: Sequence[float]) -> float:
 
 
 def fastest(timings: Mapping[int, Sequence[float]]) -> int:
-    """The fastest size; a larger one wins unless it is slower by more than 3 %.
+    """Return the fastest size, or a larger one that is slower by at most 3 %.
 
     Args:
         timings: seconds per sample of micro-batches, by size; at least one size with a timing.
@@ -247,7 +257,7 @@ def fastest(timings: Mapping[int, Sequence[float]]) -> int:
         The size.
 
     Raises:
-        InputError: when nothing was timed.
+        InputError: there is no timing.
 
     Examples:
         >>> fastest({256: [1.0, 1.0], 128: [0.82, 0.82], 64: [0.81, 0.81]})
@@ -263,42 +273,43 @@ def fastest(timings: Mapping[int, Sequence[float]]) -> int:
 def next_trial(sizes: Sequence[int], timings: Mapping[int, Sequence[float]]) -> int | None:
     """Return the size to time next.
 
-    Sizes are timed in the given order, each a few times, until two in a row are worse than the best by more
-    than 3 %. Then the sizes within 10 % of the best are timed in turns, so that a disturbance of the machine
-    falls on all of them, until each has 12 timings beside its first.
+    First, sizes are timed in the given order, a few times each, until two in a row are slower than the best
+    by more than 3 %. Then the sizes within 10 % of the best are timed alternately, so that a disturbance of
+    the machine affects all of them, until each has 12 timings after its first.
 
     Args:
-        sizes: the sizes, in the order in which they are tried.
+        sizes: the sizes, in the order in which to try them.
         timings: seconds per sample of micro-batches so far, by size, in order.
 
     Returns:
-        The size, or None when the search is over: then `fastest` tells the result.
+        The size; None if the search is over. Then `fastest` returns the result.
 
     Examples:
         >>> next_trial([32, 64], {}), next_trial([32, 64], {32: [2.0, 1.0, 1.0, 1.0]})
         (32, 64)
-        >>> next_trial([32, 64], {32: [1.0] * 4, 64: [1.05] * 8})  # too close to tell: in turns
+        >>> next_trial([32, 64], {32: [1.0] * 4, 64: [1.05] * 8})  # close: timed alternately
         32
         >>> next_trial([32, 64], {32: [1.0] * 4, 64: [2.0] * 4}) is None
         True
     """
-    best, worse = inf, 0
+    best, slower = inf, 0  # slower: sizes in a row that were slower than the best
     for size in sizes:
         seconds = timings.get(size, ())
-        if not _measured(seconds, best):
+        if not _timed_enough(seconds, best):
             return size
-        here = time_per_sample(seconds)
-        worse = worse + 1 if here * (1 - FASTER) > best else 0
-        best = min(best, here)
-        if worse == 2:
+        time = time_per_sample(seconds)
+        slower = slower + 1 if time * (1 - FASTER) > best else 0
+        best = min(best, time)
+        if slower == 2:
             break
     near = [size for size in sizes if timings.get(size) and time_per_sample(timings[size]) <= NEAR * best]
-    unsure = [size for size in near if len(timings[size]) <= MOST] if len(near) > 1 else []
-    return min(unsure, key=lambda size: len(timings[size]) // _TURN, default=None)
+    # A single size near the best needs no further timing: it has won.
+    unfinished = [size for size in near if len(timings[size]) <= MOST] if len(near) > 1 else []
+    return min(unfinished, key=lambda size: len(timings[size]) // _TURN, default=None)
 
 
-def _measured(seconds: Sequence[float], best: float) -> bool:
-    """Return True if a size has been timed often enough for a first verdict; a hopeless one is left early."""
+def _timed_enough(seconds: Sequence[float], best: float) -> bool:
+    """Return True if a size has enough timings for a first comparison; a very slow size needs fewer."""
     if len(seconds) > ENOUGH:
         return True
     return len(seconds) >= 3 and min(seconds[1:]) > 1.3 * best

@@ -1,4 +1,4 @@
-"""A survey in progress, whatever makes the updates: its ramp, its curve, and the report in the end."""
+"""Ramp, curve and report of a survey, independent of the framework that makes the updates."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from .survey_suggestions import still_falling, suggest
 
 
 class Sweep:
-    """The points of a survey, one after the other.
+    """A running survey: the value of the option at each point, and the losses so far.
 
     Args:
-        what: the option that is surveyed.
+        what: name of the surveyed option.
         low: its first value.
         high: its last value.
-        updates: points of the ramp.
+        updates: number of points of the ramp.
 
     Attributes:
-        values: of the option, one per point.
-        stopped: why it ended before its last point.
+        values: value of the option at each point.
+        stopped: why the survey ended before its last point; None if it did not.
 
     Raises:
-        InputError: there is no such ramp.
+        InputError: the arguments describe no increasing ramp.
 
     Examples:
         >>> sweep = Sweep("lr", 1e-4, 10.0, 50)
@@ -36,7 +36,7 @@ class Sweep:
         ...         break
         >>> report = sweep.report()
         >>> len(report.values) < 50, report.stopped
-        (True, 'the smoothed loss ... is more than 4 times its best, ...')
+        (True, 'the smoothed loss ... is more than 4 times its minimum ...')
         >>> 0.001 < report.suggestion < 0.1
         True
     """
@@ -50,10 +50,10 @@ class Sweep:
         self.stopped: str | None = None
 
     def add(self, loss: float) -> bool:
-        """Note the loss of the next point; return whether to continue.
+        """Append the loss of the next point; return False if the survey must end here.
 
         Args:
-            loss: of the window, before its update.
+            loss: loss of the window, before its update.
         """
         reason = self._curve.add(loss)
         if reason is not None:
@@ -61,10 +61,10 @@ class Sweep:
         return reason is None
 
     def stop(self, reason: str) -> None:
-        """End the survey here.
+        """Record the reason for which the survey ends; the first reason counts.
 
         Args:
-            reason: in words.
+            reason: the reason, in words.
         """
         self.stopped = self.stopped or reason
 
@@ -79,15 +79,15 @@ class Sweep:
         """Return the result of the survey.
 
         Args:
-            ratios: of the parameter groups to the leading one.
-            skipped: points without an update.
-            epochs: how often the batches were begun with.
+            ratios: value of each parameter group over that of the leading one.
+            skipped: indices of points without an update.
+            epochs: number of passes begun over the batches.
             seconds: wall time.
         """
         losses, smooth = self._curve.losses, self._curve.smooth
         values = self.values[: len(losses)]
         planned = len(self.values)
-        if len(values) == planned:  # whatever the last point's loss was, nothing was left out
+        if len(values) == planned:  # the last point's loss may be a reason to stop, but no point is missing
             self.stopped = None
         return Survey(
             what=self._what,
@@ -108,13 +108,13 @@ class Sweep:
 
 
 def remarks(report: Survey) -> list[str]:
-    """Return advice for the reader of a survey on the next step, if there is any.
+    """Return advice on the next step after a survey, one sentence each.
 
     Args:
-        report: of a survey.
+        report: report of the survey.
 
     Returns:
-        Sentences.
+        Sentences; empty if there is nothing to advise.
 
     Examples:
         >>> sweep = Sweep("lr", 1e-4, 1e-2, 50)
@@ -123,36 +123,38 @@ def remarks(report: Survey) -> list[str]:
         >>> remarks(sweep.report())
         ['The loss still fell at the end of the ramp, at 0.01: survey up to a higher value.']
     """
-    found: list[str] = []
+    advice: list[str] = []
     if report.suggestions.reason is not None:
-        found.append(f"There is no suggestion: {report.suggestions.reason}.")
+        advice.append(f"There is no suggestion: {report.suggestions.reason}.")
     if report.stopped is None and still_falling(report.smooth):
-        found.append(
+        advice.append(
             f"The loss still fell at the end of the ramp, at {report.values[-1]:.3g}: survey up to a higher "
             "value."
         )
     if report.suggestions.reason is None and report.suggestion is None:
         low, high = report.suggestions.onset_range or (report.low, report.high)
-        found.append(
-            f"Noise leaves open where the loss begins to fall, between {low:.2g} and {high:.2g}: take larger "
-            "batches or more points, or average several surveys."
+        advice.append(
+            f"The loss begins to fall between {low:.2g} and {high:.2g}; noise hides the exact value. Use "
+            "larger batches or more points, or average several surveys."
         )
     if report.skipped:
-        found.append(
+        advice.append(
             f"{len(report.skipped)} points made no update: the GradScaler was still lowering its scale."
         )
-    return found
+    return advice
 
 
 def averaged(surveys: Sequence[Survey]) -> Suggestions:
-    """Suggest values from the mean curve of several surveys, whose noise partly cancels.
+    """Suggest values from the mean curve of several surveys, in which noise partly cancels.
+
+    The mean covers the points that all surveys reached. It is geometric if all losses are positive, else
+    arithmetic.
 
     Args:
-        surveys: with one ramp, from different seeds. The mean is over log losses (over losses where one is
-            not positive), as far as every survey went.
+        surveys: surveys over one ramp, with different seeds.
 
     Returns:
-        What one survey with the mean curve suggests.
+        Suggestions of the mean curve.
 
     Raises:
         InputError: there is no survey, or their ramps differ.
@@ -172,32 +174,34 @@ def averaged(surveys: Sequence[Survey]) -> Suggestions:
     ramps = {(each.what, each.low, each.high, each.updates) for each in surveys}
     if len(ramps) != 1:
         raise InputError(
-            f"{len(surveys)} surveys with {len(ramps)} ramps have no mean curve. "
+            f"The {len(surveys)} surveys have {len(ramps)} different ramps, and a mean curve needs one. "
             "Pass surveys of one option with the same low, high and updates."
         )
     shared = min(len(each.losses) for each in surveys)
     columns = list(zip(*(each.losses[:shared] for each in surveys), strict=True))
     positive = all(loss > 0 for column in columns for loss in column)
+    # The geometric mean is the mean of the logarithms, which `suggest` smooths.
     mean = statistics.geometric_mean if positive else statistics.fmean
     first = surveys[0]
     return _suggestions(first.what, first.values[:shared], [mean(column) for column in columns])
 
 
 def _suggestions(what: What, values: Sequence[float], losses: Sequence[float]) -> Suggestions:
-    found = suggest([to_axis(what, value) for value in values], losses)
+    """Suggest values of the option: `suggest` works on the axis, so its results are converted back."""
+    on_axis = suggest([to_axis(what, value) for value in values], losses)
 
-    def back(x: float | None) -> float | None:
+    def value(x: float | None) -> float | None:
         return None if x is None else from_axis(what, x)
 
-    def ends(of: Range | None) -> Range | None:
-        return None if of is None else (from_axis(what, of[0]), from_axis(what, of[1]))
+    def interval(ends: Range | None) -> Range | None:
+        return None if ends is None else (from_axis(what, ends[0]), from_axis(what, ends[1]))
 
     return Suggestions(
-        onset=back(found.onset),
-        minimum=back(found.minimum),
-        steepest=back(found.steepest),
-        reason=found.reason,
-        onset_range=ends(found.onset_range),
-        minimum_range=ends(found.minimum_range),
-        steepest_range=ends(found.steepest_range),
+        onset=value(on_axis.onset),
+        minimum=value(on_axis.minimum),
+        steepest=value(on_axis.steepest),
+        reason=on_axis.reason,
+        onset_range=interval(on_axis.onset_range),
+        minimum_range=interval(on_axis.minimum_range),
+        steepest_range=interval(on_axis.steepest_range),
     )

@@ -1,9 +1,8 @@
-"""The curve of a survey while it is made: losses, smoothed, and when to stop.
+"""Loss curve of a running survey: smoothing and the test for a breakdown of training.
 
-Smoothing is a debiased exponential mean, ``s_t = beta s_(t-1) + (1 - beta) l_t``, shown as
-``s_t / (1 - beta^(t+1))``: without the division the first points would be too small. A survey ends when a
-loss is not finite, or when the *smoothed* loss is more than four times its best: one noisy window ends
-nothing.
+The smoothed loss is a debiased exponential mean: ``s_t = beta s_(t-1) + (1 - beta) l_t``, divided by
+``1 - beta^(t+1)`` because s starts at 0. A survey ends when a loss is not finite, or when the *smoothed* loss
+exceeds four times its minimum. A single noisy window therefore does not end it.
 """
 
 from __future__ import annotations
@@ -12,20 +11,20 @@ from __future__ import annotations
 import math
 
 BETA = 0.8
-"""Of a survey of 100 updates; another number of updates smooths over the same share of the axis."""
+"""Decay factor of the smoothing in a survey of 100 updates."""
 
 TOO_MUCH = 4.0
-"""A smoothed loss of this many times its best ends a survey."""
+"""A smoothed loss above this multiple of its minimum ends a survey."""
 
 PATIENCE = 5
-"""Points that a survey has at least, if they are finite."""
+"""A high loss does not end a survey within this many points: few points give no reliable minimum."""
 
 
 def smoothing(updates: int) -> float:
-    """Return the beta that smooths over the same share of the ramp as 0.8 does with 100 updates.
+    """Return the decay factor that smooths over the same share of the ramp as 0.8 does with 100 updates.
 
     Args:
-        updates: of the survey.
+        updates: number of points of the survey.
 
     Returns:
         ``0.8^(100 / updates)``.
@@ -38,14 +37,14 @@ def smoothing(updates: int) -> float:
 
 
 class Curve:
-    """Losses of a survey's points, in order.
+    """Losses of the points of a survey, in order, with their smoothed values.
 
     Args:
-        beta: of the smoothing, 0 (none) to below 1.
+        beta: decay factor of the smoothing, from 0 (no smoothing) to below 1.
 
     Attributes:
-        losses: as they came.
-        smooth: debiased means.
+        losses: finite losses in the order of `add`.
+        smooth: debiased exponential mean at each of them.
 
     Examples:
         >>> curve = Curve(0.8)
@@ -61,38 +60,40 @@ class Curve:
         self._best = math.inf
 
     def add(self, loss: float) -> str | None:
-        """Note the loss of the next point.
+        """Append the loss of the next point, unless it is not finite.
 
         Args:
-            loss: of the whole window, before its update.
+            loss: loss of the whole window, before its update.
 
         Returns:
-            Why the survey ends here; None to continue. A loss that is not finite is no point of the curve.
+            The reason why the survey must end here; None to continue.
         """
         if not math.isfinite(loss):
             return f"the loss is {loss}"
         self.losses.append(loss)
         self._mean = self._beta * self._mean + (1 - self._beta) * loss
+        # The weights so far sum to this divisor; without it the first means would be too small.
         smooth = self._mean / (1 - self._beta ** len(self.losses))
         self.smooth.append(smooth)
         self._best = min(self._best, smooth)
         if len(self.smooth) <= PATIENCE or not exploded(smooth, self._best):
             return None
-        return f"the smoothed loss {smooth:.4g} is more than {TOO_MUCH:g} times its best, {self._best:.4g}"
+        return f"the smoothed loss {smooth:.4g} is more than {TOO_MUCH:g} times its minimum {self._best:.4g}"
 
 
 def exploded(smooth: float, best: float) -> bool:
-    """Return whether a smoothed loss says that training has broken down.
+    """Return True if the smoothed loss exceeds its minimum by more than ``3 |minimum|``.
 
-    ``smooth > 4 best`` where the best is positive; a loss that may be negative (a log-likelihood) has
-    broken down when it lies 3 |best| above its best, which is the same for a positive one.
+    For a positive minimum this is ``smooth > 4 best``. It also holds for a loss that may be negative, such as
+    a log-likelihood.
 
     Args:
-        smooth: now.
-        best: the least so far.
+        smooth: the current smoothed loss.
+        best: the smallest smoothed loss so far.
 
     Examples:
         >>> exploded(4.1, 1.0), exploded(3.9, 1.0), exploded(-0.9, -1.0), exploded(2.1, -1.0)
         (True, False, False, True)
     """
+    # smooth > 4 best would end every survey with negative losses at once.
     return smooth - best > (TOO_MUCH - 1) * abs(best)

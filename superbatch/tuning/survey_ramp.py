@@ -1,8 +1,7 @@
-"""The ramp of a survey: which value of the surveyed option each point has.
+"""Ramp of a survey: the value of the surveyed option at each point.
 
-Learning rate and weight decay grow exponentially, ``x_t = low (high / low)^(t / (n - 1))``. A momentum
-``m`` is surveyed by how many updates it averages over, ``x = 1 / (1 - m)``: at a fixed rate an update is
-``x`` times as long, so ``1 - m`` falls exponentially.
+Learning rate and weight decay grow exponentially: ``x_t = low (high / low)^(t / (n - 1))``. A momentum ``m``
+multiplies the length of an update by ``x = 1 / (1 - m)``. So its ramp is exponential in this x.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from ..errors import InputError
 from ..results.survey import What
 
 LEAST_UPDATES = 12
-"""Points of a survey, at least: the first 5 and the last 3 suggest nothing."""
+"""Fewest points of a survey; suggestions leave out the first 5 and the last 3 of them."""
 
 
 def exponential(low: float, high: float, updates: int) -> tuple[float, ...]:
@@ -24,14 +23,14 @@ def exponential(low: float, high: float, updates: int) -> tuple[float, ...]:
 
     Args:
         low: the first value, positive.
-        high: the last value, greater.
-        updates: n.
+        high: the last value, greater than `low`.
+        updates: n, the number of values; at least 12.
 
     Returns:
         Increasing values; the first and the last are exactly `low` and `high`.
 
     Raises:
-        InputError: a value cannot be used.
+        InputError: an argument is out of range.
 
     Examples:
         >>> [round(value, 6) for value in exponential(1e-2, 1e1, 12)][::11]
@@ -39,34 +38,35 @@ def exponential(low: float, high: float, updates: int) -> tuple[float, ...]:
     """
     if isinstance(updates, bool) or not isinstance(updates, int) or updates < LEAST_UPDATES:  # pyright: ignore[reportUnnecessaryIsInstance]  (a caller may not be typed)
         raise InputError(
-            f"updates={updates!r} are too few: suggestions leave out the first 5 points and the last 3. Give "
-            f"at least {LEAST_UPDATES}; 100 is usual."
+            f"updates={updates!r} is too small: suggestions leave out the first 5 points and the last 3. "
+            f"Pass at least {LEAST_UPDATES}; 100 is usual."
         )
     ends: list[Any] = [low, high]
-    numbers = all(isinstance(end, Real) and end is not True for end in ends)  # False is not above 0
+    numbers = all(isinstance(end, Real) and end is not True for end in ends)  # False fails 0 < low
     if not numbers or not 0 < low < high < math.inf:
         raise InputError(
-            f"low={low!r} and high={high!r} are no rising ramp of positive numbers. "
+            f"low={low!r} and high={high!r} are not increasing positive numbers. "
             "Pass 0 < low < high, such as low=1e-6, high=10."
         )
+    # The ends are the arguments themselves, because the formula would round the last one.
     inner = (low * (high / low) ** (t / (updates - 1)) for t in range(1, updates - 1))
     return (low, *inner, high)
 
 
 def values_of(what: What, low: float, high: float, updates: int) -> tuple[float, ...]:
-    """Return the values that a survey sets, point by point.
+    """Return the value of the surveyed option at each point.
 
     Args:
-        what: the option.
+        what: name of the option.
         low: its first value.
         high: its last value.
-        updates: points.
+        updates: number of points.
 
     Returns:
         Increasing values of the option itself.
 
     Raises:
-        InputError: a value cannot be used.
+        InputError: an argument is out of range.
 
     Examples:
         >>> [round(m, 3) for m in values_of("momentum", 0.0, 0.99, 13)][::6]
@@ -76,22 +76,23 @@ def values_of(what: What, low: float, high: float, updates: int) -> tuple[float,
         return exponential(low, high, updates)
     if not 0 <= low < high < 1:
         raise InputError(
-            f"A momentum cannot run from {low!r} to {high!r}. Give 0 <= low < high < 1, such as low=0.0, "
-            "high=0.999."
+            f"low={low!r} and high={high!r} are not increasing values of momentum. Pass 0 <= low < high < 1, "
+            "such as low=0.0, high=0.999."
         )
+    # A momentum of 0 or 0.999 must come out exactly, so the ends are not converted forth and back.
     inner = exponential(to_axis(what, low), to_axis(what, high), updates)[1:-1]
     return (low, *(from_axis(what, x) for x in inner), high)
 
 
 def to_axis(what: What, value: float) -> float:
-    """Return the position of a value of the option on the survey's axis.
+    """Return the position on the survey's logarithmic axis for a value of the option.
 
     Args:
-        what: the option.
-        value: of it.
+        what: name of the option.
+        value: value of the option.
 
     Returns:
-        The value; of a momentum ``1 / (1 - m)``.
+        ``1 / (1 - m)`` for a momentum m; else the value itself.
 
     Examples:
         >>> to_axis("lr", 0.1), round(to_axis("momentum", 0.9), 9)
@@ -101,17 +102,18 @@ def to_axis(what: What, value: float) -> float:
 
 
 def from_axis(what: What, x: float) -> float:
-    """Return the value of the option at a place of the survey's axis: what `to_axis` undoes.
+    """Return the value of the option at a position on the survey's axis; the inverse of `to_axis`.
 
     Args:
-        what: the option.
-        x: positive.
+        what: name of the option.
+        x: position on the axis, positive.
 
     Returns:
-        The value; a momentum is at least 0.
+        The value. A momentum is at least 0, also for positions below 1.
 
     Examples:
         >>> from_axis("lr", 0.1), from_axis("momentum", 10.0), from_axis("momentum", 0.5)
         (0.1, 0.9, 0.0)
     """
+    # A suggestion of a tenth of the minimum may be below 1, the position of momentum 0.
     return max(0.0, 1 - 1 / x) if what == "momentum" else x

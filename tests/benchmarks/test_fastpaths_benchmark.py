@@ -39,4 +39,4 @@ def test_every_path_is_measured_where_it_is_called(tmp_path: Path) -> None:
 def test_an_unknown_path_is_refused_with_the_known_ones() -> None:
     result = run("--only", "backwards")
     assert result.returncode == 2
-    assert "unknown paths backwards; known: nothing, backward, numpy_memory" in result.stderr
+    assert "--only backwards is unknown. Pass some of nothing, backward, numpy_memory" in result.stderr

@@ -36,7 +36,7 @@ def test_every_section_runs(tmp_path: Path) -> None:
 def test_a_section_that_does_not_exist_is_refused() -> None:
     done = gpu("--device", "cpu", "--sections", "windows,fits")
     assert done.returncode == 2
-    assert "no section is called 'fits'" in done.stderr
+    assert "--sections fits is unknown. Pass some of" in done.stderr
 
 
 def test_without_a_gpu_the_program_says_so() -> None:
@@ -44,4 +44,4 @@ def test_without_a_gpu_the_program_says_so() -> None:
         pytest.skip("a GPU is there")
     done = gpu()
     assert done.returncode == 2
-    assert "no CUDA device is available" in done.stderr
+    assert "No CUDA device is available. For a dry run, pass --device cpu --small." in done.stderr

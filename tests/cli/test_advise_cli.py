@@ -49,8 +49,8 @@ def test_one_can_ask_about_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert lines[0].startswith("Accumulating 16 micro-batches helps."), "the verdict is first"
     assert lines[1].startswith("Least time at K* = 22.2")
     assert lines[2] == (
-        "How sure: in 9 of 12 end-to-end runs, to the same loss with accumulation and without, the measured "
-        "time lay in the range."
+        "In 9 of 12 end-to-end runs to the same loss, with accumulation and without, the measured "
+        "time was within the range."
     )
     assert lines[4] == (
         "micro-batches of 4 on each of 8 ranks, 100 ms each; update 50.0 ms, all-reduce 1.00 s; "
@@ -98,8 +98,8 @@ def test_a_recipe_is_measured_and_json_is_all_that_is_printed(
     [
         ((), "Without a recipe --noise"),
         (("--noise", "many"), "Invalid value for '--noise'"),
-        ((*CLUSTER, "--batch-size", "9"), "two of them say the third"),
-        ((PLANE, "--microbatch-size", "20", "--batch-size", "20"), "nothing is in question"),
+        ((*CLUSTER, "--batch-size", "9"), "two of them determine the third"),
+        ((PLANE, "--microbatch-size", "20", "--batch-size", "20"), "there is no accumulation to judge"),
         ((PLANE, "--optimizer", "lion"), "does not offer it"),
         ((*CLUSTER, "--out", __file__), "is a file"),
         (("no-such-recipe",), "no-such-recipe"),

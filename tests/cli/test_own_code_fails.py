@@ -65,7 +65,7 @@ def test_the_file_and_the_line_are_named(
     assert commands.run("compare", f"{own}:recipe", *arguments) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"superbatch: OwnError: no labels here (line {number} of {own}, in {where}). Correct it there; "
-        "with --traceback the whole way to it is shown."
+        "--traceback shows the whole traceback."
     )
 
 

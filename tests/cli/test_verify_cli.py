@@ -114,7 +114,7 @@ def test_options_reach_the_verification() -> None:
         (["digits", "--batch-size", "12", "--microbatch-size", "0"], "microbatch_size"),
         (["digits", "--dtype", "half"], "dtype='half'"),
         (["digits", "--against", "nothing"], "against='nothing'"),
-        (["digits", "--data", "."], "reads no folder, and data="),
+        (["digits", "--data", "."], "does not read data="),
     ],
 )
 def test_wrong_input(arguments: list[str], text: str) -> None:

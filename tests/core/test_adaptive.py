@@ -40,7 +40,7 @@ def noise(batch_size: float | None, *, samples: float = 100.0) -> Noise:
         effective_windows=50.0,
         samples_per_window=samples,
         groups=(),
-        reason=None if known else "signal not told from noise",
+        reason=None if known else "signal not distinguishable from noise",
     )
 
 
@@ -96,7 +96,7 @@ def test_what_is_not_determined_is_not_judged() -> None:
     assert norm_test(noise(None)).passed is None
     assert cosine_test(noise(None), cosine=0.5).value is None
     for cosine in (0.0, 1.0, -0.1):
-        with pytest.raises(InputError, match="No finite batch"):
+        with pytest.raises(InputError, match="is not between 0 and 1"):
             cosine_test(noise(100.0), cosine=cosine)
     with pytest.raises(InputError, match="target=0"):
         norm_test(noise(100.0), target=0)
@@ -351,7 +351,9 @@ def test_adascale_goes_on_after_a_restart() -> None:
 def test_a_controller_that_is_not_whole_is_refused_and_nothing_changes(wrong: dict[str, object]) -> None:
     steps = Controller(lambda: noise(80.0), microbatch=10, start=4)
     whole = steps.state_dict()
-    with pytest.raises(InputError, match=r"is not whole. Load what `state_dict\(\)` returned"):
+    with pytest.raises(
+        InputError, match=r"an int of at least -1\. Pass the result of Controller\.state_dict\(\)"
+    ):
         steps.load_state_dict({**whole, **wrong})
     with pytest.raises(InputError, match="so no Controller saved it"):
         steps.load_state_dict(None)  # pyright: ignore[reportArgumentType]

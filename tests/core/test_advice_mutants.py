@@ -62,15 +62,17 @@ def rounding_left_alone(patch: Patch) -> None:
 
 
 def tails_taken_for_whole_windows(patch: Patch) -> None:
-    patch.setattr(growing.GrowingBatch, "_left", lambda self, samples: math.inf)
+    patch.setattr(growing.GrowingBatch, "_left_in_epoch", lambda self, samples: math.inf)
     made = grow_batch(test_growing.cosine(2000), batch=32, microbatch=16, dataset=808)
     inner(test_growing.test_samples_are_those_of_real_windows)((made, test_growing.cosine(2000), 808))
 
 
 def the_batch_of_the_inverse_rate(patch: Patch) -> None:
     """B0 f instead of B0 / f."""
-    wanted = growing.GrowingBatch._wanted
-    patch.setattr(growing.GrowingBatch, "_wanted", lambda self, seen: self.batch**2 / wanted(self, seen))
+    wanted = growing.GrowingBatch._target_batch
+    patch.setattr(
+        growing.GrowingBatch, "_target_batch", lambda self, seen: self.batch**2 / wanted(self, seen)
+    )
     test_growing.test_forms_of_the_paper()
 
 

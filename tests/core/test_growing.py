@@ -149,7 +149,7 @@ def test_adam_cools_by_the_square_root() -> None:
 def test_momentum_is_made_up_for_by_the_batch() -> None:
     schedule = grow_batch(cosine(1e6), batch=64, microbatch=64, dataset=100_000, momentum=(0.9, 0.98))
     assert (schedule(0), schedule.momentum, schedule.batch) == (5, 0.98, pytest.approx(320))
-    assert any("remembers 0.16 epochs" in each for each in schedule.limits)
+    assert any("averages over 0.16 epochs" in each for each in schedule.limits)
 
 
 def test_a_warmup_is_left_to_the_rate() -> None:
@@ -172,7 +172,7 @@ def noise(high: float) -> Noise:
         effective_windows=50.0,
         samples_per_window=64.0,
         groups=(),
-        reason=None if high < math.inf else "signal not told from noise",
+        reason=None if high < math.inf else "signal not distinguishable from noise",
     )
 
 
@@ -206,8 +206,8 @@ def test_batches_for_a_loader_of_samples() -> None:
     [
         ({"batch": 0}, "batch=0"),
         ({"microbatch": 65}, "batch=64 is smaller than microbatch=65"),
-        ({"form": "exact"}, "dataset=None is not above"),
-        ({"form": "exact", "dataset": 64}, "dataset=64 is not above the first batch of 64"),
+        ({"form": "exact"}, "the first batch of 64 samples, not None"),
+        ({"form": "exact", "dataset": 64}, "the first batch of 64 samples, not 64"),
         ({"form": "other"}, "form='other'"),
         ({"decay_from": -1.0}, "decay_from"),
         ({"momentum": (0.9, 1.0)}, "momentum"),
@@ -224,7 +224,7 @@ def test_what_cannot_grow_is_said(change: dict[str, Any], message: str) -> None:
 
 def test_a_rate_of_zero_needs_a_cap() -> None:
     schedule = grow_batch(lambda seen: float(seen < 640), batch=64, microbatch=64)
-    with pytest.raises(InputError, match="grow without end"):
+    with pytest.raises(InputError, match="the batch would be infinite"):
         schedule(20)
     capped = grow_batch(lambda seen: float(seen < 640), batch=64, microbatch=64, largest=256)
     assert (capped(20), capped.rate(20)) == (4, 0.0)

@@ -250,7 +250,7 @@ def test_a_signal_that_is_not_there_has_no_number() -> None:
         meter.add({"all": estimate(a, b, q)}, samples=32)
     noise = meter.estimate()
     assert (noise.batch_size, noise.high, noise.determined) == (None, math.inf, False)
-    assert noise.reason == "signal not told from noise"
+    assert noise.reason == "signal not distinguishable from noise"
     assert noise.low > 32, "what is known is that it is not small"
     assert from_json(Noise, to_json(noise)) == noise
 
@@ -310,7 +310,7 @@ def test_a_saved_meter_goes_on_bit_for_bit() -> None:
         two.add({"a": each}, samples=8)
     assert one.estimate() == two.estimate()
     assert one.state_dict() == two.state_dict()
-    with pytest.raises(InputError, match=r"has beta=0.95, and this NoiseMeter beta=0.9"):
+    with pytest.raises(InputError, match=r"has beta=0.95, but this one has beta=0.9"):
         NoiseMeter(0.9).load_state_dict(one.state_dict())
 
 
@@ -323,10 +323,10 @@ def test_a_saved_average_that_is_damaged_changes_nothing(change: dict[str, Any])
         saved.add({"a": Estimate(1.0, 2.0)}, samples=8)
     state = saved.state_dict() | {"passed": 7} | change
     before = meter.state_dict()
-    with pytest.raises(InputError, match="The saved average is incomplete"):
+    with pytest.raises(InputError, match="The saved NoiseMeter is incomplete"):
         meter.load_state_dict(state)
     del state[next(iter(change))]
-    with pytest.raises(InputError, match="The saved average is incomplete"):
+    with pytest.raises(InputError, match="The saved NoiseMeter is incomplete"):
         meter.load_state_dict(state)
     assert meter.state_dict() == before
 
@@ -338,7 +338,7 @@ def test_an_average_of_hardly_more_than_one_window_has_no_interval(beta: float) 
         meter.add({"a": Estimate(2.0 + number % 3, 3.0)}, samples=8)
     noise = meter.estimate()
     assert (noise.batch_size, noise.low, noise.high) == (None, 0.0, math.inf)
-    assert noise.reason == "the average remembers fewer than 2 windows: give a beta of more than 1/3"
+    assert noise.reason == "the average remembers fewer than 2 windows: pass a beta above 1/3"
 
 
 def test_wrong_input_is_refused() -> None:
@@ -352,7 +352,7 @@ def test_wrong_input_is_refused() -> None:
         NoiseMeter("0.9")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="every=0"):
         NoiseMeter(every=0)
-    with pytest.raises(InputError, match="would never leave the average"):
+    with pytest.raises(InputError, match="which must be finite"):
         NoiseMeter().add({"all": Estimate(math.nan, 1.0)}, samples=8)
     meter = NoiseMeter()
     meter.add({"all": Estimate(1.0, 1.0)}, samples=8)

@@ -111,7 +111,7 @@ def test_a_weak_signal_gives_a_bound_and_no_value(batches: int, windows: int) ->
     assert windows != 50 or np.mean(ends) > 0.06  # the mutant: named where the interval ends
     assert np.mean([one.low <= truth for one in found]) >= 0.94
     bounds = [one for one in found if one.batch_size is None and math.isfinite(one.high)]
-    assert bounds[0].reason == "signal hardly told from noise: a bound, no value"
+    assert bounds[0].reason == "signal too uncertain for a value"
 
 
 def test_a_strong_signal_is_named() -> None:

@@ -232,7 +232,7 @@ def test_a_state_that_is_not_whole_is_refused() -> None:
     meter = measured(np.random.default_rng(1), 30, shared=0.0)
     state = meter.state_dict()
     for no_state in (None, [1]):
-        with pytest.raises(InputError, match="is no saved average"):
+        with pytest.raises(InputError, match="is not a saved NoiseMeter"):
             NoiseMeter().load_state_dict(no_state)  # pyright: ignore[reportArgumentType]
     for change in ({"means": [0.0]}, {"waiting": [[0.0, 0.0]] * 3}):
         with pytest.raises(InputError, match="is incomplete"):

@@ -73,7 +73,7 @@ def test_the_square_root_would_quieten_sgd(kappa: float) -> None:
     base = second_moment(lr, 1, samples, h=h, start=0.0)
     root = second_moment(lr * math.sqrt(kappa), kappa, samples, h=h, start=0.0)
     assert math.sqrt(root / base) == pytest.approx(kappa**-0.25, rel=0.01)
-    with pytest.raises(InputError, match="shrinks SGD's noise"):
+    with pytest.raises(InputError, match="lowers the noise of SGD"):
         scale({"lr": lr}, optimizer="sgd", kappa=kappa, rule="sqrt")
 
 
@@ -181,8 +181,8 @@ def test_it_says_where_it_stops_holding() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rule": "gain"}, "needs a noise scale that is determined"),
-        ({"rule": "linear"}, "shakes the weights"),
+        ({"rule": "gain"}, "needs a noise scale. Measure it"),
+        ({"rule": "linear"}, "multiplies the noise of the weights"),
         ({"rule": "cubic"}, "there is no such rule"),
         ({"optimizer": "lion"}, "optimizer='lion' is unknown"),
         ({"kappa": 0}, "kappa=0"),
@@ -211,7 +211,7 @@ def test_configurations_of_other_libraries() -> None:
     assert scale_config(keras, 32, 64, optimizer="sgd") == keras | {"learning_rate": 0.02}
     with pytest.raises(InputError, match="is not a number"):
         scale_config({"learning_rate": lambda count: 0.1}, 32, 64, optimizer="sgd")
-    with pytest.raises(InputError, match="another name"):
+    with pytest.raises(InputError, match="given twice, under two names"):
         scale_config({"learning_rate": 0.1, "lr": 0.1}, 32, 64, optimizer="sgd")
     by_gain = scale_config({"learning_rate": 0.1}, 32, 128, optimizer="sgd", noise=96.0)
     assert by_gain["learning_rate"] == pytest.approx(0.1 * gain(4, 3.0))
@@ -228,12 +228,12 @@ def test_a_noise_scale_that_is_not_determined_is_not_used() -> None:
         effective_windows=20.0,
         samples_per_window=64.0,
         groups=(),
-        reason="signal not told from noise",
+        reason="signal not distinguishable from noise",
     )
     assert noise_range(noise).low == 50.0
     assert scale_config({"learning_rate": 0.1}, 32, 128, optimizer="sgd", noise=noise)["learning_rate"] == 0.4
     for wrong in (0.0, -1.0, math.nan):
-        with pytest.raises(InputError, match="is no batch size in samples"):
+        with pytest.raises(InputError, match="is not a noise scale"):
             noise_range(wrong)
 
 

@@ -55,7 +55,7 @@ def test_a_maximum_of_lines_is_overestimated_between_its_points():
 
 
 @pytest.mark.parametrize(
-    ("points", "match"), [([], "no point"), ([(0, 5)], "samples=0"), ([(1.5, 5)], "samples=1.5")]
+    ("points", "match"), [([], "at least one point"), ([(0, 5)], "samples=0"), ([(1.5, 5)], "samples=1.5")]
 )
 def test_bad_points(points: list[tuple[int, int]], match: str):
     with pytest.raises(InputError, match=match):

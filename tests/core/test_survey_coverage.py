@@ -11,7 +11,7 @@ import pytest
 
 from superbatch.results.survey import Suggestions
 from superbatch.tuning.survey import Sweep, averaged
-from superbatch.tuning.survey_suggestions import _Places, _with_ranges  # pyright: ignore[reportPrivateUsage]  (the mutant)
+from superbatch.tuning.survey_suggestions import _Points, _with_ranges  # pyright: ignore[reportPrivateUsage]  (the mutant)
 
 RULES = ("onset", "minimum", "steepest")
 FAR = 0.25
@@ -106,7 +106,7 @@ def test_the_onset_does_not_move_with_the_noise() -> None:
 
 def test_without_the_test_of_noise_places_are_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: a place is named however far its repeats lie apart."""
-    assert _with_ranges([1.0, 10.0], _Places(0, 0, 0), [_Places(1, 0, 0)] * 100).onset == 1.0
+    assert _with_ranges([1.0, 10.0], _Points(0, 0, 0), [_Points(1, 0, 0)] * 100).onset == 1.0
     monkeypatch.setattr("superbatch.tuning.survey_suggestions.WIDEST", math.inf)
     draw = random.Random(4)
     exact = survey(learner(rest=1.84), 100, 0.0, draw).suggestions

@@ -82,9 +82,9 @@ WRONG: dict[str, Any] = {
         ROWS,
         {"weight": lambda b: 1},
         LossSpecError,
-        r"11 rows weigh 1, their parts 1 \+ 1 \+ 1",
+        r"11 rows have the weight 1, their parts 1 \+ 1 \+ 1",
     ),
-    "table": (looked_up, TABLE, {}, LossSpecError, r"'table' is cut .* Pass unsplit=\('table',\)"),
+    "table": (looked_up, TABLE, {}, LossSpecError, r"'table' is split .* Pass unsplit=\('table',\)"),
     "batch norm": (normalised, ROWS, {}, CoupledSamplesError, "Samples influence each other"),
     "contrastive": (contrastive, ROWS, {}, CoupledSamplesError, "Samples influence each other"),
     "balance": (balanced, ROWS, {}, CoupledSamplesError, "No weight explains the loss"),
@@ -109,7 +109,7 @@ def test_a_wrong_declaration_is_found(name: str, jitted: bool) -> None:
 def test_inside_jit_values_are_made_up() -> None:
     for name in ("sum", "tokens", "batch norm"):
         fun, batch, options, error, message = WRONG[name]
-        with pytest.raises(error, match=r"made up, as inside jax\.jit") as found:
+        with pytest.raises(error, match=r"checked with made-up values") as found:
             called(fun, batch, jitted=True, **options)
         assert found.match(message)
 
@@ -139,7 +139,7 @@ MISCOUNTED: dict[str, Any] = {
 def test_a_weight_that_counts_otherwise_is_found_inside_jit(name: str) -> None:
     """It reads no values, or those that the loss counts: no real batch makes up for that."""
     fun, batch, weight = MISCOUNTED[name]
-    message = r"mean over another count than its weight.*made up.* Pass weight=lambda batch: "
+    message = r"not a mean over its weight.*made-up.* Pass weight=lambda batch: "
     with pytest.raises(LossSpecError, match=message):
         called(fun, batch, jitted=True, weight=weight)
 
@@ -175,7 +175,7 @@ def test_the_arrays_that_a_weight_reads() -> None:
         seen: list[Any] = []
         call = value_and_grad(fun, **(options | {"weight": weight, "check": False}))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gradient, "work_through", seen.append)
+            patch.setattr(gradient, "computed", seen.append)
             call(params(), COUNTED)
         assert check.leaves_read(seen[0], "") == expected
 

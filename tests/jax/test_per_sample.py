@@ -190,7 +190,7 @@ def whole_sum(p: Any, batch: Any) -> Any:
 
 @pytest.mark.parametrize("most", [0, -1.0, float("nan")])
 def test_a_norm_that_cannot_be(most: float) -> None:
-    with pytest.raises(InputError, match=r"max_grad_norm=.* is no norm\. Pass a number above 0"):
+    with pytest.raises(InputError, match=r"max_grad_norm=.* is not positive\. Pass a number above 0"):
         per_sample_value_and_grad(mse, microbatch_size=4, max_grad_norm=most)
 
 

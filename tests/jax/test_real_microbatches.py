@@ -182,9 +182,9 @@ def test_padding_takes_no_time_and_no_convolution_is_slow() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_real_microbatches": 2.0}, "num_real_microbatches=2.0 is no number"),
+        ({"num_real_microbatches": 2.0}, "num_real_microbatches=2.0 is not a scalar integer"),
         ({"num_real_microbatches": True}, "num_real_microbatches=True is no number"),
-        ({"num_real_microbatches": jnp.ones(2, jnp.int32)}, "is no number of micro-batches. Pass an int"),
+        ({"num_real_microbatches": jnp.ones(2, jnp.int32)}, "is not a scalar integer. Pass an int"),
         ({"num_real_microbatches": 2, "layout": "strided"}, 'Pass layout="contiguous"'),
     ],
     ids=["a float", "a bool", "a vector", "strided"],
@@ -196,5 +196,5 @@ def test_options_that_cannot_be(options: Any, message: str) -> None:
 
 def test_more_than_there_are() -> None:
     call = value_and_grad(mse, microbatch_size=4, layout="contiguous", num_real_microbatches=4)
-    with pytest.raises(InputError, match=r"=4, and the batch has 3 micro-batches\. Pass 0 to 3"):
+    with pytest.raises(InputError, match=r"=4, but the batch has 3 micro-batches\. Pass 0 to 3"):
         call(params(), rows(12))

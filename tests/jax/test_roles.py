@@ -142,7 +142,7 @@ def test_calls_that_are_refused(options: Any, kwargs: Any, message: str) -> None
     "options", [{"unsplit": 1.5}, {"batch_argnames": 1}, {"batch_argnames": (1,)}], ids=str
 )
 def test_options_that_are_refused(options: Any) -> None:
-    with pytest.raises(InputError, match=f"{next(iter(options))}=.* names no arguments"):
+    with pytest.raises(InputError, match=f"{next(iter(options))}=.* does not name arguments"):
         value_and_grad(mse, **SIZE, **options)
 
 

@@ -31,10 +31,10 @@ def with_state(new: Any) -> Any:
     [
         (
             lambda state: {"m": state["m"].astype("float64")},
-            r"state\['m'\] comes back as float64 .*, and was given as float32 .*astype\('float32'\)",
+            r"returns state\['m'\] as float64 .*, but was given float32 .*astype\('float32'\)",
         ),
-        (lambda state: {"m": state["m"][:2]}, r"of shape \(2,\), and was given as float32 of shape \(3,\)"),
-        (lambda state: {**state, "n": 1.0}, "Return it with the names that it came with"),
+        (lambda state: {"m": state["m"][:2]}, r"of shape \(2,\), but was given float32 of shape \(3,\)"),
+        (lambda state: {**state, "n": 1.0}, "Return the same structure"),
     ],
     ids=["dtype", "shape", "names"],
 )
@@ -87,6 +87,6 @@ def test_a_state_that_the_function_averages_over_devices() -> None:
 
 def test_an_axis_that_is_none_here() -> None:
     with pytest.raises(
-        InputError, match=r"axis_name='dta', and there is no axis 'dta' .*leave axis_name out"
+        InputError, match=r"axis_name='dta', but no axis 'dta' is bound .*leave axis_name out"
     ):
         jax.jit(value_and_grad(mse, microbatch_size=4, axis_name="dta"))(params(), rows(8))

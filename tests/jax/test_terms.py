@@ -153,13 +153,13 @@ WRONG: dict[str, Any] = {
         two_terms,
         {"weight": {"tokens": None, "rows": None}},
         LossSpecError,
-        r"'tokens' is a mean over .*weight=\{'tokens': lambda batch: batch\['mask'\]\.sum\(\), \.\.\.\}",
+        r"'tokens' is not a mean over .*weight=\{'tokens': lambda batch: batch\['mask'\]\.sum\(\), \.\.\.\}",
     ),
     "weights": (
         two_terms,
         {"weight": {"tokens": count_tokens, "rows": lambda batch: 1}},
         LossSpecError,
-        "Weights of the term 'rows' do not add up",
+        "The weights of the term 'rows' do not add up",
     ),
     "coupled": (
         lambda p, b: {"tokens": token_mean(p, b), "rows": jnp.mean(b["x"] @ p["w"]) ** 2},
@@ -182,14 +182,17 @@ def test_each_term_is_checked(name: str, jitted: bool) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weight": {}}, r"terms of a loss are named \[\]"),
-        ({"weight": {"a": None, 2: None}}, r"terms of a loss are named \['a', 2\]"),
+        ({"weight": {}}, r"names of the losses are \[\]"),
+        ({"weight": {"a": None, 2: None}}, r"names of the losses are \['a', 2\]"),
         ({"weight": {"a": 3}}, "weight=3 for the term 'a'"),
-        ({"weight": {"a": None}, "reduction": {"b": "sum"}}, r"weight= names the terms \['a'\], reduction="),
-        ({"weight": len, "reduction": {"a": "sum"}}, "weight= is one function, and reduction="),
+        (
+            {"weight": {"a": None}, "reduction": {"b": "sum"}},
+            r"weight= names the losses \['a'\], but reduction=",
+        ),
+        ({"weight": len, "reduction": {"a": "sum"}}, "weight= is one function, but reduction="),
         ({"weight": {"a": None}, "reduction": {"a": "total"}}, "reduction='total'"),
-        ({"weight": {"a": None}, "nonfinite": "skip_microbatch"}, "cannot leave a micro-batch out"),
-        ({"weight": {"a": None}, "noise": True}, "noise=True has no meaning for a loss of several terms"),
+        ({"weight": {"a": None}, "nonfinite": "skip_microbatch"}, "needs a single loss"),
+        ({"weight": {"a": None}, "noise": True}, "noise=True needs a single loss"),
     ],
     ids=str,
 )
@@ -205,13 +208,13 @@ def test_options_that_cannot_be(options: Any, message: str) -> None:
             two_terms,
             {},
             LossSpecError,
-            r"returns losses by name, \['tokens', 'rows'\].*weight=\{'tokens': None",
+            r"returns a mapping with the losses \['tokens', 'rows'\].*weight=\{'tokens': None",
         ),
-        (token_mean, DECLARED, LossSpecError, r"the terms \['rows', 'tokens'\] are declared"),
-        (two_terms, {"weight": {"tokens": None}}, LossSpecError, "declared terms are .'tokens'.*in weight="),
+        (token_mean, DECLARED, LossSpecError, r"the losses \['rows', 'tokens'\] are declared"),
+        (two_terms, {"weight": {"tokens": None}}, LossSpecError, "declared losses are .'tokens'.*in weight="),
         (two_terms, {"weight": "returned"}, LossSpecError, r"Return \(loss, weight\) for 'rows'"),
         (two_sums, DECLARED, LossSpecError, "loss of the term 'rows'"),
-        (two_sums, {"weight": "returned", "reduction": "sum", "noise": True}, InputError, "several terms"),
+        (two_sums, {"weight": "returned", "reduction": "sum", "noise": True}, InputError, "several losses"),
     ],
 )
 def test_functions_that_return_something_else(fun: Any, options: Any, error: Any, message: str) -> None:
@@ -223,5 +226,5 @@ def test_a_stream_of_micro_batches_takes_one_weight() -> None:
     """The optimizer gets one gradient: its terms cannot be divided any more."""
     p = params()
     optimizer = multi_steps(optax.sgd(1.0), every=2)
-    with pytest.raises(InputError, match=r"One number is needed.*value_and_grad"):
+    with pytest.raises(InputError, match=r"not one number\. .*value_and_grad"):
         optimizer.update(p, optimizer.init(p), p, weight={"tokens": 3, "rows": 2})

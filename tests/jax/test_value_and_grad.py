@@ -337,9 +337,9 @@ def test_options_that_cannot_be(options: Any, message: str) -> None:
             mse,
             {"weight": lambda b: b["y"]},
             InputError,
-            "weight of a micro-batch is one real number, and .* has the shape",
+            "weight of a micro-batch is one real number, but .* has shape",
         ),
-        (mse, {"weight": lambda b: b["y"].sum(dtype=jnp.bfloat16)}, InputError, "bfloat16 ends at 256"),
+        (mse, {"weight": lambda b: b["y"].sum(dtype=jnp.bfloat16)}, InputError, "bfloat16 counts to 256"),
     ],
 )
 def test_calls_that_cannot_be(fun: Any, options: Any, error: Any, message: str) -> None:

@@ -18,7 +18,7 @@ from keras import ops
 
 from superbatch.errors import CoupledSamplesError, LossSpecError
 from superbatch.keras import arithmetic, batchnorm, forward, terms, window
-from tests.keras import cases_behaviour, cases_exact, helpers
+from tests.keras import cases_exact, cases_numbers, helpers
 
 
 def rejects(owner: Any, name: str, wrong: Any, case: Callable[[], None]) -> None:
@@ -69,13 +69,13 @@ def case_mutant_regularizers_of_every_microbatch() -> None:
 
 def case_mutant_sums_in_bfloat16() -> None:
     rejects(
-        arithmetic, "wide", keras.backend.standardize_dtype, cases_behaviour.case_sums_of_bfloat16_are_float32
+        arithmetic, "wide", keras.backend.standardize_dtype, cases_numbers.case_sums_of_bfloat16_are_float32
     )
 
 
 def case_mutant_batches_that_count_nothing_update() -> None:
     always = lambda sums, plan: ops.any(sums == sums)  # noqa: E731
-    rejects(window, "counts", always, cases_behaviour.case_a_batch_that_counts_nothing)
+    rejects(window, "counts", always, cases_numbers.case_a_batch_that_counts_nothing)
 
 
 def case_mutant_moving_statistics_of_the_last_microbatch() -> None:
@@ -84,7 +84,7 @@ def case_mutant_moving_statistics_of_the_last_microbatch() -> None:
         batchnorm,
         "_own",
         lambda after, before, momentum: after + last(before, before),
-        cases_behaviour.case_batchnorm,
+        cases_numbers.case_batchnorm,
     )
 
 

@@ -132,7 +132,7 @@ def case_ctc() -> None:
 
 def case_losses_of_keras_that_are_refused_by_name() -> None:
     """Also with a weight, and without the check."""
-    circle = "compares each row with all other rows of the batch, and a micro-batch has only some of them"
+    circle = "compares each row with all other rows of the batch, but a micro-batch has only some of them"
     for check in (True, False):
         for options in ({}, BY_ROWS):
             given = {"options": options | {"check": check}}
@@ -241,7 +241,7 @@ def case_models_that_are_exact() -> None:
 
 
 def case_random_layers_are_no_coupling() -> None:
-    """They are trained; that their draws differ is tested in `cases_behaviour`."""
+    """They are trained; that their draws differ is tested in `cases_numbers`."""
     for build, x in (
         (lambda: mlp(lambda: layers.Dropout(0.5)), X),
         (lambda: mlp(lambda: layers.GaussianNoise(0.1), lambda: layers.AlphaDropout(0.2)), X),
@@ -269,7 +269,7 @@ def case_batchnorm_per_microbatch_is_accepted() -> None:
 
 
 def case_a_layer_that_each_forward_changes() -> None:
-    words = "/mean': once for each micro-batch, where the whole batch changes it once"
+    words = "rows at once leave another value than micro-batches of"
     program = Program(lambda: mlp(programs.Counts))
     refused(program, InputError, words, wrong=False)
     states = []
@@ -316,7 +316,7 @@ def case_an_overridden_compute_loss() -> None:
     known = Program(lambda: programs.own(programs.known_mean), y=KNOWN, options=BY_ROWS)
     refused(known, LossSpecError, words)
     none = Program(lambda: programs.own(programs.squares))
-    refused(none, LossSpecError, "state the weight of a micro-batch: loss_weight=", wrong=False)
+    refused(none, LossSpecError, "or pass the divisor: loss_weight=", wrong=False)
 
 
 def case_add_loss_that_is_no_mean_over_rows() -> None:
@@ -325,7 +325,7 @@ def case_add_loss_that_is_no_mean_over_rows() -> None:
         (lambda x: 0.1 * ops.sum(x**2), "It is a sum over rows: divide it by the number of rows"),
         (lambda x: ops.sum(x**2, axis=-1), "It is a sum over rows: divide it by the number of rows"),
         (masked, "Add a mean over rows; make a mean over tokens"),
-        (lambda x: ops.mean(ops.var(x, axis=0)), "add_loss is no mean over the rows of the batch: it is "),
+        (lambda x: ops.mean(ops.var(x, axis=0)), "add_loss is not a mean over the rows of the batch: it is "),
     ):
         refused(Program(lambda function=function: mlp(lambda: Adds(function))), LossSpecError, words)
 
@@ -341,7 +341,7 @@ def case_the_loss_is_changed_after_accumulate() -> None:
     model = mlp()
     ours = accumulate(model, microbatch_size=SIZE)
     model.compile(keras.optimizers.SGD(0.3), loss="mae")
-    words = "was compiled again after accumulate, and the accumulating model still has the loss"
+    words = "was compiled again after accumulate, but the accumulating model still has the former loss"
     raises(InputError, words, lambda: ours.fit(X, Y, **FIT))
     expected, model = mlp(loss="mae"), mlp()
     ours = accumulate(model, microbatch_size=SIZE)

@@ -41,7 +41,9 @@ def case_options() -> None:
         "Pass one of ('error', 'per_microbatch')",
         lambda: accumulate(model, microbatch_size=2, batchnorm=wrong),
     )
-    raises(InputError, "check='rows' is no bool", lambda: accumulate(model, microbatch_size=2, check=wrong))
+    raises(
+        InputError, "check='rows' is not a bool", lambda: accumulate(model, microbatch_size=2, check=wrong)
+    )
 
 
 def case_models() -> None:
@@ -58,7 +60,7 @@ def case_models() -> None:
     of_one = dense()
     of_one.train_step = lambda *arguments: {}
     for each in (own, of_one):
-        words = "has a train_step of its own, which accumulate would replace. Override compute_loss instead"
+        words = "overrides train_step, which accumulate would replace. Override compute_loss instead"
         raises(InputError, words, lambda each=each: accumulate(each, microbatch_size=2))
         loop = {"tensorflow": "superbatch.tensorflow.Accumulator", "jax": "superbatch.jax.value_and_grad"}
         words = f"with {loop.get(keras.backend.backend(), 'superbatch.torch.Accumulator')}."
@@ -70,11 +72,11 @@ def case_models() -> None:
 
 
 def case_losses_that_say_too_little() -> None:
-    raises(LossSpecError, "state the weight of a micro-batch: loss_weight=", fit(dense(loss=Halving())))
+    raises(LossSpecError, "or pass the divisor: loss_weight=", fit(dense(loss=Halving())))
     weights = np.ones(21)
     stated = {"loss_weight": count_known}
     one = fit(dense(loss=Halving()), options=stated, sample_weight=weights)
-    raises(LossSpecError, "Keras multiplies such a mean with its mask or sample weights", one)
+    raises(LossSpecError, "Keras multiplies it by each sample weight or mask", one)
     each = dense(loss=keras.losses.MeanSquaredError(reduction="none"))
     raises(LossSpecError, 'Give the loss reduction="sum_over_batch_size"', fit(each))
     raises(LossSpecError, "Leave loss_weight out", fit(dense(), options=stated))
@@ -87,14 +89,14 @@ def case_losses_over_the_batch() -> None:
     of_classes = lambda y_true, y_pred: ops.sum((y_true - y_pred) ** 2, axis=0)  # noqa: E731
     for check in (True, False):
         classes = fit(dense(loss=of_classes), options={"check": check})
-        raises(LossSpecError, "each number is made of all rows of a micro-batch", classes)
+        raises(LossSpecError, "each number depends on all rows of a micro-batch", classes)
 
 
 def case_layers_that_one_forward_changes_for_the_next() -> None:
     normed = keras.layers.SpectralNormalization(keras.layers.Dense(2))
     stateful = keras.layers.Bidirectional(keras.layers.SimpleRNN(2, stateful=True))
     for shape, layer, words in (
-        ((3,), normed, "the next micro-batch would see others"),
+        ((3,), normed, "the next micro-batch would use other weights"),
         ((5, 3), stateful, "Pass stateful=False to the layer"),
     ):
         model = keras.Sequential([keras.Input(batch_shape=(6, *shape)), layer])
@@ -142,7 +144,7 @@ def case_what_cannot_be_left_out() -> None:
     model.layers[-1].activity_regularizer = keras.regularizers.L2(0.1)
     raises(
         InputError,
-        "sets the shares of several means before it knows",
+        "needs a loss of one term",
         fit(model, TOKENS, LABELS, options=skip),
     )
 
@@ -275,7 +277,7 @@ def case_rows_that_are_read_by_their_number() -> None:
     model.compile("sgd", "mse")
     x = [INPUTS, np.full((23, 1), 22.0)]
     jax = keras.backend.backend() == "jax"
-    words = "The model predicts NaN for" if jax else "reads a row by its number"
+    words = "The model predicts NaN for" if jax else "reads rows of the batch by index"
     ours = accumulate(model, microbatch_size=4)
     raises(InputError, words, lambda: ours.fit(x, LABELLED, batch_size=23, verbose=0))
     assert int(ours.optimizer.iterations) == 0
@@ -314,4 +316,4 @@ def case_predictions_without_a_last_axis() -> None:
         words = "Keep the last axis: end the model with Dense(1) and no squeeze"
         raises(LossSpecError, words, fit(model, INPUTS, LABELLED[:, 0]))
     model.compile("sgd", lambda y_true, y_pred: ops.mean((y_true - y_pred) ** 2))
-    raises(LossSpecError, "state the weight of a micro-batch", fit(model, INPUTS, LABELLED[:, 0]))
+    raises(LossSpecError, "or pass the divisor", fit(model, INPUTS, LABELLED[:, 0]))

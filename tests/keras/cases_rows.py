@@ -29,7 +29,7 @@ from tests.keras.helpers import LABELS, SOME, compare, cross_entropy, draw, rais
 ROWS, CLASSES = 5, 4
 X, Y = draw.normal(size=(ROWS, 3)), np.abs(draw.normal(size=(ROWS, CLASSES))) + 0.1
 SIZES = (1, 2, 5)  # 1 1 1 1 1, and 2 2 1, and 5
-REFUSAL = "each number is made of all rows of a micro-batch"
+REFUSAL = "each number depends on all rows of a micro-batch"
 losses = keras.losses
 
 

@@ -1,4 +1,4 @@
-"""The study `coupled` on data of one's own: folders of images, of pairs, of texts and of Python sources."""
+"""The study `coupled` on the user's data: folders of images, pairs, texts and Python sources."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def test_a_folder_of_sources(tmp_path: Path) -> None:
     search = load_recipe("code-search", data=tmp_path)
     assert search.samples == 2100 - 1500
     with pytest.raises(
-        InputError, match=r"has \d+ pieces of source and 2100 comments, and token-means needs 1000"
+        InputError, match=r"has \d+ pieces of source and 2100 comments, but token-means needs 1000"
     ):
         load_recipe("token-means", data=tmp_path)
     (tmp_path / "more.py").write_text("".join(lines) * 10, encoding="utf-8")
     assert load_recipe("token-means", data=tmp_path).samples > 1000
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(InputError, match="has 0 documented functions, and code-search needs 2000"):
+    with pytest.raises(InputError, match="has 0 documented functions, but code-search needs 2000"):
         load_recipe("code-search", data=tmp_path / "nothing")
 
 
@@ -95,7 +95,7 @@ def test_a_query_and_a_passage_count_once(tmp_path: Path) -> None:
 
 
 def test_pairs_are_learnt(tmp_path: Path) -> None:
-    """From the command's options to the table; one way learns, and the exact one is among them."""
+    """From the command's options to the table; the exact way is among those that learn."""
     write_pairs(tmp_path, 2300, "tsv")
     report = study("coupled", "code-search", Options(runs=1, samples=1024, data=tmp_path))
     assert report.setting["updates"] == "4" and "device" not in report.setting
@@ -108,15 +108,15 @@ def test_pairs_are_learnt(tmp_path: Path) -> None:
         (
             "a.tsv",
             "one\ttwo\nthree",
-            r"a\.tsv, line 2 has 1 columns\. Write a query, one tab and a",
+            r"a\.tsv, line 2 has 1 columns, not 2\. Write a query, one tab and a",
         ),
         ("a.jsonl", "{", r"a\.jsonl, line 1 is not JSON: .*\. Write one object on each line\."),
         ("a.jsonl", '{"q": "a"}', r"a\.jsonl, line 1 has the keys 'q'\. Write {\"query\""),
-        ("a.jsonl", "[1]", r"a\.jsonl, line 1 is no object\. Write {\"query\""),
+        ("a.jsonl", "[1]", r"a\.jsonl, line 1 is not an object\. Write {\"query\""),
         (
             "a.tsv",
             "how to\topen it",
-            r"has 1 different pairs of texts, and code-search needs 2000: 1000",
+            r"has 1 different pairs of texts, but code-search needs 2000: 1000",
         ),
     ],
 )
@@ -149,7 +149,7 @@ def test_a_text_corpus(tmp_path: Path) -> None:
     assert set(lengths.tolist()) == {128, 24}, "premise: the samples weigh differently"
     assert 8 * int((lengths == 128).sum()) == len(lengths)
     (tmp_path / "one.py").write_text("# A source, which is read first\n", encoding="utf-8")
-    with pytest.raises(InputError, match="has 0 pieces of source and 1 comments, and token-means needs 1000"):
+    with pytest.raises(InputError, match="has 0 pieces of source and 1 comments, but token-means needs 1000"):
         load_recipe("token-means", data=tmp_path)
 
 
@@ -220,7 +220,7 @@ def test_the_exact_update_of_classes_is_that_of_the_real_batch(tmp_path: Path) -
 
 def test_too_few_images(tmp_path: Path) -> None:
     write_images(tmp_path, ("cat", "dog"), 3)
-    message = r"has 6 images in 2 subfolders, and counting needs 200 images in 2: FOLDER/CLASS/\*\.png"
+    message = r"has 6 images in 2 subfolders, but counting needs 200 images in 2: FOLDER/CLASS/\*\.png"
     with pytest.raises(InputError, match=message):
         load_recipe("counting", data=tmp_path)
 
@@ -236,7 +236,7 @@ def test_a_damaged_image(tmp_path: Path) -> None:
 def test_without_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_images(tmp_path, ("cat", "dog"), 110)
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(InputError, match=r"Pillow, which is missing\. Run pip install pillow\."):
+    with pytest.raises(InputError, match=r"Reading images needs Pillow\. Run pip install pillow\."):
         load_recipe("counting", data=tmp_path)
 
 
@@ -245,13 +245,13 @@ def test_without_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("name", ["code-search", "counting", "token-means", "mnist"])
 def test_no_folder(tmp_path: Path, name: str) -> None:
-    with pytest.raises(InputError, match=r"nowhere' is no folder\. Give the path of one\."):
+    with pytest.raises(InputError, match=r"nowhere' is not a folder\. Pass the path of a folder\."):
         load_recipe(name, data=tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("name", ["code-search", "counting", "fairness", "ring", "token-means"])
 def test_the_losses_take_a_device(name: str, tmp_path: Path) -> None:
-    """The device that computes nothing raises, as a GPU does, if a tensor was left on the CPU."""
+    """The device "meta" raises, as a GPU does, if a tensor is still on the CPU."""
     if name == "code-search":
         write_pairs(tmp_path, 2100, "tsv")
     recipe = load_recipe(name, data=tmp_path if name == "code-search" else None)
@@ -277,5 +277,5 @@ def test_a_device_that_is_not_here() -> None:
         study("coupled", "ring", Options(device="cuda:99"))
     with pytest.raises(InputError, match="device='gpu' cannot be used here"):
         study("coupled", "ring", Options(device="gpu"))
-    with pytest.raises(InputError, match=r"The study 'splits' has no use for device='cuda'\. Leave it"):
+    with pytest.raises(InputError, match=r"The study 'splits' does not use device='cuda'\. Leave it"):
         study("splits", "digits", Options(device="cuda"))

@@ -1,4 +1,4 @@
-"""Small parts of the recipes, each with a value that is known."""
+"""Functions of the recipes with known values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from superbatch.lab.recipes.coupled.pair_files import pair_files, words_of
 from superbatch.lab.recipes.digits_data import digits_elsewhere, facts, initial_weights, load_images
 from superbatch.lab.recipes.drawing import Draws
 from superbatch.lab.recipes.failing import recipe_failure
-from superbatch.lab.recipes.idx import read_idx
+from superbatch.lab.recipes.mnist import read_idx
 
 
 def test_the_digits_and_their_models() -> None:
@@ -93,7 +93,7 @@ def test_files(tmp_path: Path) -> None:
 
 
 def test_an_error_of_installed_code_alone_is_not_the_user_s() -> None:
-    """tests/cli/test_own_code_fails.py has those of a user."""
+    """Errors in the user's code are tested in tests/cli/test_own_code_fails.py."""
     with ThreadPoolExecutor() as executor:
         error = executor.submit(json.loads, "{").exception()
     assert error is not None and error.__traceback__ is not None, "the premise: it passed some code"

@@ -13,7 +13,7 @@ import torch
 from superbatch.batch.tree import count_samples
 from superbatch.errors import InputError
 from superbatch.lab.recipes import RECIPES, Recipe, load_recipe
-from superbatch.lab.recipes.idx import read_idx
+from superbatch.lab.recipes.mnist import read_idx
 from superbatch.lab.recipes.text import IGNORE, NEWLINE
 from tests.studies import own_recipe
 
@@ -167,10 +167,10 @@ def test_the_cause_of_a_broken_recipe_stays_attached() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"samples": 0}, "samples=0 is no count"),
-        ({"batch_size": 2.5}, "batch_size=2.5 is no count"),
-        ({"batch_size": 241}, "there are 240 training samples only"),
-        ({"learning_rates": {"rmsprop": 0.1}}, r"no way is known to make \['rmsprop'\]"),
+        ({"samples": 0}, "has samples=0"),
+        ({"batch_size": 2.5}, "has batch_size=2.5"),
+        ({"batch_size": 241}, "but only 240 training samples"),
+        ({"learning_rates": {"rmsprop": 0.1}}, r"the unknown optimizers \['rmsprop'\]"),
     ],
 )
 def test_errors_of_a_recipe(changes: dict, message: str) -> None:
@@ -182,13 +182,13 @@ def test_errors_of_a_recipe(changes: dict, message: str) -> None:
 
 
 def idx(values: torch.Tensor) -> bytes:
-    """What a file of these unsigned bytes contains."""
+    """Return the content of an IDX file of unsigned bytes."""
     header = bytes([0, 0, 8, values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape)
     return header + bytes(values.flatten().tolist())
 
 
 def mnist_folder(folder: Path, *, gz: bool, dot: bool) -> dict[str, torch.Tensor]:
-    """Write the four files with random content; returns it."""
+    """Write the four files with random content, and return it."""
     generator = torch.Generator().manual_seed(0)
     content = {}
     for part, count in (("train", 60), ("t10k", 20)):
@@ -225,8 +225,8 @@ def test_batches_may_not_exceed_a_small_folder(tmp_path: Path) -> None:
     [
         (b"", r"it starts with '', not 00 00 08"),
         (b"\x00\x00\x0d\x01\x00\x00\x00\x01\x00\x00\x00\x00", "it starts with '00 00 0d 01'"),
-        (b"\x00\x00\x08\x02\x00\x00\x00\x01", "it is cut short inside its header"),
-        (b"\x00\x00\x08\x01\x00\x00\x00\x05abc", r"states the shape \(5,\) but 3 values follow"),
+        (b"\x00\x00\x08\x02\x00\x00\x00\x01", "its header is incomplete"),
+        (b"\x00\x00\x08\x01\x00\x00\x00\x05abc", r"has the shape \(5,\), but 3 values follow"),
         (gzip.compress(b"abcdefgh" * 50, mtime=0)[:20], "Compressed file ended|incomplete"),
     ],
 )
@@ -242,11 +242,11 @@ def test_errors_of_data(tmp_path: Path) -> None:
         load_recipe("mnist")
     with pytest.raises(InputError, match="has no file train-images-idx"):
         load_recipe("mnist", data=tmp_path)
-    with pytest.raises(InputError, match="is no folder"):
+    with pytest.raises(InputError, match="is not a folder"):
         load_recipe("mnist", data=tmp_path / "nowhere")
-    with pytest.raises(InputError, match=r"reads no folder, and data="):
+    with pytest.raises(InputError, match="does not read data="):
         load_recipe("digits", data=tmp_path)
     mnist_folder(tmp_path, gz=False, dot=False)
     (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(torch.zeros(3, dtype=torch.int64)))
-    with pytest.raises(InputError, match="60 images and train-labels has 3 labels"):
+    with pytest.raises(InputError, match="60 images, but train-labels has 3 labels"):
         load_recipe("mnist", data=tmp_path)

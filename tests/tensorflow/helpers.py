@@ -13,6 +13,21 @@ import tensorflow
 tf: Any = tensorflow  # the stubs know a part of it, and take no lists
 BOUND = 1e-12
 NAMES = ("embedding", "w", "b", "v")
+WAYS = ["eager", "graph"]
+
+
+def one(value: float = 1.0) -> Any:
+    return tf.Variable([value], dtype=tf.float64)
+
+
+def gradient(value: float) -> Any:
+    return tf.constant([value], tf.float64)
+
+
+def sgd(variables: list[Any], rate: float = 1.0, **options: Any) -> Any:
+    optimizer = tf.keras.optimizers.SGD(rate, **options)
+    optimizer.build(variables)
+    return optimizer
 
 
 def model(dtype: Any = tf.float64) -> list[Any]:

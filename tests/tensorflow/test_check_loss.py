@@ -84,7 +84,7 @@ def test_right(loss: Any, weight: Any, reduction: Any) -> None:
 
 
 WRONG = [
-    (token_mean, rows, "mean", LossSpecError, r"no mean over rows: .* weight=tf\.reduce_sum\(mask\)"),
+    (token_mean, rows, "mean", LossSpecError, r"not a mean over rows: .* weight=tf\.reduce_sum\(mask\)"),
     (
         token_mean,
         lambda batch: 1,
@@ -98,7 +98,7 @@ WRONG = [
     (centred, rows, "mean", LossSpecError, r"couples the rows \(contrastive losses"),
     (contrastive, rows, "mean", LossSpecError, r"couples the rows \(contrastive losses"),
     (gated, rows, "mean", LossSpecError, r"couples the rows \(contrastive losses"),
-    (centred, count, "mean", CoupledSamplesError, "Pass as weight what the loss is divided by"),
+    (centred, count, "mean", CoupledSamplesError, "Pass the divisor of the loss as weight"),
 ]
 
 

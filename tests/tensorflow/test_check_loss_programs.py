@@ -168,7 +168,7 @@ RIGHT = {
     "no targets": Program(lambda model, x, _: tf.reduce_mean(model(x) ** 2), (X, None)),
     "ragged rows": Program(of_ragged, weight=lambda ragged: tf.size(ragged.flat_values), **RAGGED_ROWS),
 }
-ROW_MEAN, A_SUM = r"The loss is no mean over rows: ", r"The loss is a sum, and the accumulator"
+ROW_MEAN, A_SUM = r"The loss is not a mean over rows: ", r"The loss is a sum, but the accumulator"
 WRONG = {
     "a sum for a mean": (Program(lambda *given: tf.reduce_sum(squares(*given))), LossSpecError, A_SUM),
     "a number for each row": (Program(squares), LossSpecError, r"has the shape \(8,\), and tape\.gradient"),
@@ -180,7 +180,7 @@ WRONG = {
     "a regularizer beside a sum": (
         Program(lambda *g: with_losses(*g) + 9 * mean(*g) * len(g[1]), between=regularized, reduction="sum"),
         CoupledSamplesError,
-        r"Leave out what is no sum over rows \(a regularizer in model\.losses",
+        r"Leave out terms that are no sum over rows: a regularizer in model\.losses",
     ),
     "BatchNormalization in training": (
         Program(

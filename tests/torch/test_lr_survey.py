@@ -464,8 +464,8 @@ def test_a_survey_in_a_window_is_refused() -> None:
     ("options", "message"),
     [
         ({"what": "rate"}, "what='rate'"),
-        ({"updates": 5}, "Give at least 12"),
-        ({"low": 1.0, "high": 0.1}, "no rising ramp of positive numbers"),
+        ({"updates": 5}, "Pass at least 12"),
+        ({"low": 1.0, "high": 0.1}, "not increasing positive numbers"),
     ],
 )
 def test_options_that_make_no_survey(options: dict[str, Any], message: str) -> None:

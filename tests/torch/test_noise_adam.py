@@ -311,5 +311,5 @@ def test_a_metric_that_is_kept_is_unbiased_and_one_with_the_windows_own_gradient
 
 def test_other_backends_refuse() -> None:
     for option in ({"preconditioned": True}, {"proxy": True}):
-        with pytest.raises(InputError, match=r"works in superbatch.torch alone.*Leave these options out"):
+        with pytest.raises(InputError, match=r"works only with superbatch\.torch\. Leave these options out"):
             add_sums(NoiseMeter(**option), 2.5, 4.0, 0.5, samples=20.0)

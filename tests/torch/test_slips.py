@@ -294,7 +294,7 @@ def test_a_scale_that_is_no_number(model: nn.Linear, scale: Any) -> None:
     ("low", "high"), [("a", 1), (1e-3, "b"), (True, 2), (1e-3, float("nan")), (1, 1e-3), ([], 1)]
 )
 def test_ends_of_a_survey_that_are_no_numbers(model: nn.Linear, low: Any, high: Any) -> None:
-    with pytest.raises(InputError, match=r"are no rising ramp of positive numbers\. Pass 0 < low < high"):
+    with pytest.raises(InputError, match=r"are not increasing positive numbers\. Pass 0 < low < high"):
         lr_survey(accumulator(model), [BATCH] * 4, low=low, high=high)
 
 

@@ -1,6 +1,6 @@
-"""Handwritten digits of scikit-learn, 8 x 8 pixels: data that needs no download.
+"""Recipes on scikit-learn's handwritten digits of 8 x 8 pixels, which need no download.
 
-Set-up: pixels / 16, 500 test samples (stratified, random_state=0), 1297 training samples; SGD, no momentum.
+Pixels are divided by 16. 500 samples are for the test (stratified, random_state=0), 1297 for training.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from .digits_data import DESCRIPTION, LEARNING_RATE, NAME, Classification, facts, load_images
@@ -18,32 +18,32 @@ from .recipe import Recipe
 
 
 def digits() -> Recipe:
-    """The multi-layer perceptron 64-32-10 with ReLU."""
+    """Return the multi-layer perceptron 64-32-10 with ReLU."""
     return classification(NAME, DESCRIPTION, _perceptron, load_digits())
 
 
 def digits_bn() -> Recipe:
-    """The perceptron with BatchNorm: a *coupled* model, normalised by the whole batch."""
-    what = "a 64-32-10 perceptron with BatchNorm (coupled samples) on scikit-learn's digits"
+    """Return the perceptron with BatchNorm, whose samples are *coupled*."""
+    description = "a 64-32-10 perceptron with BatchNorm (coupled samples) on scikit-learn's digits"
     build = partial(_perceptron, batchnorm=True)
-    return classification("digits-bn", what, build, load_digits(), batchnorm=True)
+    return classification("digits-bn", description, build, load_digits(), batchnorm=True)
 
 
 def digits_conv() -> Recipe:
-    """A small convolutional network: two 3 x 3 layers of 8 and 16 channels, then a linear layer.
+    """Return a small convolutional network: two 3 x 3 layers of 8 and 16 channels, then a linear layer.
 
-    It is smooth (GELU, average pooling), so that in float32 a difference of rounding stays one: at the kinks
-    of ReLU and maximum pooling it can grow to 1e-3 in a run.
+    It is smooth (GELU, average pooling), so rounding errors in float32 stay small. At the kinks of ReLU and
+    maximum pooling they can grow to 1e-3 in a run.
     """
-    what = "a small convolutional net on scikit-learn's digits"
-    return classification("digits-conv", what, _convolutional, load_digits(), learning_rate=0.5)
+    description = "a small convolutional net on scikit-learn's digits"
+    return classification("digits-conv", description, _convolutional, load_digits(), learning_rate=0.5)
 
 
 def digits_conv_bn() -> Recipe:
-    """The convolutional network with BatchNorm: a *coupled* model."""
-    what = "a small convolutional net with BatchNorm (coupled samples) on scikit-learn's digits"
+    """Return the convolutional network with BatchNorm, whose samples are *coupled*."""
+    description = "a small convolutional net with BatchNorm (coupled samples) on scikit-learn's digits"
     build, data = partial(_convolutional, batchnorm=True), load_digits()
-    return classification("digits-conv-bn", what, build, data, learning_rate=0.5, batchnorm=True)
+    return classification("digits-conv-bn", description, build, data, learning_rate=0.5, batchnorm=True)
 
 
 def classification(
@@ -55,17 +55,13 @@ def classification(
     learning_rate: float = LEARNING_RATE,
     batchnorm: bool = False,
 ) -> Recipe:
-    """A recipe that classifies images with the mean cross entropy, measured by test accuracy."""
-
-    def loss_fn(model: nn.Module) -> Callable[[tuple[Tensor, Tensor]], Tensor]:
-        return lambda batch: cross_entropy(model(batch[0]), batch[1])
-
+    """Return a recipe that classifies images with the mean cross entropy, measured by test accuracy."""
     return Recipe(
         name=name,
         description=description,
         model=seeded(build),
         batch=lambda indices: (data.images[indices], data.labels[indices]),
-        loss_fn=loss_fn,
+        loss_fn=lambda model: lambda batch: cross_entropy(model(batch[0]), batch[1]),
         evaluate=lambda model: accuracy(model, data.test_images, data.test_labels),
         batchnorm="per_microbatch" if batchnorm else "error",
         coupled="exact" if batchnorm else "error",
@@ -74,7 +70,7 @@ def classification(
 
 
 def load_digits() -> Classification:
-    """Read scikit-learn's digits and split off 500 stratified test samples."""
+    """Return scikit-learn's digits as tensors, with 500 stratified test samples."""
     return Classification(*map(torch.from_numpy, load_images()))
 
 

@@ -1,7 +1,7 @@
-"""The digits task without a framework: samples, initial weights and accuracy as numpy arrays.
+"""The digits task without a framework: samples, initial weights and accuracy with NumPy.
 
-`digits` trains it with torch, `superbatch.lab.studies.on_jax` and its neighbours on other backends:
-the same samples, the same weights at the start, the same measure at the end.
+`digits` trains it with torch; `superbatch.lab.studies.on_jax` and its neighbours train it on other backends,
+with the same samples, initial weights and metric.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LEARNING_RATE = 0.06
 
 
 class Classification(NamedTuple):
-    """Labelled images, arrays or tensors. Images float32 of shape (n, pixels), labels int64 of shape (n,)."""
+    """Labelled images, as arrays or tensors: images float32 (n, pixels), labels int64 (n,)."""
 
     images: Any
     labels: Any
@@ -31,13 +31,13 @@ class Classification(NamedTuple):
 
 
 def load_images() -> Classification:
-    """Read scikit-learn's digits and split off 500 stratified test samples."""
+    """Return scikit-learn's digits as arrays, with 500 stratified test samples."""
     try:
         from sklearn import datasets, model_selection
     except ImportError as error:
         raise InputError(
-            "A recipe on digits: scikit-learn, which carries the data, is not installed. Install "
-            "superbatch[cli]."
+            "The recipes on digits read their data from scikit-learn, which is not installed. Run pip "
+            'install "superbatch[cli]".'
         ) from error
     images, labels = datasets.load_digits(return_X_y=True)
     train, test, train_labels, test_labels = model_selection.train_test_split(
@@ -52,7 +52,7 @@ def load_images() -> Classification:
 
 
 def facts(samples: int, tests: int, sgd: float = LEARNING_RATE) -> dict[str, Any]:
-    """Fields of a recipe that classifies images, whatever trains it; `sgd` is the rate of plain SGD."""
+    """Return the fields of a recipe that classifies images on any backend; `sgd` is the rate of plain SGD."""
     return {
         "samples": samples,
         "metric": "test accuracy",
@@ -65,28 +65,28 @@ def facts(samples: int, tests: int, sgd: float = LEARNING_RATE) -> dict[str, Any
 
 
 def initial_weights(seed: int) -> dict[str, np.ndarray]:
-    """The perceptron's weights as torch draws them from a seed, by torch's names."""
+    """Return the perceptron's weights by torch's names, as torch draws them from a seed."""
     draws = Draws(seed)
     (first, first_bias), (second, second_bias) = draws.linear(64, 32), draws.linear(32, 10)
     return {"0.weight": first, "0.bias": first_bias, "2.weight": second, "2.bias": second_bias}
 
 
 def accuracy(weights: Mapping[str, np.ndarray], images: np.ndarray, labels: np.ndarray) -> float:
-    """Share of correct predictions of the perceptron in percent."""
+    """Return the percentage of correct predictions of the perceptron."""
     hidden = np.maximum(images @ weights["0.weight"].T + weights["0.bias"], 0)
     scores = hidden @ weights["2.weight"].T + weights["2.bias"]
     return 100.0 * int((scores.argmax(1) == labels).sum()) / len(labels)
 
 
 def digits_elsewhere() -> Recipe:
-    """The digits task for a backend that is not torch: models are the named arrays of `initial_weights`."""
+    """Return the digits recipe for a backend other than torch, with `initial_weights` as the model."""
     data = load_images()
-    # What torch takes as its model, batch and tensors are names and numpy arrays here.
+    # Models are dicts of NumPy arrays here, and batches NumPy arrays, so Recipe's annotations do not fit.
     functions: dict[str, Any] = {
         "model": initial_weights,
         "batch": lambda indices: (data.images[indices], data.labels[indices]),
         "evaluate": lambda weights: accuracy(weights, data.test_images, data.test_labels),
         "loss_fn": lambda weights: None,  # each backend writes the loss into its own update
     }
-    of_data = facts(len(data.labels), len(data.test_labels))
-    return Recipe(name=NAME, description=DESCRIPTION, **functions, **of_data)
+    fields = facts(len(data.labels), len(data.test_labels))
+    return Recipe(name=NAME, description=DESCRIPTION, **functions, **fields)

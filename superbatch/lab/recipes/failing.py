@@ -1,4 +1,4 @@
-"""Errors that the code of a recipe raises: one line that names the file and the line of the mistake."""
+"""One-line messages for exceptions raised by a recipe's own code, with the file and the line."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _INSTALLED = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
 
 
 def recipe_failure(error: BaseException) -> SuperbatchError | None:
-    """Describe an error of the user's own code in one line; None if it passed installed packages alone."""
+    """Return a one-line error for an exception that passed the user's code; None if it did not."""
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]
     if not own:
         return None
-    place = own[-1]
+    last = own[-1]
     text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".:")
     return SuperbatchError(
-        f"{text} (line {place.lineno} of {place.filename}, in {place.name}). Correct it there; "
-        "with --traceback the whole way to it is shown."
+        f"{text} (line {last.lineno} of {last.filename}, in {last.name}). Correct it there; "
+        "--traceback shows the whole traceback."
     )
 
 
 def _is_own(filename: str) -> bool:
-    """Return whether a file is the user's: outside of superbatch, of Python and of installed packages."""
+    """Return True for a file of the user: outside superbatch, Python and installed packages."""
     file = Path(filename).resolve()
     if not file.is_file():
         return False

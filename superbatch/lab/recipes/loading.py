@@ -1,4 +1,4 @@
-"""Find a recipe by its name, or load the user's own by import path."""
+"""Load a recipe by its name, or the user's own by import path."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from superbatch.errors import InputError, SuperbatchError
 from .nearest import did_you_mean
 from .recipe import Recipe
 
-# Built-in recipes: name -> where it is made, and what it is in a few words.
+# Built-in recipes: name -> import path of its function, and a short description.
 RECIPES: Mapping[str, tuple[str, str]] = {
     "digits": ("superbatch.lab.recipes.digits:digits", "perceptron on scikit-learn's digits"),
     "digits-bn": ("superbatch.lab.recipes.digits:digits_bn", "the same with BatchNorm (coupled)"),
@@ -27,7 +27,7 @@ RECIPES: Mapping[str, tuple[str, str]] = {
     "mnist": ("superbatch.lab.recipes.mnist:mnist", "perceptron on a folder of IDX files (--data)"),
 }
 
-# Built-in recipes of the study `coupled`, which have several ways to make the update.
+# Built-in recipes of the study `coupled`, with several ways to make the update.
 COUPLED: Mapping[str, tuple[str, str]] = {
     "code-search": ("superbatch.lab.recipes.coupled.code_search:code_search", "docstrings and code, InfoNCE"),
     "counting": ("superbatch.lab.recipes.coupled.counting:counting", "spots in images, BatchNorm"),
@@ -36,27 +36,25 @@ COUPLED: Mapping[str, tuple[str, str]] = {
     "token-means": ("superbatch.lab.recipes.coupled.token_means:token_means", "means over tokens"),
 }
 
-NEEDS_DATA = ("mnist",)
-# The others have data of their own by default.
-TAKES_DATA = (*NEEDS_DATA, "code-search", "counting", "token-means")
+# Recipes that read a folder of data; mnist has no data without one.
+TAKES_DATA = ("mnist", "code-search", "counting", "token-means")
 
 
 def load_recipe(name: str, *, data: str | Path | None = None) -> Recipe:
-    """Make a recipe: built in, or ``package.module:function`` or ``file.py:function`` of the user's own.
+    """Return a built-in recipe, or the user's own from ``package.module:function`` or ``file.py:function``.
 
-    The function is called without arguments and returns a `Recipe`. While the user's module is imported, the
-    folder of the file, or the working directory for a module, can be imported from; nothing stays on
-    ``sys.path``.
+    The user's function is called without arguments and returns a `Recipe`. While its module is imported,
+    ``sys.path`` contains the folder of the file, or the working directory for a module.
 
     Args:
-        name: of the recipe.
-        data: a folder of data, for the recipes that read one (`TAKES_DATA`).
+        name: name of the recipe.
+        data: folder of data, for the recipes in `TAKES_DATA`.
 
     Returns:
         The recipe.
 
     Raises:
-        InputError: there is no such recipe, it cannot be made, or `data` means nothing to it.
+        InputError: there is no such recipe, its code raises, or it does not read a folder.
 
     Examples:
         >>> load_recipe("digits").metric
@@ -66,15 +64,15 @@ def load_recipe(name: str, *, data: str | Path | None = None) -> Recipe:
     """
     if data is not None and name not in TAKES_DATA:
         raise InputError(
-            f"The recipe {name!r} reads no folder, and data={str(data)!r} was given. Leave it out, or use "
-            f"one of {', '.join(TAKES_DATA)}."
+            f"The recipe {name!r} does not read data={str(data)!r}. Leave it out, or use one of "
+            f"{', '.join(TAKES_DATA)}."
         )
     if data is not None and not Path(data).is_dir():
-        raise InputError(f"The data folder {str(data)!r} is no folder. Give the path of one.")
+        raise InputError(f"data={str(data)!r} is not a folder. Pass the path of a folder.")
     built_in = {**RECIPES, **COUPLED}
     if name in built_in:
         make = _function(built_in[name][0])
-        return make(data) if name in NEEDS_DATA or data is not None else make()
+        return make() if data is None else make(data)
     if ":" not in name and name.endswith(".py"):
         raise InputError(f"{name!r} names a file without a function. Write {name}:recipe for its recipe().")
     if ":" not in name:
@@ -82,16 +80,9 @@ def load_recipe(name: str, *, data: str | Path | None = None) -> Recipe:
             f"There is no recipe {name!r}{did_you_mean(name, built_in)} Use one of {', '.join(built_in)}, "
             "or your own file.py:function or package.module:function."
         )
-    return _own(name)
-
-
-def _own(name: str) -> Recipe:
-    try:
-        recipe = _function(name)()
-    except SuperbatchError:
-        raise
-    except Exception as error:  # whatever the user's own code raises; the cause stays attached
-        raise _failed(name, f"its function raised {type(error).__name__}: {error}") from error
+    function = _function(name)
+    with _one_line(name, "its function"):
+        recipe = function()
     if not isinstance(recipe, Recipe):
         raise InputError(
             f"The function of the recipe {name!r} returned {type(recipe).__name__}. "
@@ -102,30 +93,25 @@ def _own(name: str) -> Recipe:
 
 def _function(name: str) -> Callable[..., Any]:
     where, attribute = name.rsplit(":", 1)
-    try:
-        module = _file(Path(where)) if where.endswith(".py") else _module(where)
-    except SuperbatchError:
-        raise
-    except Exception as error:  # importing runs the user's code, which may raise anything
-        raise _failed(name, f"importing {where!r} raised {type(error).__name__}: {error}") from error
+    with _one_line(name, f"importing {where!r}"):
+        module = _module(where)
     function = getattr(module, attribute, None)
     if not callable(function):
-        own = [each for each in vars(module) if callable(getattr(module, each))]
+        functions = [each for each in vars(module) if callable(getattr(module, each))]
         raise InputError(
-            f"{where!r} has no function {attribute!r}{did_you_mean(attribute, own)} "
+            f"{where!r} has no function {attribute!r}{did_you_mean(attribute, functions)} "
             "Name a function that takes no argument and returns a superbatch.lab.recipes.Recipe."
         )
     return function
 
 
-def _module(name: str) -> ModuleType:
-    with _importable(Path.cwd()):
-        return importlib.import_module(name)
-
-
-def _file(path: Path) -> ModuleType:
+def _module(where: str) -> ModuleType:
+    if not where.endswith(".py"):
+        with _importable(Path.cwd()):
+            return importlib.import_module(where)
+    path = Path(where)
     if not path.is_file():
-        raise InputError(f"The recipe file {str(path)!r} does not exist. Give the path of a Python file.")
+        raise InputError(f"The recipe file {where!r} does not exist. Pass the path of a Python file.")
     name = f"superbatch_recipe_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -148,9 +134,15 @@ def _importable(folder: Path) -> Iterator[None]:
             sys.path.remove(entry)
 
 
-def _failed(name: str, wrong: str) -> InputError:
-    return InputError(
-        # One line, whatever the user's error text looks like.
-        f"The recipe {name!r} failed: {' '.join(wrong.split()).rstrip('.')}. Correct it; "
-        "with --traceback the whole way to it is shown."
-    )
+@contextmanager
+def _one_line(name: str, source: str) -> Iterator[None]:
+    """Turn any exception of the recipe's code into an InputError of one line, with the exception as cause."""
+    try:
+        yield
+    except SuperbatchError:
+        raise
+    except Exception as error:  # user code may raise anything
+        reason = " ".join(f"{source} raised {type(error).__name__}: {error}".split()).rstrip(".")
+        raise InputError(
+            f"The recipe {name!r} failed: {reason}. Correct it; --traceback shows the whole traceback."
+        ) from error

@@ -1,4 +1,4 @@
-"""Parts common to the recipes' models: weights drawn from a seed, and accuracy."""
+"""Functions that the recipes share: models with seeded weights, evaluation and accuracy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def seeded(build: Callable[[], nn.Module]) -> Callable[[int], nn.Module]:
-    """Make a function seed -> model of one that draws from torch's generator; that stays as it was."""
+    """Return a function from a seed to a new model; it does not change torch's global generator."""
 
     def model(seed: int) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
@@ -20,13 +20,13 @@ def seeded(build: Callable[[], nn.Module]) -> Callable[[int], nn.Module]:
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """The dtype of a model's first parameter."""
+    """Return the dtype of a model's first parameter."""
     return next(model.parameters()).dtype
 
 
 @torch.no_grad()
 def evaluated(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Outputs in evaluation mode, of inputs in the model's dtype; the model's mode is restored."""
+    """Return the outputs in evaluation mode, with inputs cast to the model's dtype; restore the mode."""
     training = model.training
     model.eval()
     try:
@@ -36,5 +36,5 @@ def evaluated(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def accuracy(model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
-    """Share of correct predictions in percent, in evaluation mode."""
+    """Return the percentage of correct predictions in evaluation mode."""
     return 100.0 * int((evaluated(model, inputs).argmax(1) == labels).sum()) / len(labels)

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """End an error message with the closest name.
+    """Return the end of a sentence: a suggestion of the closest name, or a full stop if none is close.
 
     Examples:
         >>> did_you_mean("digit", ["digits", "text"]), did_you_mean("image", ["digits", "text"])

@@ -1,13 +1,13 @@
-"""Contrastive pairs: two noisy, shifted views of a digit must find each other among the batch (InfoNCE).
+"""Contrastive pairs: match two noisy, shifted views of a digit among all digits of the batch (InfoNCE).
 
-The loss of a pair depends on all other pairs of the batch: samples are *coupled*, and micro-batches taken one
-by one have other negatives than the batch. So `superbatch.torch.WholeBatch` computes the loss of the whole
-batch.
+The loss of a pair depends on all other pairs of the batch, so samples are *coupled*. A micro-batch alone has
+fewer negatives; `superbatch.torch.WholeBatch` computes the loss of the whole batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,20 +22,14 @@ TEMPERATURE = 0.2
 
 
 def pairs() -> Recipe:
-    """Representations of digits learnt from pairs of views; measured by the nearest neighbour's label.
+    """Return representation learning from pairs of views, measured by the nearest neighbour's label.
 
-    The model is smooth (GELU): at the kinks of ReLU a difference of float32 rounding can grow to percents of
-    the weights, since Adam makes steps of full size from the smallest gradient.
+    The model is smooth (GELU). At the kinks of ReLU, float32 rounding errors can grow to percents of the
+    weights, because Adam makes full steps from the smallest gradients.
     """
     data = load_digits()
     generator = torch.Generator().manual_seed(0)
     first, second = view(data.images, generator), view(data.images, generator)
-
-    def loss_fn(model: nn.Module) -> Callable[[Mapping[str, Tensor]], Tensor]:
-        def views(name: str, batch: Mapping[str, Tensor]) -> Tensor:
-            return normalize(model(batch[name]), dim=1)
-
-        return lambda batch: info_nce(views("first", batch), views("second", batch))
 
     return Recipe(
         name="pairs",
@@ -43,7 +37,7 @@ def pairs() -> Recipe:
         model=seeded(lambda: nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 16))),
         samples=len(data.labels),
         batch=lambda indices: {"first": first[indices], "second": second[indices]},
-        loss_fn=loss_fn,
+        loss_fn=lambda model: partial(_loss, model),
         evaluate=lambda model: nearest_neighbour_accuracy(model, data),
         metric="nearest-neighbour accuracy",
         unit="%",
@@ -56,7 +50,7 @@ def pairs() -> Recipe:
 
 
 def view(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Shift each 8 x 8 image by up to one pixel each way and add noise of standard deviation 0.1."""
+    """Return 8 x 8 images, each shifted by up to one pixel, with noise of standard deviation 0.1."""
     padded = pad(images.unflatten(1, (8, 8)), (1, 1, 1, 1))
     shifts = torch.randint(3, (len(images), 2), generator=generator).tolist()
     moved = torch.stack([image[y : y + 8, x : x + 8] for image, (y, x) in zip(padded, shifts, strict=True)])
@@ -64,18 +58,23 @@ def view(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def info_nce(first: Tensor, second: Tensor, temperature: float = TEMPERATURE) -> Tensor:
-    """Symmetric InfoNCE of unit vectors (..., m, d): each must pick its partner among all m.
+    """Return the symmetric InfoNCE loss of unit vectors (..., m, d): each is matched to its partner among m.
 
-    ``mean of -log softmax(z_i . z'_j / temperature)[i, i]`` over rows and columns.
+    It is the mean of ``-log softmax(z_i . z'_j / temperature)[i, i]`` over rows and columns.
     """
     scores = first @ second.mT / temperature
     partner = torch.arange(scores.shape[-1], device=scores.device).expand(scores.shape[:-1])
     return (cross_entropy(scores.mT, partner) + cross_entropy(scores, partner)) / 2
 
 
+def _loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    first, second = (normalize(model(batch[name]), dim=1) for name in ("first", "second"))
+    return info_nce(first, second)
+
+
 @torch.no_grad()
 def nearest_neighbour_accuracy(model: nn.Module, data: Classification) -> float:
-    """Percent of test images whose nearest training image, as the model represents it, has their label."""
+    """Return the percentage of test images with the label of the nearest training image's representation."""
     dtype = dtype_of(model)
     train, test = (normalize(model(x.to(dtype)), dim=1) for x in (data.images, data.test_images))
     nearest = (test @ train.T).argmax(1)

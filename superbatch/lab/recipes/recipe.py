@@ -1,22 +1,40 @@
-"""A recipe: one task with everything that an experiment needs to train it - model, data, loss and measure.
+"""Recipe: one task with everything that an experiment needs to train it - model, data, loss and metric.
 
-A recipe says *what* is trained. Which samples meet in which batch, the seed of the initial weights, the
-splits and the number of updates are the study's, so that all arms of a comparison share them by construction.
+The study, not the recipe, chooses the samples of each batch, the seed of the initial weights, the splits and
+the number of updates. So all arms of a comparison share them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from superbatch.errors import InputError
 
-from .optimizers import OPTIMIZERS, OptimizerFactory
-
-if TYPE_CHECKING:  # a recipe can be described, listed and refused without importing torch
+if TYPE_CHECKING:  # recipes are listed and validated without importing torch
     from torch import Tensor, nn
+
+OptimizerFactory = Callable[[Iterable["Tensor"], float], Any]  # (parameters, learning rate) -> optimizer
+
+
+def _of(kind: str, **settings: float) -> OptimizerFactory:
+    def make(parameters: Iterable[Tensor], learning_rate: float) -> Any:
+        import torch  # only when an optimizer is made
+
+        return getattr(torch.optim, kind)(parameters, lr=learning_rate, **settings)
+
+    return make
+
+
+OPTIMIZERS: Mapping[str, OptimizerFactory] = {
+    "sgd": _of("SGD"),
+    "momentum": _of("SGD", momentum=0.9),
+    "adam": _of("Adam"),
+    "adamw": _of("AdamW"),  # with torch's default weight decay of 0.01
+}
+"""Optimizers that every recipe can name."""
 
 
 def _not_measured(model: nn.Module) -> float:
@@ -28,35 +46,39 @@ class Recipe:
     """A task: model, data, loss, optimizer and metric.
 
     Attributes:
-        name: a short name, as the user would type it.
-        description: one sentence: what is trained on what.
-        model: seed -> a new model with initial weights drawn from that seed, float32, on the CPU.
-        samples: how many training samples there are.
-        batch: indices, an int64 tensor of shape (n,) with values in [0, samples) -> the batch of these
-            samples (any structure that the accumulator splits), floating-point leaves in float32.
-        loss_fn: model -> the loss function of a batch or micro-batch, a closure over the model.
-        evaluate: model -> the metric on held-out data, in `unit`. `superbatch verify` and `superbatch fit`
-            do not need this field or the next four.
-        metric: what `evaluate` measures, such as ``"test accuracy"``.
-        unit: its unit, such as ``"%"``.
-        margin: a difference of the metric, in `unit`, that does not matter (equivalence margin).
-        metric_step: the smallest change of the metric: 100 / m for a percentage of m test samples, 0 for a
-            loss. None: the smallest difference between runs.
-        learning_rates: the optimizers that the recipe allows and the learning rate of each; the first is
-            the default. If empty, commands that do not train allow all of `optimizers`.
-        optimizers: how each is made: (parameters, learning rate) -> optimizer.
+        name: short name, as the user types it.
+        description: model and data, in one sentence.
+        model: seed -> new model with initial weights drawn from that seed, in float32, on the CPU.
+        samples: number of training samples.
+        batch: indices -> batch of these samples. The indices are an int64 tensor of shape (n,) with values
+            in [0, samples). The batch is any structure that the accumulator splits, with floating-point
+            leaves in float32.
+        loss_fn: model -> loss function of a batch or micro-batch, a closure over the model.
+        evaluate: model -> metric on held-out data, in `unit`. `superbatch verify` and `superbatch fit` do not
+            need this field or the next four.
+        metric: name of the metric, such as ``"test accuracy"``.
+        unit: unit of the metric, such as ``"%"``.
+        margin: difference of the metric, in `unit`, that does not matter (equivalence margin).
+        metric_step: smallest change of the metric: 100 / m for a percentage of m test samples, 0 for a loss.
+            None for the smallest difference between runs.
+        learning_rates: learning rates of the allowed optimizers, by name; the first is the default. If empty,
+            commands that do not train allow all of `optimizers`.
+        optimizers: optimizer factories by name: (parameters, learning rate) -> optimizer.
         batch_size: samples of one update.
         updates: length of a run.
-        reduction: what `loss_fn` returns: a ``"mean"`` or a ``"sum"``.
-        weight: how much a micro-batch counts, as `superbatch.torch.Accumulator` takes it; None: its samples.
-        counts: what the weight counts, in words.
-        batchnorm: BatchNorm in training mode raises an ``"error"``, is ``"frozen"`` (`FrozenBatchNorm`), or
-            normalises ``"per_microbatch"`` (`GhostBatchNorm`); with ``coupled="exact"``: in the plain
-            accumulation that is shown beside it.
-        coupled: coupled samples raise an ``"error"``, or are ``"exact"`` (`superbatch.torch.WholeBatch`).
+        reduction: reduction of `loss_fn` over the samples: ``"mean"`` or ``"sum"``.
+        weight: weight of a micro-batch, as for `superbatch.torch.Accumulator`; None for its number of
+            samples.
+        counts: unit of the weight, in words.
+        batchnorm: for BatchNorm in training mode, raise an ``"error"``, use ``"frozen"`` statistics
+            (`FrozenBatchNorm`), or normalise ``"per_microbatch"`` (`GhostBatchNorm`). With
+            ``coupled="exact"``, this applies only to the plain accumulation that is compared with it.
+        coupled: raise an ``"error"`` for coupled samples, or make ``"exact"`` updates
+            (`superbatch.torch.WholeBatch`).
 
     Raises:
-        InputError: a value cannot be used.
+        InputError: a number is not positive, `batch_size` exceeds `samples`, or `learning_rates` has a name
+            that is not in `optimizers`.
 
     Examples:
         >>> import torch
@@ -102,40 +124,39 @@ class Recipe:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise InputError(
-                    f"The recipe {self.name!r} with {name}={value!r} is no count. Give an int >= 1."
+                    f"The recipe {self.name!r} has {name}={value!r}. Pass a positive int to Recipe(...)."
                 )
         if self.batch_size > self.samples:
             raise InputError(
-                f"The recipe {self.name!r} with batch_size={self.batch_size}: there are {self.samples} "
-                "training samples only. Give a smaller batch_size."
+                f"The recipe {self.name!r} has batch_size={self.batch_size}, but only {self.samples} "
+                "training samples. Pass a smaller batch_size."
             )
         unknown = sorted(set(self.learning_rates) - set(self.optimizers))
         if unknown:
             raise InputError(
-                f"The recipe {self.name!r} with learning_rates={dict(self.learning_rates)!r}: "
-                f"no way is known to make {unknown}. "
-                f"Use names of {sorted(self.optimizers)} or add yours to `optimizers`."
+                f"The recipe {self.name!r} has learning_rates for the unknown optimizers {unknown}. Use "
+                f"names of {sorted(self.optimizers)}, or add yours to `optimizers`."
             )
 
     @property
     def default_optimizer(self) -> str:
-        """The first of `offered`."""
+        """Return the first of `offered`."""
         return self.offered[0]
 
     @property
     def offered(self) -> tuple[str, ...]:
-        """Names of the optimizers: those of `learning_rates`, or all of `optimizers` if it is empty."""
+        """Return the names in `learning_rates`, or all names in `optimizers` if it is empty."""
         return tuple(self.learning_rates or self.optimizers)
 
     def require(self, *names: str, by: str) -> None:
-        """Raise an `InputError` if fields that the command `by` needs are missing."""
-        left_out = {
+        """Raise `InputError` if the recipe lacks fields that the command `by` needs."""
+        is_missing = {
             "evaluate": self.evaluate is _not_measured,
             "metric": not self.metric,
             "margin": math.isnan(self.margin),
             "learning_rates": not self.learning_rates,
         }
-        missing = ", ".join(name for name in names if left_out[name])
+        missing = ", ".join(name for name in names if is_missing[name])
         if missing:
             raise InputError(
                 f"The recipe {self.name!r} has no {missing}, which {by} needs. Pass it to Recipe(...)."
@@ -143,5 +164,5 @@ class Recipe:
 
     @property
     def statement(self) -> str:
-        """Description of the loss: its reduction and what a micro-batch counts."""
+        """Return a description of the loss: its reduction, and the unit of the weights."""
         return f"the loss is a {self.reduction} over {self.counts}"

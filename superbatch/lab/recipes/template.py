@@ -1,9 +1,9 @@
 """A recipe for the commands of superbatch: a model, its data and its loss. It runs unchanged.
 
-    superbatch verify recipe.py:recipe     is the accumulated gradient that of the batch?
-    superbatch fit recipe.py:recipe        which micro-batch fits, and which is fastest?
-    superbatch compare recipe.py:recipe    does accumulation train like the real batch?
-    superbatch advise recipe.py:recipe     does accumulation pay?
+    superbatch verify recipe.py:recipe     compare the accumulated gradient with the batch's
+    superbatch fit recipe.py:recipe        find the largest and the fastest micro-batch
+    superbatch compare recipe.py:recipe    compare training by accumulation with the real batch
+    superbatch advise recipe.py:recipe     estimate the gain from accumulation
     superbatch train recipe.py:recipe      train it; --checkpoints FOLDER resumes
 
 Replace the parts marked REPLACE. The commands import and execute this file.

@@ -1,14 +1,15 @@
-"""A byte language model on the text of Python's standard library: variable lengths, padding, token weights.
+"""A byte language model on the source of Python's standard library: variable lengths, padding, token weights.
 
-A sample is one line of source. The loss is a mean over *tokens*, so micro-batches with the same number of
-lines weigh differently, and a mean of their means is not the loss of the batch.
+A sample is one line of source. The loss is a mean over *tokens*, so micro-batches with equally many lines
+have different weights, and the mean of their means is not the loss of the batch.
 """
 
 from __future__ import annotations
 
 import math
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,21 +23,18 @@ from superbatch.torch import count_tokens
 from .models import seeded
 from .recipe import Recipe
 
-IGNORE = -100  # label of padding: positions that the loss leaves out
-NEWLINE = 10  # the byte that ends the line before: what the first byte of a line is predicted from
-LONGEST = 48  # bytes of a line that are used; the rest of a longer line is left out
+IGNORE = -100  # label of padding, which the loss ignores
+NEWLINE = 10  # the byte before a line, from which its first byte is predicted
+LONGEST = 48  # largest number of bytes of a line; longer lines are truncated
 TEST_LINES = 256
 
 
 def text(*, lines: int = 8192) -> Recipe:
-    """A small byte-level transformer on lines of the standard library, measured in bits per byte."""
+    """Return a small byte-level transformer on lines of the standard library, measured in bits per byte."""
     corpus = read_lines(lines)
-    # A fixed permutation: neighbouring lines of a file are alike, the test lines must not be one file's.
+    # A fixed permutation: neighbouring lines are similar, so test lines must come from many files.
     order = torch.randperm(len(corpus), generator=torch.Generator().manual_seed(0)).tolist()
     test, train = ([corpus[i] for i in part] for part in (order[:TEST_LINES], order[TEST_LINES:]))
-
-    def loss_fn(model: nn.Module) -> Callable[[Mapping[str, Tensor]], Tensor]:
-        return lambda batch: _token_mean(model, batch)
 
     return Recipe(
         name="text",
@@ -44,7 +42,7 @@ def text(*, lines: int = 8192) -> Recipe:
         model=seeded(ByteModel),
         samples=len(train),
         batch=lambda indices: collate([train[i] for i in indices.tolist()]),
-        loss_fn=loss_fn,
+        loss_fn=lambda model: partial(_token_mean, model),
         evaluate=lambda model: _bits_per_byte(model, collate(test)),
         metric="test loss",
         unit="bits/byte",
@@ -59,9 +57,9 @@ def text(*, lines: int = 8192) -> Recipe:
 
 
 class ByteModel(nn.Module):
-    """Bytes -> scores of the next byte: a transformer of one block, without dropout.
+    """Transformer of one block without dropout, from bytes to logits of the next byte.
 
-    A position sees itself and those before it, so the padding after a line's end changes nothing before it.
+    Attention is causal, so padding after the end of a line does not change its logits.
     """
 
     def __init__(self, width: int = 32, heads: int = 4) -> None:
@@ -70,8 +68,8 @@ class ByteModel(nn.Module):
         self.bytes = nn.Embedding(256, width)
         self.positions = nn.Embedding(LONGEST, width)
         self.attention_norm = nn.LayerNorm(width)
-        # No bias: softmax does not feel one of the keys. Its gradient would be rounding alone, which Adam
-        # turns into updates of full size.
+        # No bias: softmax cancels a bias of the keys. Its gradient would be rounding, which Adam turns into
+        # full steps.
         self.query_key_value = nn.Linear(width, 3 * width, bias=False)
         self.attended = nn.Linear(width, width)
         self.mlp = nn.Sequential(
@@ -80,7 +78,7 @@ class ByteModel(nn.Module):
         self.head = nn.Linear(width, 256)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Ids int64 of shape (samples, length), length <= 48 -> scores of shape (samples, length, 256)."""
+        """Return logits (samples, length, 256) for int64 ids (samples, length), with length up to 48."""
         x = self.bytes(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         x = x + self._attend(self.attention_norm(x))
         x = x + self.mlp(x)
@@ -90,12 +88,12 @@ class ByteModel(nn.Module):
         # (samples, length, 3 * width) -> three of (samples, heads, length, width / heads)
         parts = self.query_key_value(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         query, key, value = parts.unbind(0)
-        seen = scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.attended(seen.transpose(1, 2).flatten(2))
+        mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.attended(mixed.transpose(1, 2).flatten(2))
 
 
 def read_lines(count: int) -> list[bytes]:
-    """Lines of the modules directly in the standard library's folder, spread evenly: 2 to 48 bytes each."""
+    """Return evenly spread lines of 2 to 48 bytes from the standard library's top-level modules."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     lines = [
         line.rstrip()[:LONGEST]
@@ -105,15 +103,15 @@ def read_lines(count: int) -> list[bytes]:
     ]
     if len(lines) < count:
         raise InputError(
-            f"The recipe text with {count} lines: "
-            f"the standard library's folder {str(folder)!r} has {len(lines)} lines of source. "
-            "Use a Python that carries its library as .py files, or another recipe."
+            f"The recipe text needs {count} lines of source, but the standard library's folder "
+            f"{str(folder)!r} has {len(lines)}. Use a Python with its library as .py files, or another "
+            "recipe."
         )
     return [lines[i * len(lines) // count] for i in range(count)]
 
 
 def collate(lines: list[bytes], *, first: int = NEWLINE, padding: int = 0) -> dict[str, Tensor]:
-    """Pad lines to the longest: what the model reads, and what it predicts.
+    """Return lines padded to the longest: inputs ``ids``, and ``labels`` with `IGNORE` as padding.
 
     Examples:
         >>> {name: leaf.tolist() for name, leaf in collate([b"ab", b"c"]).items()}

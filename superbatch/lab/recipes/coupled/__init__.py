@@ -1,4 +1,4 @@
-"""Recipes whose update depends on the whole batch, each with the ways to make it from micro-batches."""
+"""Recipes whose update depends on the whole batch, with several ways to make it from micro-batches."""
 
 from .recipe import CoupledRecipe as CoupledRecipe
 from .recipe import Measure as Measure

@@ -1,4 +1,4 @@
-"""Code search: a docstring must find its function among all others of the batch (InfoNCE).
+"""Code search: match each docstring to its function among all functions of the batch (InfoNCE).
 
 Margin and grid were set before the first run of the study: 1 point of recall@1; rates 0.03 and 0.1.
 """
@@ -20,7 +20,7 @@ from ..pairs import info_nce
 from .docstrings import Texts, load_texts, shuffled
 from .pair_files import pair_files, read_pairs
 from .recipe import CoupledRecipe, Measure, Point
-from .ways import Loss, Update, Way, exact, groups, plain
+from .ways import Update, Way, exact, groups, plain, rows
 
 BATCH, UPDATES, EXACT = 256, 300, 128
 WIDTH, TEMPERATURE, LEFT_OUT = 64, 0.15, 0.5
@@ -29,7 +29,7 @@ Pairs = dict[str, Tensor]
 
 
 class Towers(nn.Module):
-    """Two linear towers over one table of words."""
+    """Two linear towers on a shared word embedding."""
 
     def __init__(self, words: int) -> None:
         super().__init__()
@@ -41,32 +41,28 @@ class Towers(nn.Module):
                 layer.bias.zero_()
 
     def forward(self, query: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
-        """Embed word numbers (n, length) of both sides as unit vectors (n, 64)."""
+        """Return unit vectors (n, 64) of both sides for word numbers (n, length)."""
         both = self.query(self.words(query)), self.code(self.words(code))
         return normalize(both[0], dim=1), normalize(both[1], dim=1)
 
 
-def loss_at(model: nn.Module, strength: float, *, size: int | None = None) -> Loss:
-    """Make the loss: each pair against the others of its micro-batch."""
-
-    def loss_fn(batch: Any) -> Tensor:
-        query, code = model(batch["query"], batch["code"])
-        return info_nce(groups(query, size), groups(code, size), TEMPERATURE)
-
-    return loss_fn
+def loss(model: nn.Module, batch: Pairs, strength: float = 0.0, *, size: int | None = None) -> Tensor:
+    """Return the InfoNCE loss of each pair against the others of its micro-batch."""
+    query, code = model(batch["query"], batch["code"])
+    return info_nce(groups(query, size), groups(code, size), TEMPERATURE)
 
 
 def cached(model: nn.Module, optimizer: torch.optim.Optimizer, strength: float) -> Update:
-    """Make exact updates by cached gradients of the embeddings."""
+    """Make exact updates with cached gradients of the embeddings."""
 
     def encode(batch: Any) -> tuple[Tensor, Tensor]:
         return model(batch["query"], batch["code"])
 
-    def loss_fn(embeddings: Any) -> Tensor:
+    def loss_of(embeddings: Any) -> Tensor:
         return info_nce(*embeddings, temperature=TEMPERATURE)
 
     def update(batch: Any) -> None:
-        cached_gradients(encode, loss_fn, batch, EXACT, models=model)
+        cached_gradients(encode, loss_of, batch, EXACT, models=model)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -75,7 +71,7 @@ def cached(model: nn.Module, optimizer: torch.optim.Optimizer, strength: float) 
 
 @torch.no_grad()
 def recall(model: nn.Module, pairs: Pairs, first: int) -> float:
-    """Measure the percentage of docstrings whose function is among their `first` best matches."""
+    """Return the percentage of docstrings whose function is among their `first` best matches."""
     query, code = model(pairs["query"], pairs["code"])
     scores = query @ code.T
     rank = (scores > scores.diagonal()[:, None]).sum(1)
@@ -83,30 +79,28 @@ def recall(model: nn.Module, pairs: Pairs, first: int) -> float:
 
 
 def _some_words(pairs: Pairs, indices: Tensor) -> Pairs:
-    """Leave half of the words out, by a generator that the indices seed: every way sees the same."""
+    """Return pairs with half of the words replaced by padding."""
+    # Seeded by the indices and their order, so that every way drops the same words.
     spread = torch.arange(1, len(indices) + 1)
     g = torch.Generator().manual_seed(int((indices * spread).sum()))
     return {
-        name: ids[indices] * (torch.rand(len(indices), ids.shape[1], generator=g) >= LEFT_OUT)
-        for name, ids in pairs.items()
+        name: ids * (torch.rand(ids.shape, generator=g) >= LEFT_OUT)
+        for name, ids in rows(pairs, indices).items()
     }
 
 
-def _rows(texts: Texts, part: slice) -> Pairs:
-    return {"query": texts.queries[part], "code": texts.codes[part]}
-
-
 def code_search(data: str | Path | None = None, *, texts: Texts | None = None) -> CoupledRecipe:
-    """Make the recipe from a folder of pairs or of Python sources, or from pairs of one's own.
+    """Return the recipe for a folder of pairs or of Python sources, or for given texts.
 
-    The first 1500 pairs are held out. Without either it reads the standard library, whose size differs with
-    its version.
+    The first 1500 pairs are held out. By default the pairs are those of Python's standard library, whose
+    number depends on its version.
     """
     files = [] if data is None else pair_files(Path(data))
     texts = texts or (shuffled(read_pairs(files)) if files else load_texts(data))
     where = "Python's standard library" if data is None else repr(str(data))
     task = "a query must find its passage" if files else "a docstring must find its function"
-    test, valid, train = (_rows(texts, part) for part in (slice(1000), slice(1000, 1500), slice(1500, None)))
+    pairs = {"query": texts.queries, "code": texts.codes}
+    test, valid, train = (rows(pairs, part) for part in (slice(1000), slice(1000, 1500), slice(1500, None)))
     model = seeded(partial(Towers, texts.words))
 
     return CoupledRecipe(
@@ -114,16 +108,15 @@ def code_search(data: str | Path | None = None, *, texts: Texts | None = None) -
         description=f"two linear towers: {task}, in {where}",
         model=model,
         samples=len(train["query"]),
-        batch=lambda indices: _some_words(train, indices),
-        loss_fn=lambda model: loss_at(model, 0.0),
+        batch=partial(_some_words, train),
+        loss_fn=lambda model: partial(loss, model),
         margin=1.0,
         learning_rates={"adam": 0.1},
         batch_size=BATCH,
         updates=UPDATES,
-        coupled="exact",
         ways=(
-            exact(loss_at, model, EXACT, f"each pair against {BATCH - 1} others"),
-            *(plain(loss_at, model, m, f"each pair against {m - 1} others") for m in (32, 8, 2)),
+            exact(loss, model, EXACT, f"each pair against {BATCH - 1} others"),
+            *(plain(loss, model, m, f"each pair against {m - 1} others") for m in (32, 8, 2)),
             Way(
                 name="cached gradients",
                 how=f"cached_gradients in micro-batches of {EXACT}: exact for losses of embeddings",
@@ -139,9 +132,9 @@ def code_search(data: str | Path | None = None, *, texts: Texts | None = None) -
         ),
         measure=lambda model: (recall(model, test, 1), recall(model, test, 10)),
         lower_is_better=False,
-        mechanism="with m - 1 negatives a pair is solved once it beats a few others, not the hardest of all",
+        mechanism="with m - 1 negatives a pair only has to beat a few others, not the hardest of all",
         limits=(
-            "Fewer negatives regularise: in longer training without left-out words the real batch overfits.",
+            "Fewer negatives regularise: in longer training with all words the real batch overfits.",
             "A queue of stale negatives, another remedy, was not tried.",
         ),
     )

@@ -15,9 +15,9 @@ from superbatch.errors import InputError
 from ..text import collate
 from .docstrings import LEFT_OUT, files_of, library
 
-LONG, SHORT = 128, 24  # bytes of a long text, and the most of a short one
-START = 256  # input before the first byte, and behind the last
-LEAST, MOST = 1000, 10_000  # texts of each kind: the fewest, and how many are used at most
+LONG, SHORT = 128, 24  # bytes of a long text, and largest number of bytes of a short one
+START = 256  # input before the first byte, and padding after the last
+LEAST, MOST = 1000, 10_000  # texts of each kind: fewest in the data, and most that are used
 COMMENT = re.compile(rb"\s*# ([A-Z][ -~]{10,})")
 SHORTEST_LINE = 10
 
@@ -27,19 +27,19 @@ Found = tuple[list[bytes], list[bytes]]
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts in a fixed random order, and what each kind is called."""
+    """Texts in a fixed random order, with names of the two kinds."""
 
     longs: Texts  # of 128 bytes
-    shorts: Texts  # of at most 24
-    long: str  # a plural, such as ``"source"``
-    short: str  # such as ``"comments"``
-    where: str  # the texts come from
+    shorts: Texts  # of at most 24 bytes
+    long: str  # name of the long texts, such as ``"source"``
+    short: str  # name of the short texts, such as ``"comments"``
+    where: str  # origin of the texts
 
 
 def corpus(data: str | Path | None) -> Corpus:
-    """Read long and short texts from Python sources, or from ``.txt`` files where a folder has no sources.
+    """Read long and short texts from Python sources, or from ``.txt`` files if a folder has no sources.
 
-    Sources give pieces of 128 bytes and comments; text gives pieces and beginnings of lines.
+    Long texts are pieces of 128 bytes. Short texts are comments of sources, or the starts of lines of text.
     """
     folder = library(data)
     sources = files_of(folder, "py", left_out={*LEFT_OUT, "encodings"})
@@ -47,15 +47,12 @@ def corpus(data: str | Path | None) -> Corpus:
     use_text = data is not None and not sources
     long, short = ("text", "lines") if use_text else ("source", "comments")
     read: Callable[[bytes], Found] = _of_text if use_text else _of_source
-    longs, shorts = list[bytes](), list[bytes]()
-    for path in texts if use_text else sources:
-        more = read(path.read_bytes())
-        longs += more[0]
-        shorts += more[1]
+    found = [read(path.read_bytes()) for path in (texts if use_text else sources)]
+    longs, shorts = ([text for each in found for text in each[kind]] for kind in (0, 1))
     if min(len(longs), len(shorts)) < LEAST:
         raise InputError(
-            f"{str(folder)!r} has {len(longs)} pieces of {long} and {len(shorts)} {short}, and token-means "
-            f"needs {LEAST} of each. Name a larger folder of Python sources or of .txt files with --data."
+            f"{str(folder)!r} has {len(longs)} pieces of {long} and {len(shorts)} {short}, but token-means "
+            f"needs {LEAST} of each. Pass a larger folder of Python sources or of .txt files with --data."
         )
     g = torch.Generator().manual_seed(0)
     where = "the standard library" if data is None else repr(str(data))
@@ -64,13 +61,15 @@ def corpus(data: str | Path | None) -> Corpus:
 
 def _of_source(text: bytes) -> Found:
     shorts = [found[1][:SHORT] for line in text.splitlines() if (found := COMMENT.fullmatch(line))]
+    # Every 16th piece, so that no file dominates.
     return [text[i : i + LONG] for i in range(0, len(text) - LONG, 16 * LONG)], shorts
 
 
 def _of_text(text: bytes) -> Found:
     lines = [line for each in text.splitlines() if len(line := each.strip()) >= SHORTEST_LINE]
-    whole = b" ".join(lines)
-    return [whole[i : i + LONG] for i in range(0, len(whole) - LONG, LONG)], [line[:SHORT] for line in lines]
+    joined = b" ".join(lines)
+    longs = [joined[i : i + LONG] for i in range(0, len(joined) - LONG, LONG)]
+    return longs, [line[:SHORT] for line in lines]
 
 
 def _shuffled(texts: list[bytes], g: torch.Generator) -> Texts:

@@ -1,4 +1,4 @@
-"""Pairs of texts as numbers of words: by default docstrings beside bodies of Python's standard library."""
+"""Pairs of texts as word numbers: by default docstrings and function bodies of Python's standard library."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from superbatch.errors import InputError
 
 LEFT_OUT = frozenset(("site-packages", "test", "tests", "idlelib", "lib2to3"))
 VOCABULARY, QUERY_WORDS, CODE_WORDS, FEWEST = 4096, 32, 64, 5
-TRAINING_FROM, LEAST = 1500, 2000  # pairs before the training pairs, and the fewest pairs in all
+TRAINING_FROM, LEAST = 1500, 2000  # held-out pairs before the training pairs, and fewest pairs in all
 Pair = tuple[list[str], list[str]]
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Pairs as numbers of words, in a fixed random order; 0 is padding."""
+    """Pairs as word numbers; 0 is padding and stands for unknown words."""
 
     queries: Tensor  # int64 (n, 32)
     codes: Tensor  # int64 (n, 64)
-    words: int  # size of the table
+    words: int  # size of the embedding table
 
 
 def load_texts(data: str | Path | None = None) -> Texts:
@@ -35,31 +35,34 @@ def load_texts(data: str | Path | None = None) -> Texts:
     found = [*_pairs(library(data))]
     if len(found) < LEAST:
         raise InputError(
-            f"{str(library(data))!r} has {len(found)} documented functions, and code-search needs {LEAST}. "
-            "Name a larger folder of Python sources with --data, or one with files of pairs (.tsv, .jsonl)."
+            f"{str(library(data))!r} has {len(found)} documented functions, but code-search needs {LEAST}. "
+            "Pass a larger folder of Python sources with --data, or one with files of pairs (.tsv, .jsonl)."
         )
     return shuffled(found)
 
 
 def shuffled(pairs: Sequence[Pair]) -> Texts:
-    """Number the words of pairs, put in a fixed random order; the first 1500 are held out."""
+    """Return pairs as word numbers, in a fixed random order; the first 1500 are held out."""
     order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0)).tolist()
     return as_numbers([pairs[i] for i in order], training_from=TRAINING_FROM)
 
 
 def library(data: str | Path | None) -> Path:
-    """Return the folder of sources: the one that was named, or the standard library of this Python."""
+    """Return the given folder of sources, or that of this Python's standard library."""
     return Path(sysconfig.get_paths()["stdlib"] if data is None else data)
 
 
 def files_of(folder: Path, suffix: str, *, left_out: Set[str]) -> list[Path]:
-    """List the files of a folder and its subfolders but for some, in order."""
+    """Return the sorted files with a suffix, without those under folders or files named in `left_out`."""
     found = sorted(folder.rglob(f"*.{suffix}"))
     return [path for path in found if not left_out & set(path.relative_to(folder).parts)]
 
 
 def as_numbers(pairs: Sequence[Pair], *, training_from: int) -> Texts:
-    """Number the words that occur at least twice in the training pairs, the most frequent first."""
+    """Return pairs as word numbers, the most frequent words first.
+
+    Only words that occur in at least two training pairs have a number.
+    """
     counts = Counter(word for query, code in pairs[training_from:] for word in sorted({*query, *code}))
     known = [word for word, count in counts.most_common(VOCABULARY - 1) if count > 1]
     numbers = {word: number for number, word in enumerate(known, start=1)}
@@ -76,7 +79,7 @@ def _table(texts: Sequence[Sequence[str]], numbers: dict[str, int], length: int)
 
 
 def _pairs(library: Path) -> Iterator[Pair]:
-    """Yield each documented function of a folder once: the words of its docstring and of its body."""
+    """Yield the words of the docstring and of the body of each documented function, without duplicates."""
     seen = set[str]()
     for path in files_of(library, "py", left_out=LEFT_OUT):
         for node in _functions(path):
@@ -92,7 +95,7 @@ def _pairs(library: Path) -> Iterator[Pair]:
 def _functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     try:
         tree = ast.parse(path.read_text("utf8"))
-    except (SyntaxError, ValueError, OSError):  # files of other encodings and of tests
+    except (SyntaxError, ValueError, OSError):  # other encodings, and files that are invalid on purpose
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and len(node.body) > 1:
@@ -100,7 +103,7 @@ def _functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def words(text: str) -> list[str]:
-    """Split a text into words of letters, in lower case; names in camel case into their parts.
+    """Return the words of letters in a text, in lower case; camel-case names are split.
 
     Examples:
         >>> words("readLine(self, 3)")

@@ -7,7 +7,6 @@ and 30 at a rate of 0.003.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from ..models import dtype_of, seeded
 from .recipe import CoupledRecipe, Measure, Point
-from .ways import Loss, exact, groups, plain
+from .ways import exact, groups, plain, rows
 
 BATCH, UPDATES, EXACT = 256, 300, 128
 HELD_OUT = 8000
@@ -24,19 +23,19 @@ Table = dict[str, Tensor]
 
 
 def people(count: int, seed: int) -> Table:
-    """Draw a table: 10 noisy features, 3 that tell the group, a label that depends on the group."""
+    """Draw a table: 10 noisy features, 3 that depend on the group, and a label that depends on it too."""
     g = torch.Generator().manual_seed(seed)
     group = (torch.rand(count, generator=g) < 0.3).float()
     hidden = torch.randn(count, 10, generator=g)
     noise = 0.5 * torch.randn(count, generator=g)
     label = (hidden[:, :5].sum(1) + 1.5 * group + noise > 0).float()
-    tells = (2 * group - 1)[:, None] + 0.8 * torch.randn(count, 3, generator=g)
-    features = torch.cat([hidden + 0.2 * torch.randn(count, 10, generator=g), tells], 1)
+    of_group = (2 * group - 1)[:, None] + 0.8 * torch.randn(count, 3, generator=g)
+    features = torch.cat([hidden + 0.2 * torch.randn(count, 10, generator=g), of_group], 1)
     return {"features": features, "label": label, "group": group}
 
 
 def gap(scores: Tensor, group: Tensor) -> Tensor:
-    """Compute the mean score of group 1 less that of group 0 in the last dimension; 0 if one is missing."""
+    """Return the mean score of group 1 minus that of group 0 over the last dimension; 0 if one is empty."""
     other = 1 - group
     counts = group.sum(-1), other.sum(-1)
     ones, others = (
@@ -45,28 +44,26 @@ def gap(scores: Tensor, group: Tensor) -> Tensor:
     return (ones - others) * (counts[0] * counts[1]).clamp_max(1)
 
 
-def loss_at(model: nn.Module, strength: float, *, size: int | None = None, unbiased: bool = False) -> Loss:
-    """Make the loss: logistic loss plus strength times the squared gap of each micro-batch.
+def loss(
+    model: nn.Module, batch: Table, strength: float, *, size: int | None = None, unbiased: bool = False
+) -> Tensor:
+    """Return the logistic loss plus strength times the squared gap, as a mean over micro-batches.
 
-    `unbiased` multiplies the gaps of two halves in place of the square.
+    `unbiased` replaces the square by the product of the gaps of two halves, which are independent.
     """
-
-    def loss_fn(batch: Any) -> Tensor:
-        logits = model(batch["features"])[:, 0]
-        scores, group = groups(logits.sigmoid(), size), groups(batch["group"], size)
-        if unbiased:
-            left, right = zip(scores.chunk(2, -1), group.chunk(2, -1), strict=True)
-            penalty = gap(*left) * gap(*right)
-        else:
-            penalty = gap(scores, group).square()
-        return binary_cross_entropy_with_logits(logits, batch["label"]) + strength * penalty.mean()
-
-    return loss_fn
+    logits = model(batch["features"])[:, 0]
+    scores, group = groups(logits.sigmoid(), size), groups(batch["group"], size)
+    if unbiased:
+        left, right = zip(scores.chunk(2, -1), group.chunk(2, -1), strict=True)
+        penalty = gap(*left) * gap(*right)
+    else:
+        penalty = gap(scores, group).square()
+    return binary_cross_entropy_with_logits(logits, batch["label"]) + strength * penalty.mean()
 
 
 @torch.no_grad()
 def measured(model: nn.Module, table: Table) -> tuple[float, float, float]:
-    """Measure accuracy minus gap, the gap between the groups' shares of positive answers, and accuracy."""
+    """Return accuracy minus gap, the gap between the groups' shares of positive answers, and accuracy."""
     positive = model(table["features"].to(dtype_of(model)))[:, 0] > 0
     accuracy = 100 * (positive == table["label"].bool()).float().mean().item()
     apart = 100 * gap(positive.float(), table["group"]).abs().item()
@@ -74,32 +71,31 @@ def measured(model: nn.Module, table: Table) -> tuple[float, float, float]:
 
 
 def fairness() -> CoupledRecipe:
-    """Make the recipe."""
+    """Return the recipe."""
     train, valid, test = people(BATCH * UPDATES, seed=0), people(HELD_OUT, seed=1), people(HELD_OUT, seed=2)
     model = seeded(lambda: nn.Sequential(nn.Linear(13, 32), nn.GELU(), nn.Linear(32, 1)))
 
-    halves, of_halves = partial(loss_at, unbiased=True), "the product of the gaps of two halves, no square"
+    halves, of_halves = partial(loss, unbiased=True), "the product of the gaps of two halves, no square"
     return CoupledRecipe(
         name="fairness",
         description="a small classifier of generated tables, with a penalty on the squared gap of two groups",
         model=model,
         samples=len(train["label"]),
-        batch=lambda indices: {name: values[indices] for name, values in train.items()},
-        loss_fn=lambda model: loss_at(model, 10.0),
+        batch=partial(rows, train),
+        loss_fn=lambda model: partial(loss, model, strength=10.0),
         margin=1.0,
         learning_rates={"adam": 3e-3},
         batch_size=BATCH,
         updates=UPDATES,
-        coupled="exact",
         ways=(
-            exact(loss_at, model, EXACT, f"the squared gap of all {BATCH} samples"),
-            *(plain(loss_at, model, m, "the mean of their squared gaps") for m in (64, 16)),
+            exact(loss, model, EXACT, f"the squared gap of all {BATCH} samples"),
+            *(plain(loss, model, m, "the mean of their squared gaps") for m in (64, 16)),
             *(plain(halves, model, m, of_halves, kind="unbiased") for m in (64, 16)),
         ),
         points=tuple(Point(learning_rate=3e-3, strength=strength) for strength in (1.0, 3.0, 10.0, 30.0)),
         validate=lambda model: measured(model, valid)[0],
         measures=(
-            Measure(name="accuracy minus gap, points", meaning="what validation chooses by; 8000 test rows"),
+            Measure(name="accuracy minus gap, points", meaning="the score of validation, on 8000 test rows"),
             Measure(name="gap, points", meaning="between the groups' shares of positive answers"),
             Measure(name="accuracy, %", meaning="of the test rows"),
         ),
@@ -107,7 +103,7 @@ def fairness() -> CoupledRecipe:
         lower_is_better=False,
         mechanism="the square of a mean over m samples is the square of the mean plus variance / m",
         limits=(
-            "The unbiased penalty repairs the bias for this loss alone, and takes the formula to know it.",
-            "A micro-batch, or a half of one, that misses a group has no penalty.",
+            "The unbiased penalty corrects the bias for this loss only, and requires to know its formula.",
+            "A micro-batch, or a half of one, without samples of one group has no penalty.",
         ),
     )

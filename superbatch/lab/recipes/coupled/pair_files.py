@@ -1,4 +1,4 @@
-"""Pairs of texts from files of one's own: a query and the passage that answers it."""
+"""Pairs of texts from the user's files: a query and the passage that answers it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ KINDS = (".jsonl", ".tsv")
 
 
 def pair_files(folder: Path) -> list[Path]:
-    """List the files of pairs that lie directly in a folder, in order."""
+    """Return the sorted files of pairs directly in a folder."""
     return sorted(path for path in folder.glob("*") if path.suffix in KINDS) if folder.is_dir() else []
 
 
 def read_pairs(files: list[Path]) -> list[Pair]:
-    """Read pairs, each query and each passage once: a second one would be a wrong negative.
+    """Read pairs without repeated queries or passages, which would be false negatives of each other.
 
-    A line of ``.tsv`` is a query, a tab and a passage; one of ``.jsonl`` an object with the keys
+    A line of ``.tsv`` is a query, a tab and a passage. A line of ``.jsonl`` is an object with the keys
     ``"query"`` and ``"passage"``.
     """
     seen, found = set[str](), list[Pair]()
@@ -36,14 +36,14 @@ def read_pairs(files: list[Path]) -> list[Pair]:
                 found.append(pair)
     if len(found) < LEAST:
         raise InputError(
-            f"{str(files[0].parent)!r} has {len(found)} different pairs of texts, and code-search "
-            f"needs {LEAST}: 1000 to test, 500 to choose the learning rate, and the others to train."
+            f"{str(files[0].parent)!r} has {len(found)} different pairs of texts, but code-search needs "
+            f"{LEAST}: 1000 to test, 500 to choose the learning rate, and the rest to train."
         )
     return found
 
 
 def words_of(text: str) -> list[str]:
-    """Split a text into words of two characters or more, in lower case."""
+    """Return the words of two or more characters in a text, in lower case."""
     return re.findall(r"\w{2,}", text.lower())
 
 
@@ -61,21 +61,21 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
 def _of_tabs(line: str, where: str) -> tuple[str, str]:
     parts = line.split("\t")
     if len(parts) != 2:
-        raise InputError(f"{where} has {len(parts)} columns. Write a query, one tab and a passage.")
+        raise InputError(f"{where} has {len(parts)} columns, not 2. Write a query, one tab and a passage.")
     return parts[0], parts[1]
 
 
 def _of_json(line: str, where: str) -> tuple[str, str]:
     try:
-        found: Any = json.loads(line)
+        pair: Any = json.loads(line)
     except ValueError as error:
         raise InputError(f"{where} is not JSON: {error}. Write one object on each line.") from error
-    if not isinstance(found, dict):
-        raise InputError(f'{where} is no object. Write {{"query": "...", "passage": "..."}}.')
-    query, passage = found.get("query"), found.get("passage")
+    if not isinstance(pair, dict):
+        raise InputError(f'{where} is not an object. Write {{"query": "...", "passage": "..."}}.')
+    query, passage = pair.get("query"), pair.get("passage")
     if not (isinstance(query, str) and isinstance(passage, str)):
         raise InputError(
-            f"{where} has the keys {', '.join(map(repr, found))}. "
-            'Write {"query": "...", "passage": "..."}, both texts.'
+            f"{where} has the keys {', '.join(map(repr, pair))}. "
+            'Write {"query": "...", "passage": "..."} with two strings.'
         )
     return query, passage

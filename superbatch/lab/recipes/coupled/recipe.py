@@ -1,9 +1,10 @@
-"""A recipe of the study `coupled`: a task, the ways to train it, and the grid of each way."""
+"""Recipe of the study `coupled`: a task, the ways to make its updates, and the grid of hyperparameters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 
@@ -15,38 +16,38 @@ from .ways import Way
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A point of the grid: hyperparameters that each way chooses by validation."""
+    """A point of the grid: hyperparameters among which each way chooses by validation."""
 
-    learning_rate: float  # of Adam at the first update; it falls to zero along a cosine
-    strength: float = 0.0  # of a penalty, where the loss has one
+    learning_rate: float  # Adam's rate at the first update; it falls to zero along a cosine
+    strength: float = 0.0  # strength of the penalty, if the loss has one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """A measured quantity of a trained model."""
+    """A quantity that is measured on a trained model."""
 
-    name: str  # and its unit, after a comma: a column of the table
+    name: str  # name, with the unit after a comma: heading of the table's column
     meaning: str  # one sentence
-    form: str = ".2f"  # a format specification
+    form: str = ".2f"  # format specification
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoupledRecipe(Recipe):
     """A recipe whose update depends on the whole batch; its first measure is its metric."""
 
-    # to make the update; the first is exact, in micro-batches, and the others are compared with it
-    ways: tuple[Way, ...]
-    points: tuple[Point, ...]  # grid that each way is tuned over, for each seed alone
+    coupled: Literal["error", "exact"] = "exact"
+    ways: tuple[Way, ...]  # the first is exact; the others are compared with it
+    points: tuple[Point, ...]  # grid over which each way is tuned, separately for each seed
     validate: Callable[[nn.Module], float]  # model -> score on validation data; larger is better
-    measures: tuple[Measure, ...]  # what `measure` returns; the first is compared, within `margin`
+    measures: tuple[Measure, ...]  # the first one is compared, with `margin`
     # model -> values on test data, in the order of `measures`
     measure: Callable[[nn.Module], tuple[float, ...]]
     lower_is_better: bool  # for the first measure
-    curve_at: tuple[float, ...] = ()  # where the points of `curve` lie
-    # model -> values that the picture draws; None: nothing
+    curve_at: tuple[float, ...] = ()  # positions of the values of `curve`
+    # model -> values for the plot; None for no plot
     curve: Callable[[nn.Module], tuple[float, ...]] | None = None
-    mechanism: str  # why micro-batches matter here, in one sentence
-    limits: tuple[str, ...]  # what the numbers do not show, one sentence each
+    mechanism: str  # why micro-batches matter for this task, in one sentence
+    limits: tuple[str, ...]  # limits of the result, one sentence each
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,8 +57,8 @@ class CoupledRecipe(Recipe):
         metric, _, unit = self.measures[0].name.partition(", ")
         first = {"metric": metric, "unit": unit, "evaluate": lambda model: self.measure(model)[0]}
         for name, value in first.items():
-            object.__setattr__(self, name, value)  # as a frozen dataclass sets its own fields
+            object.__setattr__(self, name, value)  # the dataclass is frozen
 
     def way(self, name: str) -> Way:
-        """The way of that name; StopIteration if there is none."""
+        """Return the way of this name; raise StopIteration if there is none."""
         return next(way for way in self.ways if way.name == name)

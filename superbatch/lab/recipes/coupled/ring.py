@@ -6,26 +6,26 @@ Margin and grid were set before the first run of the study: a distance of 0.02; 
 from __future__ import annotations
 
 import math
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from ..models import dtype_of, seeded
 from .recipe import CoupledRecipe, Measure, Point
-from .ways import Loss, exact, groups, plain
+from .ways import exact, groups, plain, rows
 
 BATCH, UPDATES, EXACT = 256, 300, 64
 RADIUS, MODES, SPREAD = 2.0, 8, 0.15
 LATENT, HELD_OUT, SECTORS = 8, 8192, 48
 
 ANGLES = torch.arange(32) * (math.pi / 32)
-DIRECTIONS = torch.stack([ANGLES.cos(), ANGLES.sin()])  # directions of the projections, columns
+DIRECTIONS = torch.stack([ANGLES.cos(), ANGLES.sin()])  # directions of the projections, as columns
 Points = dict[str, Tensor]
 
 
 def draw(count: int, seed: int) -> Points:
-    """Draw noise for the generator and points of the ring."""
+    """Draw noise for the generator, and points of the ring."""
     g = torch.Generator().manual_seed(seed)
     angle = torch.randint(MODES, (count,), generator=g) * (2 * math.pi / MODES)
     centres = RADIUS * torch.stack([angle.cos(), angle.sin()], 1)
@@ -34,24 +34,20 @@ def draw(count: int, seed: int) -> Points:
 
 
 def sliced(first: Tensor, second: Tensor) -> Tensor:
-    """Compute the squared sliced Wasserstein distance of micro-batches (K, m, 2), their mean."""
+    """Return the squared sliced Wasserstein distance, as a mean over micro-batches; inputs (K, m, 2)."""
     directions = DIRECTIONS.to(second)
     one, two = (each @ directions for each in (first, second))
     return (one.sort(1).values - two.sort(1).values).square().mean()
 
 
-def loss_at(model: nn.Module, strength: float, *, size: int | None = None) -> Loss:
-    """Make the loss: the distance between generated and given points of each micro-batch."""
-
-    def loss_fn(batch: Any) -> Tensor:
-        return sliced(groups(model(batch["noise"]), size), groups(batch["points"], size))
-
-    return loss_fn
+def loss(model: nn.Module, batch: Points, strength: float = 0.0, *, size: int | None = None) -> Tensor:
+    """Return the distance between generated and given points, as a mean over micro-batches."""
+    return sliced(groups(model(batch["noise"]), size), groups(batch["points"], size))
 
 
 @torch.no_grad()
 def measured(model: nn.Module, held_out: Points) -> tuple[float, float]:
-    """Measure the sliced Wasserstein distance of held-out points, and the generated ones' mean radius."""
+    """Return the sliced Wasserstein distance to held-out points, and the generated points' mean radius."""
     made = model(held_out["noise"].to(dtype_of(model)))
     distance = sliced(made[None], held_out["points"][None].to(made.dtype)).sqrt()
     return distance.item(), made.norm(dim=1).mean().item()
@@ -59,7 +55,7 @@ def measured(model: nn.Module, held_out: Points) -> tuple[float, float]:
 
 @torch.no_grad()
 def outline(model: nn.Module, held_out: Points) -> tuple[float, ...]:
-    """Measure the mean radius of the generated points in each sector; an empty one has that of all points."""
+    """Return the mean radius of generated points by sector; an empty sector has the mean of all points."""
     made = model(held_out["noise"].to(dtype_of(model)))
     radius = made.norm(dim=1)
     angle = torch.atan2(made[:, 1], made[:, 0]) % (2 * math.pi)
@@ -69,7 +65,7 @@ def outline(model: nn.Module, held_out: Points) -> tuple[float, ...]:
 
 
 def ring() -> CoupledRecipe:
-    """Make the recipe."""
+    """Return the recipe."""
     train, valid, test = draw(BATCH * UPDATES, seed=0), draw(HELD_OUT, seed=1), draw(HELD_OUT, seed=2)
     model = seeded(_generator)
 
@@ -78,16 +74,15 @@ def ring() -> CoupledRecipe:
         description="a generator of eight Gaussians on a ring of radius 2, by sliced Wasserstein distance",
         model=model,
         samples=len(train["noise"]),
-        batch=lambda indices: {name: values[indices] for name, values in train.items()},
-        loss_fn=lambda model: loss_at(model, 0.0),
+        batch=partial(rows, train),
+        loss_fn=lambda model: partial(loss, model),
         margin=0.02,
         learning_rates={"adam": 0.01},
         batch_size=BATCH,
         updates=UPDATES,
-        coupled="exact",
         ways=(
-            exact(loss_at, model, EXACT, f"{BATCH} points sorted against {BATCH}"),
-            *(plain(loss_at, model, m, f"points sorted against {m} points") for m in (32, 8, 4, 2)),
+            exact(loss, model, EXACT, f"{BATCH} points sorted against {BATCH}"),
+            *(plain(loss, model, m, f"points sorted against {m} points") for m in (32, 8, 4, 2)),
         ),
         points=tuple(Point(learning_rate=rate) for rate in (0.01, 0.03)),
         validate=lambda model: -measured(model, valid)[0],

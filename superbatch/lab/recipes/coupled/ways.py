@@ -1,7 +1,7 @@
 """Ways to make an update of one batch: exact in micro-batches, plain accumulation, cached gradients.
 
-Plain accumulation is written as one loss over groups of m samples. The mean over the groups has the gradient
-of the loop over micro-batches, without the loop's time; a test compares the two.
+Plain accumulation is one loss that is a mean over groups of m samples. It has the gradient of a loop over
+micro-batches, but takes less time; a test compares the two.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from superbatch.torch import WholeBatch
 
-Loss = Callable[[Any], Tensor]
-LossAt = Callable[[nn.Module, float], Loss]  # (model, strength of the point) -> the loss function of a batch
-Update = Callable[[Any], object]  # makes one update from a batch
-# (model, optimizer, strength of the point) -> the function that makes the updates.
+BatchLoss = Callable[..., Tensor]  # (model, batch, strength of the point) -> loss
+Update = Callable[[Any], object]  # batch -> None; makes one update
+# (model, optimizer, strength of the point) -> function that makes the updates
 MakeUpdate = Callable[[nn.Module, torch.optim.Optimizer, float], Update]
 
 
@@ -29,12 +28,17 @@ class Way:
 
     name: str  # short
     how: str  # in words
-    model: Callable[[int], nn.Module]  # seed -> a new model
-    update: MakeUpdate  # makes the function that makes the updates
+    model: Callable[[int], nn.Module]  # seed -> new model
+    update: MakeUpdate
+
+
+def rows(table: dict[str, Tensor], indices: Tensor | slice) -> dict[str, Tensor]:
+    """Return the samples of these indices from a table of columns."""
+    return {name: values[indices] for name, values in table.items()}
 
 
 def groups(values: Tensor, size: int | None) -> Tensor:
-    """Cut rows into micro-batches along a new first dimension.
+    """Split rows into micro-batches along a new first dimension; None for a single one.
 
     Examples:
         >>> groups(torch.arange(4), 2).tolist()
@@ -43,40 +47,34 @@ def groups(values: Tensor, size: int | None) -> Tensor:
     return values.unsqueeze(0) if size is None else values.unflatten(0, (-1, size))
 
 
-def accumulated(kind: Callable[..., Update], loss_at: LossAt, **options: Any) -> MakeUpdate:
-    """Make exact updates by `Accumulator` or `WholeBatch`."""
-
-    def make(model: nn.Module, optimizer: torch.optim.Optimizer, strength: float) -> Update:
-        return kind(model, optimizer, loss_at(model, strength), **options)
-
-    return make
-
-
-def exact(loss_at: LossAt, model: Callable[[int], nn.Module], size: int, how: str) -> Way:
-    """The way that all others are compared with: `superbatch.torch.WholeBatch`."""
-    how = f"WholeBatch in micro-batches of {size}: {how}"
-    return Way(
-        name="superbatch", how=how, model=model, update=accumulated(WholeBatch, loss_at, microbatch_size=size)
+def accumulated(kind: Callable[..., Update], loss: BatchLoss, **options: Any) -> MakeUpdate:
+    """Make exact updates with `Accumulator` or `WholeBatch`."""
+    return lambda model, optimizer, strength: kind(
+        model, optimizer, lambda batch: loss(model, batch, strength), **options
     )
 
 
+def exact(loss: BatchLoss, model: Callable[[int], nn.Module], size: int, how: str) -> Way:
+    """Return the reference for all other ways: `superbatch.torch.WholeBatch`."""
+    how = f"WholeBatch in micro-batches of {size}: {how}"
+    update = accumulated(WholeBatch, loss, microbatch_size=size)
+    return Way(name="superbatch", how=how, model=model, update=update)
+
+
 def plain(
-    loss_at: Callable[..., Loss], model: Callable[[int], nn.Module], size: int, how: str, kind: str = "plain"
+    loss: BatchLoss, model: Callable[[int], nn.Module], size: int, how: str, kind: str = "plain"
 ) -> Way:
-    """A way that takes micro-batches one by one; `loss_at` has a parameter for their size."""
+    """Return a way with one loss per micro-batch; `loss` has a parameter `size` for their size."""
     how = f"micro-batches of {size}: {how}"
-    update = written_out(partial(loss_at, size=size))
-    return Way(name=f"{kind}, m = {size}", how=how, model=model, update=update)
+    return Way(name=f"{kind}, m = {size}", how=how, model=model, update=at_once(partial(loss, size=size)))
 
 
-def written_out(loss_at: LossAt) -> MakeUpdate:
-    """Make updates by one backward of a loss that is written over groups of samples."""
+def at_once(loss: BatchLoss) -> MakeUpdate:
+    """Make updates with one backward of the loss of the batch."""
 
     def make(model: nn.Module, optimizer: torch.optim.Optimizer, strength: float) -> Update:
-        loss_fn = loss_at(model, strength)
-
         def update(batch: Any) -> None:
-            loss_fn(batch).backward()
+            loss(model, batch, strength).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
