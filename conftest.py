@@ -108,6 +108,8 @@ collect_ignore += [
 LONGEST = (
     "test_snippets.py",
     "test_compare.py",
+    "test_batch_studies.py",
+    "test_momentum_study.py",
     "test_studies.py",
     "test_fit.py",
     "test_failing_allocations.py",

@@ -46,7 +46,7 @@ def compilations() -> int:
     """Return the number of segments that were compiled in this process."""
     from superbatch.torch.virtual.run import compiled
 
-    return compiled._remembered.cache_info().misses
+    return compiled._cached.cache_info().misses
 
 
 def in_turns(runs: list[Callable[[], None]], rounds: int) -> list[list[float]]:

@@ -85,7 +85,7 @@ def measure(run: Callable[[], Any]) -> tuple[int, int]:
     with (
         mock.patch.object(torch.autograd.graph, "save_on_cpu", return_value=_saving_to(host)),
         mock.patch.object(Store, "keep", kept),
-        mock.patch.object(store, "ELSEWHERE", {"cpu"}),
+        mock.patch.object(store, "OWN_MEMORY", {"cpu"}),
         mock.patch.object(store, "Prefetcher", return_value=_FromHost(host)),
         ledger,
     ):

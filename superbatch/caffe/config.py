@@ -1,4 +1,4 @@
-"""Fields of a solver file: those of Caffe's SolverParameter, each with its type and its default.
+"""Fields of a solver file, which are those of Caffe's SolverParameter, with types and defaults.
 
 Source: BVLC/caffe 9b891540, src/caffe/proto/caffe.proto, `message SolverParameter`.
 """
@@ -52,10 +52,10 @@ class NetState:
 class SolverConfig:
     """A solver: Caffe's SolverParameter. Floats are rounded to float32, as Caffe stores them.
 
-    Each attribute is the field of the same name, with Caffe's default; None: not given. `type` also holds
-    the value of the old field ``solver_type``, as in Caffe. The fields of nets inside the file (`net_param`,
-    ...) are not checked. `ignored` names the skipped fields that Caffe does not have, such as those of its
-    forks.
+    Each attribute is the field of the same name, with Caffe's default. None means that the field is not
+    given. `type` also has the value of the old field ``solver_type``, as in Caffe. The fields of nets inside
+    the file (`net_param`, ...) are not checked. `ignored` names the skipped fields that Caffe does not have,
+    such as those of its forks.
 
     Raises:
         InputError: a value that Caffe's solver refuses, or that makes every weight NaN.
@@ -121,10 +121,10 @@ class SolverConfig:
             value = getattr(self, name)
             if type(value) is not int:  # isinstance would accept True
                 raise InputError(f"{name}={value!r} is not an integer. Pass an int.")
-        found = violation({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
-        if found is not None:
-            given = f"{found.field}={getattr(self, found.field)!r}"
-            raise InputError(f"{given} is not allowed: {found.wrong}. {found.do}.")
+        refused = violation({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        if refused is not None:
+            given = f"{refused.field}={getattr(self, refused.field)!r}"
+            raise InputError(f"{given} is not allowed: {refused.wrong}. {refused.do}.")
 
 
 FLOATS = (
@@ -160,7 +160,7 @@ class Violation:
 
     Attributes:
         field: the field that is wrong, or missing.
-        wrong: why.
+        wrong: the reason.
         do: the remedy, as a sentence without its full stop.
         because: the field whose value requires `field`, if another one does.
     """
@@ -172,7 +172,7 @@ class Violation:
 
 
 def violation(values: dict[str, Any]) -> Violation | None:
-    """Find the first value that Caffe refuses, at its start or while it trains.
+    """Find the first value that Caffe refuses when it starts, or that fails while it trains.
 
     Args:
         values: every field of `SolverConfig` by name, of the right types.

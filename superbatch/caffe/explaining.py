@@ -18,7 +18,7 @@ from .traps import traps
 from .writing import shortest
 
 POINTS = 400
-"""Number of updates whose rate is reported, beside those at which it drops."""
+"""Number of evenly spaced updates whose rate is reported; updates at which it drops are added."""
 
 
 def explain_solver(
@@ -78,7 +78,7 @@ def explain_solver(
 
 def _points(config: SolverConfig) -> tuple[int, ...]:
     last = max(config.max_iter - 1, 0)
-    found = {round(index * last / POINTS) for index in range(POINTS + 1)}
+    points = {round(index * last / POINTS) for index in range(POINTS + 1)}
     drops: list[int] = []
     if config.lr_policy == "multistep":
         drops = list(multistep_drops(config.stepvalue))
@@ -86,8 +86,8 @@ def _points(config: SolverConfig) -> tuple[int, ...]:
         # With more drops than points the curve is smooth, and evenly spaced points show it.
         drops = list(range(0, last + 1, config.stepsize)) if last // config.stepsize <= POINTS else []
     # Both sides of a drop, so that a plot shows a step and not a slope.
-    found |= {point for drop in drops for point in (drop - 1, drop) if 0 <= point <= last}
-    return tuple(sorted(found))
+    points |= {point for drop in drops for point in (drop - 1, drop) if 0 <= point <= last}
+    return tuple(sorted(points))
 
 
 def _settings(config: SolverConfig, batch: int | None) -> list[Setting]:

@@ -1,4 +1,4 @@
-"""Read a solver file as a `SolverConfig`; what Caffe refuses is an error with line and column."""
+"""Read a solver file as a `SolverConfig`; raise, with line and column, for a value that Caffe refuses."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def read_solver(path: str | os.PathLike[str], *, ignore_unknown: bool = False) -
         raise _unreadable(path, "it is a binary file")
     try:
         text = content.decode("utf-8-sig")  # Windows editors begin files with a byte-order mark
-    except UnicodeDecodeError:  # as editors of that time wrote; every byte is valid Latin-1
+    except UnicodeDecodeError:  # old files are in Latin-1, in which every byte is valid
         text = content.decode("latin-1")
     return parse_solver(text, ignore_unknown=ignore_unknown)
 
@@ -91,27 +91,27 @@ def parse_solver(text: str, *, ignore_unknown: bool = False) -> SolverConfig:
     ignored: tuple[str, ...] = ()
     if ignore_unknown:  # before any check, so that fields of forks may hold anything
         message, ignored = _known(message)
-    values, places = _message(message, _SOLVER, "a solver")
+    values, positions = _message(message, _SOLVER, "a solver")
     if "solver_type" in values:
         if "type" in values:
             raise wrong_token(
-                places["solver_type"],
+                positions["solver_type"],
                 "solver_type and type are both given",
                 "Remove solver_type, the old name",
             )
         # As Caffe upgrades old files.
-        values["type"], places["type"] = values.pop("solver_type"), places["solver_type"]
-    # lr_policy has no default: the empty one is refused as Caffe does.
+        values["type"], positions["type"] = values.pop("solver_type"), positions["solver_type"]
+    # lr_policy has no default, and Caffe refuses an empty one.
     defaults = {field.name: field.default for field in dataclasses.fields(SolverConfig)}
-    found = violation({**defaults, "lr_policy": "", **values})
-    if found is not None:
-        place = places.get(found.field) or places.get(found.because or "")
-        given = found.field if found.field in values else f"no {found.field}"
-        if found.field in values:
-            given = f"{found.field}: {_shown(values[found.field])}"
-        if place is None:
-            *_, place = tokens(text)  # a missing field is reported at the end of the file
-        raise wrong_at(place.line, place.column, given, found.wrong, found.do)
+    refused = violation({**defaults, "lr_policy": "", **values})
+    if refused is not None:
+        position = positions.get(refused.field) or positions.get(refused.because or "")
+        given = refused.field if refused.field in values else f"no {refused.field}"
+        if refused.field in values:
+            given = f"{refused.field}: {_shown(values[refused.field])}"
+        if position is None:
+            *_, position = tokens(text)  # a missing field is reported at the end of the file
+        raise wrong_at(position.line, position.column, given, refused.wrong, refused.do)
     return SolverConfig(**values, ignored=ignored)
 
 
@@ -142,10 +142,10 @@ def _shown(value: Any) -> str:
 def _message(
     message: Message, schema: Mapping[str, tuple[_Read | None, bool]], what: str
 ) -> tuple[dict[str, Any], dict[str, Token]]:
-    """Return the values of a message and the place of each, by name."""
+    """Return the values of a message and the position of each, by name."""
     values: dict[str, Any] = {}
     several: dict[str, list[Any]] = {}
-    places: dict[str, Token] = {}
+    positions: dict[str, Token] = {}
     for field in message.fields:
         name = field.name.text
         if name not in schema:
@@ -157,7 +157,7 @@ def _message(
         read, repeated = schema[name]
         # Caffe's parser refuses a second value; the last one would win otherwise.
         if not repeated and name in values:
-            first = places[name]
+            first = positions[name]
             raise wrong_token(
                 field.name,
                 f"this field was already given in line {first.line}, column {first.column}",
@@ -172,8 +172,8 @@ def _message(
             several.setdefault(name, []).append(value)
         else:
             values[name] = value
-        places.setdefault(name, field.name)  # an error points at the first of several
-    return values | {name: tuple(found) for name, found in several.items()}, places
+        positions.setdefault(name, field.name)  # an error points at the first of several
+    return values | {name: tuple(items) for name, items in several.items()}, positions
 
 
 def _value(field: Field, read: _Read | None) -> Any:

@@ -16,7 +16,7 @@ def stock(config: SolverConfig) -> Stock:
         config: the solver.
 
     Returns:
-        Expressions, and how they differ from Caffe's.
+        Expressions, and their differences from Caffe's optimizer and scheduler.
 
     Examples:
         >>> config = SolverConfig(base_lr=0.1, lr_policy="step", gamma=0.5, stepsize=9, momentum=0.9)
@@ -77,25 +77,25 @@ def _scheduler(config: SolverConfig) -> str | None:
 
 
 def _differences(config: SolverConfig) -> list[str]:
-    found: list[str] = []
+    differences: list[str] = []
     if config.type in ("SGD", "Nesterov") and config.momentum and config.lr_policy != "fixed":
-        found.append(
+        differences.append(
             "Caffe multiplies a gradient by the rate before it enters the momentum buffer, so that older "
             "gradients keep the old rate after a change; torch multiplies the whole buffer by the new rate"
         )
     if config.type == "Adam":
-        found.append(
+        differences.append(
             "torch adds eps after the bias correction of the second moment, Caffe adds delta before it, so "
             "that delta counts more in the first updates"
         )
     if config.weight_decay and config.regularization_type == "L1":
-        found.append("torch's optimizers have no L1 decay")
+        differences.append("torch's optimizers have no L1 decay")
     if config.clip_gradients >= 0:
         # Divided: Caffe's threshold applies to the sum, torch's to the mean.
-        found.append(
+        differences.append(
             "the gradient must be clipped before the update: torch.nn.utils.clip_grad_norm_(parameters, "
             f"{config.clip_gradients / config.iter_size:g}), which differs by 1e-6 of the norm"
         )
     if config.lr_policy == "inv":
-        found.append("Caffe multiplies gamma and the update in float32")
-    return found
+        differences.append("Caffe multiplies gamma and the update in float32")
+    return differences

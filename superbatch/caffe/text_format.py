@@ -4,7 +4,7 @@ The grammar: a message is a sequence of fields. A field is a name, a colon and a
 message in ``{}`` or ``<>``, where the colon is optional. A value is a number, a word or one or more strings,
 which are joined. ``[a, b]`` repeats a field. A comma or semicolon may follow a field. ``#`` starts a comment.
 
-Not protobuf's own parser: its errors lose the places of fields (decision 0049).
+protobuf's own parser is not used, because its errors lose the positions of fields (decision 0049).
 
 Source: https://protobuf.dev/reference/protobuf/textformat-spec/
 """
@@ -78,7 +78,7 @@ def parse(text: str) -> Message:
         text: of the file.
 
     Returns:
-        The fields with their places.
+        The fields with their positions.
 
     Raises:
         PrototxtError: the text is not in the format; the error has line and column.
@@ -103,7 +103,7 @@ class _Reader:
         self._next = next(self._tokens)
 
     def fields(self, opened: Token | None, depth: int) -> Iterator[Field]:
-        """Read fields up to the mark that closes `opened`; None: up to the end of the file."""
+        """Read fields up to the mark that closes `opened`, or up to the end of the file if it is None."""
         closes = None if opened is None else _CLOSES[opened.text]
         while True:
             token = self._take()

@@ -54,19 +54,19 @@ def shortened(text: str) -> str:
 
 
 def wrong_at(line: int, column: int, given: str, wrong: str, do: str) -> PrototxtError:
-    """Build the error for a place in the file.
+    """Build the error for a position in the file.
 
     Examples:
         >>> print(wrong_at(3, 7, "gamma 0.1", "a colon is missing", "Write gamma: 0.1"))
         line 3, column 7: gamma 0.1: a colon is missing. Write gamma: 0.1.
     """
-    # A place before the sentences, as compilers write it: editors jump there.
+    # The position first, as in compiler messages, which editors can follow.
     text = f"line {line}, column {column}: {given}: {wrong}. {do}."
     return PrototxtError(text, line=line, column=column)
 
 
 def wrong_token(token: Token, wrong: str, do: str) -> PrototxtError:
-    """Build the error for a token, with its place and its text.
+    """Build the error for a token, with its position and its text.
 
     Examples:
         >>> wrong_token(Token("name", "gama", 3, 1), "there is no such field", "Write gamma").column
@@ -91,28 +91,28 @@ def tokens(text: str) -> Iterator[Token]:
         >>> [token.text for token in tokens('base_lr: 1e-3  # small')]
         ['base_lr', ':', '1e-3', '']
     """
-    place, line, start = 0, 1, 0  # start: of the line, from which columns are counted
+    offset, line, start = 0, 1, 0  # start: of the line, from which columns are counted
     while True:
-        if space := _SPACE.match(text, place):
+        if space := _SPACE.match(text, offset):
             newlines = space.group().count("\n")
             if newlines:
-                line, start = line + newlines, text.rindex("\n", place, space.end()) + 1
-            place = space.end()
-        column = place - start + 1
-        if place == len(text):  # after the space, so that an error at the end has a place in the file
+                line, start = line + newlines, text.rindex("\n", offset, space.end()) + 1
+            offset = space.end()
+        column = offset - start + 1
+        if offset == len(text):  # after the space, so that an error at the end has a position in the file
             yield Token("end", "", line, column)
             return
-        token = _token(text, place, line, column)
+        token = _token(text, offset, line, column)
         yield token
-        place += len(token.text)
+        offset += len(token.text)
 
 
-def _token(text: str, place: int, line: int, column: int) -> Token:
-    character = text[place]
+def _token(text: str, offset: int, line: int, column: int) -> Token:
+    character = text[offset]
     # Names first: they are the most frequent token, and no number starts with a letter.
-    if match := _NAME.match(text, place):
+    if match := _NAME.match(text, offset):
         return Token("name", match.group(), line, column)
-    if match := _NUMBER.match(text, place):
+    if match := _NUMBER.match(text, offset):
         number = Token("number", match.group(), line, column)
         # Without this check, 10k would become the number 10 and a field named k.
         after = text[match.end() : match.end() + 1]
@@ -126,13 +126,13 @@ def _token(text: str, place: int, line: int, column: int) -> Token:
             )
         return number
     if character in "\"'":
-        if match := _STRING.match(text, place):
+        if match := _STRING.match(text, offset):
             return Token("string", match.group(), line, column)
         raise wrong_at(
             line,
             column,
             # Cut before the split: a line may have millions of characters.
-            repr(shortened(text[place : place + _LONGEST + 1].split("\n", 1)[0])),
+            repr(shortened(text[offset : offset + _LONGEST + 1].split("\n", 1)[0])),
             "the string is not closed on its line",
             f"Close it with {character}",
         )

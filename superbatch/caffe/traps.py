@@ -116,7 +116,7 @@ def _rate(config: SolverConfig) -> Iterator[Trap]:
                 text=f"Caffe makes at most one drop per update, in the order of the file: {moved}",
                 do="Write increasing values",
             )
-        # Drops as Caffe makes them: one behind another may be delayed past the end.
+        # With Caffe's delays, because a drop may be delayed past the end.
         missed = [
             value for value, drop in zip(config.stepvalue, drops, strict=True) if drop >= config.max_iter
         ]
@@ -154,7 +154,7 @@ def _other(config: SolverConfig) -> Iterator[Trap]:
             text="AdaDelta's decay (rho) is the momentum, which is 0 unless the file sets it",
             do="Write momentum: 0.95, for example",
         )
-    # Caffe checks the next two itself; superbatch ignores tests and nets.
+    # Caffe itself raises for the next two; superbatch ignores tests and nets.
     if config.test_iter and config.test_interval < 1:
         yield Trap(
             field="test_interval",

@@ -55,9 +55,9 @@ def _written(name: str, value: Any) -> str:
     if isinstance(value, Message):
         return f" {{ {' '.join(_raw(value))} }}"
     if isinstance(value, NetState):
-        parts = [f"phase: {value.phase}", f"level: {value.level}"]
-        parts += [f"stage: {_quoted(stage)}" for stage in value.stage]
-        return f" {{ {' '.join(parts)} }}"
+        fields = [f"phase: {value.phase}", f"level: {value.level}"]
+        fields += [f"stage: {_quoted(stage)}" for stage in value.stage]
+        return f" {{ {' '.join(fields)} }}"
     if isinstance(value, bool):  # before the numbers: a bool is an int in Python
         return f": {'true' if value else 'false'}"
     if isinstance(value, str):

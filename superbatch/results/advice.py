@@ -31,6 +31,7 @@ def number_text(value: float) -> str:
     """
     if math.isinf(value):
         return "infinity"
+    # .3g alone would write 4380 as 4.38e+03.
     return f"{float(f'{value:.3g}'):.0f}" if 1000 <= value < 1e7 else f"{value:.3g}"
 
 
@@ -60,8 +61,8 @@ class Steps:
     @property
     def band(self) -> tuple[float, float] | None:
         """Return the shortest and the longest time under the models; None if fewer than two have a time."""
-        known = [time for time in self.by_model if time is not None]
-        return (min(known), max(known)) if len(known) > 1 else None
+        times = [time for time in self.by_model if time is not None]
+        return (min(times), max(times)) if len(times) > 1 else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,8 +166,8 @@ class Advice:
     @property
     def band(self) -> tuple[float, float] | None:
         """Return the smallest and the largest noise scale under `models`; None if fewer than two have one."""
-        known = [each.noise for each in self.models if each.noise is not None]
-        return (min(known), max(known)) if len(known) > 1 else None
+        scales = [each.noise for each in self.models if each.noise is not None]
+        return (min(scales), max(scales)) if len(scales) > 1 else None
 
     @property
     def of_asked(self) -> Steps:

@@ -183,12 +183,12 @@ class MemoryReport:
             f"limit    {self.limit}",
             f"largest  {self.largest} samples",
             "",
-            *_columns(("samples", "predicted", "phase", "measured"), self._rows()),
+            *aligned([("samples", "predicted", "phase", "measured"), *self._rows()], underlined=True),
             f"Predicted from {self.how}{between}.",
         ]
         if self.savings:
             rows = [(saving.name, binary_text(saving.bytes), saving.how) for saving in self.savings]
-            lines += ["", *_columns(("lower the peak by", "bytes", "how"), rows)]
+            lines += ["", *aligned([("lower the peak by", "bytes", "how"), *rows], underlined=True)]
         return lines
 
     def __str__(self) -> str:
@@ -228,10 +228,20 @@ def binary_text(count: int) -> str:
     return f"{value:.{digits}f} {_PREFIXES[power]}"
 
 
-def _columns(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, cells)) for cells in zip(headings, *rows, strict=True)]
-    lines = [headings, tuple("-" * width for width in widths), *rows]
+def aligned(rows: Sequence[tuple[str, ...]], *, underlined: bool = False) -> list[str]:
+    """Return the rows of a table as lines of text with aligned columns.
+
+    Args:
+        rows: cells of each row, the header first.
+        underlined: add a line of dashes under the header.
+
+    Examples:
+        >>> aligned([("a", "bytes"), ("first", "1")])
+        ['a      bytes', 'first  1']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    line = [tuple("-" * width for width in widths)] if underlined else []
     return [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (rows[0], *line, *rows[1:])
     ]

@@ -43,14 +43,14 @@ class Independence:
         """Return the verdict and the remedy in a sentence; None without a verdict."""
         if self.verdict is None or self.ratio is None:
             return None
-        seen = (
+        observation = (
             f"{self.by} of whole windows differ {self.ratio:.2g} times as much as their micro-batches explain"
             if math.isfinite(self.ratio)
             else f"{self.by} of whole windows differ, and those of the micro-batches of a window do not"
         )
-        see = self.updates_see
-        as_they_are = (
-            "" if see is None else f"; with these windows, the effective noise scale is about {see:.2g}"
+        scale = self.updates_see
+        effective = (
+            "" if scale is None else f"; with these windows, the effective noise scale is about {scale:.2g}"
         )
         if self.verdict == "shared":
             # While parameters move, a loss that jumps from update to update looks the same.
@@ -58,15 +58,16 @@ class Independence:
                 ". If they are shuffled, the loss jumps between updates: lower the learning rate, or test at "
                 "rest with superbatch.torch.tuning.independence.independence_at_rest()"
                 if self.by == "losses"
-                else as_they_are
+                else effective
             )
             return (
-                f"{seen}: micro-batches of a window share noise (similar samples, copies, one document), and "
-                f"a noise scale from them would be too small. Shuffle samples over windows{jumps}"
+                f"{observation}: micro-batches of a window share noise (similar samples, copies, one "
+                "document), and a noise scale from them would be too small. Shuffle samples over "
+                f"windows{jumps}"
             )
         return (
-            f"{seen}: windows vary less than independent draws would, so the noise scale is too large. Draw "
-            "samples at random, and pass data_size if the data set is small"
+            f"{observation}: windows vary less than independent draws would, so the noise scale is too "
+            "large. Draw samples at random, and pass data_size if the data set is small"
         )
 
 
@@ -227,15 +228,16 @@ class Noise:
             Text such as ``noise scale at least 40 samples (too little signal), if ...``.
         """
         if self.batch_size is not None:
-            said = f"noise scale {self.batch_size:.4g} samples ({self.low:.4g} to {self.high:.4g})"
+            text = f"noise scale {self.batch_size:.4g} samples ({self.low:.4g} to {self.high:.4g})"
         elif self.low > 0:
-            said = f"noise scale at least {self.low:.4g} samples ({self.reason})"
+            text = f"noise scale at least {self.low:.4g} samples ({self.reason})"
         else:
-            said = f"noise scale not known ({self.reason})"
-        found = None if self.independence is None else self.independence.text
-        if found is None or self.batch_size is None:
-            return f"{said}, {ASSUMPTION}"
-        return f"{said}, {ASSUMPTION}; they are not: {found}"
+            text = f"noise scale not known ({self.reason})"
+        broken = None if self.independence is None else self.independence.text
+        # Without a noise scale, `reason` already has the verdict of the test.
+        if broken is None or self.batch_size is None:
+            return f"{text}, {ASSUMPTION}"
+        return f"{text}, {ASSUMPTION}; they are not: {broken}"
 
     @property
     def ratio(self) -> float | None:
@@ -246,6 +248,7 @@ class Noise:
         """
         if self.batch_size is None or not self.samples_per_window > 0:
             return None
+        # Correction for a finite population: a batch of all D samples has no noise.
         drawn = 0.0 if self.data_size is None else min(1.0, self.samples_per_window / self.data_size)
         return self.batch_size / self.samples_per_window * (1 - drawn)
 

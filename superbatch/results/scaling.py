@@ -59,6 +59,7 @@ def setting_text(value: float) -> str:
     """
     if value == 1 or f"{value:.6g}" != "1":
         return f"{value:.6g}"
+    # A beta2 such as 0.9999995 has its information in the distance from 1: show two digits of it.
     return f"{value:.{math.ceil(-math.log10(abs(1 - value))) + 2}g}"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import instruction
 from .coupling import CouplingPoint
+from .memory import aligned
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ class GradientComparison:
     @property
     def largest(self) -> float:
         """Return the largest relative difference of any parameter; NaN if one is NaN."""
+        # max() alone would return NaN only if it came first.
         differences = [parameter.relative for parameter in self.parameters]
         return math.nan if any(map(math.isnan, differences)) else max(differences, default=0.0)
 
@@ -150,6 +152,7 @@ class Verification:
             >>> Verification(True, 4, (), (), (), ()).to_dict()["samples"]
             4
         """
+        # asdict() leaves properties out.
         comparisons = [
             {**asdict(comparison), "largest": comparison.largest, "exact": comparison.exact}
             for comparison in self.comparisons
@@ -167,6 +170,7 @@ class Verification:
             (('parameter',), [])
         """
         by_dtype = [{p.name: p.relative for p in comparison.parameters} for comparison in self.comparisons]
+        # Every name once, in order: a parameter may have a gradient in one dtype only.
         names = dict.fromkeys(name for column in by_dtype for name in column)
         columns = [f"{c.term}: " * bool(c.term) + f"{c.dtype} vs {c.against}" for c in self.comparisons]
         header = ("parameter", *columns)
@@ -199,13 +203,7 @@ class Verification:
         header, rows = self.rows()
         if not rows:
             return "\n".join(lines)
-        return "\n".join([*lines, *_aligned([header, *rows])])
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
-    return ["  ".join(cells).rstrip() for cells in padded]
+        return "\n".join([*lines, *aligned([header, *rows])])
 
 
 def united(reports: Mapping[str, Verification]) -> Verification:
@@ -227,5 +225,6 @@ def united(reports: Mapping[str, Verification]) -> Verification:
         tuple(replace(one, term=name) for name, report in every for one in report.causes),
         tuple(replace(one, term=name) for name, report in every for one in report.findings),
         tuple(f"{name}: {note}" if name else note for name, report in every for note in report.notes),
+        # Terms share the model, so their coupling points repeat.
         tuple(dict.fromkeys(point for _, report in every for point in report.coupling_points)),
     )

@@ -120,6 +120,7 @@ def expected_cosine(ratio: float) -> float:
         >>> round(expected_cosine(0.1), 3), round(expected_cosine(1.0), 3)
         (0.833, 0.333)
     """
+    # Half a batch has twice the noise, so |g_half|^2 is |G|^2 (1 + 2 rho), and two halves share only G.
     return 1 / (1 + 2 * ratio)
 
 
@@ -157,6 +158,7 @@ def naive_ratio(ratio: float) -> float:
         >>> naive_ratio(1.0), naive_ratio(7.3)
         (0.5, 0.879...)
     """
+    # E |g|^2 = |G|^2 + tr Cov(g).
     return ratio / (1 + ratio)
 
 

@@ -72,6 +72,8 @@ class AdaScale:
             ``r ** power lr0(tau)``; the gain r is 1 if the noise scale is not known.
         """
         interval = noise_range(noise)
+        # Without an estimate the lower end counts: a gain that is too small gives a rate that is too small,
+        # which is safer than one that is too large.
         scale = interval.low if interval.value is None else interval.value
         self._gain = gain(batch / self._base, scale / self._base)
         return self._gain**self._power * self._rate(self._progress)

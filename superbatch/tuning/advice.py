@@ -92,6 +92,7 @@ def best_steps(*, noise: float, batch: float, microbatch_seconds: float, update_
         >>> best_steps(noise=1600, batch=64, microbatch_seconds=0.1, update_seconds=0.4)
         10.0
     """
+    # The zero of dW/dK.
     share = update_seconds / microbatch_seconds
     return math.sqrt(share * noise / batch) if share else 0.0
 
@@ -172,6 +173,7 @@ def advise(
         _steps(k, batch, wide, times, scales)
         for k in sorted({1, 2, 4, 8, 16, 32, 64, 128, accumulation_steps})
     )
+    # Powers of 2 around the number in question show where the best number lies.
     asked = next(row for row in rows if row.accumulation_steps == accumulation_steps)
     verdict = judge(asked.low, asked.high)
     return Advice(

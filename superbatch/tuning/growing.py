@@ -83,6 +83,7 @@ class GrowingBatch:
         self.batch, self.microbatch, self.cap, self.temperature_of = batch, microbatch, cap, temperature
         self.momentum, self.limits = momentum, limits
         self._factor, self._dataset = factor, dataset
+        # The temperature is rate x (1/B - offset) ** power.
         self._offset = 1 / dataset if form == "exact" and dataset else 0.0
         self._power = 1.0 if temperature == "sgd" else 0.5
         self._decay_from, self._tail = decay_from, tail
@@ -133,6 +134,7 @@ class GrowingBatch:
         update = 0
         while self.samples(update) < samples:
             first, seen, steps = self._stretch_of(update)
+            # Jump to the next change of the steps, or to the last update, whichever comes first.
             needed = math.ceil((samples - seen) / (steps * self.microbatch))
             update = min(first + needed, max(update + 1, self._next_change(update)))
         return update
@@ -359,6 +361,7 @@ def _cap(form: Form, dataset: int | None, largest: int | None, noise: Noise | fl
             caps.append(Cap(dataset / SHARE_OF_DATA, f"a tenth of the {dataset} samples"))
     if largest is not None:
         caps.append(Cap(largest, "largest"))
+    # A batch above the noise scale is mostly signal, so a larger one would cool nothing.
     if noise is not None:
         caps.append(Cap(noise_range(noise).high, "the upper end of the noise scale"))
     return min(caps, key=lambda cap: cap.samples)

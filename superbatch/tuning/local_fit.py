@@ -119,8 +119,10 @@ def _applied(rows: Sequence[Row], curve: Sequence[float]) -> list[float]:
 def _rows(i: int, points: int, half: int) -> tuple[Row, Row]:
     """Return the rows of H and S for point i: weighted least squares in u, the scaled distance from i."""
     first, last = max(0, i - half), min(points, i + half + 1)
+    # half + 1, because the tricube weight is 0 at distance 1.
     distances = [(j - i) / (half + 1) for j in range(first, last)]
     weights = [(1 - abs(u) ** 3) ** 3 for u in distances]
+    # Normal equations of a quadratic: moments up to u^4.
     moments = [sum(w * u**k for w, u in zip(weights, distances, strict=True)) for k in range(5)]
     inverse = _inverse([[moments[a + b] for b in range(3)] for a in range(3)])
 
@@ -129,6 +131,7 @@ def _rows(i: int, points: int, half: int) -> tuple[Row, Row]:
         each = (w * (a + b * u + c * u * u) / scale for w, u in zip(weights, distances, strict=True))
         return first, tuple(each)
 
+    # The fit at u = 0: its constant is the value, its linear coefficient the slope in units of half + 1.
     return row(0, 1.0), row(1, half + 1.0)
 
 

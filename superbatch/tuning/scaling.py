@@ -241,6 +241,7 @@ def rate_factor(optimizer: Family, rule: Rule, kappa: float, ratio: float | None
     if rule != "gain":
         return float(kappa) if rule == "linear" else math.sqrt(kappa)
     assert ratio is not None  # `choose` raises otherwise
+    # Adam's step does not grow with the gradient, so its rate grows by the root, as with "sqrt".
     earned = gain(kappa, ratio)
     return earned if optimizer == "sgd" else math.sqrt(earned)
 
@@ -343,6 +344,7 @@ def _change(name: str, value: float, optimizer: Family, rule: Rule, kappa: float
         # eps is added to the root of the second moment, which falls by sqrt(kappa) while noise dominates.
         "eps": lambda: value / math.sqrt(kappa) if adam else value,
         "eps_root": lambda: value / kappa if adam else value,  # optax adds it to the second moment itself
+        # lr x weight_decay per sample stays the same.
         "weight_decay": lambda: value * kappa / rate if optimizer == "adamw" else value,
     }
     return float(changes[name]() if name in changes else value)

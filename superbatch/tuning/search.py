@@ -129,6 +129,7 @@ def fit_curve(points: Sequence[tuple[int, int]]) -> MemoryCurve:
     for samples, size in points:
         samples = positive_int("samples", samples)
         highest[samples] = max(highest.get(samples, 0), size)
+    # More samples never need less memory, so a lower measurement is noise, or lacks a workspace.
     rising: list[tuple[int, int]] = []
     for samples in sorted(highest):
         rising.append((samples, max(highest[samples], rising[-1][1] if rising else 0)))
@@ -178,6 +179,7 @@ def corrected(curve: MemoryCurve, measured: Sequence[tuple[int, int]]) -> Memory
     points = fit_curve(measured).points
     (last, bytes_last), before = points[-1], [point for point in points if point[0] <= APART * points[-1][0]]
     at_last = max(curve.at(last), 1)
+    # One measurement may include memory that is needed only once, so its excess is extrapolated up to 1.5.
     slope = min(max(1.0, bytes_last / at_last), 1.5)
     if before:
         first, bytes_first = before[-1]
@@ -301,6 +303,7 @@ def next_trial(sizes: Sequence[int], timings: Mapping[int, Sequence[float]]) -> 
         if slower == 2:
             break
     near = [size for size in sizes if timings.get(size) and time_per_sample(timings[size]) <= NEAR * best]
+    # A single size near the best needs no further timing: it has won.
     unfinished = [size for size in near if len(timings[size]) <= MOST] if len(near) > 1 else []
     return min(unfinished, key=lambda size: len(timings[size]) // _TURN, default=None)
 

@@ -180,6 +180,7 @@ def averaged(surveys: Sequence[Survey]) -> Suggestions:
     shared = min(len(each.losses) for each in surveys)
     columns = list(zip(*(each.losses[:shared] for each in surveys), strict=True))
     positive = all(loss > 0 for column in columns for loss in column)
+    # The geometric mean is the mean of the logarithms, which `suggest` smooths.
     mean = statistics.geometric_mean if positive else statistics.fmean
     first = surveys[0]
     return _suggestions(first.what, first.values[:shared], [mean(column) for column in columns])

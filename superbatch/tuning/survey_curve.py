@@ -72,6 +72,7 @@ class Curve:
             return f"the loss is {loss}"
         self.losses.append(loss)
         self._mean = self._beta * self._mean + (1 - self._beta) * loss
+        # The weights so far sum to this divisor; without it the first means would be too small.
         smooth = self._mean / (1 - self._beta ** len(self.losses))
         self.smooth.append(smooth)
         self._best = min(self._best, smooth)
@@ -94,4 +95,5 @@ def exploded(smooth: float, best: float) -> bool:
         >>> exploded(4.1, 1.0), exploded(3.9, 1.0), exploded(-0.9, -1.0), exploded(2.1, -1.0)
         (True, False, False, True)
     """
+    # smooth > 4 best would end every survey with negative losses at once.
     return smooth - best > (TOO_MUCH - 1) * abs(best)

@@ -48,6 +48,7 @@ def exponential(low: float, high: float, updates: int) -> tuple[float, ...]:
             f"low={low!r} and high={high!r} are not increasing positive numbers. "
             "Pass 0 < low < high, such as low=1e-6, high=10."
         )
+    # The ends are the arguments themselves, because the formula would round the last one.
     inner = (low * (high / low) ** (t / (updates - 1)) for t in range(1, updates - 1))
     return (low, *inner, high)
 
@@ -78,6 +79,7 @@ def values_of(what: What, low: float, high: float, updates: int) -> tuple[float,
             f"low={low!r} and high={high!r} are not increasing values of momentum. Pass 0 <= low < high < 1, "
             "such as low=0.0, high=0.999."
         )
+    # A momentum of 0 or 0.999 must come out exactly, so the ends are not converted forth and back.
     inner = exponential(to_axis(what, low), to_axis(what, high), updates)[1:-1]
     return (low, *(from_axis(what, x) for x in inner), high)
 
@@ -113,4 +115,5 @@ def from_axis(what: What, x: float) -> float:
         >>> from_axis("lr", 0.1), from_axis("momentum", 10.0), from_axis("momentum", 0.5)
         (0.1, 0.9, 0.0)
     """
+    # A suggestion of a tenth of the minimum may be below 1, the position of momentum 0.
     return max(0.0, 1 - 1 / x) if what == "momentum" else x

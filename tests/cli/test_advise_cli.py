@@ -98,8 +98,8 @@ def test_a_recipe_is_measured_and_json_is_all_that_is_printed(
     [
         ((), "Without a recipe --noise"),
         (("--noise", "many"), "Invalid value for '--noise'"),
-        ((*CLUSTER, "--batch-size", "9"), "two of them say the third"),
-        ((PLANE, "--microbatch-size", "20", "--batch-size", "20"), "nothing is in question"),
+        ((*CLUSTER, "--batch-size", "9"), "two of them determine the third"),
+        ((PLANE, "--microbatch-size", "20", "--batch-size", "20"), "there is no accumulation to judge"),
         ((PLANE, "--optimizer", "lion"), "does not offer it"),
         ((*CLUSTER, "--out", __file__), "is a file"),
         (("no-such-recipe",), "no-such-recipe"),

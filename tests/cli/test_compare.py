@@ -1,4 +1,4 @@
-"""`superbatch compare` as a user meets it: flags, files, messages, exit codes, and Ctrl-C."""
+"""`superbatch compare` as a user meets it: table, page, files, terminal, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -8,37 +8,25 @@ import os
 import re
 import signal
 import time
-from dataclasses import replace
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
-from superbatch.errors import InputError
-from superbatch.lab.cli import main
-from superbatch.lab.cli.aliases import in_our_words
 from superbatch.lab.cli.printing import print_table
 from superbatch.lab.report.comparison import Comparison
 from superbatch.lab.report.table import Column, Table
-from superbatch.lab.studies import arms as arms_module
-from superbatch.lab.studies.options import CompareOptions
 from tests.cli import commands
-from tests.cli.commands import ONE_LINE, PLANE, PNG, first_line, on_a_terminal, without_colours
+from tests.cli.commands import PLANE, PNG, first_line, on_a_terminal, without_colours
 from tests.report_json import from_json
 
-CROWD = PLANE.replace(":plane", ":crowd")
 QUICK = ("--runs", "2", "--updates", "4", "--workers", "1")
 
 run = partial(commands.run, "compare")
 process = partial(commands.process, "compare")
 read = partial(commands.read, Comparison)
-
-
-# ------------------------------------------------------------------------------------------------- what it
-# shows
 
 
 @pytest.fixture(scope="module")
@@ -196,115 +184,37 @@ def test_coupled_recipes_are_exact_beside_plain_accumulation(
     assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
 
 
-# ------------------------------------------------------------------------------------------------- flags
+def test_json_of_a_report_is_strict(written: Path) -> None:
+    text = (written / "report.json").read_text(encoding="utf-8")
+
+    def refuse(word: str) -> object:
+        raise AssertionError(word)
+
+    assert json.loads(text, parse_constant=refuse)["report"] == "Comparison"
 
 
-def test_flags_of_the_sources_are_one_arm(capsys: pytest.CaptureFixture[str]) -> None:
-    sources = ("--average-gradients", "4", "--batch-size", "5", "--iterations", "16", "--runs", "1")
-    assert run(PLANE, *sources, "--json") == 0
-    report = from_json(Comparison, capsys.readouterr().out)
-    assert [arm.name for arm in report.arms] == ["1x20", "4x5"]
-    assert report.updates == 4
-    assert report.batch_size == 20
+@pytest.mark.skipif(os.name != "posix", reason="pseudo-terminals are POSIX's")
+def test_a_terminal_gets_a_bar_and_a_table(tmp_path: Path) -> None:
+    long = ("--updates", "20", "--runs", "3", "--splits", "4x5", "--workers", "1", "--out", str(tmp_path))
+    code, shown = on_a_terminal(160, "compare", PLANE, *long)
+    assert code == 0, shown
+    bar, table = shown.split("plane: 3 runs")
+    assert re.search(r"compare own_recipe.py:plane .+ \d+ % elapsed \d.+ left \S", bar)
+    assert "━" in bar
+    assert "1x20 (real batch)" in table
 
 
-def test_iterations_without_averaging_are_updates() -> None:
-    asked = in_our_words(CompareOptions(batch_size=50), average_gradients=None, iterations=7)
-    assert (asked.updates, asked.batch_size, asked.splits) == (7, 50, None)
-
-
-def test_batch_size_and_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(PLANE, *QUICK, "--batch-size", "12", "--optimizer", "adam", "--lr", "0.5", "--json") == 0
-    report = from_json(Comparison, capsys.readouterr().out)
-    assert [arm.name for arm in report.arms] == ["1x12", "4x3", "12x1"]
-    assert (report.optimizer, report.learning_rate) == ("adam", 0.5)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"average_gradients": 20, "iterations": 20001, "batch_size": 5}, "1 micro-batches are left over"),
-        ({"average_gradients": 20}, "the size of its micro-batches is missing. Add --batch-size M"),
-        ({"average_gradients": 20, "splits": "5x20", "batch_size": 5}, "both say how a batch is split"),
-        ({"iterations": 10, "updates": 10}, "both say how long a run is"),
-        ({"average_gradients": 0, "batch_size": 5}, "--average-gradients 0: it counts micro-batches"),
-        ({"iterations": -5}, "--iterations -5"),
-    ],
-)
-def test_contradictions_of_flags(flags: dict[str, Any], message: str) -> None:
-    lengths = {name: flags.get(name) for name in ("average_gradients", "iterations")}
-    with pytest.raises(InputError, match=message):
-        in_our_words(CompareOptions(**{name: flags[name] for name in flags.keys() - lengths}), **lengths)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("digit",), r"There is no recipe 'digit'; did you mean 'digits'\? Use one of digits"),
-        (("--splits", "5*20"), r"The split '5\*20' cannot be read. Write KxM"),
-        (
-            ("--updates", "many"),
-            r"Invalid value for '--updates': .*integer.* See superbatch compare --help",
-        ),
-        (("--colour", "red"), "No such option: --colour.* See superbatch compare --help"),
-        (("--runs", "0"), "runs=0 is no count"),
-        (("--dtype", "float16"), "dtype='float16'"),
-        (("--data", "nowhere"), "does not read data="),
-        (("mnist",), "The recipe mnist needs a folder of data and downloads none"),
-        (("--out", f"{__file__}/report"), r"test_compare.py' is a file. Give a folder"),
-        (("nowhere.py:make",), "The recipe file 'nowhere.py' does not exist"),
-        ((CROWD, "--runs", "1"), "samples influence each other|BatchNorm in training mode"),
-        (("text", "--batchnorm"), "--batchnorm with the recipe text.*no variant.*digits or digits-conv"),
-        (("text", "--recipe", "digits"), "The recipe text and --recipe digits: both say what is"),
-    ],
-)
-def test_wrong_input_is_one_line_and_exit_code_2(
-    arguments: tuple[str, ...],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run(*arguments) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    (line,) = shown.err.splitlines()
-    assert re.search(message, line), line
-    assert re.fullmatch(ONE_LINE, line), line
-    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
-
-
-def test_no_traceback_from_a_process_of_its_own(tmp_path: Path) -> None:
-    with process("--splits", "3x30,5x20", "--out", str(tmp_path / "out")) as started:
-        out, err = started.finish(60)
-    assert (started.returncode, out) == (2, "")
-    assert err == (
-        "superbatch: The splits 3x30 and 5x20: they make batches of 90 and 100 samples. "
-        "Give splits of one batch: all arms must make the same update.\n"
-    )
-
-
-# ------------------------------------------------------------------------------------------------- check
-
-
-def test_check_passes_and_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = (PLANE, *QUICK, "--splits", "13/5/2", "--dtype", "float64", "--json", "--check")
-    assert run(*arguments) == 0
-    capsys.readouterr()
-
-    right = arms_module.accumulator_of
-
-    def wrong(split, recipe, *rest, check):
-        return right(split, replace(recipe, weight=lambda batch: 1.0), *rest, check=False)
-
-    monkeypatch.setattr(arms_module, "accumulator_of", wrong)
-    assert run(*arguments) == 1
-    assert "check failed: 13/5/2: weights differ by" in capsys.readouterr().err
-    assert run(*arguments[:-1]) == 0, "only on request"
-
-
-# ------------------------------------------------------------------------------------------------- Ctrl-C
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_a_table_is_folded_and_not_cut_on_a_narrow_terminal(columns: int) -> None:
+    heads = ("split", "test accuracy, %", "updates", "weights differ by", "equivalent within ±0.5")
+    row = ("80/15/5 mean of means", "95.22 ± 0.38", "1000", "2.0e-07 (max 9.5e-05)", "not shown, p = 0.808")
+    table = Table("digits", tuple(Column(head, "") for head in heads), (row,))
+    shown = io.StringIO()
+    print_table(table, Console(file=shown, force_terminal=True, width=columns))
+    text = without_colours(shown.getvalue())
+    assert max(map(len, text.splitlines())) <= columns
+    assert "…" not in text
+    assert {word for cell in (*heads, *row) for word in cell.split()} <= set(text.split())
 
 
 def ended(group: int, *, seconds: float) -> bool:
@@ -340,80 +250,3 @@ def test_ctrl_c_leaves_a_partial_report(tmp_path: Path, workers: str, whole_grou
         assert "Partial:" in (tmp_path / "report.html").read_text(encoding="utf-8")
         assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
         assert ended(started.pid, seconds=10), "a worker process is left"
-
-
-# ------------------------------------------------------------------------------------------------- terminal
-
-
-@pytest.mark.skipif(os.name != "posix", reason="pseudo-terminals are POSIX's")
-def test_a_terminal_gets_a_bar_and_a_table(tmp_path: Path) -> None:
-    long = ("--updates", "20", "--runs", "3", "--splits", "4x5", "--workers", "1", "--out", str(tmp_path))
-    code, shown = on_a_terminal(160, "compare", PLANE, *long)
-    assert code == 0, shown
-    bar, table = shown.split("plane: 3 runs")
-    assert re.search(r"compare own_recipe.py:plane .+ \d+ % elapsed \d.+ left \S", bar)
-    assert "━" in bar
-    assert "1x20 (real batch)" in table
-
-
-@pytest.mark.parametrize("columns", [60, 80, 120])
-def test_a_table_is_folded_and_not_cut_on_a_narrow_terminal(columns: int) -> None:
-    heads = ("split", "test accuracy, %", "updates", "weights differ by", "equivalent within ±0.5")
-    row = ("80/15/5 mean of means", "95.22 ± 0.38", "1000", "2.0e-07 (max 9.5e-05)", "not shown, p = 0.808")
-    table = Table("digits", tuple(Column(head, "") for head in heads), (row,))
-    shown = io.StringIO()
-    print_table(table, Console(file=shown, force_terminal=True, width=columns))
-    text = without_colours(shown.getvalue())
-    assert max(map(len, text.splitlines())) <= columns
-    assert "…" not in text
-    assert {word for cell in (*heads, *row) for word in cell.split()} <= set(text.split())
-
-
-# ------------------------------------------------------------------------------------------------- start-up
-
-
-def test_help_and_import_load_nothing_heavy() -> None:
-    code = """
-import sys
-from superbatch.lab.cli import main
-assert main(["--help"]) == 0 and main(["compare", "--help"]) == 0
-heavy = {"torch", "matplotlib", "numpy", "scipy", "sklearn"} & set(sys.modules)
-print("heavy:", *heavy)
-"""
-    done = commands.python(code)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].strip() == "heavy:"
-    assert "--include-wrong" in done.stdout
-
-
-@pytest.mark.parametrize("package", ["typer", "torch", "matplotlib"])
-def test_a_missing_package_is_named(package: str, tmp_path: Path) -> None:
-    code = f"""
-import sys
-sys.modules[{package!r}] = None
-from superbatch.lab.cli import main
-short = ["--runs", "1", "--updates", "1", "--splits", "4x5", "--workers", "1"]
-sys.exit(main(["compare", {PLANE!r}, *short, "--out", {str(tmp_path)!r}]))
-"""
-    done = commands.python(code)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].endswith(
-        f"he package {package} is not installed. Install superbatch[torch,cli]."
-    )
-    assert "Traceback" not in done.stderr
-
-
-def test_version_and_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert re.match(r"superbatch \d", capsys.readouterr().out)
-    assert main(["compere"]) == 2
-    assert "No such command 'compere'" in capsys.readouterr().err
-
-
-def test_json_of_a_report_is_strict(written: Path) -> None:
-    text = (written / "report.json").read_text(encoding="utf-8")
-
-    def refuse(word: str) -> object:
-        raise AssertionError(word)
-
-    assert json.loads(text, parse_constant=refuse)["report"] == "Comparison"

@@ -13,7 +13,7 @@ import pytest
 
 from superbatch.errors import InputError
 from superbatch.lab.report.fitting import Fitting
-from superbatch.lab.studies.quantities import parse_bytes
+from superbatch.lab.studies.options import parse_bytes
 from tests.cli import commands
 from tests.cli.commands import ONE_LINE, PLANE, PNG, first_line, on_a_terminal
 from tests.report_json import from_json
@@ -101,7 +101,7 @@ def test_bytes(text: str, expected: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GiB", "2PiB", "-1MB", "2 GiB free", "0", "0.1B", "1e9", "nan"])
 def test_what_is_no_number_of_bytes(text: str) -> None:
-    with pytest.raises(InputError, match="is no number of bytes"):
+    with pytest.raises(InputError, match="is not a number of bytes"):
         parse_bytes(text, "--limit")
 
 
@@ -110,14 +110,14 @@ def test_what_is_no_number_of_bytes(text: str) -> None:
     [
         (("digit",), "There is no recipe 'digit'; did you mean 'digits'"),
         ((), "Missing argument"),
-        ((PLANE, "--limit", "lots"), "--limit lots is no number of bytes. Write it as"),
-        ((PLANE, "--sizes", "8;16"), "--sizes 8;16: sizes are whole numbers"),
+        ((PLANE, "--limit", "lots"), "--limit lots is not a number of bytes. Write it as"),
+        ((PLANE, "--sizes", "8;16"), "--sizes 8;16: sizes are integers of at least 1"),
         ((PLANE, "--sizes", "8,0"), "--sizes 8,0"),
         ((PLANE, "--sizes", "50"), "A micro-batch of 50 samples: the batch has 20"),
         ((PLANE, "--batch-size", "0"), "batch_size=0"),
         ((PLANE, "--optimizer", "lion"), "Use one of sgd, adam"),
         ((PLANE, "--dtype", "int8"), "dtype='int8'"),
-        ((PLANE, "--device", "tpu"), "memory is counted on CPU and CUDA only"),
+        ((PLANE, "--device", "tpu"), "memory is measured on CPU and CUDA only"),
         ((PLANE, "--colour", "red"), "No such option: --colour.* See superbatch fit --help"),
         ((PLANE, "--out", f"{__file__}/report"), r"test_fit_cli.py' is a file"),
         (("mnist",), "needs a folder of data and downloads none"),

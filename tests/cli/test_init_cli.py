@@ -60,8 +60,8 @@ def test_it_learns_and_its_splits_train_like_the_batch() -> None:
 def test_a_file_is_never_overwritten(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "recipe.py").write_text("mine", encoding="utf-8")
     for name, message in (
-        ("recipe.py", "is there already"),
-        ("recipe.txt", "is no name of a Python file"),
+        ("recipe.py", "already exists"),
+        ("recipe.txt", "is not the name of a Python file"),
         ("recipe.py/x.py", "cannot be written"),
     ):
         assert run("init", name) == 2

@@ -15,8 +15,7 @@ from superbatch.errors import InputError
 from superbatch.lab.cli import app as application
 from superbatch.lab.cli.options import command_of
 from superbatch.lab.studies import options
-from superbatch.lab.studies.options import option
-from superbatch.lab.studies.quantities import parse_bytes
+from superbatch.lab.studies.options import option, parse_bytes
 
 STUDIES = ("advise", "compare", "fit", "noise", "study", "survey", "train")
 
@@ -81,7 +80,7 @@ def test_a_flag_that_no_field_has_is_refused(flags: tuple[str, ...]) -> None:
 
 
 def test_an_error_of_reading_names_the_flag() -> None:
-    with pytest.raises(InputError, match=r"^--limit lots is no number of bytes"):
+    with pytest.raises(InputError, match=r"^--limit lots is not a number of bytes"):
         run("--limit", "lots")
 
 

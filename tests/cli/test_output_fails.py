@@ -112,5 +112,5 @@ def test_cuda_that_is_not_there_is_told_in_one_line(command: str, capsys: pytest
     if torch.cuda.is_available():
         pytest.skip("CUDA is available, so the error cannot occur")
     assert run(command, PLANE, "--device", "cuda") == 2
-    text = "superbatch: device='cuda', but torch sees no CUDA device here. Use cpu.\n"
+    text = "superbatch: device='cuda', but torch finds no CUDA device. Use cpu.\n"
     assert capsys.readouterr().err.endswith(text)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from superbatch.lab.report.surveys import Surveys
-from superbatch.lab.studies import survey_arms
+from superbatch.lab.studies import survey
 from tests.cli import commands
 from tests.cli.commands import ONE_LINE, PLANE, PNG, first_line
 from tests.report_json import from_json
@@ -93,13 +93,13 @@ def test_check_passes_and_fails(capsys: pytest.CaptureFixture[str], monkeypatch:
     arguments = (PLANE, *QUICK, "--dtype", "float64", "--json", "--check")
     assert run(*arguments) == 0
     capsys.readouterr()
-    right = survey_arms.accumulator_of
+    right = survey.accumulator_of
 
     def halved(split, recipe, model, optimizer):
         optimizer.param_groups[0]["weight_decay"] = 0.1
         return right(split, recipe, model, optimizer)
 
-    monkeypatch.setattr(survey_arms, "accumulator_of", halved)
+    monkeypatch.setattr(survey, "accumulator_of", halved)
     assert run(*arguments) == 1
     assert "check failed: 4x5: paired curves differ by" in capsys.readouterr().err
     assert run(*arguments[:-1]) == 0, "only on request"

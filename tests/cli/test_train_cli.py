@@ -142,15 +142,21 @@ def test_a_signal_saves_and_the_same_command_resumes_bit_for_bit(tmp_path: Path)
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("--precision", "half"), "--precision half is unknown. Use float32, float64 or bf16."),
-        (("--schedule", "step"), "--schedule step is unknown. Use constant, linear or cosine."),
-        (("--optimizer", "momentum"), "--optimizer momentum is unknown. Use sgd or adam."),
-        (("--microbatch-size", "big"), "--microbatch-size big is no size. Pass a number, auto or largest."),
-        (("--batch-size", "241"), "--batch-size 241 is not possible. Pass 1 to 240."),
-        (("--batch-size", "0"), "--batch-size 0 is not possible. Pass 1 to 240."),
-        (("--every", "0"), "--every 0 is too small. Pass 1 or more."),
-        (("--seed", "-1"), "--seed -1 is out of range."),
-        (("--device", "tpu"), "--device tpu is unknown. Use cpu or cuda."),
+        (("--precision", "half"), "precision='half' is not supported. Use one of float32, float64, bf16."),
+        (("--schedule", "step"), "schedule='step' is not supported. Use one of constant, linear, cosine."),
+        (
+            ("--optimizer", "momentum"),
+            "optimizer='momentum': the recipe 'plane' does not offer it. Use one of sgd, adam.",
+        ),
+        (
+            ("--microbatch-size", "big"),
+            "microbatch_size='big' is not a size. Give a number, auto or largest.",
+        ),
+        (("--batch-size", "241"), "batch_size=241 is out of range. Give 1 to 240."),
+        (("--batch-size", "0"), "batch_size=0 is out of range. Give 1 to 240."),
+        (("--every", "0"), "every=0 is not a positive integer. Give 1 or more."),
+        (("--seed", "-1"), "seed=-1 is out of range."),
+        (("--device", "tpu"), "device='tpu' is not supported. Use one of cpu, cuda."),
     ],
 )
 def test_wrong_options_are_one_line(

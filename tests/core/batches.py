@@ -230,3 +230,10 @@ def samples_of(start: int, stop: int) -> Cut:
 
 def whole_batch(kind: str) -> Any:
     return STRUCTURES[kind](lambda leaf: leaf)
+
+
+def detection_batch() -> dict[str, Any]:
+    """A batch of images of different sizes, each with its own number of boxes."""
+    images = [torch.zeros(3, 10 + i, 20 - i) for i in range(N)]
+    targets = [{"boxes": torch.zeros(i + 1, 4), "labels": torch.arange(i + 1)} for i in range(N)]
+    return {"images": images, "targets": targets}

@@ -157,7 +157,7 @@ def test_everything_that_was_promised_is_said() -> None:
     report = full()
     text = " ".join(
         "\n".join(
-            [*map(plain, [*tables(report), memory_table(report)]), *answer(report), *caveats(report, None)]
+            [*map(plain, [*tables(report), memory_table(report)]), *answer(report), *caveats(report)]
         ).split()
     )
     for said in (

@@ -1,4 +1,4 @@
-"""What must hold on every backend of a comparison, as functions: each backend's tests call them."""
+"""Checks that every backend of a comparison must pass; the tests of each backend call them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from superbatch.lab.report.comparison import Comparison
-from superbatch.lab.studies.backends import Trained, load_backend
+from superbatch.lab.studies.backends import Trained, difference, load_backend
 from superbatch.lab.studies.compare import Options, compare, settle
 from superbatch.lab.studies.setting import Setting
-from superbatch.lab.studies.training import difference
 
 ROUNDING, SAME_RUN = 1e-10, 1e-9
 SPLITS = "5x20,20x5,80/15/5"
@@ -20,7 +19,7 @@ SPLITS = "5x20,20x5,80/15/5"
 
 @functools.cache
 def trained(backend: str, options: Options) -> tuple[Setting, dict[str, Trained]]:
-    """Every arm trained from one seed, by name; those of torch are used by many tests."""
+    """Train every arm from one seed, once for all tests; return the setting and name -> result."""
     on = load_backend(backend)
     recipe = on.load("digits", None)
     setting = settle(recipe, replace(options, backend=backend))
@@ -34,7 +33,7 @@ def start() -> dict[str, Any]:
 
 
 def agrees_with_torch(backend: str, options: Options, *, bound: float = SAME_RUN) -> None:
-    """Losses, accuracy and parameters of every arm, wrong ones included, are those of the run on torch."""
+    """Assert that losses, accuracy and parameters of every arm equal those of the run on torch."""
     _, ours = trained(backend, options)
     _, theirs = trained("torch", options)
     assert ours.keys() == theirs.keys()
@@ -53,7 +52,7 @@ def agrees_with_torch(backend: str, options: Options, *, bound: float = SAME_RUN
 
 
 def splits_agree(backend: str, options: Options, *, bound: float = ROUNDING) -> None:
-    """Every arm that claims to be exact has the real batch's weights; every wrong one has not."""
+    """Assert that exact arms have the real batch's weights, and wrong ones do not."""
     setting, runs = trained(backend, options)
     real = runs[setting.arms[0].name]
     assert {arm.claim for arm in setting.arms} >= {"real", "exact"}
@@ -67,6 +66,6 @@ def splits_agree(backend: str, options: Options, *, bound: float = ROUNDING) -> 
 
 
 def report_of(backend: str, **options: Any) -> Comparison:
-    """A small comparison in float64."""
+    """Return the report of a small comparison in float64."""
     small: dict[str, Any] = {"updates": 6, "runs": 2, "dtype": "float64", "splits": "5x20"}
     return compare("digits", Options(**{**small, "backend": backend, **options}))

@@ -1,4 +1,4 @@
-"""What each of two ranks measures of the exchange; started by `test_exchange.py` with torchrun."""
+"""Program that measures the exchange on two ranks; `test_exchange.py` starts it with torchrun."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLEEP = 0.05
 
 
 class Late(Manual):
-    """Ranks whose second one is late in every exchange."""
+    """Sync whose second rank is late in every exchange."""
 
     def reduce(self, gradients: Any, parameters: Any, zeros: Any, announced: Any = None) -> Any:
         result = super().reduce(gradients, parameters, zeros, announced)
@@ -27,7 +27,7 @@ class Late(Manual):
 
 
 class Counting(Manual):
-    """Ranks that note how many numbers each exchange is of."""
+    """Sync that records the number of elements of each exchange."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

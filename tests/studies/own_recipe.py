@@ -1,4 +1,4 @@
-"""A user's own recipes: small, no data on disk, nothing but torch. Tests load this file by its path."""
+"""Small recipes of a user, with torch alone and without data on disk. Tests load this file by its path."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from superbatch.lab.recipes import Recipe
 
 
 def plane(**changes: Any) -> Recipe:
-    """A small network that fits a plane; the loss is a mean over samples."""
+    """Return a recipe of a small network that fits a plane; the loss is a mean over samples."""
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(240, 4, generator=generator)
     y = x @ torch.tensor([1.0, -2.0, 0.5, 3.0]) + 0.1 * torch.randn(240, generator=generator)
@@ -44,7 +44,7 @@ def plane(**changes: Any) -> Recipe:
 
 
 def plane_sum() -> Recipe:
-    """The same with a sum as its loss."""
+    """Return the same with a sum as its loss."""
 
     def loss_fn(model: nn.Module):
         return lambda batch: (model(batch["x"])[:, 0] - batch["y"]).square().sum()
@@ -53,7 +53,7 @@ def plane_sum() -> Recipe:
 
 
 def plane_returned() -> Recipe:
-    """The same with weights that the loss function returns: the samples with a positive target count."""
+    """Return the same with weights from the loss function: only samples with a positive target count."""
 
     def loss_fn(model: nn.Module):
         def loss(batch):
@@ -67,7 +67,7 @@ def plane_returned() -> Recipe:
 
 
 def crowd(**changes: Any) -> Recipe:
-    """A loss that compares each sample with all others of the batch, BatchNorm, and dropout."""
+    """Return a recipe with a loss over all pairs of a batch, BatchNorm and dropout."""
 
     def model(seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -91,10 +91,10 @@ def crowd(**changes: Any) -> Recipe:
 
 
 def no_recipe() -> int:
-    """Returns something else."""
+    """Return something that is not a recipe."""
     return 3
 
 
 def broken() -> Recipe:
-    """Raises."""
+    """Raise an error."""
     raise RuntimeError("no such\nfile")

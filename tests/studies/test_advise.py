@@ -1,4 +1,4 @@
-"""`superbatch.lab.studies.advise`: what is measured, what is given, and what is in question."""
+"""Advice on accumulation: measured and given numbers, and the accumulation to judge."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from superbatch.lab.report.json import to_json
 from superbatch.lab.studies import advise as study
 from superbatch.lab.studies.advise import Options, advise
 from superbatch.lab.studies.advise_question import Question, given_noise, question
-from superbatch.lab.studies.shared_options import Interrupted
+from superbatch.lab.studies.shared_options import Interrupted, Progress
 from superbatch.noise.meter import NoiseMeter, estimate
 from superbatch.results.advice import Advice
 from superbatch.tuning.noise_range import NoiseRange
@@ -42,7 +42,7 @@ def test_numbers_alone_are_enough() -> None:
     assert report.alternative.after["beta2"] == pytest.approx(0.95 ** (1 / 16))
     assert report.alternative.rate == pytest.approx(math.sqrt(gain(1 / 16, 4000 / 512)))
     assert report.accumulator_bytes == 4 * 10**9
-    said = "For Adam the noise scale hangs on what is assumed of its preconditioner (q = 0, 1, 2)"
+    said = "For Adam the noise scale depends on an assumption about its preconditioner (q = 0, 1, 2)"
     assert any(each.startswith(said) for each in caveats(report))
     sgd = advise(None, Options(**GIVEN, **TIMES, learning_rate=1e-3, optimizer="sgd"))
     assert not any("Adam" in each for each in caveats(sgd))
@@ -55,12 +55,12 @@ def test_numbers_alone_are_enough() -> None:
         ({"microbatch_seconds": None}, "Without a recipe --micro-seconds"),
         ({"update_seconds": None}, "Without a recipe --update-seconds"),
         ({"microbatch_size": None}, "Give --microbatch-size"),
-        ({"batch_size": 512}, "two of them say the third"),
+        ({"batch_size": 512}, "two of them determine the third"),
         ({"accumulation_steps": 1}, "that is no accumulation"),
         ({"ranks": 0}, "ranks=0"),
         ({"noise_low": 5000.0}, "--noise-low <= --noise"),
-        ({"noise": -1.0}, r"^noise=-1.0 is not a positive number of samples. Give a number above 0.$"),
-        ({"noise": math.inf}, "noise=inf is not a positive number"),
+        ({"noise": -1.0}, r"^noise=-1.0 is not positive. Give a number above 0.$"),
+        ({"noise": math.inf}, "noise=inf is not positive"),
         ({"noise_low": -1.0}, "outside of its interval, -1 to .*0 <= --noise-low"),
         ({"learning_rate": 0.1, "optimizer": "lion"}, "lion"),
     ],
@@ -86,7 +86,7 @@ def test_what_is_in_question() -> None:
         Question(7, 12): question(None, Options(microbatch_size=7, batch_size=80)),
     }
     assert all(wanted == found for wanted, found in asked.items()), asked
-    with pytest.raises(InputError, match="nothing is in question"):
+    with pytest.raises(InputError, match="there is no accumulation to judge"):
         question(plane, Options(batch_size=40))
 
 
@@ -102,7 +102,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plane_noise(recipe: Any, model: nn.Module) -> float:
-    """T / |G|^2 of all data by per-sample gradients: what is to be found."""
+    """Return the true noise scale T / |G|^2 of all data, by per-sample gradients."""
     batch = recipe.batch(torch.arange(recipe.samples))
     rows = []
     for index in range(recipe.samples):
@@ -116,7 +116,7 @@ def plane_noise(recipe: Any, model: nn.Module) -> float:
 
 @pytest.mark.usefixtures("quick")
 def test_a_recipe_is_measured() -> None:
-    # At a rate of almost nothing the model stays where it is, and its noise scale is one number.
+    # At a rate near 0 the model does not change, so its noise scale is constant.
     recipe = own_recipe.plane(learning_rates={"sgd": 1e-9}, updates=250)
     report = advise(recipe, Options(threads=1))
     assert report.noise_from == "measured over 250 updates of 20 samples"
@@ -140,7 +140,7 @@ def test_with_adam_the_models_of_its_preconditioner_are_measured_shown_and_drawn
     assert (plain.noise, plain.low, plain.high) == (report.noise, report.noise_low, report.noise_high)
     assert len({each.noise for each in report.models}) == 3
     assert [row[0] for row in models_table(report).rows] == ["0", "1", "2"]
-    assert not any("hangs on what is assumed" in each for each in caveats(report)), "it was measured"
+    assert not any("an assumption about its" in each for each in caveats(report)), "it was measured"
     for time in report.of_asked.by_model:
         assert time is None or report.of_asked.low <= time <= report.of_asked.high
     assert any(each.noise is not None for each in others), "premise: it is determined here"
@@ -187,7 +187,7 @@ def test_too_few_updates_are_not_enough() -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_an_interruption_keeps_what_is_known() -> None:
-    def stop(event: study.Progress) -> None:
+    def stop(event: Progress) -> None:
         if event.finished == "update 12":
             raise KeyboardInterrupt
 
@@ -197,7 +197,7 @@ def test_an_interruption_keeps_what_is_known() -> None:
     assert report.partial
     assert report.noise_from.startswith("measured over 12 updates")
 
-    def at_once(event: study.Progress) -> None:
+    def at_once(event: Progress) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt) as plain:
@@ -216,7 +216,7 @@ def test_nothing_is_left_behind() -> None:
 
 
 def test_the_meter_and_the_advice_speak_of_the_same_samples() -> None:
-    """A mutant would be a scale in micro-batches: 8 times too small with micro-batches of 8."""
+    """A scale in micro-batches instead of samples would be 8 times too small with micro-batches of 8."""
     meter = NoiseMeter()
     for sign in (1, -1) * 10:
         meter.add({"all": estimate(a2=(1.0 + (3.0 + sign * 0.1) ** 2) / 4, b2=4.0, q=0.5)}, samples=16)
@@ -235,7 +235,7 @@ def test_the_meter_and_the_advice_speak_of_the_same_samples() -> None:
         ({"update_seconds": math.nan}, "update_seconds=nan"),
         ({"all_reduce_seconds": -1.0}, "all_reduce_seconds=-1.0"),
         ({"seconds": math.nan}, "seconds=nan"),
-        ({"parameters": math.inf}, "parameters=inf is no count"),
+        ({"parameters": math.inf}, "parameters=inf is not a positive integer"),
         ({"device": "tpu"}, "device='tpu'.*Use cpu or cuda"),
     ],
 )
@@ -254,7 +254,7 @@ def test_numbers_that_cannot_be_used_are_refused_before_anything_is_measured(
 
 @pytest.mark.usefixtures("quick")
 def test_a_rate_is_for_the_batch_that_it_was_given_with() -> None:
-    """The recipe's batch is 20, and its rate for Adam 0.01; by the square root of the batch from there."""
+    """The recipe's rate for Adam is 0.01 at its batch of 20, and scales with the square root of the batch."""
     numbers: dict[str, Any] = {"noise_high": 1e9, "optimizer": "adam", "microbatch_size": 20}
 
     def accumulated(**options: Any) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Backends of a comparison: what torch draws without torch, and what only torch can do."""
+"""Backends of a comparison: torch's random numbers without torch, and options of torch alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OTHERS = [name for name in PACKAGES if name != "torch"]
 
 
 def digits() -> Any:
-    """The task on arrays, with the loss of no backend."""
+    """The digits task on arrays, without a loss function."""
     return digits_elsewhere()
 
 
@@ -96,10 +96,14 @@ def test_accuracy_is_no_constant() -> None:
             {},
             "with the recipe 'text': on {} the digits task is compared, and no other. Use ",
         ),
-        ("digits-bn", {}, "with the recipe 'digits-bn'"),
-        ("file.py:own", {}, "with the recipe 'file.py:own'"),
-        ("digits", {"threads": 2}, "with threads=2: it is torch whose threads are set"),
-        ("digits", {"data": "folder"}, "data='folder' with backend='{}': digits reads no folder"),
+        ("digits-bn", {}, "with recipe='digits-bn'"),
+        ("file.py:own", {}, "with recipe='file.py:own'"),
+        ("digits", {"threads": 2}, "with threads=2: only the backend torch supports that"),
+        (
+            "digits",
+            {"data": "folder"},
+            "backend='{}' with data='folder': only the backend torch supports that",
+        ),
     ],
 )
 def test_what_only_torch_can_do_is_refused(
@@ -111,7 +115,7 @@ def test_what_only_torch_can_do_is_refused(
 
 
 def test_a_recipe_object_is_torch_s() -> None:
-    with pytest.raises(InputError, match="backend='jax' with the recipe 'plane'"):
+    with pytest.raises(InputError, match="backend='jax' with recipe='plane'"):
         compare(own_recipe.plane(), Options(backend="jax"))
 
 
@@ -132,7 +136,7 @@ def test_a_backend_that_is_not_installed_says_what_to_install(
 
 
 def test_a_comparison_is_planned_without_a_framework() -> None:
-    """What is asked for wrongly is refused before seconds of imports, and other backends need no torch."""
+    """Wrong options raise before the slow imports, and other backends do not import torch."""
     code = (
         "import sys, superbatch.lab.studies.compare, superbatch.lab.cli.app, superbatch.lab.plot\n"
         "print(*(name for name in ('torch', 'jax', 'tensorflow', 'keras') if name in sys.modules))"

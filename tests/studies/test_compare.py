@@ -1,4 +1,4 @@
-"""The comparison: exact arms equal the real batch, wrong arms do not, and the report says which is which."""
+"""The comparison: exact arms equal the real batch, wrong arms do not, and the report shows it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,18 @@ from superbatch.lab.report.verdict import failures, verdict
 from superbatch.lab.studies import arms as arms_module
 from superbatch.lab.studies import on_torch
 from superbatch.lab.studies.arms import cut, update_function
-from superbatch.lab.studies.compare import Options, Progress, compare, settle
+from superbatch.lab.studies.backends import difference, train_seed
+from superbatch.lab.studies.compare import Options, compare, settle
 from superbatch.lab.studies.on_torch import orders, weights_of
-from superbatch.lab.studies.setting import Setting, curve_updates
-from superbatch.lab.studies.shared_options import Interrupted
-from superbatch.lab.studies.splits import Split, default_splits, parse_split, parse_splits
-from superbatch.lab.studies.training import difference, train_seed
+from superbatch.lab.studies.setting import (
+    Setting,
+    Split,
+    curve_updates,
+    default_splits,
+    parse_split,
+    parse_splits,
+)
+from superbatch.lab.studies.shared_options import Interrupted, Progress
 from tests.studies import own_recipe
 
 OWN = Path(own_recipe.__file__)
@@ -78,7 +84,7 @@ def test_exact_arms_equal_the_real_batch_and_wrong_ones_do_not(
 
 
 def test_the_arms_of_a_seed_move_from_the_same_weights_by_different_micro_batches() -> None:
-    """The premises of the comparison itself, looked at directly."""
+    """The premises of the comparison: same initial weights, other micro-batches."""
     recipe = own_recipe.plane()
     setting = settle(recipe, Options(splits="4x5,13/5/2", updates=5, dtype="float64"))
     initial = weights_of(recipe.model(0).double())
@@ -110,7 +116,7 @@ def test_float32_differs_by_rounding_and_not_by_nothing() -> None:
 def test_samples_that_see_each_other_train_like_the_real_batch_and_plainly_do_not(
     name: str, updates: int
 ) -> None:
-    """The last has dropout too: what is drawn is what the real batch draws."""
+    """The last recipe has dropout, too: its random numbers are those of the real batch."""
     recipe = (
         own_recipe.crowd(coupled="exact", batchnorm="per_microbatch")
         if name == "crowd"
@@ -302,10 +308,10 @@ def test_default_splits_are_of_the_batch(batch_size: int) -> None:
     [
         ("5*20", r"The split '5\*20' cannot be read. Write KxM"),
         ("", "The split '' cannot be read"),
-        ("0x5", "a micro-batch needs at least one sample"),
-        ("5x0", "a micro-batch needs at least one sample"),
-        ("80/0/20", "a micro-batch needs at least one sample"),
-        ("5x20,3x30", "they make batches of 100 and 90 samples"),
+        ("0x5", "has an empty micro-batch"),
+        ("5x0", "has an empty micro-batch"),
+        ("80/0/20", "has an empty micro-batch"),
+        ("5x20,3x30", "are of batches of 100 and 90 samples"),
     ],
 )
 def test_errors_of_splits(text: str, message: str) -> None:
@@ -332,7 +338,7 @@ def test_a_split_may_be_unequal() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (Options(updates=0), "updates=0 is no count. Give an integer of at least 1"),
+        (Options(updates=0), "updates=0 is not a positive integer. Give 1 or more"),
         (Options(runs=-1), "runs=-1"),
         (Options(runs=2.5), "runs=2.5"),  # pyright: ignore[reportArgumentType]  (that is the point)
         (Options(threads=0), "threads=0"),
@@ -345,11 +351,14 @@ def test_a_split_may_be_unequal() -> None:
             Options(optimizer="lion"),
             "optimizer='lion'.*does not offer it.*Use one of sgd, momentum, adam, adamw",
         ),
-        (Options(splits="1x100"), "in one piece only: there is nothing to compare"),
-        (Options(batch_size=1), "in one piece only"),
+        (
+            Options(splits="1x100"),
+            "The only split is the batch of 100 samples itself, so there is nothing to compare",
+        ),
+        (Options(batch_size=1), "The only split is the batch of 1 samples itself"),
         (Options(splits="5x20", batch_size=64), "batch_size=64 with the split 5x20"),
         (Options(splits="2x1000"), "A batch of 2000 samples: the recipe 'digits' has 1297"),
-        (Options(splits="2x600", include_wrong=True), "an epoch with a tail needs 1680 samples"),
+        (Options(splits="2x600", include_wrong=True), "an epoch with a short last batch needs 1680 samples"),
     ],
 )
 def test_errors_of_options(options: Options, message: str) -> None:
@@ -358,7 +367,7 @@ def test_errors_of_options(options: Options, message: str) -> None:
 
 
 def test_a_recipe_object_cannot_be_sent_to_workers() -> None:
-    with pytest.raises(InputError, match="a worker process loads the recipe by its name"):
+    with pytest.raises(InputError, match="each worker loads the recipe by its name"):
         compare(own_recipe.plane(), Options(workers=2))
 
 

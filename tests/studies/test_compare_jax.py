@@ -1,6 +1,6 @@
 # JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""`superbatch compare --backend jax`: the run on torch, again, and the same report."""
+"""`superbatch compare --backend jax`: the same runs as on torch, and the same report."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_memory_falls_with_the_micro_batch() -> None:
     report = checks.report_of("jax", updates=1, runs=1, splits="5x20,20x5")
     whole, fifth, twentieth = (arm.peak_bytes or 0 for arm in report.arms)
     assert whole > 1.5 * fifth > 1.5 * twentieth > 0
-    assert report.notes[-1].startswith("Peak memory is what XLA plans")
+    assert report.notes[-1].startswith("Peak memory is that of the temporary buffers")
 
 
 # ------------------------------------------------------------------------------------------ it can fail
@@ -74,7 +74,7 @@ def test_memory_falls_with_the_micro_batch() -> None:
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    """Nothing that was compiled before is used, and nothing compiled here is used later."""
+    """Clear compiled programs before and after the test."""
     UPDATE.clear_cache()
     yield
     UPDATE.clear_cache()
@@ -143,7 +143,7 @@ def test_the_command_shows_the_table_and_writes_the_files(
 
 
 def test_torch_is_not_needed(tmp_path: Path) -> None:
-    """In two processes of their own, which load the recipe by its name; any import of torch would fail."""
+    """Two worker processes load the recipe by its name; an import of torch would fail in them."""
     (tmp_path / "torch.py").write_text("raise ImportError('there is no torch here')\n", encoding="utf-8")
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"

@@ -1,6 +1,6 @@
 # Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""`superbatch compare --backend keras`: the run on torch, again, on whatever Keras is set to."""
+"""`superbatch compare --backend keras`: the same runs as on torch, on the framework of Keras."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_splits_agree_with_every_optimizer(optimizer: str) -> None:
 
 @in_float64
 def test_a_run_leaves_no_trace_in_the_next() -> None:
-    """The models are used again: with momentum a rest of the run before would be seen."""
+    """Models are reused: momentum would show a state that a run has left behind."""
     first, second = (checks.report_of("keras", optimizer="momentum").arms[1].runs for _ in range(2))
     assert [run.losses for run in first] == [run.losses for run in second]
     assert keras.config.floatx() == "float32", "as before"
@@ -64,11 +64,11 @@ def test_a_run_leaves_no_trace_in_the_next() -> None:
     [
         (
             {"include_wrong": True},
-            r"with include_wrong: .* Leave it out, or use the backend torch",
+            r"with include_wrong: .* Leave include_wrong out, or use the backend torch",
         ),
         (
             {"splits": "80/15/5"},
-            "backend='keras' with the split 80/15/5: it splits a batch by one size",
+            "backend='keras' with the split 80/15/5: all its micro-batches have one size",
         ),
         ({"splits": "30/70"}, "with the split 30/70"),
     ],
@@ -80,7 +80,8 @@ def test_what_it_cannot_do_is_refused(options: dict[str, Any], message: str) -> 
 
 def test_float64_on_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keras.backend, "backend", lambda: "torch")
-    with pytest.raises(InputError, match=r"keras' on torch with dtype='float64': .* in float32 there"):
+    message = "keras' on torch with dtype='float64': there Keras multiplies matrices in float32"
+    with pytest.raises(InputError, match=message):
         checks.report_of("keras")
 
 
@@ -89,7 +90,8 @@ def test_a_framework_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch)
         raise ModuleNotFoundError("No module named 'jax'", name="jax.numpy")
 
     monkeypatch.setattr(backends.importlib, "import_module", missing)
-    with pytest.raises(InputError, match=r"Keras is set to jax, which is not installed\. Install it, or set"):
+    message = r"Keras is set to jax, which is not installed\. Install jax, or set"
+    with pytest.raises(InputError, match=message):
         backends.load_backend("keras")
 
 
@@ -98,14 +100,14 @@ def test_a_framework_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    """No model that was compiled before is used, and none compiled here is used later."""
+    """Clear compiled models before and after the test."""
     on_keras.program.cache_clear()
     yield
     on_keras.program.cache_clear()
 
 
 class FirstOnly:
-    """A model that makes its update with the first micro-batch and forgets the others."""
+    """A model that makes its update with the first micro-batch alone."""
 
     def __init__(self, model: Any, *, microbatch_size: int) -> None:
         self.model, self.size = model, microbatch_size

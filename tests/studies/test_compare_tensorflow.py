@@ -1,6 +1,6 @@
 # TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
-"""`superbatch compare --backend tensorflow`: the run on torch, again, and the same report."""
+"""`superbatch compare --backend tensorflow`: the same runs as on torch, and the same report."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_splits_agree_and_wrong_ways_do_not() -> None:
 
 
 def test_momentum_is_torch_s_in_float32() -> None:
-    """Keras makes 0.9 a number of float32, whatever the weights are."""
+    """Keras rounds 0.9 to float32, whatever the dtype of the weights."""
     options = Options(splits="5x20", updates=12, dtype="float64", optimizer="momentum")
     checks.agrees_with_torch("tensorflow", options, bound=1e-6)
     checks.splits_agree("tensorflow", options)
@@ -47,7 +47,7 @@ def test_momentum_is_torch_s_in_float32() -> None:
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])
 def test_splits_agree_with_keras_own_adam(optimizer: str) -> None:
-    """Its epsilon is another, and stands at another place: it is not the run on torch."""
+    """Keras' Adam has another epsilon in another place, so it is not the run on torch."""
     checks.splits_agree(
         "tensorflow", Options(splits="5x20", updates=12, dtype="float64", optimizer=optimizer)
     )
@@ -62,7 +62,7 @@ def test_nothing_is_traced_for_another_seed_or_split() -> None:
 
 
 def test_a_run_leaves_no_trace_in_the_next() -> None:
-    """The programs are used again: with momentum a rest of the run before would be seen."""
+    """Programs are reused: momentum would show a state that a run has left behind."""
     first, second = (checks.report_of("tensorflow", optimizer="momentum").arms[1].runs for _ in range(2))
     assert [run.losses for run in first] == [run.losses for run in second]
 
@@ -84,7 +84,7 @@ def test_keras_on_another_framework_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    """No program that was made before is used, and none made here is used later."""
+    """Clear traced programs before and after the test."""
     on_tensorflow.program.cache_clear()
     yield
     on_tensorflow.program.cache_clear()

@@ -1,4 +1,4 @@
-"""The study `coupled` on data of one's own: folders of images, of pairs, of texts and of Python sources."""
+"""The study `coupled` on the user's data: folders of images, pairs, texts and Python sources."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_query_and_a_passage_count_once(tmp_path: Path) -> None:
 
 
 def test_pairs_are_learnt(tmp_path: Path) -> None:
-    """From the command's options to the table; one way learns, and the exact one is among them."""
+    """From the command's options to the table; the exact way is among those that learn."""
     write_pairs(tmp_path, 2300, "tsv")
     report = study("coupled", "code-search", Options(runs=1, samples=1024, data=tmp_path))
     assert report.setting["updates"] == "4" and "device" not in report.setting
@@ -251,7 +251,7 @@ def test_no_folder(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["code-search", "counting", "fairness", "ring", "token-means"])
 def test_the_losses_take_a_device(name: str, tmp_path: Path) -> None:
-    """The device that computes nothing raises, as a GPU does, if a tensor was left on the CPU."""
+    """The device "meta" raises, as a GPU does, if a tensor is still on the CPU."""
     if name == "code-search":
         write_pairs(tmp_path, 2100, "tsv")
     recipe = load_recipe(name, data=tmp_path if name == "code-search" else None)
@@ -277,5 +277,5 @@ def test_a_device_that_is_not_here() -> None:
         study("coupled", "ring", Options(device="cuda:99"))
     with pytest.raises(InputError, match="device='gpu' cannot be used here"):
         study("coupled", "ring", Options(device="gpu"))
-    with pytest.raises(InputError, match=r"The study 'splits' has no use for device='cuda'\. Leave it"):
+    with pytest.raises(InputError, match=r"The study 'splits' does not use device='cuda'\. Leave it"):
         study("splits", "digits", Options(device="cuda"))

@@ -1,4 +1,4 @@
-"""The study `coupled`: its ways against the real large batch, its report, and what it concludes."""
+"""The study `coupled`: its ways against the real large batch, its report, and its conclusions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Gradient = dict[str, Tensor]
 
 @cache
 def made(name: str) -> CoupledRecipe:
-    """The recipe; code search on random words, since it takes long to read the standard library."""
+    """Return a recipe; code search with random words, because reading the standard library takes long."""
     if name == "token-means":
         return token_means(held_out=20)
     if name == "code-search":
@@ -53,12 +53,12 @@ def made(name: str) -> CoupledRecipe:
 
 
 def whole(recipe: CoupledRecipe) -> Any:
-    """A batch of random samples."""
+    """Return a batch of random samples."""
     return cast_batch(recipe.batch(stream(recipe.samples, recipe.batch_size, seed=1)), "float64")
 
 
 def of_loop(recipe: CoupledRecipe, model: nn.Module, parts: Sequence[Any]) -> Gradient:
-    """Gradients of a plain loop; of one part: of the real large batch."""
+    """Return the gradients of a plain loop over the parts; a single part is the real large batch."""
     loss_fn = recipe.loss_fn(model)
     for part in parts:
         (loss_fn(part) / len(parts)).backward()
@@ -66,7 +66,7 @@ def of_loop(recipe: CoupledRecipe, model: nn.Module, parts: Sequence[Any]) -> Gr
 
 
 def of_way(recipe: CoupledRecipe, name: str) -> tuple[Gradient, nn.Module]:
-    """Gradients that the optimizer of a way is handed for the first batch, in float64, and the model."""
+    """Return the gradients that a way gives to its optimizer for one batch, in float64, and the model."""
     way = recipe.way(name)
     model = way.model(3).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -81,7 +81,7 @@ def of_way(recipe: CoupledRecipe, name: str) -> tuple[Gradient, nn.Module]:
 
 
 def apart(found: Gradient, reference: Gradient) -> float:
-    """The largest relative difference of a parameter; rounding of a gradient of 0 is relative to all."""
+    """Return the largest relative difference of a parameter, relative to all of them if its gradient is 0."""
     assert found.keys() == reference.keys()
     total = torch.stack([each.norm() for each in reference.values()]).norm()
     assert total > 1e-6, "premise: there is a gradient"
@@ -115,7 +115,7 @@ def loss_of(name: str) -> BatchLoss:
 
 @pytest.mark.parametrize(("name", "size"), [("counting", 2), ("fairness", 16), ("ring", 8)])
 def test_the_exact_update_does_not_depend_on_the_micro_batch(name: str, size: int) -> None:
-    """As small as the plain ways' micro-batches; the recipes take larger ones to save time."""
+    """With micro-batches as small as those of the plain ways; the recipes use larger ones to save time."""
     recipe = made(name)
     way = replace(recipe.ways[0], update=accumulated(WholeBatch, loss_of(name), microbatch_size=size))
     found, _ = of_way(replace(recipe, ways=(way, *recipe.ways[1:])), way.name)
@@ -139,7 +139,7 @@ def test_norms_without_coupling_are_exact_in_any_micro_batches(name: str) -> Non
 
 
 def test_the_unbiased_penalty_has_the_mean_of_the_square_of_the_whole() -> None:
-    """Over many draws, where the plain penalty of m = 16 is too large."""
+    """Over many draws; the plain penalty with m = 16 is too large."""
     from superbatch.lab.recipes.coupled.fairness import gap, people
 
     table = people(64_000, seed=5)

@@ -14,7 +14,7 @@ Draw = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 
 
 def on_grid(sd: float) -> Draw:
-    """Differences of two arms, both rounded to a grid that lies somewhere."""
+    """Return differences of two arms, both rounded to a grid with a random offset."""
 
     def draw(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
         base = 95 + STEP * rng.random((shape[0], 1))
@@ -50,7 +50,7 @@ def cells() -> list[tuple[str, int]]:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("case", "runs"), cells())
 def test_a_difference_of_the_margin_is_rarely_called_equivalent(case: str, runs: int) -> None:
-    """At most 5 % by design; 2 standard errors of the simulation and the small excess of counts on top."""
+    """At most 5 % by design, plus 2 standard errors of the simulation and the small excess of counts."""
     draw, step = CASES[case]
     found = share_equivalent(draw, runs, 2000, step)
     assert found < (0.2 if case == "skewed" else 0.075)
@@ -65,7 +65,7 @@ def test_a_step_that_nobody_stated_is_seen_in_the_runs(case: str, runs: int) -> 
 
 
 def test_without_the_floor_ties_pass_for_evidence() -> None:
-    """The mutant: the standard deviation as it comes."""
+    """In the mutant the standard deviation has no floor."""
     draw, _ = CASES["a quarter one step above"]
     assert share_equivalent(draw, 3, 1000, 0.0) > 0.3
 

@@ -1,4 +1,4 @@
-"""The exchange of gradients is timed where a command was started on several ranks: two processes, gloo."""
+"""The exchange of gradients is timed in a command on several ranks: two processes with gloo."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_both_ranks_know_what_the_slower_one_measured(measured: list[dict[str, A
 
 
 def test_the_time_is_that_of_the_gradients_which_are_exchanged(measured: list[dict[str, Any]]) -> None:
-    """Frozen parameters have no gradient. Numbers are counted: times say little on a machine under load."""
+    """Frozen parameters have no gradient. Elements are counted, because times depend on the load."""
     for of_rank in measured:
         assert of_rank["numbers"] == {
             "small": [4] * ROUNDS,
@@ -82,7 +82,7 @@ def test_the_advice_has_what_was_measured_and_is_given_once(tmp_path: Path) -> N
 
 
 def test_ranks_that_are_elsewhere_are_not_measured_here() -> None:
-    with pytest.raises(InputError, match="ranks=8 in a command that was started on 2"):
+    with pytest.raises(InputError, match="ranks=8 in a command on 2 ranks"):
         check_ranks(8, 2)
     assert check_ranks(8, 1) == 8
 
@@ -96,7 +96,7 @@ def test_an_environment_that_makes_no_sense_is_refused(
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", count)
-    with pytest.raises(InputError, match="do not say which of how many processes"):
+    with pytest.raises(InputError, match="are not a rank and a number of ranks"):
         started_on()
 
 

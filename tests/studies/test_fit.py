@@ -1,4 +1,4 @@
-"""Fitting a recipe: sizes, peaks, limits, time; and recipes that are not like the others."""
+"""Fitting a recipe: sizes, peaks, limits, time, and unusual recipes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from superbatch.lab.report.fitting_text import findings, reach_table, savings_ta
 from superbatch.lab.report.json import to_json
 from superbatch.lab.studies import fit as fit_module
 from superbatch.lab.studies.findings import Findings
-from superbatch.lab.studies.fit import Options, Progress, fit
-from superbatch.lab.studies.shared_options import Interrupted
+from superbatch.lab.studies.fit import Options, fit
+from superbatch.lab.studies.shared_options import Interrupted, Progress
 from superbatch.results.advice import number_text
 from superbatch.results.memory import Limit, binary_text
 from superbatch.torch import Accumulator
@@ -36,7 +36,7 @@ QUICK = Options(threads=1)
 
 
 def wide(**changes: Any) -> Recipe:
-    """A recipe whose activations outweigh its parameters, so that the micro-batch decides about memory."""
+    """A recipe with more activations than parameters, so that memory depends on the micro-batch."""
 
     def model(seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -51,7 +51,7 @@ def quick(**changes: Any) -> Options:
 
 @pytest.fixture(autouse=True, scope="module")
 def few_rounds() -> Iterator[None]:
-    """Times are not what these tests are about, but for those that bring their own clock."""
+    """Time few windows: tests that depend on times bring their own clock."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fit_module, "ROUNDS", 2)
         patch.setattr("superbatch.lab.studies.rehearsal.WINDOW_SECONDS", 0.001)
@@ -60,7 +60,7 @@ def few_rounds() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def limited() -> Fitting:
-    """All of the batch needs more than the limit."""
+    """Return a report with a limit that the whole batch exceeds."""
     return fit(wide(), quick(limit=150 * KIB))
 
 
@@ -192,7 +192,7 @@ def test_what_would_lower_the_peak() -> None:
 
 
 def test_time_grows_with_the_batch_and_a_slow_size_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that says: micro-batches of 25 are the fastest, the whole batch is 1.5 times as slow."""
+    """A clock by which micro-batches of 25 are the fastest, and the whole batch is 1.5 times as slow."""
     from superbatch.lab.studies.rehearsal import Trainer
 
     per_sample = {100: 1.5e-3, 50: 1.2e-3, 25: 1.0e-3, 13: 1.1e-3}
@@ -231,7 +231,7 @@ def test_the_end_comes_in_time() -> None:
 
     start = time.monotonic()
     report = fit(replace(recipe, loss_fn=slow), quick(seconds=1.0))
-    # Of the four seconds that it may take, what does not depend on the machine; the rest has room for load.
+    # The part of the four seconds that does not depend on the machine; the rest allows for load.
     assert sum(slept) < 3 and time.monotonic() - start < 15
     assert report.of(1).measured and not report.of(100).measured
     assert report.of(100).predicted, "what is not measured is predicted"
@@ -246,7 +246,7 @@ def test_a_busy_machine_is_said(load: float, said: bool, monkeypatch: pytest.Mon
     monkeypatch.setattr("os.getloadavg", lambda: (load, load, load), raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     report = fit(wide(), QUICK)
-    assert any("The machine was busy before this began" in each for each in findings(report)) == said
+    assert any("The machine was busy at the start" in each for each in findings(report)) == said
 
 
 # ------------------------------------------------------------------------------------------- recipes
@@ -337,10 +337,10 @@ def test_the_model_is_as_before() -> None:
         ({"limit": -1}, "limit=-1"),
         ({"limit": 2.5}, r"limit=2\.5"),
         ({"threads": 0}, "threads=0"),
-        ({"seconds": 0}, "nothing is measured in that time"),
+        ({"seconds": 0}, "seconds=0 is not positive"),
         ({"dtype": "int8"}, "Use one of float32, float64, bfloat16"),
         ({"optimizer": "lion"}, "Use one of sgd, adam"),
-        ({"device": "tpu"}, "memory is counted on CPU and CUDA only"),
+        ({"device": "tpu"}, "memory is measured on CPU and CUDA only"),
         ({"sizes": (8, 200)}, "A micro-batch of 200 samples.*the batch has 100"),
         ({"sizes": (0,)}, "A micro-batch of 0 samples"),
     ],
@@ -407,7 +407,7 @@ def texts_of(report: Fitting) -> str:
 
 
 def values_of(data: Any) -> list[Any]:
-    """What a line is drawn through; matplotlib leaves its type open."""
+    """Return the points of a line, whose type matplotlib leaves open."""
     return list(data)
 
 

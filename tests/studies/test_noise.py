@@ -1,4 +1,4 @@
-"""The noise study: what it measures of a recipe, what it says, and what it draws."""
+"""The noise study: measurements, texts and plots."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_run_and_the_times_follow_from_the_points(report: NoiseStudy) -> Non
 
 
 def test_the_noise_scale_is_that_of_the_recipe() -> None:
-    """With a rate of nearly zero the model stays, and per-sample gradients give T and |G|^2 of the data."""
+    """At a rate near 0 the model does not change, and per-sample gradients give T and |G|^2 of the data."""
     recipe = plane(learning_rates={"sgd": 1e-12})
     model = recipe.model(0)
     loss_fn, gradients = recipe.loss_fn(model), []
@@ -129,8 +129,8 @@ def test_a_noise_scale_that_is_not_determined_is_said_and_drawn(report: NoiseStu
 def test_what_cannot_be_asked_is_refused() -> None:
     for options, text in (
         (Options(batch_size=1), "between 2 and 240"),
-        (Options(batch_size=8, microbatch_size=8), "differences between micro-batches"),
-        (Options(updates=0), "is no count"),
+        (Options(batch_size=8, microbatch_size=8), "differences between at least two micro-batches"),
+        (Options(updates=0), "is not a positive integer"),
         (Options(optimizer="lion"), "optimizer='lion'.*does not offer it.*Use one of"),
     ):
         with pytest.raises(InputError, match=text):
@@ -143,7 +143,7 @@ def test_a_rate_of_the_recipe_is_checked_too() -> None:
 
 
 def test_samples_that_see_each_other_are_refused() -> None:
-    with pytest.raises(InputError, match="a micro-batch has none of its own"):
+    with pytest.raises(InputError, match="a micro-batch has no gradient of its own"):
         study(plane(coupled="exact"), OPTIONS)
 
 
@@ -185,11 +185,11 @@ def test_where_the_signal_was_lost_again_the_upper_end_says_so() -> None:
 
 
 def over_run(points: list[NoiseAt]) -> tuple[float | None, float, float]:
-    return module._over_run(module._Found(points=points), 10)
+    return module._over_run(points, 10)
 
 
 def test_noise_that_micro_batches_share_leaves_no_number() -> None:
-    """A batch whose targets are shifted as a whole, each by another number, as by the document it is from."""
+    """The targets of each batch have a common random shift, as if it came from one document."""
     recipe, draw = plane(), torch.Generator().manual_seed(3)
 
     def shifted(indices: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""`--quick` keeps its word on any recipe: where samples take long, runs are shorter, and that is said."""
+"""`--quick` takes less than a minute on any recipe: slow recipes have shorter runs, and a note states it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.studies import own_recipe
 
 PLANE = f"{own_recipe.__file__}:plane"
 EACH = 0.0001
-"""Seconds that a sample is said to take. Nothing waits for them."""
+"""Simulated seconds of a sample. Nothing waits for them."""
 
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The samples that any loss was computed of, and a clock that only they move."""
+    """Record the samples of each loss, and replace the clock by one that only they advance."""
     seen: list[int] = []
 
     def seconds_of(run: Callable[[], object]) -> float:
@@ -76,7 +76,7 @@ def test_a_recipe_that_takes_longer_whatever_is_done_is_said_to(
 ) -> None:
     monkeypatch.setattr("tests.studies.test_quick.EACH", 1.0)
     report = study("critical-batch", counting(seen), Options(quick=True, runs=2, batch_size=2))
-    assert any("the fewest that say anything" in note for note in report.notes)
+    assert any("the fewest that are meaningful" in note for note in report.notes)
     assert report.setting["branches of"] == "128"
 
 
@@ -89,7 +89,7 @@ def test_a_stated_length_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("fixed", "each"), [(0.0, 0.01), (1.0, 0.01), (0.0, 1e-6), (3.0, 1e-6), (50.0, 1.0)])
 def test_the_length_fits_the_time(fixed: float, each: float) -> None:
-    """For costs that are what they were; where even the shortest run does not fit, that is what is left."""
+    """For constant costs. If even the shortest run does not fit, it is returned."""
     asked: list[int] = []
 
     def cost(samples: int) -> float:

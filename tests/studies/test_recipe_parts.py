@@ -1,4 +1,4 @@
-"""Small parts of the recipes, each with a value that is known."""
+"""Functions of the recipes with known values."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_files(tmp_path: Path) -> None:
 
 
 def test_an_error_of_installed_code_alone_is_not_the_user_s() -> None:
-    """tests/cli/test_own_code_fails.py has those of a user."""
+    """Errors in the user's code are tested in tests/cli/test_own_code_fails.py."""
     with ThreadPoolExecutor() as executor:
         error = executor.submit(json.loads, "{").exception()
     assert error is not None and error.__traceback__ is not None, "the premise: it passed some code"

@@ -182,13 +182,13 @@ def test_errors_of_a_recipe(changes: dict, message: str) -> None:
 
 
 def idx(values: torch.Tensor) -> bytes:
-    """What a file of these unsigned bytes contains."""
+    """Return the content of an IDX file of unsigned bytes."""
     header = bytes([0, 0, 8, values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape)
     return header + bytes(values.flatten().tolist())
 
 
 def mnist_folder(folder: Path, *, gz: bool, dot: bool) -> dict[str, torch.Tensor]:
-    """Write the four files with random content; returns it."""
+    """Write the four files with random content, and return it."""
     generator = torch.Generator().manual_seed(0)
     content = {}
     for part, count in (("train", 60), ("t10k", 20)):

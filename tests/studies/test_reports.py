@@ -121,7 +121,7 @@ def test_a_partial_report_says_so(partial: Comparison) -> None:
 def test_sentences(report: Comparison) -> None:
     right, wrong = verdict(report)
     assert right.startswith("Every split trains like the real batch: weights within")
-    assert wrong.startswith("Ways that are wrong on purpose end ")
+    assert wrong.startswith("The weights of the methods that are wrong on purpose differ by ")
 
     def said(**changed: object) -> str:
         arms = [replace(arm, paired=arm.paired and replace(arm.paired, **changed)) for arm in report.arms]

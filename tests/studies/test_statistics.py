@@ -37,7 +37,7 @@ def test_published_tables_come_out(
 
 
 def p_of(test: Any) -> float:
-    """The p-value of a test of scipy, whose stubs leave its type open."""
+    """Return the p-value of a test of scipy, whose stubs leave its type open."""
     return float(test.pvalue)
 
 
@@ -81,7 +81,7 @@ def test_the_verdict_is_that_of_the_interval(difference: float) -> None:
 
 
 def test_few_noisy_runs_do_not_show_equivalence() -> None:
-    """No difference is found here, and that is no evidence of equality."""
+    """A test for a difference finds none here, which does not show equality."""
     a, b = [94.0, 96.0, 95.0], [95.5, 94.5, 95.0]
     assert p_of(stats.ttest_ind(a, b, equal_var=False)) > 0.9
     assert not tost_welch(summarise(a), summarise(b), margin=0.5).equivalent
@@ -115,7 +115,7 @@ def test_runs_needed_follows_the_formula(sd: float, margin: float, factor: float
 
 
 def test_runs_needed_give_the_stated_power() -> None:
-    """Simulated: the normal approximation is a little short at few runs, so the power is below 80 %."""
+    """In a simulation. The normal approximation is slightly low at few runs, so the power is below 80 %."""
     sd, margin = 0.6, 0.5
     runs = runs_needed(sd, margin=margin)
     assert runs == 25
@@ -130,7 +130,7 @@ def test_runs_needed_give_the_stated_power() -> None:
 
 @pytest.mark.parametrize("margin", [0.0, -1.0, math.nan, math.inf])
 def test_a_margin_must_be_positive(margin: float) -> None:
-    with pytest.raises(InputError, match=r"margin=.* includes no difference. Give "):
+    with pytest.raises(InputError, match=r"margin=.* is not a positive number. Give "):
         tost_paired([0.0, 0.1], margin=margin)
 
 

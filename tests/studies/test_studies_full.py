@@ -1,4 +1,4 @@
-"""The studies at full size, on the digits, against the numbers that were expected of them.
+"""The studies at full size on the digits, against expected numbers.
 
 Minutes each, held to a time and so alone on the machine; left out by default. All of them:
 `./run test-studies`, one: `./run test-studies -k momentum`.

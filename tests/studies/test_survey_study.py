@@ -1,4 +1,4 @@
-"""Surveys of splits: pairs agree to rounding, equivalence finds what is alike, and wrong ways fail."""
+"""Surveys of splits: pairs agree to rounding, equal arms are equivalent, and wrong ways fail."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from superbatch.lab import plot
 from superbatch.lab.report.json import to_json
 from superbatch.lab.report.survey_text import conclusions, failures, suggestion, surveys_table
 from superbatch.lab.report.surveys import SurveyArm, Surveys
-from superbatch.lab.studies import survey_arms
-from superbatch.lab.studies.shared_options import Interrupted
-from superbatch.lab.studies.survey import Options, Progress, survey
+from superbatch.lab.studies import survey as module
+from superbatch.lab.studies.shared_options import Interrupted, Progress
+from superbatch.lab.studies.survey import Options, survey
 from superbatch.lab.studies.survey_tests import curve_test, paired_difference, suggestion_test
 from superbatch.results.survey import Survey
 from superbatch.tuning.survey import Sweep
@@ -42,7 +42,7 @@ def arm_of(report: Surveys, name: str) -> SurveyArm:
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.sampled(2)
 def test_pairs_agree_to_rounding(recipe: Any, optimizer: str) -> None:
-    """Means, sums and weights that the loss returns; equal and unequal splits."""
+    """For losses that are means, sums, or return weights; with equal and unequal splits."""
     report = survey(recipe(), replace(SMALL, optimizer=optimizer))
     assert [arm.name for arm in report.arms] == ["1x20", "1x20 again", "4x5", "13/5/2"]
     for arm in report.arms[2:]:
@@ -61,13 +61,13 @@ def test_a_coupled_recipe_is_surveyed_exactly() -> None:
 
 
 def test_a_mean_of_means_is_no_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the pairs must find: the split 13/5/2 with every micro-batch counted alike."""
-    right = survey_arms.accumulator_of
+    """The pairs must detect the split 13/5/2 with equal weights of its micro-batches."""
+    right = module.accumulator_of
 
     def wrong(split: Any, recipe: Any, *rest: Any, **options: Any) -> Any:
         return right(split, replace(recipe, weight=lambda batch: 1.0), *rest, check=False)
 
-    monkeypatch.setattr(survey_arms, "accumulator_of", wrong)
+    monkeypatch.setattr(module, "accumulator_of", wrong)
     report = survey(own_recipe.plane(), SMALL)
     assert max(arm_of(report, "4x5").pairs) <= report.tolerance, "the premise: equal micro-batches are right"
     assert min(arm_of(report, "13/5/2").pairs) > 1e-3
@@ -95,7 +95,7 @@ def sweep(losses: Sequence[float]) -> Survey:
 def bundle(
     seed: int, *, runs: int = 12, noise: float = 0.02, shift: float = 0.0, bump: Any = lambda x: 0.0
 ) -> list[Survey]:
-    """Curves that fall to their lowest at 0.1 x 10^shift, with noise from curve to curve."""
+    """Return curves that are lowest at 0.1 x 10^shift, with noise from curve to curve."""
     generator = random.Random(seed)
     values = Sweep("lr", 1e-4, 10.0, 30).values
     return [
@@ -144,7 +144,7 @@ def test_curves_that_end_before_are_not_alike() -> None:
 
 
 def test_noise_is_no_evidence_of_equality() -> None:
-    """Three noisy curves: a test for a difference would find none, and this one finds no equality."""
+    """Three noisy curves: a test for a difference would find none, and this one shows no equality."""
     test = curve_test(bundle(1, runs=3, noise=0.4), bundle(2, runs=3, noise=0.4))
     assert test is not None
     assert not test.equivalent
@@ -170,7 +170,7 @@ def test_what_cannot_be_tested_is_not() -> None:
 
 @pytest.mark.slow
 def test_the_whole_study_on_digits() -> None:
-    """About a minute: the table of docs/survey.md."""
+    """The table of docs/survey.md; about a minute."""
     report = survey("digits", Options(repeats=20, include_wrong=True))
     for arm in report.arms:
         if arm.claim in ("again", "exact"):
@@ -181,7 +181,7 @@ def test_the_whole_study_on_digits() -> None:
 
 @pytest.fixture(scope="module")
 def digits() -> Surveys:
-    """The study of the source, shorter: 6 surveys of 70 points, as close together."""
+    """The study of the source, shorter: 6 surveys of 70 points, which agree as well."""
     return survey("digits", Options(splits="10x10", repeats=6, updates=70, low=1e-4, include_wrong=True))
 
 
@@ -241,7 +241,7 @@ def test_the_report_goes_through_json_and_is_drawn(digits: Surveys) -> None:
 
 
 class Spoilt(nn.Module):
-    """Its loss is not finite from the first window on."""
+    """A model whose loss is not finite from the first window on."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

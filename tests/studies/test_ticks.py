@@ -1,4 +1,4 @@
-"""Logarithmic axes are labelled with round numbers, whatever they span."""
+"""Logarithmic axes are labelled with round numbers, whatever their range."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_what_is_no_range_has_no_ticks() -> None:
 
 
 def drawn(low: float, high: float, *, own: bool) -> tuple[list[str], list[float]]:
-    """Labels of a drawn axis, and how far apart they are in pixels."""
+    """Return the labels of a drawn axis, and their distances in pixels."""
     figure = Figure(figsize=(6, 4))
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -89,7 +89,7 @@ def test_labels_of_a_short_x_axis_do_not_overlap(span: tuple[float, float], widt
 
 
 def test_labels_that_have_room_are_powers() -> None:
-    """Of 3e-7, 1e-6, 3e-6, ... every second one is labelled on a short axis."""
+    """On a short axis every second of 3e-7, 1e-6, 3e-6, ... is labelled."""
     figure = Figure(figsize=(7.5, 4))
     axes = figure.add_subplot(1, 2, 2)
     logarithmic(axes.xaxis)

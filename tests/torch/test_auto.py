@@ -15,8 +15,8 @@ from torch import nn
 
 from superbatch.batch.split import near_equal
 from superbatch.torch.sizes.auto import AutoSize, Mode
-from superbatch.torch.sizes.instruments import instruments_for, is_compiled
-from superbatch.torch.sizes.sizing import Smaller
+from superbatch.torch.sizes.instruments import instruments_for
+from superbatch.torch.sizes.sizing import Sizing
 from tests.torch.made_up_machine import MIB, Machine, OutOfMemory, sizing_on, window
 
 # ---- the largest size
@@ -257,7 +257,7 @@ def test_after_a_failure_sizes_are_halved_and_grow_back_and_each_failure_doubles
         for _ in range(3):
             window(sizing, machine, 8000)
         assert max(machine.log[-1]) == before
-    wait = Smaller.FIRST_WAIT
+    wait = Sizing.FIRST_WAIT
     assert waits[0] in (wait - 1, wait) and waits[1] >= 2 * wait - 1
     assert sizing.failed(1) == 0
 
@@ -414,8 +414,7 @@ def test_a_compiled_model_sees_two_sizes():
     class OptimizedModule(nn.Module):  # by this name torch.compile returns a model
         pass
 
-    model = OptimizedModule()
-    assert is_compiled([nn.Sequential(model)])
+    model = nn.Sequential(OptimizedModule())  # a compiled part is enough
     machine = Machine()
     sizing = AutoSize(
         lambda x: x.sum(), [model], [], device=None, mode="fastest", instruments=machine.instruments()

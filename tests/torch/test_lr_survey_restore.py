@@ -266,14 +266,14 @@ def clear_only(tensors: Any, undo: Any) -> None:
 def copy_state_only(optimizer: torch.optim.Optimizer, undo: Any) -> None:
     """The optimizer's state is put back, its groups and attributes are not."""
     state = dict(optimizer.state)
-    undo.callback(survey_state._as_it_was, optimizer.state, state)
+    undo.callback(survey_state._set_content, optimizer.state, state)
     optimizer.state.clear()
 
 
 MUTANTS: dict[str, tuple[Any, str, Any, str, str]] = {
     # name: (module, attribute, replacement, kind of training, what must be reported)
     "parameters": (survey_state, "_keep_contents", keep_nothing, "in training", "first.weight"),
-    "gradients": (survey_state, "_set_gradients_aside", clear_only, "in training", "gradient"),
+    "gradients": (survey_state, "_remove_gradients", clear_only, "in training", "gradient"),
     "buffers": (survey_state, "state_restorer", lambda model: nothing, "in training", "running_mean"),
     "a buffer that is not saved": (
         survey_state,
@@ -284,8 +284,8 @@ MUTANTS: dict[str, tuple[Any, str, Any, str, str]] = {
     ),
     "attributes": (survey_state, "state_restorer", lambda model: nothing, "in training", "'notes'"),
     "random state": (survey_state, "restore_random_state", keep_nothing, "in training", "numpy generator"),
-    "optimizer state": (survey_state, "_begin_afresh", forget_the_state, "in training", "state.0"),
-    "optimizer groups": (survey_state, "_begin_afresh", copy_state_only, "in training", "param_groups.0.lr"),
+    "optimizer state": (survey_state, "_clear_state", forget_the_state, "in training", "state.0"),
+    "optimizer groups": (survey_state, "_clear_state", copy_state_only, "in training", "param_groups.0.lr"),
     "optimizer attributes": (survey_state, "_keep_attributes", keep_nothing, "before training", "stepped"),
     "scaler": (survey_state, "_keep_attributes", keep_nothing, "in training", "scale"),
     "loader": (module, "keep_position", keep_nothing, "in training", "'loader'"),
@@ -397,14 +397,14 @@ def interruptible() -> Iterator[None]:
 def test_ctrl_c_while_all_is_put_back_waits_until_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training()
     before = training.everything()
-    put, pressed = survey_state._as_it_was, itertools.count()
+    put, pressed = survey_state._set_content, itertools.count()
 
     def interrupted(table: Any, content: Any) -> None:
         if next(pressed) == 2:
             signal.raise_signal(signal.SIGINT)
         put(table, content)
 
-    monkeypatch.setattr(survey_state, "_as_it_was", interrupted)
+    monkeypatch.setattr(survey_state, "_set_content", interrupted)
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         training.survey(high=0.1)

@@ -92,10 +92,10 @@ def nothing_compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
         import torch._inductor.compile_fx as compiler
     if "inductor" not in request.fixturenames:
         monkeypatch.setattr(compiler, "compile_fx_inner", as_it_is)
-    for remembered in (compiled._remembered, compiled._warn):
+    for remembered in (compiled._cached, compiled._warn):
         remembered.cache_clear()
     yield
-    for remembered in (compiled._remembered, compiled._warn):
+    for remembered in (compiled._cached, compiled._warn):
         remembered.cache_clear()
 
 
@@ -144,7 +144,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance
 
 
 def compilations() -> int:
-    return compiled._remembered.cache_info().misses
+    return compiled._cached.cache_info().misses
 
 
 def check(case: str, samples: int = SAMPLES) -> None:
@@ -230,20 +230,20 @@ def test_rounding_in_float32_is_that_of_the_real_batch() -> None:
 def test_rows_that_lie_elsewhere_are_read_as_without_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where rows are copied from the host, a segment begins with them: no more are here than without it."""
     model, x = made("conv net")
-    monkeypatch.setattr(store, "ELSEWHERE", {"cpu"})
+    monkeypatch.setattr(store, "OWN_MEMORY", {"cpu"})
     reads: list[int] = []
     segmented = segments.segmented
 
-    def watched(program: Any, registers: Any, *, elsewhere: bool) -> Any:
-        assert elsewhere
-        found = segmented(program, registers, elsewhere=elsewhere)
+    def watched(program: Any, registers: Any, *, rows_on_host: bool) -> Any:
+        assert rows_on_host
+        found = segmented(program, registers, rows_on_host=rows_on_host)
         old, new = most_loads(program), most_loads(found)
         assert new <= old
         reads.append(old)
         return found
 
     def most_loads(program: Any) -> int:
-        loads = [[] if one.more is None else one.more.loads for one in program]
+        loads = [[] if one.effects is None else one.effects.loads for one in program]
         return max(sum(load.source.rows is not None for load in one) for one in loads)
 
     monkeypatch.setattr(segments, "segmented", watched)
@@ -392,11 +392,11 @@ def test_a_function_that_asks_for_its_place_cannot_be_compiled(monkeypatch: pyte
 
     gradient()
     action = memo.action
-    monkeypatch.setattr(memo, "action", lambda *args, **more: action(*args, **{**more, "known": True}))
-    memo._remembered.cache_clear()
+    monkeypatch.setattr(memo, "action", lambda *args, **more: action(*args, **{**more, "compilable": True}))
+    memo._cached.cache_clear()
     with pytest.warns(UserWarning, match="no attribute 'start'"):
         gradient()
-    memo._remembered.cache_clear()
+    memo._cached.cache_clear()
 
 
 def sets(z: Any) -> Tensor:
@@ -425,11 +425,11 @@ def test_what_torch_decomposes_to_something_else_is_not_compiled(
         torch.testing.assert_close(weights[1].grad, weights[0].grad, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(ours.item(), real.item(), rtol=1e-12, atol=1e-12)
 
-    memo._remembered.cache_clear()
+    memo._cached.cache_clear()
     if not compiled_too:
         check()
         return
     monkeypatch.setattr(memo, "_NOT_COMPILED", set())
     with pytest.raises(AssertionError):
         check()
-    memo._remembered.cache_clear()
+    memo._cached.cache_clear()

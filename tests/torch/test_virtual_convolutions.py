@@ -146,9 +146,9 @@ def test_a_gradient_penalty_takes_the_memory_of_a_micro_batch() -> None:
 def without_rules(monkeypatch: pytest.MonkeyPatch) -> Any:
     for packet in convolution_rules.RULES:
         monkeypatch.delitem(lookup.OWN, packet)
-    memo._remembered.cache_clear()
+    memo._cached.cache_clear()
     yield
-    memo._remembered.cache_clear()
+    memo._cached.cache_clear()
 
 
 @pytest.mark.usefixtures("without_rules")

@@ -41,7 +41,7 @@ def kernels() -> Iterator[None]:
 def nothing_remembered() -> Iterator[None]:
     CALLED.clear()
     yield
-    memo._remembered.cache_clear()
+    memo._cached.cache_clear()
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool | None = None, scale: float | None = None) -> Any:
@@ -445,7 +445,7 @@ MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[..., Non
     ),
     "strides as they come": (
         lambda patch: patch.setattr(
-            attention_rules, "_as_kernels_ask", lambda tensors, main, aligned: tensors
+            attention_rules, "_with_kernel_layout", lambda tensors, main, alignment: tensors
         ),
         _case("efficient, last dimension turned"),
     ),
@@ -465,6 +465,6 @@ def test_a_wrong_rule_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     patch, run = MUTANTS[name]
     run()  # premise: the rule as it is passes
     patch(monkeypatch)
-    memo._remembered.cache_clear()
+    memo._cached.cache_clear()
     with pytest.raises((AssertionError, RuntimeError)):
         run()

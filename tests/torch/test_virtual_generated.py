@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from superbatch.torch import virtual_batch
 from superbatch.torch.virtual.ir.calls import Direct
-from superbatch.torch.virtual.ir.shard import Part, Shard
+from superbatch.torch.virtual.ir.shard import BatchSlice, Shard
 from superbatch.torch.virtual.ir.values import Value
 from superbatch.torch.virtual.run import generated, sweep
 from superbatch.torch.virtual.run.instructions import Instruction, Load, SideEffects
@@ -87,7 +87,7 @@ def trained(model: nn.Module, size: int, **options: Any) -> list[Tensor]:
 def test_equal_to_the_interpreter_bit_for_bit(
     monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module], size: int, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(sweep, "WORTH_WRITING", 1)
+    monkeypatch.setattr(sweep, "GENERATE_FROM", 1)
     written: list[str] = []
 
     def noted(*args: Any) -> Any:
@@ -117,10 +117,10 @@ class Kept:
     def __init__(self) -> None:
         self.found: list[Any] = []
 
-    def put(self, part: Part, rows: Tensor) -> None:
+    def put(self, microbatch: BatchSlice, rows: Tensor) -> None:
         self.found.append(rows.clone())
 
-    def add(self, part: Part, outputs: list[Any]) -> None:
+    def add(self, microbatch: BatchSlice, outputs: list[Any]) -> None:
         self.found.append([None if one is None else one.clone() for one in outputs])
 
 
@@ -133,10 +133,10 @@ def program(log: list[Any]) -> tuple[list[Instruction], list[Any], Kept, Kept, V
         log.append((name, sorted(key for key, one in alive.items() if one() is not None)))
         return tensor
 
-    def several(part: Part, tensors: list[Tensor]) -> tuple[Tensor, None, Tensor]:
-        return note("first", tensors[0] * 2), None, note("second", tensors[0] + part.start)
+    def several(microbatch: BatchSlice, tensors: list[Tensor]) -> tuple[Tensor, None, Tensor]:
+        return note("first", tensors[0] * 2), None, note("second", tensors[0] + microbatch.start)
 
-    def taking(part: Part, tensors: list[Any]) -> tuple[Tensor, Tensor]:
+    def taking(microbatch: BatchSlice, tensors: list[Any]) -> tuple[Tensor, Tensor]:
         taken, other = tensors.pop(0) * 3, tensors.pop(0)
         note("taken", taken)
         return taken, note("sum", taken + other)
@@ -146,7 +146,7 @@ def program(log: list[Any]) -> tuple[list[Instruction], list[Any], Kept, Kept, V
     kept, reduction, carried = Kept(), Kept(), Value(torch.empty(3), torch.device("cpu"))
     steps = [
         Instruction(
-            lambda part, tensors: note("sine", tensors[0].sin()),
+            lambda microbatch, tensors: note("sine", tensors[0].sin()),
             [1],
             0,
             SideEffects([Load(1, carried, LAYOUT, 0)], [(None, 2)], [], None, [], [], []),
@@ -184,17 +184,17 @@ def ran(how: Callable[..., Any], *, carries: bool) -> tuple[list[Any], list[Any]
     rows: dict[Value, Tensor] = {}
     function = how(steps, registers, rows)
 
-    def load(load: Load, part: Part, ahead: Any, following: Any) -> Tensor:
-        return torch.arange(3.0) + part.start + ahead + following
+    def load(load: Load, microbatch: BatchSlice, ahead: Any, following: Any) -> Tensor:
+        return torch.arange(3.0) + microbatch.start + ahead + following
 
     for number in range(2):
-        function(Part(number, 3 * number, 3 * number + 3), load, 0.25, 0.5, carries)
+        function(BatchSlice(number, 3 * number, 3 * number + 3), load, 0.25, 0.5, carries)
     assert (carried in rows) is carries
     return log, [kept.found, reduction.found, *rows.values()], rows
 
 
 def flat(found: Any) -> list[Any]:
-    return [part for one in found for part in flat(one)] if isinstance(found, list) else [found]
+    return [leaf for one in found for leaf in flat(one)] if isinstance(found, list) else [found]
 
 
 def at_once(steps: Any, registers: Any, rows: Any) -> Any:
@@ -225,30 +225,30 @@ def test_a_writer_that_leaves_something_out_is_found(monkeypatch: pytest.MonkeyP
         pass
 
     plain = ran(interpreted, carries=False)
-    generated._remembered.cache_clear()
+    generated._cached.cache_clear()
     monkeypatch.setattr(generated._Writer, method, nothing)
     try:
         assert not agree(plain, ran(at_once, carries=False))
     except (NameError, ValueError):
         pass  # what is left out is asked for
     finally:
-        generated._remembered.cache_clear()
+        generated._cached.cache_clear()
 
 
 @pytest.mark.parametrize("place", range(6))
-@pytest.mark.parametrize("change", ["inputs", "output", "frees", "run", "more"])
+@pytest.mark.parametrize("change", ["inputs", "output", "frees", "run", "effects"])
 def test_a_structure_tells_programs_apart(place: int, change: str) -> None:
     steps, registers, *_, carried = program([])
     other = list(steps)
     one = steps[place]
-    if one.more is None and change == "more":
+    if one.effects is None and change == "effects":
         pytest.skip("there is nothing more")
     changes: dict[str, Any] = {
         "inputs": [*one.inputs, 0],
         "output": one.output + 1,
         "frees": [*one.frees, 5],
         "run": Direct(torch.add, (1, 2)),
-        "more": one.more and one.more._replace(carries=[*one.more.carries, (3, carried)]),
+        "effects": one.effects and one.effects._replace(carries=[*one.effects.carries, (3, carried)]),
     }
     other[place] = one._replace(**{change: changes[change]})
     assert generated.structure(steps, registers) == generated.structure(program([])[0], registers)
@@ -266,7 +266,7 @@ def test_nothing_holds_a_program_once_its_sweep_is_over(monkeypatch: pytest.Monk
         init(self, *args)
 
     monkeypatch.setattr(sweep._Program, "__init__", noted)
-    monkeypatch.setattr(sweep, "WORTH_WRITING", 1)
+    monkeypatch.setattr(sweep, "GENERATE_FROM", 1)
     torch.manual_seed(0)
     trained(Towers().double(), 2)
     assert len(made) >= 6

@@ -30,9 +30,9 @@ class Run(NamedTuple):
 @pytest.fixture(autouse=True)
 def nothing_remembered() -> Iterator[None]:
     default = torch.get_default_dtype()
-    memo._remembered.cache_clear()
+    memo._cached.cache_clear()
     yield
-    memo._remembered.cache_clear()
+    memo._cached.cache_clear()
     torch.set_default_dtype(default)
 
 
@@ -147,10 +147,10 @@ CHANGES = {
 def test_what_differs_is_looked_at_anew(change: str, turn: int) -> None:
     for run in CHANGES[change][::turn]:
         check(run)
-    before = memo._remembered.cache_info()
+    before = memo._cached.cache_info()
     for run in CHANGES[change]:
         check(run)
-    after = memo._remembered.cache_info()
+    after = memo._cached.cache_info()
     assert after.misses == before.misses
     assert after.hits > before.hits, "premise: there is something to remember"
 
@@ -237,7 +237,7 @@ def test_a_memory_that_overlooks_it_is_seen(change: str, monkeypatch: pytest.Mon
         monkeypatch.setattr(Form, name, wrong)
     seen = 0
     for turn in (1, -1):
-        memo._remembered.cache_clear()
+        memo._cached.cache_clear()
         try:
             for run in CHANGES[change][::turn]:
                 check(run)

@@ -18,7 +18,7 @@ from superbatch.results.memory import Limit
 from superbatch.torch import virtual_batch
 from superbatch.torch.memory.meter import peak_bytes
 from superbatch.torch.virtual.ir.reductions import Moments
-from superbatch.torch.virtual.ir.shard import Part
+from superbatch.torch.virtual.ir.shard import BatchSlice
 from superbatch.torch.virtual.run.prefetch import Prefetcher
 from superbatch.torch.virtual.run.store import DEVICE
 
@@ -245,7 +245,7 @@ def test_statistics_of_a_thousand_micro_batches_take_the_memory_of_some() -> Non
     def add() -> None:
         moments.append(Moments(lambda mean, squares, count: [mean, squares / count]))
         for index, row in enumerate(x):
-            moments[0].add(Part(index, index, index + 1), [(row.clone(), torch.zeros_like(row), 1)])
+            moments[0].add(BatchSlice(index, index, index + 1), [(row.clone(), torch.zeros_like(row), 1)])
 
     assert peak_bytes(add) <= 100 * x[0].nbytes
     mean, variance = moments[0].result()
@@ -403,7 +403,7 @@ def test_what_a_sweep_reads_next_is_under_way(train: Any, size: int, monkeypatch
     expected, report = train(32, size)
     ahead = Noted()
     monkeypatch.setattr("superbatch.torch.virtual.run.store.Prefetcher", lambda device, to_host: ahead)
-    monkeypatch.setattr("superbatch.torch.virtual.run.store.ELSEWHERE", {"cpu"})
+    monkeypatch.setattr("superbatch.torch.virtual.run.store.OWN_MEMORY", {"cpu"})
     found, _ = train(32, size)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert len(ahead.found) > report.microbatches, "premise"

@@ -92,7 +92,7 @@ def attribute(owner: Any, name: str, value: Any) -> Patch:
     return lambda patch: patch.setattr(owner, name, value)
 
 
-def _first_only(self: Sums, part: Any, outputs: list[Any]) -> None:
+def _first_only(self: Sums, microbatch: Any, outputs: list[Any]) -> None:
     if not self._sums:
         self._sums, self._dtypes = list(outputs), [output.dtype for output in outputs]
 
@@ -102,9 +102,9 @@ def _mean_of_parts(self: Sums) -> list[Any]:
 
 
 def _within_alone(self: Moments) -> list[Tensor]:
-    count = sum(n for _, _, n in self._parts)
-    mean = sum_of(mean * (n / count) for mean, _, n in self._parts)
-    return list(self._finish(mean, sum_of(squares for _, squares, _ in self._parts), count))
+    count = sum(n for _, _, n in self._moments)
+    mean = sum_of(mean * (n / count) for mean, _, n in self._moments)
+    return list(self._finish(mean, sum_of(squares for _, squares, _ in self._moments), count))
 
 
 def _biased(*args: Any) -> Any:
@@ -114,7 +114,7 @@ def _biased(*args: Any) -> Any:
 
 def _without_mean_term(recording: Any, inputs: Any, weight: Any, whole: Any, shard: Any) -> Any:
     mean, invstd, d_weight, d_bias = whole
-    zero = recording.value(recording.show(d_bias) * 0)
+    zero = recording.value(recording.wrap(d_bias) * 0)
     return _INPUT(recording, inputs, weight, [mean, invstd, d_weight, zero], shard)
 
 
@@ -139,8 +139,8 @@ def _row_after(value: Any, shard: Any, start: int, stop: int, step: int, *, sque
 def _added_each_time(call: Call, operands: Any) -> OpStrategy:
     strategy = _ADDED(call, operands)
 
-    def run(part: Any, tensors: list[Tensor]) -> Tensor:
-        return strategy.run(part._replace(number=0), tensors)
+    def run(microbatch: Any, tensors: list[Tensor]) -> Tensor:
+        return strategy.run(microbatch._replace(number=0), tensors)
 
     return strategy._replace(run=run)
 
@@ -224,7 +224,7 @@ _BLOCKS = shape_rules._blocks
 def rules_are_asked() -> Iterator[None]:
     """What rules answer is remembered for the process: right answers before, and wrong ones afterwards."""
     yield
-    memo._remembered.cache_clear()
+    memo._cached.cache_clear()
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -232,6 +232,6 @@ def test_a_wrong_rule_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     patch, check = MUTANTS[name]
     check()  # premise: the rule as it is passes
     patch(monkeypatch)
-    memo._remembered.cache_clear()
+    memo._cached.cache_clear()
     with pytest.raises((AssertionError, RuntimeError)):
         check()

@@ -33,7 +33,7 @@ aten: Any = torch.ops.aten
 def forget() -> None:
     """Let every rule be asked again."""
     batch_norm_caches = (batch_norm._sums, batch_norm._normalised, batch_norm._moments)
-    for cached in (memo._remembered, dispatch._kind_of, composites.found, *batch_norm_caches):
+    for cached in (memo._cached, dispatch._kind_of, composites.composite_of, *batch_norm_caches):
         cached.cache_clear()
 
 
@@ -199,7 +199,7 @@ def _input_gradient_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = batch_norm._input_gradient
 
     def wrong(given: Recording, *args: Any) -> Any:
-        return given.value(given.show(plain(given, *args)) * 2)
+        return given.value(given.wrap(plain(given, *args)) * 2)
 
     monkeypatch.setattr(batch_norm, "_input_gradient", wrong)
 

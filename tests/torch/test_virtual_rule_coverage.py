@@ -120,7 +120,7 @@ class Recorder:
 
 def forget() -> None:
     """Let every rule be asked again."""
-    for cached in (memo._remembered, dispatch._kind_of, composites.found):
+    for cached in (memo._cached, dispatch._kind_of, composites.composite_of):
         cached.cache_clear()
 
 

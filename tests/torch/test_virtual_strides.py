@@ -14,8 +14,8 @@ from torch.testing import assert_close
 
 from superbatch.torch import virtual_batch
 from superbatch.torch.virtual.ir import calls
-from superbatch.torch.virtual.ir.strides import canonical, in_order, with_canonical_strides
-from superbatch.torch.virtual.rules import reduce_rules
+from superbatch.torch.virtual.ir.strides import canonical, in_batch_order, with_canonical_strides
+from superbatch.torch.virtual.rules import norm_rules
 from superbatch.torch.virtual.run import memo
 from superbatch.torch.virtual.trace import batch_norm
 from tests.torch.coupled import data
@@ -68,7 +68,7 @@ def test_a_micro_batch_takes_the_order_of_the_whole(whole: str, given: Any) -> N
     if whole == "transposed":
         meta = torch.empty(5, 3, 5, 4, device="meta").mT
     x = data.normal(1, 3, 4, 5)
-    (found,) = in_order([meta], lambda part, tensors: tensors)(None, [strided(x, *given)])  # type: ignore[arg-type]
+    (found,) = in_batch_order([meta], lambda part, tensors: tensors)(None, [strided(x, *given)])  # type: ignore[arg-type]
     assert torch.equal(found, x)
     if whole != "transposed":
         assert found.stride() == ((60, 20, 5, 1) if whole == "contiguous" else (60, 1, 15, 3))
@@ -317,9 +317,9 @@ def test_models_between_images_and_tokens(name: str, microbatch: int, last: bool
 def strides_as_they_come(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(batch_norm, "_kernel", aten.native_batch_norm.default)
     monkeypatch.setattr(batch_norm, "_backward_kernel", aten.native_batch_norm_backward.default)
-    for module in (calls, reduce_rules):
-        monkeypatch.setattr(module, "careful", lambda func, metas, run: run)
-    caches = (memo._remembered, batch_norm._sums, batch_norm._normalised)
+    for module in (calls, norm_rules):
+        monkeypatch.setattr(module, "with_kernel_strides", lambda func, metas, run: run)
+    caches = (memo._cached, batch_norm._sums, batch_norm._normalised)
     for cached in caches:
         cached.cache_clear()
     yield

@@ -250,10 +250,10 @@ def test_whole_values_leave_less_of_the_budget_to_rows() -> None:
 @pytest.mark.parametrize("broken", ["growth is not passed on", "nothing is counted"])
 def test_a_report_that_forgets_whole_values_is_seen(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     if broken == "nothing is counted":
-        monkeypatch.setattr(full_values.FullValues, "note", lambda *args, **options: None)
+        monkeypatch.setattr(full_values.FullValues, "count", lambda *args, **options: None)
     else:
         monkeypatch.setattr(growth, "_grown", lambda *args: None)
-        monkeypatch.setattr(growth, "_remembered", growth._remembered.__wrapped__)
+        monkeypatch.setattr(growth, "_cached", growth._cached.__wrapped__)
     with pytest.raises(AssertionError):
         test_what_loses_its_rows_is_named_with_its_bytes("halves")
     with pytest.raises(AssertionError):
@@ -291,6 +291,6 @@ def test_a_square_gradient_that_is_cut_into_rows_is_seen(monkeypatch: pytest.Mon
             return made.action.shards[value.index]
         return Shard(0) if value.meta.shape[:1] == (samples,) else None
 
-    monkeypatch.setattr(by_rows, "_rows", by_size)
+    monkeypatch.setattr(by_rows, "_row_shard", by_size)
     with pytest.raises(CoupledSamplesError):
         standardised_in_as_many_features(on_gather="error")

@@ -326,7 +326,7 @@ def let_go(rank: int, group: Any) -> dict[str, Any]:
             with virtual_batch(shell, MICROBATCH) as batch:
                 means(shell, batch(part(images(64), rank, COUNTS))).backward()
             session = batch._session
-            kept = [weakref.ref(batch), weakref.ref(session.recording), weakref.ref(session.across)]
+            kept = [weakref.ref(batch), weakref.ref(session.recording), weakref.ref(session.ranks)]
             del batch, session
             gone += [one() is None for one in kept]
     finally:
@@ -513,12 +513,14 @@ CASES: dict[str, Run] = {
         conv_net, cross_entropy, r, g, synchronised=False, wrap=False, over=True
     ),
     "virtual_mutant_forward": lambda r, g: mutant(dist, "all_gather", own_rows, r, g),
-    "virtual_mutant_backward": lambda r, g: mutant(RankReducer, "sums", own_sums, r, g),
+    "virtual_mutant_backward": lambda r, g: mutant(RankReducer, "sum_backward", own_sums, r, g),
     "virtual_mutant_gradients": lambda r, g: mutant(
         RankReducer, "mean", lambda self, parameters, gradients: gradients, r, g
     ),
     "virtual_paranoid_forward": lambda r, g: mutant(dist, "all_gather", own_rows, r, g, paranoid=True),
-    "virtual_paranoid_backward": lambda r, g: mutant(RankReducer, "sums", own_sums, r, g, paranoid=True),
+    "virtual_paranoid_backward": lambda r, g: mutant(
+        RankReducer, "sum_backward", own_sums, r, g, paranoid=True
+    ),
     "virtual_paranoid_frozen": lambda r, g: block(
         partly_frozen, means, r, g, synchronised=False, wrap=False, over=True, paranoid=True
     ),

@@ -1,4 +1,4 @@
-"""The application: which commands there are, and what becomes of errors.
+"""The Typer application: its commands, and the conversion of errors to messages and exit codes.
 
 Commands import torch and matplotlib when they run, so that ``superbatch --help`` answers at once.
 """
@@ -20,13 +20,11 @@ from .advise import advise
 from .caffe import caffe
 from .compare import compare
 from .exits import WRONG_INPUT
-from .fit import fit
 from .help import OVERVIEW, Command, Group, paragraphs, usage_text
 from .init import init
-from .noise import noise
+from .measure import fit, noise, survey
 from .options import command_of
 from .study import study
-from .survey import survey
 from .train import train
 from .verify import verify
 
@@ -38,8 +36,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-
-# One per command; each lies in a file of its own.
 for _function in (advise, caffe, compare, fit, init, noise, study, survey, train, verify):
     app.command(_function.__name__, cls=Command, help=paragraphs(_function))(command_of(_function))
 
@@ -58,7 +54,9 @@ def _options(
     ] = False,
     traceback: Annotated[
         bool,
-        typer.Option("--traceback", help="show the traceback of an error; for all commands, at any place"),
+        typer.Option(
+            "--traceback", help="show the traceback of an error; allowed anywhere, with any command"
+        ),
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
@@ -68,38 +66,40 @@ def _options(
 TRACEBACK = "--traceback"
 COMPLETION = "_SUPERBATCH_COMPLETE"
 
-# What typer raises for an unknown option or a value of the wrong type; it has no public name in all releases.
+# Typer raises it for an unknown option or a wrong type. It has no public name in some releases.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a command, and turn errors of ours and of the user's own code into one line and an exit code.
+    """Run a command and return its exit code; print an error of superbatch or of a recipe as one line.
+
+    Other errors are raised, with their traceback.
 
     Examples:
         >>> main(["--version"])
         superbatch ...
         0
     """
-    shown = TRACEBACK in arguments
+    with_traceback = TRACEBACK in arguments
     given = [argument for argument in arguments if argument != TRACEBACK]
-    if COMPLETION in os.environ:  # the shell asks for names
+    if COMPLETION in os.environ:  # the shell asks for completions
         app(args=given, prog_name="superbatch")
     command = typer.main.get_command(app)
     try:
-        # Not app(): it would answer Ctrl-C and a closed pipe itself, with a silent exit code.
+        # Not app(), which handles Ctrl-C and a closed pipe itself: it exits without a message.
         with command.make_context("superbatch", given) as context:
             return command.invoke(context) or 0
     except typer.Exit as done:
         return done.exit_code
     except _UsageError as error:
         return _fail(usage_text(error))
-    except Exception as error:  # a recipe is the user's code, which may raise anything
+    except Exception as error:  # a recipe is code of the user, which may raise anything
         from ..recipes.failing import recipe_failure
 
         failure = error if isinstance(error, SuperbatchError) else recipe_failure(error)
-        if failure is None:  # an error of superbatch or of a library, whose traceback is wanted
+        if failure is None:  # a bug of superbatch or of a library: its traceback is needed
             raise
-        if shown:
+        if with_traceback:
             tracebacks.print_exc()
         return _fail(str(failure))
 

@@ -1,17 +1,15 @@
-"""`superbatch compare [RECIPE]`: does accumulation train like the real batch?"""
+"""`superbatch compare [RECIPE]`: train with the real batch and with splits of it."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+from ..report.verdict import failures
 from ..studies.options import CompareOptions
-from .aliases import in_our_words, recipe_of
+from .aliases import recipe_of, translated
 from .options import AsJson, option, out_option, recipe_argument
-from .publish import folder_for, run
-
-OUT = Path("superbatch-compare")
+from .publish import run
 
 Check = Annotated[bool, option("exit code 1 unless every exact arm agrees with the real batch", "--check")]
 AverageGradients = Annotated[
@@ -24,7 +22,7 @@ def compare(
     *,
     recipe: Annotated[str | None, recipe_argument(default="digits")] = None,
     options: CompareOptions,
-    out: Annotated[Path | None, out_option(OUT)] = None,
+    out: Annotated[Path | None, out_option("superbatch-compare")] = None,
     as_json: AsJson = False,
     check: Check = False,
     average_gradients: AverageGradients = None,
@@ -39,19 +37,12 @@ def compare(
     report is written).
     """
     name = recipe_of(recipe, recipe_name, batchnorm=batchnorm)
-    options = in_our_words(options, average_gradients=average_gradients, iterations=iterations)
-    folder = folder_for(out, OUT, as_json=as_json)
-    from ..studies.backends import check_installed
+    options = translated(options, average_gradients=average_gradients, iterations=iterations)
+    from ..studies.backends import check_installed  # it imports numpy: not for --help
 
     check_installed(options.backend)  # before imports that take seconds
-    from ..report.verdict import failures
-    from ..studies.compare import compare as study
-
-    where = "" if options.backend == "torch" else f" on {options.backend}"
-    return run(
-        f"compare {Path(name).name}{where}",
-        partial(study, name, options),
-        folder,
-        as_json=as_json,
-        failures=failures if check else None,  # a CI fails only on request
-    )
+    title = f"compare {Path(name).name}"
+    if options.backend != "torch":
+        title += f" on {options.backend}"
+    criterion = failures if check else None  # without --check a difference is a result, not an error
+    return run("compare", name, options, title=title, out=out, as_json=as_json, failures=criterion)

@@ -1,4 +1,4 @@
-"""Entry point of the installed command. It imports no dependency, so that it can name a missing one."""
+"""Entry point of the installed command. It imports no dependency, so that it can report a missing one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ OPTIONAL = ("torch", "typer", "rich", "jinja2", "scipy", "matplotlib", "numpy", 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Run the command line and return its exit code.
+
+    Args:
+        arguments: without the name of the program; None for those of the process.
 
     Examples:
         >>> main(["--version"])
@@ -29,14 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         with terminated_as_interrupted():
             code = run(arguments)
-            sys.stdout.flush()  # here, where a failure has an exit code
+            sys.stdout.flush()  # a failure at the interpreter's exit would not reach the handlers below
         return code
-    except BrokenPipeError:
-        return _pipe_closed()
-    except SystemExit as error:
-        if isinstance(error.__context__, BrokenPipeError):  # rich's own answer is exit code 1
-            return _pipe_closed()
-        raise
+    except (BrokenPipeError, SystemExit) as error:
+        # rich turns a closed pipe into exit code 1.
+        if not isinstance(error.__context__ if isinstance(error, SystemExit) else error, BrokenPipeError):
+            raise
+        _silence()
+        return PIPE_CLOSED
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO):
             raise
@@ -60,7 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGTERM, so that what was measured is kept as after Ctrl-C."""
+    """Raise KeyboardInterrupt on SIGTERM, so that the command writes its partial report as after Ctrl-C.
+
+    Does nothing outside the main thread, which alone may set handlers, or if SIGTERM has a handler already.
+    """
     if (
         threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
@@ -68,7 +74,6 @@ def terminated_as_interrupted() -> Iterator[None]:
         yield
         return
 
-    # Only where nobody else has a handler: see above.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -76,16 +81,11 @@ def terminated_as_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _pipe_closed() -> int:
-    _silence()
-    return PIPE_CLOSED
-
-
 def _silence() -> None:
-    """Keep the interpreter from failing once more when it flushes the standard output at its end."""
+    """Discard the rest of the standard output: flushing it when the interpreter exits would fail again."""
     try:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)
     except (OSError, ValueError):
-        pass  # no file is behind it
+        pass  # the standard output is no file, for example in a test

@@ -32,7 +32,7 @@ superbatch COMMAND --help lists the options; superbatch --install-completion set
 
 
 def paragraphs(function: Callable[..., Any]) -> str:
-    r"""The docstring of a command with one line per paragraph, so that a terminal folds it at its own width.
+    r"""Return the docstring of a command with one line per paragraph; a terminal wraps them at its width.
 
     Examples:
         >>> def command():
@@ -48,32 +48,28 @@ def paragraphs(function: Callable[..., Any]) -> str:
     return "\n\n".join(" ".join(each.split()) for each in text.split("\n\n"))
 
 
-class Command(TyperCommand):
-    """A command whose help shows no type beside a flag."""
+class _PlainFlags:
+    """Mixin for a command whose help shows no type beside a flag."""
 
     def get_params(self, ctx: Any) -> Any:
-        """Parameters, without a type for flags."""
-        return _without_types(super().get_params(ctx))
+        parameters = super().get_params(ctx)  # pyright: ignore[reportAttributeAccessIssue]
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False) and parameter.metavar is None:
+                parameter.metavar = ""  # Typer would show <bool>
+        return parameters
 
 
-class Group(TyperGroup):
-    """A group of commands whose help shows no type beside a flag."""
-
-    def get_params(self, ctx: Any) -> Any:
-        """Parameters, without a type for flags."""
-        return _without_types(super().get_params(ctx))
+class Command(_PlainFlags, TyperCommand):
+    """Command without types beside its flags."""
 
 
-def _without_types(parameters: Any) -> Any:
-    for parameter in parameters:
-        if getattr(parameter, "is_flag", False) and parameter.metavar is None:
-            parameter.metavar = ""  # typer would show <bool>
-    return parameters
+class Group(_PlainFlags, TyperGroup):
+    """Group of commands without types beside its flags."""
 
 
 def usage_text(error: Any) -> str:
-    """Describe a usage error: the mistake, the closest names, and the command that prints help."""
-    meant = [*(getattr(error, "possibilities", None) or ())][:2]  # the closest first
+    """Return the text of a usage error: the mistake, the closest names, and the command that prints help."""
+    meant = [*(getattr(error, "possibilities", None) or ())][:2]  # Typer sorts them, the closest first
     wrong = " ".join((error.message if meant else error.format_message()).split()).rstrip(".")
     if meant:
         wrong += f". Did you mean {' or '.join(meant)}?"

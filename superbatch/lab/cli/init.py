@@ -1,4 +1,4 @@
-"""`superbatch init FILE`: a recipe to fill in."""
+"""`superbatch init FILE`: write a recipe to fill in."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def init(file: File = Path("recipe.py")) -> None:
     An existing file is never overwritten. Exit code: 0 done, 2 wrong input.
     """
     if file.suffix != ".py":
-        raise InputError(f"{str(file)!r} is no name of a Python file. Write recipe.py, for example.")
-    if file.exists():  # it may be the user's work
-        raise InputError(f"{str(file)!r} is there already. Name another file, or move it away.")
+        raise InputError(f"{str(file)!r} is not the name of a Python file. Give a name such as recipe.py.")
+    if file.exists():
+        raise InputError(f"{str(file)!r} already exists. Name another file, or move this one away.")
     text = files("superbatch.lab.recipes").joinpath("template.py").read_text(encoding="utf-8")
     try:
         write_file(file, text.replace("recipe.py:recipe", f"{file}:recipe"))

@@ -1,4 +1,4 @@
-"""Commands made of functions and the options of studies; arguments and options that commands share."""
+"""Typer commands from functions and dataclasses of options; arguments and options that commands share."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import typer
 
 from ..recipes import COUPLED, RECIPES
 
+# A recipe is a program: the help warns that its code runs.
 OWN = "or your own file.py:function or package.module:function, whose code is run"
 RECIPE_HELP = f"{', '.join(RECIPES)}; {OWN}"
 
 
 def command_of(function: Callable[..., int | None]) -> Callable[..., int | None]:
-    """Make the function that typer reads: each field of the parameter `options` is a parameter of its own.
+    """Return a function for Typer, with one parameter for each field of the parameter `options`.
 
-    Typer reads names, types and defaults from a signature, so that one is made; the values come back as
-    keywords, and those of `options` are put together to an object of its class.
+    Typer reads names, types and defaults from the signature and passes the values by keyword. The returned
+    function makes an object of the dataclass from them and calls `function` with it.
     """
     hints = get_type_hints(function, include_extras=True)
     if "options" not in hints:
@@ -34,8 +35,10 @@ def command_of(function: Callable[..., int | None]) -> Callable[..., int | None]
             parameters.append(each.replace(annotation=hints[each.name]))
 
     def command(**given: Any) -> int | None:
-        read = {each.name: _read(each, given.pop(each.name)) for each in own}
-        return function(**given, options=kind(**read))
+        for field in own:
+            if given[field.name] is not None:
+                given[field.name] = field.metadata["read"](given[field.name], _flag(field))
+        return function(options=kind(**{field.name: given.pop(field.name) for field in own}), **given)
 
     command.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
@@ -43,10 +46,10 @@ def command_of(function: Callable[..., int | None]) -> Callable[..., int | None]
 
 
 def _parameter(field: Field[Any], hint: Any) -> inspect.Parameter:
-    """The field of options as a parameter with an option of typer's."""
+    """Return the parameter of a command for a field of its options."""
     text, default, typed = (field.metadata[key] for key in ("help", "default", "typed"))
-    # Typer would give a bool a second flag, --no-..., where its name is not stated.
-    names = [_name(field)] if field.metadata["name"] or hint is bool else []
+    # Typer adds a second flag, --no-..., to a bool whose name is not stated.
+    names = [_flag(field)] if field.metadata["name"] or hint is bool else []
     stated = default is None or "(default: " in text
     option = typer.Option(*names, help=text, show_default=not stated)
     if typed is not None:
@@ -55,21 +58,17 @@ def _parameter(field: Field[Any], hint: Any) -> inspect.Parameter:
     return inspect.Parameter(field.name, kind, default=default, annotation=Annotated[hint, option])
 
 
-def _read(field: Field[Any], value: Any) -> Any:
-    return None if value is None else field.metadata["read"](value, _name(field))
-
-
-def _name(field: Field[Any]) -> str:
+def _flag(field: Field[Any]) -> str:
     return field.metadata["name"] or f"--{field.name.replace('_', '-')}"
 
 
 def option(text: str, *flags: str) -> Any:
-    """Make an option whose help text states its default."""
+    """Return a Typer option whose help text states its default."""
     return typer.Option(*flags, help=text, show_default=False)
 
 
 def complete_recipe(incomplete: str) -> list[str]:
-    """Complete a recipe: built-in names, and Python files of the working directory.
+    """Return completions of a recipe: built-in names, and Python files of the working directory.
 
     Examples:
         >>> complete_recipe("digits-c")
@@ -80,13 +79,13 @@ def complete_recipe(incomplete: str) -> list[str]:
 
 
 def recipe_argument(*, default: str | None = None) -> Any:
-    """Make the argument that names a recipe; `default` is what None stands for."""
+    """Return the Typer argument for a recipe; its help names the `default` if the argument may be omitted."""
     text = RECIPE_HELP if default is None else f"{RECIPE_HELP} (default: {default})"
     return typer.Argument(help=text, show_default=default is None, autocompletion=complete_recipe)
 
 
-def out_option(default: Path, files: str = "report.json, plot.png and report.html") -> Any:
-    """Make the option that names the folder for the files of a report."""
+def out_option(default: str, files: str = "report.json, plot.png and report.html") -> Any:
+    """Return the Typer option for the folder of a report."""
     return option(f"folder for {files} (default: {default})")
 
 

@@ -1,4 +1,4 @@
-"""Tables on the terminal, plain text elsewhere; files that are there whole or not at all."""
+"""Tables for a terminal or as plain text, and files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..report.table import Table, plain
 
 
 def print_table(table: Table, console: Console) -> None:
-    """Print a table: lines and colours on a terminal, aligned text of any width elsewhere."""
+    """Print a table: with lines and colours on a terminal, as aligned text of any width elsewhere."""
     if not console.is_terminal:
         print(plain(table), file=console.file)
         return
-    # On a narrow terminal cells are folded, never cut: half a number would be a wrong one.
+    # On a narrow terminal cells are folded, never cut: a part of a number would be a wrong number.
     rich = RichTable(
         title=table.title,
         title_justify="left",
@@ -38,24 +38,24 @@ def print_table(table: Table, console: Console) -> None:
 
 
 def print_sentences(sentences: Iterable[str], console: Console) -> None:
-    """Print sentences, one below the other: folded on a terminal, a line each elsewhere."""
+    """Print each sentence on a line of its own, wrapped on a terminal only."""
     for sentence in sentences:
         console.print(sentence, markup=False, highlight=False, soft_wrap=not console.is_terminal)
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that cannot be written to before any work is done; make none yet."""
-    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        wrong = "nothing can be written there" if there.is_dir() else f"{str(there)!r} is a file"
-        raise InputError(f"--out {folder}: {wrong}. Give a folder that can be made or written to.")
+    """Raise InputError if the folder cannot be written to or created; create nothing."""
+    existing = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        wrong = f"{str(existing)!r} is " + ("not writable" if existing.is_dir() else "a file")
+        raise InputError(f"--out {folder}: {wrong}. Give a folder that can be written to or created.")
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write a file in one piece: after an interruption the old one or the new one is there, never a half."""
+    """Write a file atomically: after an interruption it has the old content or the new, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.unlink(missing_ok=True)  # of a run that was killed; or a link, which must not be followed
+    unfinished.unlink(missing_ok=True)  # left by a killed run; or a link, which must not be followed
     try:
         with open(unfinished, "xb") as file:
             file.write(content.encode() if isinstance(content, str) else content)

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
@@ -14,14 +15,14 @@ from rich.progress import Progress as Bar
 
 from ..studies.shared_options import Progress
 
-LINE_EVERY = 5.0  # seconds between two plain lines, at least
+LINE_EVERY = 5.0  # least number of seconds between two plain lines
 
 Show = Callable[[Progress], None]
 
 
 @contextmanager
 def progress(title: str) -> Iterator[Show]:
-    """Show how far a command is until the block is left."""
+    """Show the progress of a command until the block ends; the yielded function takes each `Progress`."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _lines(title)
@@ -42,28 +43,17 @@ def progress(title: str) -> Iterator[Show]:
         def show(event: Progress) -> None:
             bar.update(task, completed=event.done, total=event.total)
             if event.finished is not None:
-                bar.update(task, finished=_text(event.finished))
+                bar.update(task, finished=_text_of(event.finished))
 
         yield show
 
 
-def _text(finished: Any) -> str:
-    """Text of the latest piece of work; a comparison and a survey give (seed, arm, value)."""
+def _text_of(finished: Any) -> str:
+    """Return `Progress.finished` as text; comparisons, surveys and studies report (seed, arm, value)."""
     if not isinstance(finished, tuple):
         return finished
     seed, arm, value = finished
     return f"seed {seed}, {arm}: {'no suggestion' if value is None else f'{value:.4g}'}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds as a person says them.
-
-    Examples:
-        >>> duration(42.3), duration(150)
-        ('42 s', '2 min 30 s')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _lines(title: str) -> Show:
@@ -73,15 +63,15 @@ def _lines(title: str) -> Show:
     def show(event: Progress) -> None:
         nonlocal start, last
         now = time.monotonic()
-        # The clock starts with the first message: what came before (imports, processes) says nothing about
-        # speed.
+        # The clock starts at the first event: imports and the start of processes would distort the estimate.
         start = now if start is None else start
         if event.finished is None or now - last < LINE_EVERY:
             return
         last = now
         share = f"{100 * event.done / event.total:.0f} %"
-        if 50 * event.done > event.total:  # with less than 2 % done, time left would be a guess
-            share += f", about {duration((now - start) / event.done * (event.total - event.done))} left"
-        print(f"{title}: {_text(event.finished)}; {share}", file=sys.stderr, flush=True)
+        if 50 * event.done > event.total:  # with less than 2 % done, the estimate would be a guess
+            left = (now - start) / event.done * (event.total - event.done)
+            share += f", about {timedelta(seconds=round(left))} left"
+        print(f"{title}: {_text_of(event.finished)}; {share}", file=sys.stderr, flush=True)
 
     return show

@@ -1,8 +1,7 @@
-"""`superbatch study NAME [RECIPE]`: the open questions of the sources, answered on this machine."""
+"""`superbatch study NAME [RECIPE]`: experiments on the open questions of the cited articles."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -13,14 +12,12 @@ from superbatch.errors import InputError
 
 from ..recipes import COUPLED
 from ..recipes.loading import TAKES_DATA
-from ..report.table import Column, Table
+from ..report.table import table_of
 from ..studies.catalogue import STUDIES, entry_of
 from ..studies.options import StudyOptions
 from .options import AsJson, out_option, recipe_argument
 from .printing import print_table
-from .publish import folder_for, run
-
-OUT = Path("superbatch-study")
+from .publish import run
 
 Name = Annotated[
     str | None,
@@ -40,7 +37,7 @@ def study(
     name: Name = None,
     recipe: Recipe = None,
     options: StudyOptions,
-    out: Annotated[Path | None, out_option(OUT / "NAME")] = None,
+    out: Annotated[Path | None, out_option("superbatch-study/NAME")] = None,
     as_json: AsJson = False,
 ) -> int:
     """Answer an open question about batch sizes with an experiment on a recipe.
@@ -49,7 +46,8 @@ def study(
     0 done, 2 wrong input, 130 interrupted (a partial report is written).
     """
     if name is None:
-        show_studies(Console())
+        columns = ("study", "", lambda item: item[0]), ("question", "", lambda item: item[1].question)
+        print_table(table_of("superbatch study NAME [RECIPE]", STUDIES.items(), *columns), Console())
         return 0
     recipes = entry_of(name).recipes if recipe is None else (recipe,)
     if as_json and len(recipes) > 1:
@@ -62,20 +60,10 @@ def study(
             f"--data is for one recipe: {', '.join(readers)}. Name it: superbatch study {name} {readers[0]} "
             f"--data {options.data}."
         )
-    folder = folder_for(out, OUT / name, as_json=as_json)
-    from ..studies.study import study as answer
-
-    code = 0
+    folder = out if out is not None or as_json else Path("superbatch-study", name)
     for each in recipes:
         own = folder / each if folder is not None and len(recipes) > 1 else folder
-        code = run(f"study {name}", partial(answer, name, each, options), own, as_json=as_json)
-        if code:  # Ctrl-C ends the command, not one of its studies
-            break
-    return code
-
-
-def show_studies(console: Console) -> None:
-    """Print which studies there are."""
-    columns = (Column("study", "its name"), Column("question", "that it answers"))
-    rows = tuple((name, entry.question) for name, entry in STUDIES.items())
-    print_table(Table("superbatch study NAME [RECIPE]", columns, rows), console)
+        code = run("study", name, each, options, title=f"study {name}", out=own, as_json=as_json)
+        if code:  # Ctrl-C ends the command, not only the study of this recipe
+            return code
+    return 0

@@ -1,4 +1,4 @@
-"""`superbatch verify RECIPE`: is the accumulated gradient that of the whole batch?"""
+"""`superbatch verify RECIPE`: compare the accumulated gradient with that of the whole batch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from rich.text import Text
 
 from superbatch.errors import InputError
 
+from ..report.json import json_value
 from ..report.page import render
 from ..report.pages import differences_table, verification_page
 from ..studies.options import VerifyOptions
 from ..studies.shared_options import asked
 from .exits import CHECK_FAILED
 from .options import Recipe, option
-from .printing import check_folder, print_table, write_file
+from .printing import check_folder, print_sentences, print_table, write_file
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help
     from superbatch.results.verification import Verification
@@ -34,14 +35,14 @@ def verify(
     ] = None,
     as_json: Annotated[bool, option("print the report as JSON", "--json")] = False,
 ) -> int:
-    """Compare the accumulated gradient with that of the whole batch, and name what breaks exactness.
+    """Compare the accumulated gradient with that of the whole batch, and name the causes of a difference.
 
     Exit code: 0 exact, 1 not exact, 2 wrong input.
     """
     if out is not None:
         check_folder(out)
     report = verify_recipe(recipe, options)
-    text = json.dumps(_finite(report.to_dict()), indent=2, allow_nan=False)
+    text = json.dumps(json_value(report.to_dict(), _text_of), indent=2, allow_nan=False)
     if as_json:
         print(text)
     else:
@@ -55,7 +56,7 @@ def verify(
 
 
 def verify_recipe(name: str, options: VerifyOptions) -> Verification:
-    """Verify a recipe's model, loss and statements on one batch of its samples.
+    """Verify the model, the loss, `reduction` and `weight` of a recipe on one batch of its samples.
 
     Examples:
         >>> report = verify_recipe("digits", VerifyOptions(batch_size=12))
@@ -74,7 +75,7 @@ def verify_recipe(name: str, options: VerifyOptions) -> Verification:
     if not 2 <= batch_size <= recipe.samples:
         raise InputError(
             f"--batch-size {batch_size}: a batch of the recipe {name!r} that can be split has 2 to "
-            f"{recipe.samples} samples. Pass a number in this range."
+            f"{recipe.samples} samples. Give a number in this range."
         )
     model = recipe.model(options.seed)
     order = torch.randperm(recipe.samples, generator=torch.Generator().manual_seed(options.seed))
@@ -95,7 +96,7 @@ def verify_recipe(name: str, options: VerifyOptions) -> Verification:
 
 
 def show(report: Verification, console: Console) -> None:
-    """Print a report: in colour on a terminal, else as plain text.
+    """Print a verification: with colours on a terminal, else as plain text.
 
     Examples:
         >>> from superbatch.results.verification import Verification
@@ -107,17 +108,9 @@ def show(report: Verification, console: Console) -> None:
         return
     headline, *explanations = report.lines()
     console.print(Text(headline, style="bold green" if report.exact else "bold red"))
-    for line in explanations:
-        console.print(Text(line))
+    print_sentences(explanations, console)
     print_table(differences_table(report), console)
 
 
-def _finite(value: object) -> object:
-    """JSON knows no NaN and no infinity: null and text stand for them."""
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else str(value)
-    return value
+def _text_of(value: float) -> str | None:
+    return None if math.isnan(value) else str(value)

@@ -1,7 +1,6 @@
-"""Draw reports: a frozen report in, a matplotlib `Figure` out; no pyplot, no window, no global style.
+"""Plots of the reports: each function takes a report, complete or partial, and returns a matplotlib `Figure`.
 
-A report may be partial; ``dark=True`` draws light on dark. A figure is 10 inches wide,
-one of a single survey 8; save it with `png` or ``figure.savefig``.
+``dark=True`` draws light on dark. The functions use no pyplot, open no window and change no global style.
 """
 
 from .advice import advice as advice

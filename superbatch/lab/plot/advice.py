@@ -1,4 +1,4 @@
-"""The picture of an advice: time to the same loss against the accumulation steps."""
+"""Plot of an advice: time to the same loss against the accumulation steps."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from superbatch.results.advice import Advice
 
 from ..report.advice_text import range_said, title_of, verdict_text
 from .noise import times_against_k
-from .style import BLUE, DASHED, GREEN, VERMILION, caption, headline, legend_below, panels
+from .style import BLUE, DASHED, GREEN, VERMILION, caption, headline, legend_below, line, panels
 
 COLOURS = {"helps": GREEN, "wasteful": VERMILION, "undetermined": BLUE}
-HARDLY = 0.05
+HARDLY = 0.05  # a relative difference that nobody would notice
 
 
 def advice(report: Advice, *, dark: bool = False) -> Figure:
@@ -27,11 +27,10 @@ def advice(report: Advice, *, dark: bool = False) -> Figure:
     figure, (axes,), theme = panels(6, dark=dark)
     colour = COLOURS[report.verdict]
     times_against_k(axes, report.steps, colour, range_of=range_said(report))
-    samples = [(each.accumulation_steps, each.samples) for each in report.steps if each.samples is not None]
-    if samples:
-        style = {"color": theme.ink, "linewidth": 1.4, "linestyle": DASHED, "alpha": 0.7}
-        axes.plot(*zip(*samples, strict=True), label="samples needed", **style)
-    axes.axhspan(1 - HARDLY, 1 + HARDLY, color=theme.faint, alpha=0.6, linewidth=0)  # hardly a difference
+    samples = [(each.accumulation_steps, each.samples) for each in report.steps]
+    style = {"color": theme.ink, "linewidth": 1.4, "linestyle": DASHED, "alpha": 0.7}
+    line(axes, samples, label="samples needed", **style)
+    axes.axhspan(1 - HARDLY, 1 + HARDLY, color=theme.faint, alpha=0.6, linewidth=0)
     asked = f"in question: K = {report.asked}"
     axes.axvline(report.asked, color=theme.ink, linewidth=1.2, linestyle=(0, (2, 2)), label=asked)
     if report.best is not None and 1 < report.best <= report.steps[-1].accumulation_steps:

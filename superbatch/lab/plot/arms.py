@@ -1,4 +1,4 @@
-"""Arms of a study in a plot: their styles, their curves and their rows."""
+"""Styles, curves and rows of the arms in a plot."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, cycle, repeat
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -14,7 +15,7 @@ from .style import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, Theme
 
 COLOURS = (BLUE, GREEN, SKY, PURPLE, ORANGE)
 WRONG_COLOURS = (VERMILION, ORANGE, PURPLE)
-# Of the arms of a study, which may be more than five.
+# A study may have more than five arms.
 STUDY_COLOURS = (BLUE, GREEN, VERMILION, PURPLE, ORANGE, SKY, "#999999")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2)), (0, (1, 1)))
@@ -22,7 +23,7 @@ DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2)
 
 @dataclass(frozen=True)
 class Style:
-    """Style of an arm in every panel."""
+    """Style of an arm, the same in every panel."""
 
     colour: str
     marker: str
@@ -32,32 +33,29 @@ class Style:
 
 
 def styles_of(claims: Sequence[str], theme: Theme) -> list[Style]:
-    """The real batch is a broad pale line under the others; each split is narrower than the one before."""
-    styles: list[Style] = []
-    splits = wrong = 0
-    # Beside exact splits those that are known not to be exact are the wrong ones.
+    """Return the style of each arm: the real batch is a broad pale line, each split narrower than the last.
+
+    Lines that coincide stay visible this way.
+    """
+    widths = chain((3.0, 2.4, 1.8), repeat(1.3))
+    splits = map(Style, cycle(COLOURS), cycle(MARKERS), cycle(DASHES), widths)
+    wrong = (Style(colour, "X", (0, (3, 1.5)), 1.6) for colour in cycle(WRONG_COLOURS))
+    # "again" is the real batch once more, in its colour.
+    real = {
+        "real": Style(theme.ink, "o", "solid", 7.0, 0.25),
+        "again": Style(theme.ink, "o", (0, (1, 1)), 1.4),
+    }
+    # Beside exact splits, an arm that is known not to be exact is drawn as a wrong one.
     bad = ("wrong", "other", "inexact") if "exact" in claims else ("wrong", "other")
-    for claim in claims:
-        if claim == "real":
-            styles.append(Style(theme.ink, "o", "solid", 7.0, 0.25))
-        elif claim == "again":
-            styles.append(Style(theme.ink, "o", (0, (1, 1)), 1.4))  # the same batch: the same colour
-        elif claim in bad:
-            styles.append(Style(WRONG_COLOURS[wrong % 3], "X", (0, (3, 1.5)), 1.6))
-            wrong += 1
-        else:
-            k = splits % len(COLOURS)
-            styles.append(Style(COLOURS[k], MARKERS[k], DASHES[k], max(1.3, 3.0 - 0.6 * splits)))
-            splits += 1
-    return styles
+    return [real.get(claim) or next(wrong if claim in bad else splits) for claim in claims]
 
 
 def mean_and_range(
     axes: Axes, at: Sequence[float], curves: Sequence[Sequence[float]], style: Style, label: str
 ) -> list[float]:
-    """Draw the mean of curves and, faint, from the lowest to the highest; return the means.
+    """Draw the mean of the curves, and a faint band from the lowest to the highest; return the means.
 
-    Values that are not finite are left out, and points where no value is.
+    Values that are not finite are left out, and so is a point without a finite value.
     """
     columns = [[value for value in each if math.isfinite(value)] for each in zip(*curves, strict=True)]
     points = [(x, values) for x, values in zip(at, columns, strict=False) if values]
@@ -72,14 +70,6 @@ def mean_and_range(
     return means
 
 
-def dots(axes: Axes, values: Sequence[float], row: float, colour: str, *, upright: bool = False) -> None:
-    """Draw one dot for each run, spread over the row so that equal ones are seen."""
-    spread = [row + 0.5 * (i / max(1, len(values) - 1) - 0.5) for i in range(len(values))]
-    axes.scatter(
-        *((spread, values) if upright else (values, spread)), s=12, color=colour, alpha=0.4, linewidths=0
-    )
-
-
 def runs_by_row(
     axes: Axes,
     arms: Sequence[tuple[str, Sequence[float], Style]],
@@ -88,25 +78,40 @@ def runs_by_row(
     band: tuple[float, float] | None = None,
     log: bool = False,
 ) -> None:
-    """One row per arm: each run a dot, mean and standard deviation; the margin of a test as a band.
+    """Draw one row per arm: a dot for each run, their mean and standard deviation; shade `band`.
 
-    Values that are not finite are left out. On a logarithmic axis the mean is geometric, without deviation.
+    A logarithmic axis shows the geometric mean without a deviation. A text in the row counts the values that
+    are not finite or, on a logarithmic axis, not positive.
     """
     if band is not None:
         axes.axvspan(*band, color=theme.faint, alpha=0.4, linewidth=0)
     rows = rows_for(axes, [name for name, _, _ in arms])
     for y, (_, values, style) in zip(rows, arms, strict=True):
-        known = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
-        if known:
-            dots(axes, known, y, style.colour)
-            sd = statistics.stdev(known) if len(known) > 1 and not log else None
-            mean = statistics.geometric_mean(known) if log else statistics.fmean(known)
+        finite = [value for value in values if math.isfinite(value)]
+        drawn = [value for value in finite if value > 0 or not log]
+        # Spread over the height of the row, so that equal values are visible.
+        spread = [y + 0.5 * (i / max(1, len(drawn) - 1) - 0.5) for i in range(len(drawn))]
+        axes.scatter(drawn, spread, s=12, color=style.colour, alpha=0.4, linewidths=0)
+        if drawn and len(drawn) == len(finite):  # the mean of the positive values alone would be biased
+            sd = statistics.stdev(drawn) if len(drawn) > 1 and not log else None
+            mean = statistics.geometric_mean(drawn) if log else statistics.fmean(drawn)
             shape = {"fmt": style.marker, "markersize": 7, "capsize": 4, "linewidth": 1.6}
             axes.errorbar(mean, y, xerr=sd, color=style.colour, **shape)
+        missing = [_share(len(finite), len(values), "diverged"), _share(len(drawn), len(finite), "≤ 0")]
+        place = {"ha": "right", "va": "bottom", "fontsize": 8, "transform": axes.get_yaxis_transform()}
+        if text := ", ".join(filter(None, missing)):
+            axes.text(0.98, y + 0.1, text, color=theme.ink, **place)
+
+
+def _share(part: int, whole: int, rest: str) -> str:
+    """Return the text "N of M REST" for the values outside the part; "REST" for all, "" for none."""
+    if part in (0, whole):
+        return rest if part < whole else ""
+    return f"{whole - part} of {whole} {rest}"
 
 
 def rows_for(axes: Axes, names: Sequence[str]) -> list[float]:
-    """One row per arm, the first on top."""
+    """Label one row per arm, the first at the top, and return their y values."""
     rows = [float(-index) for index in range(len(names))]
     axes.set_yticks(rows, names)
     axes.set_ylim((rows[-1] if rows else 0.0) - 0.6, 0.6)

@@ -1,4 +1,4 @@
-"""The picture of a Caffe solver: its learning rate over the updates."""
+"""Plot of a Caffe solver file: the learning rate over the updates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .ticks import logarithmic
 
 
 def caffe_rate(report: CaffeExplained, *, dark: bool = False) -> Figure:
-    """Draw the learning-rate curve of a solver file; logarithmic where it spans more than a factor of 30.
+    """Draw the learning rate of a solver file, on a logarithmic axis if it spans more than a factor of 30.
 
     Examples:
         >>> from superbatch.caffe import explain_solver, parse_solver
@@ -25,15 +25,15 @@ def caffe_rate(report: CaffeExplained, *, dark: bool = False) -> Figure:
     drawstyle = "steps-post" if steps else "default"
     axes.plot(report.at, report.rates, color=BLUE, linewidth=2, drawstyle=drawstyle)
     positive = [rate for rate in report.rates if rate > 0]
-    if positive and max(positive) > 30 * min(positive):  # a linear axis would show zero
+    if positive and max(positive) > 30 * min(positive):  # a linear axis would show the smallest as zero
         logarithmic(axes.yaxis)
     else:
         axes.set_ylim(bottom=0)
     axes.set(xlabel="update", ylabel="learning rate, for lr_mult 1")
     if report.effective_batch is not None and report.updates > 1:
         batch = report.effective_batch
-        there, back = (lambda updates: updates * batch), (lambda samples: samples / batch)
-        above = axes.secondary_xaxis("top", functions=(there, back))
+        convert = (lambda updates: updates * batch), (lambda samples: samples / batch)
+        above = axes.secondary_xaxis("top", functions=convert)
         above.set_xlabel("samples, repeated ones included", color=theme.ink)
         above.tick_params(colors=theme.ink, labelcolor=theme.ink)
         above.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")

@@ -1,4 +1,4 @@
-"""The picture of a comparison of splits."""
+"""Plot of a comparison of splits."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from matplotlib.figure import Figure
 
 from ..report.comparison import Comparison
 from ..report.table import margin_text
-from .arms import Style, mean_and_range, rows_for, runs_by_row, styles_of
+from .arms import Style, mean_and_range, runs_by_row, styles_of
 from .style import Theme, empty, headline, legend, panels
 from .ticks import logarithmic
 
 NOTHING = "no run was finished"
-ZERO = 1e-19  # where a difference of exactly zero is drawn on a logarithmic axis
+ZERO = 1e-19  # place of zero on the logarithmic axis of the differences
 
 
 def comparison(report: Comparison, *, dark: bool = False) -> Figure:
-    """Draw a comparison: training loss over updates, the metric with its margin, the weights' differences.
+    """Draw a comparison: training loss, metric with its margin, and differences of the weights.
 
     Examples:
         >>> from superbatch.lab.studies.compare import Options, compare
@@ -45,8 +45,8 @@ def _draw_curves(axes: Axes, report: Comparison, styles: Sequence[Style], theme:
         curves = [run.losses for run in arm.runs]
         drawn |= bool(mean_and_range(axes, report.curve_updates, curves, style, label))
     axes.set(xlabel=f"updates (each of {report.batch_size} samples)", ylabel="training loss, mean over runs")
-    said = "Same weights at the start, same samples, same updates: band = range over runs"
-    axes.set_title(said, fontsize=10)
+    title = "Same weights at the start, same samples, same updates: band = range over runs"
+    axes.set_title(title, fontsize=10)
     if not drawn:
         empty(axes, NOTHING, theme)
         return
@@ -67,16 +67,15 @@ def _draw_metric(axes: Axes, report: Comparison, styles: Sequence[Style], theme:
 
 
 def _draw_differences(axes: Axes, report: Comparison, styles: Sequence[Style], theme: Theme) -> None:
-    rows = rows_for(axes, [""] * len(report.arms))  # beside the metric, which has the names
+    found = [[run.weight_difference for run in arm.runs] for arm in report.arms]
+    clipped = [[max(each, ZERO) for each in differences if each is not None] for differences in found]
+    names = [""] * len(report.arms)  # the panel of the metric, on the left, has the names
     axes.set_xscale("log")
+    rows = list(zip(names, clipped, styles, strict=True))
+    runs_by_row(axes, rows, theme, band=(ZERO / 3, report.tolerance), log=True)
     axes.set_xlim(ZERO / 3, 10)
-    axes.axvspan(ZERO / 3, report.tolerance, color=theme.faint, alpha=0.4, linewidth=0)
-    for arm, style, y in zip(report.arms, styles, rows, strict=True):
-        found = [run.weight_difference for run in arm.runs if run.weight_difference is not None]
-        clipped = [min(max(value, ZERO), 9.0) for value in found]
-        axes.scatter(clipped, [y] * len(clipped), marker=style.marker, s=42, color=style.colour, alpha=0.55)
     ticks = (1e-16, 1e-12, 1e-8, 1e-4, 1.0)
     axes.set_xticks([ZERO, *ticks], ["0", *(f"$10^{{{round(math.log10(tick))}}}$" for tick in ticks)])
     axes.minorticks_off()
     axes.set_xlabel("difference from the first row, $|w - w_\\mathrm{real}| / |w_\\mathrm{real}|$")
-    axes.set_title(f"Weights at the end, each run; band: rounding in {report.dtype}", fontsize=10)
+    axes.set_title(f"Weights at the end, runs as dots; band: rounding in {report.dtype}", fontsize=10)

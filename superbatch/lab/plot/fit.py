@@ -1,4 +1,4 @@
-"""The picture of a fit: peak memory and time per sample against the micro-batch."""
+"""Plot of a fit: peak memory and time per sample against the size of the micro-batch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from superbatch.results.memory import binary_text
 from ..report.fitting import Fitting
 from ..report.fitting_text import findings, title_of
 from ..report.table import seconds_text
-from .style import BLUE, DASHED, GREEN, VERMILION, Theme, caption, empty, headline, legend_below, panels
+from .style import BLUE, DASHED, GREEN, VERMILION, Theme, caption, empty, headline, legend_below, line, panels
 from .ticks import logarithmic
 
-# A limit beyond this many times the largest peak is outside the axes: the curve would be flat.
-FAR_ABOVE = 8
+FAR_ABOVE = 8  # a limit above this many times the largest peak is not drawn: the curve would look flat
 
 
 def fitting(report: Fitting, *, dark: bool = False) -> Figure:
-    """Draw a fit: predicted and measured peak with the limit, and below it the time per sample.
+    """Draw a fit: the predicted and measured peaks with the limit; below them the time per sample.
 
     Examples:
         >>> from superbatch.lab.studies.fit import Options, fit
@@ -40,21 +39,19 @@ def fitting(report: Fitting, *, dark: bool = False) -> Figure:
 
 
 def _memory(axes: Axes, report: Fitting, theme: Theme) -> None:
-    predicted = [(size.samples, size.predicted) for size in report.sizes if size.predicted is not None]
-    measured = [(size.samples, size.measured) for size in report.sizes if size.measured is not None]
-    if predicted:
-        axes.plot(*zip(*predicted, strict=True), color=BLUE, linewidth=2, label="predicted")
-    if measured:
-        style = {"color": theme.ink, "markersize": 7, "fillstyle": "none", "label": "measured"}
-        axes.plot(*zip(*measured, strict=True), "o", **style)
+    predicted = [(size.samples, size.predicted) for size in report.sizes]
+    measured = [(size.samples, size.measured) for size in report.sizes]
+    circles = {"color": theme.ink, "markersize": 7, "fillstyle": "none", "label": "measured"}
+    peaks = line(axes, predicted, color=BLUE, linewidth=2, label="predicted")
+    peaks += line(axes, measured, "o", **circles)
     logarithmic(axes.yaxis, lambda value: binary_text(round(value)), base=2)
-    _limit(axes, report, [value for _, value in (*predicted, *measured)])
+    _limit(axes, report, peaks)
     axes.set_ylabel("peak memory")
     caption(axes, "Memory beyond the model: gradients, optimizer state, activations", theme)
 
 
-def _limit(axes: Axes, report: Fitting, peaks: Sequence[int]) -> None:
-    """Draw the limit and shade what is beyond; if it is far away, the legend alone states it."""
+def _limit(axes: Axes, report: Fitting, peaks: Sequence[float]) -> None:
+    """Draw the limit and shade the area above; a limit far above the peaks is in the legend only."""
     if not peaks:
         return
     limit, low, high = report.usable, min(peaks) / 1.5, max(peaks) * 1.8
@@ -71,7 +68,7 @@ def _speed(axes: Axes, report: Fitting, theme: Theme) -> None:
     caption(axes, "Forward and backward; band: lower to upper quartile of the windows", theme)
     samples = [size.samples for size in report.sizes]
     axes.set_xticks(samples, [str(each) for each in samples])
-    axes.tick_params(axis="x", which="minor", bottom=False)  # a tick for each size is enough
+    axes.tick_params(axis="x", which="minor", bottom=False)  # the sizes have ticks of their own
     if not timed:
         empty(axes, "nothing was timed", theme)
         return
@@ -84,9 +81,9 @@ def _speed(axes: Axes, report: Fitting, theme: Theme) -> None:
 
 
 def _choice(axes: Axes, report: Fitting, theme: Theme) -> None:
-    """Lines at the fastest and the largest size that fit; the legend of the upper panel names them."""
+    """Draw lines at the fastest and the largest size that fits."""
     marks = {} if report.refused is not None else {"fastest": (report.fastest, GREEN)}
     largest = max((size.samples for size in report.sizes if size.fits), default=None)
-    for said, (samples, colour) in {**marks, "largest that fits": (largest, theme.ink)}.items():
+    for name, (samples, colour) in {**marks, "largest that fits": (largest, theme.ink)}.items():
         if samples is not None:
-            axes.axvline(samples, color=colour, linewidth=1.2, linestyle=DASHED, label=f"{said}: {samples}")
+            axes.axvline(samples, color=colour, linewidth=1.2, linestyle=DASHED, label=f"{name}: {samples}")

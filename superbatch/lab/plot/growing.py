@@ -1,4 +1,4 @@
-"""The picture of a growing batch: its size, the rate that is left over, and the updates that it saves."""
+"""Plot of a growing batch: its size, the remaining factor of the learning rate, and the saved updates."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def growing(schedule: GrowingBatch, *, samples: int, dark: bool = False) -> Figu
 
     Args:
         schedule: from `superbatch.tuning.growing.grow_batch`.
-        samples: of the run.
-        dark: light on dark instead of dark on light.
+        samples: number of samples in the run.
+        dark: draw light on dark.
 
     Examples:
         >>> from superbatch.tuning.growing import grow_batch
@@ -50,11 +50,11 @@ def _sizes(axes: Axes, schedule: GrowingBatch, seen: list[int]) -> None:
 
 def _rates(axes: Axes, schedule: GrowingBatch, seen: list[int], theme: Theme) -> None:
     updates = range(len(seen))
-    asked = [schedule.temperature(update) for update in updates]
+    requested = [schedule.temperature(update) for update in updates]
     left = [schedule.rate(update) for update in updates]
-    axes.plot(seen, asked, color=theme.ink, linewidth=1.6, linestyle=DASHED, label="rate that was asked for")
-    said = "rate that is left, with the batch above"
-    axes.step(seen, left, where="post", color=GREEN, linewidth=2, label=said)
+    axes.plot(seen, requested, color=theme.ink, linewidth=1.6, linestyle=DASHED, label="requested rate")
+    label = "remaining rate, with the batch above"
+    axes.step(seen, left, where="post", color=GREEN, linewidth=2, label=label)
     axes.set_ylim(bottom=0)
     axes.set(ylabel="factor of the rate", xlabel="samples seen")
     legend(axes, theme, loc="lower left")

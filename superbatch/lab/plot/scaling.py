@@ -1,4 +1,4 @@
-"""The picture of the scaling rules: the factor of the rate against that of the batch."""
+"""Plot of the scaling rules: the factor of the learning rate against the factor of the batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def scaling_rules(*, ratios: tuple[float, ...] = (1.0, 16.0, 256.0), dark: bool 
 
     Args:
         ratios: noise over signal at the old batch, ``B_noise / B``, three at most.
-        dark: light on dark instead of dark on light.
+        dark: draw light on dark.
 
     Examples:
         >>> [axes.get_title() for axes in scaling_rules().axes]
@@ -32,8 +32,8 @@ def scaling_rules(*, ratios: tuple[float, ...] = (1.0, 16.0, 256.0), dark: bool 
         axes.plot(KAPPAS, plain, color=theme.ink, linewidth=1.6, linestyle=DASHED, label=f'"{rule}"')
         for ratio, colour in zip(ratios, (BLUE, GREEN, ORANGE), strict=False):
             factors = [rate_factor(family, "gain", kappa, ratio) for kappa in KAPPAS]
-            said = f'"gain", noise scale {ratio:g} x the old batch'
-            axes.plot(KAPPAS, factors, color=colour, linewidth=2.2, label=said)
+            label = f'"gain", noise scale {ratio:g} x the old batch'
+            axes.plot(KAPPAS, factors, color=colour, linewidth=2.2, label=label)
         axes.set_title(title, fontsize=11, color=theme.ink)
         axes.set_xlabel("kappa: new batch / old batch")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")

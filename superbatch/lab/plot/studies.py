@@ -1,4 +1,4 @@
-"""The pictures of the studies: one function each, from the same panels."""
+"""Plots of the studies: one function for each study."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..report.study import Study
-from .arms import DASHES, MARKERS, STUDY_COLOURS, Style, dots, mean_and_range, runs_by_row
-from .style import BLUE, VERMILION, Theme, blank, headline, legend, plain_axes
+from .arms import DASHES, MARKERS, STUDY_COLOURS, Style, mean_and_range, runs_by_row
+from .style import BLUE, VERMILION, Theme, headline, legend, line, panels, plain_axes
 from .ticks import logarithmic
 
-FAR = 8  # margins from the reference beyond which an arm is named at the edge, not drawn
+FAR = 8  # an arm more than this many margins from the reference is outside the axes
 
 
 def study(report: Study, *, dark: bool = False) -> Figure:
@@ -28,7 +28,7 @@ def study(report: Study, *, dark: bool = False) -> Figure:
         >>> figure.axes[0].get_xlabel()
         'gradients in the sum, K'
     """
-    figure, theme = blank(5.5, dark=dark)
+    figure, _, theme = panels(5.5, "", dark=dark)
     _DRAWINGS[report.name](figure, report, theme)
     for axes in figure.axes:
         plain_axes(axes, theme)
@@ -38,36 +38,18 @@ def study(report: Study, *, dark: bool = False) -> Figure:
 
 
 def _momentum(figure: Figure, report: Study, theme: Theme) -> None:
-    metric, noise = figure.subplots(1, 2, gridspec_kw={"width_ratios": (3, 4)})
-    _dots(metric, report, report.quantities[0].name, theme)
+    metric, noise = figure.subplots(1, 2, sharey=True)
     excess, theory = "noise excess", "lr/(B(1-m)), relative"
+    _dots(metric, report, report.quantities[0].name, theme)
+    _dots(noise, report, excess, theme, log=True, lost=math.nan)
     found = [value for value in report.arms[0].values(excess) if math.isfinite(value)]
-    anchor = statistics.fmean(found) if found and statistics.fmean(found) > 0 else None
-    for index, arm in enumerate(report.arms):
-        found = [value for value in arm.values(excess) if math.isfinite(value)]
-        values = [value for value in found if value > 0]
-        style = _style(index)
-        dots(noise, values, index, style.colour, upright=True)
-        if found and (mean := statistics.fmean(found)) > 0:
-            noise.plot(index, mean, style.marker, color=style.colour, markersize=8)
-        said: list[str] = []
-        if len(values) < len(found):  # a logarithmic axis has no place for them
-            said.append(f"{len(found) - len(values)} of {len(found)}\n≤ 0")
-        if len(found) < len(arm.runs):  # their losses were not finite
-            ends = [run.values.get(excess, math.nan) for run in arm.runs]
-            said.append(_diverged(ends).replace(" diverged", "\ndiverged"))
-        place = {"ha": "center", "va": "bottom", "fontsize": 8, "transform": noise.get_xaxis_transform()}
-        noise.text(index, 0.01, "\n".join(said), color=theme.ink, **place)
+    first = statistics.fmean(found) if found else 0.0
+    for row, arm in enumerate(report.arms):
         expected = arm.mean(theory)
-        if anchor is not None and expected is not None:
-            noise.hlines(anchor * expected, index - 0.4, index + 0.4, color=theme.ink, linewidth=1.2)
-    if anchor is not None:
-        logarithmic(noise.yaxis)
-        low, high = noise.get_ylim()
-        noise.set_ylim(low / 5, high)  # room for what is said below
-    noise.set_xticks(range(len(report.arms)), [arm.name for arm in report.arms])
-    noise.set_ylabel("noise excess of the training loss")
-    noise.set_title("Runs as dots, mean; bar: A's x lr / (batch (1 - m))")
+        if first > 0 and expected is not None:
+            noise.vlines(first * expected, -row - 0.4, -row + 0.4, color=theme.ink, linewidth=1.2)
+    noise.set_xlabel("noise excess of the training loss")
+    noise.set_title("Runs and mean; bar: A's x lr / (batch (1 - m))")
 
 
 def _grow_batch(figure: Figure, report: Study, theme: Theme) -> None:
@@ -84,40 +66,31 @@ def _critical_batch(figure: Figure, report: Study, theme: Theme) -> None:
     _curves(loss, report, [report.curve_at] * len(report.arms), theme)
     loss.set(xlabel="samples since the checkpoint", ylabel="smoothed training loss, mean over seeds")
     loss.set_title("Branches of one checkpoint: the same samples in the same order")
-    points = [(_number(arm.name), arm.values("samples needed, x")) for arm in report.arms]
-    points = [(batch, values) for batch, values in points if values]
-    for batch, values in points:
-        near = [value for value in values if math.isfinite(value)]
-        needed.scatter([batch] * len(near), near, s=12, color=BLUE, alpha=0.35, linewidths=0)
-    medians = [(batch, statistics.median(values)) for batch, values in points]
-    medians = [(batch, value) for batch, value in medians if math.isfinite(value)]
-    _line(needed, medians, color=BLUE, marker="o", label="measured: each dot a seed, the line their median")
-    predicted = [(_number(arm.name), arm.facts.get("by the noise scale, x")) for arm in report.arms]
-    known = [(batch, value) for batch, value in predicted if value is not None]
+    batches = [float(arm.name.rpartition(" ")[2]) for arm in report.arms]  # an arm is "batch 64"
+    factors = [arm.values("samples needed, x") for arm in report.arms]
+    for batch, values in zip(batches, factors, strict=True):
+        finite = [value for value in values if math.isfinite(value)]
+        needed.scatter([batch] * len(finite), finite, s=12, color=BLUE, alpha=0.35, linewidths=0)
+    medians = [statistics.median(values) if values else None for values in factors]
+    label = "measured: each dot a seed, the line their median"
+    line(needed, zip(batches, medians, strict=True), "o-", color=BLUE, label=label)
+    predicted = [arm.facts.get("by the noise scale, x") for arm in report.arms]
     label = "predicted by the noise scale at the checkpoint, of all seeds"
-    _line(needed, known, color=VERMILION, marker="D", label=label)
+    line(needed, zip(batches, predicted, strict=True), "D-", color=VERMILION, label=label)
     logarithmic(needed.xaxis, base=2)
     needed.set(xlabel="batch", ylabel="samples needed, relative to the smallest batch")
     needed.set_title("What the larger batch costs in samples")
     legend(needed, theme)
 
 
-def _line(axes: Axes, points: Sequence[tuple[float, float]], **style: Any) -> None:
-    if points:
-        axes.plot([x for x, _ in points], [y for _, y in points], **style)
-
-
-def _number(name: str) -> float:
-    """The batch of an arm of that name: ``"batch 64"``."""
-    return float(name.rpartition(" ")[2])
-
-
-def _curves(axes: Axes, report: Study, at: Sequence[Sequence[float]], theme: Theme) -> None:
-    """The mean curve of each arm over its own places, with the range over the runs."""
-    for index, (arm, places) in enumerate(zip(report.arms, at, strict=True)):
-        mean_and_range(axes, places, [run.curve for run in arm.runs], _style(index), arm.name)
+def _curves(
+    axes: Axes, report: Study, at: Sequence[Sequence[float]], theme: Theme, **legend_place: Any
+) -> None:
+    """Draw the mean curve of each arm over its x values, with the range over the runs."""
+    for index, (arm, xs) in enumerate(zip(report.arms, at, strict=True)):
+        mean_and_range(axes, xs, [run.curve for run in arm.runs], _style(index), arm.name)
     logarithmic(axes.yaxis)
-    legend(axes, theme)
+    legend(axes, theme, handlelength=3.4, **legend_place)
 
 
 def _style(index: int) -> Style:
@@ -126,21 +99,11 @@ def _style(index: int) -> Style:
 
 def _precision(figure: Figure, report: Study, theme: Theme) -> None:
     axes = figure.add_subplot()
-    for index, arm in enumerate(report.arms):
-        curves = list(zip(*(run.curve for run in arm.runs), strict=True))
-        if not curves:
-            continue
-        # Eleven arms and seven colours: beyond these the dashes tell them apart.
-        style = {"marker": MARKERS[index % 7], "linestyle": DASHES[index // 7 * 2], "markersize": 6}
-        means = [statistics.fmean(at) for at in curves]
-        axes.plot(
-            report.curve_at, means, color=STUDY_COLOURS[index % 7], linewidth=1.8, label=arm.name, **style
-        )
+    place = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
+    _curves(axes, report, [report.curve_at] * len(report.arms), theme, **place)
     axes.set_xscale("log", base=2)
-    logarithmic(axes.yaxis)
     axes.set_xticks(report.curve_at, [f"{count:g}" for count in report.curve_at])
     axes.set(xlabel="gradients in the sum, K", ylabel="relative error of the sum")
-    legend(axes, theme, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _survey(figure: Figure, report: Study, theme: Theme) -> None:
@@ -171,22 +134,34 @@ def _coupled(figure: Figure, report: Study, theme: Theme) -> None:
 
 
 def _outlines(axes: Axes, report: Study) -> None:
-    """One closed line per arm: the mean radius over seeds at the angles of `Study.curve_at`."""
+    """Draw one closed line per arm: the mean radius over the seeds at the angles of `Study.curve_at`."""
     for index, arm in enumerate(report.arms):
         radii = [statistics.fmean(each) for each in zip(*(run.curve for run in arm.runs), strict=True)]
         points = [(r * math.cos(at), r * math.sin(at)) for at, r in zip(report.curve_at, radii, strict=False)]
         style = _style(index)
-        _line(axes, [*points, *points[:1]], color=style.colour, linestyle=style.dashes, linewidth=2.0)
+        line(axes, [*points, *points[:1]], color=style.colour, linestyle=style.dashes, linewidth=2.0)
     axes.set_aspect("equal")
     axes.set_title("Outline of the generated points, in the rows' colours")
 
 
 def _dots(
-    axes: Axes, report: Study, quantity: str, theme: Theme, *, log: bool = False, cut: bool = True
+    axes: Axes,
+    report: Study,
+    quantity: str,
+    theme: Theme,
+    *,
+    log: bool = False,
+    cut: bool = True,
+    lost: float | None = None,
 ) -> None:
-    """One row per arm: each run a dot, mean and sd; the margin of the tests as a band."""
+    """Draw one row per arm: each run a dot, mean and sd; the margin of the tests as a band.
+
+    `cut` limits the axis around the reference. `lost` is the value of a run that lacks the quantity; without
+    it the run is left out.
+    """
     names = [f"{arm.name}: {fill(arm.how, 34)}" if len(arm.name) == 1 else arm.name for arm in report.arms]
-    runs = [arm.values(quantity) for arm in report.arms]
+    values = [[run.values.get(quantity, lost) for run in arm.runs] for arm in report.arms]
+    runs = [[value for value in each if value is not None] for each in values]
     styles = map(_style, range(len(names)))
     tests = [test for test in report.tests if test.quantity == quantity and not test.ratio and not log]
     middle = report.arm(tests[0].second).mean(quantity) if tests else None
@@ -196,7 +171,7 @@ def _dots(
     if middle is not None and margin is not None:
         axes.set_title(f"Mean ± sd, runs as dots; band: ±{margin:g} around {tests[0].second}")
         if cut:
-            # A margin far below the scatter of the reference's own runs must not cut these off.
+            # A margin far below the scatter of the reference's own runs must not hide them.
             scatter = [abs(each - middle) for each in report.arm(tests[0].second).values(quantity)]
             most = max([FAR * margin, *(2 * each for each in scatter if math.isfinite(each))])
             _cut(axes, report, quantity, middle, most, theme)
@@ -207,26 +182,22 @@ def _dots(
 
 
 def _cut(axes: Axes, report: Study, quantity: str, middle: float, most: float, theme: Theme) -> None:
-    """Leave out what is far away, and say where it is: one arm that failed would flatten all others."""
+    """Limit the axis to values near `middle`; an arrow names each mean outside.
+
+    One arm that failed would make all others indistinguishable.
+    """
     near = [each for arm in report.arms for each in arm.values(quantity) if abs(each - middle) <= most]
     near = near or [middle]
     pad = 0.05 * (max(near) - min(near) + most)
     axes.set_xlim(min(near) - pad, max(near) + pad)
     for index, arm in enumerate(report.arms):
         mean = arm.mean(quantity)
-        if mean is None or abs(mean - middle) <= most:
+        if mean is None or not math.isfinite(mean) or abs(mean - middle) <= most:
             continue
         left = mean < middle
         arrow = f"← {mean:.3g}" if left else f"{mean:.3g} →"
-        said = arrow if math.isfinite(mean) else _diverged(arm.values(quantity))
         style = {"ha": "left" if left else "right", "va": "center", "color": theme.ink, "fontsize": 9}
-        axes.text(0.02 if left else 0.98, -index, said, transform=axes.get_yaxis_transform(), **style)
-
-
-def _diverged(values: Sequence[float]) -> str:
-    """Return the number of runs of an arm without a finite value, as text."""
-    lost = sum(not math.isfinite(value) for value in values)
-    return "diverged" if lost == len(values) else f"{lost} of {len(values)} diverged"
+        axes.text(0.02 if left else 0.98, -index, arrow, transform=axes.get_yaxis_transform(), **style)
 
 
 _DRAWINGS: Mapping[str, Callable[[Figure, Study, Theme], None]] = {

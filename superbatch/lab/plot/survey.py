@@ -1,4 +1,4 @@
-"""The picture of surveys: loss over a growing learning rate, one band per way to make the batch."""
+"""Plots of surveys: the loss over the growing learning rate, or over another surveyed setting."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .arms import Style, mean_and_range, runs_by_row, styles_of
 from .style import BLUE, DASHED, GREEN, PURPLE, VERMILION, Theme, caption, empty, headline, legend, panels
 from .ticks import logarithmic
 
-ABOVE = 1.2  # the axis ends so far above the first points, in units of the fall from there to the lowest
+ABOVE = 1.2  # height of the axis above the first points, in units of their distance to the lowest point
 
 
 def surveys(report: Surveys, *, dark: bool = False) -> Figure:
-    """Draw a study of surveys: the smoothed curves with bands, and below them what each survey suggests.
+    """Draw a study of surveys: the smoothed curves with bands; below them the suggestion of each survey.
 
     Examples:
         >>> from superbatch.lab.studies.survey import Options, survey
@@ -43,7 +43,7 @@ def surveys(report: Surveys, *, dark: bool = False) -> Figure:
 
 
 def one_survey(report: Survey, *, dark: bool = False) -> Figure:
-    """Draw one survey: losses as dots, the smoothed curve, the suggestions, where it stopped.
+    """Draw one survey: the losses as dots, the smoothed curve, the suggestions and an early stop.
 
     Examples:
         >>> from superbatch.tuning.survey import Sweep
@@ -55,8 +55,8 @@ def one_survey(report: Survey, *, dark: bool = False) -> Figure:
     figure, (axes,), theme = panels(4.6, dark=dark, width=8)
     logarithmic(axes.xaxis)
     x = [to_axis(report.what, value) for value in report.values]
-    said = "each window, before its update"
-    axes.plot(x, report.losses, ".", color=theme.ink, alpha=0.35, markersize=5, label=said)
+    label = "each window, before its update"
+    axes.plot(x, report.losses, ".", color=theme.ink, alpha=0.35, markersize=5, label=label)
     axes.plot(x, report.smooth, color=BLUE, linewidth=2, label="smoothed")
     _limit(axes, [report.smooth, report.losses])
     found = report.suggestions
@@ -72,8 +72,8 @@ def one_survey(report: Survey, *, dark: bool = False) -> Figure:
             at = [to_axis(report.what, end) for end in ends]
             axes.axvspan(*at, color=colour, alpha=0.12, linewidth=0)
     if report.stopped is not None and x:
-        said = f"stopped at {report.values[-1]:.2g}"
-        axes.axvline(x[-1], color=VERMILION, linewidth=1.4, label=said)
+        label = f"stopped at {report.values[-1]:.2g}"
+        axes.axvline(x[-1], color=VERMILION, linewidth=1.4, label=label)
     axes.set(xlabel=_x_label(report.what), ylabel="loss of the window")
     legend(axes, theme)
     return figure
@@ -83,7 +83,7 @@ def _draw_curves(axes: Axes, arms: Sequence[SurveyArm], styles: Sequence[Style],
     drawn: list[Sequence[float]] = []
     for arm, style in zip(arms, styles, strict=True):
         surveys = [run.survey for run in arm.runs]
-        # As far as every survey goes: a mean over those that are left would jump where one stops.
+        # Only as far as every survey goes: a mean would jump where one survey stops.
         shared = min(len(survey.smooth) for survey in surveys)
         x = [to_axis(surveys[0].what, value) for value in surveys[0].values[:shared]]
         label = f"{arm.name} (real batch)" if arm.claim == "real" else arm.name
@@ -94,7 +94,7 @@ def _draw_curves(axes: Axes, arms: Sequence[SurveyArm], styles: Sequence[Style],
         place = {"transform": axes.get_xaxis_transform(), "markersize": 5}
         axes.plot(ends, [0.985] * len(ends), "x", color=style.colour, **place)
     axes.set_ylabel("training loss, smoothed")
-    caption(axes, "Mean and range of the surveys; crosses at the top: where one stopped", theme)
+    caption(axes, "Mean and range of the surveys; a cross at the top: one stopped there", theme)
     _limit(axes, drawn)
     if any(drawn):
         legend(axes, theme, loc="lower left", handlelength=3.4)
@@ -108,17 +108,18 @@ def _draw_rates(
     baseline = arms[0].rate if arms else None
     centre = None if baseline is None else to_axis(report.what, baseline)
     band = None if centre is None else (centre / 10**report.margin, centre * 10**report.margin)
-    found = [[run.survey.suggestion for run in arm.runs] for arm in arms]
-    runs = [[to_axis(report.what, value) for value in each if value is not None] for each in found]
-    names = [arm.name for arm in arms]
-    runs_by_row(axes, list(zip(names, runs, styles, strict=True)), theme, band=band, log=True)
+    rows: list[tuple[str, list[float], Style]] = []
+    for arm, style in zip(arms, styles, strict=True):
+        found = [run.survey.suggestion for run in arm.runs]
+        rows.append((arm.name, [to_axis(report.what, each) for each in found if each is not None], style))
+    runs_by_row(axes, rows, theme, band=band, log=True)
     axes.set_xlabel(_x_label(report.what))
-    said = f"Suggested (onset of the fall): each survey, large their mean; band ± {report.margin:g} decades"
-    caption(axes, said, theme)
+    title = f"Suggestions (onset of the fall): dots, with their mean; band: ± {report.margin:g} decades"
+    caption(axes, title, theme)
 
 
 def _limit(axes: Axes, curves: Sequence[Sequence[float]]) -> None:
-    """End the axis as far above the first points as the lowest lies below: an explosion has no top."""
+    """Limit the axis above the first points: the loss of a diverging survey has no bound."""
     points = [value for curve in curves for value in curve]
     if not points:
         return

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from matplotlib.axis import Axis, XAxis
 from matplotlib.ticker import Locator, LogLocator, MaxNLocator, NullLocator
 
-MOST = 8  # maximum number of powers on an axis
+MOST = 8  # largest number of powers on an axis
 
 Text = Callable[[float], str]
 
@@ -20,9 +20,9 @@ _STEPS = {
 
 
 def ticks_between(low: float, high: float, *, base: int = 10) -> list[float]:
-    """Round numbers in a range: powers of the base (2 or 10), simple multiples of them, or equal steps.
+    """Return round numbers in a range: powers of the base (2 or 10), multiples of them, or equal steps.
 
-    Three to eleven; none if the range is empty or not positive.
+    There are three to eleven, or none if the range is empty or not positive.
 
     Examples:
         >>> ticks_between(1.1, 1.5)
@@ -34,9 +34,9 @@ def ticks_between(low: float, high: float, *, base: int = 10) -> list[float]:
     """
     if not 0 < low < high < math.inf:
         return []
-    # matplotlib's own ticks are powers alone, or multiples of them whose labels overlap.
+    # matplotlib's own ticks are powers only, or multiples whose labels overlap.
     powers = (LogLocator(base, steps, numticks=MOST).tick_values(low, high) for steps in _STEPS[base])
-    # Bytes are in steps of a KiB, MiB, ...
+    # Bytes have equal steps in KiB, MiB, ...
     unit = 1024.0 ** max(0, math.floor(math.log(high, 1024))) if base == 2 else 1.0
     equal = MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(low / unit, high / unit)
     candidates = [_inside(found, low, high) for found in (*powers, [unit * each for each in equal])]
@@ -90,10 +90,10 @@ class _RoundNumbers(Locator):
         found = self.tick_values(*sorted(self.axis.get_view_interval()))
         if not isinstance(self.axis, XAxis):
             return found
-        # Labels of an x axis stand side by side. matplotlib counts on three times the size of a letter for
-        # each; a factor and a power of ten take twice that.
+        # Labels of an x axis stand side by side. matplotlib reserves three letters for each; a factor with a
+        # power of ten needs twice that.
         step = max(1, math.ceil(2 * len(found) / self.axis.get_tick_space()))
-        # Of 3e-6, 1e-5, 3e-5, 1e-4 every second label is a power, not the others.
+        # Of 3e-6, 1e-5, 3e-5, 1e-4 label 1e-5 and 1e-4, not the others.
         return max((found[first::step] for first in range(step)), key=self._powers, default=found)
 
     def _powers(self, values: Sequence[float]) -> int:

@@ -1,1 +1,1 @@
-"""Tables and texts of the experiments."""
+"""Results of the commands, their tables and sentences, and the HTML page."""

@@ -1,4 +1,4 @@
-"""A solver file in words: its table, and sentences that say what may surprise."""
+"""Table and sentences of a Caffe solver file."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from .table import Table, table_of
 
 
 def settings_table(report: CaffeExplained) -> Table:
-    """The table of a solver: one row per field that matters."""
+    """Return the table of a solver file: one row per field that affects the training."""
     return table_of(
         title_of(report),
         report.settings,
         ("Caffe", "the field of the solver file", lambda each: each.field),
-        ("value", "what the file says, or Caffe's default", lambda each: each.value),
-        ("today", "what that is in PyTorch's terms", lambda each: each.meaning),
+        ("value", "in the file, or else Caffe's default", lambda each: each.value),
+        ("today", "the same in PyTorch's terms", lambda each: each.meaning),
     )
 
 
 def title_of(report: CaffeExplained) -> str:
-    """A solver in one line."""
+    """Return the updates, the batch, the optimizer and the rate policy of a solver file in one line."""
     steps = report.accumulation_steps
     batch = "one micro-batch" if steps == 1 else f"{steps} micro-batches"
     if report.effective_batch is not None:
@@ -28,17 +28,13 @@ def title_of(report: CaffeExplained) -> str:
 
 
 def findings(report: CaffeExplained) -> list[str]:
-    """Return the implications of the file beyond its fields."""
-    said = [f"{trap.field}: {trap.text}. {trap.do}." for trap in report.traps]
-    parts = [report.stock.optimizer, *([report.stock.scheduler] if report.stock.scheduler else [])]
-    named = " with ".join(parts)
-    if report.stock.same:
-        said.append(f"Stock torch is the same, on the mean gradient: {named}.")
-    else:
-        said.append(f"Stock torch is not the same: {named}.")
-        said += [f"It differs: {reason}." for reason in report.stock.differs]
-    said.append(
+    """Return the pitfalls of the file, its equivalent in stock torch, and how to train by it."""
+    named = " with ".join(filter(None, (report.stock.optimizer, report.stock.scheduler)))
+    same = "the same, on the mean gradient" if report.stock.same else "not the same"
+    return [
+        *(f"{trap.field}: {trap.text}. {trap.do}." for trap in report.traps),
+        f"Stock torch is {same}: {named}.",
+        *(f"It differs: {reason}." for reason in report.stock.differs),
         f'To train by it: superbatch.torch.caffe.solver(read_solver("{report.source}"), parameters), or '
-        "train.py, which is plain PyTorch."
-    )
-    return said
+        "train.py, which is plain PyTorch.",
+    ]

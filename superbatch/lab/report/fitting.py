@@ -6,15 +6,17 @@ from dataclasses import dataclass
 
 from superbatch.results.memory import Limit, Peak, Saving
 
-DRAWN_ON = 100  # how many times the batch a curve is drawn on, to say which larger batch would fit
+from .run import RunReport
+
+DRAWN_ON = 100  # the curve of the memory is extrapolated to at most this many batches
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
     """One size of micro-batch.
 
-    All bytes are those of a training that begins: gradients, optimizer state, activations and temporary
-    tensors at the moment when most of them are alive, beyond the model and the batch on the host.
+    All bytes are for the first updates of a training: gradients, optimizer state, activations and temporary
+    tensors at the moment of their peak, without the model and the batch on the host.
 
     Examples:
         >>> size = Size(samples=25, microbatches=4, predicted=1000, probe=None, measured=1010, fits=True,
@@ -24,25 +26,25 @@ class Size:
     """
 
     samples: int  # of the micro-batch
-    microbatches: int  # how many of them make the batch
+    microbatches: int  # micro-batches in the batch
     predicted: int | None  # peak in bytes, by the curve through the predicted sizes
-    probe: Peak | None  # what was predicted for this very size; None where the curve alone speaks
-    measured: int | None  # peak in bytes of real micro-batches; None where it was not measured
-    fits: bool  # whether the peak is within the limit: the measured one, else the predicted one
-    # Per sample, forward and backward; the lower quartile over windows, since what else runs on a machine
-    # only ever adds time. None: not timed.
+    probe: Peak | None  # prediction for this size itself; None if it is from the curve only
+    measured: int | None  # peak in bytes of real micro-batches; None if it was not measured
+    fits: bool  # True if the measured peak, or else the predicted one, is within the limit
+    # Per sample, forward and backward; None if not timed. The lower quartile over windows, as other programs
+    # on the machine only ever add time.
     seconds: float | None
-    high: float | None  # upper quartile of the same
-    update_seconds: float | None  # of a batch: `microbatches` times forward and backward, and the update
+    high: float | None  # upper quartile of the same times
+    update_seconds: float | None  # of one update of the batch: all micro-batches and the optimizer
 
     @property
     def peak(self) -> int | None:
-        """The peak in bytes: measured, else predicted, else None."""
+        """Return the measured peak in bytes, else the predicted one, else None."""
         return self.predicted if self.measured is None else self.measured
 
     @property
     def error(self) -> float | None:
-        """Relative difference of the prediction from the measurement; None where one of them is missing."""
+        """Return the relative error of the prediction; None if it or the measurement is missing."""
         if self.predicted is None or not self.measured:
             return None
         return self.predicted / self.measured - 1
@@ -50,49 +52,42 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class Reach:
-    """An effective batch, and what it takes."""
+    """Memory and time of one effective batch."""
 
     batch: int  # samples of one update
-    microbatches: int  # how many micro-batches it is split into
-    samples: int  # of the largest of them
-    whole: int | None  # peak in bytes of this batch in one piece, by the curve; None without one
-    seconds: float | None  # of one update; None where nothing was timed
+    microbatches: int  # micro-batches that it is split into
+    samples: int  # of the largest micro-batch
+    whole: int | None  # peak in bytes of this batch in one piece, by the curve; None without a curve
+    seconds: float | None  # of one update; None if nothing was timed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fitting:
+class Fitting(RunReport):
     """Results of `superbatch fit` for a recipe."""
 
-    recipe: str
-    description: str  # what is trained on what
     dtype: str  # of the weights and the data
     optimizer: str
-    device: str  # where it ran
+    device: str
     threads: int  # of torch
     batch_size: int  # samples of one update; no micro-batch is larger
-    parameters: int  # bytes of the model, which every size has beside its peak
-    limit: Limit  # bytes that may be used beyond what is in use, and who sets them
+    parameters: int  # bytes of the model, which are not in the peaks
+    limit: Limit  # bytes available beyond those in use, and the source of this number
     margin: float  # share of the limit that is kept free
-    how: str  # how peaks were predicted: ``"fake tensors"``, ``"small real runs"``, or why not at all
-    curve_error: float  # how far the predicted points are from a straight line, relative
-    sizes: tuple[Size, ...]  # ascending; those above the limit are only predicted
-    largest: int  # the largest micro-batch that fits, at most the batch; 0 if not even one sample does
+    how: str  # source of the predictions: ``"fake tensors"``, ``"small real runs"``, or why there are none
+    curve_error: float  # largest relative distance of a predicted point from the line through its neighbours
+    sizes: tuple[Size, ...]  # ascending; sizes above the limit are only predicted
+    largest: int  # the largest micro-batch that fits, at most the batch; 0 if one sample does not fit
     beyond: int | None  # the largest batch that would fit, by the curve up to `DRAWN_ON` times the batch
-    fastest: int | None  # the fastest of the sizes that were timed; None if none was
-    reach: tuple[Reach, ...]  # by micro-batches of the fastest size; none where batches are not split
-    savings: tuple[Saving, ...]  # what would lower the peak at the fastest size, largest first
-    refused: str | None  # why `Accumulator` does not split this recipe's batches; None: it does
-    seconds: float  # wall time of all this
-    partial: bool  # it was interrupted before the end
-    versions: dict[str, str]  # of what it ran on: name -> version
-    command: dict[str, str]  # what the user asked for: name of a flag -> value
-    notes: tuple[str, ...]  # what a reader should know beside the numbers
+    fastest: int | None  # the fastest of the timed sizes; None if none was timed
+    reach: tuple[Reach, ...]  # with micro-batches of the fastest size; empty if batches are not split
+    savings: tuple[Saving, ...]  # means to lower the peak at the fastest size, the largest saving first
+    refused: str | None  # why `Accumulator` does not split this recipe's batches; None if it does
 
     @property
     def usable(self) -> int:
-        """Bytes that a peak may take: the limit without its margin."""
+        """Return the bytes that a peak may take: the limit without its margin."""
         return int(self.limit.bytes * (1 - self.margin))
 
     def of(self, samples: int) -> Size:
-        """The entry of a size."""
+        """Return the entry of a size."""
         return next(size for size in self.sizes if size.samples == samples)

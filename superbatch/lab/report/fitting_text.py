@@ -1,4 +1,4 @@
-"""A fit in words: its tables, and sentences that say what they show."""
+"""Tables and sentences of a fit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from superbatch.results.advice import number_text
 from superbatch.results.memory import binary_text
 
 from .fitting import DRAWN_ON, Fitting, Size
-from .table import Table, bytes_text, seconds_text, shown, table_of
+from .table import Table, seconds_text, shown, table_of
 
 _KEPT_WHOLE = (
     "Keep the batch whole: its samples influence each other, so superbatch does not split it "
@@ -14,23 +14,36 @@ _KEPT_WHOLE = (
 )
 
 
+def tables(report: Fitting) -> list[Table]:
+    """Return the tables of a fit; those that do not apply have no rows."""
+    return [sizes_table(report), reach_table(report), savings_table(report)]
+
+
 def sizes_table(report: Fitting) -> Table:
-    """The table of a fit: one row per size of micro-batch."""
+    """Return the main table of a fit: one row per size of micro-batch."""
     batch = f"batch of {report.batch_size}"
     return table_of(
         title_of(report),
         report.sizes,
-        ("micro-batch", "samples; the marks name the choice", lambda size: _marked(size, report)),
+        (
+            "micro-batch",
+            "samples; the largest that fits and the fastest are marked",
+            lambda size: _marked(size, report),
+        ),
         (batch, f"micro-batches that make the {batch}", lambda size: f"{size.microbatches} x {size.samples}"),
-        ("predicted", "peak memory beyond the model and the batch", lambda size: bytes_text(size.predicted)),
-        ("measured", "the same of real micro-batches", lambda size: bytes_text(size.measured)),
+        (
+            "predicted",
+            "peak memory beyond the model and the batch",
+            lambda size: shown(size.predicted, binary_text),
+        ),
+        ("measured", "peak memory of real micro-batches", lambda size: shown(size.measured, binary_text)),
         ("per sample", "forward and backward", lambda size: seconds_text(size.seconds)),
         ("per update", f"of the {batch}", lambda size: seconds_text(size.update_seconds)),
     )
 
 
 def title_of(report: Fitting) -> str:
-    """A fit in one line: the recipe, the batch, the optimizer, the dtype and the device."""
+    """Return the recipe, the batch, the optimizer, the dtype and the device of a fit in one line."""
     many = "s" if report.threads > 1 else ""
     threads = f", {report.threads} thread{many}" if report.device == "cpu" else ""
     return (
@@ -40,7 +53,7 @@ def title_of(report: Fitting) -> str:
 
 
 def reach_table(report: Fitting) -> Table:
-    """Effective batches within reach: what they take in micro-batches and in one piece."""
+    """Return effective batches with their memory, in micro-batches and in one piece, and their time."""
     peak = None if report.fastest is None else report.of(report.fastest).peak
 
     def whole(need: int) -> str:
@@ -51,46 +64,46 @@ def reach_table(report: Fitting) -> Table:
         report.reach,
         ("effective batch", "samples of one update", lambda each: str(each.batch)),
         ("micro-batches", "and the samples of one", lambda each: f"{each.microbatches} x {each.samples}"),
-        ("peak memory", "with these micro-batches", lambda _: bytes_text(peak)),
+        ("peak memory", "with these micro-batches", lambda _: shown(peak, binary_text)),
         ("in one piece", "what the batch would need, by the curve", lambda each: shown(each.whole, whole)),
         ("per update", "time", lambda each: seconds_text(each.seconds)),
     )
 
 
 def savings_table(report: Fitting) -> Table:
-    """Return the means that lower the peak, largest first."""
+    """Return the means that lower the peak, the largest saving first."""
     samples = report.fastest or max((size.samples for size in report.sizes if size.fits), default=0)
     return table_of(
         f"What would lower the peak of micro-batches of {samples}",
         report.savings,
         ("saves about", "each by itself", lambda each: binary_text(each.bytes)),
-        ("what", "the means", lambda each: each.name),
+        ("what", "means to lower the peak", lambda each: each.name),
         ("how", "in code", lambda each: each.how),
     )
 
 
 def findings(report: Fitting) -> list[str]:
-    """Return the findings of a fit in words: the choice first."""
-    sentences = [_choice(report), _largest(report)] if report.largest else [_largest(report)]
+    """Return the findings of a fit as sentences: the recommended size first."""
+    sentences = [*([_recommended(report)] if report.largest else []), _largest(report)]
     if phases := sorted({size.probe.phase for size in report.sizes if size.probe is not None}):
         sentences.append(f"Most memory is in use in the {' or '.join(phases)}.")
     if errors := [abs(size.error) for size in report.sizes if size.error is not None]:
         sentences.append(
-            f"Predicted from {report.how}, without computing: within {100 * max(errors):.1f} % of what was "
-            "measured."
+            f"Predicted from {report.how}, without computing: within {100 * max(errors):.1f} % of the "
+            "measurement."
         )
     return [*sentences, *report.notes]
 
 
-def _choice(report: Fitting) -> str:
+def _recommended(report: Fitting) -> str:
     if report.refused is not None:
         return _KEPT_WHOLE
     timed = {size.samples: size.seconds for size in report.sizes if size.seconds is not None}
     if report.fastest is None or len(timed) < 2:
-        return "Which size is fastest is not known: fewer than two were timed."
+        return "The fastest size is not known: fewer than two were timed."
     fastest, top = report.fastest, max(timed)
     if any(size.fits and size.samples > top for size in report.sizes):
-        # No advice: a larger micro-batch is often the faster one.
+        # No recommendation: a larger micro-batch is often faster.
         return (
             f"Micro-batches of {fastest} are the fastest of those timed, but larger ones fit that were not "
             "timed: give more --seconds."

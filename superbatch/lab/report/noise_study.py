@@ -1,82 +1,77 @@
-"""Results of `superbatch noise`: the noise scale over a training, and time to target against K."""
+"""Results of `superbatch noise`: the noise scale during a training, and the time to a loss by K."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from superbatch.results.advice import number_text
 from superbatch.results.noise import ASSUMED, ASSUMPTION
 
-from .table import Column, Table, interval_text, seconds_text, shown, table_of
+from .run import RunReport
+from .table import Table, interval_text, seconds_text, shown, table_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseAt:
-    """The noise scale as it was known after a number of updates."""
+    """Estimate of the noise scale after a number of updates."""
 
     update: int
-    samples: int  # seen until then
+    samples: int  # seen up to this update
     loss: float  # mean over the updates since the last point
-    batch_size: float | None  # ``B_noise`` in samples; None: not determined
+    batch_size: float | None  # the noise scale ``B_noise`` in samples; None if it is not determined
     low: float  # lower end of the 95 % interval
-    high: float  # upper end; infinite when there is none
-    reason: str | None  # why it is not determined; None: it is
+    high: float  # upper end of the interval; infinite if it is unbounded
+    reason: str | None  # why the noise scale is not determined; None if it is
     # The noise scale under models of Adam's preconditioner, the powers 0 (`batch_size`), 1 and 2 (see
-    # `superbatch.results.noise.NoiseOfModel`), None where one is not determined; empty without Adam.
+    # `superbatch.results.noise.NoiseOfModel`); None for one that is not determined; empty without Adam.
     by_model: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class AtSteps:
-    """Effect of K micro-batches per update on the time to a target loss."""
+    """Predicted time to a target loss with K micro-batches per update."""
 
     accumulation_steps: int  # K
     batch: int  # samples of one update
-    time: float | None  # ``W(K) / W(1)`` at the noise scale of the run; None where that is not known
-    low: float  # the same at the upper end of its interval, where larger batches cost least
-    high: float  # the same at the lower end
-    by_model: tuple[float | None, ...] = ()  # time under each of `NoiseStudy.models`
+    time: float | None  # ``W(K) / W(1)`` at the noise scale of the run; None if that is not determined
+    low: float  # ``W(K) / W(1)`` at the upper end of its interval, where larger batches cost least
+    high: float  # ``W(K) / W(1)`` at the lower end
+    by_model: tuple[float | None, ...] = ()  # ``W(K) / W(1)`` under each of `NoiseStudy.models`
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoiseStudy:
-    """Noise of a recipe's gradient in the course of its training."""
+class NoiseStudy(RunReport):
+    """Results of `superbatch noise` for a recipe."""
 
-    recipe: str
-    description: str  # what is trained on what
     optimizer: str
     learning_rate: float  # constant over the run
     batch_size: int  # samples of one update
     microbatch_size: int  # samples of a micro-batch at most
-    updates: int  # made
+    updates: int  # of the run
     seed: int  # of the weights and of the order of samples
     threads: int  # of torch
     data_size: int  # samples that batches are drawn from without replacement
-    points: tuple[NoiseAt, ...]  # along the run
-    noise: float | None  # of the run: progress-weighted harmonic mean of the points that are determined
-    low: float  # the same of the lower ends
-    high: float  # the same of the upper ends
-    microbatch_seconds: float  # forward and backward of a micro-batch; median
-    update_seconds: float  # of what follows the last of them; median
-    steps: tuple[AtSteps, ...]  # ascending
-    seconds: float  # wall time of all this
-    partial: bool  # it was interrupted before the end
-    versions: dict[str, str]  # of what it ran on: name -> version
-    command: dict[str, str]  # what the user asked for: name of a flag -> value
-    notes: tuple[str, ...]  # what a reader should know beside the numbers
-    models: tuple[float | None, ...] = ()  # ``B_noise`` of the run, as `NoiseAt.by_model`
+    points: tuple[NoiseAt, ...]  # estimates during the run
+    noise: float | None  # of the run: progress-weighted harmonic mean over the determined points
+    low: float  # the same mean of the lower ends
+    high: float  # the same mean of the upper ends
+    microbatch_seconds: float  # median time of the forward and backward of a micro-batch
+    update_seconds: float  # median time of an update after its last micro-batch
+    steps: tuple[AtSteps, ...]  # by ascending K
+    models: tuple[float | None, ...] = ()  # ``B_noise`` of the run under each model, as in `NoiseAt.by_model`
 
     @property
     def best(self) -> AtSteps | None:
-        """The K with the shortest time to target; None where the noise scale is not known."""
+        """Return the K with the shortest time; None if the noise scale is not determined."""
         known = [each for each in self.steps if each.time is not None]
         return min(known, key=lambda each: each.time or 0.0) if known else None
 
 
 def band_of(models: Sequence[float | None]) -> tuple[float, float] | None:
-    """The smallest and the largest number that there is; None where there are fewer than two.
+    """Return the smallest and the largest number; None if there are fewer than two.
 
     Examples:
         >>> band_of((3.0, None, 9.0)), band_of((3.0, None))
@@ -87,7 +82,7 @@ def band_of(models: Sequence[float | None]) -> tuple[float, float] | None:
 
 
 def title_of(report: NoiseStudy) -> str:
-    """A study in one line."""
+    """Return the recipe, the updates, the batch and the optimizer of a noise study in one line."""
     return (
         f"{report.recipe}: {report.updates} updates of {report.batch_size} samples in micro-batches of "
         f"{report.microbatch_size}, {report.optimizer} lr {report.learning_rate:g}"
@@ -95,50 +90,48 @@ def title_of(report: NoiseStudy) -> str:
 
 
 def points_table(report: NoiseStudy, rows: int = 12) -> Table:
-    """The noise scale along the run."""
-    columns = (
-        Column("updates", "made so far"),
-        Column("loss", "mean since the row before"),
-        Column("noise scale", f"samples of a batch with as much noise as signal, {ASSUMPTION}"),
-        Column("95 % interval", "Fieller's; it may have no upper end"),
-        *(
-            Column(f"q = {power}", f"noise scale if {assumed}: a power of Adam's preconditioner")
-            for power, assumed in list(ASSUMED.items())[1 : len(report.models)]
-        ),
-        Column("remark", "why there is no number"),
-    )
+    """Return the noise scale during the run, in at most `rows` rows."""
     every = max(1, math.ceil(len(report.points) / rows))
-    # A point from before the first moments of Adam are known has no numbers by model.
-    unknown = (None,) * len(report.models)
-    lines = tuple(
+    assumption = "noise scale if {}: a power of Adam's preconditioner"
+    return table_of(
+        title_of(report),
+        report.points[::-every][::-1],
+        ("updates", "made so far", lambda row: str(row.update)),
+        ("loss", "mean since the row above", lambda row: f"{row.loss:.4g}"),
         (
-            str(each.update),
-            f"{each.loss:.4g}",
-            shown(each.batch_size, number_text),
-            interval_text(each.low, each.high),
-            *(shown(value, number_text) for value in (each.by_model or unknown)[1:]),
-            each.reason or "",
-        )
-        for each in report.points[::-every][::-1]
+            "noise scale",
+            f"samples of a batch with as much noise as signal, {ASSUMPTION}",
+            lambda row: shown(row.batch_size, number_text),
+        ),
+        ("95 % interval", "Fieller's; it may be unbounded", lambda row: interval_text(row.low, row.high)),
+        *(
+            (f"q = {q}", assumption.format(ASSUMED[q]), partial(_of_model, q))
+            for q in range(1, len(report.models))
+        ),
+        ("remark", "why the noise scale is not determined", lambda row: row.reason or ""),
     )
-    return Table(title_of(report), columns, lines)
+
+
+def _of_model(q: int, row: NoiseAt) -> str:
+    # Before Adam's moments are measured, a point has no noise scale by model.
+    return shown(row.by_model[q] if row.by_model else None, number_text)
 
 
 def steps_table(report: NoiseStudy) -> Table:
-    """Time to target against K."""
+    """Return the time to the same loss by number of micro-batches per update."""
     microbatch, update = seconds_text(report.microbatch_seconds), seconds_text(report.update_seconds)
     return table_of(
         f"Time to the same loss: a micro-batch takes {microbatch}, an update {update}",
         report.steps,
-        ("micro-batches", "of an update: K", lambda each: str(each.accumulation_steps)),
-        ("batch", "samples of one update", lambda each: str(each.batch)),
-        ("time to target", "against K = 1: a lower bound", lambda each: shown(each.time, "{:.2f}".format)),
-        ("range", "over the noise scale's interval", lambda each: f"{each.low:.2f} to {each.high:.2f}"),
+        ("micro-batches", "K, per update", lambda row: str(row.accumulation_steps)),
+        ("batch", "samples of one update", lambda row: str(row.batch)),
+        ("time to target", "relative to K = 1: a lower bound", lambda row: shown(row.time, "{:.2f}".format)),
+        ("range", "over the noise scale's interval", lambda row: f"{row.low:.2f} to {row.high:.2f}"),
     )
 
 
 def findings(report: NoiseStudy) -> list[str]:
-    """Return the findings of a study in words, the answer first."""
+    """Return the findings of a noise study as sentences, the noise scale first."""
     if report.noise is None:
         known = max((each.low for each in report.points if each.reason), default=0.0)
         least = f"; it is above about {number_text(known)} samples" if known >= 1 else ""

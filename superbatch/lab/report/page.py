@@ -1,4 +1,4 @@
-"""A report for readers: what stands on its HTML page, and above and below its tables on a terminal."""
+"""The content of a report for a reader, and the HTML page made of it."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ DOCUMENTATION = "https://superbatch.github.io/superbatch/"
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """Content of a page, as plain text: the template escapes it."""
+    """Content of a report as plain text, for the terminal and for the HTML page."""
 
     title: str
-    guide: str = ""  # page of the documentation that explains it, without .md
-    lead: str = ""  # one quiet line below the title, without its full stop
-    partial: bool = False  # the study was interrupted
-    verdict: Sequence[str] = ()  # set apart from the other sentences
+    guide: str = ""  # page of the documentation that explains the report, without .md
+    lead: str = ""  # line below the title, without a full stop
+    partial: bool = False  # the command was interrupted
+    verdict: Sequence[str] = ()  # highlighted on the page
     findings: Sequence[str] = ()
-    tables: Sequence[Table] = ()  # those without rows are left out
-    details: Sequence[Table] = ()  # on the page only
+    caveats: Sequence[str] = ()  # limits of the verdict, the most important first
+    tables: Sequence[Table] = ()  # a table without rows is not shown
+    details: Sequence[Table] = ()  # further tables, on the page only
     plotted: str = ""  # alternative text of the plot
-    code: str = ""
-    notes: Sequence[str] = ()  # on the page only
-    arms: Sequence[tuple[str, str]] = ()  # name, and how it makes its update
+    code: str = ""  # content of train.py
+    notes: Sequence[str] = ()  # remarks on the numbers, on the page only
+    arms: Sequence[tuple[str, str]] = ()  # name of an arm, and how it makes its update
     settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
 
 
 def render(page: Page, *, light: bytes = b"", dark: bytes = b"") -> str:
-    """Write a page with everything inside it: the plot is a PNG on a light and one on a dark ground.
+    """Return a self-contained HTML page; `light` and `dark` are PNG files of the plot for either background.
 
     Examples:
         >>> "<h1>a &amp; b</h1>" in render(Page(title="a & b"))
@@ -40,7 +41,7 @@ def render(page: Page, *, light: bytes = b"", dark: bytes = b"") -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader("superbatch.lab.report")
-    # Recipes, and so texts of reports, are the user's: all of it is escaped.
+    # Texts of a report may come from a recipe of the user: everything is escaped.
     jinja = Environment(
         loader=loader,
         autoescape=True,
@@ -52,7 +53,7 @@ def render(page: Page, *, light: bytes = b"", dark: bytes = b"") -> str:
     shown = [table for table in (*page.tables, *page.details) if table.rows]
     meanings: dict[str, str] = {}
     for column in (column for table in shown for column in table.columns if column.meaning):
-        meanings.setdefault(column.heading, column.meaning)  # where two tables share a heading: the first's
+        meanings.setdefault(column.heading, column.meaning)  # the first table decides
     return jinja.get_template("page.html.j2").render(
         page=page,
         documentation=DOCUMENTATION,

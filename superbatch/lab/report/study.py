@@ -1,4 +1,4 @@
-"""Results of a study: one frozen record per run, per arm, per test, and of the whole, for all studies."""
+"""Results of `superbatch study`, in frozen dataclasses: each run, each arm, each test, and the study."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import statistics
 from dataclasses import dataclass
 
 from .comparison import Equivalence
+from .run import RunReport
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantity:
-    """One measured quantity: a column of the table.
+    """A measured quantity, which is a column of the table.
 
     Examples:
         >>> Quantity(name="test accuracy, %", meaning="of held-out data", form=".2f").form
@@ -25,29 +26,29 @@ class Quantity:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRun:
-    """One arm from one seed."""
+    """Run of one arm from one seed."""
 
-    seed: int  # of everything that is drawn
+    seed: int  # of all random numbers
     values: dict[str, float]  # name of a quantity -> its value
-    curve: tuple[float, ...] = ()  # drawn against `Study.curve_at`; none where there is no curve
+    curve: tuple[float, ...] = ()  # drawn against `Study.curve_at`; empty without a curve
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyArm:
-    """One way to train, or to compute, from every seed."""
+    """One method of training or computation, with its runs from all seeds."""
 
     name: str  # short
-    how: str
-    facts: dict[str, float]  # quantity -> what is the same in every run, such as the number of updates
-    runs: tuple[StudyRun, ...]  # those that were finished
-    curve_updates: tuple[float, ...] = ()  # made at the points of `Study.curve_at`
+    how: str  # the method, in words
+    facts: dict[str, float]  # quantity -> value that all runs share, such as the number of updates
+    runs: tuple[StudyRun, ...]  # finished runs
+    curve_updates: tuple[float, ...] = ()  # number of updates at each point of `Study.curve_at`
 
     def values(self, quantity: str) -> tuple[float, ...]:
-        """A quantity of every run that has it, in the order of the seeds."""
+        """Return the values of a quantity in the runs that have it, in the order of the seeds."""
         return tuple(run.values[quantity] for run in self.runs if quantity in run.values)
 
     def mean(self, quantity: str) -> float | None:
-        """The mean of a quantity over the runs; a fact as it is; None where there is neither.
+        """Return the mean of a quantity over the runs, or else the fact of that name, or else None.
 
         Examples:
             >>> runs = tuple(StudyRun(seed=seed, values={"loss": 1.0 + seed}) for seed in range(3))
@@ -59,7 +60,7 @@ class StudyArm:
         return statistics.fmean(values) if values else self.facts.get(quantity)
 
     def sd(self, quantity: str) -> float | None:
-        """The standard deviation (n - 1) of a quantity over the runs; None with fewer than two."""
+        """Return the standard deviation (n - 1) of a quantity over the runs; None with fewer than two."""
         values = self.values(quantity)
         if len(values) < 2:
             return None
@@ -70,30 +71,30 @@ class StudyArm:
 class StudyTest:
     """A test of equivalence between two arms."""
 
-    first: str  # name of the arm in question
-    second: str  # name of the arm it is compared with
-    quantity: str  # what is compared
-    ratio: bool  # the test is of the logarithm: differences and margins are factors
-    result: Equivalence  # of the test, of logarithms where `ratio` is true
+    first: str  # name of the arm under test
+    second: str  # name of the reference arm
+    quantity: str  # name of the compared quantity
+    ratio: bool  # True if logarithms are compared: differences and margins are factors
+    result: Equivalence  # of logarithms if `ratio` is true
 
     @property
     def difference(self) -> float:
-        """Of the means; a factor where the test is of a ratio."""
+        """Return the difference of the means; with `ratio`, the ratio of the geometric means."""
         return self._read(self.result.difference)
 
     @property
     def low(self) -> float:
-        """Lower end of the interval; a factor where the test is of a ratio."""
+        """Return the lower end of the interval; a factor with `ratio`."""
         return self._read(self.result.low)
 
     @property
     def high(self) -> float:
-        """Upper end of the interval; a factor where the test is of a ratio."""
+        """Return the upper end of the interval; a factor with `ratio`."""
         return self._read(self.result.high)
 
     @property
     def margin(self) -> float:
-        """Of the test; a factor where the test is of a ratio."""
+        """Return the margin of the test; a factor with `ratio`."""
         return self._read(self.result.margin)
 
     def _read(self, value: float) -> float:
@@ -101,26 +102,19 @@ class StudyTest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Study:
+class Study(RunReport):
     """Results of `superbatch study NAME`."""
 
     name: str  # of the study
-    question: str  # that it answers
-    recipe: str  # what was trained
-    description: str  # what was trained on what
-    setting: dict[str, str]  # what was held fixed, name -> text
-    quantities: tuple[Quantity, ...]  # the columns of the table
-    arms: tuple[StudyArm, ...]  # what was compared
+    question: str
+    setting: dict[str, str]  # name -> value of each fixed parameter
+    quantities: tuple[Quantity, ...]  # columns of the table
+    arms: tuple[StudyArm, ...]
     tests: tuple[StudyTest, ...]  # of equivalence
     conclusion: str  # one sentence, made from the numbers
-    curve_at: tuple[float, ...]  # where the points of `StudyRun.curve` lie
-    seeds: tuple[int, ...]  # asked for; a partial report may have fewer runs
-    seconds: float  # wall time
-    partial: bool  # it was interrupted before the end
-    versions: dict[str, str]  # of what it ran on: name -> version
-    command: dict[str, str]  # what the user asked for: name of an option -> value
-    notes: tuple[str, ...]  # what a reader should know beside the numbers, and what the study does not show
+    curve_at: tuple[float, ...]  # x values of `StudyRun.curve`
+    seeds: tuple[int, ...]  # all requested seeds; a partial report may have fewer runs
 
     def arm(self, name: str) -> StudyArm:
-        """The arm of that name."""
+        """Return the arm of a name."""
         return next(arm for arm in self.arms if arm.name == name)

@@ -1,4 +1,4 @@
-"""A study as tables of text: the arms, and the tests between them."""
+"""Tables of a study: the arms, and the tests between them."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from .table import Column, Table, equivalence_text, mean_text, number, signed
 
 
 def study_table(report: Study) -> Table:
-    """The table of a study: one row per arm, one column per quantity."""
-    columns = (Column("arm", "what was compared"), *(Column(q.name, q.meaning) for q in report.quantities))
+    """Return the main table of a study: one row per arm, one column per quantity."""
+    columns = (Column("arm", "the compared method"), *(Column(q.name, q.meaning) for q in report.quantities))
     rows = tuple((arm.name, *(_cell(arm, each) for each in report.quantities)) for arm in report.arms)
     return Table(title_of(report), columns, rows)
 
 
 def equivalence_table(tests: Iterable[StudyTest]) -> Table:
-    """Tests of equivalence: differences or ratios, their intervals, margins and verdicts."""
+    """Return the table of the tests of equivalence: one row per test."""
     columns = (
-        Column("equivalence (TOST)", "the two arms; paired where their runs share seeds"),
-        Column("of", "the quantity that is compared"),
+        Column("equivalence (TOST)", "the two arms; paired if their runs share seeds"),
+        Column("of", "the compared quantity"),
         Column("difference", "of the means, or the ratio of the geometric means (x)"),
-        Column("90 % interval", "equivalent means: it lies inside the margin"),
+        Column("90 % interval", "the arms are equivalent if it lies inside the margin"),
         Column("margin", "the largest difference that does not matter"),
-        Column("equivalent", "two one-sided tests; p below 0.05 says yes"),
+        Column("equivalent", "two one-sided tests; yes for p below 0.05"),
     )
     return Table("Tests", columns, tuple(map(_test, tests)))
 
 
 def title_of(report: Study) -> str:
-    """A study in one line."""
+    """Return the study, the recipe, the seeds and the setting in one line."""
     runs = max((len(arm.runs) for arm in report.arms), default=0)
     count = f"{runs} of {len(report.seeds)} seeds" if report.partial else f"{runs} seeds"
     return f"{report.name}: {report.recipe}, {count}" + "".join(

@@ -1,9 +1,10 @@
-"""Surveys of several splits as a table, and the verdict on them."""
+"""Table and sentences of a study of surveys."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import median_high
 
 from superbatch.results.survey import Range, What
 from superbatch.tuning.survey import averaged
@@ -17,18 +18,18 @@ NAMES: dict[What, str] = {"lr": "learning rate", "momentum": "momentum", "weight
 
 
 def surveys_table(report: Surveys) -> Table:
-    """The table of a study: one row per arm."""
+    """Return the table of the surveys: one row per arm."""
     curve, share = "at every point of the fall: the largest p-value", 100 * (report.factor - 1)
     alike = f"rate within {report.margin:g} decades" if report.what == "lr" else "value alike"
-    pairs = "largest relative difference to the lowest point, same weights and samples"
-    seeds = "arms with seeds of their own"
+    pairs = "largest relative difference up to the lowest point, same weights and samples"
+    seeds = "between arms with different seeds"
     suggested = f"suggested {NAMES[report.what]}"
     return table_of(
         title_of(report),
         report.arms,
         ("split", "micro-batches x samples; first the baseline", lambda arm: named(arm.name, arm.claim)),
         (suggested, "geometric mean over the surveys that suggest one, and spread", _suggested),
-        ("stopped at", "median of the last values, where surveys stopped early", _stopped),
+        ("stopped at", "median of the last values of the surveys that stopped early", _stopped),
         ("pairs differ by", pairs, lambda arm: _pairs_text(arm.pairs) if arm.pairs else DASH),
         (f"curve within {share:.0f} %", f"{curve}, {seeds}", lambda arm: shown(arm.curve, _yes)),
         (alike, f"equivalence of the suggestions, {seeds}", lambda arm: shown(arm.suggested, _yes)),
@@ -36,7 +37,7 @@ def surveys_table(report: Surveys) -> Table:
 
 
 def title_of(report: Surveys) -> str:
-    """A study in one line."""
+    """Return the recipe, the surveyed range and the setting in one line."""
     runs = max((len(arm.runs) for arm in report.arms), default=0)
     count = f"{runs} of {report.repeats} surveys" if report.partial else f"{runs} surveys"
     rate = "" if report.learning_rate is None else f", lr {report.learning_rate:g}"
@@ -47,13 +48,13 @@ def title_of(report: Surveys) -> str:
 
 
 def conclusions(report: Surveys) -> list[str]:
-    """Return the verdict on the splits, what contradicts it, and the notes; the table has the tests."""
+    """Return the verdict on the splits, its contradictions, and the notes."""
     exact, again = _claim(report, "exact"), _claim(report, "again")
     sentences = [_of_splits(report, exact)]
     sentences += [
         f"{arm.name}: FOUND ALIKE, though it is wrong." for arm in _claim(report, "wrong") if arm.alike
     ]
-    # Without this a reader would blame the splits, which fail the tests for the same reason.
+    # The splits fail the tests for the same reason, and a reader would blame them.
     if exact and again and again[0].alike is False and all(arm.alike is not True for arm in exact):
         sentences.append(
             "The real batch itself, surveyed again, is not shown to be alike: these surveys are too few for "
@@ -63,27 +64,27 @@ def conclusions(report: Surveys) -> list[str]:
 
 
 def suggestion(report: Surveys) -> str:
-    """Return the value to begin with in words, by the surveys of the real batch."""
+    """Return a sentence with the value to begin with, by the surveys of the real batch."""
     surveys = [run.survey for run in report.arms[0].runs]
     name, batches = NAMES[report.what], f"for batches of {report.batch_size} samples"
     if not surveys:
         return f"No {name} is suggested: nothing has been surveyed."
     mean = averaged(surveys)
-    # The mean curve has the least noise; single surveys are asked only where it leaves the onset open.
+    # The mean curve has the least noise; single surveys are used only if it shows no onset.
     value = mean.onset or report.arms[0].rate or mean.minimum
-    lowest = sorted(min(zip(each.smooth, each.values, strict=False))[1] for each in surveys if each.smooth)
+    lowest = [min(zip(each.smooth, each.values, strict=False))[1] for each in surveys if each.smooth]
     if report.what != "lr" and lowest:
-        # At a fixed rate the loss falls by itself, whatever the option does: no value is recommended.
+        # At a fixed rate the loss falls whatever the setting does: no value is recommended.
         said = (
-            f"The loss is lowest at a {name} of about {lowest[len(lowest) // 2]:.2g} {batches}: more is too "
-            "much, and less may be as good."
+            f"The loss is lowest at a {name} of about {median_high(lowest):.2g} {batches}: a larger one is "
+            "too large, and a smaller one may be as good."
         )
     elif value is None:
-        said = f"No {name} is suggested: {mean.reason or 'noise leaves open where the loss begins to fall'}."
+        said = f"No {name} is suggested: {mean.reason or 'noise hides where the loss begins to fall'}."
     else:
         said = (
             f"Begin with a {name} of about {value:.2g} {batches}: the loss has begun to fall at "
-            f"{_with_range(mean.onset, mean.onset_range)}, a tenth of where it is lowest is "
+            f"{_with_range(mean.onset, mean.onset_range)}; a tenth of the value with the lowest loss is "
             f"{_with_range(mean.minimum, mean.minimum_range)}."
         )
     if 2 * sum(each.stopped is None and still_falling(each.smooth) for each in surveys) > len(surveys):
@@ -98,7 +99,7 @@ def _with_range(value: float | None, ends: Range | None) -> str:
 
 
 def failures(report: Surveys) -> list[str]:
-    """List the arms that claim to be exact and are not, beyond rounding: the criterion of ``--check``."""
+    """Return a sentence for each exact arm that differs beyond rounding; empty if ``--check`` passes."""
     found = [
         f"{arm.name}: paired curves differ by {max(arm.pairs):.2g}, rounding explains {report.tolerance:g}"
         for arm in _claim(report, "exact")
@@ -116,8 +117,8 @@ def _suggested(arm: SurveyArm) -> str:
 
 def _stopped(arm: SurveyArm) -> str:
     early = [run.survey for run in arm.runs if run.survey.stopped is not None]
-    last = sorted(survey.values[-1] if survey.values else survey.low for survey in early)
-    return f"{last[len(last) // 2]:.2g} ({len(last)} of {len(arm.runs)})" if last else DASH
+    last = [survey.values[-1] if survey.values else survey.low for survey in early]
+    return f"{median_high(last):.2g} ({len(last)} of {len(arm.runs)})" if last else DASH
 
 
 def _yes(test: CurveTest | Equivalence) -> str:
@@ -139,9 +140,7 @@ def _of_splits(report: Surveys, arms: Sequence[SurveyArm]) -> str:
     if any(arm.curve is None or arm.suggested is None for arm in arms):
         unpaired = "were too few or too noisy for a test"
     else:
-        unpaired = "are " + (
-            "indistinguishable" if all(arm.alike for arm in arms) else "NOT shown to be alike"
-        )
+        unpaired = f"are {'indistinguishable' if all(arm.alike for arm in arms) else 'NOT shown to be alike'}"
     return (
         f"{names} survey like the real batch: from the same weights and samples the curves agree to {apart}; "
         f"surveys from different seeds {unpaired}."

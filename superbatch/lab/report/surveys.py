@@ -1,4 +1,4 @@
-"""Results of surveys of several splits, and tests of their equivalence to those of the real batch."""
+"""Results of `superbatch survey`: surveys of several splits, and tests against those of the real batch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Literal
 from superbatch.results.survey import Survey, What
 
 from .comparison import Equivalence
+from .run import RunReport
 
-# What an arm says of itself: the baseline; the same with other seeds; equal to it; not equal, and known to
-# be; wrong on purpose; a batch of another size, which may look alike all the same.
+# Claim of an arm: it is the baseline, the baseline with other seeds, equal to the baseline, known to differ
+# from it, wrong on purpose, or a batch of another size, which may look alike.
 SurveyClaim = Literal["real", "again", "exact", "inexact", "wrong", "other"]
 
 # Largest relative difference of two curves from the same weights and samples that rounding explains, up to
-# the lowest point: behind it training diverges, and so do roundings.
+# the lowest point: after it the training diverges, and with it the rounding errors.
 PAIRED_TOLERANCES: Mapping[str, float] = {"float64": 2e-14, "float32": 1e-5}
 
 
@@ -24,75 +25,72 @@ class SeededSurvey:
     """One survey and its seed."""
 
     seed: int  # of the initial weights and of the order of the samples
-    survey: Survey  # what was found
+    survey: Survey
 
 
 @dataclass(frozen=True, kw_only=True)
 class CurveTest:
-    """Two one-sided tests at each point of two bundles of curves; all must pass, so none needs correction."""
+    """Result of two one-sided tests at each point of the curves of two arms.
 
-    points: int  # that were tested
-    upto: float  # the highest value among them, at most 2/3 of where the baseline is lowest
-    factor: float  # losses within this factor of each other (the margin) are alike
-    p_value: float  # the largest of all points
-    at: float  # the value where it is largest
-    ratio: float  # of the geometric mean losses there, to the baseline's
-    equivalent: bool  # every point's p-value is below 0.05
+    All points must pass, so that the p-values need no correction for their number.
+    """
+
+    points: int  # number of tested points
+    upto: float  # the highest tested value, at most 2/3 of the value where the baseline is lowest
+    factor: float  # the margin: losses within this factor of each other are alike
+    p_value: float  # the largest p-value of all points
+    at: float  # the value with this p-value
+    ratio: float  # geometric mean loss at this value, relative to the baseline's
+    equivalent: bool  # True if every p-value is below 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class SurveyArm:
-    """One way to make the updates, surveyed from several seeds."""
+    """One way to make the updates, with its surveys from several seeds."""
 
-    name: str  # the split, and the way where it is not the right one
+    name: str  # the split, and the method unless it is superbatch's
     sizes: tuple[int, ...]  # samples of each micro-batch of a full batch
-    claim: SurveyClaim  # what the arm says of itself
+    claim: SurveyClaim
     how: str  # how the update is made, in words
-    runs: tuple[SeededSurvey, ...]  # surveys from seeds of this arm's own
-    rate: float | None  # geometric mean of what they suggest (`Survey.suggestion`); None without any
+    runs: tuple[SeededSurvey, ...]  # surveys from seeds that only this arm has
+    rate: float | None  # geometric mean of their suggestions (`Survey.suggestion`); None without any
     decades: float | None  # standard deviation of the suggestions' decimal logarithms; None with fewer than 2
-    # Of some seeds: largest relative difference of the curve to the lowest point of the real batch's.
+    # For surveys with a seed of the real batch: the largest relative difference of the two curves, up to the
+    # lowest point of the real batch's.
     pairs: tuple[float, ...]
-    curve: CurveTest | None  # are the curves those of the baseline? None where it cannot be tested
-    suggested: Equivalence | None  # are the suggestions those of the baseline, in decades? None likewise
+    curve: CurveTest | None  # test of the curves against the baseline's; None if it cannot be made
+    suggested: Equivalence | None  # test of the suggestions against the baseline's, in decades; None likewise
 
     @property
     def alike(self) -> bool | None:
-        """True if both unpaired tests find equivalence to the baseline, False if one does not.
+        """Return True if both unpaired tests show equivalence to the baseline, False if one does not.
 
-        None where nothing is found against it, and one could not be made.
+        Return None if a test could not be made and the other does not say False.
         """
-        found = [None if test is None else test.equivalent for test in (self.curve, self.suggested)]
-        if False in found:
+        results = [test and test.equivalent for test in (self.curve, self.suggested)]
+        if False in results:
             return False
-        return None if None in found else True
+        return None if None in results else True
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surveys:
+class Surveys(RunReport):
     """Results of `superbatch survey`."""
 
-    recipe: str
-    description: str  # what was trained on what
-    what: What  # the option that was surveyed
+    what: What  # the surveyed setting of the optimizer
     optimizer: str
-    learning_rate: float | None  # where another option is surveyed; None where the rate itself is
+    learning_rate: float | None  # None if it is surveyed itself
     dtype: str  # of weights and data
     batch_size: int  # samples of one update
     low: float  # first value of the ramp
     high: float  # last value of the ramp
     updates: int  # points of the ramp
-    repeats: int  # surveys of each arm that were asked for
+    repeats: int  # requested surveys of each arm; a partial report may have fewer
     factor: float  # margin of the test of the curves
-    margin: float  # of the test of the suggestions, in decades
+    margin: float  # margin of the test of the suggestions, in decades
     arms: tuple[SurveyArm, ...]  # the baseline first
-    seconds: float  # wall time
-    partial: bool  # it was interrupted
-    versions: dict[str, str]  # of what it ran on
-    command: dict[str, str]  # what the user asked for
-    notes: tuple[str, ...]  # what a reader should know beside the numbers
 
     @property
     def tolerance(self) -> float:
-        """The largest relative difference of paired curves that rounding explains in this dtype."""
+        """Return the largest relative difference of paired curves that rounding explains in this dtype."""
         return PAIRED_TOLERANCES[self.dtype]

@@ -1,4 +1,4 @@
-"""Reports as tables of text: one place says what the columns are, for the terminal and the page."""
+"""Tables of text for the terminal and the page, and numbers as text."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from superbatch.results.memory import binary_text
 
 from .comparison import Arm, Comparison, Equivalence
 
-ROUNDING = 1e-12
-"""Differences of means below this are those of ties: sums in another order."""
-
 T = TypeVar("T")
 
-DASH = "–"  # what is not known, or was not measured
+DASH = "–"  # for a value that is not known or was not measured
+ROUNDING = 1e-12  # a smaller difference of two means comes from the order of summation
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its heading, and what its numbers mean."""
+    """A column of a table: its heading and the meaning of its cells."""
 
     heading: str
     meaning: str
@@ -30,7 +28,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Text in rows and columns; the first column names the row.
+    """A table of text; the first cell of a row is its name.
 
     Examples:
         >>> table = Table("Primes", (Column("prime", "a number"),), (("2",), ("3",)))
@@ -44,7 +42,7 @@ class Table:
 
 
 def table_of(title: str, items: Iterable[T], *columns: tuple[str, str, Callable[[T], str]]) -> Table:
-    """A table with one row per item; a column is its heading, its meaning, and the text of its cell.
+    """Return a table with one row per item; a column is (heading, meaning, function from item to cell).
 
     Examples:
         >>> table_of("Primes", [2, 3], ("prime", "a number", str)).rows
@@ -55,7 +53,7 @@ def table_of(title: str, items: Iterable[T], *columns: tuple[str, str, Callable[
 
 
 def comparison_table(report: Comparison) -> Table:
-    """The table of a comparison: one row per arm."""
+    """Return the table of a comparison: one row per arm."""
     within = f"inside {margin_text(report)}: two one-sided tests (TOST) on pairs of runs; p below 0.05: yes"
     metric = f"{report.metric}, {report.unit}" if report.unit else report.metric
     form = ".2f" if report.unit == "%" else ".4f"
@@ -67,14 +65,18 @@ def comparison_table(report: Comparison) -> Table:
         (metric, "mean ± sd over the runs, held-out data", lambda arm: mean_text(arm.mean, arm.sd, form)),
         ("updates", "of the optimizer in each run", lambda arm: str(arm.updates)),
         ("time, s", "of a run's updates alone, the mean", lambda arm: shown(arm.seconds, "{:.2f}".format)),
-        ("peak memory", "of an update, beside weights and batch", lambda arm: bytes_text(arm.peak_bytes)),
-        ("weights differ by", apart, _apart),
+        (
+            "peak memory",
+            "of an update, beside weights and batch",
+            lambda arm: shown(arm.peak_bytes, binary_text),
+        ),
+        ("weights differ by", apart, _difference),
         (f"equivalent within ±{report.margin:g}", within, lambda arm: equivalence_text(arm.paired)),
     )
 
 
 def title_of(report: Comparison) -> str:
-    """A comparison in one line."""
+    """Return the recipe, the runs and the setting of a comparison in one line."""
     runs = max((len(arm.runs) for arm in report.arms), default=0)
     count = f"{runs} of {len(report.seeds)} runs" if report.partial else f"{runs} runs"
     return (
@@ -84,7 +86,7 @@ def title_of(report: Comparison) -> str:
 
 
 def plain(table: Table) -> str:
-    """A table as aligned plain text, whatever its width: for files, pipes and logs.
+    """Return a table as aligned plain text of any width, for files, pipes and logs.
 
     Examples:
         >>> print(plain(Table("Primes", (Column("n", ""), Column("prime", "")), (("1", "2"), ("10", "29")))))
@@ -102,28 +104,23 @@ def plain(table: Table) -> str:
 
 
 def shown(value: T | None, text: Callable[[T], str]) -> str:
-    """A value as text; a dash for None."""
+    """Return a value as text; a dash for None."""
     return DASH if value is None else text(value)
 
 
 def named(arm: str, claim: str) -> str:
-    """The name of an arm, with what it says of itself where a reader must know."""
+    """Return the name of an arm, marked if it is the real batch or known not to be exact."""
     return arm + {"real": " (real batch)", "inexact": " (not exact)"}.get(claim, "")
 
 
-def bytes_text(count: int | None) -> str:
-    """A number of bytes in KiB, MiB, ...; a dash for None."""
-    return shown(count, binary_text)
-
-
 def margin_text(report: Comparison) -> str:
-    """The margin of the equivalence tests with its unit: differences of percentages are percentage points."""
+    """Return the margin of the equivalence tests with its unit: percentage points for percentages."""
     unit = "percentage points" if report.unit == "%" else report.unit
     return f"±{report.margin:g} {unit}".rstrip()
 
 
 def seconds_text(seconds: float | None) -> str:
-    """A time, to three digits; a dash for None.
+    """Return a time with three digits; a dash for None.
 
     Examples:
         >>> seconds_text(1.234e-5), seconds_text(0.0456), seconds_text(7.8), seconds_text(4000)
@@ -140,7 +137,7 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def interval_text(low: float, high: float) -> str:
-    """An interval of batch sizes, that may have no upper end.
+    """Return an interval of batch sizes; without an upper end it is "LOW or more".
 
     Examples:
         >>> interval_text(10.0, 40.0), interval_text(10.0, math.inf), interval_text(0.0, math.inf)
@@ -152,7 +149,7 @@ def interval_text(low: float, high: float) -> str:
 
 
 def range_text(value: float | None, low: float, high: float) -> str:
-    """A noise scale with its interval, where there is one.
+    """Return a noise scale and its interval; without a value, its lower bound.
 
     Examples:
         >>> range_text(100.0, 80.0, 130.0), range_text(None, 40.0, math.inf), range_text(9.0, 9.0, 9.0)
@@ -164,7 +161,7 @@ def range_text(value: float | None, low: float, high: float) -> str:
 
 
 def mean_text(mean: float | None, sd: float | None, form: str) -> str:
-    """A mean, and its standard deviation where there is one.
+    """Return a mean and its standard deviation, unless that is None, zero or not finite.
 
     Examples:
         >>> mean_text(95.38, 0.358, ".2f"), mean_text(2.5, None, ".4f"), mean_text(None, None, ".2f")
@@ -177,7 +174,7 @@ def mean_text(mean: float | None, sd: float | None, form: str) -> str:
 
 
 def difference_text(difference: float | None) -> str:
-    """A relative difference, to two digits.
+    """Return a relative difference with two digits; a dash for None.
 
     Examples:
         >>> difference_text(2.08e-07), difference_text(0.0), difference_text(0.055), difference_text(None)
@@ -191,7 +188,7 @@ def difference_text(difference: float | None) -> str:
 
 
 def number(value: float, form: str = ".4g") -> str:
-    """A number as people read it.
+    """Return a number as text, with words for NaN and infinity.
 
     Examples:
         >>> number(2500.0, ",.0f"), number(float("nan")), number(float("inf")), number(-0.001, ".2f")
@@ -199,13 +196,13 @@ def number(value: float, form: str = ".4g") -> str:
     """
     if math.isfinite(value):
         text = format(value, form)
-        # What rounds to zero has no sign: "-0.00" reads as a loss.
+        # "-0.00" would look like a loss.
         return text if any(digit in text for digit in "123456789") else text.lstrip("-")
     return "not a number" if math.isnan(value) else "infinite"
 
 
 def signed(difference: float, digits: int = 2) -> str:
-    """A difference with its sign; zero, or what rounding makes of ties, has none.
+    """Return a difference with its sign; a difference that only rounding makes is "0".
 
     Examples:
         >>> signed(0.0432), signed(-1.0), signed(-7e-15), signed(float("nan"))
@@ -215,7 +212,7 @@ def signed(difference: float, digits: int = 2) -> str:
 
 
 def equivalence_text(test: Equivalence | None) -> str:
-    """The verdict of an equivalence test and its p-value."""
+    """Return the verdict of an equivalence test and its p-value; a dash for None."""
     if test is None:
         return DASH
     if test.identical:
@@ -224,11 +221,11 @@ def equivalence_text(test: Equivalence | None) -> str:
 
 
 def p_text(value: float) -> str:
-    """A p-value, to three decimals."""
+    """Return a p-value with three decimals."""
     return "p < 0.001" if value < 0.001 else f"p = {value:.3f}"
 
 
-def _apart(arm: Arm) -> str:
+def _difference(arm: Arm) -> str:
     largest = difference_text(arm.weight_difference)
     median = difference_text(arm.median_difference)
     return largest if median == largest else f"{median} (max {largest})"

@@ -1,4 +1,4 @@
-"""Verdict of a comparison, in sentences: for the reader, and for a CI that must fail."""
+"""Verdict of a comparison in sentences, and the criterion of `superbatch compare --check`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .table import difference_text, margin_text
 
 
 def verdict(report: Comparison) -> list[str]:
-    """Return the verdict of a comparison in words; the table has each arm."""
+    """Return the verdict on each kind of arm in one sentence."""
     exact, inexact = _arms(report, "exact"), _arms(report, "inexact")
     sentences = [_exact(report, exact)] if exact else []
     if inexact:
@@ -18,14 +18,14 @@ def verdict(report: Comparison) -> list[str]:
         sentences.append(f"{who} not give the real batch's weights: they are {least} to {most} apart.")
     if wrong := _arms(report, "wrong"):
         least = difference_text(min(map(_apart, wrong)))
-        sentences.append(f"Ways that are wrong on purpose end {least} or more from the real batch's weights.")
+        sentences.append(f"The weights of the methods that are wrong on purpose differ by {least} or more.")
     if not sentences:
-        sentences.append("Interrupted before the first pair of runs was finished: nothing has been compared.")
+        sentences.append("Interrupted before the first pair of runs was finished: there is no comparison.")
     return sentences
 
 
 def failures(report: Comparison) -> list[str]:
-    """List the arms that claim to be exact and are not: the criterion of ``superbatch compare --check``."""
+    """Return a sentence for each difference of an arm that claims to be exact; empty if the check passes."""
     exact = [arm for arm in report.arms if arm.claim == "exact"]
     found = [sentence for arm in exact for sentence in _failures_of(arm, report)]
     if not exact:
@@ -37,14 +37,14 @@ def failures(report: Comparison) -> list[str]:
 
 def _failures_of(arm: Arm, report: Comparison) -> list[str]:
     found: list[str] = []
-    apart = arm.weight_difference
+    difference = arm.weight_difference
     # `not <=` instead of `>`: a NaN must fail.
-    if apart is None or not apart <= report.tolerance:
-        found.append(f"{arm.name}: weights differ by {apart}, rounding explains {report.tolerance:g}")
-    # Weights that agree to rounding are the proof: few runs or a coarse metric take nothing from it.
+    if difference is None or not difference <= report.tolerance:
+        found.append(f"{arm.name}: weights differ by {difference}, rounding explains {report.tolerance:g}")
+    # Weights that agree to rounding are the proof, so that a test with too few runs is no failure.
     if arm.paired is not None and not abs(arm.paired.difference) < arm.paired.margin:
-        apart_by = f"{report.metric} differs by {arm.paired.difference:.3g}"
-        found.append(f"{arm.name}: {apart_by}, which is not within {margin_text(report)}")
+        said = f"{report.metric} differs by {arm.paired.difference:.3g}, which is not within"
+        found.append(f"{arm.name}: {said} {margin_text(report)}")
     return found
 
 

@@ -1,15 +1,17 @@
-"""The arms of a comparison: each a way to make one update of one batch.
+"""The arms of a comparison on torch: each is a way to make one update from one batch.
 
-* ``real``: the batch in one piece, by a loop written out in plain PyTorch. It is the reference, so it shares
-  no code with the accumulator.
-* ``exact``: `superbatch.torch.Accumulator`, or `superbatch.torch.WholeBatch` where samples are coupled.
-* ``inexact``: the same where samples are coupled and micro-batches are taken one by one all the same.
-* ``wrong``: loops that are often written, kept to show what they cost.
+By the claim of the arm:
+
+* ``real``: the batch in one piece, in plain PyTorch. It is the reference, so it shares no code with the
+  accumulator.
+* ``exact``: `superbatch.torch.Accumulator`, or `superbatch.torch.WholeBatch` for coupled samples.
+* ``inexact``: `Accumulator` with coupled samples, which computes the loss of each micro-batch alone.
+* ``wrong``: common mistakes in hand-written loops, to show their effect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,21 +20,21 @@ from torch import Tensor, nn
 
 from superbatch.batch.split import cut as cut_planned
 from superbatch.batch.tree import count_samples, plan
+from superbatch.noise.meter import NoiseMeter
+from superbatch.results.noise import Noise
 from superbatch.torch import Accumulator, WholeBatch
-from superbatch.torch.options import FrozenBatchNorm
+from superbatch.torch.options import FrozenBatchNorm, GhostBatchNorm
 from superbatch.window import Window
 
 from ..recipes import Recipe
-from .participants import accumulator
-from .setting import WRONG, ArmPlan, Way
-from .splits import Split
+from .setting import WRONG, ArmPlan, Split, Way
 
-# Makes one update with a batch and returns the batch's mean loss before it.
+# Makes one update from a batch and returns the batch's mean loss before the update.
 UpdateFunction = Callable[[Any], float]
 HOW: Mapping[Way, str] = {
     "real batch": "the whole batch at once, plain PyTorch",
     "accumulator": "superbatch.torch.Accumulator",
-    "plain accumulation": "micro-batches one by one, weighted by their samples, though these are coupled",
+    "plain accumulation": "micro-batches one by one, weighted by their samples, although these are coupled",
     **WRONG,
 }
 
@@ -40,7 +42,7 @@ HOW: Mapping[Way, str] = {
 def update_function(
     arm: ArmPlan, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> UpdateFunction:
-    """Make the function that makes an arm's updates."""
+    """Return the function that makes an arm's updates."""
     if arm.way in ("real batch", "again", "another batch"):
         return plain_update(recipe, model, optimizer)
     if arm.way not in ("accumulator", "plain accumulation"):
@@ -54,13 +56,13 @@ def update_function(
 
 
 def without_coupling(recipe: Recipe) -> Recipe:
-    """A recipe of coupled samples with its micro-batches taken one by one, as a plain loop does."""
+    """Return a recipe whose loss is computed for each micro-batch alone, as a plain loop does."""
     frozen = recipe.batchnorm == "frozen"
     return replace(recipe, coupled="error", batchnorm="frozen" if frozen else "per_microbatch")
 
 
 def cut(batch: Any, sizes: tuple[int, ...]) -> list[Any]:
-    """Cut a batch into consecutive micro-batches, views where the framework slices to views.
+    """Cut a batch into consecutive micro-batches, which are views if slices of the leaves are.
 
     Examples:
         >>> [part.tolist() for part in cut(torch.arange(4), (3, 1))]
@@ -70,7 +72,7 @@ def cut(batch: Any, sizes: tuple[int, ...]) -> list[Any]:
 
 
 def plain_update(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -> UpdateFunction:
-    """Make the function that makes an update from a batch in one piece, in plain PyTorch."""
+    """Return a function that makes an update from a batch in one piece, in plain PyTorch."""
     loss_fn = recipe.loss_fn(model)
 
     def update(batch: Any) -> float:
@@ -86,8 +88,8 @@ def plain_update(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimi
 def accumulator_of(
     split: Split, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, *, check: bool = True
 ) -> Accumulator | WholeBatch:
-    """Make the accumulator of an arm, by the recipe's own statement."""
-    size = split.sizes[0] if split.equal else None  # unequal micro-batches are given to it as a `Window`
+    """Return the accumulator of an arm, with the recipe's reduction, weight and coupling."""
+    size = split.sizes[0] if split.equal else None  # unequal micro-batches are passed as a `Window`
     if recipe.coupled == "exact":
         return WholeBatch(
             model,
@@ -103,13 +105,13 @@ def accumulator_of(
 def _wrong(
     arm: ArmPlan, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> UpdateFunction:
+    """Return a function that makes updates with a wrong divisor."""
     loss_fn = recipe.loss_fn(model)
     full_window = len(arm.split.sizes)
 
     def update(batch: Any) -> float:
         microbatches = cut(batch, arm.split.sizes_of(count_samples(batch)))
-        # A weight that only the loss function knows is asked for with a forward pass of its own: this loop
-        # shows a wrong divisor, not a fast one.
+        # A weight that the loss function returns takes an extra forward pass; this loop need not be fast.
         weights = [_weight(recipe, loss_fn, microbatch) for microbatch in microbatches]
         total, reported = sum(weights), 0.0
         for microbatch, weight in zip(microbatches, weights, strict=True):
@@ -117,7 +119,7 @@ def _wrong(
                 scale = 1.0
             elif arm.way == "mean of means":
                 scale = 1 / len(microbatches)
-            else:  # right in a full window; in a shorter one too small by the missing micro-batches' share
+            else:  # right in a full window; too small in a shorter one
                 scale = weight / total * len(microbatches) / full_window
             loss, _ = mean_and_weight(recipe, loss_fn, microbatch)
             (loss * scale).backward()
@@ -130,18 +132,66 @@ def _wrong(
 
 
 def mean_and_weight(recipe: Recipe, loss_fn: Callable[[Any], Any], batch: Any) -> tuple[Tensor, float]:
-    """The mean loss of a batch or micro-batch, and its weight, by the recipe's own statement."""
+    """Return the mean loss of a batch or micro-batch and its weight, by the recipe's reduction and weight."""
     result = loss_fn(batch)
     if recipe.weight == "returned":
-        loss, weight = result
-        weight = float(weight)
+        loss, weight = result[0], float(result[1])
     else:
-        loss, weight = result, count_samples(batch) if recipe.weight is None else recipe.weight(batch)
+        loss, weight = result, _weight(recipe, loss_fn, batch)
     return (loss / weight if recipe.reduction == "sum" else loss), weight
 
 
 @torch.no_grad()
-def _weight(recipe: Recipe, loss_fn: Callable[[Any], Any], microbatch: Any) -> float:
+def _weight(recipe: Recipe, loss_fn: Callable[[Any], Any], batch: Any) -> float:
     if recipe.weight == "returned":
-        return mean_and_weight(recipe, loss_fn, microbatch)[1]
-    return count_samples(microbatch) if recipe.weight is None else recipe.weight(microbatch)
+        return mean_and_weight(recipe, loss_fn, batch)[1]
+    return count_samples(batch) if recipe.weight is None else recipe.weight(batch)
+
+
+def participants_of(batchnorm: str) -> list[Any]:
+    """Return the participants for a recipe's `batchnorm`."""
+    return {"frozen": [FrozenBatchNorm()], "per_microbatch": [GhostBatchNorm()]}.get(batchnorm, [])
+
+
+def accumulator(
+    recipe: Recipe,
+    model: nn.Module,
+    optimizer: Any,
+    *,
+    loss_fn: Callable[[Any], Any] | None = None,
+    participants: Sequence[Any] = (),
+    **options: Any,
+) -> Accumulator:
+    """Return the accumulator of a recipe.
+
+    `loss_fn` replaces the recipe's loss, `participants` are added, and options are passed to `Accumulator`.
+    """
+    return Accumulator(
+        model,
+        optimizer,
+        recipe.loss_fn(model) if loss_fn is None else loss_fn,
+        reduction=recipe.reduction,
+        weight=recipe.weight,
+        participants=[*participants_of(recipe.batchnorm), *participants],
+        **options,
+    )
+
+
+def measured(
+    recipe: Recipe,
+    model: nn.Module,
+    optimizer: Any,
+    batches: Iterable[Any],
+    *,
+    microbatch_size: int,
+    beta: float = 0.98,
+    preconditioned: bool = False,
+) -> Iterator[tuple[float, Noise]]:
+    """Train on batches of sample indices, and yield the loss of each and the noise measured so far."""
+    # Measure every window: by default a meter skips most windows of a small model.
+    meter = NoiseMeter(beta, every=1, data_size=recipe.samples, preconditioned=preconditioned)
+    accumulate = accumulator(recipe, model, optimizer, microbatch_size=microbatch_size, observers=[meter])
+    for indices in batches:
+        loss = accumulate(recipe.batch(indices)).loss
+        assert accumulate.noise is not None
+        yield loss, accumulate.noise

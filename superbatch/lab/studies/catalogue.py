@@ -1,4 +1,4 @@
-"""The studies that there are: name, question, and options. It imports none of them."""
+"""Catalogue of the studies: name, question and options. Listing them imports none of them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ DOCUMENTATION = "https://superbatch.github.io/superbatch/studies/"
 
 @dataclass(frozen=True)
 class Entry:
-    """One study."""
+    """Entry of one study."""
 
-    question: str  # that it answers, in one line
-    section: str  # of `DOCUMENTATION`
-    # the options that mean something to it, beside the recipe, runs, workers and threads
-    takes: tuple[str, ...]
-    runs: int = 10  # seeds by default
-    quick_runs: int = 3  # seeds with ``--quick``
-    recipes: tuple[str, ...] = ("digits",)  # that are run if none is named, each with a report of its own
-    first_seed: int = 0  # the seeds follow it; settings were tried with smaller ones
+    question: str  # the question that it answers, in one line
+    section: str  # anchor in `DOCUMENTATION`
+    takes: tuple[str, ...]  # options that it uses, besides those that all studies use
+    runs: int = 10  # default number of seeds
+    quick_runs: int = 3  # the same with ``--quick``
+    recipes: tuple[str, ...] = ("digits",)  # recipes that are run if none is named, each with its own report
+    first_seed: int = 0  # smaller seeds were used to choose the settings
 
 
 # Name -> study.
@@ -76,7 +75,7 @@ STUDIES: Mapping[str, Entry] = {
 
 
 def entry_of(name: str) -> Entry:
-    """The study of that name."""
+    """Return the entry of a study; raise `InputError` if there is none of that name."""
     if name not in STUDIES:
         raise InputError(
             f"There is no study {name!r}{did_you_mean(name, STUDIES)} Use one of {', '.join(STUDIES)}."

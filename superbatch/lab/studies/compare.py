@@ -1,40 +1,54 @@
-"""Comparison with the real batch: one recipe, the real batch, each split of it, several seeds.
+"""Comparison of splits with the real batch: one recipe, the real batch, each split of it, several seeds.
 
-All arms of a seed start from the same weights and see the same samples in the same order, for the same number
-of updates. So the weights themselves can be compared, which is a far sharper question than accuracy.
+All arms of a seed start from the same weights and make the same number of updates on the same samples in the
+same order. So the weights themselves can be compared, which is far more sensitive than accuracy.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
 from superbatch.errors import InputError
 
 from ..recipes import Recipe
-from ..report.comparison import TOLERANCES, Comparison, Run
-from .assembly import arm_report, notes_on
-from .backends import Backend, check_backend, load_backend
+from ..report.comparison import TOLERANCES, Arm, Comparison, Run
+from .backends import Backend, check_backend, load_backend, train_seed
+from .checks import check_choice, check_counts, check_positive, check_workers, optimizer_and_rate
 from .options import CompareOptions as Options
-from .setting import ArmPlan, Setting, curve_updates
-from .shared_options import Interrupted, check_counts, check_positive, offered_optimizer
-from .shared_options import Progress as Progress
-from .splits import Split, parse_split, splits_of
-from .versions import origin
-from .workers import receiver, train_seeds
+from .setting import ArmPlan, Setting, Split, curve_updates, parse_split, splits_of
+from .shared_options import Interrupted, Show, origin, silent
+from .statistics import limits_of, smallest_gap, summarise, tost_paired, tost_welch
+from .workers import Receiver, train_seeds
 
 DEFAULTS = Options()
-TAIL = 0.4  # share of the batch that an epoch's short last batch has, where there is one
+TAIL = 0.4  # size of an epoch's short last batch, as a share of the batch; only with `include_wrong`
+
+# Notes of the report.
+PAIRED = (
+    "Equivalence is tested on pairs: all arms of a seed share initial weights and sample order. The Welch "
+    "test treats the arms as independent groups."
+)
+COUPLED = (
+    "This model has BatchNorm, which normalises by the samples of a micro-batch, not of the batch: these "
+    "arms do not claim to give the real batch's weights."
+)
+BESIDE = (
+    "The samples of a batch are coupled. Arms that are named by their split alone compute the loss of the "
+    "whole batch (WholeBatch). Plain accumulation computes that of each micro-batch, which is another "
+    "objective, and does not claim to give the real batch's weights."
+)
+BATCHNORM = {"frozen": "FrozenBatchNorm()", "per_microbatch": "GhostBatchNorm()"}
+ROUNDING = (
+    "Differences of about 1e-7 are rounding in float32, and up to 1e-5 if rounding changes the sign of a "
+    "ReLU's input. With --dtype float64, differences by rounding are tiny and errors stay as large."
+)
 
 
-def compare(
-    recipe: str | Recipe,
-    options: Options = DEFAULTS,
-    *,
-    progress: Callable[[Progress], None] = lambda _: None,
-) -> Comparison:
-    """Train a recipe with the real batch and with each split, and compare what comes out."""
+def compare(recipe: str | Recipe, options: Options = DEFAULTS, *, progress: Show = silent) -> Comparison:
+    """Train a recipe with the real batch and with each split, and compare weights and metrics."""
     start = time.monotonic()
     _check(recipe, options)
     backend = load_backend(options.backend)
@@ -42,37 +56,60 @@ def compare(
     setting = settle(loaded, options)
     backend.check(setting)
     seeds = range(options.runs)
-    finished: list[list[Run]] = [[] for _ in setting.arms]
     peaks: list[int | None] = [None] * len(setting.arms)
-
     total = len(seeds) * setting.updates * sum(len(arm.split.sizes) for arm in setting.arms)
-    receive = receiver(total, finished, progress, [arm.name for arm in setting.arms], lambda run: run.metric)
+    receiver = Receiver([arm.name for arm in setting.arms], total, progress, lambda run: run.metric)
 
     def report(*, partial: bool) -> Comparison:
-        made = origin(loaded, options, start, partial=partial, **backend.versions())
-        return _report(loaded, options, setting, backend, finished, peaks, made)
+        margin = options.margin or loaded.margin
+        arms = tuple(
+            arm_report(arm, loaded, setting, backend, runs, receiver.runs[0], peak, margin)
+            for arm, runs, peak in zip(setting.arms, receiver.runs, peaks, strict=True)
+        )
+        return Comparison(
+            **origin(loaded, options, start, partial=partial, **backend.versions()),
+            backend=backend.title,
+            statement=loaded.statement,
+            metric=loaded.metric,
+            unit=loaded.unit,
+            dtype=setting.dtype,
+            optimizer=setting.optimizer,
+            learning_rate=setting.learning_rate,
+            batch_size=setting.batch_size,
+            updates=setting.updates,
+            seeds=tuple(seeds),
+            margin=margin,
+            tail=setting.tail,
+            arms=arms,
+            curve_updates=curve_updates(setting.updates),
+            notes=notes_on(arms, setting, backend, options.workers),
+        )
 
     try:
         with backend.threads(options.threads):
             for index, arm in enumerate(setting.arms):
                 peaks[index] = backend.peak_of_update(loaded, setting, arm)
-            train_seeds(recipe, loaded, setting, seeds, receive, options=options, backend=options.backend)
+            train = partial(train_seed, setting=setting)
+            train_seeds(recipe, loaded, train, seeds, receiver, options=options, backend=options.backend)
     except KeyboardInterrupt:
         raise Interrupted(report(partial=True)) from None
     return report(partial=False)
 
 
 def settle(recipe: Recipe, options: Options) -> Setting:
-    """Fill in what the options leave to the recipe, and refuse what cannot be."""
+    """Return the setting of a comparison: the options, with the recipe's values for those that are None."""
     splits = splits_of(recipe, options.splits, options.batch_size)
     size = sum(splits[0].sizes)
     tail = max(1, round(TAIL * size)) if options.include_wrong else None
     if tail is not None and size + tail > recipe.samples:
         raise InputError(
-            f"include_wrong with a batch of {size} samples: an epoch with a tail needs {size + tail} "
-            f"samples, the recipe has {recipe.samples}. Use a smaller batch."
+            f"include_wrong with a batch of {size} samples: an epoch with a short last batch needs "
+            f"{size + tail} samples, and the recipe has {recipe.samples}. Use a smaller batch."
         )
-    optimizer, learning_rate = _optimizer(recipe, options)
+    recipe.require("evaluate", "metric", by="superbatch compare")
+    if options.margin is None:
+        recipe.require("margin", by="superbatch compare without --margin")
+    optimizer, learning_rate = optimizer_and_rate(recipe, options, by="superbatch compare")
     return Setting(
         arms=tuple(_arms(recipe, splits, include_wrong=options.include_wrong)),
         updates=options.updates or recipe.updates,
@@ -85,26 +122,19 @@ def settle(recipe: Recipe, options: Options) -> Setting:
     )
 
 
-def _optimizer(recipe: Recipe, options: Options) -> tuple[str, float]:
-    recipe.require("evaluate", "metric", by="superbatch compare")
-    if options.margin is None:
-        recipe.require("margin", by="superbatch compare without --margin")
-    if options.learning_rate is None:
-        recipe.require("learning_rates", by="superbatch compare without --lr")
-    name = offered_optimizer(recipe, options.optimizer)
-    return name, options.learning_rate or recipe.learning_rates[name]
-
-
 def _arms(recipe: Recipe, splits: Sequence[Split], *, include_wrong: bool) -> list[ArmPlan]:
+    """Return the arms: the real batch, each split, and with `include_wrong` two wrong ways."""
     size = sum(splits[0].sizes)
     parts = [split for split in splits if len(split.sizes) > 1]
     if not parts:
         raise InputError(
-            f"A batch of {size} samples in one piece only: there is nothing to compare the real batch with. "
-            "Add a split, such as 5x20 of a batch of 100."
+            f"The only split is the batch of {size} samples itself, so there is nothing to compare. Add a "
+            "split, such as 5x20 of a batch of 100."
         )
     wrong: list[ArmPlan] = []
     if include_wrong:
+        # A mean of means is wrong if the micro-batches have different weights: different sizes, or a
+        # weight of the recipe, which differs in any split.
         unequal = next((split for split in parts if not split.equal), _uneven(size))
         uneven = unequal if recipe.weight is None else parts[0]
         equal = next((split for split in parts if split.equal), parse_split(f"{size}x1"))
@@ -118,60 +148,93 @@ def _arms(recipe: Recipe, splits: Sequence[Split], *, include_wrong: bool) -> li
 
 
 def _uneven(size: int) -> Split:
-    """80/15/5 percent of a batch: micro-batches as unequal as a loader with a short last one makes them."""
-    third = max(1, round(0.05 * size))
-    second = max(1, round(0.15 * size))
-    if size < 4:  # 2/1 and 1/1: the last is equal, so that a mean of means is right there
+    """Return the split of a batch into 80, 15 and 5 percent."""
+    second, third = max(1, round(0.15 * size)), max(1, round(0.05 * size))
+    if size < 4:  # too small for three parts; 1/1 is equal, and a mean of means is right for it
         return parse_split(f"{size - 1}/1")
     return parse_split(f"{size - second - third}/{second}/{third}")
 
 
-def _report(
-    recipe: Recipe,
-    options: Options,
-    setting: Setting,
-    backend: Backend,
-    finished: Sequence[Sequence[Run]],
-    peaks: Sequence[int | None],
-    made: dict[str, Any],
-) -> Comparison:
-    margin = options.margin or recipe.margin
-    arms = tuple(
-        arm_report(arm, recipe, setting, backend, runs, finished[0], peak, margin)
-        for arm, runs, peak in zip(setting.arms, finished, peaks, strict=True)
-    )
-    return Comparison(
-        **made,
-        backend=backend.title,
-        statement=recipe.statement,
-        metric=recipe.metric,
-        unit=recipe.unit,
-        dtype=setting.dtype,
-        optimizer=setting.optimizer,
-        learning_rate=setting.learning_rate,
-        batch_size=setting.batch_size,
-        updates=setting.updates,
-        seeds=tuple(range(options.runs)),
-        margin=margin,
-        tail=setting.tail,
-        arms=arms,
-        curve_updates=curve_updates(setting.updates),
-        notes=notes_on(arms, setting, backend, options.workers),
-    )
-
-
 def _check(recipe: str | Recipe, options: Options) -> None:
-    """Refuse values that no recipe can take."""
+    """Raise `InputError` for options that cannot be used with any recipe."""
     check_counts(options, "updates", "runs", "batch_size", "threads", "workers")
     check_positive(options, "margin", "learning_rate")
-    if options.dtype not in TOLERANCES:
-        raise InputError(
-            f"dtype={options.dtype!r}: a comparison needs to know how far rounding can go. Use one of "
-            f"{', '.join(TOLERANCES)}."
-        )
+    check_choice("dtype", options.dtype, TOLERANCES)
     check_backend(options.backend, recipe, data=options.data, threads=options.threads)
-    if options.workers > 1 and options.runs > 1 and not isinstance(recipe, str):
-        raise InputError(
-            f"workers={options.workers} with a Recipe object: a worker process loads the recipe by its name. "
-            "Pass the name, such as package.module:function or file.py:function, or workers=1."
+    check_workers(recipe, options)
+
+
+def arm_report(
+    arm: ArmPlan,
+    recipe: Recipe,
+    setting: Setting,
+    backend: Backend,
+    runs: Sequence[Run],
+    real: Sequence[Run],
+    peak_bytes: int | None,
+    margin: float,
+) -> Arm:
+    """Summarise the finished runs of an arm; `real` has those of the real batch.
+
+    A value that needs more runs is None.
+    """
+    runs = sorted(runs, key=lambda run: run.seed)
+    metrics = [run.metric for run in runs]
+    of_seed = {run.seed: run.metric for run in real}
+    pairs = [run.metric - of_seed[run.seed] for run in runs if run.seed in of_seed]
+    compared, step = arm.claim != "real", recipe.metric_step
+    how = backend.how[arm.way]
+    if arm.way == "accumulator" and recipe.coupled == "exact":
+        how = "superbatch.torch.WholeBatch"
+    elif arm.claim == "inexact" and recipe.batchnorm != "error":
+        how += f", participants=[{BATCHNORM[recipe.batchnorm]}]"
+    apart = [run.weight_difference for run in runs if run.weight_difference is not None]
+    return Arm(
+        name=arm.name,
+        sizes=arm.split.sizes,
+        claim=arm.claim,
+        how=how,
+        runs=tuple(runs),
+        mean=statistics.fmean(metrics) if metrics else None,
+        sd=summarise(metrics).sd if len(metrics) > 1 else None,
+        updates=setting.updates,
+        seconds=statistics.fmean(run.seconds for run in runs) if runs else None,
+        peak_bytes=peak_bytes,
+        weight_difference=max(apart, default=None),
+        median_difference=statistics.median(apart) if apart else None,
+        worst_difference=max((d for run in runs if (d := run.worst_difference) is not None), default=None),
+        paired=tost_paired(pairs, margin=margin, step=step) if compared and len(pairs) > 1 else None,
+        welch=tost_welch(
+            summarise(metrics),
+            summarise(list(of_seed.values())),
+            margin=margin,
+            step=smallest_gap([*metrics, *of_seed.values()]) if step is None else step,
         )
+        if compared and len(metrics) > 1 and len(of_seed) > 1
+        else None,
+    )
+
+
+def notes_on(arms: Sequence[Arm], setting: Setting, backend: Backend, workers: int) -> tuple[str, ...]:
+    """Return the notes of the report, which a reader needs to interpret the numbers."""
+    notes = [PAIRED, *limits_of(arm.paired for arm in arms if arm.paired is not None)]
+    if setting.dtype == "float32":
+        notes.append(ROUNDING)
+    claims = {arm.claim for arm in arms}
+    if "inexact" in claims:
+        notes.append(BESIDE if "exact" in claims else COUPLED)
+    if setting.tail is not None:
+        notes.append(
+            f"In every arm some batches have {setting.tail} samples instead of {setting.batch_size}, as at "
+            "the end of an epoch: for these a fixed divisor is wrong."
+        )
+    needed = max((arm.welch.runs_needed or 0 for arm in arms if arm.welch is not None), default=0)
+    if needed > max((len(arm.runs) for arm in arms), default=0):
+        notes.append(
+            f"At this variation between seeds, {needed} runs per arm are needed to show equivalence of "
+            "independent arms with 80 % power."
+        )
+    notes.extend(backend.notes)
+    if workers > 1:
+        notes.append(f"Times were measured with up to {workers} processes at once on the same machine.")
+    return tuple(notes)

@@ -1,7 +1,7 @@
-"""Time of the exchange of gradients: measured where a command was started on several ranks.
+"""Time of the exchange of gradients between ranks, measured if a command runs on several ranks.
 
-``torchrun --nproc-per-node 2 -m superbatch advise digits`` starts it twice. All ranks make the exchange that
-a window of the `Accumulator` makes; then the first one continues alone, so that the others do not disturb it.
+``torchrun --nproc-per-node 2 -m superbatch advise digits`` starts two processes. All ranks exchange gradients
+as a window of the `Accumulator` does; then the first rank continues alone, and the others exit.
 """
 
 from __future__ import annotations
@@ -21,89 +21,88 @@ from superbatch.torch.window.sync.manual import Manual
 from superbatch.torch.window.sync.sync import Sync
 from superbatch.tuning.search import time_per_sample
 
-from ..recipes import Recipe, load_recipe
+from ..recipes import Recipe
 from .advise_question import question
 from .options import AdviseOptions as Options
+from .shared_options import loaded
 
 ROUNDS = 20  # exchanges that are timed
 
 
 def started_on() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks, as torchrun states them; ``(0, 1)`` alone."""
-    if "MASTER_ADDR" not in os.environ:  # a batch system may set the other two for a single process, too
+    """Return this process's rank and the number of ranks, as torchrun sets them; by default ``(0, 1)``."""
+    # A batch system may set RANK and WORLD_SIZE for a single process, too, but not MASTER_ADDR.
+    if "MASTER_ADDR" not in os.environ:
         return 0, 1
     rank, count = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if not (rank.isdigit() and count.isdigit() and int(rank) < int(count)):
         raise InputError(
-            f"RANK={rank!r} and WORLD_SIZE={count!r} beside MASTER_ADDR: they do not say which of how many "
-            "processes this one is. Start the command with torchrun, or unset MASTER_ADDR to run it alone."
+            f"RANK={rank!r} and WORLD_SIZE={count!r} with MASTER_ADDR are not a rank and a number of ranks. "
+            "Start the command with torchrun, or unset MASTER_ADDR to run one process."
         )
     return int(rank), int(count)
 
 
 def check_ranks(stated: int, count: int) -> int:
-    """Return the number of ranks of an advice."""
+    """Return the number of ranks to judge: the option `stated`, or `count`, the ranks that are running."""
     if 1 not in (stated, count) and stated != count:
         raise InputError(
-            f"ranks={stated} in a command that was started on {count}: "
-            "the exchange of gradients over that number differs from that over the others. "
-            "Leave --ranks out, or start the command once and give --all-reduce-seconds."
+            f"ranks={stated} in a command on {count} ranks, which can only measure their own exchange of "
+            "gradients. Leave --ranks out, or start one process and give --all-reduce-seconds."
         )
     return stated if count == 1 else count
 
 
-def this_rank(device: str) -> torch.device:
-    """Return the device of this rank: of several GPUs the one that torchrun has given it."""
-    if device != "cuda":
-        return torch.device(device)
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-
-
 def exchanged(recipe: Recipe, options: Options) -> tuple[Options, tuple[str, ...]]:
-    """Measure the exchange, unless its time was given or there is only one rank."""
+    """Return the options with the time of the exchange, measured if it is not given, and notes on it."""
     count = started_on()[1]
     if options.all_reduce_seconds is not None or options.ranks == 1:
         return options, ()
     if count == 1:
         start = f"torchrun --nproc-per-node {options.ranks} -m superbatch advise"
         note = (
-            f"The exchange of gradients over {options.ranks} ranks was not measured and counts as nothing: "
-            f"start the command on them ({start}), or give --all-reduce-seconds."
+            f"The exchange of gradients over {options.ranks} ranks was not measured and counts as 0 s: start "
+            f"the command on all ranks ({start}), or give --all-reduce-seconds."
         )
         return options, (note,)
-    device = this_rank(options.device)
+    # Of several GPUs each rank uses its own, whose number torchrun sets.
+    own = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if options.device == "cuda" else options.device
+    device = torch.device(own)
     with torch.random.fork_rng(), all_ranks(device) as sync:
         seconds = exchange_seconds(recipe.model(0).to(device), sync)
-    note = f"The exchange of gradients was timed over {count} ranks, as a window makes it, {ROUNDS} times."
+    note = f"The exchange of gradients was timed over {count} ranks, {ROUNDS} times, as a window makes it."
     return replace(options, all_reduce_seconds=seconds), (note,)
 
 
 def take_part(recipe: str, options: Options) -> None:
-    """Take a further rank's part in an advice: exchange gradients as often as the first rank does."""
-    loaded = load_recipe(recipe, data=options.data)
+    """Run the part of a rank other than the first: exchange gradients as often as the first rank does."""
+    task = loaded(recipe, options)
     options = replace(options, ranks=check_ranks(options.ranks, started_on()[1]))
-    question(loaded, options)
-    exchanged(loaded, options)
+    question(task, options)  # raises if it raises on the first rank, so that no rank waits for another
+    exchanged(task, options)
 
 
 def exchange_seconds(model: nn.Module, sync: Sync) -> float:
-    """Time the exchange of dense gradients: seconds on the slowest rank. Every rank must call this."""
+    """Return the seconds that an exchange of dense gradients takes on the slowest rank.
+
+    All ranks must call this together.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = [torch.zeros_like(parameter, requires_grad=False) for parameter in parameters]
     seconds: list[float] = []
     for _ in range(ROUNDS):
-        sync.sum_numbers([0.0])  # all begin together
+        sync.sum_numbers([0.0])  # a barrier, so that all ranks begin together
         start = time.perf_counter()
         sync.reduce([*gradients], parameters, lambda index: gradients[index])
         if gradients[0].is_cuda:
             torch.cuda.synchronize(gradients[0].device)
         seconds.append(time.perf_counter() - start)
-    return max(sync.gather(time_per_sample(seconds)))  # of each rank the lower quartile
+    return max(sync.gather(time_per_sample(seconds)))  # the lower quartile of each rank
 
 
 @contextmanager
 def all_ranks(device: torch.device) -> Iterator[Manual]:
-    """Return a context in which all processes of the command are one group: gloo on the CPU, NCCL on GPUs."""
+    """Return a context with a process group of all ranks, over gloo on the CPU and NCCL on GPUs."""
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         yield Manual(dist.group.WORLD, device)

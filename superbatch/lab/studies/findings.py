@@ -1,4 +1,4 @@
-"""Measurements of a fit at any moment, and the report that can be made of them."""
+"""Measurements of a fit so far, and the values of the report that follow from them."""
 
 from __future__ import annotations
 
@@ -14,28 +14,27 @@ from superbatch.tuning.search import MemoryCurve, corrected, fastest, fit_curve,
 
 from ..report.fitting import DRAWN_ON, Reach, Size
 
-BATCHES = (1, 4, 16, 64, 256)  # effective batches that are shown, as multiples of the batch
+BATCHES = (1, 4, 16, 64, 256)  # effective batches of the report, as multiples of the batch
 
 
 @dataclass
 class Findings:
-    """Measurements made so far."""
+    """Measurements so far. A size is the samples of a micro-batch."""
 
-    limit: Limit  # bytes, and who sets them
-    batch_size: int  # samples of one update; no micro-batch is larger
+    limit: Limit  # of memory, with its source
+    batch_size: int  # samples of one update, and of the largest micro-batch
     margin: float = 0.0  # share of the limit that is kept free
     planned: tuple[int, ...] = ()  # sizes to measure
     how: str = ""  # how peaks were predicted
-    probes: dict[int, Peak] = field(default_factory=dict)  # predicted, by samples
-    measured: dict[int, int] = field(default_factory=dict)  # peaks in bytes, by samples
-    # seconds per sample of windows, by samples; the first of each is a rehearsal
+    probes: dict[int, Peak] = field(default_factory=dict)  # size -> predicted peak
+    measured: dict[int, int] = field(default_factory=dict)  # size -> measured peak in bytes
+    # Size -> seconds per sample of each window. The first window is a warm-up.
     timings: dict[int, list[float]] = field(default_factory=dict)
-    # seconds of what follows the last micro-batch of a window
-    updates: list[float] = field(default_factory=list)
-    savings: tuple[Saving, ...] = ()  # what would lower the peak
-    refused: str | None = None  # why the accumulator splits no batch of this recipe
+    updates: list[float] = field(default_factory=list)  # seconds of windows after their last micro-batch
+    savings: tuple[Saving, ...] = ()  # measures that would lower the peak
+    refused: str | None = None  # the error with which the accumulator refuses to split a batch
     impossible: set[int] = field(default_factory=set)  # sizes with which the loss function raises an error
-    notes: list[str] = field(default_factory=list)  # for the reader
+    notes: list[str] = field(default_factory=list)  # of the report
 
     @property
     def usable(self) -> int:
@@ -44,13 +43,13 @@ class Findings:
 
     @property
     def predicted(self) -> MemoryCurve | None:
-        """The curve through the predicted sizes; None without any."""
+        """Curve through the predicted peaks; None without any."""
         points = [(samples, peak.bytes) for samples, peak in self.probes.items()]
         return fit_curve(points) if points else None
 
     @property
     def curve(self) -> MemoryCurve | None:
-        """The prediction, bent through what was measured; what was measured, without a prediction."""
+        """Predicted curve corrected by the measured peaks; without a prediction, the curve through these."""
         points, predicted = sorted(self.measured.items()), self.predicted
         if predicted is None:
             return fit_curve(points) if points else None
@@ -58,21 +57,21 @@ class Findings:
 
     @property
     def largest(self) -> int:
-        """The largest micro-batch that fits, at most the batch; 0 for none."""
+        """Largest micro-batch that fits, at most the batch; 0 for none."""
         return 0 if self.curve is None else self.curve.largest(self.usable, self.batch_size)
 
     @property
     def top(self) -> int:
-        """The largest micro-batch of the batch's near-equal split under the limit; 0 if none fits."""
+        """Largest micro-batch of the near-equal split of the batch by `largest`; 0 if none fits."""
         return near_equal(self.batch_size, self.largest)[0] if self.largest else 0
 
     @property
     def beyond(self) -> int | None:
-        """The largest that would fit, were the batch larger; None where that is not known.
+        """Largest micro-batch that would fit if the batch were larger; None if that is not known.
 
-        The curve is drawn on as a line, as it is for samples that do not meet in the loss: a loss over all
-        pairs of a batch grows faster. It is drawn to `DRAWN_ON` times the batch: a number from
-        farther off would say more than is known.
+        The curve is continued as a straight line. That is right for separate samples only, because a loss
+        over all pairs of a batch grows faster. It ends at `DRAWN_ON` times the batch, beyond which the
+        extrapolation is not reliable.
         """
         if self.curve is None or self.refused is not None:
             return None
@@ -80,28 +79,23 @@ class Findings:
 
     @property
     def timed(self) -> dict[int, list[float]]:
-        """Timings of the sizes that have one beside their rehearsal."""
+        """Timings of the sizes that have one after the warm-up."""
         return {samples: seconds for samples, seconds in self.timings.items() if len(seconds) > 1}
 
     @property
     def fastest(self) -> int | None:
-        """The fastest size; a larger one wins unless it is slower by more than 3 %."""
+        """Fastest size; a larger one is preferred unless it is slower by more than 3 %."""
         return fastest(self.timed) if self.timed else None
 
-    @property
-    def update(self) -> float:
-        """Seconds of what follows the last micro-batch of a window."""
-        return median(self.updates) if self.updates else 0.0
-
     def fits(self, samples: int) -> bool:
-        """Return True if micro-batches of a size are within the limit, by all that is known."""
+        """Return True if micro-batches of a size are within the limit, by the curve so far."""
         return self.curve is not None and self.curve.at(samples) <= self.usable
 
     def plan(self, asked: Sequence[int] = ()) -> None:
-        """Choose the sizes to measure: those asked for, else the largest that fits and its halves.
+        """Set `planned` to the sizes asked for, or to the largest that fits and its halves.
 
-        Each occurs in training: it is the largest micro-batch of a near-equal split of the batch. Sizes above
-        the limit come with them, to be seen.
+        Each is the largest micro-batch of a near-equal split of the batch, so it occurs in training. Sizes
+        above the limit are planned, too, for the report.
         """
         whole = halvings(self.batch_size)
         if asked:
@@ -113,19 +107,19 @@ class Findings:
             self.planned = (*sorted(below), *(samples for samples in whole if samples > self.largest))
 
     def sizes(self) -> tuple[Size, ...]:
-        """The report of each size."""
+        """Return the report of each size."""
         return tuple(
             self._size(samples)
             for samples in sorted({*(self.planned or self.probes), *self.measured} - self.impossible)
         )
 
     def seconds_per_sample(self, samples: int) -> float | None:
-        """Seconds per sample of micro-batches of any size: between two timed sizes a straight line."""
+        """Return the seconds per sample of micro-batches of any size, interpolated between timed sizes."""
         known = {size: time_per_sample(seconds) for size, seconds in sorted(self.timed.items())}
         return float(np.interp(samples, [*known], [*known.values()])) if known else None
 
     def reach(self) -> tuple[Reach, ...]:
-        """Effective batches with micro-batches of the fastest size; none where batches are not split."""
+        """Return the effective batches of the fastest size; none if the accumulator refuses to split."""
         samples = self.fastest or self.largest
         if not samples or self.refused is not None:
             return ()
@@ -143,7 +137,7 @@ class Findings:
 
     def _update_seconds(self, batch: int, samples: int) -> float | None:
         each = self.seconds_per_sample(samples)
-        return None if each is None else batch * each + self.update
+        return None if each is None else batch * each + (median(self.updates) if self.updates else 0.0)
 
     def _size(self, samples: int) -> Size:
         predicted, measured = self.predicted, self.measured.get(samples)

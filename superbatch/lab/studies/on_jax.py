@@ -1,6 +1,6 @@
 # JAX is an extra. Where it is not installed, pyright cannot resolve it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""A comparison on JAX: the digits task, each update one compiled program with the micro-batches inside."""
+"""Backend JAX of a comparison: each update is one compiled program that loops over micro-batches."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ HOW: Mapping[Way, str] = {
     **WRONG,
 }
 MEMORY = (
-    "Peak memory is what XLA plans for one update's temporary buffers when it compiles it "
-    "(memory_analysis().temp_size_in_bytes), copies of micro-batches included. Micro-batches of unequal size "
-    "are padded to the largest."
+    "Peak memory is that of the temporary buffers of one update in XLA's plan "
+    "(memory_analysis().temp_size_in_bytes), with copies of micro-batches. Micro-batches of unequal size are "
+    "padded to the largest."
 )
 
 
 def losses_of(weights: Any, images: Any, labels: Any) -> Any:
-    """The cross entropy of each image under the perceptron."""
+    """Return the cross entropy of each image."""
     hidden = jax.nn.relu(images @ weights["0.weight"].T + weights["0.bias"])
     scores = hidden @ weights["2.weight"].T + weights["2.bias"]
     return optax.softmax_cross_entropy_with_integer_labels(scores, labels)
 
 
 def mean_loss(weights: Any, batch: Any) -> Any:
-    """The mean cross entropy of a batch or micro-batch of (images, labels)."""
+    """Return the mean cross entropy of a batch or micro-batch of (images, labels)."""
     return losses_of(weights, *batch).mean()
 
 
 def gradient_function(arm: ArmPlan, samples: int) -> Callable[[Any, Any], Any]:
-    """Make the function that works through one batch as an arm does."""
+    """Return the function (weights, batch) -> (loss, gradient) of an arm."""
     if arm.way == "real batch":
         return jax.value_and_grad(mean_loss)
     if arm.split.equal:
@@ -61,16 +61,21 @@ def gradient_function(arm: ArmPlan, samples: int) -> Callable[[Any, Any], Any]:
         if arm.way == "accumulator":
             return right
         share = len(arm.split.sizes_of(samples)) / len(arm.split.sizes)
-        return lambda weights, batch: _scaled(right(weights, batch), share)
+
+        def scaled(weights: Any, batch: Any) -> Any:
+            loss, gradient = right(weights, batch)
+            return loss, jax.tree.map(lambda leaf: share * leaf, gradient)
+
+        return scaled
     if arm.way == "accumulator":
         return value_and_grad(_mean_of_parts, microbatch_size=1, weight=_count, check=False)
-    # Each micro-batch counts as one row, which the check would refuse.
+    # Each micro-batch has the weight of one row, whatever its samples; the check would refuse that.
     unweighted = value_and_grad(_mean_of_parts, microbatch_size=1, check=False)
     return lambda weights, batch: (_mean_of_parts(weights, batch), unweighted(weights, batch)[1])
 
 
 def prepared(arm: ArmPlan, images: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Lay out a batch as an arm works through it."""
+    """Return a batch in the layout of an arm: unequal micro-batches are padded, with a mask of real rows."""
     if arm.way == "real batch" or arm.split.equal:
         return images, labels
     sizes = arm.split.sizes_of(len(labels))
@@ -85,15 +90,15 @@ def prepared(arm: ArmPlan, images: np.ndarray, labels: np.ndarray) -> tuple[np.n
 def update(
     weights: Any, state: Any, batch: Any, *, arm: ArmPlan, optimizer: str, learning_rate: float
 ) -> Any:
-    """Make one update; compiled once for each arm, size of the batch and dtype, whatever the seed."""
+    """Make one update. It is compiled once for each arm, batch size and dtype."""
     loss, gradient = gradient_function(arm, len(batch[1]))(weights, batch)
     changes, state = OPTIMIZERS[optimizer](learning_rate).update(gradient, state, weights)
     return optax.apply_updates(weights, changes), state, loss
 
 
 def peak_of_update(recipe: Recipe, setting: Setting, arm: ArmPlan) -> int:
-    """Ask the compiler how much memory one update of an arm needs."""
-    with _wide(setting.dtype):
+    """Return the bytes of temporary memory that the compiled update of an arm needs."""
+    with jax.enable_x64(setting.dtype == "float64"):
         weights, state = _initial(recipe, setting, 0)
         batch = _batch(recipe, np.arange(setting.batch_size), setting, arm)
         program: Any = update
@@ -104,8 +109,6 @@ def peak_of_update(recipe: Recipe, setting: Setting, arm: ArmPlan) -> int:
 def _begin(recipe: Recipe, setting: Setting, arm: ArmPlan, seed: int) -> Steps:
     static = _static(setting, arm)
     weights, state = _initial(recipe, setting, seed)
-    for size in {setting.batch_size, setting.tail or setting.batch_size}:  # compiled before the clock runs
-        jax.block_until_ready(update(weights, state, _batch(recipe, np.arange(size), setting, arm), **static))
 
     def one_update(batch: Any) -> float:
         nonlocal weights, state
@@ -113,10 +116,6 @@ def _begin(recipe: Recipe, setting: Setting, arm: ArmPlan, seed: int) -> Steps:
         return float(loss)
 
     return Steps(lambda indices: _batch(recipe, indices, setting, arm), one_update, lambda: weights)
-
-
-def _wide(dtype: str) -> Any:
-    return jax.enable_x64(dtype == "float64")
 
 
 def _initial(recipe: Recipe, setting: Setting, seed: int) -> tuple[Any, Any]:
@@ -144,15 +143,10 @@ def _count(part: Any) -> Any:
     return part[2].sum()
 
 
-def _scaled(found: Any, share: float) -> Any:
-    loss, gradient = found
-    return loss, jax.tree.map(lambda leaf: share * leaf, gradient)
-
-
 BACKEND = Backend(
     title="jax",
     load=lambda name, data: digits_elsewhere(),
-    train=trainer(_begin, _wide),
+    train=trainer(_begin, lambda dtype: jax.enable_x64(dtype == "float64")),
     peak_of_update=peak_of_update,
     how=HOW,
     versions=lambda: {"jax": jax.__version__, "optax": optax.__version__},

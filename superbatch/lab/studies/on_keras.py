@@ -1,6 +1,6 @@
 # Keras is an extra. Where it is not installed, pyright cannot resolve it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""A comparison on Keras, with the framework it is set to: the digits task, one `train_on_batch` an update."""
+"""Backend Keras of a comparison, with any framework: each update is one `train_on_batch`."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ HOW: Mapping[Way, str] = {
     "real batch": "the whole batch at once, Keras' own train step",
     "accumulator": "superbatch.keras.accumulate",
 }
-MEMORY = "Peak memory is left out: Keras does not say what an update allocates."
+MEMORY = "Peak memory is left out: Keras does not report the allocations of an update."
 
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled model; used for one run after the other, so that nothing is compiled again."""
+    """A model that is compiled once and used for all runs of an arm."""
 
-    model: Any  # 64-32-10, with its optimizer
+    model: Any  # with its optimizer
     start: list[Any]  # values of the optimizer's variables before the first update
 
     def begin(self, seed: int) -> None:
-        """Go back to before the first update, with the initial weights of a seed."""
+        """Reset the weights to the initial ones of a seed, and the optimizer."""
         drawn = initial_weights(seed)
         self.model.set_weights([values.T for values in drawn.values()])
         restore(self.model.optimizer, self.start)
 
     def weights(self) -> dict[str, np.ndarray]:
-        """The weights by torch's names, in torch's shapes: a kernel is the transpose of a weight."""
+        """Return the weights with torch's names and shapes: a kernel of Keras is a transposed weight."""
         return {
             name: np.array(values).T
             for name, values in zip(initial_weights(0), self.model.get_weights(), strict=True)
@@ -54,7 +54,7 @@ class Program:
 
 @cache
 def program(microbatch_size: int | None, optimizer: str, learning_rate: float, dtype: str) -> Program:
-    """Make and compile the model of an arm."""
+    """Return the compiled model of an arm."""
     layers = keras.layers
     model: Any = keras.Sequential(
         [
@@ -63,7 +63,7 @@ def program(microbatch_size: int | None, optimizer: str, learning_rate: float, d
             layers.Dense(10, dtype=dtype),
         ]
     )
-    # Keras keeps a number in float32; what a function returns it takes as it is.
+    # Keras would round a number to float32, but uses the result of a function as it is.
     rate = lambda: keras.ops.convert_to_tensor(learning_rate, dtype)  # noqa: E731  (one line says it)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, dtype=dtype)
     model.compile(OPTIMIZERS[optimizer](learning_rate=rate), loss)
@@ -75,23 +75,23 @@ def program(microbatch_size: int | None, optimizer: str, learning_rate: float, d
 
 
 def check(setting: Setting) -> None:
-    """Refuse what cannot be: micro-batches of any size, wrong ways, and float64 where Keras has none."""
+    """Raise `InputError` for wrong ways, uneven micro-batches, and float64 on torch."""
     if setting.tail is not None:
         raise InputError(
-            "backend='keras' with include_wrong: the wrong ways are loops, and Keras has no loop to write "
-            "them in. Leave it out, or use the backend torch, jax or tensorflow."
+            "backend='keras' with include_wrong: the wrong ways are hand-written loops, and Keras makes the "
+            "update itself. Leave include_wrong out, or use the backend torch, jax or tensorflow."
         )
     if keras.backend.backend() == "torch" and setting.dtype != "float32":
         raise InputError(
-            f"backend='keras' on torch with dtype={setting.dtype!r}: Keras multiplies matrices in float32 "
-            "there, whatever the dtype of the model. Use float32, or set KERAS_BACKEND to tensorflow or jax."
+            f"backend='keras' on torch with dtype={setting.dtype!r}: there Keras multiplies matrices in "
+            "float32 only. Use float32, or set KERAS_BACKEND to tensorflow or jax."
         )
     for arm in setting.arms:
         *most, last = arm.split.sizes
         if len(set(most)) > 1 or (most and last > most[0]):
             raise InputError(
-                f"backend='keras' with the split {arm.split.name}: it splits a batch by one size, of which "
-                "only the last micro-batch can be smaller. Give splits such as 5x20 or 40/40/20."
+                f"backend='keras' with the split {arm.split.name}: all its micro-batches have one size, and "
+                "only the last may be smaller. Give splits such as 5x20 or 40/40/20."
             )
 
 
@@ -107,14 +107,12 @@ def _begin(recipe: Recipe, setting: Setting, arm: ArmPlan, seed: int) -> Steps:
         return float(np.ravel(of_arm.model.train_on_batch(*batch))[0])
 
     of_arm.begin(seed)
-    update(prepare(np.arange(setting.batch_size)))  # compiled before the clock runs
-    of_arm.begin(seed)
     return Steps(prepare, update, of_arm.weights)
 
 
 @contextmanager
 def _dtype(dtype: str) -> Iterator[None]:
-    """Keras makes its inputs, losses and gradients of one dtype, which is the process's: set it, and back."""
+    """Set the dtype of Keras' inputs, losses and gradients, which is global, for the block."""
     before = keras.config.floatx()
     wide = nullcontext()
     if keras.backend.backend() == "jax":
@@ -128,7 +126,7 @@ def _dtype(dtype: str) -> Iterator[None]:
 
 
 def _threads(count: int) -> AbstractContextManager[None]:
-    """Of torch, where Keras is set to it: tiny matrices take longer on several."""
+    """Return a context with this many threads if Keras is set to torch, else one that does nothing."""
     if keras.backend.backend() != "torch":
         return nullcontext()
     return importlib.import_module("superbatch.lab.studies.on_torch").torch_threads(count)

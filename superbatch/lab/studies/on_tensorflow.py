@@ -1,6 +1,6 @@
-# TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
+# TensorFlow is an extra. Pyright reads stubs, which describe a part of it only:
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
-"""A comparison on TensorFlow: the digits task, each update a `tf.function` that loops over micro-batches."""
+"""Backend TensorFlow of a comparison: each update is a `tf.function` with a loop over micro-batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from superbatch.errors import InputError
@@ -29,27 +28,28 @@ HOW: Mapping[Way, str] = {
     "accumulator": "superbatch.tensorflow.Accumulator",
     **WRONG,
 }
-MEMORY = "Peak memory is left out: TensorFlow does not say what an update allocates on the CPU."
+MEMORY = "Peak memory is left out: TensorFlow does not report the allocations of an update on the CPU."
 
 
 @dataclass(frozen=True)
 class Program:
-    """Program that makes the updates of one way, for one run after the other: it is traced once."""
+    """Program that makes the updates of one way. It is traced once and used for all runs."""
 
-    weights: dict[str, Any]  # the variables by name
+    weights: dict[str, Any]  # name -> variable
     optimizer: Any  # of these variables
-    update: Any  # (images, labels, ends of the micro-batches, share of the window) -> the batch's mean loss
+    # (images, labels, boundaries of the micro-batches, share of the window) -> the batch's mean loss
+    update: Any
     start: list[Any]  # values of the optimizer's variables before the first update
 
     def begin(self, seed: int) -> None:
-        """Go back to before the first update, with the initial weights of a seed."""
+        """Reset the weights to the initial ones of a seed, and the optimizer."""
         for name, values in initial_weights(seed).items():
             self.weights[name].assign(tf.cast(values, self.weights[name].dtype))
         restore(self.optimizer, self.start)
 
 
 def mean_loss(weights: Mapping[str, Any], images: Any, labels: Any) -> Any:
-    """The mean cross entropy of a batch or micro-batch under the perceptron."""
+    """Return the mean cross entropy of a batch or micro-batch."""
     hidden = tf.nn.relu(tf.matmul(images, weights["0.weight"], transpose_b=True) + weights["0.bias"])
     scores = tf.matmul(hidden, weights["2.weight"], transpose_b=True) + weights["2.bias"]
     return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, scores))
@@ -57,9 +57,9 @@ def mean_loss(weights: Mapping[str, Any], images: Any, labels: Any) -> Any:
 
 @cache
 def program(way: Way, optimizer: str, learning_rate: float, dtype: str) -> Program:
-    """Make the variables, the optimizer and the function that makes the updates of a way."""
+    """Return the program of a way, with new variables and optimizer."""
     weights = {name: tf.Variable(tf.cast(values, dtype)) for name, values in initial_weights(0).items()}
-    # Keras keeps a number in float32; what a function returns it takes as it is.
+    # Keras would round a number to float32, but uses the result of a function as it is.
     rule = OPTIMIZERS[optimizer](learning_rate=lambda: tf.constant(learning_rate, dtype))
     rule.build(list(weights.values()))
     make = _whole if way == "real batch" else partial(_in_parts, way=way)
@@ -74,6 +74,8 @@ def program(way: Way, optimizer: str, learning_rate: float, dtype: str) -> Progr
 
 
 def _whole(weights: dict[str, Any], optimizer: Any) -> Callable[..., Any]:
+    """Return the function that makes an update from the batch in one piece."""
+
     def update(images: Any, labels: Any, ends: Any, share: Any) -> Any:
         with tf.GradientTape() as tape:
             loss = mean_loss(weights, images, labels)
@@ -85,6 +87,7 @@ def _whole(weights: dict[str, Any], optimizer: Any) -> Callable[..., Any]:
 
 
 def _in_parts(weights: dict[str, Any], optimizer: Any, *, way: Way) -> Callable[..., Any]:
+    """Return the function that makes an update from micro-batches, with the weights of the way."""
     variables = list(weights.values())
     accumulator = Accumulator(variables)
 
@@ -109,8 +112,6 @@ def _in_parts(weights: dict[str, Any], optimizer: Any, *, way: Way) -> Callable[
 def _begin(recipe: Recipe, setting: Setting, arm: ArmPlan, seed: int) -> Steps:
     of_arm = program(arm.way, setting.optimizer, setting.learning_rate, setting.dtype)
     of_arm.begin(seed)
-    of_arm.update(*_arguments(recipe, setting, arm, np.arange(setting.batch_size)))  # traced off the clock
-    of_arm.begin(seed)
     return Steps(
         lambda indices: _arguments(recipe, setting, arm, indices),
         lambda arguments: float(of_arm.update(*arguments)),
@@ -130,12 +131,12 @@ def _arguments(recipe: Recipe, setting: Setting, arm: ArmPlan, indices: Any) -> 
 
 
 def load(name: str, data: str | Path | None) -> Recipe:
-    """Make the digits task."""
+    """Return the digits task; raise `InputError` if Keras is not set to TensorFlow."""
     keras = tf.keras.backend.backend()
     if keras != "tensorflow":
         raise InputError(
-            f"backend='tensorflow' with KERAS_BACKEND={keras}: TensorFlow's optimizers are those of Keras, "
-            "which is set to another framework. Unset KERAS_BACKEND, or use the backend keras."
+            f"backend='tensorflow' with KERAS_BACKEND={keras}: its optimizers are those of Keras, which must "
+            "be set to tensorflow. Unset KERAS_BACKEND, or use the backend keras."
         )
     return digits_elsewhere()
 

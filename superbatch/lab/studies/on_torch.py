@@ -1,4 +1,4 @@
-"""A comparison on torch: any recipe, every way of `superbatch.lab.studies.arms`."""
+"""Backend torch of a comparison: any recipe, and every way of `superbatch.lab.studies.arms`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .setting import ArmPlan, Setting, Tick, batches
 
 
 def orders(samples: int, setting: Setting, seed: int) -> Iterator[Tensor]:
-    """Draw the samples of each batch: permutation after permutation, as `setting.batches`."""
+    """Yield the sample indices of each batch, as `setting.batches` does with permutations of torch."""
     generator = torch.Generator().manual_seed(seed)
     draws = batches(lambda: torch.randperm(samples, generator=generator).numpy(), samples, setting)
     yield from map(torch.from_numpy, draws)
@@ -31,11 +31,11 @@ def train(recipe: Recipe, setting: Setting, seed: int, tick: Tick) -> Iterator[T
     """Train every arm from one seed."""
     initial = recipe.model(seed).to(getattr(torch, setting.dtype))
     for arm in setting.arms:
-        # A copy, not a second call: the initial weights are the same whatever the recipe's function does.
+        # A copy, because a second call of the recipe's function might return other weights.
         model = copy.deepcopy(initial)
         update = update_function(arm, recipe, model, _optimizer(recipe, setting, model))
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)  # a model that draws (dropout) starts every arm from the same state
+            torch.manual_seed(seed)  # random layers (dropout) start every arm from the same state
             losses, seconds = timed(
                 orders(recipe.samples, setting, seed),
                 lambda indices: cast_batch(recipe.batch(indices), setting.dtype),
@@ -48,10 +48,10 @@ def train(recipe: Recipe, setting: Setting, seed: int, tick: Tick) -> Iterator[T
 
 
 def peak_of_update(recipe: Recipe, setting: Setting, arm: ArmPlan) -> int:
-    """Measure the memory that one update of an arm allocates, on a model that is thrown away.
+    """Measure the peak of memory that one update of an arm allocates, on a model of its own.
 
-    The first update is made but not measured: it creates the optimizer's state, and the accumulator's checks
-    run in it - a recipe that it refuses is refused here, before any training.
+    The first update is not measured: it creates the optimizer's state and runs the accumulator's checks. So a
+    recipe that these refuse raises here, before any training.
     """
     model = recipe.model(0).to(getattr(torch, setting.dtype))
     update = update_function(arm, recipe, model, _optimizer(recipe, setting, model))
@@ -62,7 +62,7 @@ def peak_of_update(recipe: Recipe, setting: Setting, arm: ArmPlan) -> int:
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of a model's parameters in float64 on the CPU."""
+    """Return copies of a model's parameters, by name, in float64 on the CPU."""
     return {name: parameter.detach().cpu().double().clone() for name, parameter in model.named_parameters()}
 
 
@@ -71,7 +71,7 @@ def _optimizer(recipe: Recipe, setting: Setting, model: nn.Module) -> torch.opti
 
 
 def cast_batch(batch: Any, dtype: str) -> Any:
-    """A batch with its floating-point leaves in another dtype."""
+    """Return a batch with its floating-point leaves in another dtype."""
     wanted = getattr(torch, dtype)
 
     def cast(leaf: Any) -> Any:
@@ -82,7 +82,7 @@ def cast_batch(batch: Any, dtype: str) -> Any:
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Set the number of threads that torch uses, and set it back."""
+    """Set the number of torch's threads for the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

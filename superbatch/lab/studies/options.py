@@ -1,21 +1,27 @@
-"""Options of the studies: each stands here once, and the command line makes its flags of them.
+"""Options of the commands, as dataclasses: for a call from Python, and as flags of the command line.
 
-The file imports no typer, which a call of a study from Python does not need, and no torch, so that `--help`
-answers at once.
+The file imports no typer, which a call from Python does not need, and no torch, so that `--help` is fast.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from superbatch.errors import InputError
 from superbatch.results.survey import What
 
-from .quantities import parse_bytes, parse_sizes
+# Unit of memory, in lower case -> bytes.
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{ending}": base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for ending, base in (("", 1024), ("ib", 1024), ("b", 1000))
+}
 
 
 def option(
@@ -27,28 +33,45 @@ def option(
     typed: Any = None,
     read: Callable[[Any, str], Any] = lambda value, _: value,
 ) -> Any:
-    """Make a field of options that is an option of the command too.
+    """Return a dataclass field that is also an option of the command line.
 
     Args:
-        help: of the command line; it names the default where the field's own says nothing.
-        name: where it is not made of the field's, such as `"--lr"`.
-        default: of the field.
-        default_typed: of the command line, where that is another.
-        typed: type on the command line, where the field takes more, or `read` makes its value.
-        read: takes what was typed and the name of the option, and returns the value of the field.
+        help: the help text; it states the default if that is None.
+        name: the flag, such as `"--lr"`; None: the name of the field with hyphens.
+        default: the default of the field.
+        default_typed: the default on the command line, if it differs.
+        typed: the type on the command line, if it differs from the field's.
+        read: converts (the value from the command line, the flag) to the value of the field.
     """
     flag = {"help": help, "name": name, "default": default_typed or default, "typed": typed, "read": read}
     return field(default=default, metadata=flag)
 
 
-def _size(value: str, _: str) -> int | str:
-    """Read a size, or the word for one; other words are refused with the other options."""
-    return int(value) if value.isdecimal() else value
+def parse_bytes(text: str, flag: str) -> int:
+    """Read a number of bytes. K and KiB are 1024, kB is 1000, likewise M, G and T; without a unit: bytes.
+
+    Examples:
+        >>> [parse_bytes(text, "--limit") for text in ("2GiB", "1.5 MB", "16k", "123")]
+        [2147483648, 1500000, 16384, 123]
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", text.lower())
+    count = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
+    if count < 1:  # also for text that is no number, or has an unknown unit
+        raise InputError(f"{flag} {text} is not a number of bytes. Write it as 2GiB, 500MB or 123456.")
+    return count
 
 
-def _count(value: float, _: str) -> float:
-    """Round a count, which may be written as 1.3e9; what is not finite is refused with the other options."""
-    return round(value) if math.isfinite(value) else value
+def parse_sizes(text: str, flag: str) -> tuple[int, ...]:
+    """Read micro-batch sizes that are separated by commas.
+
+    Examples:
+        >>> parse_sizes("8, 16,32", "--sizes")
+        (8, 16, 32)
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        raise InputError(f"{flag} {text}: sizes are integers of at least 1. Write them as 8,16,32.")
+    return tuple(map(int, parts))
 
 
 OPTIMIZER = "sgd, momentum, adam or adamw, as the recipe offers"
@@ -62,9 +85,8 @@ SAMPLE_RNG = "give every sample its own random numbers"
 THREADS = "torch threads (default: torch's own default)"
 THREADS_EACH = "torch threads of each process"
 WORKERS = "processes (default: 2, where the machine has two cores)"
-CORES = min(
-    2, os.cpu_count() or 1
-)  # from Python 1: a worker loads the recipe by a name, which it may not have
+# On the command line. From Python the default is 1, because workers cannot load a recipe object.
+CORES = min(2, os.cpu_count() or 1)
 DATA = (
     "data folder: IDX files for mnist; FOLDER/CLASS/*.png for counting; pairs (.tsv, .jsonl) or Python "
     "sources for code-search; Python sources or .txt files for token-means"
@@ -73,7 +95,7 @@ DATA = (
 
 @dataclass(frozen=True, kw_only=True)
 class AdviseOptions:
-    """Options of an advice; those that are None are measured on the recipe, or taken from it."""
+    """Options of an advice. Values that are None are measured on the recipe, or taken from it."""
 
     microbatch_size: int | None = option(
         "samples of a micro-batch on one rank (default: the recipe's batch, if it fits)"
@@ -82,23 +104,25 @@ class AdviseOptions:
     batch_size: int | None = option(
         "samples of the update to judge, on all ranks (default: eight micro-batches)"
     )
-    ranks: int = option("number of ranks", default=1)  # that work at the same time
+    ranks: int = option("number of ranks", default=1)
     noise: float | None = option("noise scale in samples (default: measured on the recipe)")
-    # The ends are `noise` where that is given; else the upper one is infinite.
+    # By default both ends are `noise`; without `noise` the upper one is infinite.
     noise_low: float | None = option("lower end of the interval of the noise scale")
     noise_high: float | None = option("upper end of the interval of the noise scale")
     microbatch_seconds: float | None = option("time of a micro-batch (default: measured)", "--micro-seconds")
     update_seconds: float | None = option("time of the optimizer's update (default: measured)")
-    # Once per update; where the command runs on one rank there is nothing to measure, and it is 0.
+    # Once per update. On one rank there is no all-reduce, and it is 0.
     all_reduce_seconds: float | None = option(
         "time of the all-reduce of gradients (default: measured under torchrun)"
     )
     parameters: int | None = option(
-        "parameters of the model, such as 1.3e9 (default: the recipe's)", typed=float, read=_count
+        "parameters of the model, such as 1.3e9 (default: the recipe's)",
+        typed=float,
+        read=lambda value, _: round(value) if math.isfinite(value) else value,  # the command checks the rest
     )
-    optimizer: str | None = option(OPTIMIZER)  # without a recipe sgd, momentum, adam or adamw
-    # For the batch in question, where that is stated (`batch_stated`) or there is no recipe; else for the
-    # recipe's. So are the two below it.
+    optimizer: str | None = option(OPTIMIZER)  # without a recipe: sgd, momentum, adam or adamw
+    # This value and the two below it are for the batch to judge if the options determine it (`batch_stated`)
+    # or there is no recipe; otherwise for the recipe's batch.
     learning_rate: float | None = option(
         "learning rate for the batch to judge if given, else for the recipe's batch (default: the recipe's)",
         "--lr",
@@ -113,15 +137,15 @@ class AdviseOptions:
 
     @property
     def batch_stated(self) -> bool:
-        """True if these options alone determine the batch in question."""
+        """True if the options alone determine the batch to judge."""
         return self.batch_size is not None or None not in (self.microbatch_size, self.accumulation_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions:
-    """Options of a comparison; None stands for the recipe's own value."""
+    """Options of a comparison. None stands for the recipe's value."""
 
-    # From Python a sequence too. The real batch is added where it is missing.
+    # From Python also a sequence. The real batch is added if it is missing.
     splits: str | Sequence[str] | None = option(
         "KxM (K micro-batches of M samples) or sizes such as 80/15/5, separated by commas "
         "(default: 1x100,5x20,10x10,20x5 for a batch of 100)",
@@ -129,12 +153,12 @@ class CompareOptions:
     )
     updates: int | None = option("updates of each run (default: the recipe's)")
     runs: int = option("seeds: each gives one run of every arm", default=10)  # 0, 1, ...
-    dtype: str = option(DTYPE, default="float32")  # float64 tells rounding from a mistake
+    dtype: str = option(DTYPE, default="float32")  # in float64, differences by rounding are tiny
     optimizer: str | None = option(OPTIMIZER)
     learning_rate: float | None = option(LEARNING_RATE, "--lr")
-    # None: what the splits make.
+    # None: the batch of the splits.
     batch_size: int | None = option("samples of one update; with --average-gradients: of a micro-batch")
-    # Each epoch has a tail then, without which the fixed divisor is right.
+    # Each epoch then ends with a short batch: without it the fixed divisor is right.
     include_wrong: bool = option("add two wrong ways: mean of means, fixed tail divisor", default=False)
     margin: float | None = option(MARGIN)
     backend: str = option("torch; for the recipe digits also jax, tensorflow or keras", default="torch")
@@ -145,9 +169,9 @@ class CompareOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions:
-    """Options of a fit; None stands for the recipe's own value."""
+    """Options of a fit. None stands for the recipe's value."""
 
-    batch_size: int | None = option(BATCH_SIZE)  # no micro-batch is larger
+    batch_size: int | None = option(BATCH_SIZE)  # the largest micro-batch that is considered
     limit: int | None = option(  # bytes
         "memory limit, beyond memory in use, such as 2GiB or 500MB (default: the machine's)",
         typed=str,
@@ -161,14 +185,14 @@ class FitOptions:
         read=parse_sizes,
     )
     device: str = option(DEVICE, default="cpu")
-    threads: int | None = option(THREADS)  # as in training: times are of as many threads
+    threads: int | None = option(THREADS)  # times depend on it, so it should be as in training
     seconds: float = option("approximate time limit; sizes beyond it are predicted only", default=30.0)
     data: str | Path | None = option(DATA, typed=Path)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseOptions:
-    """Options of a study of the noise; None stands for the recipe's own value."""
+    """Options of a study of the noise. None stands for the recipe's value."""
 
     batch_size: int | None = option(BATCH_SIZE)
     microbatch_size: int | None = option("samples of a micro-batch (default: an eighth of the batch)")
@@ -176,22 +200,22 @@ class NoiseOptions:
     optimizer: str | None = option(OPTIMIZER)
     learning_rate: float | None = option(LEARNING_RATE, "--lr")
     seed: int = option(SEED, default=0)
-    threads: int | None = option(THREADS)  # as in training: times are of as many threads
+    threads: int | None = option(THREADS)  # times depend on it, so it should be as in training
     data: str | Path | None = option(DATA, typed=Path)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyOptions:
-    """Options of a study; None stands for the study's own value.
+    """Options of a study. None stands for the study's value.
 
     Examples:
         >>> StudyOptions(runs=2, quick=True).samples is None
         True
     """
 
-    # Often too few seeds to show anything.
+    # The seeds are often too few to show anything.
     quick: bool = option("shorter runs and fewer seeds: under a minute", default=False)
-    runs: int | None = option("seeds (default: the study's own number)")  # from 0; of coupled from 100
+    runs: int | None = option("seeds (default: the study's own number)")  # from 0; coupled: from 100
     samples: int | None = option("samples that each run sees (default: the study's own number)")
     batch_size: int | None = option(
         "momentum: the large batch; grow-batch, critical-batch: the first batch; splits, survey: the batch"
@@ -210,9 +234,9 @@ class StudyOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SurveyOptions:
-    """Options of a survey study; None stands for the recipe's own value, or the optimizer's."""
+    """Options of a survey study. None stands for the value of the recipe or the optimizer."""
 
-    # From Python a sequence too. The real batch is added where it is missing.
+    # From Python also a sequence. The real batch is added if it is missing.
     splits: str | Sequence[str] | None = option(
         "KxM or sizes such as 80/15/5, separated by commas (default: 10x10,20x5 for a batch of 100)",
         typed=str,
@@ -222,10 +246,10 @@ class SurveyOptions:
     what: What = option("quantity to survey: lr, momentum or weight_decay", typed=str, default="lr")
     low: float | None = option("first value (default: 1e-6 for SGD's rate, 1e-7 for others')")
     high: float | None = option("last value (default: 10 for SGD's rate, 1 for others')")
-    dtype: str = option(DTYPE, default="float32")  # float64 tells rounding from a mistake
+    dtype: str = option(DTYPE, default="float32")  # in float64, differences by rounding are tiny
     optimizer: str | None = option(OPTIMIZER)
     learning_rate: float | None = option("learning rate, if --what is momentum or weight_decay", "--lr")
-    batch_size: int | None = option(BATCH_SIZE)  # None: what the splits make, too
+    batch_size: int | None = option(BATCH_SIZE)  # None: the batch of the splits, or the recipe's
     include_wrong: bool = option("add wrong arms: a missing 1/K and other batch sizes", default=False)
     threads: int = option("torch threads", default=1)
     data: str | Path | None = option(DATA, typed=Path)
@@ -233,11 +257,14 @@ class SurveyOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """Options of a training; None stands for the recipe's own value, or for leaving it out."""
+    """Options of a training. None stands for the recipe's value, or turns the option off."""
 
     batch_size: int | None = option("samples of one update, on all ranks (default: the recipe's)")
     microbatch_size: int | Literal["auto", "largest"] = option(
-        "samples of a micro-batch, auto or largest", typed=str, read=_size, default="auto"
+        "samples of a micro-batch, auto or largest",
+        typed=str,
+        read=lambda value, _: int(value) if value.isdecimal() else value,  # the command checks words
+        default="auto",
     )
     updates: int | None = option("length of the training (default: the recipe's)")
     optimizer: str | None = option(OPTIMIZER)
@@ -246,17 +273,17 @@ class TrainOptions:
     clip: float | None = option("largest norm of the gradient (default: none)")
     schedule: str = option("constant; linear or cosine: down to 0 at --updates", default="constant")
     noise: bool = option("measure the noise scale of the gradient", default=False)
-    sample_rng: bool = option(SAMPLE_RNG, default=False)  # then no split changes the dropout
+    sample_rng: bool = option(SAMPLE_RNG, default=False)  # dropout then does not depend on the split
     checkpoints: Path | None = option(
         "folder; the same command resumes from its newest checkpoint (default: none)"
     )
     every: int = option("updates between checkpoints", default=100)
-    keep: int = option("checkpoints that stay", default=3)  # the newest
+    keep: int = option("checkpoints that stay", default=3)  # older ones are deleted
     evaluate_every: int | None = option("updates between evaluations (default: at the end alone)")
-    # Not --log, which torchrun takes for one of its own options, cut short.
+    # Not --log, which torchrun reads as an abbreviation of its own options.
     log: Path | None = option("file with a row of JSON for each update (default: none)", "--log-file")
     tensorboard: Path | None = option("folder for TensorBoard (default: none)")
-    seed: int = option(SEED, default=0)  # a training is resumed with its own seed only
+    seed: int = option(SEED, default=0)  # a training can only be resumed with the same seed
     device: str = option(DEVICE, default="cpu")
     data: str | Path | None = option(DATA, typed=Path)
 

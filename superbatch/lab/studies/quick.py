@@ -1,6 +1,6 @@
-"""Length of a study with ``--quick``: a short one is timed, so that any recipe ends within a minute.
+"""Length of a study with ``--quick``: a short run is timed, so that the study takes less than a minute.
 
-A recipe whose samples take long, or a slow machine, gets shorter runs; their length is in the report's notes.
+On a slow machine, or with a slow recipe, runs are shorter; a note of the report states their length.
 """
 
 from __future__ import annotations
@@ -8,21 +8,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-# Seconds for all runs of a quick study, and for timing one: a minute, with room for the rest.
+# Seconds for all runs of a quick study, and for the timing before it; the rest of the minute is a reserve.
 SECONDS, PILOT = 40.0, 15.0
 
 
 def affordable(cost: Callable[[int], float], *, least: int, most: int, turns: int) -> tuple[int, bool]:
-    """Return the samples of each run with which all `turns` end in time; False: the least take longer."""
+    """Return the length of a run with which `turns` runs take at most `SECONDS`, and whether there is one.
+
+    `cost` takes a length in samples or updates, makes one run, and returns its seconds. The length is between
+    `least` and `most`; if `least` takes too long, it is returned with False.
+    """
     if least >= most:
         return most, True
     first = cost(least)
-    fixed, each = 0.0, first / least  # what is spent on a run, however long; on each sample
+    fixed, each = 0.0, first / least  # seconds of a run regardless of its length, and of each sample
+    # A second run of twice the length separates the two, if there is time for it.
     if 3 * first <= PILOT:
-        if 6 * first <= PILOT:  # the very first run has also loaded what all others use
+        if 6 * first <= PILOT:  # the first run has also loaded modules and data
             first = cost(least)
         second = cost(2 * least)
-        each = max(second - first, second / 20) / least  # noise may hide what samples take
+        each = max(second - first, second / 20) / least  # at least 5 %: the difference may be noise
         fixed = max(0.0, first - each * least)
     budget = SECONDS / turns
     fitting = (budget - fixed) / each
@@ -37,7 +42,9 @@ def seconds_of(run: Callable[[], object]) -> float:
 
 
 def note(length: str, *, fits: bool) -> str:
-    """Return a note on the length of the runs and its reason."""
+    """Return a note that states the length of the runs and its reason."""
     if fits:
         return f"--quick: {length} in each run, for all of them to end within a minute on this machine."
-    return f"--quick: {length} in each run, the fewest that say anything; with this recipe they take longer."
+    return (
+        f"--quick: {length} in each run, the fewest that are meaningful. With this recipe they take longer."
+    )

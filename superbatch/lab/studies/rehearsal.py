@@ -1,8 +1,8 @@
-"""Real windows of a recipe with micro-batches of any size, to be measured: their memory and their time.
+"""Windows of a recipe with micro-batches of any size, to measure their memory and time.
 
-The windows are those of training - `superbatch.torch.Accumulator`, the recipe's loss, the optimizer - but for
-two things: the learning rate is so small that the weights stay what they are, and each micro-batch is taken
-from one batch, again and again where that is too short.
+The windows are those of a training: `superbatch.torch.Accumulator`, the recipe's loss, and the optimizer. But
+the learning rate is so small that the weights do not change, and all micro-batches are taken from one batch,
+repeatedly if it is too short.
 """
 
 from __future__ import annotations
@@ -24,29 +24,27 @@ from superbatch.window import Window
 
 from ..recipes import Recipe
 from ..recipes.models import dtype_of
+from .arms import accumulator
 from .on_torch import cast_batch
-from .participants import accumulator
 
-RATE = 1e-12  # learning rate: an optimizer works as hard as with any other, and the weights do not wander off
-# A window that is timed lasts about so long at least: a clock's ticks and a call's start vanish in it.
+RATE = 1e-12  # learning rate: the optimizer works as with any other, and the weights do not change
+# Seconds that a timed window takes, about, so that the clock's resolution and call overhead do not matter.
 WINDOW_SECONDS = 0.01
-MOST_MICROBATCHES = 64
-
-# Bytes that the allocator of the CPU rounds to, as predictions do; that of CUDA counts for itself.
-CPU_BLOCK = 64
-LONG = 0.25  # seconds of a micro-batch from which one is enough for a window that is timed
+MOST_MICROBATCHES = 64  # in a timed window
+LONG = 0.25  # seconds of a micro-batch from which a timed window has only one
+CPU_BLOCK = 64  # bytes to which the CPU's allocator rounds, as predictions do; CUDA's reports its own peak
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A recipe, ready to make windows of any size."""
+    """A model and a batch of a recipe, to make windows of any size."""
 
     recipe: Recipe
     optimizer: str  # one of the recipe's
-    model: nn.Module  # the only one: a copy might be what does not fit
-    batch: Any  # on the host; micro-batches are taken from it
-    samples: int
-    coupled: bool = False  # allow what the accumulator refuses for the sake of exactness
+    model: nn.Module  # trained itself, because there may be no memory for a copy
+    batch: Any  # in host memory; micro-batches are taken from it
+    samples: int  # of the batch
+    coupled: bool = False  # run micro-batches of coupled samples, which the accumulator refuses as not exact
 
     @property
     def device(self) -> torch.device:
@@ -54,39 +52,39 @@ class Rehearsal:
         return next(self.model.parameters()).device
 
     def take(self, samples: int, *, start: int = 0) -> Any:
-        """Take a micro-batch of the batch."""
-        start = min(start, self.samples - samples)  # the batch may end too early
+        """Return a micro-batch of the batch."""
+        start = min(start, self.samples - samples)  # the last one may overlap the one before
         return plan(self.batch).take(start, start + samples)
 
     def window_of(self, samples: int, *, count: int) -> Window:
-        """Make a window of `count` micro-batches, which repeat where the batch has fewer."""
+        """Return a window of `count` micro-batches, which repeat if the batch has fewer."""
         available = max(1, self.samples // samples)
         return Window([self.take(samples, start=i % available * samples) for i in range(count)])
 
     def trainer(self) -> Trainer:
-        """Make an optimizer that has no state yet, and what trains with it."""
+        """Return a trainer with a new optimizer, which has no state yet."""
         self.model.zero_grad(set_to_none=True)
         optimizer = self.recipe.optimizers[self.optimizer](self.model.parameters(), RATE)
         return Trainer(self.recipe, self.model, optimizer, coupled=self.coupled)
 
     def predicted(self, predict: Callable[..., Any], samples: int) -> Any:
-        """Call a prediction of memory with the arguments of a training in micro-batches of a size."""
+        """Call `predict`, such as `predict_peak`, for a training with micro-batches of a size."""
         trainer = self.trainer()
         return predict(
             trainer.loss_fn,
             self.take(samples),
             models=[self.model],
             optimizers=[trainer.optimizer],
-            # The batch lies on the host: elsewhere micro-batches are copies.
+            # The batch is in host memory: on another device micro-batches are copies.
             device=None if self.device.type == "cpu" else self.device,
             gradient_sum="auto",
         )
 
     def peak(self, samples: int) -> int:
-        """Measure the peak of a training that begins: a window of one micro-batch, then one of two.
+        """Measure the peak of a training: of a window of one micro-batch, then one of two.
 
-        The first window makes the optimizer's state. In the second one it lies beside the activations and,
-        for its second micro-batch, beside the gradients, as in all that follow.
+        The first window creates the optimizer's state. The second micro-batch of the second window needs
+        memory for that state, the gradients and the activations at once, as all later ones do.
         """
         trainer = self.trainer()
 
@@ -102,7 +100,7 @@ class Rehearsal:
 
 
 class Trainer:
-    """A model that is being trained, with the times of its windows."""
+    """Trains a model in windows, and measures their times."""
 
     def __init__(self, recipe: Recipe, model: nn.Module, optimizer: Any, *, coupled: bool) -> None:
         self.model, self.optimizer = model, optimizer
@@ -113,28 +111,26 @@ class Trainer:
             model,
             optimizer,
             loss_fn=self.loss_fn,
-            # Two micro-batches stand for many: low precision is then summed in float32.
+            # "auto" would sum the few micro-batches here in low precision, but many in float32.
             gradient_sum=torch.float32 if dtype_of(model) in LOW_PRECISION else None,
-            check=False,  # it runs the loss more often on the first window; `refusal` has asked already
+            check=False,  # the check would run the loss more often; `refusal` has made it before
         )
 
     def time(self, window: Window) -> tuple[float, float]:
-        """Make an update; return the mean seconds of a micro-batch, and those after the last one."""
+        """Make an update; return the mean seconds of a micro-batch, and the seconds after the last one."""
         with self._accumulator.window(window) as open_window:
             start = time.perf_counter()
             for microbatch in open_window:
                 loss = self.loss_fn(microbatch)
-                if self._returned:
-                    open_window.backward(*loss)
-                else:
-                    open_window.backward(loss)
-                del loss
+                open_window.backward(*(loss if self._returned else (loss,)))
+                del loss  # else it would keep the graph during the next forward pass
             self._wait()
             end = time.perf_counter()
         self._wait()
         return (end - start) / len(window), time.perf_counter() - end
 
     def _wait(self) -> None:
+        """Wait for the device, whose kernels run asynchronously."""
         device = next(self.model.parameters()).device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -143,14 +139,14 @@ class Trainer:
 def prepare(
     recipe: Recipe, *, optimizer: str, dtype: str, device: str | torch.device, samples: int
 ) -> Rehearsal:
-    """Make a recipe ready; its samples repeat where it has fewer than the batch."""
+    """Make the model and the batch of a recipe; samples repeat if the recipe has fewer than the batch."""
     batch = cast_batch(recipe.batch(torch.arange(samples) % recipe.samples), dtype)
     model = recipe.model(0).to(device=device, dtype=getattr(torch, dtype))
     return Rehearsal(recipe, optimizer, model, batch, samples)
 
 
 def refusal(rehearsal: Rehearsal) -> str | None:
-    """Ask the accumulator whether it takes a recipe: one update of a few samples."""
+    """Make an update of a few samples; return the error if the accumulator refuses coupled samples."""
     recipe, few, model = rehearsal.recipe, min(4, rehearsal.samples), rehearsal.model
     optimizer = recipe.optimizers[rehearsal.optimizer](model.parameters(), RATE)
     accumulate = accumulator(recipe, model, optimizer, microbatch_size=-(-few // 2))

@@ -1,24 +1,24 @@
-"""Statistics of a comparison: mean and sd, and the test that two means are *equivalent*.
+"""Statistics of a comparison: mean, standard deviation, and tests that two means are *equivalent*.
 
-``p > .05`` in a test for a difference is no evidence of equality: few noisy runs never find one. Two
-one-sided tests (TOST) turn the question round: the hypothesis to reject is "they differ by at least the
-margin".
+``p > .05`` in a test for a difference does not show equality: few noisy runs give it whether the means differ
+or not. Two one-sided tests (TOST) reject the opposite hypothesis, "they differ by at least the margin".
 
-Which version is right depends on the seeds. Runs of the same seed share initial weights and sample order, so
-their difference is free of the variation between seeds: `tost_paired`. Arms with seeds of their own are
-independent groups whose variances need not be equal: `tost_welch`.
+Runs of the same seed share initial weights and sample order, so their difference is free of the variation
+between seeds: `tost_paired`. Arms with their own seeds are independent groups whose variances may differ:
+`tost_welch`.
 
-A metric that moves in steps (an accuracy on m test samples moves by 100 / m %) often comes out the same in
-all of a few runs, which says little of its spread. The standard deviation is therefore never taken smaller
-than two neighbouring values can have: ``step / sqrt(2)`` of a paired difference, ``step / 2`` of each group.
-With fewer than `FEWEST_RUNS` runs there is no verdict.
+A metric with steps (an accuracy on m test samples has steps of 100 / m %) is often equal in all of a few
+runs, which does not show that its spread is 0. The standard deviation is therefore at least that of two
+neighbouring values: ``step / sqrt(2)`` of a paired difference, ``step / 2`` of each group. With fewer than
+`FEWEST_RUNS` runs there is no verdict.
 
-How often a true difference of the margin is called equivalent (5 % allowed; 2000 simulated studies per cell,
-tests/studies/test_equivalence_rates.py): 0 to 6 % with ties and with normal differences. Differences that are
-skewed, as where one seed in many fails, have 14 to 17 % at 3 to 10 runs: no test on few runs excludes that.
+A true difference as large as the margin is called equivalent in 0 to 6 % of simulated studies (5 % by design;
+2000 studies per cell, tests/studies/test_equivalence_rates.py), with ties and with normal differences. If
+differences are skewed because one seed in many fails, it is 14 to 17 % at 3 to 10 runs: no test on few runs
+excludes rare failures.
 
 Reference: Schuirmann, J. Pharmacokin. Biopharm. 15 (1987) 657; Lakens, Soc. Psychol. Personal. Sci. 8 (2017)
-355. The floor of the standard deviation is of this project.
+355. The floor of the standard deviation is this project's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from superbatch.errors import InputError
 
 from ..report.comparison import FEWEST_RUNS, Equivalence
 
-ALPHA = 0.05
+ALPHA = 0.05  # of each one-sided test
 POWER = 0.8
 
 
@@ -50,7 +50,7 @@ class Summary:
 
 
 def summarise(values: Sequence[float]) -> Summary:
-    """Mean and standard deviation of at least two values."""
+    """Return mean and standard deviation of at least two values; NaN if a value is not finite."""
     if len(values) < 2:
         raise InputError(f"{len(values)} value(s): a standard deviation needs two. Run at least two seeds.")
     if not all(math.isfinite(value) for value in values):
@@ -59,16 +59,17 @@ def summarise(values: Sequence[float]) -> Summary:
 
 
 def tost_paired(differences: Sequence[float], *, margin: float, step: float | None = None) -> Equivalence:
-    """Test that the mean of paired differences lies within the margin.
+    """Test that the mean of paired differences d is within the margin.
 
-    ``t = (mean(d) ± margin) / (sd / sqrt(n))`` with n - 1 degrees of freedom, where sd is that of d, and at
-    least ``step / sqrt(2)``. Where all differences are the same and `step` is 0 there is no sampling error: p
-    is 0 inside the margin, else 1. The step of a metric is 100 / m for a percentage of m samples and 0 for a
-    loss; None: `smallest_gap` of 0 and the differences.
+    ``t = (mean(d) ± margin) / (sd / sqrt(n))`` with n - 1 degrees of freedom, where sd is the standard
+    deviation of d, but at least ``step / sqrt(2)``. If sd is 0, p is 0 inside the margin and 1 outside.
+
+    `step` is the smallest change of the metric: 100 / m for a percentage of m samples, 0 for a loss. None
+    stands for the `smallest_gap` of 0 and the differences.
     """
     d = summarise(differences)
     grid = smallest_gap([0.0, *differences]) if step is None else step
-    sd = _at_least(d.sd, grid / math.sqrt(2))
+    sd = max(d.sd, grid / math.sqrt(2))  # in this order `max` keeps a NaN
     return _tost(
         sd / math.sqrt(d.runs),
         d.runs - 1,
@@ -82,12 +83,12 @@ def tost_paired(differences: Sequence[float], *, margin: float, step: float | No
 
 
 def tost_welch(first: Summary, second: Summary, *, margin: float, step: float = 0.0) -> Equivalence:
-    """Test that the means of two independent groups with unequal variances differ by less than the margin.
+    """Test that the means of two independent groups differ by less than the margin.
 
-    ``t = (m1 - m2 ± margin) / sqrt(s1²/n1 + s2²/n2)`` with Welch's degrees of freedom, each s at least
-    ``step / 2``.
+    ``t = (m1 - m2 ± margin) / sqrt(s1²/n1 + s2²/n2)`` with Welch's degrees of freedom for unequal variances.
+    Each s is at least ``step / 2``.
     """
-    sds = [_at_least(group.sd, step / 2) for group in (first, second)]
+    sds = [max(group.sd, step / 2) for group in (first, second)]  # in this order `max` keeps a NaN
     a, b = sds[0] ** 2 / first.runs, sds[1] ** 2 / second.runs
     spread = a**2 / (first.runs - 1) + b**2 / (second.runs - 1)
     pooled = math.sqrt((sds[0] ** 2 + sds[1] ** 2) / 2)
@@ -103,26 +104,26 @@ def tost_welch(first: Summary, second: Summary, *, margin: float, step: float = 
 
 
 def smallest_gap(values: Sequence[float]) -> float:
-    """The smallest distance of two values that differ: the step of a metric as far as the values show it.
+    """Return the smallest difference between values that are not equal: an estimate of a metric's step.
 
-    It is a multiple of the true step, and next to nothing for a metric without one.
+    It is a multiple of the true step, and close to 0 for a metric without steps.
     """
-    known = sorted(value for value in values if math.isfinite(value))
-    # Values that differ by rounding alone are the same step.
-    rounding = 1e-9 * max((abs(value) for value in known), default=0.0)
-    return min((b - a for a, b in pairwise(known) if b - a > rounding), default=0.0)
+    finite = sorted(value for value in values if math.isfinite(value))
+    # Values that differ by rounding are equal.
+    rounding = 1e-9 * max((abs(value) for value in finite), default=0.0)
+    return min((b - a for a, b in pairwise(finite) if b - a > rounding), default=0.0)
 
 
 def runs_needed(sd: float, *, margin: float, groups: int = 2) -> int | None:
-    """Runs per arm that show equivalence with a power of 80 % if the true difference is zero.
+    """Return the runs per arm that show equivalence with a power of 80 % if the true difference is zero.
 
     ``n = groups (z_{1-alpha} + z_{1-(1-power)/2})² (sd / margin)²``, which is 17.1 (sd/margin)² for two
-    groups, 5 % and 80 %; at least `FEWEST_RUNS`.
+    groups, and at least `FEWEST_RUNS`. None if sd is not finite.
     """
     if not (math.isfinite(margin) and margin > 0):
         raise InputError(
-            f"margin={margin!r} includes no difference. "
-            "Give the largest difference that does not matter to you, a positive number."
+            f"margin={margin!r} is not a positive number. Give the largest difference that does not matter "
+            "to you."
         )
     if not math.isfinite(sd):
         return None
@@ -131,24 +132,25 @@ def runs_needed(sd: float, *, margin: float, groups: int = 2) -> int | None:
 
 
 def limits_of(tests: Iterable[Equivalence]) -> tuple[str, ...]:
-    """Describe for the reader of a report the differences that tests of equivalence cannot exclude."""
+    """Return a note on the failures that tests of equivalence cannot exclude; none without a verdict."""
     runs = min((test.runs for test in tests), default=0)
     if runs < FEWEST_RUNS:
         return ()
     share = 100 * (1 - 0.05 ** (1 / runs))
     return (
-        f"A seed that fails rarely cannot be excluded by few runs: {runs} without a failure leave up to "
-        f"{share:.0f} % of all seeds. The tests speak of this test set; over new data results vary more.",
+        f"Few runs cannot exclude rare failures: after {runs} runs without one, up to {share:.0f} % of all "
+        "seeds may fail. The tests are for this test set; results vary more over new data.",
     )
 
 
 def _tost(
     error: float, degrees: float, *, difference: float, margin: float, runs: int, **facts: Any
 ) -> Equivalence:
-    if error == 0:  # no sampling error to divide by; the difference is what it is
+    """Return the result of both one-sided t-tests, given the standard error of the difference."""
+    if error == 0:  # no sampling error, and nothing to divide by
         p_value, half = float(abs(difference) >= margin), 0.0
     else:
-        # Student's t with infinite degrees of freedom is the normal distribution; scipy takes that.
+        # For infinite degrees of freedom scipy's t is the normal distribution.
         lower, upper = ((difference + margin) / error, (difference - margin) / error)
         p_value = float(max(stats.t.sf(lower, degrees), stats.t.cdf(upper, degrees)))
         half = float(stats.t.ppf(1 - ALPHA, degrees)) * error
@@ -163,7 +165,3 @@ def _tost(
         runs=runs,
         **facts,
     )
-
-
-def _at_least(sd: float, floor: float) -> float:
-    return sd if math.isnan(sd) else max(sd, floor)

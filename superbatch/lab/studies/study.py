@@ -1,13 +1,14 @@
-"""Run a study: a recipe in several arms, from several seeds, and what the arms say together.
+"""Run a study: train a recipe in several arms from several seeds, and draw a conclusion from all runs.
 
-The file `study_NAME` has the study's own part: `design`, which says what the arms are, how one seed is
-trained and what is concluded, or `run`, where another command is put into the form of a study. All else -
-seeds, processes, progress, interruption, the report - is here, once.
+The file `study_NAME` has the study's own part: `design`, which lists the arms and says how to train and
+compare them, or `run`, which puts the report of another command into the form of a study. Seeds, processes,
+progress, interruption and the report are the same for all studies and stand here.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,80 +20,73 @@ import torch
 
 from superbatch.errors import InputError
 
-from ..recipes import Recipe, load_recipe
+from ..recipes import Recipe
 from ..report.comparison import Comparison
-from ..report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
+from ..report.study import Quantity, Study, StudyArm, StudyTest
 from ..report.surveys import Surveys
-from . import quick
+from . import quick, shared_options
 from .catalogue import DOCUMENTATION, entry_of
+from .checks import check_counts, check_positive, check_workers
 from .on_torch import torch_threads
 from .options import StudyOptions as Options
-from .shared_options import Interrupted, asked, check_counts, check_positive
-from .shared_options import Progress as Progress
+from .shared_options import Interrupted, Show, asked, origin, silent
 from .statistics import limits_of
-from .versions import origin
-from .workers import Train, receiver, train_seeds
+from .workers import Receiver, Train, train_seeds
 
-# Options that not every study takes.
+# Options that only some studies take.
 SELDOM = ("samples", "batch_size", "learning_rate", "optimizer", "margin", "tolerance", "device")
+TOO_FEW = "Too few runs were finished to conclude anything."
 
 DEFAULTS = Options()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """Findings from the runs: the tests, one sentence, and what to know beside it."""
+    """Conclusions from the finished runs."""
 
-    tests: tuple[StudyTest, ...]  # between arms
-    conclusion: str  # in one sentence
-    notes: tuple[str, ...]  # what to know beside it
-    # name of an arm -> quantities of it that only all runs together tell
+    tests: Sequence[StudyTest | None]  # between arms; None where there were too few runs for a test
+    conclusion: str = TOO_FEW  # one sentence
+    # Name of an arm -> quantities that are computed from all runs together.
     facts: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Design:
-    """Parts of a study that are its own."""
+    """The study's own part: arms, training, columns of the table, and conclusions."""
 
-    arms: tuple[StudyArm, ...]  # without runs, in the order of `setting.arms`
-    setting: Any  # what a worker process needs, with the attribute ``arms``
+    arms: tuple[StudyArm, ...]  # without runs
     train: Train  # trains every arm from one seed
     ticks: int  # units of work of one seed
     quantities: tuple[Quantity, ...]  # columns of the table
-    headline: str  # the quantity that is shown while it runs
-    fixed: dict[str, str]  # what was held fixed, in words
-    # arms with their runs -> tests, conclusion, notes. There may be no run at all
-    find: Callable[[tuple[StudyArm, ...]], Findings]
-    curve_at: tuple[float, ...] = ()  # where the points of the runs' curves lie
-    samples: int = 0  # that a run sees, by which it is made shorter; 0 where that cannot be
-    shortest: int = 0  # run that says anything, in samples
+    headline: str  # the quantity that the progress shows
+    fixed: dict[str, str]  # what all runs share: name -> text
+    notes: tuple[str, ...]  # what the study does not show, and what else a reader needs to know
+    find: Callable[[tuple[StudyArm, ...]], Findings]  # called with the arms and their runs, if any
+    curve_at: tuple[float, ...] = ()  # x values of the runs' curves
+    samples: int = 0  # samples of a run, for ``--quick`` to reduce; 0: the length cannot be changed
+    shortest: int = 0  # the fewest samples with which a run is meaningful
 
 
-MakeDesign = Callable[..., Design]  # (recipe, options=) -> the study's own part
-Show = Callable[[Progress], None]
+MakeDesign = Callable[..., Design]  # called with (recipe, options=)
 
 
 def study(
-    name: str,
-    recipe: str | Recipe = "digits",
-    options: Options = DEFAULTS,
-    *,
-    progress: Show = lambda _: None,
+    name: str, recipe: str | Recipe = "digits", options: Options = DEFAULTS, *, progress: Show = silent
 ) -> Study:
-    """Answer one of the sources' open questions with a recipe.
+    """Run one of the studies on a recipe.
 
     Args:
-        name: of the study, one of `superbatch.lab.studies.catalogue.STUDIES`.
+        name: name of the study, one of `superbatch.lab.studies.catalogue.STUDIES`.
         recipe: a name that `superbatch.lab.recipes.load_recipe` takes, or a recipe.
-        options: what differs from the study's own values.
-        progress: called now and then, in this thread.
+        options: options that differ from the study's defaults.
+        progress: called with the progress from time to time, in this thread.
 
     Returns:
         The report.
 
     Raises:
-        InputError: there is no such study, or an option cannot be used with it.
-        Interrupted: on Ctrl-C; it carries the partial report.
+        InputError: the study does not exist, or cannot use one of the options.
+        Interrupted: on Ctrl-C. It carries the partial report.
 
     Examples:
         >>> report = study("precision", options=Options(runs=1, quick=True))
@@ -100,7 +94,7 @@ def study(
         True
     """
     _check(name, recipe, options)
-    # Imported when it is run: a study that trains loads torch, scipy and more.
+    # Imported only now: the studies load torch, scipy and more.
     module: Any = importlib.import_module(f".study_{name.replace('-', '_')}", __package__)
     run = getattr(module, "run", None) or partial(run_design, name, module.design)
     with torch_threads(options.threads):
@@ -108,15 +102,15 @@ def study(
 
 
 def seeds_of(name: str, options: Options) -> tuple[int, ...]:
-    """Return the seeds of a study: 0, 1, ..., or from the study's own first seed."""
+    """Return the seeds of a study: consecutive numbers from its first seed, by default 0."""
     entry = entry_of(name)
     runs = options.runs or (entry.quick_runs if options.quick else entry.runs)
     return tuple(range(entry.first_seed, entry.first_seed + runs))
 
 
 def loaded(recipe: str | Recipe, options: Options) -> Recipe:
-    """The recipe itself."""
-    found = load_recipe(recipe, data=options.data) if isinstance(recipe, str) else recipe
+    """Return the recipe, which must have the fields that studies need."""
+    found = shared_options.loaded(recipe, options)
     found.require("evaluate", "metric", "margin", "learning_rates", by="superbatch study")
     return found
 
@@ -124,27 +118,26 @@ def loaded(recipe: str | Recipe, options: Options) -> Recipe:
 def run_design(
     name: str, design: MakeDesign, recipe: str | Recipe, options: Options, progress: Show
 ) -> Study:
-    """Train all arms from all seeds, here or in several processes, and make the report."""
+    """Train all arms from all seeds, in this process or several, and make the report."""
     start = time.monotonic()
     what = loaded(recipe, options)
     seeds = seeds_of(name, options)
     plan, notes = _designed(what, options, design, turns=turns_of(recipe, options, seeds))
-    finished: list[list[StudyRun]] = [[] for _ in plan.arms]
-
-    receive = receiver(
-        len(seeds) * plan.ticks,
-        finished,
-        progress,
+    receiver = Receiver(
         [arm.name for arm in plan.arms],
+        len(seeds) * plan.ticks,
+        progress,
         lambda run: run.values.get(plan.headline, math.nan),
     )
 
     def report(*, partial: bool) -> Study:
         arms = tuple(
+            # Worker processes finish seeds in any order.
             replace(arm, runs=tuple(sorted(runs, key=lambda run: run.seed)))
-            for arm, runs in zip(plan.arms, finished, strict=True)
+            for arm, runs in zip(plan.arms, receiver.runs, strict=True)
         )
         found = plan.find(arms)
+        tests = tuple(test for test in found.tests if test is not None)
         return Study(
             **origin(what, options, start, partial=partial, torch=torch.__version__),
             name=name,
@@ -152,36 +145,36 @@ def run_design(
             setting=plan.fixed,
             quantities=plan.quantities,
             arms=tuple(replace(arm, facts={**arm.facts, **found.facts.get(arm.name, {})}) for arm in arms),
-            tests=found.tests,
+            tests=tests,
             conclusion=found.conclusion,
             curve_at=plan.curve_at,
             seeds=seeds,
-            notes=(*found.notes, *limits_of(t.result for t in found.tests), *notes, reading(name)),
+            notes=(*plan.notes, *limits_of(test.result for test in tests), *notes, reading(name)),
         )
 
     try:
-        train_seeds(recipe, what, plan.setting, seeds, receive, options=options, train=plan.train)
+        train_seeds(recipe, what, plan.train, seeds, receiver, options=options)
     except KeyboardInterrupt:
         raise Interrupted(report(partial=True)) from None
     return report(partial=False)
 
 
 def turns_of(recipe: str | Recipe, options: Options, seeds: Sequence[int]) -> int:
-    """Return the number of seeds that run one after the other; the others run beside them."""
+    """Return the number of seeds that one process trains, one after the other."""
     return math.ceil(len(seeds) / options.workers) if isinstance(recipe, str) else len(seeds)
 
 
 def _designed(
     recipe: Recipe, options: Options, design: MakeDesign, *, turns: int
 ) -> tuple[Design, tuple[str, ...]]:
-    """The study's own part, made shorter where a quick study would take longer than it may; and a note."""
+    """Make the design; with ``--quick`` reduce the samples of its runs to fit the time, and add a note."""
     plan = design(recipe, options=options)
     if not options.quick or options.samples is not None or not plan.samples:
         return plan, ()
 
     def cost(samples: int) -> float:
         short = design(recipe, options=replace(options, samples=samples))
-        return quick.seconds_of(lambda: list(short.train(recipe, short.setting, 0, tick=lambda _: None)))
+        return quick.seconds_of(lambda: list(short.train(recipe, seed=0, tick=lambda _: None)))
 
     samples, fits = quick.affordable(cost, least=plan.shortest, most=plan.samples, turns=turns)
     if samples == plan.samples:
@@ -190,8 +183,14 @@ def _designed(
     return shorter, (quick.note(f"{samples:,} samples", fits=fits),)
 
 
+def options_for(kind: Callable[..., Any], options: Options, **own: Any) -> Any:
+    """Return options of another command: `own`, and the values of fields that a study's options also have."""
+    names = inspect.signature(kind).parameters.keys() & vars(options).keys() - own.keys()
+    return kind(**{name: getattr(options, name) for name in names}, **own)
+
+
 def as_study(name: str, report: Comparison | Surveys, options: Options, **own: Any) -> Study:
-    """Put the report of another command into the form of a study, with fields of the study's own."""
+    """Return the report of another command as a study; `own` has the fields that differ."""
     notes = (*report.notes, *own.pop("notes", ()), reading(name))
     return Study(
         name=name,
@@ -208,25 +207,21 @@ def as_study(name: str, report: Comparison | Surveys, options: Options, **own: A
 
 
 def reading(name: str) -> str:
-    """Return the note of where a study's numbers are explained."""
+    """Return the note that links to the study's section of the documentation."""
     return (
         f"How the numbers are measured, and what they do not show: {DOCUMENTATION}#{entry_of(name).section}"
     )
 
 
 def _check(name: str, recipe: str | Recipe, options: Options) -> None:
-    """Refuse what this study cannot take."""
+    """Raise `InputError` for an option that this study cannot use."""
     entry = entry_of(name)
     given = [option for option in SELDOM if getattr(options, option) is not None]
     if useless := [option for option in given if option not in entry.takes]:
         raise InputError(
-            f"The study {name!r} has no use for {useless[0]}={getattr(options, useless[0])!r}. Leave it out; "
+            f"The study {name!r} does not use {useless[0]}={getattr(options, useless[0])!r}. Leave it out; "
             f"this study takes {', '.join(entry.takes) or 'runs only'}."
         )
     check_counts(options, "runs", "samples", "batch_size", "threads", "workers")
     check_positive(options, "learning_rate", "margin", "tolerance")
-    if options.workers > 1 and not isinstance(recipe, str):
-        raise InputError(
-            f"workers={options.workers} with a Recipe object: each worker loads the recipe by its name. Pass "
-            "package.module:function or file.py:function, or workers=1."
-        )
+    check_workers(recipe, options)

@@ -1,44 +1,48 @@
-"""Parts common to the studies that train: order of samples, training loss, tests on pairs of runs."""
+"""Parts that the training studies share: order of the samples, training loss, tests on pairs of runs."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from scipy.signal import lfilter
 from torch import Tensor, nn
 
 from superbatch.errors import InputError
 
 from ..recipes import Recipe
+from ..report.comparison import Comparison
 from ..report.study import Quantity, StudyArm, StudyRun, StudyTest
 from .arms import mean_and_weight
 from .statistics import tost_paired
 
-# Training samples, at most, that a training loss is the mean over.
+# Training samples, at most, over which a training loss is computed; fewer with ``--quick``.
 LOSS_SAMPLES, QUICK_LOSS_SAMPLES = 2048, 256
-CHUNK = 512
-POINTS = 40  # of the curve of a run
-TOO_FEW = "Too few runs were finished to conclude anything."
+CHUNK = 512  # samples that are evaluated at once
+POINTS = 40  # points of a run's curve
 LOSS, UPDATES, SEEN = "training loss", "updates", "samples"
 COLUMNS = (
     Quantity(name=LOSS, meaning="mean over the training set after the last update", form=".4f"),
     Quantity(name=UPDATES, meaning="of each run", form=",.0f"),
-    Quantity(name=SEEN, meaning="that each run has seen", form=",.0f"),
+    Quantity(name=SEEN, meaning="samples that each run is trained on, with repeats", form=",.0f"),
 )
 
 Runs = Iterator[tuple[int, StudyRun]]  # the runs of one seed, each with the index of its arm
 
-RATES = {"digits": 0.02}  # recipe -> a good rate of plain SGD with batch 1, where its own rate is no guide
+# Recipe -> learning rate of plain SGD per sample of the batch, where the recipe's own is no guide: that of
+# digits is from the first source, and far smaller than its data allow.
+RATES = {"digits": 0.02}
 
 
 def rate_of(recipe: Recipe, batch: int) -> float:
-    """The rate of plain SGD for a small batch, where none is given.
+    """Return the default learning rate of plain SGD for a small batch.
 
-    The recipe's own rate times the square root of the batch over its own, which is on the safe side. The
-    digits' own rate is the first source's and far below what the data allow: there it is 0.02 per sample.
+    `RATES` has a rate per sample for some recipes. For others the recipe's own rate is scaled by the square
+    root of the ratio of the batch sizes.
     """
     if recipe.name in RATES:
         return RATES[recipe.name] * batch
@@ -55,7 +59,7 @@ def diverged(learning_rate: float) -> InputError:
 
 
 def stream(samples: int, count: int, seed: int) -> Tensor:
-    """Draw indices of samples: permutation after permutation."""
+    """Return `count` sample indices, from successive random permutations of all samples."""
     generator = torch.Generator().manual_seed(seed)
     rounds = [torch.randperm(samples, generator=generator) for _ in range(-(-count // samples))]
     return torch.cat(rounds)[:count]
@@ -63,7 +67,7 @@ def stream(samples: int, count: int, seed: int) -> Tensor:
 
 @torch.no_grad()
 def training_loss(recipe: Recipe, model: nn.Module, samples: int = LOSS_SAMPLES) -> float:
-    """The mean loss over the training set, or over some samples of it, always the same ones."""
+    """Compute the mean loss over at most `samples` training samples, the same ones in every call."""
     used = stream(recipe.samples, min(recipe.samples, samples), seed=0)
     loss_fn, total, weights = recipe.loss_fn(model), 0.0, 0.0
     for indices in used.split(CHUNK):
@@ -73,14 +77,10 @@ def training_loss(recipe: Recipe, model: nn.Module, samples: int = LOSS_SAMPLES)
 
 
 def smooth(losses: list[float], batch: int, half_life: float) -> list[float]:
-    """A debiased moving average of losses, with a half-life in samples."""
+    """Return an exponential moving average of the losses, bias-corrected, with a half-life in samples."""
     keep = 2 ** (-batch / half_life)
-    total = weight = 0.0
-    found: list[float] = []
-    for loss in losses:
-        total, weight = keep * total + (1 - keep) * loss, keep * weight + 1 - keep
-        found.append(total / weight)
-    return found
+    weights = 1 - keep ** np.arange(1, len(losses) + 1)  # sum of the weights in each average
+    return (lfilter([1 - keep], [1, -keep], losses) / weights).tolist()
 
 
 def compared(
@@ -92,7 +92,11 @@ def compared(
     ratio: bool = False,
     step: float | None = None,
 ) -> StudyTest | None:
-    """Test that two arms are equivalent, on pairs of runs of the same seed."""
+    """Test the equivalence of two arms on pairs of runs of the same seed; None with fewer than two pairs.
+
+    With `ratio` the logarithms are compared, and the margin is a factor. `step` is the smallest change of the
+    quantity, as in `tost_paired`.
+    """
     of_seed = {run.seed: run.values.get(quantity, math.nan) for run in second.runs}
     pairs = [
         (run.values.get(quantity, math.nan), of_seed[run.seed]) for run in first.runs if run.seed in of_seed
@@ -108,41 +112,32 @@ def compared(
     return StudyTest(first=first.name, second=second.name, quantity=quantity, ratio=ratio, result=result)
 
 
-def present(tests: Iterable[StudyTest | None]) -> tuple[StudyTest, ...]:
-    """The tests that could be made."""
-    return tuple(test for test in tests if test is not None)
-
-
-def separable(recipe: Recipe, study: str) -> None:
-    """Refuse a recipe whose samples are coupled: with another batch it would be another objective."""
+def check_separable(recipe: Recipe, study: str) -> None:
+    """Raise `InputError` for a recipe of coupled samples, whose objective depends on the batch size."""
     if recipe.coupled == "exact" or recipe.batchnorm == "per_microbatch":
         raise InputError(
-            f"The study {study!r} with the recipe {recipe.name!r}: "
-            "its samples are coupled, so that another batch size is another objective. "
-            "Use a recipe without BatchNorm or contrastive loss, such as digits or text."
+            f"The study {study!r} cannot use the recipe {recipe.name!r}: its samples are coupled, so another "
+            "batch size has another objective. Use a recipe without BatchNorm or contrastive loss, such as "
+            "digits or text."
         )
 
 
-def quantity_of_metric(recipe: Recipe) -> str:
-    """The heading of the recipe's own measure."""
-    return f"{recipe.metric}, {recipe.unit}" if recipe.unit else recipe.metric
-
-
-def column_of_metric(metric: str) -> Quantity:
-    """The column of the recipe's own measure, by its heading."""
-    form = ".2f" if metric.endswith("%") else ".4g"
-    return Quantity(name=metric, meaning="of held-out data, after the last update", form=form)
+def column_of_metric(of: Recipe | Comparison) -> Quantity:
+    """Return the column of a recipe's metric."""
+    name = f"{of.metric}, {of.unit}" if of.unit else of.metric
+    form = ".2f" if of.unit.endswith("%") else ".4g"
+    return Quantity(name=name, meaning="of held-out data, after the last update", form=form)
 
 
 def curve_points(samples: int) -> tuple[float, ...]:
-    """The samples seen at the points of a curve."""
+    """Return the numbers of samples at which a run's curve has its points."""
     return tuple(samples * (point + 1) / POINTS for point in range(POINTS))
 
 
 def from_one_start(
     recipe: Recipe, arms: Sequence[Any], seed: int, train_one: Callable[[Any, nn.Module], StudyRun]
 ) -> Runs:
-    """Train arms one by one from the same weights and the same state of torch's generator."""
+    """Train the arms one by one, from the same weights and the same state of torch's generator."""
     initial = recipe.model(seed)
     for index, arm in enumerate(arms):
         with torch.random.fork_rng(devices=[]):

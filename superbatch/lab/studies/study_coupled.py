@@ -1,14 +1,14 @@
-"""Study of coupled samples: what plain accumulation loses against the exact update.
+"""Study of coupled samples: the loss of plain accumulation against the exact update.
 
-Every way is trained from the same seeds on the same batches, with Adam and a cosine to zero. Each chooses its
-point of the recipe's grid by validation, for each seed alone; what is compared is test data.
+Every way to make the update is trained from the same seeds on the same batches, with Adam and a cosine
+schedule to zero. For each way and seed, validation chooses a point of the recipe's grid of hyperparameters.
+Ways are compared on test data.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,19 +23,10 @@ from ..recipes.coupled import CoupledRecipe, Point, Way
 from ..report.study import Quantity, StudyArm, StudyRun, StudyTest
 from .setting import Tick
 from .study import Design, Findings, Options
-from .study_common import TOO_FEW, Runs, compared, present, stream
+from .study_common import Runs, compared, stream
 
 RATE, STRENGTH = "learning rate", "strength"
-SHORTEST = 10  # updates of the shortest run that a quick study makes
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Names of the ways, the updates of a run and its device; it can be sent to another process."""
-
-    arms: tuple[str, ...]
-    updates: int
-    device: str = "cpu"
+SHORTEST = 10  # updates of the shortest run of a quick study
 
 
 def design(recipe: Recipe, *, options: Options) -> Design:
@@ -52,11 +43,9 @@ def design(recipe: Recipe, *, options: Options) -> Design:
             f"Give at least {recipe.batch_size}."
         )
     device = checked_device(options.device or "cpu")
-    setting = Setting(tuple(way.name for way in recipe.ways), updates, device)
     return Design(
         arms=tuple(StudyArm(name=way.name, how=way.how, facts={}, runs=()) for way in recipe.ways),
-        setting=setting,
-        train=train,
+        train=partial(train, updates=updates, device=device),
         ticks=len(recipe.ways) * len(recipe.points) * updates,
         quantities=_quantities(recipe),
         headline=recipe.measures[0].name,
@@ -66,6 +55,12 @@ def design(recipe: Recipe, *, options: Options) -> Design:
             "optimizer": "adam",
             **({} if device == "cpu" else {"device": device}),
         },
+        notes=(
+            f"Mechanism: {recipe.mechanism}.",
+            *recipe.limits,
+            "Seeds vary weights and order of samples, not the data. Intervals are not corrected for the "
+            "number of arms.",
+        ),
         find=partial(find, recipe=recipe, margin=options.margin or recipe.margin),
         curve_at=recipe.curve_at,
         samples=updates * recipe.batch_size,
@@ -74,7 +69,7 @@ def design(recipe: Recipe, *, options: Options) -> Design:
 
 
 def checked_device(name: str) -> str:
-    """Return the name of a device that models can be trained on."""
+    """Return the name of a device; raise `InputError` if torch cannot use it."""
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # a build without CUDA asserts
@@ -93,28 +88,28 @@ def _quantities(recipe: CoupledRecipe) -> tuple[Quantity, ...]:
     return (*measured, *chosen)
 
 
-def train(recipe: Recipe, setting: Setting, seed: int, *, tick: Tick) -> Runs:
-    """Train every way from one seed at every point, and keep the best by validation."""
+def train(recipe: Recipe, seed: int, *, updates: int, device: str, tick: Tick) -> Runs:
+    """Train every way from one seed at every point of the grid, and keep the best by validation."""
     assert isinstance(recipe, CoupledRecipe)
-    order = stream(recipe.samples, setting.updates * recipe.batch_size, seed).split(recipe.batch_size)
+    order = stream(recipe.samples, updates * recipe.batch_size, seed).split(recipe.batch_size)
 
     def trained(way: Way, point: Point) -> nn.Module:
-        model = way.model(seed).to(setting.device)
+        model = way.model(seed).to(device)
         optimizer = torch.optim.Adam(model.parameters(), lr=point.learning_rate)
         update: Callable[[Any], object] = way.update(model, optimizer, point.strength)
         for number, indices in enumerate(order):
             rate = point.learning_rate * (1 + math.cos(math.pi * number / len(order))) / 2
             optimizer.param_groups[0]["lr"] = rate
             try:
-                update(map_arrays(lambda values: values.to(setting.device), recipe.batch(indices)))
+                update(map_arrays(lambda values: values.to(device), recipe.batch(indices)))
             except NonFiniteError:
-                tick(len(order) - number)
+                tick(len(order) - number)  # the progress counts the rest as done
                 break
             tick(1)
-        return model.cpu()  # where the test data are
+        return model.cpu()  # the test data are on the CPU
 
-    for index, name in enumerate(setting.arms):
-        models = [(point, trained(recipe.way(name), point)) for point in recipe.points]
+    for index, way in enumerate(recipe.ways):
+        models = [(point, trained(way, point)) for point in recipe.points]
         point, model = max(models, key=lambda each: _score(recipe, each[1]))
         values = {
             each.name: value for each, value in zip(recipe.measures, recipe.measure(model), strict=True)
@@ -126,35 +121,32 @@ def train(recipe: Recipe, setting: Setting, seed: int, *, tick: Tick) -> Runs:
 
 def _score(recipe: CoupledRecipe, model: nn.Module) -> float:
     score = recipe.validate(model)
+    # `max` would keep a NaN if it came first.
     return score if math.isfinite(score) else -math.inf
 
 
 def find(arms: tuple[StudyArm, ...], *, recipe: CoupledRecipe, margin: float) -> Findings:
-    """Test each way against the exact one, and conclude."""
+    """Test each way against the first one, which is exact, and conclude."""
     first, *others = arms
     measure = recipe.measures[0]
-    tests = present(compared(arm, first, measure.name, margin=margin) for arm in others)
-    notes = (
-        f"Mechanism: {recipe.mechanism}.",
-        *recipe.limits,
-        "Seeds vary weights and order of samples, not the data; intervals are not corrected for many arms.",
-    )
+    tests = [compared(arm, first, measure.name, margin=margin) for arm in others]
     means = {arm.name: arm.mean(measure.name) for arm in arms}
-    conclusion = TOO_FEW
-    if tests and (value := means[first.name]) is not None:
-        sense = "lower" if recipe.lower_is_better else "higher"
-        said = "; ".join(
-            f"{test.first}: {mean:{measure.form}} ({verdict(test, recipe.lower_is_better)})"
-            for test in tests
-            if (mean := means[test.first]) is not None
-        )
-        title = measure.name[0].upper() + measure.name[1:]
-        conclusion = f"{title} ({sense} is better) of {first.name}: {value:{measure.form}}; {said}."
-    return Findings(tests=tests, conclusion=conclusion, notes=notes)
+    value = means[first.name]
+    if value is None or not any(tests):
+        return Findings(tests=tests)
+    sense = "lower" if recipe.lower_is_better else "higher"
+    results = "; ".join(
+        f"{test.first}: {mean:{measure.form}} ({verdict(test, recipe.lower_is_better)})"
+        for test in tests
+        if test is not None and (mean := means[test.first]) is not None
+    )
+    title = measure.name[0].upper() + measure.name[1:]
+    conclusion = f"{title} ({sense} is better) of {first.name}: {value:{measure.form}}; {results}."
+    return Findings(tests=tests, conclusion=conclusion)
 
 
 def verdict(test: StudyTest, lower_is_better: bool) -> str:
-    """Describe the outcome of a test in a few words."""
+    """Return the outcome of a test in a few words."""
     if not math.isfinite(test.difference):
         return "diverged"
     low, high = sorted((abs(test.low), abs(test.high)))

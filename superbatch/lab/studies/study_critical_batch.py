@@ -1,10 +1,10 @@
-"""Study of the critical batch: the largest one that wastes no samples, against the noise scale.
+"""Study of the critical batch: the largest one that wastes no samples, and its prediction by the noise scale.
 
-Train to a checkpoint with a small batch. From there, continue in branches: the same samples in the same
-order, in batches of k times the size, with the optimizer rescaled by `torch.tuning.rescale`.
-The critical batch *by branching* (Merrill et al. 2025, arXiv:2505.23971) is the largest whose smoothed loss
-still matches. Beside it stands what the noise scale at the checkpoint predicts: a batch B needs 1 +
-B/B_noise times the fewest samples (McCandlish et al. 2018, arXiv:1812.06162).
+Train to a checkpoint with a small batch. From there, continue in branches: on the same samples in the same
+order, with a batch of k times the size and the optimizer rescaled by `superbatch.torch.tuning.rescale`. The
+critical batch *by branching* (Merrill et al. 2025, arXiv:2505.23971) is the largest whose smoothed loss still
+equals that of the small batch. The noise scale at the checkpoint predicts it: a batch B needs 1 + B/B_noise
+times the fewest samples (McCandlish et al. 2018, arXiv:1812.06162).
 """
 
 from __future__ import annotations
@@ -27,19 +27,18 @@ from superbatch.torch.tuning.scaling import rescale
 from ..recipes import Recipe
 from ..report.study import Quantity, StudyArm, StudyRun, StudyTest
 from . import study_common as common
-from .arms import plain_update
-from .participants import measured
+from .arms import measured, plain_update
+from .checks import optimizer_and_rate
 from .setting import Tick
-from .shared_options import offered_optimizer
-from .study import Design, Findings, Options
+from .study import TOO_FEW, Design, Findings, Options
 
-SAMPLES, QUICK_SAMPLES = 12_000, 6_000
+SAMPLES, QUICK_SAMPLES = 12_000, 6_000  # of each branch
 BEFORE = 0.5  # samples up to the checkpoint, as a share of those of a branch
-KS = (1, 2, 4, 8, 16)
-PART_OF_BATCH = 12
-TOLERANCE = 0.05
+KS = (1, 2, 4, 8, 16)  # batch sizes of the branches, as multiples of the small batch
+PART_OF_BATCH = 12  # the small batch is a twelfth of the recipe's
+TOLERANCE = 0.05  # relative difference of the smoothed loss that does not matter
 HALF_LIFE = 0.1  # of the smoothing, as a share of a branch's samples
-# Windows, and micro-batches of each, that the noise scale is measured with; the weights stay as they are.
+# Windows with which the noise scale is measured, and micro-batches of each.
 NOISE_WINDOWS, NOISE_STEPS = 64, 8
 LOSS, RATE = "smoothed loss", "lr"
 WASTE, PREDICTED = "samples needed, x", "by the noise scale, x"
@@ -47,52 +46,40 @@ QUANTITIES = (
     Quantity(name=LOSS, meaning="of the training batches, half-life a tenth of the branch", form=".4f"),
     Quantity(name=common.UPDATES, meaning="of the branch", form=",.0f"),
     Quantity(name=RATE, meaning="by the scaling rule: linear for SGD, square root for Adam", form=".3g"),
-    Quantity(name=WASTE, meaning="over what the small batch needs for the same smoothed loss", form=".2f"),
-    Quantity(
-        name=PREDICTED,
-        meaning="the same, predicted from the noise scale at the checkpoint over all seeds",
-        form=".2f",
-    ),
+    Quantity(name=WASTE, meaning="relative to the small batch at the same smoothed loss", form=".2f"),
+    Quantity(name=PREDICTED, meaning="from the noise scale at the checkpoint over all seeds", form=".2f"),
 )
 LIMIT = (
-    "It does not show what a rate tuned for each batch would reach: the rate follows the scaling rule, and a "
-    "branch may fail because its rate is unstable, which is no matter of noise."
+    "It does not show the loss that a learning rate tuned for each batch would reach: the rate follows the "
+    "scaling rule, and a branch may fail because its rate is unstable, not because of noise."
 )
-SIGNAL, VARIANCE, LOW, HIGH, LATER = "signal", "variance", "noise low", "noise high", "noise at the end"
+SIGNAL, VARIANCE = "signal", "variance"  # of the gradient at the checkpoint; no column shows them
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The branches, each by how many times the batch; it can be sent to another process."""
+    """Setting that all branches share."""
 
-    arms: tuple[int, ...]
-    batch: int
-    before: int
-    samples: int
+    batch: int  # samples of the small batch
+    before: int  # samples up to the checkpoint
+    samples: int  # samples of each branch
     optimizer: str
-    learning_rate: float
+    learning_rate: float  # of the small batch
 
 
 def design(recipe: Recipe, *, options: Options) -> Design:
     """Plan the branches."""
-    common.separable(recipe, "critical-batch")
-    optimizer = offered_optimizer(recipe, options.optimizer)
+    common.check_separable(recipe, "critical-batch")
+    optimizer, rate = optimizer_and_rate(recipe, options, by="superbatch study")
     samples = options.samples or (QUICK_SAMPLES if options.quick else SAMPLES)
     batch = options.batch_size or max(1, recipe.batch_size // PART_OF_BATCH)
     if samples < KS[-1] * batch:
         raise InputError(
-            f"branches of {samples} samples from batch_size={batch}: "
-            f"the largest branch has batches of {KS[-1]} times the size, and makes not one update. "
-            f"Give at least {KS[-1] * batch} samples, better many times as many."
+            f"samples={samples} with batch_size={batch}: the largest branch has a batch of "
+            f"{KS[-1] * batch} samples and makes no update. Give at least {KS[-1] * batch} samples, better "
+            "many times as many."
         )
-    setting = Setting(
-        arms=KS,
-        batch=batch,
-        before=round(BEFORE * samples),
-        samples=samples,
-        optimizer=optimizer,
-        learning_rate=options.learning_rate or recipe.learning_rates[optimizer],
-    )
+    setting = Setting(batch, round(BEFORE * samples), samples, optimizer, rate)
     at = common.curve_points(samples)
     return Design(
         arms=tuple(
@@ -105,16 +92,16 @@ def design(recipe: Recipe, *, options: Options) -> Design:
             )
             for k in KS
         ),
-        setting=setting,
-        train=train,
+        train=partial(train, setting=setting),
         ticks=setting.before + len(KS) * samples,
         quantities=QUANTITIES,
         headline=LOSS,
         fixed={
             "checkpoint after": f"{setting.before:,} samples",
             "branches of": f"{samples:,}",
-            optimizer: f"lr {setting.learning_rate:g} at {setting.batch}",
+            optimizer: f"lr {rate:g} at {batch}",
         },
+        notes=(LIMIT,),
         find=partial(find, batch=batch, tolerance=options.tolerance or TOLERANCE),
         curve_at=at,
         samples=samples,
@@ -122,8 +109,8 @@ def design(recipe: Recipe, *, options: Options) -> Design:
     )
 
 
-def train(recipe: Recipe, setting: Setting, seed: int, *, tick: Tick) -> common.Runs:
-    """Train to the checkpoint, measure the noise, and continue in every branch."""
+def train(recipe: Recipe, seed: int, *, setting: Setting, tick: Tick) -> common.Runs:
+    """Train to the checkpoint, measure the noise scale there, and continue in every branch."""
     order = common.stream(recipe.samples, setting.before + setting.samples, seed)
     first, rest = order[: setting.before], order[setting.before :]
     with torch.random.fork_rng(devices=[]):
@@ -134,7 +121,7 @@ def train(recipe: Recipe, setting: Setting, seed: int, *, tick: Tick) -> common.
             raise common.diverged(setting.learning_rate)
         noise = noise_at(recipe, model, setting.batch, seed)
         base: list[float] = []
-        for index, k in enumerate(setting.arms):
+        for index, k in enumerate(KS):
             branch, batch = copy.deepcopy(model), k * setting.batch
             own = recipe.optimizers[setting.optimizer](branch.parameters(), setting.learning_rate)
             own.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -145,32 +132,30 @@ def train(recipe: Recipe, setting: Setting, seed: int, *, tick: Tick) -> common.
             base = base or smoothed
             values = {LOSS: smoothed[-1], RATE: own.param_groups[0]["lr"], WASTE: waste(base, smoothed[-1])}
             if index == 0:
-                values[WASTE] = 1.0
-                later = noise_at(recipe, branch, setting.batch, seed)
-                values |= {SIGNAL: noise.signal, VARIANCE: noise.variance, LOW: noise.low, HIGH: noise.high}
-                values |= {LATER: later.batch_size} if later.batch_size else {}
+                values |= {WASTE: 1.0, SIGNAL: noise.signal, VARIANCE: noise.variance}
             ends = (math.ceil(len(smoothed) * (point + 1) / common.POINTS) for point in range(common.POINTS))
             yield index, StudyRun(seed=seed, values=values, curve=tuple(smoothed[end - 1] for end in ends))
 
 
 def waste(base: list[float], loss: float) -> float:
-    """Return the samples a branch took, relative to those after which the small batch stayed below its loss.
+    """Return the samples of a branch over those that the small batch needs for the same loss.
 
-    A branch that ends lower than the small batch is not followed beyond its end: at least 1.
+    `base` has the smoothed loss of the small batch after each update; it has reached the loss when it stays
+    at or below it. The result is at least 1, and infinite if `base` is never above the loss.
 
     Examples:
         >>> waste([4.0, 3.0, 2.0, 1.0], 2.0), waste([4.0, 3.0], 1.0), waste([4.0, 3.0], 5.0)
         (2.0, 1.0, inf)
     """
-    # Not a number is above nothing either.
     needed = max((number for number, value in enumerate(base, start=1) if value > loss), default=None)
     return math.inf if needed is None else len(base) / needed
 
 
 def noise_at(recipe: Recipe, model: nn.Module, batch: int, seed: int) -> Noise:
-    """The noise scale at a model's weights, which stay what they are."""
+    """Measure the noise scale at a model's weights, which do not change."""
     still = copy.deepcopy(model)
     optimizer, size = torch.optim.SGD(still.parameters(), lr=0.0), NOISE_STEPS * batch
+    # A seed of its own: the training has just used the order of `seed`.
     batches = common.stream(recipe.samples, NOISE_WINDOWS * size, seed + 10_000).split(size)
     *_, (_, noise) = measured(recipe, still, optimizer, batches, microbatch_size=batch)
     return noise
@@ -179,6 +164,7 @@ def noise_at(recipe: Recipe, model: nn.Module, batch: int, seed: int) -> Noise:
 def _work(
     recipe: Recipe, model: nn.Module, optimizer: Any, order: Tensor, batch: int, tick: Tick
 ) -> list[float]:
+    """Train on samples in batches of a size, and return the loss before each update."""
     update, losses = plain_update(recipe, model, optimizer), list[float]()
     for indices in order.split(batch):
         losses.append(update(recipe.batch(indices)))
@@ -187,15 +173,13 @@ def _work(
 
 
 def find(arms: tuple[StudyArm, ...], *, batch: int, tolerance: float) -> Findings:
-    """Test, predict and conclude."""
-    tests = common.present(
-        common.compared(arm, arms[0], LOSS, margin=1 + tolerance, ratio=True) for arm in arms[1:]
-    )
+    """Test each branch against the small batch, predict its samples from the noise scale, and conclude."""
+    found = [common.compared(arm, arms[0], LOSS, margin=1 + tolerance, ratio=True) for arm in arms[1:]]
+    tests = tuple(test for test in found if test is not None)
     scale = noise_scale(arms[0])
     return Findings(
         tests=tests,
         conclusion=conclude(arms, tests, scale, batch),
-        notes=(LIMIT,),
         facts={
             arm.name: {} if scale is None else {PREDICTED: predicted_waste(scale, batch, k)}
             for arm, k in zip(arms, KS, strict=True)
@@ -204,8 +188,8 @@ def find(arms: tuple[StudyArm, ...], *, batch: int, tolerance: float) -> Finding
 
 
 def noise_scale(base: StudyArm) -> float | None:
-    """The noise scale over all seeds; None where their signals are not told from none (95 %)."""
-    # The ratio of the means: a mean or a median of single seeds' ratios would be biased.
+    """Return the noise scale over all seeds; None if their signal is not above 0 with 95 % confidence."""
+    # The ratio of the means: a mean or a median of the seeds' own ratios would be biased.
     signal, variance = base.values(SIGNAL), base.mean(VARIANCE)
     if len(signal) < 2 or variance is None:
         return None
@@ -217,19 +201,20 @@ def noise_scale(base: StudyArm) -> float | None:
 def conclude(
     arms: tuple[StudyArm, ...], tests: tuple[StudyTest, ...], scale: float | None, batch: int
 ) -> str:
-    """One sentence: the first batch that is not shown to match, and what the noise scale says of it."""
+    """Return one sentence: the critical batch, and the prediction of the noise scale for the next batch."""
     if len(tests) < len(arms) - 1:
-        return common.TOO_FEW
+        return TOO_FEW
+    # `not <`: a NaN does not match.
     matching = next((i for i, test in enumerate(tests) if not test.high < test.margin), len(tests))
     failing = tests[matching] if matching < len(tests) else None
-    # That a batch is not shown to match does not show that it does not.
+    # A batch that is not shown to match may still match: then the critical batch is "at least" the last one.
     known = "is" if failing is not None and failing.low > failing.margin else "is at least"
     found = f"The critical batch by branching {known} {batch * KS[matching]}"
     at = min(matching + 1, len(tests))
     if failing is not None:
         found += f", while batch {batch * KS[at]} is at x {failing.difference:.3g} the smoothed loss"
     if scale is None:
-        return f"{found}; the noise scale at the checkpoint is not determined (signal not told from noise)."
+        return f"{found}; the noise scale at the checkpoint is not determined (its signal may be 0)."
     measured = statistics.median(arms[at].values(WASTE))
     return (
         f"{found}; the noise scale at the checkpoint, {scale:.0f} samples {ASSUMPTION}, says that batch "
@@ -239,5 +224,8 @@ def conclude(
 
 
 def predicted_waste(scale: float, batch: int, k: float) -> float:
-    """Samples that k times the batch needs over those of the batch: ``(1 + k b/B) / (1 + b/B)``."""
+    """Return ``(1 + k b/B) / (1 + b/B)``: samples that k times the batch needs over those of the batch.
+
+    b is the batch size and B the noise scale.
+    """
     return (1 + k * batch / scale) / (1 + batch / scale)

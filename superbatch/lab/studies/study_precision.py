@@ -1,8 +1,12 @@
-"""Study of sums of K gradients in bfloat16: the precision they lose, and what keeps it.
+"""Study of sums of K gradients in bfloat16: the precision that they lose, and ways to keep it.
 
-Drawn: 20 000 coordinates, a signal as large as the noise, or all of one sign, summed in several ways.
-Trained: the recipe's model in bfloat16 with real windows of K micro-batches. Errors are relative,
-``|sum - exact| / |exact|``, against the float64 sum of the very same low-precision gradients.
+The arms sum random gradients of 20,000 coordinates, whose signal equals the noise or whose signs are all
+equal, and the gradients of the recipe's model in bfloat16, in windows of K micro-batches. Errors are
+relative, ``|sum - exact| / |exact|``, where `exact` is the float64 sum of the same low-precision gradients.
+
+u = 2^-p is the unit roundoff: p = 8 for bfloat16, 11 for float16, 24 for float32. A sum of equal signs stops
+growing when a gradient is less than half a unit in the last place of the sum: after 2^p to 2^(p+1) gradients.
+Reference: Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., chapter 4.
 """
 
 from __future__ import annotations
@@ -20,63 +24,102 @@ from superbatch.window import Window
 
 from ..recipes import Recipe
 from ..report.study import Quantity, StudyArm, StudyRun
-from . import sums
-from .arms import cut, mean_and_weight, without_coupling
+from .arms import accumulator, cut, mean_and_weight, without_coupling
 from .on_torch import cast_batch
-from .participants import accumulator
 from .setting import Tick
 from .study import Design, Findings, Options
-from .study_common import TOO_FEW, Runs, stream
+from .study_common import Runs, stream
 
-COUNTS, QUICK_COUNTS = (16, 64, 256, 1024), (16, 64, 256)
+COUNTS, QUICK_COUNTS = (16, 64, 256, 1024), (16, 64, 256)  # gradients in a sum: K
 COORDINATES = 20_000
-MICROBATCH = 2  # samples: the fewest with which BatchNorm can do
+MICROBATCH = 2  # samples: BatchNorm cannot train on fewer
 LIMIT = (
-    "It does not show what such an error does to a training: a noisy gradient forgives much, a sum that "
+    "It does not show the effect of such an error on a training: a noisy gradient tolerates much, a sum that "
     "stops growing does not."
 )
 
 
+# Algorithms that sum gradients of shape (K, coordinates), one after the other.
+
+
+def naive(gradients: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Sum in the gradients' own dtype, as ``.grad`` does, or in `dtype`, as `Accumulator` does in float32."""
+    total = torch.zeros_like(gradients[0], dtype=dtype)
+    for gradient in gradients:
+        total += gradient
+    return total
+
+
+def kahan(gradients: Tensor) -> Tensor:
+    """Sum with compensation: a second buffer of the same dtype keeps the rounding error. Error 2u."""
+    total, lost = torch.zeros_like(gradients[0]), torch.zeros_like(gradients[0])
+    for gradient in gradients:
+        corrected = gradient - lost
+        grown = total + corrected
+        lost = (grown - total) - corrected
+        total = grown
+    return total
+
+
+def pairwise(gradients: Tensor) -> Tensor:
+    """Add sums of equal numbers of gradients, as a binary counter carries: log2 K buffers, error u log2 K."""
+    carried: list[tuple[int, Tensor]] = []
+    for gradient in gradients:
+        level, total = 0, gradient
+        while carried and carried[-1][0] == level:
+            total = carried.pop()[1] + total
+            level += 1
+        carried.append((level, total))
+    total = carried.pop()[1]
+    while carried:
+        total = carried.pop()[1] + total
+    return total
+
+
+def stochastic(gradients: Tensor) -> Tensor:
+    """Sum bfloat16 gradients with stochastic rounding, which has no bias.
+
+    A value between two bfloat16 numbers is rounded up with a probability equal to its distance from the lower
+    one. Random numbers are from torch's generator.
+    """
+    total = torch.zeros_like(gradients[0])
+    for gradient in gradients:
+        bits = (total.float() + gradient.float()).view(torch.int32)
+        # bfloat16 is the upper half of float32: a random lower half carries with the right probability.
+        bits = (bits + torch.randint_like(bits, 1 << 16)) & -(1 << 16)
+        total = bits.view(torch.float32).bfloat16()
+    return total
+
+
 @dataclass(frozen=True)
 class Way:
-    """A way to sum; None: real windows of the recipe's model."""
+    """A way to sum gradients."""
 
     name: str
     how: str
-    add: Callable[[Tensor], Tensor] | None = None
-    dtype: torch.dtype = torch.bfloat16
-    same_sign: bool = False
+    add: Callable[[Tensor], Tensor] | None = None  # sums random gradients; None: the model's are summed
+    dtype: torch.dtype = torch.bfloat16  # of the random gradients
+    same_sign: bool = False  # random gradients of one sign; False: signal equals noise
 
 
 NAIVE, SAME_SIGN, FLOAT32 = "naive sum, bfloat16", "naive sum, bfloat16, one sign", "float32 sum of bfloat16"
-OWN_NATIVE, OWN_FLOAT32, INHERENT = (
-    "model: sum in .grad, bfloat16",
-    "model: sum in float32",
-    "model: the gradients themselves",
-)
+OWN_NATIVE, OWN_FLOAT32 = "model: sum in .grad, bfloat16", "model: sum in float32"
+INHERENT = "model: the gradients themselves"
 DRAWN = (
-    Way(NAIVE, "drawn, signal = noise; 2 bytes per parameter", sums.naive),
-    Way(SAME_SIGN, "drawn, all of one sign; 2 bytes", sums.naive, same_sign=True),
-    Way("stochastic rounding, bfloat16", "drawn; 2 bytes", sums.stochastic),
-    Way("pairwise, bfloat16", "drawn; 2 log2 K bytes", sums.pairwise),
-    Way("Kahan, bfloat16", "drawn; 4 bytes", sums.kahan),
-    Way(FLOAT32, "drawn; 4 bytes", sums.in_float32),
-    Way("naive sum, float16", "drawn; 2 bytes", sums.naive, torch.float16),
-    Way("naive sum, float32", "drawn; 4 bytes", sums.naive, torch.float32),
+    Way(NAIVE, "random, signal = noise; 2 bytes per parameter", naive),
+    Way(SAME_SIGN, "random, all of one sign; 2 bytes", naive, same_sign=True),
+    Way("stochastic rounding, bfloat16", "random; 2 bytes", stochastic),
+    Way("pairwise, bfloat16", "random; 2 log2 K bytes", pairwise),
+    Way("Kahan, bfloat16", "random; 4 bytes", kahan),
+    Way(FLOAT32, "random; 4 bytes", partial(naive, dtype=torch.float32)),
+    Way("naive sum, float16", "random; 2 bytes", naive, torch.float16),
+    Way("naive sum, float32", "random; 4 bytes", naive, torch.float32),
 )
 OWN = (
     Way(OWN_NATIVE, "the recipe's model in bfloat16, Accumulator(gradient_sum=None)"),
-    Way(OWN_FLOAT32, 'the same, torch.float32: what "auto" takes for windows of more than 16'),
-    Way(INHERENT, "exact sum of the bfloat16 gradients, against float64 backwards of the same weights"),
+    Way(OWN_FLOAT32, 'the same, torch.float32: the choice of "auto" for windows of more than 16'),
+    Way(INHERENT, "exact sum of the bfloat16 gradients, against float64 gradients at the same weights"),
 )
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The ways, and how many gradients are summed; it can be sent to another process."""
-
-    arms: tuple[Way, ...]
-    counts: tuple[int, ...]
 
 
 def design(recipe: Recipe, *, options: Options) -> Design:
@@ -85,8 +128,7 @@ def design(recipe: Recipe, *, options: Options) -> Design:
     ways = (*DRAWN, *OWN)
     return Design(
         arms=tuple(StudyArm(name=way.name, how=way.how, facts={}, runs=()) for way in ways),
-        setting=Setting(ways, counts),
-        train=train,
+        train=partial(train, counts=counts),
         ticks=len(ways),
         quantities=tuple(
             Quantity(name=_column(count), meaning=f"relative error of a sum of {count} gradients", form=".1e")
@@ -94,30 +136,34 @@ def design(recipe: Recipe, *, options: Options) -> Design:
         ),
         headline=_column(counts[-1]),
         fixed={"dtype": "bfloat16"},
+        notes=(LIMIT,),
         find=partial(find, count=counts[-1]),
         curve_at=tuple(map(float, counts)),
     )
 
 
-def train(recipe: Recipe, setting: Setting, seed: int, *, tick: Tick) -> Runs:
-    """Sum in every way, from one seed."""
+def train(recipe: Recipe, seed: int, *, counts: tuple[int, ...], tick: Tick) -> Runs:
+    """Sum in every way, with random gradients and initial weights from one seed."""
+
+    def run(errors: list[float]) -> StudyRun:
+        tick(1)
+        values = {_column(count): error for count, error in zip(counts, errors, strict=True)}
+        return StudyRun(seed=seed, values=values, curve=tuple(errors))
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        drawn = {same: _draw(max(setting.counts), same_sign=same) for same in (False, True)}
+        drawn = {same: _draw(max(counts), same_sign=same) for same in (False, True)}
         for index, way in enumerate(DRAWN):
             gradients, add = drawn[way.same_sign].to(way.dtype), way.add
             assert add is not None
-            errors = [_apart(add(gradients[:k]), gradients[:k].double().sum(0)) for k in setting.counts]
-            tick(1)
-            yield index, _run(seed, setting, errors)
-    windows = [errors_of_model(recipe, count, seed) for count in setting.counts]
+            yield index, run([_error(add(gradients[:k]), gradients[:k].double().sum(0)) for k in counts])
+    windows = [errors_of_model(recipe, count, seed) for count in counts]
     for index, way in enumerate(OWN, start=len(DRAWN)):
-        tick(1)
-        yield index, _run(seed, setting, [errors[way.name] for errors in windows])
+        yield index, run([errors[way.name] for errors in windows])
 
 
 def errors_of_model(recipe: Recipe, count: int, seed: int) -> dict[str, float]:
-    """Relative errors of real windows of a model in bfloat16."""
+    """Return the errors of one window of the recipe's model in bfloat16, by name of the way to sum."""
     recipe = without_coupling(recipe) if recipe.coupled == "exact" else recipe
     model = recipe.model(seed).bfloat16()
     batch = recipe.batch(stream(recipe.samples, count * MICROBATCH, seed))
@@ -126,31 +172,26 @@ def errors_of_model(recipe: Recipe, count: int, seed: int) -> dict[str, float]:
     fine = _exact(recipe, copy.deepcopy(model).double(), parts, "float64")
     window = [cast_batch(part, "bfloat16") for part in parts]
     return {
-        OWN_NATIVE: _apart(_accumulated(recipe, copy.deepcopy(model), window, None), exact),
-        OWN_FLOAT32: _apart(_accumulated(recipe, copy.deepcopy(model), window, torch.float32), exact),
-        INHERENT: _apart(exact, fine),
+        OWN_NATIVE: _error(_accumulated(recipe, copy.deepcopy(model), window, None), exact),
+        OWN_FLOAT32: _error(_accumulated(recipe, copy.deepcopy(model), window, torch.float32), exact),
+        INHERENT: _error(exact, fine),
     }
 
 
 def _accumulated(recipe: Recipe, model: nn.Module, window: list[object], dtype: torch.dtype | None) -> Tensor:
-    """The gradient that an optimizer over float32 masters is handed, in one vector."""
+    """Return the gradient that the accumulator gives to an optimizer of float32 master weights, flattened."""
     masters = fp32_masters(model)
     optimizer = torch.optim.SGD(masters.values(), lr=0.0)
-    seen: list[Tensor] = []
-
-    def look(*_: object) -> None:
-        seen.append(_gradient(masters.values()))
-
-    optimizer.register_step_pre_hook(look)
-    accumulate = accumulator(
-        recipe, model, MasterWeights(optimizer, masters), gradient_sum=dtype, check=False
-    )
-    accumulate(Window(window))
-    return seen[0]
+    gradients: list[Tensor] = []
+    # The accumulator clears gradients after the step, so a hook copies them before it.
+    optimizer.register_step_pre_hook(lambda *_: gradients.append(_gradient(masters.values())))
+    wrapped = MasterWeights(optimizer, masters)
+    accumulator(recipe, model, wrapped, gradient_sum=dtype, check=False)(Window(window))
+    return gradients[0]
 
 
 def _exact(recipe: Recipe, model: nn.Module, parts: list[object], dtype: str) -> Tensor:
-    """The weighted mean of the micro-batches' gradients, each of the model's dtype, summed in float64."""
+    """Return the weighted mean of the micro-batches' gradients, computed in `dtype` and summed in float64."""
     loss_fn = recipe.loss_fn(model)
     total, weights = torch.zeros((), dtype=torch.float64), 0.0
     for part in parts:
@@ -162,24 +203,21 @@ def _exact(recipe: Recipe, model: nn.Module, parts: list[object], dtype: str) ->
 
 
 def _gradient(parameters: Iterable[Tensor]) -> Tensor:
-    """A copy of all gradients in one vector."""
+    """Return a copy of all gradients in one vector."""
     return torch.cat([each.grad.flatten() for each in parameters if each.grad is not None])
 
 
 def _draw(count: int, *, same_sign: bool) -> Tensor:
+    """Draw gradients: all positive, or a signal and noise of the same variance."""
     noise = torch.randn(count, COORDINATES)
     if same_sign:
         return noise.mul_(0.25).add_(1).clamp_(min=0.05)
     return noise.add_(torch.randn(COORDINATES))
 
 
-def _apart(found: Tensor, exact: Tensor) -> float:
+def _error(found: Tensor, exact: Tensor) -> float:
+    """Return the relative error of a sum in the 2-norm."""
     return float((found.double() - exact).norm() / exact.norm())
-
-
-def _run(seed: int, setting: Setting, errors: list[float]) -> StudyRun:
-    values = {_column(count): error for count, error in zip(setting.counts, errors, strict=True)}
-    return StudyRun(seed=seed, values=values, curve=tuple(errors))
 
 
 def _column(count: int) -> str:
@@ -187,17 +225,17 @@ def _column(count: int) -> str:
 
 
 def find(arms: tuple[StudyArm, ...], *, count: int) -> Findings:
-    """Conclude from the errors at the largest K: they are many times apart, or they are not."""
+    """Conclude from the errors at the largest K: whether float32 is at least 100 times more precise."""
     column, of = _column(count), {arm.name: arm for arm in arms}
     same, naive, native = (of[name].mean(column) for name in (SAME_SIGN, NAIVE, OWN_NATIVE))
     wide = [error for name in (FLOAT32, OWN_FLOAT32) if (error := of[name].mean(column)) is not None]
     if same is None or naive is None or native is None or len(wide) < 2:
-        return Findings(tests=(), conclusion=TOO_FEW, notes=(LIMIT,))
-    said = (
-        f"a bfloat16 sum of {count} gradients is off by {same:.2g} where they agree in sign, by {naive:.2g} "
-        f"where signal equals noise and by {native:.2g} in this model"
-    )
+        return Findings(tests=())
     gains = max(wide) < 0.01 * min(same, naive, native)
     verdict = "Sum in float32" if gains else "A float32 sum gains little here"
-    conclusion = f"{verdict}: {said}, the float32 sum of the same gradients by {max(wide):.1g}."
-    return Findings(tests=(), conclusion=conclusion, notes=(LIMIT,))
+    conclusion = (
+        f"{verdict}: the relative error of a bfloat16 sum of {count} gradients is {same:.2g} if their signs "
+        f"agree, {naive:.2g} if signal equals noise and {native:.2g} in this model; that of a float32 sum of "
+        f"the same gradients is {max(wide):.1g}."
+    )
+    return Findings(tests=(), conclusion=conclusion)

@@ -1,4 +1,4 @@
-"""Study of a batch in K micro-batches against the batch in one piece: `superbatch compare` as a study."""
+"""Study of training in micro-batches against the real batch: a report of `superbatch compare` as a study."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ..report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
 from ..report.verdict import verdict
 from . import compare as comparing
 from . import quick
-from .shared_options import Interrupted
-from .study import Options, Show, as_study, loaded, seeds_of, turns_of
+from .shared_options import Interrupted, Show
+from .study import Options, as_study, loaded, options_for, seeds_of, turns_of
 from .study_common import COLUMNS, UPDATES, column_of_metric
 
-QUICK_UPDATES, SHORTEST = 200, 20
+QUICK_UPDATES, SHORTEST = 200, 20  # updates with ``--quick``: at most, and at least
 APART = "weights differ by"
-BESIDE = "superbatch compare shows time and memory too, other splits, and wrong ways beside it."
+BESIDE = "superbatch compare also reports time and memory, takes other splits, and adds wrong ways."
 
 
 def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
@@ -24,18 +24,8 @@ def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
     what = loaded(recipe, options)
     size = options.batch_size or what.batch_size
     seeds = seeds_of("splits", options)
-    wanted = comparing.Options(
-        updates=max(1, options.samples // size) if options.samples else None,
-        runs=len(seeds),
-        optimizer=options.optimizer,
-        learning_rate=options.learning_rate,
-        batch_size=options.batch_size,
-        margin=options.margin,
-        threads=options.threads,
-        workers=options.workers,
-        data=options.data,
-    )
-
+    updates = max(1, options.samples // size) if options.samples else None
+    wanted = options_for(comparing.Options, options, updates=updates, runs=len(seeds))
     notes: tuple[str, ...] = ()
     if options.quick and options.samples is None:
         most = min(QUICK_UPDATES, what.updates)
@@ -57,7 +47,7 @@ def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
 
 
 def _study(report: Comparison, options: Options, notes: tuple[str, ...]) -> Study:
-    metric = f"{report.metric}, {report.unit}" if report.unit else report.metric
+    metric = column_of_metric(report)
     apart = "|w - w_real| / |w_real| after the last update, pairs of the same seed"
     return as_study(
         "splits",
@@ -69,10 +59,12 @@ def _study(report: Comparison, options: Options, notes: tuple[str, ...]) -> Stud
             report.optimizer: f"lr {report.learning_rate:g}",
             "dtype": report.dtype,
         },
-        quantities=(column_of_metric(metric), COLUMNS[1], Quantity(name=APART, meaning=apart, form=".1e")),
-        arms=tuple(_arm(arm, metric) for arm in report.arms),
+        quantities=(metric, COLUMNS[1], Quantity(name=APART, meaning=apart, form=".1e")),
+        arms=tuple(_arm(arm, metric.name) for arm in report.arms),
         tests=tuple(
-            StudyTest(first=arm.name, second=report.arms[0].name, quantity=metric, ratio=False, result=test)
+            StudyTest(
+                first=arm.name, second=report.arms[0].name, quantity=metric.name, ratio=False, result=test
+            )
             for arm in report.arms
             if (test := arm.paired) is not None
         ),

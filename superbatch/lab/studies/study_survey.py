@@ -1,4 +1,4 @@
-"""Study of learning-rate surveys with virtual batches against real ones: `superbatch survey` as a study."""
+"""Study of learning-rate surveys with virtual batches: the report of `superbatch survey` as a study."""
 
 from __future__ import annotations
 
@@ -10,22 +10,15 @@ from ..report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
 from ..report.survey_text import conclusions
 from ..report.surveys import SeededSurvey, SurveyArm, Surveys
 from . import survey as surveying
-from .shared_options import Interrupted
-from .study import Options, Show, as_study, seeds_of
+from .shared_options import Interrupted, Show
+from .study import Options, as_study, options_for, seeds_of
 
 RATE, PAIRS, CURVES = "suggested lr", "pairs differ by", "curves alike, p"
 
 
 def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
-    """Survey with the real batch and with its splits."""
-    wanted = surveying.Options(
-        repeats=len(seeds_of("survey", options)),
-        optimizer=options.optimizer,
-        batch_size=options.batch_size,
-        threads=options.threads,
-        data=options.data,
-    )
-
+    """Survey the learning rate with the real batch and with its splits."""
+    wanted = options_for(surveying.Options, options, repeats=len(seeds_of("survey", options)))
     try:
         return _study(surveying.survey(recipe, wanted, progress=progress), options)
     except Interrupted as stopped:
@@ -54,8 +47,8 @@ def _study(report: Surveys, options: Options) -> Study:
             ),
             Quantity(
                 name=CURVES,
-                meaning=f"equivalence within {share:.0%} at every point up to 2/3 of where the first arm's "
-                "curve is lowest, arms with seeds of their own: the largest p-value, below 0.05 says yes",
+                meaning=f"test of equivalence within {share:.0%}: the largest p-value over all points up to "
+                "2/3 of where the first arm's curve is lowest; below 0.05 shows equivalence",
                 form=".2g",
             ),
         ),
@@ -65,8 +58,8 @@ def _study(report: Surveys, options: Options) -> Study:
         curve_at=max((run.survey.values for arm in report.arms for run in arm.runs), key=len, default=()),
         seeds=tuple(range(report.repeats)),
         notes=(
-            "Each arm has seeds of its own, so its tests are not paired; superbatch survey shows other "
-            "ranges, momentum and weight decay, and wrong ways beside it.",
+            "Each arm has its own seeds, so its tests are not paired. superbatch survey also takes other "
+            "ranges, momentum and weight decay, and adds wrong ways.",
         ),
     )
 
@@ -80,14 +73,14 @@ def _arm(arm: SurveyArm) -> StudyArm:
 
 def _run(run: SeededSurvey) -> StudyRun:
     found = run.survey
-    # A survey that stopped early has no curve behind that point; all curves of a study are of one length.
+    # All curves of a study have the same length, and a survey that stopped early has fewer values.
     rest = (math.nan,) * (found.updates - len(found.smooth))
     values = {} if found.suggestion is None else {RATE: found.suggestion}
     return StudyRun(seed=run.seed, values=values, curve=(*found.smooth, *rest))
 
 
 def _test(arm: SurveyArm, first: SurveyArm) -> StudyTest | None:
-    """The test of the suggestions: decades there, natural logarithms here."""
+    """Return the test of the suggested rates, converted from decades to natural logarithms."""
     if arm.suggested is None:
         return None
     test, e = arm.suggested, math.log(10)

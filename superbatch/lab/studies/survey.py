@@ -1,94 +1,129 @@
-"""Comparison of surveys: one recipe, the real batch, each split of it, several seeds each.
+"""Comparison of surveys of a hyperparameter: one recipe, the real batch, each split of it, several seeds.
 
-Two questions, two kinds of seeds. From the *same* weights and samples the curves must agree to rounding: for
-a few seeds of every split the real batch is surveyed too. From *different* ones they agree as well as chance
-lets them: every arm has seeds of its own, and two tests of equivalence compare it with the first.
+From the *same* weights and samples the curves must agree to rounding: for a few seeds of each split the real
+batch is surveyed, too. From *different* ones they differ by chance: each arm has its own seeds, and two tests
+of equivalence compare it with the first arm.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, get_args
 
 import torch
 
-from superbatch.errors import InputError
 from superbatch.results.survey import What
 from superbatch.torch.tuning.dial import Dial, range_of
+from superbatch.torch.tuning.lr_survey import lr_survey
+from superbatch.tuning.survey import Sweep
 from superbatch.tuning.survey_ramp import from_axis, values_of
+from superbatch.window import Window
 
-from ..recipes import Recipe, load_recipe
+from ..recipes import Recipe
 from ..report.surveys import PAIRED_TOLERANCES, SeededSurvey, SurveyArm, Surveys
-from .on_torch import torch_threads
+from .arms import accumulator_of, cut, update_function
+from .checks import check_choice, check_counts, optimizer_and_rate
+from .on_torch import cast_batch, torch_threads
 from .options import SurveyOptions as Options
-from .setting import ArmPlan
-from .shared_options import Interrupted, check_counts, check_positive, offered_optimizer
-from .shared_options import Progress as Progress
-from .splits import Split, parse_split, splits_of
-from .survey_arms import HOW, Ramp, SurveySetting, train
+from .setting import ArmPlan, Split, Tick, Way, parse_split, splits_of
+from .shared_options import Interrupted, Show, loaded, origin, silent
+from .study_common import stream
 from .survey_tests import DECADES, FACTOR, curve_test, decades_of, paired_difference, suggestion_test
-from .versions import origin
-from .workers import receiver, train_here
+from .workers import Receiver, train_here
 
 DEFAULTS = Options()
-PAIRS = 2  # seeds of each split for which the real batch is surveyed from the same weights and samples
+PAIRS = 2  # seeds of each split for which the real batch is surveyed, too
 
 CAVEAT = (
-    "Coinciding curves are weak evidence. With a fixed number of points a curve depends on the size of the "
-    "batch through noise alone, so that half the batch looks much the same. The pairs are the real test."
+    "Coinciding curves are weak evidence. With a fixed number of points a curve depends on the batch size "
+    "through noise alone, so half the batch has a similar curve. The pairs are the real test."
 )
 
+HOW: Mapping[Way, str] = {
+    "real batch": "the whole batch at once, plain PyTorch",
+    "again": "the same from other seeds: the effect of chance",
+    "accumulator": "superbatch.torch.tuning.lr_survey with an Accumulator",
+    "missing 1/K": "wrong: gradients of the micro-batches are added up, not averaged",
+    "another batch": "a real batch of another size, plain PyTorch",
+}
 
-def survey(
-    recipe: str | Recipe,
-    options: Options = DEFAULTS,
-    *,
-    progress: Callable[[Progress], None] = lambda _: None,
-) -> Surveys:
-    """Survey a recipe with the real batch and with each split, and say whether they can be told apart."""
+
+class Ramp(NamedTuple):
+    """Values of the surveyed hyperparameter, from the first to the last."""
+
+    what: What  # the hyperparameter
+    low: float  # its first value
+    high: float  # its last value
+    updates: int  # points
+
+
+@dataclass(frozen=True)
+class SurveySetting:
+    """Setting that all surveys share."""
+
+    arms: tuple[ArmPlan, ...]  # the real batch first
+    repeats: int  # surveys of each arm
+    ramp: Ramp
+    dtype: str  # name of a torch dtype
+    optimizer: str  # one of the recipe's
+    learning_rate: float  # of the optimizer, if another hyperparameter is surveyed
+
+
+def survey(recipe: str | Recipe, options: Options = DEFAULTS, *, progress: Show = silent) -> Surveys:
+    """Survey a recipe with the real batch and with each split, and test whether the curves are equivalent."""
     start = time.monotonic()
-    loaded = load_recipe(recipe, data=options.data) if isinstance(recipe, str) else recipe
-    setting = settle(loaded, options)
-    # Behind the surveys of each arm stand the real batch's from the same seeds.
-    found: list[list[SeededSurvey]] = [[] for _ in setting.arms * 2]
+    task = loaded(recipe, options)
+    setting = settle(task, options)
+    # Lists of runs: those of each arm, then for each arm those of the real batch from the same seeds.
     names = [arm.name for arm in setting.arms] + [setting.arms[0].name] * len(setting.arms)
-    paired = sum(arm.way == "accumulator" for arm in setting.arms) * setting.pairs
+    paired = sum(arm.way == "accumulator" for arm in setting.arms) * min(PAIRS, options.repeats)
     total = (len(setting.arms) * options.repeats + paired) * options.updates
-    receive = receiver(total, found, progress, names, lambda run: run.survey.suggestion)
+    receiver = Receiver(names, total, progress, lambda run: run.survey.suggestion)
 
     def report(*, partial: bool) -> Surveys:
-        made = origin(loaded, options, start, partial=partial, torch=torch.__version__)
-        return _report(options, setting, _arms(setting, found), made)
+        return Surveys(
+            **origin(task, options, start, partial=partial, torch=torch.__version__),
+            **setting.ramp._asdict(),
+            optimizer=setting.optimizer,
+            learning_rate=None if options.what == "lr" else setting.learning_rate,
+            dtype=setting.dtype,
+            batch_size=sum(setting.arms[0].split.sizes),
+            repeats=options.repeats,
+            factor=FACTOR,
+            margin=DECADES,
+            arms=_arms(setting, receiver.runs),
+            notes=(CAVEAT,),
+        )
 
     try:
         with torch_threads(options.threads):
-            # Seed by seed, so that an interrupted study has as many surveys of every arm.
-            train_here(loaded, setting, range(options.repeats), receive, train=train)
+            # Seed by seed, so that after an interruption all arms have about as many surveys.
+            train_here(task, partial(train, setting=setting), range(options.repeats), receiver)
     except KeyboardInterrupt:
         raise Interrupted(report(partial=True)) from None
     return report(partial=False)
 
 
 def settle(recipe: Recipe, options: Options) -> SurveySetting:
-    """Fill in what the options leave open, and refuse what cannot be."""
-    _check(options)
+    """Return the setting of all surveys: the options, with the recipe's values for those that are None."""
+    check_choice("what", options.what, get_args(What))
+    check_counts(options, "repeats", "updates", "threads", "batch_size")
+    check_choice("dtype", options.dtype, PAIRED_TOLERANCES)
     splits = splits_of(recipe, options.splits, options.batch_size, counts=(10, 20))
-    if options.learning_rate is None:
-        recipe.require("learning_rates", by="superbatch survey without --lr")
-    name = offered_optimizer(recipe, options.optimizer)
-    rate = options.learning_rate or recipe.learning_rates[name]
+    name, rate = optimizer_and_rate(recipe, options, by="superbatch survey")
     optimizer = recipe.optimizers[name](recipe.model(0).parameters(), rate)
-    Dial([optimizer], options.what)  # refuses an optimizer without the option
+    Dial([optimizer], options.what)  # raises for an optimizer without this hyperparameter
     low, high = range_of([optimizer], options.what)
     low, high = low if options.low is None else options.low, high if options.high is None else options.high
     ramp = Ramp(options.what, low, high, options.updates)
-    values_of(*ramp)  # refuses what is no ramp
+    values_of(*ramp)  # raises for ends that make no ramp
     return SurveySetting(
         arms=_plans(recipe, splits, include_wrong=options.include_wrong),
         repeats=options.repeats,
-        pairs=min(PAIRS, options.repeats),
         ramp=ramp,
         dtype=options.dtype,
         optimizer=name,
@@ -96,21 +131,8 @@ def settle(recipe: Recipe, options: Options) -> SurveySetting:
     )
 
 
-def _check(options: Options) -> None:
-    if options.what not in get_args(What):
-        raise InputError(
-            f"--what {options.what}: that cannot be surveyed. Give one of {', '.join(get_args(What))}."
-        )
-    check_counts(options, "repeats", "updates", "threads", "batch_size")
-    if options.dtype not in PAIRED_TOLERANCES:
-        raise InputError(
-            f"dtype={options.dtype!r}: paired curves are held to the rounding of their dtype. Use one of "
-            f"{', '.join(PAIRED_TOLERANCES)}."
-        )
-    check_positive(options, "learning_rate")
-
-
 def _plans(recipe: Recipe, splits: Sequence[Split], *, include_wrong: bool) -> tuple[ArmPlan, ...]:
+    """Return the arms: the real batch twice, each split, and with `include_wrong` arms that must differ."""
     size = sum(splits[0].sizes)
     real = parse_split(f"1x{size}")
     parts = [split for split in splits if len(split.sizes) > 1]
@@ -125,6 +147,7 @@ def _plans(recipe: Recipe, splits: Sequence[Split], *, include_wrong: bool) -> t
         if len(longest.sizes) > 1:
             plans.append(ArmPlan(longest, "missing 1/K", "wrong"))
         plans += [
+            # Half the batch has a similar curve, so it is not required to fail.
             ArmPlan(parse_split(f"1x{other}"), "another batch", "wrong" if other < size // 2 else "other")
             for other in (size // 10, size // 2)
             if other
@@ -133,13 +156,14 @@ def _plans(recipe: Recipe, splits: Sequence[Split], *, include_wrong: bool) -> t
 
 
 def _arms(setting: SurveySetting, found: Sequence[Sequence[SeededSurvey]]) -> tuple[SurveyArm, ...]:
+    """Return the report of each arm; `found` has the runs of the arms, then those of the real batch."""
     baseline = [run.survey for run in found[0]]
     arms: list[SurveyArm] = []
     for plan, own, real in zip(setting.arms, found, found[len(setting.arms) :], strict=False):
         surveys = [run.survey for run in own]
         decades = [value for value in decades_of(surveys) if value is not None]
-        compared = plan.claim != "real" and min(len(surveys), len(baseline)) > 1
-        pairs = zip(surveys, real, strict=False)  # the first surveys of an arm are those that have one
+        compared = plan.claim != "real"
+        pairs = zip(surveys, real, strict=False)  # only the first surveys of an arm have a pair
         arms.append(
             SurveyArm(
                 name=plan.name,
@@ -157,19 +181,56 @@ def _arms(setting: SurveySetting, found: Sequence[Sequence[SeededSurvey]]) -> tu
     return tuple(arms)
 
 
-def _report(
-    options: Options, setting: SurveySetting, arms: tuple[SurveyArm, ...], made: dict[str, Any]
-) -> Surveys:
-    return Surveys(
-        **made,
-        **setting.ramp._asdict(),
-        optimizer=setting.optimizer,
-        learning_rate=None if setting.ramp.what == "lr" else setting.learning_rate,
-        dtype=setting.dtype,
-        batch_size=sum(arms[0].sizes),
-        repeats=options.repeats,
-        factor=FACTOR,
-        margin=DECADES,
-        arms=arms,
-        notes=(CAVEAT,),
-    )
+def train(
+    recipe: Recipe, seed: int, *, setting: SurveySetting, tick: Tick
+) -> Iterator[tuple[int, SeededSurvey]]:
+    """Survey every arm once, and yield its index and its survey.
+
+    A survey of the real batch that is paired with a split has the index of the split's arm plus the number of
+    arms.
+    """
+    for index, arm in enumerate(setting.arms):
+        own = index * setting.repeats + seed  # other seeds in each arm, so that arms are independent
+        yield index, survey_seed(recipe, setting, arm, own, tick)
+        if arm.way == "accumulator" and seed < PAIRS:
+            yield len(setting.arms) + index, survey_seed(recipe, setting, setting.arms[0], own, tick)
+
+
+def survey_seed(recipe: Recipe, setting: SurveySetting, arm: ArmPlan, seed: int, tick: Tick) -> SeededSurvey:
+    """Survey one arm from one seed."""
+    made = 0  # points of the ramp
+
+    def point(*_: int) -> None:
+        nonlocal made
+        made += 1
+        tick(1)
+
+    with torch.random.fork_rng(devices=[]):
+        model = recipe.model(seed).to(getattr(torch, setting.dtype))
+        optimizer = recipe.optimizers[setting.optimizer](model.parameters(), setting.learning_rate)
+        torch.manual_seed(seed)  # random layers (dropout) start every arm from the same state
+        batches = partial(_batches, recipe, setting, arm, seed)
+        if arm.way == "accumulator":
+            accumulate = accumulator_of(arm.split, recipe, model, optimizer)
+            found = lr_survey(accumulate, batches, **setting.ramp._asdict(), progress=point)
+        else:
+            sweep, dial = Sweep(*setting.ramp), Dial([optimizer], setting.ramp.what)
+            update = update_function(arm, recipe, model, optimizer)
+            for value, batch in zip(sweep.values, batches(), strict=True):
+                dial.turn(value)
+                go_on = sweep.add(update(batch))
+                point()
+                if not go_on:
+                    break
+            found = sweep.report(ratios=dial.ratios)
+    tick(setting.ramp.updates - made)  # the progress counts the rest of an early stop as done
+    return SeededSurvey(seed=seed, survey=found)
+
+
+def _batches(recipe: Recipe, setting: SurveySetting, arm: ArmPlan, seed: int) -> Iterator[Any]:
+    """Yield a batch for each point of the ramp; they depend on the seed and the batch size only."""
+    size = sum(arm.split.sizes)
+    for indices in stream(recipe.samples, setting.ramp.updates * size, seed).split(size):
+        batch = cast_batch(recipe.batch(indices), setting.dtype)
+        unequal = arm.way == "accumulator" and not arm.split.equal
+        yield Window(cut(batch, arm.split.sizes)) if unequal else batch

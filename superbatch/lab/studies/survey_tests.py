@@ -1,11 +1,11 @@
-"""Equivalence of two bundles of survey curves: paired where they can be, else point by point.
+"""Equivalence of two sets of survey curves.
 
 *Paired*: two surveys from the same weights and samples must agree to rounding. This is the real test.
 
-*Unpaired*: independent surveys differ by chance. Two one-sided tests (TOST) of the log loss at every point up
-to 2/3 of where the baseline is lowest, all of which must pass (an intersection-union test needs no
-correction), and one of the suggested values in decades. That a test for a *difference* finds none would say
-nothing.
+*Unpaired*: independent surveys differ by chance. Two one-sided tests (TOST) compare the log loss at each
+point up to 2/3 of the value where the baseline is lowest. All of them must pass, so no correction for
+multiple tests is needed (intersection-union test). Another TOST compares the suggested values in decades. A
+test for a *difference* that finds none would show nothing.
 """
 
 from __future__ import annotations
@@ -22,17 +22,14 @@ from ..report.comparison import FEWEST_RUNS, Equivalence
 from ..report.surveys import CurveTest
 from .statistics import ALPHA, smallest_gap, summarise, tost_welch
 
-FACTOR = 1.10  # losses within 10 % of each other are alike
-
-DECADES = 0.15  # suggested rates within a factor of 1.41 of each other are alike
-
-SUGGESTING = 0.75  # share of the surveys that must suggest a value, for the others may have lain elsewhere
-
+FACTOR = 1.10  # equivalence margin of the losses, a factor
+DECADES = 0.15  # equivalence margin of the suggested values: a factor of 1.41
+SUGGESTING = 0.75  # share of the surveys that must suggest a value for a test of the suggestions
 SHARE = 2 / 3  # curves are compared up to this share of the value where the baseline is lowest
 
 
 def paired_difference(survey: Survey, real: Survey) -> float:
-    """Return ``max |l - r| / |r|`` up to the lowest point of `real`; infinite if one curve ends before."""
+    """Return ``max |l - r| / |r|`` up to the lowest point of `real`; infinite if a curve ends before it."""
     end = 1 + real.smooth.index(min(real.smooth)) if real.smooth else 0
     if not end or len(survey.losses) < end:
         return math.inf
@@ -43,10 +40,10 @@ def paired_difference(survey: Survey, real: Survey) -> float:
 def curve_test(
     surveys: Sequence[Survey], baseline: Sequence[Survey], *, factor: float = FACTOR
 ) -> CurveTest | None:
-    """Test that the loss is the baseline's within a factor, at every point before the lowest.
+    """Test that the loss equals the baseline's within a factor, at every point before the lowest one.
 
-    None with fewer than `FEWEST_RUNS` of either, where a loss is not positive, so that it has no
-    logarithm, and where a baseline ended so early that no point counts.
+    Returns None with fewer than `FEWEST_RUNS` surveys on either side, if a loss is not positive and has no
+    logarithm, or if a baseline survey ended too early to have a point that is tested.
     """
     if min(len(surveys), len(baseline)) < FEWEST_RUNS:
         return None
@@ -56,7 +53,7 @@ def curve_test(
     longest = max(baseline, key=lambda survey: len(survey.values))
     values = longest.values
     last = _last_point(baseline, [to_axis(longest.what, value) for value in values])
-    # Where a survey in question ended before that, its loss had exploded there: it is not the baseline's.
+    # A survey that ended before such a point has exploded, so it differs from the baseline there.
     found = [
         _point(
             [log[i] for log in logs if i < len(log)],
@@ -81,35 +78,37 @@ def curve_test(
 def suggestion_test(
     surveys: Sequence[Survey], baseline: Sequence[Survey], *, margin: float = DECADES
 ) -> Equivalence | None:
-    """Test that the suggested values are the baseline's within some decades.
+    """Test that the suggested values equal the baseline's within a margin in decades.
 
-    None with fewer than `FEWEST_RUNS` of either, and where less than `SUGGESTING` of either suggest a value.
+    Returns None if fewer than `FEWEST_RUNS` surveys on either side suggest a value, or a share below
+    `SUGGESTING`.
     """
     found = [[value for value in decades_of(part) if value is not None] for part in (surveys, baseline)]
     for suggested, part in zip(found, (surveys, baseline), strict=True):
-        # Noise leaves some surveys open; of the few that noise left alone the rest would say nothing.
+        # Noise keeps some surveys from suggesting a value. The few others would be a biased sample.
         if len(suggested) < max(FEWEST_RUNS, SUGGESTING * len(part)):
             return None
     sample, other = found
-    # Suggestions are points of the ramp: they come out the same by chance.
+    # Suggestions are points of the ramp, so some are equal by chance: the step keeps the spread above 0.
     return tost_welch(
         summarise(sample), summarise(other), margin=margin, step=smallest_gap([*sample, *other])
     )
 
 
 def decades_of(surveys: Sequence[Survey]) -> list[float | None]:
-    """Decimal logarithms of the suggestions; of a momentum, those of the updates it averages over."""
+    """Return log10 of each suggestion, or None; of a momentum m, log10 of 1 / (1 - m)."""
     return [None if s.suggestion is None else math.log10(to_axis(s.what, s.suggestion)) for s in surveys]
 
 
 def _logs(surveys: Sequence[Survey]) -> list[list[float]] | None:
+    """Return the logarithms of the losses; None if a loss has none."""
     if any(loss <= 0 for survey in surveys for loss in survey.losses):
         return None
     return [[math.log(loss) for loss in survey.losses] for survey in surveys]
 
 
 def _last_point(baseline: Sequence[Survey], axis: Sequence[float]) -> int:
-    """The last point at most at 2/3 of where the mean of the smoothed curves is lowest."""
+    """Return the index of the last point below `SHARE` of where the mean smoothed baseline is lowest."""
     shared = min(len(survey.smooth) for survey in baseline)
     means = [statistics.fmean(survey.smooth[i] for survey in baseline) for i in range(shared)]
     kept = range(min(FIRST, shared - 1), max(shared - LAST, FIRST + 1, 1))
@@ -120,7 +119,7 @@ def _last_point(baseline: Sequence[Survey], axis: Sequence[float]) -> int:
 def _point(
     logs: Sequence[float], reference: Sequence[float], factor: float, *, complete: bool
 ) -> tuple[float, float]:
-    """The p-value at one point, and the ratio of the geometric means."""
+    """Return the p-value at one point, and the ratio of the geometric means of the losses."""
     if not complete or len(logs) < 2 or len(reference) < 2:
         return 1.0, math.nan
     test = tost_welch(summarise(logs), summarise(reference), margin=math.log(factor))

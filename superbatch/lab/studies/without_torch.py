@@ -1,4 +1,4 @@
-"""The digits task on a backend that is not torch: what does not depend on which one it is."""
+"""Training of the digits task that the backends other than torch share."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from .setting import ArmPlan, Setting, Tick, batches
 
 
 class Steps(NamedTuple):
-    """One run that is ready to start: compiled, with the initial weights of its seed."""
+    """Functions of one run that is ready to start: compiled, and with the initial weights of its seed."""
 
-    prepare: Callable[[Any], Any]  # indices of the samples -> their batch, off the clock
+    prepare: Callable[[Any], Any]  # sample indices -> the batch that `update` takes; not timed
     update: Callable[[Any], float]  # makes one update; returns the mean loss before it
-    weights: Callable[[], Mapping[str, Any]]  # by torch's names, in torch's shapes
+    weights: Callable[[], Mapping[str, Any]]  # the weights now, with torch's names and shapes
 
 
 def trainer(
     begin: Callable[[Recipe, Setting, ArmPlan, int], Steps],
     within: Callable[[str], AbstractContextManager[Any]] = lambda dtype: nullcontext(),
 ) -> TrainArms:
-    """Make the function that trains every arm from one seed, from the weights and in the order of torch.
+    """Return the function that trains every arm from one seed, with torch's initial weights and order.
 
-    Each arm is trained within a context of its dtype, which a framework may keep for the whole process.
+    `begin` prepares a run of an arm from a seed. `within` returns a context that sets the dtype, for
+    frameworks that keep it for the whole process.
     """
 
     def train(recipe: Recipe, setting: Setting, seed: int, tick: Tick) -> Iterator[Trained]:
@@ -37,6 +38,10 @@ def trainer(
             draw = partial(Draws(seed).permutation, recipe.samples)
             order, ticks = batches(draw, recipe.samples, setting), partial(tick, len(arm.split.sizes))
             with within(setting.dtype):
+                steps = begin(recipe, setting, arm, seed)
+                # An update of each batch size compiles the program, so that no timed update does.
+                for size in {setting.batch_size, setting.tail or setting.batch_size}:
+                    steps.update(steps.prepare(np.arange(size)))
                 steps = begin(recipe, setting, arm, seed)
                 losses, seconds = timed(order, steps.prepare, steps.update, ticks)
                 found: Any = {name: np.asarray(values) for name, values in steps.weights().items()}
@@ -51,7 +56,7 @@ def trainer(
 
 
 def optimizers_of(keras: Any) -> Mapping[str, Callable[..., Any]]:
-    """The optimizers of Keras, which TensorFlow takes too, by the names of the recipes."""
+    """Return name of the recipe -> optimizer of Keras, which TensorFlow takes, too."""
     kinds = keras.optimizers
     return {
         "sgd": kinds.SGD,
@@ -62,6 +67,6 @@ def optimizers_of(keras: Any) -> Mapping[str, Callable[..., Any]]:
 
 
 def restore(optimizer: Any, start: list[Any]) -> None:
-    """Take an optimizer of Keras to before the first update."""
+    """Set the variables of a Keras optimizer to their values before the first update."""
     for variable, value in zip(optimizer.variables, start, strict=True):
         variable.assign(value)

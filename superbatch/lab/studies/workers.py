@@ -1,8 +1,8 @@
-"""Train the seeds of a comparison, in this process or spread over several.
+"""Train the seeds of a study in this process or in several worker processes.
 
-Worker processes are *spawned* (a forked framework can hang), find the recipe by its name, and keep torch's
-threads to what was asked. They ignore Ctrl-C, which reaches the whole process group: the parent stops them,
-so that runs that are already finished can be kept. A worker whose parent is gone ends by itself.
+Worker processes are *spawned*, because a forked framework can hang. Each loads the recipe by its name and
+limits torch to the threads of the options. Workers ignore Ctrl-C, which reaches the whole process group: the
+parent stops them and keeps the finished runs. A worker whose parent has ended exits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from superbatch.errors import SuperbatchError
@@ -25,114 +24,71 @@ from superbatch.errors import SuperbatchError
 from ..recipes import Recipe
 from ..recipes.failing import recipe_failure
 from .backends import load_backend
-from .shared_options import Progress
-from .training import train_seed
+from .shared_options import Progress, Show
 
 REPORT_EVERY = 0.2  # seconds between two messages about progress
 
-
-@dataclass(frozen=True)
-class Advanced:
-    """Some micro-batches were processed."""
-
-    microbatches: int
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A run is complete; `run` is the record that the training function made of it."""
-
-    arm: int
-    run: Any
-
-
-@dataclass(frozen=True)
-class Failed:
-    """A worker met an error."""
-
-    error: BaseException
-
-
-Event = Advanced | Finished
-Receive = Callable[[Event], None]
-Load = tuple[str, str, str | Path | None]  # backend, recipe and data, for a worker to load them
-
-
-# (recipe, setting, seed, tick=) -> every arm, as (its index, its run); `tick` takes the work done since its
-# last call. It is a function of a module, so that other processes find it, and the setting, which has the
-# attribute ``arms``, can be sent to them.
+# Units of work done since the last event; or the index of an arm, with a finished run of it.
+Event = int | tuple[int, Any]
+# Trains every arm: (recipe, seed=, tick=) -> pairs (index of an arm, its run). `tick` takes the units of work
+# done since its last call. A worker process unpickles it: a function of a module, or a `partial` of one.
 Train = Callable[..., Iterator[tuple[int, Any]]]
 
 
-def receiver(
-    total: int,
-    finished: Sequence[list[Any]],
-    progress: Callable[[Progress], None],
-    names: Sequence[str],
-    value: Callable[[Any], float | None],
-) -> Receive:
-    """Make the function that keeps the runs of each arm and shows progress: seed, arm and value of a run."""
-    done = 0
+@dataclass
+class Receiver:
+    """Collects the finished runs of each arm and shows the progress."""
 
-    def receive(event: Event) -> None:
-        nonlocal done
+    names: Sequence[str]  # of the arms
+    total: int  # units of work of all runs
+    progress: Show
+    value: Callable[[Any], float | None]  # a run -> the number that is shown when it is finished
+    done: int = 0  # units of work
+
+    def __post_init__(self) -> None:
+        self.runs: list[list[Any]] = [[] for _ in self.names]  # finished runs of each arm
+
+    def __call__(self, event: Event) -> None:
+        """Record an event."""
         latest = None
-        if isinstance(event, Advanced):
-            done += event.microbatches
+        if isinstance(event, int):
+            self.done += event
         else:
-            finished[event.arm].append(event.run)
-            latest = event.run.seed, names[event.arm], value(event.run)
-        progress(Progress(min(done, total), total, latest))
-
-    return receive
+            arm, run = event
+            self.runs[arm].append(run)
+            latest = run.seed, self.names[arm], self.value(run)
+        # The last batch of a run may have more samples than were left, so the sum may exceed the total.
+        self.progress(Progress(min(self.done, self.total), self.total, latest))
 
 
 def train_seeds(
     recipe: str | Recipe,
     loaded: Recipe,
-    setting: Any,
+    train: Train,
     seeds: Sequence[int],
-    receive: Receive,
+    receiver: Receiver,
     *,
     options: Any,  # of the command, with workers, threads and data
-    train: Train = train_seed,
     backend: str = "torch",
 ) -> None:
-    """Train the seeds in this process, or in several where that is asked for and a name loads the recipe."""
-    if min(options.workers, len(seeds)) == 1 or not isinstance(recipe, str):
-        train_here(loaded, setting, seeds, receive, train=train)
-    else:
-        train_spread((backend, recipe, options.data), setting, seeds, receive, options=options, train=train)
-
-
-def train_here(
-    recipe: Recipe, setting: Any, seeds: Sequence[int], receive: Receive, *, train: Train = train_seed
-) -> None:
-    """Train the seeds one after the other in this process."""
-    tick, flush = _gathered(receive)
-    for seed in seeds:
-        for arm, run in train(recipe, setting, seed, tick=tick):
-            flush()
-            receive(Finished(arm, run))
-
-
-def train_spread(
-    load: Load, setting: Any, seeds: Sequence[int], receive: Receive, *, options: Any, train: Train
-) -> None:
-    """Train the seeds in processes of their own; each takes the next seed when it has finished one."""
-    context, workers = multiprocessing.get_context("spawn"), min(options.workers, len(seeds))
+    """Train the seeds in `options.workers` processes; in this one if that is 1 or `recipe` is an object."""
+    count = min(options.workers, len(seeds))
+    if count == 1 or not isinstance(recipe, str):
+        train_here(loaded, train, seeds, receiver)
+        return
+    context = multiprocessing.get_context("spawn")
     todo, events = context.Queue(), context.Queue()
-    for seed in (*seeds, *[None] * workers):
+    for seed in (*seeds, *[None] * count):  # None ends a worker
         todo.put(seed)
+    load = backend, recipe, options.data, options.threads
     processes = [
-        context.Process(target=_work, args=(load, setting, train, options.threads, todo, events), daemon=True)
-        for _ in range(workers)
+        context.Process(target=_work, args=(load, train, todo, events), daemon=True) for _ in range(count)
     ]
     try:
         with _interrupts_ignored_by_children():
             for process in processes:
                 process.start()
-        _listen(processes, events, receive, runs=len(seeds) * len(setting.arms))
+        _listen(processes, events, receiver, runs=len(seeds) * len(receiver.runs))
     finally:
         started = [process for process in processes if process.pid is not None]
         for process in started:
@@ -144,26 +100,37 @@ def train_spread(
             each.close()
 
 
-def _listen(processes: Sequence[Any], events: Any, receive: Receive, *, runs: int) -> None:
+def train_here(recipe: Recipe, train: Train, seeds: Sequence[int], receive: Callable[[Event], None]) -> None:
+    """Train the seeds one after the other in this process."""
+    tick, flush = _throttled(receive)
+    for seed in seeds:
+        for arm, run in train(recipe, seed=seed, tick=tick):
+            flush()
+            receive((arm, run))
+
+
+def _listen(processes: Sequence[Any], events: Any, receiver: Receiver, *, runs: int) -> None:
+    """Pass on the workers' events until all runs are finished; raise the error of a worker."""
     while runs:
         try:
             event = events.get(timeout=1.0)
         except queue.Empty:
+            # A worker that the system has killed reports nothing: only its exit code tells.
             if any(process.exitcode not in (None, 0) for process in processes):
                 codes = [process.exitcode for process in processes]
                 raise SuperbatchError(
-                    f"{len(processes)} worker processes: one ended before it could say why (exit codes "
-                    f"{codes}); memory may have run out. Use fewer workers, or 1 to train in this process."
+                    f"One of {len(processes)} worker processes ended without a report (exit codes {codes}). "
+                    "If memory ran out, use fewer workers, or 1 to train in this process."
                 ) from None
             continue
-        if isinstance(event, Failed):
-            raise event.error
-        runs -= isinstance(event, Finished)
-        receive(event)
+        if isinstance(event, Exception):
+            raise event
+        runs -= isinstance(event, tuple)
+        receiver(event)
 
 
-def _work(load: Load, setting: Any, train: Train, threads: int, todo: Any, events: Any) -> None:
-    """Run a worker process, until the seeds or its parent end."""
+def _work(load: tuple[str, str, Any, int], train: Train, todo: Any, events: Any) -> None:
+    """Train seeds in a worker process until there are none left or the parent has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
 
@@ -173,33 +140,36 @@ def _work(load: Load, setting: Any, train: Train, threads: int, todo: Any, event
         events.put(event)
 
     try:
-        name, recipe_name, data = load
-        backend = load_backend(name)
+        backend_name, name, data, threads = load
+        backend = load_backend(backend_name)
         with backend.threads(threads):
-            recipe = backend.load(recipe_name, data)
+            recipe = backend.load(name, data)
             while (seed := todo.get()) is not None:
-                train_here(recipe, setting, [seed], put, train=train)
-    except Exception as error:  # noqa: BLE001  (it is raised again where the user is)
+                train_here(recipe, train, [seed], put)
+    except Exception as error:  # noqa: BLE001  (the parent raises it)
         if not isinstance(error, SuperbatchError):
-            # An exception of a user's own class may not survive the way to the parent; its text does.
-            text = " ".join(f"a worker process met {type(error).__name__}: {error}".split())
+            # An exception of the user's own class may not unpickle in the parent; its text does.
+            text = " ".join(f"A worker process raised {type(error).__name__}: {error}".split())
             error = recipe_failure(error) or SuperbatchError(text)
-        events.put(Failed(error))
+        events.put(error)
 
 
-def _gathered(receive: Receive) -> tuple[Callable[[int], None], Callable[[], None]]:
-    """A tick for `train_seed` that passes on sums now and then, and a function that passes on the rest."""
+def _throttled(receive: Callable[[Event], None]) -> tuple[Callable[[int], None], Callable[[], None]]:
+    """Return a tick that passes on sums every `REPORT_EVERY` seconds, and a function that passes on the rest.
+
+    A message for each update would cost more than a small update.
+    """
     pending, last = 0, time.monotonic()
 
-    def tick(microbatches: int) -> None:
+    def tick(work: int) -> None:
         nonlocal pending
-        pending += microbatches
+        pending += work
         if time.monotonic() - last > REPORT_EVERY:
             flush()
 
     def flush() -> None:
         nonlocal pending, last
-        receive(Advanced(pending))
+        receive(pending)
         pending, last = 0, time.monotonic()
 
     return tick, flush
@@ -207,27 +177,27 @@ def _gathered(receive: Receive) -> tuple[Callable[[int], None], Callable[[], Non
 
 @contextmanager
 def _interrupts_ignored_by_children() -> Iterator[None]:
-    """Block SIGINT: children inherit the mask, so Ctrl-C never makes one print a traceback.
+    """Block SIGINT and delay SIGTERM while children start.
 
-    SIGTERM waits for the end of the block: a child whose start is torn would fail, and nobody would stop it.
-    It is not blocked, for then children could not be terminated. A signal in the meantime is delivered
-    afterwards.
+    Children inherit the signal mask, so Ctrl-C never makes one print a traceback. A SIGTERM that arrives
+    inside the block is raised at its end: a process that is only half started would not be stopped. SIGTERM
+    is not blocked, because then children could not be terminated.
     """
     if os.name != "posix":
         yield
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    terminated: list[int] = []
-    handler = signal.getsignal(signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread():
-        handler = None  # it cannot be set, and is not raised here
+    delayed: list[int] = []
+    # Only the main thread can set a handler, and only there signals are handled.
+    main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGTERM) if main else None
     if handler is not None:
-        handler = signal.signal(signal.SIGTERM, lambda number, _: terminated.append(number))
+        signal.signal(signal.SIGTERM, lambda number, _: delayed.append(number))
     try:
         yield
     finally:
         if handler is not None:
             signal.signal(signal.SIGTERM, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if terminated:
+        if delayed:
             signal.raise_signal(signal.SIGTERM)

@@ -36,12 +36,12 @@ def softmax_loss(
     Args:
         scores: tensor of shape (samples, classes, ...).
         labels: integers of shape (samples, ...).
-        ignore_label: the label that is not counted; None: all count.
-        normalization: the normaliser: ``"VALID"`` the number of labels that count, ``"FULL"`` that of all
-            labels, ``"BATCH_SIZE"`` that of samples, ``"NONE"`` 1.
+        ignore_label: label that is not counted; None: all labels are counted.
+        normalization: the normaliser: the number of counted labels (``"VALID"``), of all labels
+            (``"FULL"``), of samples (``"BATCH_SIZE"``), or 1 (``"NONE"``).
 
     Returns:
-        A scalar; 0 if no label counts.
+        A scalar; 0 if no label is counted.
 
     Raises:
         InputError: `normalization` is not one of these.
@@ -72,7 +72,7 @@ def loss_weight(where: Where, *, ignore_label: int | None = None, average: Avera
 
     Args:
         where: path of the labels in a micro-batch, or a function micro-batch -> labels.
-        ignore_label: the label that is not counted; None: all count.
+        ignore_label: label that is not counted; None: all labels are counted.
         average: ``"exact"``: the number of valid labels, which gives the update of the real batch.
             ``"caffe"``: 1 for every micro-batch, even without a valid label. That is not a mean over samples,
             so the Accumulator would raise: pass it ``check=False``.

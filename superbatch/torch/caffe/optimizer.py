@@ -77,16 +77,16 @@ class CaffeOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its ``lr`` is computed from its ``lr_mult`` if it is missing."""
-        given = dict(param_group)
+        group = dict(param_group)
         # A multiplier is rounded to float32, in which Caffe stores it.
         for name in ("lr_mult", "decay_mult"):
-            value = given.get(name, 1.0)
+            value = group.get(name, 1.0)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise InputError(f"{name}={value!r} is not a number. Pass a number, such as 1.0.")
-            given[name] = float32(float(value))
+            group[name] = float32(float(value))
         # The local rate is rate * lr_mult.
-        given.setdefault("lr", self.defaults["lr"] * given["lr_mult"])
-        super().add_param_group(given)
+        group.setdefault("lr", self.defaults["lr"] * group["lr_mult"])
+        super().add_param_group(group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  (torch's overloads)

@@ -12,7 +12,7 @@ from superbatch.caffe.rates import rate_schedule
 
 
 class CaffeRate(LRScheduler):
-    """Sets ``lr = rate(update) * lr_mult`` of every parameter group; step it once per update.
+    """Scheduler that sets ``lr = rate(update) * lr_mult`` of every parameter group; step it once per update.
 
     Args:
         optimizer: a `CaffeOptimizer`, or any other, whose groups without ``lr_mult`` use 1.

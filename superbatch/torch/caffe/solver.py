@@ -14,14 +14,14 @@ from .rate import CaffeRate
 
 @dataclass(frozen=True)
 class CaffeSolver:
-    """Parts of a training that reproduce a solver file; made by `solver`.
+    """Optimizer, scheduler and settings that reproduce a solver file; returned by `solver`.
 
     Attributes:
         config: the solver.
         optimizer: optimizer for the Accumulator.
         scheduler: scheduler for the Accumulator.
         accumulation_steps: the solver's ``iter_size``, for `windows`.
-        smoothed_loss: from each update's loss to the loss that Caffe displays.
+        smoothed_loss: computes the loss that Caffe displays from the loss of each update.
     """
 
     config: SolverConfig
@@ -41,7 +41,7 @@ def solver(config: SolverConfig, parameters: Iterable[Any], *, clip: Clip = "caf
             micro-batches, or ``"mean"``, the gradient of the batch.
 
     Returns:
-        The parts, for an Accumulator.
+        The optimizer, the scheduler and the settings to use with an Accumulator.
 
     Raises:
         InputError: an argument has the wrong type or value.

@@ -110,8 +110,8 @@ class Encoder:
             return {"complex": self._tensor(torch.view_as_real(tensor.detach().resolve_conj()), where)}
         form = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         # Tied weights have equal address, shape and strides. All empty tensors have the address 0.
-        place = (tensor.data_ptr(), *form) if tensor.numel() else (where, *form)
-        name = self._names.setdefault(place, where)
+        key = (tensor.data_ptr(), *form) if tensor.numel() else (where, *form)
+        name = self._names.setdefault(key, where)
         # The first name is used for both, so that decoding returns the same tensor.
         self.tensors.setdefault(name, tensor.detach())
         return {"tensor": name}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from superbatch.errors import CheckpointError
 
-_PIECE = 1 << 20  # bytes hashed at a time
+_CHUNK = 1 << 20  # bytes hashed at a time
 
 Sums = dict[str, tuple[int, str]]  # name of a file -> its size in bytes and its SHA-256
 
@@ -59,7 +59,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         OSError: the disk is full, or the file cannot be written.
     """
     storages: set[int] = set()
-    whole: dict[str, Tensor] = {}
+    separate: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         # safetensors writes raw bytes, so conjugation and negation are resolved.
         contiguous = tensor.cpu().resolve_conj().resolve_neg().contiguous()
@@ -68,10 +68,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         if storage.data_ptr() in storages or storage.nbytes() != contiguous.nbytes:
             contiguous = contiguous.clone()
         storages.add(contiguous.untyped_storage().data_ptr())
-        whole[name] = contiguous
+        separate[name] = contiguous
     safetensors = _safetensors()
     try:
-        safetensors.torch.save_file(whole, path)
+        safetensors.torch.save_file(separate, path)
     except safetensors.SafetensorError as error:  # its text contains the error of the system
         raise OSError(f"{path} cannot be written: {error}") from None
     flush(path)
@@ -163,9 +163,9 @@ OLDER = "Pass the folder of an older checkpoint to load_checkpoint()."
 def _sha256(path: Path) -> str:
     found = hashlib.sha256()
     with path.open("rb") as file:
-        # In pieces, because a file may be larger than memory.
-        while piece := file.read(_PIECE):
-            found.update(piece)
+        # In chunks, because a file may be larger than memory.
+        while chunk := file.read(_CHUNK):
+            found.update(chunk)
     return found.hexdigest()
 
 

@@ -15,7 +15,8 @@ from .files import OLDER, digest_of_json, flush, read_json, write_json
 FORMAT, VERSION = "superbatch checkpoint", 1
 HEAD = "checkpoint.json"
 _NAME = re.compile(r"(\d+)-update-(\d+)")
-_ASIDE = re.compile(r"\.\d+-update-\d+\.(writing|deleting)")  # names that a killed program may leave
+# Names of folders that a killed program may leave.
+_TEMPORARY = re.compile(r"\.\d+-update-\d+\.(writing|deleting)")
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -32,7 +33,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def place_of(folder: Path, updates: int) -> tuple[Path, Path]:
+def next_paths(folder: Path, updates: int) -> tuple[Path, Path]:
     """Return the temporary path of the next checkpoint, and the final one.
 
     Args:
@@ -40,7 +41,7 @@ def place_of(folder: Path, updates: int) -> tuple[Path, Path]:
         updates: number of updates made.
 
     Examples:
-        >>> [path.name for path in place_of(Path("run"), 120)]
+        >>> [path.name for path in next_paths(Path("run"), 120)]
         ['.000001-update-120.writing', '000001-update-120']
     """
     earlier = checkpoints_in(folder)
@@ -50,21 +51,21 @@ def place_of(folder: Path, updates: int) -> tuple[Path, Path]:
     return folder / f".{name}.writing", folder / name
 
 
-def prepare(aside: Path) -> None:
+def prepare(temporary: Path) -> None:
     """Make the temporary folder of a checkpoint, and delete those that killed programs have left."""
-    aside.parent.mkdir(parents=True, exist_ok=True)
+    temporary.parent.mkdir(parents=True, exist_ok=True)
     # Only folders with such names, because users may have others beside them.
-    for path in aside.parent.iterdir():
-        if _ASIDE.fullmatch(path.name):
+    for path in temporary.parent.iterdir():
+        if _TEMPORARY.fullmatch(path.name):
             shutil.rmtree(path)
-    aside.mkdir()
+    temporary.mkdir()
 
 
-def write_head(aside: Path, facts: Mapping[str, Any]) -> None:
+def write_head(temporary: Path, facts: Mapping[str, Any]) -> None:
     """Write the head file, which makes a folder a checkpoint, with its own checksum."""
     head = {"format": FORMAT, "version": VERSION, **facts}
     # The checksum is that of all other entries.
-    write_json(aside / HEAD, {**head, "sum": digest_of_json(head)})
+    write_json(temporary / HEAD, {**head, "sum": digest_of_json(head)})
 
 
 def read_head(path: Path) -> dict[str, Any]:
@@ -92,11 +93,11 @@ def read_head(path: Path) -> dict[str, Any]:
     return head
 
 
-def publish(aside: Path, final: Path) -> None:
+def publish(temporary: Path, final: Path) -> None:
     """Rename a complete checkpoint to its final name, and wait until that is on disk."""
     # The names in the folder must be on disk before it has its final name.
-    flush(aside)
-    aside.rename(final)
+    flush(temporary)
+    temporary.rename(final)
     # The rename is on disk once the parent is flushed.
     flush(final.parent)
 
@@ -108,10 +109,10 @@ def keep_last(folder: Path, count: int) -> None:
         >>> keep_last(Path("no such folder"), 3)
     """
     for path in checkpoints_in(folder)[:-count]:
-        aside = path.with_name(f".{path.name}.deleting")
+        temporary = path.with_name(f".{path.name}.deleting")
         # Renamed first, because deleting a folder is not atomic.
-        path.rename(aside)
-        shutil.rmtree(aside)
+        path.rename(temporary)
+        shutil.rmtree(temporary)
 
 
 def newest(path: Path) -> Path | None:

@@ -54,6 +54,7 @@ class Group:
         if self.rank == 0:
             try:
                 result = work()
+            # BaseException, as in `each`.
             except BaseException as error:
                 # The other ranks get only the text of the error.
                 self.gather((f"{type(error).__name__}: {error}", None))

@@ -36,12 +36,12 @@ def plain_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 def _plain(name: str, wrappers: set[str]) -> str:
     parts = name.split(".")
-    kept = [
+    remaining = [
         part
         for index, part in enumerate(parts)
         if part not in _ALWAYS and ".".join(parts[: index + 1]) not in wrappers
     ]
-    return ".".join(kept)
+    return ".".join(remaining)
 
 
 def parameter_names(models: Iterable[nn.Module]) -> dict[Tensor, str]:

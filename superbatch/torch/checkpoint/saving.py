@@ -91,12 +91,12 @@ def save_checkpoint(
     own = Encoder()
     tree = group.each(lambda: own.encode(_of_rank(engine, state, generators or {}), "rank"))
     # Rank 0 makes the folder and sends its name to the others.
-    aside, final = group.first(lambda: _begin(Path(folder), engine.updates))
+    temporary, final = group.first(lambda: _begin(Path(folder), engine.updates))
     try:
         if encoder.sharded:
             # A collective of torch.distributed.checkpoint, called on every rank.
-            write_shards(aside, encoder.sharded)
-        group.each(lambda: _write_own(aside, group, tree, own))
+            write_shards(temporary, encoder.sharded)
+        group.each(lambda: _write_own(temporary, group, tree, own))
         facts = {
             "superbatch": _version.__version__,
             "torch": torch.__version__,
@@ -106,11 +106,14 @@ def save_checkpoint(
         }
         in_flight = any(group.gather(state["window"] is not None))
         # Last, because the head file makes the folder a checkpoint.
-        group.first(lambda: _finish(aside, final, {**facts, "in_flight": in_flight}, shared, encoder, keep))
+        group.first(
+            lambda: _finish(temporary, final, {**facts, "in_flight": in_flight}, shared, encoder, keep)
+        )
+    # BaseException, because a Ctrl-C must not leave a partial checkpoint either.
     except BaseException:
         # Only on rank 0, because two deletions at the same time would fail.
         if group.rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
     return final
 
@@ -141,38 +144,38 @@ def _of_rank(
 
 
 def _begin(folder: Path, updates: int) -> tuple[Path, Path]:
-    aside, final = folders.place_of(folder, updates)
-    folders.prepare(aside)
-    return aside, final
+    temporary, final = folders.next_paths(folder, updates)
+    folders.prepare(temporary)
+    return temporary, final
 
 
-def _write_own(aside: Path, group: Group, tree: Any, own: Encoder) -> None:
+def _write_own(temporary: Path, group: Group, tree: Any, own: Encoder) -> None:
     """Write this rank's own state, and the checksums of all files that it has written."""
     name = f"rank-{group.rank}.safetensors"
-    files.write_tensors(aside / name, own.tensors)
+    files.write_tensors(temporary / name, own.tensors)
     # torch names a rank's files "__<rank>_<number>.distcp".
-    shards = [f"{FOLDER}/{path.name}" for path in sorted((aside / FOLDER).glob(f"__{group.rank}_*"))]
-    if group.rank == 0 and (aside / FOLDER).is_dir():
+    shards = [f"{FOLDER}/{path.name}" for path in sorted((temporary / FOLDER).glob(f"__{group.rank}_*"))]
+    if group.rank == 0 and (temporary / FOLDER).is_dir():
         # Rank 0 has written the index of all shards.
         shards.append(f"{FOLDER}/.metadata")
     # torch does not flush these files.
     for shard in shards:
-        files.flush(aside / shard)
-    sums = files.sums_of(aside, [name, *shards])
-    files.write_json(aside / f"rank-{group.rank}.json", {"state": tree, "files": sums})
+        files.flush(temporary / shard)
+    sums = files.sums_of(temporary, [name, *shards])
+    files.write_json(temporary / f"rank-{group.rank}.json", {"state": tree, "files": sums})
 
 
 def _finish(
-    aside: Path, final: Path, facts: dict[str, Any], shared: Any, encoder: Encoder, keep: int
+    temporary: Path, final: Path, facts: dict[str, Any], shared: Any, encoder: Encoder, keep: int
 ) -> None:
     """Write the shared state and the head file, and rename the folder."""
-    files.write_tensors(aside / "state.safetensors", encoder.tensors)
-    files.write_json(aside / "state.json", shared)
+    files.write_tensors(temporary / "state.safetensors", encoder.tensors)
+    files.write_json(temporary / "state.json", shared)
     # Flush the folder itself after the files in it.
-    if (aside / FOLDER).is_dir():
-        files.flush(aside / FOLDER)
+    if (temporary / FOLDER).is_dir():
+        files.flush(temporary / FOLDER)
     names = ["state.json", "state.safetensors", *(f"rank-{rank}.json" for rank in range(facts["ranks"]))]
-    folders.write_head(aside, {**facts, "files": files.sums_of(aside, names)})
-    folders.publish(aside, final)
+    folders.write_head(temporary, {**facts, "files": files.sums_of(temporary, names)})
+    folders.publish(temporary, final)
     # After publishing, because until then only the older checkpoints are complete.
     folders.keep_last(final.parent, keep)

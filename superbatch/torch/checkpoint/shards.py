@@ -25,11 +25,11 @@ def sharding_names(models: Sequence[nn.Module]) -> Callable[[Tensor], str | None
         True
     """
     # The first parameter with each sharding.
-    known: dict[Any, str] = {}
+    names_by_sharding: dict[Any, str] = {}
     for parameter, name in parameter_names(models).items():
         if hasattr(parameter, "device_mesh"):
-            known.setdefault(_sharding(parameter), name)
-    return lambda tensor: known.get(_sharding(tensor)) if hasattr(tensor, "device_mesh") else None
+            names_by_sharding.setdefault(_sharding(parameter), name)
+    return lambda tensor: names_by_sharding.get(_sharding(tensor)) if hasattr(tensor, "device_mesh") else None
 
 
 def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -49,14 +49,14 @@ def check_shared(engine: Engine, saved: Mapping[str, Any]) -> None:
             difference.
     """
     config = engine.config
-    for what, here in (
+    for kind, here in (
         ("models", config.models),
         ("optimizers", config.rule.optimizers),
         ("schedulers", config.rule.schedulers),
     ):
-        # First, because the error of zip(strict=True) says less.
-        if len(saved[what]) != len(here):
-            raise _other(f"The checkpoint has {len(saved[what])} {what}, but the Accumulator has {len(here)}")
+        # First, because the error of zip(strict=True) is less clear.
+        if len(saved[kind]) != len(here):
+            raise _other(f"The checkpoint has {len(saved[kind])} {kind}, but the Accumulator has {len(here)}")
     for number, (model, state) in enumerate(zip(config.models, saved["models"], strict=True)):
         where = f"model {number}" if len(config.models) > 1 else "the model"
         _check_model(where, _model_state(model)["state"], state["state"])
@@ -110,7 +110,7 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def _metadata(state: Any) -> Mapping[str, Any]:
-    """Return the versions of the modules by their paths, on which loading may depend."""
+    """Return the versions of the modules by their paths; loading may depend on them."""
     return getattr(state, "_metadata", {})
 
 

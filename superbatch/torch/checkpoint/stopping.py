@@ -1,4 +1,4 @@
-"""Stop of a training by a signal, after the present update, so that it can save and exit."""
+"""Stop a training on a signal, after the present update, so that it can save and exit."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class StopSignals:
         self.exit_code = 0
         for number in SIGNALS:
             # One by one, so that after an error those that were set can be restored.
-            self._earlier[number] = signal.signal(number, self._note)
+            self._earlier[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(
@@ -72,7 +72,7 @@ class StopSignals:
         # By a vote, because a signal may reach only one rank.
         return accumulate.engine.config.sync.vote(self.exit_code > 0)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         # A handler only records the signal, because it may run between any two operations.
         if not self.exit_code:
             self.exit_code, self._first = 128 + number, time.monotonic()

@@ -1,4 +1,4 @@
-"""Compare a micro-batch with the prediction of a declaration from its parts, parameter by parameter."""
+"""Compare the loss and gradient of a micro-batch with those that a declaration predicts from its parts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Evaluated:
 
     @property
     def finite(self) -> bool:
-        """Return whether loss and gradient are finite, so that they can be compared."""
+        """True if loss and gradient are finite, so that they can be compared."""
         return math.isfinite(self.loss) and (self.gradient is None or bool(self.gradient.isfinite().all()))
 
 
@@ -92,7 +92,7 @@ class Cut:
         parts: result of each part.
         spans: positions of each part's samples in the micro-batch.
         replayed: False if the parts drew other random numbers than the union.
-        by_sample: the parts draw random numbers one after the other, as the union does sample after sample.
+        by_sample: the parts continue each other's random numbers, as the union draws sample after sample.
     """
 
     union: Evaluated
@@ -103,14 +103,14 @@ class Cut:
 
     @property
     def in_order(self) -> bool:
-        """Return whether the parts in sequence have the samples in the order of the union."""
+        """True if the parts, one after the other, have the samples in the order of the union."""
         # E.g. not ((0, 2), (1, 3)): code that draws per sample would give samples 1 and 2 other numbers.
-        places = [place for span in self.spans for place in span]
-        return places == sorted(places)
+        positions = [position for span in self.spans for position in span]
+        return positions == sorted(positions)
 
     @property
     def usable(self) -> bool:
-        """Return whether every part that counts has a finite loss and gradient."""
+        """True if every part that counts has a finite loss and gradient."""
         # A mean over nothing has weight 0 and a loss of NaN; `against` leaves it out.
         return all(part.finite for part in self.parts if part.weight or part.gradient is not None)
 

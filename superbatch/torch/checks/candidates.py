@@ -1,11 +1,8 @@
-"""Candidate values of ``weight=`` for a loss that is a weighted mean; a measurement confirms one of them."""
+"""Candidates for ``weight=`` of a loss that is a weighted mean; the caller tests which one holds."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +13,7 @@ from superbatch.normalize import Number
 
 from ..devices import in_float64
 from ..weights import class_weights, count_tokens, sample_weights
-from .generators import reachable
+from .generators import held_by, reachable
 from .probing.problem import Problem
 
 _IGNORED = (-100, 0, -1, 255)  # of PyTorch, of masks and padding, of scikit-learn, of segmentation maps
@@ -47,8 +44,8 @@ def weight_candidates(problem: Problem, batch: Any) -> list[Candidate]:
         batch: batch whose leaves are inspected.
 
     Returns:
-        Labels with PyTorch's `ignore_index` or that of a loss module, and class weights; then masks; then
-        integers with a value that may be padding, positive labels, and lengths.
+        Counts of labels without PyTorch's `ignore_index` or that of a loss module, and class weights; then
+        masks; then counts of integers without a value that may be padding, positive labels, and lengths.
 
     Examples:
         >>> problem = Problem(nn.Linear(1, 1), lambda batch: batch["x"].sum())
@@ -57,7 +54,7 @@ def weight_candidates(problem: Problem, batch: Any) -> list[Candidate]:
         ['count_tokens("labels")', 'count_tokens("labels", shift=True)']
     """
     found: list[tuple[int, Candidate]] = []
-    parts = leaves(batch, unsplit=problem.unsplit, per_sample=problem.per_sample)
+    parts = leaves(batch, **problem.paths)
     # A leaf without samples (unsplit=) may hold the class weights that the loss uses.
     held = [get(batch, leaf.path) for leaf in parts if leaf.length is None]
     clues = clues_of(problem, held)
@@ -93,8 +90,8 @@ def _from_tensor(batch: Any, path: str, value: Tensor, clues: Clues) -> Iterator
     for ignored in possible:
         if bool((value == ignored).any()):
             # The ignore_index of a loss module ranks before a mask, a guessed one after it.
-            known = ignored == -100 or ignored in clues.ignored
-            yield from _by_count(path, value, ignored, 0 if known else 1 if mask else 2)
+            declared = ignored == -100 or ignored in clues.ignored
+            yield from _by_count(path, value, ignored, 0 if declared else 1 if mask else 2)
     if value.dtype != torch.bool and bool((value > 0).any()):
         yield from _computed(batch, path, "{} > 0", lambda part: part > 0, 3)
         if value.ndim == 1 and bool((value >= 0).all()):
@@ -121,10 +118,10 @@ def _by_class(path: str, value: Tensor, ignored: int, clues: Clues) -> Iterator[
         return
     given = f'"{path}"' if ignored == -100 else f'"{path}", ignore_index={ignored}'
     # A comparison would wrap around: in uint8, 156 equals -100.
-    kept = value[value != ignored] if _fits(ignored, value.dtype) else value.flatten()
+    counted = value[value != ignored] if _fits(ignored, value.dtype) else value.flatten()
     for weight in clues.class_tensors:
         # Only if every label has an entry: otherwise the tensor holds weights of something else.
-        if kept.numel() and int(kept.min()) >= 0 and int(kept.max()) < weight.numel():
+        if counted.numel() and int(counted.min()) >= 0 and int(counted.max()) < weight.numel():
             weigh = class_weights(weight, path, ignore_index=ignored)
             yield 0, Candidate(f"class_weights(weight, {given})", weigh)
 
@@ -205,8 +202,8 @@ def clues_of(problem: Problem, held: Sequence[Any] = ()) -> Clues:
             tensors.setdefault(id(value), value)
     classes = [t for t in tensors.values() if t.ndim == 1 and t.is_floating_point() and not t.requires_grad]
     # An attention mask with -inf is no tensor of class weights.
-    right = [t for t in classes if bool(((t >= 0) & t.isfinite()).all())]
-    return Clues(tuple(ignored), [in_float64(tensor.detach()) for tensor in right])
+    valid = [t for t in classes if bool(((t >= 0) & t.isfinite()).all())]
+    return Clues(tuple(ignored), [in_float64(tensor.detach()) for tensor in valid])
 
 
 def _tensors_of(found: Any) -> Iterator[Tensor]:
@@ -222,23 +219,5 @@ def _tensors_of(found: Any) -> Iterator[Tensor]:
     elif isinstance(found, dict):
         held = list(found.values())
     elif not isinstance(found, list | tuple | set):
-        held = [*_held_by(found), *getattr(found, "__dict__", {}).values()]
+        held = [*held_by(found), *getattr(found, "__dict__", {}).values()]
     yield from (value for value in held if isinstance(value, Tensor))
-
-
-def _held_by(function: Any) -> Iterator[Any]:
-    """Yield the objects that a function can reach: closure, defaults, bound arguments, globals by name."""
-    if isinstance(function, partial):
-        yield from (*function.args, *function.keywords.values(), *_held_by(function.func))
-        return
-    function = function.__func__ if isinstance(function, MethodType) else function
-    if not isinstance(function, FunctionType):  # objects with __getattr__ may have any attribute
-        return
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # a name that is not bound yet
-            yield cell.cell_contents
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
-    for name in function.__code__.co_names:
-        if name in function.__globals__:
-            yield function.__globals__[name]

@@ -17,85 +17,95 @@ from .sample_counts import contrast, counts_in, extremes, spread, uneven
 
 _SEVERAL = 4  # samples to check if micro-batches have fewer; if they do not fit in memory, halves are checked
 ENOUGH = 0.1
-"""Relative difference of counts that is visible in any precision."""
+"""Relative difference of counts from which a wrong weight is visible in any precision."""
 
 
-def first_microbatches(pieces: MicrobatchList) -> list[Any]:
+def first_microbatches(window: MicrobatchList) -> list[Any]:
     """Return a few micro-batches with two samples or more, spread over the window.
 
-    If their samples have nearly equal counts and others of the window do not, a micro-batch of the most
-    unequal samples is included; so is one of four samples if every micro-batch has fewer, or has labels that
-    all are equal or all differ, unlike those of the window.
+    Two others are added if these cannot reveal a wrong weight:
+
+    * the most unequal samples of the window, if all chosen ones have nearly equal counts;
+    * four samples, if every micro-batch has fewer, or if in each one the labels are all equal or all
+      different.
 
     Args:
-        pieces: micro-batches of the window.
+        window: the micro-batches of the window.
     """
-    if not pieces.microbatches:  # a rank without data
+    if not window.microbatches:  # a rank without data
         return []
-    given = pieces.to_check()
-    able = [piece for piece in given if _samples(piece, pieces) > 1]
+    given = window.to_check()
+    divisible = [microbatch for microbatch in given if _samples(microbatch, window) > 1]
     # Evenly spaced: neighbours in a sorted dataset are alike, and a wrong weight does not show on them.
-    chosen = able[:: max(1, len(able) // MOST_CHECKED)][:MOST_CHECKED]
-    several = _several_samples(pieces, chosen)
-    uneven_ones = _uneven_samples(pieces, [*chosen, several] if several is not None else chosen)
-    more = [piece for piece in (uneven_ones, several) if piece is not None]
-    if not able and not more:
+    chosen = divisible[:: max(1, len(divisible) // MOST_CHECKED)][:MOST_CHECKED]
+    several = _several_samples(window, chosen)
+    unequal = _unequal_samples(window, [*chosen, several] if several is not None else chosen)
+    more = [microbatch for microbatch in (unequal, several) if microbatch is not None]
+    if not divisible and not more:
         # A micro-batch of one sample cannot be cut, so two of them are joined.
-        pair = pieces.pick([0, 1]) if len(pieces) > 1 and sum(pieces.samples or ()) > 1 else None
+        pair = window.pick([0, 1]) if len(window) > 1 and sum(window.samples or ()) > 1 else None
         return given if pair is None else [pair]
     return [*chosen[: MOST_CHECKED - len(more)], *more]
 
 
-def with_repeated_label(samples: Sequence[int], pieces: MicrobatchList) -> list[int]:
-    """Return two samples, and a third one so that two of the three share a label; without labels, the two.
+def with_repeated_label(samples: Sequence[int], window: MicrobatchList) -> list[int]:
+    """Add a third sample to two, so that exactly two of the three share a label; without labels, add none.
 
     Args:
-        samples: two samples, indexed as in `pieces.parts`.
-        pieces: micro-batches of the window.
+        samples: two samples, indexed as in `window.parts`.
+        window: the micro-batches of the window.
     """
-    labels = _labels(pieces.parts(), pieces)
-    mine = {labels[place] for place in samples} if labels else set()
+    labels = _labels(window.parts(), window)
+    chosen_labels = {labels[sample] for sample in samples} if labels else set()
     # With weights by class frequency the loss agrees for every pair: both labels are equally frequent in it.
-    for place, label in enumerate(labels):
-        if place not in samples and (label in mine) == (len(mine) > 1):
-            return [*samples, place]
+    for sample, label in enumerate(labels):
+        if sample not in samples and (label in chosen_labels) == (len(chosen_labels) > 1):
+            return [*samples, sample]
     return list(samples)
 
 
-def _several_samples(pieces: MicrobatchList, chosen: list[Any]) -> Any:
-    """Return four samples if micro-batches have fewer, or have no equal and different labels; else None.
+def _several_samples(window: MicrobatchList, chosen: list[Any]) -> Any:
+    """Return a micro-batch of four samples if those chosen cannot reveal weights by class frequency.
 
-    With weights by class frequency the loss agrees for every pair, whose two classes are equally frequent,
-    and differs for more samples. So two of the four share a label if the window has such samples.
+    With such weights the loss of every pair agrees, because its two classes are equally frequent. So two of
+    the four samples share a label, if the window has such samples.
+
+    Returns:
+        The micro-batch. None for a window of fewer than three samples; or if a chosen one has four samples,
+        and there are no labels or it repeats some of them.
     """
-    if sum(pieces.samples or ()) < 3:
+    if sum(window.samples or ()) < 3:
         return None
-    large = [piece for piece in chosen if _samples(piece, pieces) >= _SEVERAL]
+    large = [microbatch for microbatch in chosen if _samples(microbatch, window) >= _SEVERAL]
     # In micro-batches of one label each, as of a sorted dataset, all classes are equally frequent too.
-    if large and (not _labels(pieces.parts(), pieces) or any(_labels([piece], pieces) for piece in large)):
+    if large and (
+        not _labels(window.parts(), window) or any(_labels([microbatch], window) for microbatch in large)
+    ):
         return None
-    picked = pieces.firsts(range(len(pieces)))
-    return pieces.pick(_with_unlike_labels(picked, pieces))
+    picked = window.firsts(range(len(window)))
+    return window.pick(_with_unlike_labels(picked, window))
 
 
-def _with_unlike_labels(picked: list[int], pieces: MicrobatchList) -> list[int]:
+def _with_unlike_labels(picked: list[int], window: MicrobatchList) -> list[int]:
     """Exchange one sample so that some labels are equal and some differ, if the window has such samples."""
-    labels = _labels(pieces.parts(), pieces)
-    mine = [labels[place] for place in picked] if labels else []
-    if not 1 < len(set(mine)) < len(mine):
-        alike = len(set(mine)) > 1  # all labels differ, so a second sample of one of them is needed
-        for place, label in enumerate(labels):
-            if place not in picked and (label in mine) == alike:
-                out = max(index for index, other in enumerate(mine) if not (alike and other == label))
-                return [*picked[:out], place, *picked[out + 1 :]]
+    labels = _labels(window.parts(), window)
+    chosen_labels = [labels[sample] for sample in picked] if labels else []
+    if not 1 < len(set(chosen_labels)) < len(chosen_labels):
+        alike = len(set(chosen_labels)) > 1  # all labels differ, so a second sample of one of them is needed
+        for sample, label in enumerate(labels):
+            if sample not in picked and (label in chosen_labels) == alike:
+                out = max(
+                    index for index, other in enumerate(chosen_labels) if not (alike and other == label)
+                )
+                return [*picked[:out], sample, *picked[out + 1 :]]
     return picked
 
 
-def _labels(parts: Sequence[Any], pieces: MicrobatchList) -> list[int]:
-    """Return the label of each sample of micro-batches; empty if no leaf has equal and different labels."""
+def _labels(parts: Sequence[Any], window: MicrobatchList) -> list[int]:
+    """Return the label of each sample of micro-batches; empty if no leaf has labels of which some repeat."""
     found: list[int] = []
     with contextlib.suppress(SplitError, InputError):
-        for leaf in leaves(parts[0], **pieces.paths):
+        for leaf in leaves(parts[0], **window.paths):
             values = [get(part, leaf.path) for part in parts] if leaf.length is not None else []
             if values and all(map(_is_label, values)):
                 labels = [int(label) for value in values for label in value.tolist()]
@@ -109,16 +119,16 @@ def _is_label(value: Any) -> bool:
     return integer and value.ndim == 1
 
 
-def _uneven_samples(pieces: MicrobatchList, chosen: list[Any]) -> Any:
-    """Return the samples that differ most in a count, if the chosen micro-batches hardly differ in it."""
-    parts, paths = pieces.parts(), pieces.paths
+def _unequal_samples(window: MicrobatchList, chosen: list[Any]) -> Any:
+    """Return the samples that differ most in a count, if those in the chosen micro-batches hardly do."""
+    parts, paths = window.parts(), window.paths
     found = counts_in(parts[0], unsplit=paths.get("unsplit", ()), per_sample=paths.get("per_sample", ()))
     for count, values, _ in uneven(found, parts):
         most = spread(values)
-        if most > 0 and max((_contrast(count.of([piece])) for piece in chosen), default=0.0) < min(
+        if most > 0 and max((_contrast(count.of([microbatch])) for microbatch in chosen), default=0.0) < min(
             most, ENOUGH
         ):
-            return pieces.pick(extremes(values, 2))
+            return window.pick(extremes(values, 2))
     return None
 
 
@@ -126,8 +136,8 @@ def _contrast(counts: Any) -> float:
     return 0.0 if counts is None else contrast(counts)
 
 
-def _samples(piece: Any, pieces: MicrobatchList) -> int:
+def _samples(microbatch: Any, window: MicrobatchList) -> int:
     try:
-        return count_samples(piece, **pieces.paths)
+        return count_samples(microbatch, **window.paths)
     except SplitError:  # this micro-batch cannot be cut, though others may be
         return 0

@@ -3,8 +3,10 @@
 Only unequal samples reveal a wrong declaration. So at the end of each window, without a forward, the schedule
 searches for features that no check has compared: losses other than 0, unequal weights and counts
 (`sample_counts`), lengths (`lengths`) and ranks (`rank_counts`). A flag in the window's all-reduce announces
-the check to all ranks, which make it together before the update. A divisor may also depend on predictions, so
-from window 10 on the loss is checked each time the number of windows has doubled, if the budget allows it.
+the check to all ranks, which make it together before the update.
+
+A divisor may also depend on predictions. So from window 10 on the loss is checked each time the number of
+windows has doubled, if the budget allows it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from .lengths import Pair, lengths_in, ragged
 from .probing.problem import Problem
 from .rank_counts import apart, digest, first_sample, levels_of
 from .sample_counts import Count, Hints, contrast, counts_in, extremes, spread, uneven
-from .unchecked_feature import UncheckedFeature
+from .unchecked_feature import UncheckedFeature, unequal_weights
 
 CALLS = 8
 """Calls of `loss_fn` in a check of a few samples."""
@@ -43,7 +45,7 @@ ROUTINE = 10
 """First window that may be checked without an unchecked feature."""
 
 _MOST_CLASSES = 1024  # a longer tensor does not hold class weights
-_FAINT = ENOUGH / 2
+_FAINT = ENOUGH / 2  # a smaller contrast is checked only if the budget allows it
 _WEIGHT, _LOSS, _NO_LOSS = "weights of samples", "losses other than 0", "losses of 0 beside others"
 _LENGTHS = "lengths of micro-batches"
 _UNCHECKED = (
@@ -62,8 +64,8 @@ class CheckSchedule:
         check: the accumulator's option `check`.
 
     Attributes:
-        idle: no window is checked, and no warning is due.
-        updates: number of updates before the window; set again for a window that is entered later.
+        idle: True if no window is checked, and no warning is due.
+        updates: number of updates before the window; set by `open`, and when a window is resumed.
 
     Raises:
         InputError: `check` is no bool.
@@ -74,40 +76,41 @@ class CheckSchedule:
         # A BatchNorm without running statistics couples samples in every mode, which the user has accepted.
         bare = any(module.running_mean is None for module in self._frozen)
         self._can_check = check_bool(check, "check") and config.loss_fn is not None and not bare
-        self._unsaid = check and config.loss_fn is None and not config.whole
-        self.idle = not (self._can_check or self._unsaid)
-        self.updates, self._on, self._hints = 0, False, Hints()
-        self._known: list[Count] = []
+        self._to_warn = check and config.loss_fn is None and not config.whole
+        self.idle = not (self._can_check or self._to_warn)
+        self.updates, self._hints = 0, Hints()
+        self._checked = False  # the first window was checked
+        self._all_counts: list[Count] = []
         self._counts: list[Count] = []  # counts that were equal for all samples in every check so far
         self._urgent: list[Count] = []  # of these, the ones that are checked regardless of the budget
-        self._found: UncheckedFeature | None = None  # reason for this window's check
+        self._feature: UncheckedFeature | None = None  # reason for this window's check
         self._lengths: list[str] = []  # leaves whose sample length may differ between micro-batches
         self._shared: set[str] = set()  # names of counts and lengths that all ranks have
-        self._now = self._before = CheckRecord()
-        self._microbatches = self._pending = 0
+        self._current = self._committed = CheckRecord()  # with the present window, and up to the last update
+        self._microbatches = self._pending = 0  # micro-batches in updates made, and in the present window
 
-    def open(self, pieces: MicrobatchList, first: Callable[..., Checked | None] | None, updates: int) -> None:
+    def open(self, window: MicrobatchList, first: Callable[..., Checked | None] | None, updates: int) -> None:
         """Check the first window before it is opened; without a `loss_fn`, warn once.
 
         Args:
-            pieces: micro-batches of the window.
+            window: the micro-batches of the window.
             first: function that checks the loss on them; None after the first window.
             updates: number of updates made so far.
 
         Raises:
             LossSpecError, CoupledSamplesError: the loss contradicts its declaration.
         """
-        self.updates, self._now = updates, self._before
+        self.updates, self._current = updates, self._committed
         # One micro-batch on one process is plain training: no weights are involved.
-        if self._unsaid and (len(pieces) > 1 or self._config.sync.shared):
-            self._unsaid, self.idle = False, True
+        if self._to_warn and (len(window) > 1 or self._config.sync.shared):
+            self._to_warn, self.idle = False, True
             warn(_UNCHECKED)
         if first is None or not self._can_check:
             return
-        checked = first(self._config, pieces, frozen=self._frozen)
-        self._on, self._hints = checked is not None, _hints(self._config)
+        checked = first(self._config, window, frozen=self._frozen)
+        self._checked, self._hints = checked is not None, _hints(self._config)
         if checked is not None:
-            self._record(pieces, checked, first_microbatches(pieces))
+            self._add_to_record(window, checked, first_microbatches(window))
 
     def needs_check(self, shown: Shown) -> tuple[bool, int]:
         """Return whether a window has an unchecked feature and the budget allows a check.
@@ -115,29 +118,31 @@ class CheckSchedule:
         Returns:
             True if a check is needed, and a hash of the counts of this rank's samples.
         """
-        if not self._on or not shown.pieces.microbatches:  # a rank without data
+        if not self._checked or not shown.pieces.microbatches:  # a rank without data
             return False, 0
         return self._needs_check(shown), digest(self._levels(shown)) if self._shared else 0
 
     def _needs_check(self, shown: Shown) -> bool:
         count = len(shown.pieces)
         # Added to the budget in `left`, after the update: a discarded window earns none.
-        self._pending, self._found = count, None
+        self._pending, self._feature = count, None
         if count < 2 and not self._config.sync.shared:  # nothing is averaged
             return False
         every = in_full(self.updates)
         found = self._find(shown, every=every)
         if found is None:
             return self._is_due(count)
-        now, allowed = self._now, max(count, self._microbatches // WINDOWS)
+        now, allowed = self._current, max(count, self._microbatches // WINDOWS)
         # A sure feature is checked once regardless of the budget; others wait until the budget has grown.
         if now.spent + CALLS <= allowed or (found.sure and found.name not in now.said):
             said = [found.name, _NO_LOSS] if 0.0 in shown.losses else [found.name]
-            self._now, self._found = replace(now, said=(*now.said, *said)), found
+            self._current, self._feature = replace(now, said=(*now.said, *said)), found
             return True
-        if now.unverified is None:  # counts that few windows inspect may have differed earlier
+        if (
+            now.unverified is None
+        ):  # some counts are inspected in few windows, so they may have differed before
             first = max(self.updates // 2, self.updates - WINDOWS) + 1 if every else self.updates
-            self._now = replace(now, unverified=first)
+            self._current = replace(now, unverified=first)
         return False
 
     def check_now(self, shown: Shown, *, unchanged: bool) -> None:
@@ -152,36 +157,36 @@ class CheckSchedule:
         """
         parts, pairs = shown.pieces.parts(), [self._from_ranks(shown, unchanged)]
         chosen = self._choose(shown) if unchanged and parts else []  # a rank without data has none
-        if unchanged and parts and (places := ragged(parts, self._lengths)):
-            pairs.append((parts[places[0]], parts[places[1]]))
+        if unchanged and parts and (longest := ragged(parts, self._lengths)):
+            pairs.append((parts[longest[0]], parts[longest[1]]))
         try:
             # Samples of two lengths cannot be joined; `check_pairs` compares them.
             chosen = [*chosen, *_united(pairs[0])]
             checked = check_later_window(self._config, shown.pieces, chosen, frozen=self._frozen)
             check_pairs(self._config, shown.pieces, [pair for pair in pairs if pair], frozen=self._frozen)
         except (LossSpecError, CoupledSamplesError) as error:
-            routine = self._now.unverified is None and self._found is None
-            first = max(1, self._now.routine) if routine else self._first_unverified()
+            routine = self._current.unverified is None and self._feature is None
+            first = max(1, self._current.routine) if routine else self._first_unverified()
             shown_by = f"Update {self.updates}, which shows the error, was not made."
             missed = f"The updates from {first} on (counted from 0) were not verified."
             raise type(error)(f"{error} {shown_by} {missed}") from None
-        spent = self._now.spent + CALLS * max(1, len(chosen))
-        self._now = replace(self._now, spent=spent, routine=self.updates + 1)
-        self._record(shown.pieces, checked, chosen)
+        spent = self._current.spent + CALLS * max(1, len(chosen))
+        self._current = replace(self._current, spent=spent, routine=self.updates + 1)
+        self._add_to_record(shown.pieces, checked, chosen)
 
     def left(self, *, made: bool) -> None:
-        """End a window: commit its record if the update was made, otherwise roll it back."""
+        """End a window: commit its record if the update was made, otherwise discard it."""
         if made:
-            self._before = self._now
+            self._committed = self._current
             self._microbatches, self._pending = self._microbatches + self._pending, 0
         # CheckRecord is frozen, so another object means that this window has changed the record.
-        elif self._now is not self._before:
-            self._now = self._before
-            self._open(self._known)
+        elif self._current is not self._committed:
+            self._current = self._committed
+            self._set_counts(self._all_counts)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the record as of the last update, in plain containers."""
-        before = self._before
+        before = self._committed
         return {
             **vars(before),
             "microbatches": self._microbatches,
@@ -196,32 +201,34 @@ class CheckSchedule:
         if state is None:
             return
         # A field that an older version did not save keeps its default.
-        known = {name: state[name] for name in vars(CheckRecord()) if name in state}
-        self._now = self._before = CheckRecord(**known)
+        saved = {name: state[name] for name in vars(CheckRecord()) if name in state}
+        self._current = self._committed = CheckRecord(**saved)
         self._microbatches = state["microbatches"]
-        self._open(self._known)
+        self._set_counts(self._all_counts)
 
     def _is_due(self, count: int) -> bool:
-        """Return whether a routine check is due; the budget must leave one check for an unchecked feature."""
-        now = self._now
+        """Return whether a routine check is due; afterwards the budget must allow one more check."""
+        now = self._current
         if not now.compared or self.updates + 1 < max(ROUTINE, 2 * now.routine):
             return False
         return now.spent + 2 * CALLS <= (self._microbatches + count) // WINDOWS
 
     def _first_unverified(self) -> int:
-        return self.updates if self._now.unverified is None else self._now.unverified
+        return self.updates if self._current.unverified is None else self._current.unverified
 
-    def _record(self, pieces: MicrobatchList, checked: Checked, chosen: Sequence[Any]) -> None:
-        lengths = {path for piece in pieces.microbatches[:1] for path in lengths_in(piece, pieces.paths)}
-        compared, found = checked.reason in ("", ALIKE), list(self._known)
+    def _add_to_record(self, window: MicrobatchList, checked: Checked, chosen: Sequence[Any]) -> None:
+        lengths = {
+            path for microbatch in window.microbatches[:1] for path in lengths_in(microbatch, window.paths)
+        }
+        compared, found = checked.reason in ("", ALIKE), list(self._all_counts)
         seen: dict[str, float] = {}
-        for piece in chosen:
-            counts = counts_in(piece, **pieces.paths, hints=self._hints)
+        for microbatch in chosen:
+            counts = counts_in(microbatch, **window.paths, hints=self._hints)
             found += [count for count in counts if count not in found]
             if compared:
-                for count, values, _ in uneven(found, [piece]):
+                for count, values, _ in uneven(found, [microbatch]):
                     seen[str(count)] = max(seen.get(str(count), 0.0), contrast(values))
-                seen[_WEIGHT] = max(seen.get(_WEIGHT, 0.0), self._contrast_of_weights(piece, pieces))
+                seen[_WEIGHT] = max(seen.get(_WEIGHT, 0.0), self._contrast_of_weights(microbatch, window))
         names = {*map(str, found), *map(_length_of, lengths)}
         # A collective: every rank must call it, even if its check had nothing to compare.
         every = self._config.sync.gather((compared, checked.informative, names, seen))
@@ -230,64 +237,65 @@ class CheckSchedule:
         averaged = self._config.reduction == "mean" and (declared.needs_samples or not declared.returned)
         self._lengths = sorted(lengths) if averaged else []
         # A comparison on one rank holds for all ranks, because they declare the same loss.
-        seen = dict(self._now.seen)
+        seen = dict(self._current.seen)
         for *_, of_rank in every:
             for name, value in of_rank.items():
                 seen[name] = max(seen.get(name, 0.0), value)
         informative = any(each[1] for each in every)
-        self._now = replace(
-            self._now,
-            compared=self._now.compared or any(each[0] for each in every),
+        self._current = replace(
+            self._current,
+            compared=self._current.compared or any(each[0] for each in every),
             seen=seen,
             unverified=None if informative else self._first_unverified(),
         )
-        self._known = found
-        self._open(found)
+        self._all_counts = found
+        self._set_counts(found)
 
-    def _open(self, counts: Sequence[Count]) -> None:
+    def _set_counts(self, counts: Sequence[Count]) -> None:
         """Set the counts that no check has compared yet."""
         if self._config.reduction != "mean":  # sums add up without weights
             return
-        now = self._now
+        now = self._current
         self._counts = [count for count in counts if now.seen.get(str(count), 0.0) < ENOUGH]
         self._urgent = [count for count in self._counts if str(count) not in now.said]
 
     def _find(self, shown: Shown, *, every: bool) -> UncheckedFeature | None:
         """Return an unchecked feature, or None; with `every`, all counts are inspected."""
-        if not self._now.compared:
+        if not self._current.compared:
             return (
                 UncheckedFeature(_LOSS) if any(shown.losses[index] for index in shown.took_part()) else None
             )
-        if 0.0 in shown.losses and _NO_LOSS not in self._now.said:  # reveals a mean over nonzero losses only
+        # Losses of 0 beside others reveal a mean over the nonzero losses only.
+        if 0.0 in shown.losses and _NO_LOSS not in self._current.said:
             losses = [shown.losses[index] for index in shown.took_part()]
             if any(losses) and not all(losses):
                 return UncheckedFeature(_NO_LOSS)
         found = self._unequal(shown, every=every) if self._config.reduction == "mean" else None
-        if found is not None or shown.pieces.cut_from_one or _LENGTHS in self._now.said:
+        if found is not None or shown.pieces.cut_from_one or _LENGTHS in self._current.said:
             return found
         return UncheckedFeature(_LENGTHS) if ragged(shown.pieces.parts(), self._lengths) else None
 
     def _levels(self, shown: Shown) -> dict[str, float]:
-        """Return the counts of this rank's first sample that no check has compared between ranks."""
+        """Return the counts of this rank's first sample, without those compared between ranks before."""
         if self._config.reduction != "mean" or not self._shared or not shown.pieces.microbatches:
             return {}
         part = shown.pieces.parts()[0]
         levels = levels_of(self._counts, part)
         lengths = lengths_in(part, shown.pieces.paths) if self._lengths else {}
         levels |= {_length_of(path): float(length) for path, length in lengths.items()}
-        known, said = self._shared, self._now.said
+        shared, said = self._shared, self._current.said
         return {
-            name: value for name, value in levels.items() if name in known and _of_ranks(name) not in said
+            name: value for name, value in levels.items() if name in shared and _of_ranks(name) not in said
         }
 
     def _from_ranks(self, shown: Shown, unchanged: bool) -> Pair | None:
-        """Return a sample of the rank with the lowest and one of the rank with the highest count, or None."""
+        """Return two samples: of the rank with the lowest count and of that with the highest; or None."""
         ranks = self._config.sync
         # `_shared` is equal on all ranks, so either all of them call the collective below or none.
         if not self._shared:
             return None
-        names, chosen = apart(ranks.gather(self._levels(shown)), self._now.seen)
-        self._now = replace(self._now, said=(*self._now.said, *map(_of_ranks, names)))
+        names, chosen = apart(ranks.gather(self._levels(shown)), self._current.seen)
+        self._current = replace(self._current, said=(*self._current.said, *map(_of_ranks, names)))
         if chosen is None:
             return None
         # Only two ranks send a sample: a gather delivers everything to every rank.
@@ -297,30 +305,30 @@ class CheckSchedule:
         return None if least is None or most is None else (least, most)
 
     def _unequal(self, shown: Shown, *, every: bool) -> UncheckedFeature | None:
-        """Return the most unequal count of a window, if its contrast is twice that of earlier checks."""
+        """Return the most unequal count of a window, if its contrast exceeds twice that of earlier checks."""
         counts = self._counts if every else self._urgent
         found: list[UncheckedFeature] = []
         values_of: dict[str, Any] = {}
         for count, values, likely in uneven(counts, shown.pieces.parts(), unlikely=every):
             found.append(UncheckedFeature(str(count), spread(values), sure=likely))
             values_of[str(count)] = values
-        if callable(self._config.weigh) and self._now.seen.get(_WEIGHT, 0.0) < ENOUGH:
-            found += _unequal_weights(shown)
+        if callable(self._config.weigh) and self._current.seen.get(_WEIGHT, 0.0) < ENOUGH:
+            found += unequal_weights(shown, _WEIGHT)
         if not found:  # nearly every window
             return None
-        new = [each for each in found if each.contrast > 2 * self._now.seen.get(each.name, 0.0)]
+        new = [each for each in found if each.contrast > 2 * self._current.seen.get(each.name, 0.0)]
         best = max(new, key=lambda each: (each.sure, each.contrast), default=None)
         if best is None:
             return None
         samples = extremes(values_of[best.name], 2) if best.name in values_of else best.samples
         return UncheckedFeature(best.name, best.contrast, samples, best.sure and best.contrast >= _FAINT)
 
-    def _contrast_of_weights(self, piece: Any, pieces: MicrobatchList) -> float:
+    def _contrast_of_weights(self, microbatch: Any, window: MicrobatchList) -> float:
         """Return the relative difference of the weights on both sides of the cut near a third."""
         weigh = self._config.weigh
         if not callable(weigh):  # with "returned", the check compares the returned weights
             return 1.0
-        planned = plan_of(piece, **pieces.paths)
+        planned = plan_of(microbatch, **window.paths)
         if (cut := first_part(planned.samples)) >= planned.samples:  # one sample, or none
             return 0.0
         first = weigh(planned.take(0, cut)) / cut
@@ -329,30 +337,33 @@ class CheckSchedule:
 
     def _choose(self, shown: Shown) -> list[Any]:
         """Return micro-batches of the samples with the unchecked feature, or chosen by their losses."""
-        found, pieces = self._found or self._find(shown, every=False), shown.pieces
-        samples = with_repeated_label(found.samples, pieces) if found is not None and found.samples else []
-        picked = pieces.pick(samples) if samples else None
+        found, window = self._feature or self._find(shown, every=False), shown.pieces
+        samples = with_repeated_label(found.samples, window) if found is not None and found.samples else []
+        picked = window.pick(samples) if samples else None
         if picked is not None:
             return [picked]
         order = sorted(shown.took_part(), key=lambda index: abs(shown.losses[index]))
         if not order:
             return []
-        if found is None and pieces.samples is not None:
-            picked = pieces.pick(pieces.firsts(order))
+        if found is None and window.samples is not None:
+            picked = window.pick(window.firsts(order))
             if picked is not None:
                 return [picked]
-        # Samples with loss 0 and others: only such a mixture reveals a mean over nonzero losses.
-        mixed = pieces.pick(pieces.of_two(order[0], order[-1], 2)) if order[1:] and pieces.samples else None
-        alone = pieces.count(order[-1]) == 1  # a single sample cannot be cut
+        # Samples with loss 0 and others together: only they reveal a mean over the nonzero losses.
+        mixed = window.pick(window.of_two(order[0], order[-1], 2)) if order[1:] and window.samples else None
+        alone = window.count(order[-1]) == 1  # a single sample cannot be cut
         return [
-            piece for piece in (mixed, None if alone else pieces.microbatches[order[-1]]) if piece is not None
+            microbatch
+            for microbatch in (mixed, None if alone else window.microbatches[order[-1]])
+            if microbatch is not None
         ]
 
 
 def _united(pair: Pair | None) -> list[Any]:
+    """Return a pair of samples as one micro-batch, in a list; empty if they cannot be joined."""
     try:
         return [] if pair is None else [joined(pair)]
-    except (SplitError, InputError):  # unequal lengths: `check_pairs` compares them
+    except (SplitError, InputError):  # `check_pairs` compares samples of unequal lengths
         return []
 
 
@@ -373,7 +384,7 @@ def _hints(config: Config) -> Hints:
 
 
 def in_full(updates: int) -> bool:
-    """Return whether a window inspects all counts: after 1, 2, 4, ... 64 updates, then after each 100.
+    """Return whether a window inspects all counts: after 1, 2, 4, ... 64 updates, then after every 100.
 
     The answer depends on `updates` alone, so all ranks inspect the same windows in full.
 
@@ -385,16 +396,3 @@ def in_full(updates: int) -> bool:
         [1, 2, 4, 8, 16, 32, 64, 100, 200, 300, 400]
     """
     return updates % WINDOWS == 0 or (updates < WINDOWS and updates.bit_count() == 1)
-
-
-def _unequal_weights(shown: Shown) -> list[UncheckedFeature]:
-    """Return a feature if samples of two micro-batches have different weights."""
-    samples, weights = shown.pieces.samples, shown.weights
-    some = [index for index, weight in enumerate(weights) if weight]
-    if samples is None or not some:
-        return []
-    each = [weight / count for weight, count in zip(weights, samples, strict=True)]
-    least, most = min(some, key=each.__getitem__), max(some, key=each.__getitem__)
-    if not each[least] < each[most] * (1 - 1e-9):
-        return []
-    return [UncheckedFeature(_WEIGHT, 1 - each[least] / each[most], shown.pieces.of_two(least, most, 1))]

@@ -43,7 +43,7 @@ class Checked:
     @classmethod
     def of(cls, reasons: Iterable[str]) -> Checked:
         """Combine the reasons of micro-batches: an empty one makes the check informative."""
-        # From the check that compared most to the one that compared nothing; the first reason is reported.
+        # From the check that compared most to the one that compared least; the first one found is reported.
         order = (ALIKE, ALL_ZERO, ONE_ALONE, ROUNDED, NOT_REPEATABLE)
         order += (NOT_EVALUATED, NOT_FINITE, WEIGHTLESS, NOT_CUT)
         reasons = set(reasons)
@@ -54,8 +54,8 @@ class Checked:
 def count_alike(problem: Problem, microbatch: Any) -> bool:
     """Return whether labels, masks and weights give every sample of a micro-batch the same weight.
 
-    If they do, a mean over tokens equals a mean over samples, and the check cannot tell them apart. Without
-    labels, masks or weights the answer is False.
+    If they do, a mean over tokens equals a mean over samples, and the check cannot distinguish them. Without
+    labels, masks or weights the result is False.
 
     Examples:
         >>> problem = Problem(torch.nn.Linear(1, 1), lambda batch: batch["x"].sum())
@@ -69,12 +69,12 @@ def count_alike(problem: Problem, microbatch: Any) -> bool:
     """
     counts = [
         _counts(get(microbatch, leaf.path))
-        for leaf in leaves(microbatch, unsplit=problem.unsplit, per_sample=problem.per_sample)
+        for leaf in leaves(microbatch, **problem.paths)
         if leaf.length is not None
     ]
-    known = [count for count in counts if count is not None]
-    # Without any count, equal weights are not known.
-    return bool(known) and all(bool((count == count[0]).all()) for count in known)
+    found = [count for count in counts if count is not None]
+    # Without any count, nothing shows that weights are equal.
+    return bool(found) and all(bool((count == count[0]).all()) for count in found)
 
 
 def _counts(value: Any) -> Tensor | None:
@@ -87,5 +87,5 @@ def _counts(value: Any) -> Tensor | None:
         binary = not value.is_complex() and bool(((value == 0) | (value == 1)).all())
         return value.flatten(1).sum(1) if binary and value.ndim > 1 else None
     # PyTorch's default ignore_index. Others come from the loss modules (`sample_counts.Hints`).
-    kept = value if value.dtype == torch.bool else value != -100
-    return kept.reshape(len(value), -1).sum(1)
+    counted = value if value.dtype == torch.bool else value != -100
+    return counted.reshape(len(value), -1).sum(1)

@@ -14,7 +14,7 @@ Kind = Literal["sum", "mean", "weight", "batch_size", "coupled_loss"]
 
 
 class ContradictedError(Exception):
-    """Evidence against a declaration, raised to the caller that searches for a remedy.
+    """Evidence against a declaration; its receiver searches for a remedy.
 
     Args:
         planned: the micro-batch.
@@ -24,7 +24,7 @@ class ContradictedError(Exception):
     """
 
     def __init__(self, planned: Plan, cuts: list[Cut], rounding: Rounding, *, in_float64: bool) -> None:
-        # Users never see it: `_examine` catches it and searches for a remedy.
+        # Users never see this text: `_examine` catches the error.
         super().__init__("the loss contradicts its declaration")
         self.planned, self.cuts, self.rounding, self.in_float64 = planned, cuts, rounding, in_float64
 

@@ -1,4 +1,4 @@
-"""Coupling between the samples of a batch: the modules in which samples influence each other.
+"""Search for modules that couple the samples of a batch: samples influence each other there.
 
 Accumulated gradients are exact only if the loss is a weighted mean over independent samples.
 `coupled_modules` reads the types of modules, needs no data and misses hand-written coupling. `find_coupling`
@@ -62,7 +62,7 @@ def uses_batch_statistics(module: nn.Module) -> bool:
 
 
 def changes_state(module: nn.Module) -> bool:
-    """Return whether a module is of a type whose forward changes its buffers, coupled or not.
+    """Return whether a module is of a type whose forward changes its buffers, even if it couples no samples.
 
     Args:
         module: any module; its children are not inspected.
@@ -161,7 +161,7 @@ def probe_coupling(
         >>> probe_coupling(Problem(layer, lambda x: layer(x).mean()), torch.randn(2, 2))
         ((), ('only 2 samples: values were not compared between modules',))
     """
-    available = count_samples(batch, unsplit=problem.unsplit, per_sample=problem.per_sample)
+    available = count_samples(batch, **problem.paths)
     taken = next((prime for prime in _primes(samples) if prime <= available), 1)
     failure: str | None = "only 1 sample"
     if taken > 1:
@@ -169,7 +169,7 @@ def probe_coupling(
         chosen = [index * available // taken for index in range(taken)]
         # One more sample, which replaces others in the probes.
         spare = next((index for index in range(available) if index not in chosen), chosen[-1])
-        small = select(batch, [*chosen, spare], unsplit=problem.unsplit, per_sample=problem.per_sample)
+        small = select(batch, [*chosen, spare], **problem.paths)
         # In float64 a tolerance of 1e-10 keeps rounding from looking like coupling.
         choices = ((torch.float64, 1e-10), (None, 1e-3))
         own_alone = held_parameter(problem.model) is not None
@@ -177,13 +177,13 @@ def probe_coupling(
         # choices[True:] leaves float64 out: DDP holds a parameter, or a device has no float64.
         for dtype, tolerance in choices[own_alone:]:
             with untouched(problem.model, dtype=dtype) as reset:
-                # probe=probe below: a closure would see the last probe of the loop.
+                # probe=probe, because a closure would use the last probe of the loop.
                 probe = Probe(_computed_in(dtype, problem), small, taken, tolerance, reset, [])
                 failure = failure_of(lambda probe=probe: probe.forward(probe.base()))
                 if failure is None:
                     return tuple(_probed(probe)), tuple(dict.fromkeys(probe.notes))
         failure = f"on {taken} samples {failure}"
-    # No probe ran, but BatchNorm is known by its type.
+    # No probe ran, but BatchNorm is recognized by its type.
     return tuple(_by_type(problem.model, {})), (f"coupling was searched for by module type only: {failure}",)
 
 
@@ -207,8 +207,8 @@ def _probed(probe: Probe) -> Iterator[Finding]:
     base = probe.watch(probe.base())
     stateful = {finding.module: finding for finding in _stateful(model, before, module_state(model))}
     mixing = innermost(find_mixing(probe, base), coupled_modules(model))
-    # The last finding about a module wins. State: measured before typed. Mixing: typed before measured,
-    # because the type gives the remedy.
+    # A later finding about a module replaces an earlier one. For state the measured finding is kept; for
+    # mixing that by type, because the type gives the remedy.
     by_type = {finding.module: finding for finding in _by_type(model, mixing)}
     state = {
         path: stateful.get(path, finding) for path, finding in by_type.items() if finding.kind == "state"
@@ -216,7 +216,7 @@ def _probed(probe: Probe) -> Iterator[Finding]:
     named = {**stateful, **{finding.module: finding for finding in _measured(mixing)}, **by_type, **state}
     order = {event.call.module: position for position, event in enumerate(base) if not event.entry}
     yield from sorted(named.values(), key=lambda finding: order.get(finding.module, len(base)))
-    # `loss_coupling` freezes BatchNorm; it would report any other mixing module a second time.
+    # `loss_coupling` freezes only BatchNorm, so it would report any other mixing module a second time.
     if mixing.keys() <= set(coupled_modules(model)):
         yield from loss_coupling(probe)
 

@@ -22,8 +22,8 @@ def first_part(samples: int) -> int:
     """
     # Near a third: with two halves, a mean that ignores the numbers of samples would pass.
     third = -(-samples // 3)
-    # Without a common divisor: if labels are equally frequent in a micro-batch and in its parts, a loss with
-    # weights by class frequency agrees with a plain mean by chance.
+    # Without a common divisor. Otherwise labels may be equally frequent in a micro-batch and in its parts, so
+    # that a loss with weights by class frequency agrees with a plain mean by chance.
     near = (third + sign * distance for distance in range(third) for sign in (-1, 1))
     return next((cut for cut in near if gcd(cut, samples) == 1), 1)
 
@@ -31,7 +31,7 @@ def first_part(samples: int) -> int:
 def orders(samples: int, turn: int) -> list[tuple[Order, ...]]:
     """Return the cuts of a micro-batch: near a third; and into single samples, or four of them and the rest.
 
-    A loss over the hardest samples may agree with one cut by chance, but not with single samples.
+    A loss over the hardest samples may agree by chance with one cut, but not with single samples.
 
     Args:
         samples: number of samples of the micro-batch.
@@ -46,7 +46,7 @@ def orders(samples: int, turn: int) -> list[tuple[Order, ...]]:
     every = tuple(range(samples))
     third = first_part(samples)
     cuts: list[tuple[Order, ...]] = [(every[:third], every[third:])]
-    single = [(place,) for place in every]
+    single = [(position,) for position in every]
     if 2 < samples <= FEW:
         cuts.append(tuple(single))
     elif samples > FEW and turn % 2:
@@ -68,9 +68,12 @@ def other_orders(samples: int) -> list[tuple[Order, ...]]:
     every = tuple(range(samples))
     half = samples // 2
     first = max(1, half // 2)
-    # Both ends against the middle: a grouping other than neighbours and every second sample.
+    # Both ends against the middle, another grouping than neighbours or every second sample.
     outer = (*every[:first], *every[samples - (half - first) :])
-    cuts = [(every[::2], every[1::2]), (outer, tuple(place for place in every if place not in outer))]
-    # Neighbours too, which the first two cuts divide: `extremes` gives the lowest counts, then the highest.
+    cuts = [
+        (every[::2], every[1::2]),
+        (outer, tuple(position for position in every if position not in outer)),
+    ]
+    # Neighbours too, which the first two cuts separate: `extremes` sorts samples by their counts.
     near = 2 if samples < 6 else 3
     return [*cuts, (every[:near], every[near:])]

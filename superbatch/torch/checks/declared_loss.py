@@ -56,13 +56,13 @@ MOST_CHECKED = 4  # micro-batches: enough to have unequal token counts, cheap be
 
 
 def check_declaration(
-    problem: Problem, pieces: Sequence[Any], *, frozen: Sequence[nn.Module] = ()
+    problem: Problem, microbatches: Sequence[Any], *, frozen: Sequence[nn.Module] = ()
 ) -> Checked:
     """Compare the loss of micro-batches with the losses of their parts; model and random state are restored.
 
     Args:
         problem: the model, its loss, and its declaration.
-        pieces: micro-batches; those with fewer than two samples are skipped.
+        microbatches: micro-batches; those with fewer than two samples are skipped.
         frozen: modules to run in evaluation mode: BatchNorms that participants handle.
 
     Returns:
@@ -73,12 +73,12 @@ def check_declaration(
         CoupledSamplesError: no weights explain the losses.
     """
     with prepared(problem, frozen) as (evaluation, keeper):
-        chosen = _choose(pieces, problem)
+        chosen = _choose(microbatches, problem)
         found, reasons = _examine(evaluation, chosen)
         # Raised inside `prepared`, which restores the model.
         if found is not None:
             raise found.error()
-        # One more evaluation from the state after the last forward: does the loss depend on that state?
+        # One more evaluation, from the state that the last forward left: the loss may depend on that state.
         if chosen:
             warn_of_what_moves(keeper, lambda: evaluation.loss_again(chosen[-1]))
             keeper.learn()
@@ -88,20 +88,20 @@ def check_declaration(
 
 
 def find_contradiction(
-    problem: Problem, pieces: Sequence[Any], *, frozen: Sequence[nn.Module] = ()
+    problem: Problem, microbatches: Sequence[Any], *, frozen: Sequence[nn.Module] = ()
 ) -> Contradiction | None:
     """Return the contradiction that `check_declaration` would raise; None if the declaration holds.
 
     Args:
         problem: the model, its loss, and its declaration.
-        pieces: micro-batches; those with fewer than two samples are skipped.
+        microbatches: micro-batches; those with fewer than two samples are skipped.
         frozen: modules to run in evaluation mode.
 
     Raises:
         LossSpecError: the weights of parts do not add up to that of the micro-batch.
     """
     with prepared(problem, frozen) as (evaluation, _):
-        return _examine(evaluation, _choose(pieces, problem))[0]
+        return _examine(evaluation, _choose(microbatches, problem))[0]
 
 
 def divisions_of(
@@ -118,7 +118,7 @@ def divisions_of(
         try:
             # The graphs are kept: the divisors are read from them.
             losses = [evaluation.plain(microbatch) for microbatch in microbatches]
-        except Exception as error:
+        except Exception as error:  # user code may raise anything on other numbers of samples
             if out_of_memory(error):
                 raise
             return None
@@ -134,8 +134,8 @@ def prepared(problem: Problem, frozen: Sequence[nn.Module] = ()) -> Iterator[tup
         frozen: modules to run in evaluation mode.
     """
     # A second keeper: a later window is checked while it is open, and its savepoint must survive.
-    known = problem.state or MovedState([problem.model], [problem.loss_fn])
-    keeper = known.twin()
+    original = problem.state or MovedState([problem.model], [problem.loss_fn])
+    keeper = original.twin()
     keeper.begin(check=True)
     random = RandomKeeper(accelerators([problem.model]))
     random.begin()
@@ -148,30 +148,30 @@ def prepared(problem: Problem, frozen: Sequence[nn.Module] = ()) -> Iterator[tup
         random.restore()
 
 
-def _examine(evaluation: Evaluation, pieces: Sequence[Any]) -> tuple[Contradiction | None, list[str]]:
+def _examine(evaluation: Evaluation, microbatches: Sequence[Any]) -> tuple[Contradiction | None, list[str]]:
     """Compare micro-batches with their parts; return a contradiction, and a reason for each that agrees."""
-    reasons: list[str] = []  # "" for a micro-batch that would have shown a wrong declaration
+    reasons: list[str] = []  # "" for a micro-batch that would have revealed a wrong declaration
     try:
         # `turn` alternates which end single samples are cut from (`orders`).
-        for turn, piece in enumerate(pieces):
-            reasons.append(_check(evaluation, piece, turn))
+        for turn, microbatch in enumerate(microbatches):
+            reasons.append(_check(evaluation, microbatch, turn))
     except ContradictedError as found:
         problem = evaluation.problem
         others = [
-            plan(piece, unsplit=problem.unsplit, per_sample=problem.per_sample)
-            for number, piece in enumerate(pieces)
+            plan(microbatch, **problem.paths)
+            for number, microbatch in enumerate(microbatches)
             # len(reasons) is the index of the micro-batch that raised: each one before it added a reason.
             if number != len(reasons)
         ]
-        return find_remedy(evaluation, found, partial(_holds, evaluation, pieces), others), reasons
+        return find_remedy(evaluation, found, partial(_holds, evaluation, microbatches), others), reasons
     return None, reasons
 
 
-def _holds(evaluation: Evaluation, pieces: Sequence[Any], problem: Problem) -> bool:
+def _holds(evaluation: Evaluation, microbatches: Sequence[Any], problem: Problem) -> bool:
     """Return whether another declaration passes an informative check of all micro-batches."""
     own, evaluation.problem = evaluation.problem, problem
     try:
-        reasons = {_check(evaluation, piece, turn) for turn, piece in enumerate(pieces)}
+        reasons = {_check(evaluation, microbatch, turn) for turn, microbatch in enumerate(microbatches)}
     except (ContradictedError, InputError, LossSpecError):
         return False
     finally:
@@ -228,32 +228,32 @@ def _drawn(evaluation: Evaluation) -> str:
     return f" (through {', '.join(sorted(evaluation.unruled))})" if evaluation.unruled else ""
 
 
-def _choose(pieces: Sequence[Any], problem: Problem) -> list[Any]:
+def _choose(microbatches: Sequence[Any], problem: Problem) -> list[Any]:
     """Return up to MOST_CHECKED micro-batches of two samples or more, spread over the window."""
-    able: list[Any] = []
-    for piece in pieces:
+    divisible: list[Any] = []
+    for microbatch in microbatches:
         try:
-            if count_samples(piece, unsplit=problem.unsplit, per_sample=problem.per_sample) >= 2:
-                able.append(piece)
-        except SplitError:  # noqa: PERF203  (some micro-batches may be cut, others not)
+            if count_samples(microbatch, **problem.paths) >= 2:
+                divisible.append(microbatch)
+        except SplitError:  # noqa: PERF203  (others may be divisible)
             continue
     # Evenly spaced: of 9 every second one.
-    stride = max(1, len(able) // MOST_CHECKED)
-    return able[::stride][:MOST_CHECKED]
+    stride = max(1, len(divisible) // MOST_CHECKED)
+    return divisible[::stride][:MOST_CHECKED]
 
 
-def _check(evaluation: Evaluation, piece: Any, turn: int) -> str:
-    """Compare a micro-batch with its parts; return why that shows nothing, or an empty text."""
+def _check(evaluation: Evaluation, microbatch: Any, turn: int) -> str:
+    """Compare a micro-batch with its parts; return why that reveals no error, or an empty text."""
     problem = evaluation.problem
-    planned = plan(piece, unsplit=problem.unsplit, per_sample=problem.per_sample)
+    planned = plan(microbatch, **problem.paths)
     calls: dict[int, Any] = {}
     with FloatingDtypes() as dtypes:
         try:
             union = evaluation.union(planned, calls)
-        except Exception as error:
+        except Exception as error:  # user code may raise anything under the modes of the check
             if out_of_memory(error):
                 raise
-            evaluation.plain(piece)  # raises the error that training would raise
+            evaluation.plain(microbatch)  # raises the error that training would raise
             evaluation.failure = f"{type(error).__name__}: {error}"
             return NOT_EVALUATED
         if not normalize.takes_part(union.weight, reduction=problem.reduction):
@@ -267,7 +267,7 @@ def _check(evaluation: Evaluation, piece: Any, turn: int) -> str:
     # Suspects differ by more than the rounding of the dtypes that the loss computes in.
     suspects = [c for c in cuts if len(c.difference(problem.reduction).beyond(expected(dtypes.seen)))]
     if not suspects:
-        return _hidden(problem, cuts, piece) if cuts else NOT_EVALUATED
+        return _hidden(problem, cuts, microbatch) if cuts else NOT_EVALUATED
     # Parts that draw other random numbers than the union differ from it under every declaration.
     if evaluation.unruled or not _replayed(evaluation, planned, cuts):
         return NOT_REPEATABLE
@@ -279,7 +279,7 @@ def _check(evaluation: Evaluation, piece: Any, turn: int) -> str:
     if verdict.hidden is not None:
         evaluation.hidden = verdict.hidden
         return ROUNDED
-    return _hidden(problem, cuts, piece)
+    return _hidden(problem, cuts, microbatch)
 
 
 def _replayed(evaluation: Evaluation, planned: Plan, cuts: Sequence[Cut]) -> bool:
@@ -303,16 +303,17 @@ def _cuts(
     return usable
 
 
-def _hidden(problem: Problem, cuts: Sequence[Cut], piece: Any) -> str:
+def _hidden(problem: Problem, cuts: Sequence[Cut], microbatch: Any) -> str:
     """Return why a micro-batch would agree with a wrong declaration too; empty if it would not."""
     if not any(_shows(seen) for seen in (cuts[0].union, *cuts[0].parts)):
         return ALL_ZERO
     if problem.reduction != "mean" and all(sum(map(_shows, cut.parts)) < 2 for cut in cuts):
         return ONE_ALONE
-    return ALIKE if count_alike(problem, piece) else ""
+    return ALIKE if count_alike(problem, microbatch) else ""
 
 
 def _shows(seen: Evaluated) -> bool:
+    """Return whether a loss or its gradient is not 0, so that it differs between declarations."""
     return bool(seen.loss or (seen.gradient is not None and seen.gradient.any()))
 
 
@@ -333,7 +334,7 @@ def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Set modules to evaluation mode inside the context, then restore the mode of each."""
     modes = [(module, module.training) for module in modules]
     for module in modules:
-        # Not train(False): it also sets the children, and a user may have overridden it.
+        # Not train(False), which also sets the children, and which a user may have overridden.
         module.training = False
     try:
         yield

@@ -43,13 +43,13 @@ def divisions_of(loss: Tensor) -> list[Division]:
         [4.0, 2.0, 6.0]
     """
     found: list[Division] = []
-    nodes, known = [loss.grad_fn], set[Any]()
+    nodes, visited = [loss.grad_fn], set[Any]()
     while nodes:
         # A division of a tensor with several elements belongs to the model, not to the averaging of the loss.
         node = nodes.pop()
-        if node is None or node in known or not _makes_one_number(node):
+        if node is None or node in visited or not _makes_one_number(node):
             continue
-        known.add(node)
+        visited.add(node)
         found += _divisions(node)
         nodes += [after for after, _ in node.next_functions]
     return found
@@ -80,7 +80,7 @@ def entries_per_sample(
     if not len(one) == len(two) == len(other):
         return None
     for single, pair, far in zip(one, two, other, strict=True):
-        # A divisor that a second sample does not increase is no count: e.g. a temperature.
+        # A divisor that a second sample does not increase is no count, e.g. a temperature.
         if not single.operator == pair.operator == far.operator or not single.number < pair.number:
             continue
         if pair.number != far.number and (pair.sure or any(_follows(pair, far, *both) for both in lengths)):

@@ -78,21 +78,21 @@ class Evaluation:
         check_loss(loss)
         return loss
 
-    def see(
-        self, microbatch: Any, places: Sequence[int], calls: dict[int, Any], *, scale: float = 1.0
+    def run(
+        self, microbatch: Any, positions: Sequence[int], calls: dict[int, Any], *, scale: float = 1.0
     ) -> Evaluated:
-        """Evaluate a micro-batch; Python's and NumPy's generators continue from their present state.
+        """Evaluate a micro-batch once; Python's and NumPy's generators continue from their present state.
 
         Args:
             microbatch: micro-batch, on any device.
-            places: position of each sample, which selects its random stream.
+            positions: position of each sample in the micro-batch, which selects its random stream.
             calls: counters of random calls, shared by all parts of one micro-batch.
             scale: factor of the loss in the backward; the gradient is divided by it again.
         """
         states = self._generators.now()
         self._keeper.restore()  # the last forward may have changed the state
         self._generators.set(states)  # after `restore`, which also resets some generators
-        with sample_stream(_KEY, indices=places, calls=calls, unruled=self.unruled):
+        with sample_stream(_KEY, indices=positions, calls=calls, unruled=self.unruled):
             # On a copy: a loss may write into its micro-batch, which is a view of the user's batch.
             loss, weight = evaluate(self.problem, map_arrays(_copy, microbatch))
             check_loss(loss)
@@ -101,9 +101,9 @@ class Evaluation:
             counts = takes_part(weight, reduction=self.problem.reduction) and math.isfinite(value)
             by_backward = self._by_backward
             gradient = self._gradient(loss, scale) if counts else None
-        if self._by_backward != by_backward:  # the failed attempt has freed the graph: evaluate again
+        if self._by_backward != by_backward:  # evaluate again, because the failed attempt has freed the graph
             self._generators.set(states)
-            return self.see(microbatch, places, calls, scale=scale)
+            return self.run(microbatch, positions, calls, scale=scale)
         return Evaluated(value, weight, gradient)
 
     def cut(
@@ -115,7 +115,7 @@ class Evaluation:
             planned: the micro-batch.
             union: result of the micro-batch.
             spans: positions of each part's samples.
-            calls: counters of random calls, as in `see`.
+            calls: counters of random calls, as in `run`.
 
         Returns:
             The cut; None if a part cannot be evaluated by itself.
@@ -129,17 +129,17 @@ class Evaluation:
                 return None
             parts.append(part)
             ended.append(self._generators.now() == self._end)
-            # A generator in the state that the union left draws once per call: reset it for the next part.
+            # Code that has drawn as much as for the union draws once per call, so its generator is reset.
             self._generators.rewind(self._start, self._end)
-        # Draws that continue from sample to sample equal those of the union only in the order of the union.
+        # Numbers drawn sample after sample equal those of the union only in the order of the union.
         cut = Cut(union, tuple(parts), tuple(spans))
         replayed = ended[-1] if cut.in_order else all(ended)
         return replace(cut, replayed=replayed, by_sample=not all(ended))
 
     def _part(self, microbatch: Any, span: Order, calls: dict[int, Any]) -> Evaluated | None:
         try:
-            return self.see(microbatch, span, calls)
-        except Exception as error:  # not an error of training, which never evaluates a part
+            return self.run(microbatch, span, calls)
+        except Exception as error:  # user code may raise anything on a part, which training never evaluates
             if out_of_memory(error):
                 raise
             self.failure = f"{type(error).__name__}: {error}"
@@ -152,8 +152,8 @@ class Evaluation:
     def union(self, planned: Plan, calls: dict[int, Any], *, scale: float = 1.0) -> Evaluated:
         """Evaluate an uncut micro-batch, with all generators at their start."""
         self.begin()
-        places = range(planned.samples)
-        seen = self.see(planned.take(0, planned.samples), places, calls, scale=scale)
+        positions = range(planned.samples)
+        seen = self.run(planned.take(0, planned.samples), positions, calls, scale=scale)
         self._end = self._generators.now()
         return seen
 
@@ -179,12 +179,12 @@ class Evaluation:
 
     def loss_again(self, microbatch: Any) -> float | None:
         """Return the loss from the state that the last forward left; None if loss_fn raises."""
-        samples = count_samples(microbatch, unsplit=self.problem.unsplit, per_sample=self.problem.per_sample)
+        samples = count_samples(microbatch, **self.problem.paths)
         self._generators.set(self._start)
         try:
             with sample_stream(_KEY, 0, samples, calls={}, unruled=self.unruled):
                 return float(evaluate(self.problem, map_arrays(_copy, microbatch))[0].detach())
-        except Exception as error:
+        except Exception as error:  # with changed state user code may raise anything
             if out_of_memory(error):
                 raise
             return None
@@ -223,12 +223,12 @@ class Evaluation:
         """Compute in float64 inside the context: convert parameters at each use, or copy the model."""
         own = self.problem
         with ExitStack() as stack:
-            # The keeper restores the model's own tensors, so the copy needs one of its own.
+            # The keeper restores the model's own tensors, so the working copy needs another keeper.
             if self._copied:
                 self._keeper.restore()
                 stack.enter_context(untouched(own.model, dtype=torch.float64))
                 stack.callback(setattr, self, "_keeper", self._keeper)
-                self._keeper = MovedState([own.model], [own.loss_fn])  # for the working copy
+                self._keeper = MovedState([own.model], [own.loss_fn])
                 self._keeper.begin(check=True)
                 stack.callback(self._keeper.end_check)
                 stack.enter_context(self._keeper.watching())
@@ -251,7 +251,7 @@ class Evaluation:
 
     @property
     def rounded(self) -> bool:
-        """Return whether float64 gradients were rounded to the dtype of their parameters."""
+        """True if float64 gradients were rounded to the dtype of their parameters."""
         return self._bypassed
 
     def _gradient(self, loss: Tensor, scale: float) -> Tensor | None:
@@ -287,16 +287,15 @@ def _is_plain(parameter: Tensor) -> bool:
 
 
 def _fits_in_float64(model: nn.Module) -> bool:
-    """Return whether the host has memory for a float64 copy and its gradients."""
-    # Only the host is tested: an accelerator raises if memory runs out.
+    """Return whether a float64 copy of a model and its gradients fit in memory."""
     parameters = list(model.parameters())
-    size = sum(2 * 8 * parameter.numel() for parameter in parameters)
     if not all(has_float64(parameter.device) for parameter in parameters):
-        # Reading the free memory costs more than the copy of a small model.
         return False
+    # Only the host's memory is read: an accelerator raises if memory runs out.
+    size = sum(2 * 8 * parameter.numel() for parameter in parameters)
     if size <= _SMALL or any(parameter.device.type != "cpu" for parameter in parameters):
         return True
-    # `size` includes the gradients. At most a quarter of the memory, to leave room for activations.
+    # At most a quarter of the memory, to leave room for activations.
     return 4 * size <= memory_limit(torch.device("cpu")).bytes
 
 
@@ -306,7 +305,7 @@ def _by_backward(
     """Return sums of the gradients that backward() adds to ``.grad``, and restore it; None with a hook."""
     if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters):
         return None
-    kept = [parameter.grad for parameter in parameters]
+    before = [parameter.grad for parameter in parameters]
     try:
         for parameter in parameters:
             parameter.grad = None
@@ -319,7 +318,7 @@ def _by_backward(
             raise
         return None
     finally:
-        for parameter, gradient in zip(parameters, kept, strict=True):
+        for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
 
 

@@ -27,12 +27,12 @@ from .lengths import Pair, check_lengths
 from .probing.problem import Problem, by_term
 
 
-def check_first_window(config: Config, pieces: MicrobatchList, *, frozen: Sequence[nn.Module]) -> Checked:
+def check_first_window(config: Config, window: MicrobatchList, *, frozen: Sequence[nn.Module]) -> Checked:
     """Compare losses of micro-batches with those of their parts, before anything is updated.
 
     Args:
         config: settings of the accumulator, with a loss_fn.
-        pieces: micro-batches of the window.
+        window: the micro-batches of the window.
         frozen: BatchNorms to run as frozen.
 
     Returns:
@@ -41,19 +41,19 @@ def check_first_window(config: Config, pieces: MicrobatchList, *, frozen: Sequen
     Raises:
         LossSpecError, CoupledSamplesError: the loss contradicts its declaration.
     """
-    if not pieces.microbatches:  # a rank without data
-        return check_later_window(config, pieces, [], frozen=frozen)
-    return _check_terms(config, pieces, first_microbatches(pieces), frozen)
+    if not window.microbatches:  # a rank without data
+        return check_later_window(config, window, [], frozen=frozen)
+    return _check_terms(config, window, first_microbatches(window), frozen)
 
 
 def check_later_window(
-    config: Config, pieces: MicrobatchList, chosen: Sequence[Any], *, frozen: Sequence[nn.Module]
+    config: Config, window: MicrobatchList, chosen: Sequence[Any], *, frozen: Sequence[nn.Module]
 ) -> Checked:
     """Check the loss again, on chosen samples of a later window; every rank calls it.
 
     Args:
         config: settings of the accumulator, with a loss_fn.
-        pieces: micro-batches of the window.
+        window: the micro-batches of the window.
         chosen: micro-batches to check; empty on a rank without unchecked features.
         frozen: BatchNorms to run as frozen.
 
@@ -64,21 +64,21 @@ def check_later_window(
         LossSpecError, CoupledSamplesError: the loss contradicts its declaration.
     """
     if not chosen:
-        for problem in by_term(_problem(config, pieces)).values():
-            with _agreed(config.sync), config.sync.no_sync(), in_step(problem, _spare(pieces), config.sync):
+        for problem in by_term(_problem(config, window)).values():
+            with _agreed(config.sync), config.sync.no_sync(), in_step(problem, _spare(window), config.sync):
                 pass
         return Checked.of(())
-    return _check_terms(config, pieces, chosen, frozen)
+    return _check_terms(config, window, chosen, frozen)
 
 
 def check_pairs(
-    config: Config, pieces: MicrobatchList, pairs: Sequence[Pair], *, frozen: Sequence[nn.Module]
+    config: Config, window: MicrobatchList, pairs: Sequence[Pair], *, frozen: Sequence[nn.Module]
 ) -> None:
     """Check the loss on samples of different lengths, which no micro-batch contains; every rank calls it.
 
     Args:
         config: settings of the accumulator, with a loss_fn.
-        pieces: micro-batches of the window.
+        window: the micro-batches of the window.
         pairs: pairs of micro-batches with different lengths; empty on a rank without.
         frozen: BatchNorms to run as frozen.
 
@@ -87,39 +87,39 @@ def check_pairs(
             something other than entries or samples.
     """
     sync = config.sync
-    with _agreed(sync), sync.no_sync(), in_step(_problem(config, pieces), _spare(pieces), sync) as whole:
+    with _agreed(sync), sync.no_sync(), in_step(_problem(config, window), _spare(window), sync) as whole:
         for pair, problem in product(pairs, by_term(whole).values()):
             if problem.reduction == "mean" and problem.weight != "returned":
                 check_lengths(problem, pair, frozen=frozen)
 
 
-def _spare(pieces: MicrobatchList) -> Any:
+def _spare(window: MicrobatchList) -> Any:
     """Return a micro-batch for the forwards that this rank makes for other ranks; None without data."""
-    return pieces.runs[0] if pieces.runs else None
+    return window.runs[0] if window.runs else None
 
 
-def _problem(config: Config, pieces: MicrobatchList) -> Problem:
+def _problem(config: Config, window: MicrobatchList) -> Problem:
     assert config.loss_fn is not None
     return Problem(
         config.models[0] if len(config.models) == 1 else nn.ModuleList(config.models),
         config.loss_fn,
         config.reduction,
         None if config.weigh == "samples" else config.weigh,
-        unsplit=pieces.paths.get("unsplit", ()),
-        per_sample=pieces.paths.get("per_sample", ()),
+        unsplit=window.paths.get("unsplit", ()),
+        per_sample=window.paths.get("per_sample", ()),
         state=config.state,
         terms=config.declared.terms,
     )
 
 
 def _check_terms(
-    config: Config, pieces: MicrobatchList, chosen: Sequence[Any], frozen: Sequence[nn.Module]
+    config: Config, window: MicrobatchList, chosen: Sequence[Any], frozen: Sequence[nn.Module]
 ) -> Checked:
     """Check the loss, or each of its terms separately."""
     found: list[Checked] = []
-    for name, problem in by_term(_problem(config, pieces)).items():
+    for name, problem in by_term(_problem(config, window)).items():
         try:
-            found.append(check_on_all_ranks(problem, chosen, _spare(pieces), config.sync, frozen=frozen))
+            found.append(check_on_all_ranks(problem, chosen, _spare(window), config.sync, frozen=frozen))
         except (LossSpecError, CoupledSamplesError) as error:  # noqa: PERF203  (there are few terms)
             if not name:
                 raise
@@ -128,13 +128,13 @@ def _check_terms(
 
 
 def check_on_all_ranks(
-    problem: Problem, pieces: Sequence[Any], idle: Any, sync: Sync, *, frozen: Sequence[nn.Module] = ()
+    problem: Problem, microbatches: Sequence[Any], idle: Any, sync: Sync, *, frozen: Sequence[nn.Module] = ()
 ) -> Checked:
     """Run `check_declaration` on every rank; if it raises on one, all ranks raise.
 
     Args:
         problem: problem to check.
-        pieces: micro-batches to check it on.
+        microbatches: micro-batches to check it on.
         idle: micro-batch for the forwards that other ranks wait for.
         sync: the ranks.
         frozen: BatchNorms to run as frozen.
@@ -147,7 +147,7 @@ def check_on_all_ranks(
         RankError: another rank failed for another reason, e.g. an error in `loss_fn`.
     """
     with _agreed(sync), sync.no_sync(), in_step(problem, idle, sync) as announced:
-        return _check_in_memory(announced, pieces, frozen)
+        return _check_in_memory(announced, microbatches, frozen)
 
 
 @contextmanager
@@ -171,27 +171,30 @@ def _agreed(sync: Sync) -> Iterator[None]:
         )
 
 
-def _check_in_memory(problem: Problem, pieces: Sequence[Any], frozen: Sequence[nn.Module]) -> Checked:
+def _check_in_memory(problem: Problem, microbatches: Sequence[Any], frozen: Sequence[nn.Module]) -> Checked:
     """Check micro-batches, halved until they fit in memory."""
-    while (checked := _check_that_fits(problem, pieces, frozen)) is None:
+    while (checked := _check_that_fits(problem, microbatches, frozen)) is None:
         release_caches(*accelerators([problem.model]))
-        pieces = [half for piece in pieces[:8] for half in _halves(problem, piece)]
+        microbatches = [half for microbatch in microbatches[:8] for half in _halves(problem, microbatch)]
     return checked
 
 
-def _check_that_fits(problem: Problem, pieces: Sequence[Any], frozen: Sequence[nn.Module]) -> Checked | None:
+def _check_that_fits(
+    problem: Problem, microbatches: Sequence[Any], frozen: Sequence[nn.Module]
+) -> Checked | None:
     try:
-        return check_declaration(problem, pieces, frozen=frozen)
-    except BaseException as error:
+        return check_declaration(problem, microbatches, frozen=frozen)
+    except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
+        # The frames keep tensors of the failed evaluation alive.
         traceback.clear_frames(error.__traceback__)
         return None
 
 
-def _halves(problem: Problem, piece: Any) -> list[Any]:
+def _halves(problem: Problem, microbatch: Any) -> list[Any]:
     try:
-        planned = plan_of(piece, unsplit=problem.unsplit, per_sample=problem.per_sample)
+        planned = plan_of(microbatch, **problem.paths)
     except SplitError:
         return []
     if planned.samples < 4:  # a half of one sample cannot be cut and compared

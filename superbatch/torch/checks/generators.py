@@ -1,7 +1,8 @@
 """Replay of generators without a stream per sample: Python's, NumPy's, and those that user code holds.
 
-The parts of a micro-batch must draw the numbers that the micro-batch drew. A generator that is used once per
-call is reset to its start for each part. One that is used once per sample continues from part to part.
+The parts of a micro-batch must draw the numbers that the micro-batch drew. A generator from which code draws
+once per call is reset to its start for each part. One that is used once per sample continues from part to
+part.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Generators:
         if numpy_random is not None:
             self._access.append(_access(numpy_random.get_state, numpy_random.set_state, numpy_random.seed))
         for found in reachable(holders):
-            access = _of_object(found, numpy_random)
+            access = _access_of(found, numpy_random)
             if access is not None:
                 self._access.append(access)
 
@@ -63,13 +64,15 @@ class Generators:
             access.seed(seed)
 
     def rewind(self, start: list[bytes], end: list[bytes]) -> None:
-        """Reset each generator whose state is in `end` to `start`: its code draws once per call."""
+        """Reset each generator whose state equals that in `end` to `start`: its code draws once per call."""
         for access, first, last in zip(self._access, start, end, strict=True):
             if access.get() == last:
                 access.put(first)
 
 
 class _Access(NamedTuple):
+    """Functions that read, set and seed one generator."""
+
     get: Callable[[], bytes]
     put: Callable[[bytes], object]
     seed: Callable[[int], object]
@@ -80,7 +83,7 @@ def _access(get: Callable[[], Any], put: Callable[[Any], object], seed: Callable
     return _Access(lambda: pickle.dumps(get()), lambda state: put(pickle.loads(state)), seed)
 
 
-def _of_object(value: Any, numpy_random: Any) -> _Access | None:
+def _access_of(value: Any, numpy_random: Any) -> _Access | None:
     if isinstance(value, random.Random):
         # SystemRandom has no state.
         return (
@@ -116,16 +119,16 @@ def reachable(holders: Any) -> Iterator[Any]:
     """
     # Breadth first: the limit leaves out the objects farthest from the loss.
     seen: set[int] = set()
-    waiting, keep = list(holders), []
+    waiting, alive = list(holders), []
     while waiting and len(seen) < _MOST_OBJECTS:
         following: list[Any] = []
         for value in waiting:
             if id(value) in seen or _is_plain(value):
                 continue
             seen.add(id(value))
-            keep.append(value)  # while the object lives, its id is not used again
+            alive.append(value)  # so that its id is not used again
             yield value
-            following += list(_held_by(value))[: 8 * _MOST_ENTRIES]
+            following += list(held_by(value))[: 8 * _MOST_ENTRIES]
         waiting = following
 
 
@@ -133,7 +136,13 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | bytes | Tensor | ModuleType | type)
 
 
-def _held_by(value: Any) -> Iterator[Any]:
+def held_by(value: Any) -> Iterator[Any]:
+    """Yield the objects that an object refers to: a closure, arguments, content, attributes or submodules.
+
+    Examples:
+        >>> list(held_by(partial(print, 1, end="")))
+        [<built-in function print>, 1, '']
+    """
     try:
         if isinstance(value, partial):
             yield from (value.func, *value.args, *value.keywords.values())

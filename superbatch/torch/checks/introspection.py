@@ -1,4 +1,4 @@
-"""Run models eagerly, and find out which dtypes they compute in, without compiling anything."""
+"""Run compiled models eagerly, and collect the dtypes in which models compute."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ from ..warn import warn
 class _Stance:
     """Number of open blocks in which torch must not compile; global, like torch's stance.
 
-    Without the count, the second of two blocks that overlap in two threads would save the stance of the first
-    and restore it at its end, and nothing would be compiled any more.
+    Without the count, two blocks that overlap in two threads would leave the stance set: the second one would
+    save the stance of the first, and restore it at its end. Then nothing would be compiled any more.
     """
 
     def __init__(self) -> None:
-        self._lock = (
-            threading.RLock()
-        )  # reentrant: an error while it is released must not deadlock the thread
+        # Reentrant: an error while it is released must not deadlock the thread.
+        self._lock = threading.RLock()
         self._blocks = 0
         self._eager: Any = None
 

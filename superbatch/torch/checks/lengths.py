@@ -43,18 +43,18 @@ def lengths_in(part: Any, paths: Mapping[str, Any]) -> dict[str, int]:
     return {path: value[0].numel() for path, value in found.items() if _has_length(value)}
 
 
-def ragged(parts: Sequence[Any], known: Sequence[str]) -> tuple[int, int] | None:
+def ragged(parts: Sequence[Any], paths: Sequence[str]) -> tuple[int, int] | None:
     """Return the indices of the micro-batches with the shortest and longest samples; None if all are equal.
 
     Args:
         parts: micro-batches of a window.
-        known: paths of leaves with a length.
+        paths: paths of leaves with a length.
 
     Examples:
         >>> ragged([torch.ones(2, 5), torch.ones(1, 3)], [""])
         (1, 0)
     """
-    for path in known if len(parts) > 1 else ():
+    for path in paths if len(parts) > 1 else ():
         shapes = _shapes(parts, path)
         if len(set(shapes)) < 2:  # the usual case
             continue
@@ -77,7 +77,7 @@ def check_lengths(problem: Problem, pair: Pair, *, frozen: Sequence[nn.Module]) 
         LossSpecError: the loss is a mean over all entries, but the declared weight is left out, or counts
             something other than entries or samples.
     """
-    paths = {"unsplit": problem.unsplit, "per_sample": problem.per_sample}
+    paths = problem.paths
     of_pair = [lengths_in(one, paths) for one in pair]
     # A leaf that only one of the two has is not compared.
     apart = {path: (n, of_pair[1][path]) for path, n in of_pair[0].items() if of_pair[1].get(path, n) != n}
@@ -85,7 +85,7 @@ def check_lengths(problem: Problem, pair: Pair, *, frozen: Sequence[nn.Module]) 
         first, second = (plan(one, **paths) for one in pair)
     except SplitError:  # e.g. flattened patches: no samples can be taken from it
         return
-    # Taking a sample twice doubles a divisor that counts entries; a sample of another length changes it too.
+    # A sample taken twice doubles a divisor that counts entries; a sample of another length changes it too.
     tried = [first.take(0, 1), first.take(0, 2, order=(0, 0)), second.take(0, 2, order=(0, 0))]
     seen = divisions_of(problem, tried, frozen=frozen) if apart else None
     if seen is None:
@@ -97,7 +97,7 @@ def check_lengths(problem: Problem, pair: Pair, *, frozen: Sequence[nn.Module]) 
     labels = [path for path in apart if not get(pair[0], path).is_floating_point()]
     path = (labels or list(apart))[-1]
     if callable(problem.weight):
-        declared = _times(problem.weight, tried[0], second.take(0, 1))
+        declared = _weight_ratio(problem.weight, tried[0], second.take(0, 1))
         _check_weights(declared, ratios(*seen), path, apart[path])
         return
     few, many = sorted(apart[path])
@@ -114,7 +114,7 @@ def check_lengths(problem: Problem, pair: Pair, *, frozen: Sequence[nn.Module]) 
     )
 
 
-def _times(weigh: Callable[[Any], Any], one: Any, other: Any) -> float | None:
+def _weight_ratio(weigh: Callable[[Any], Any], one: Any, other: Any) -> float | None:
     """Return the ratio of the weights of two samples; None if one of them has weight 0."""
     first, second = float(weigh(one)), float(weigh(other))
     return first / second if first > 0 and second > 0 else None

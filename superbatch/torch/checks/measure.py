@@ -26,8 +26,8 @@ from .probing.untouched import seed_all, state_restorer
 BatchNormChoice = Literal["per_microbatch", "frozen"]
 Size = int | TokenBudget | None
 
-# A parameter's difference is relative to the norm of its gradient, or to this share of the whole gradient if
-# that is larger: some gradients are zero up to rounding, e.g. that of a bias before a normalisation.
+# A parameter's difference is relative to the norm of its gradient, at least to this share of the norm of all
+# gradients: some are zero up to rounding, e.g. that of a bias before a normalisation.
 _FLOOR = 1e-3
 # Added to a seed, it gives other random numbers.
 _OTHER = 1 << 20
@@ -99,8 +99,8 @@ def whole(setting: Setting) -> Measured:
     model = setting.problem.model
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     # Parameters without a gradient are left out; `differences` counts them as zero.
-    kept = {name: _dense(gradient) for name, gradient in gradients.items() if gradient is not None}
-    return Measured(float(loss.detach()) * factor, kept, (_samples(setting.problem, setting.batch),))
+    existing = {name: _dense(gradient) for name, gradient in gradients.items() if gradient is not None}
+    return Measured(float(loss.detach()) * factor, existing, (_samples(setting.problem, setting.batch),))
 
 
 def accumulated(setting: Setting, size: Size) -> Measured:
@@ -167,7 +167,9 @@ def differences(measured: Measured, reference: Measured) -> tuple[ParameterDiffe
     result: list[ParameterDifference] = []
     for name, norm in norms.items():
         a, b = measured.gradients.get(name), reference.gradients.get(name)
-        difference = _norm(b) if a is None else _norm(a) if b is None else _norm(_wide(a) - _wide(b))
+        difference = (
+            _norm(b) if a is None else _norm(a) if b is None else _norm(in_float64(a) - in_float64(b))
+        )
         size = max(norm, floor)
         result.append(ParameterDifference(name, norm, difference, difference / size if size else difference))
     return tuple(result)
@@ -227,16 +229,12 @@ def _without_advice() -> Iterator[None]:
 
 
 def _samples(problem: Problem, batch: Any) -> int:
-    return count_samples(batch, unsplit=problem.unsplit, per_sample=problem.per_sample)
+    return count_samples(batch, **problem.paths)
 
 
 def _dense(gradient: Tensor) -> Tensor:
     return gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return in_float64(tensor)
-
-
 def _norm(tensor: Tensor | None) -> float:
-    return 0.0 if tensor is None else float(torch.linalg.vector_norm(_wide(tensor)))
+    return 0.0 if tensor is None else float(torch.linalg.vector_norm(in_float64(tensor)))

@@ -78,16 +78,16 @@ class ComputeIn(TorchDispatchMode):
             return args
 
         def convert(value: Any) -> Any:
-            apart = isinstance(value, Tensor) and value.dtype != first.dtype
-            return value.to(first.dtype) if apart and value.is_floating_point() else value
+            other = isinstance(value, Tensor) and value.dtype != first.dtype
+            return value.to(first.dtype) if other and value.is_floating_point() else value
 
         return (first, *tree_map(convert, tuple(args[1:])))
 
 
 def _to_a_parameter() -> bool:
-    """Return whether autograd converts a gradient to the dtype of its tensor.
+    """Return whether autograd is converting a gradient to the dtype of its tensor.
 
-    A checkpoint recomputes its forward within the backward, and conversions of the forward are not meant.
+    Conversions in a forward do not count, even if a checkpoint recomputes that forward within the backward.
     """
     # Private: torch has no public way to find out whether a backward runs in this thread.
     if torch._C._current_graph_task_id() == -1:

@@ -1,6 +1,6 @@
 """Counts that are equal for all samples of each rank, but differ between ranks.
 
-No rank alone can find such a difference. A hash in the window's all-reduce shows that ranks differ. Then two
+No single rank can find such a difference. A hash in the window's all-reduce shows that ranks differ. Then two
 ranks send one sample each, and all ranks check the loss on both samples.
 """
 

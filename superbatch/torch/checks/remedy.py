@@ -15,7 +15,7 @@ from superbatch.normalize import Number, Reduction
 
 from ..loss.losses import pair_of
 from ..memory.out_of_memory import out_of_memory
-from .agreement import Cut, Evaluated, Rounding
+from .agreement import SURE, Cut, Evaluated, Rounding
 from .candidates import Candidate, weight_candidates
 from .contradiction import ContradictedError, Contradiction
 from .cuts import Order, orders, other_orders
@@ -51,7 +51,7 @@ def find_remedy(
     if problem.reduction != "mean" and _adds_a_constant(cuts, found.rounding):
         return _constant(given, evidence)
     # Weights counted from the batch come before solved ones, because a user can type them.
-    for candidate in _that_fit(problem, found.planned, evaluation, cuts, found.rounding):
+    for candidate in _fitting_candidates(problem, found.planned, evaluation, cuts, found.rounding):
         if holds(_weighed(mean, candidate)):
             return _counted(problem, candidate, given, evidence)
     weights = find_weights(cuts, found.rounding)
@@ -130,7 +130,7 @@ def _more_cuts(
             calls: dict[int, Any] = {}
             union = evaluation.union(planned, calls)
             cuts = [evaluation.cut(planned, union, order, calls) for order in spans]
-    except Exception as error:
+    except Exception as error:  # user code may raise anything on parts that were not evaluated before
         if out_of_memory(error):
             raise
         return []
@@ -140,10 +140,10 @@ def _more_cuts(
     return [cut for cut in cuts if cut is not None and cut.replayed]
 
 
-def _that_fit(
+def _fitting_candidates(
     problem: Problem, planned: Plan, evaluation: Evaluation, cuts: Sequence[Cut], rounding: Rounding
 ) -> list[Candidate]:
-    """Return the candidate weights under which the parts do give the micro-batch."""
+    """Return the candidates under which, in every cut, the parts average to the micro-batch."""
     whole = planned.take(0, planned.samples)
     parts = [[evaluation.take(planned, span) for span in cut.spans] for cut in cuts]
 
@@ -206,9 +206,9 @@ def _without_candidate(
             'reduction="sum" and the bound as at_least(...)'
         )
         return Contradiction("batch_size", f"{what}: {given}", remedy, evidence, coupled=True)
-    known = "known " if found.kind == "open" else ""
+    adjective = "known " if found.kind == "open" else ""
     what = (
-        f"no {known}weight explains the loss: samples influence each other (contrastive loss, hardest "
+        f"no {adjective}weight explains the loss: samples influence each other (contrastive loss, hardest "
         "samples, normalisation over the batch), or the loss has terms that are means over different counts"
     )
     remedy = (
@@ -224,7 +224,7 @@ def _listed(found: Weighting) -> str:
 
 
 def _ratio(cuts: Sequence[Cut], rounding: Rounding) -> str:
-    # The ratio of two parts with a weight is something that a user can search for in the data.
+    # Users can search their data for the ratio of two weights.
     counted: list[tuple[float, Evaluated]] = []
     for cut in cuts:
         factors = find_weights([cut, *(each for each in cuts if each is not cut)], rounding).factors
@@ -259,7 +259,7 @@ def _adds_a_constant(cuts: Sequence[Cut], rounding: Rounding) -> bool:
     # Four roundings: each surplus is a difference of sums.
     allowed = 4 * rounding.gradient * (size + first.norm(dim=1))
     if rounding.measured is not None and rounding.measured.numel():
-        allowed = allowed + 30 * rounding.measured
+        allowed = allowed + SURE * rounding.measured
     return all(bool(((other - first).norm(dim=1) <= allowed).all()) for other in others)
 
 

@@ -45,7 +45,7 @@ class Count(NamedTuple):
         path: path of the leaf.
         ignored: label that is not counted; None: the leaf is summed, or its entries are counted.
         per_class: class weights, summed over the labels of a sample.
-        unpadded: count the share of a row without the equal entries at one of its ends.
+        unpadded: count the share of a row that is no padding; padding is equal entries at one of its ends.
     """
 
     path: str
@@ -70,7 +70,7 @@ class Count(NamedTuple):
         return self.of_values(_values(parts, self.path))
 
     def of_values(self, values: Sequence[Any]) -> Tensor | None:
-        """Return what `of` returns, given the leaf of each micro-batch."""
+        """Return the counts of all samples as `of` does, from the leaf of each micro-batch."""
         try:
             counts = [self._count(value) for value in values]
         except RuntimeError:  # torch cannot compare or sum this dtype
@@ -145,7 +145,7 @@ def uneven(counts: Sequence[Count], parts: Sequence[Any], *, unlikely: bool = Tr
     """Yield the counts with different values for some samples.
 
     Every window calls this, so the cheapest test comes first: the smallest label of a leaf is read once, and
-    it is mostly larger than any label to ignore.
+    is mostly larger than any label to ignore.
 
     Args:
         counts: counts to read, grouped by leaf.
@@ -183,7 +183,7 @@ class _Leaf:
         self._has_ends: bool | None = None
 
     def may_tell_apart(self, count: Count) -> bool:
-        """Return whether a count may differ between samples; False is certain."""
+        """Return False if a count is certainly equal for all samples; else True."""
         if count.unpadded:
             return self.has_ends()
         if count.ignored is None and not count.per_class:
@@ -245,7 +245,7 @@ def extremes(counts: Tensor, rows: int) -> list[int]:
     """
     values = counts.tolist()
     order = sorted(range(len(values)), key=values.__getitem__)
-    some = [place for place in order if values[place] > 0]
+    some = [sample for sample in order if values[sample] > 0]
     if some and values[some[0]] < values[some[-1]]:
         order = some
     rows = min(rows, len(order))
@@ -270,8 +270,8 @@ def _of_leaf(path: str, value: Any, hints: Hints) -> list[Count]:
     found = [Count(path, label) for label in ignored]
     if None in ignored or not ignored:
         return found
-    known = [label for label in hints.ignored if label not in ignored]
-    found += [Count(path, label) for label in known]
+    declared = [label for label in hints.ignored if label not in ignored]
+    found += [Count(path, label) for label in declared]
     found += [Count(path, None, per_class) for per_class in hints.class_weights]
     if value.ndim == 1:  # lengths
         found.append(Count(path, None))
@@ -313,12 +313,12 @@ def _pads(values: Sequence[Any]) -> bool:
     """Return whether 0 occurs at the ends of rows only, and more than once in some row."""
     if not all(_is_plain(value) and value.ndim > 1 for value in values):
         return False
-    kept = [value.flatten(1) != 0 for value in values]
+    nonzero = [value.flatten(1) != 0 for value in values]
     # After the first zero, a row has zeros only.
-    if not all(bool((row[:, 1:] <= row[:, :-1]).all()) for row in kept):
+    if not all(bool((row[:, 1:] <= row[:, :-1]).all()) for row in nonzero):
         return False
     # At least two zeros at the end of a row, because a single one may be a label.
-    return not all(bool(row[:, -2:].any(1).all()) for row in kept)
+    return not all(bool(row[:, -2:].any(1).all()) for row in nonzero)
 
 
 def _has_ends(value: Any) -> bool:
@@ -358,14 +358,14 @@ def _weighed(value: Any, per_class: Sequence[float]) -> Tensor | None:
     if not _is_plain(value):
         return None
     labels = value.detach().reshape(len(value), -1).long().cpu()
-    known = (labels >= 0) & (labels < len(per_class))
+    weighted = (labels >= 0) & (labels < len(per_class))
     weights = torch.tensor(per_class, dtype=torch.float64)
-    # The clamp keeps the lookup in range; `known` then sets labels without a weight to 0.
-    return (weights[labels.clamp(0, len(per_class) - 1)] * known).sum(1)
+    # The clamp keeps the lookup in range; `weighted` then sets labels without a weight to 0.
+    return (weights[labels.clamp(0, len(per_class) - 1)] * weighted).sum(1)
 
 
 def _unpadded(value: Any) -> Tensor | None:
-    """Return the share of each row without the equal entries at its end, or at its start."""
+    """Return the share of each row that is no padding: equal entries at its end, or at its start."""
     if not _is_plain(value) or value.ndim != 2 or value.shape[1] < 3:
         return None
     value, width = value.detach(), value.shape[1]

@@ -62,10 +62,10 @@ def _sparse(gradient: Tensor) -> Tensor:
     for dimension, size in enumerate(gradient.shape[: len(indices)]):
         start = start * size + indices[dimension]
     inner = values.shape[1]
-    places = (start[:, None] * inner + torch.arange(inner, device=values.device)).reshape(-1)
+    positions = (start[:, None] * inner + torch.arange(inner, device=values.device)).reshape(-1)
     sums = torch.zeros(BUCKETS, dtype=_wide(values.device), device=values.device)
-    signed = values.reshape(-1).to(sums.dtype) * _signs(places // BUCKETS)
-    return sums.index_add_(0, places % BUCKETS, signed)
+    signed = values.reshape(-1).to(sums.dtype) * _signs(positions // BUCKETS)
+    return sums.index_add_(0, positions % BUCKETS, signed)
 
 
 def _wide(device: torch.device) -> torch.dtype:
@@ -73,7 +73,7 @@ def _wide(device: torch.device) -> torch.dtype:
 
 
 def _signs(rows: Tensor) -> Tensor:
-    """Draw +1 or -1 for each row; +1 for row 0."""
+    """Return a pseudorandom +1 or -1 for each row; +1 for row 0."""
     mixed = (rows * 0x9E3779B1) & 0xFFFFFFFF
     mixed = ((mixed ^ (mixed >> 15)) * 0x85EBCA6B) & 0xFFFFFFFF
     return 1 - 2 * ((mixed ^ (mixed >> 13)) & 1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..window.microbatches import Shown
+
 
 class UncheckedFeature(NamedTuple):
     """Feature that a window has for the first time, e.g. unequal token counts.
@@ -12,12 +14,31 @@ class UncheckedFeature(NamedTuple):
     Attributes:
         name: name of the count, or of the event.
         contrast: relative difference between the samples that differ most in it.
-        samples: positions of these samples; empty: the micro-batches with the smallest and largest loss.
+        samples: positions of these samples in the window, least count first; empty: the micro-batches with
+            the smallest and largest loss.
         sure: it is checked regardless of the budget for checks.
     """
 
     name: str
     contrast: float = 1.0
-    # Positions in the window, least count first; `MicrobatchList.pick` makes a micro-batch of them.
     samples: Sequence[int] = ()
     sure: bool = True
+
+
+def unequal_weights(shown: Shown, name: str) -> list[UncheckedFeature]:
+    """Return a feature if samples of two micro-batches have different weights; else an empty list.
+
+    Args:
+        shown: micro-batches and weights of a window.
+        name: name of the feature.
+    """
+    samples, weights = shown.pieces.samples, shown.weights
+    some = [index for index, weight in enumerate(weights) if weight]
+    if samples is None or not some:
+        return []
+    each = [weight / count for weight, count in zip(weights, samples, strict=True)]
+    least, most = min(some, key=each.__getitem__), max(some, key=each.__getitem__)
+    # Equal weights may differ by the rounding of the division.
+    if not each[least] < each[most] * (1 - 1e-9):
+        return []
+    return [UncheckedFeature(name, 1 - each[least] / each[most], shown.pieces.of_two(least, most, 1))]

@@ -93,8 +93,8 @@ def _worth_a_second_look(evaluation: Evaluation, cut: Cut, rounding: Rounding) -
     # Where the measured rounding is small, a difference within the bound is rounding.
     small = rounding.measured <= rounding.gradient * difference.size
     explained = small & (difference.gradient <= SURE * rounding.measured)
-    nothing_else = difference.size <= 3 * rounding.measured  # e.g. a bias before a normalisation
-    left = (difference.gradient > rounding.gradient * difference.size) & ~explained & ~nothing_else
+    only_rounding = difference.size <= 3 * rounding.measured  # e.g. a bias before a normalisation
+    left = (difference.gradient > rounding.gradient * difference.size) & ~explained & ~only_rounding
     return bool(left.any())
 
 
@@ -105,10 +105,9 @@ def _most_hidden(evaluation: Evaluation, suspects: list[Cut], rounding: Rounding
         size = cut.difference(evaluation.problem.reduction).size
         assert size is not None
         assert rounding.measured is not None
-        beside = (
-            size > 3 * rounding.measured
-        )  # else the gradient is rounding only: a bias before a normalisation
-        shares.append(torch.where(beside, rounding.gradient + SURE * rounding.measured / size, 0.0))
+        # Smaller gradients are rounding only, e.g. of a bias before a normalisation.
+        more = size > 3 * rounding.measured
+        shares.append(torch.where(more, rounding.gradient + SURE * rounding.measured / size, 0.0))
     most = torch.stack(shares).amax(0)
     names = [name for name, p in evaluation.problem.model.named_parameters() if p.requires_grad]
     return names[int(most.argmax())], min(float(most.max()), 1.0)

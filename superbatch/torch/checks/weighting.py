@@ -65,7 +65,7 @@ def find_weights(cuts: Sequence[Cut], rounding: Rounding) -> Weighting:
     # Atoms are sets of samples that no cut separates: only their total weights can be determined.
     weights = [[float(shares[_inside(span, atoms)].sum()) for span in family.spans] for family in families]
     right = [
-        _agrees(family, _normal(those), rounding) for family, those in zip(families, weights, strict=True)
+        _agrees(family, _normalized(those), rounding) for family, those in zip(families, weights, strict=True)
     ]
     if all(right):
         # Some change of the weights has an effect smaller than rounding.
@@ -75,7 +75,7 @@ def find_weights(cuts: Sequence[Cut], rounding: Rounding) -> Weighting:
         least = max(_NONE, 3 / smallest)
         counted = zip(families, weights, strict=True)
         if not any(_counts_nothing(family, those, least) for family, those in counted):
-            return Weighting("weights", tuple(_normal(weights[0])))
+            return Weighting("weights", tuple(_normalized(weights[0])))
         return Weighting("none")
     # Factors that no weights give, e.g. for a sum divided by max(count, 1).
     factors = [_free_factors(family, rounding) for family in families]
@@ -114,9 +114,9 @@ def _atoms(families: Sequence[Cut]) -> list[frozenset[int]]:
     """Return the largest sets of samples that no cut separates."""
     by_parts: dict[tuple[tuple[int, ...], ...], set[int]] = {}
     spans = list(dict.fromkeys(span for family in families for span in family.spans))
-    for place in sorted({place for span in spans for place in span}):
-        by_parts.setdefault(tuple(span for span in spans if place in span), set()).add(place)
-    return [frozenset(places) for places in by_parts.values()]
+    for position in sorted({position for span in spans for position in span}):
+        by_parts.setdefault(tuple(span for span in spans if position in span), set()).add(position)
+    return [frozenset(positions) for positions in by_parts.values()]
 
 
 def _inside(span: tuple[int, ...], atoms: Sequence[frozenset[int]]) -> list[int]:
@@ -128,23 +128,19 @@ def _solve(
 ) -> tuple[Tensor, float]:
     """Return the shares of the atoms, and the smallest singular value of the system."""
     blocks: list[Tensor] = []
+    empty: set[int] = set()  # atoms without weight
     for family in families:
         union, parts = _rows(family, rounding)
         block = torch.zeros(len(union), len(atoms), dtype=torch.float64)
         # w(P) (g(P) - g(S)): one column of the block for each atom of the part.
         for column, part, span in zip(parts.unbind(1), family.parts, family.spans, strict=True):
             inside = _inside(span, atoms)
-            if not _empty(part):
+            # A part without a finite loss is a mean over nothing: its samples weigh 0.
+            if _empty(part):
+                empty.update(inside)
+            else:
                 block[:, inside] += (column - union)[:, None]
         blocks.append(block)
-    # A part without a finite loss is a mean over nothing: its samples weigh 0.
-    empty = {
-        n
-        for f in families
-        for p, s in zip(f.parts, f.spans, strict=True)
-        if _empty(p)
-        for n in _inside(s, atoms)
-    }
     system = torch.cat(blocks)
     # A large factor on this row makes least squares keep the sum of the weights at 1.
     heavy = 1e3 * max(1.0, float(system.norm(dim=0).max()))
@@ -155,8 +151,8 @@ def _solve(
     given[len(given) - 1 - len(nothing)] = heavy
     # SVD: the smallest singular value shows how well the weights are determined.
     u, values, v = torch.linalg.svd(system, full_matrices=False)
-    known = values > max(1e-12 * float(values[0]), 1e-9)
-    projected = torch.where(known, (u.T @ given) / values.clamp(min=1e-300), 0.0)
+    determined = values > max(1e-12 * float(values[0]), 1e-9)
+    projected = torch.where(determined, (u.T @ given) / values.clamp(min=1e-300), 0.0)
     return v.T @ projected, float(values[-1])
 
 
@@ -177,17 +173,17 @@ def _rows(family: Cut, rounding: Rounding) -> tuple[Tensor, Tensor]:
     if rounding.measured is not None and rounding.measured.numel():
         unit = unit + SURE * rounding.measured
     # Without parameters whose gradient is 0: their unit is 0.
-    kept = sizes > 0
-    scaled = [(g[kept] / unit[kept, None]).flatten() for g in (family.union.gradient, *gradients)]
+    nonzero = sizes > 0
+    scaled = [(g[nonzero] / unit[nonzero, None]).flatten() for g in (family.union.gradient, *gradients)]
     return scaled[0], torch.stack(scaled[1:], 1)
 
 
 def _agrees(family: Cut, factors: Sequence[float], rounding: Rounding) -> bool:
-    known = [0.0 if _empty(part) else factor for factor, part in zip(factors, family.parts, strict=True)]
-    return not len(family.against(known).beyond(rounding))
+    effective = [0.0 if _empty(part) else factor for factor, part in zip(factors, family.parts, strict=True)]
+    return not len(family.against(effective).beyond(rounding))
 
 
-def _normal(weights: Sequence[float]) -> list[float]:
+def _normalized(weights: Sequence[float]) -> list[float]:
     total = math.fsum(weights)
     return [weight / total if abs(total) > _NONE else 0.0 for weight in weights]
 
@@ -207,7 +203,7 @@ def _size(seen: Evaluated) -> float:
 
 def _free_factors(family: Cut, rounding: Rounding) -> tuple[float, ...] | None:
     """Return positive factors with which the parts add up to the union; None if there are none or several."""
-    filled = [place for place, part in enumerate(family.parts) if not _empty(part)]
+    filled = [position for position, part in enumerate(family.parts) if not _empty(part)]
     union, parts = _rows(family, rounding)
     parts = parts[:, filled]
     # With as many unknowns as equations, a solution always exists and shows nothing.
@@ -215,8 +211,8 @@ def _free_factors(family: Cut, rounding: Rounding) -> tuple[float, ...] | None:
         return None
     solved = torch.linalg.lstsq(parts, union[:, None], driver="gelsd").solution[:, 0]
     factors = [0.0] * len(family.parts)
-    for place, factor in zip(filled, solved.tolist(), strict=True):
-        factors[place] = factor
+    for position, factor in zip(filled, solved.tolist(), strict=True):
+        factors[position] = factor
     if float(solved.min()) <= _NONE or not _agrees(family, factors, rounding):
         return None
     return tuple(factors)

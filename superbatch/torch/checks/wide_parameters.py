@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_map
 
 from .sketch import sketch
 
-# Properties that autograd differentiates. Other properties, and the methods below, read the parameter itself.
+# Properties that autograd differentiates. Other properties and the methods below get the parameter itself.
 _VIEWS = frozenset({"T", "mT", "H", "mH", "real", "imag"})
-_OF_ITSELF = frozenset(
+_NOT_DIFFERENTIATED = frozenset(
     {
         "__get__", "__set__", "__delete__", "register_hook", "register_post_accumulate_grad_hook",
         "requires_grad_", "retain_grad", "detach", "data_ptr", "untyped_storage", "size", "dim", "numel",
@@ -83,7 +83,7 @@ class WideParameters(TorchFunctionMode):
         """
         self._sums = sketch([None] * len(self._parameters))
         try:
-            # As edges: with tensors as arguments torch disables this mode during the backward, and a
+            # As edges, because with tensors as arguments torch disables this mode during the backward. Then a
             # checkpoint that recomputes its forward would read the parameters themselves.
             outputs = [get_gradient_edge(loss)]
             if backward:
@@ -102,17 +102,17 @@ class WideParameters(TorchFunctionMode):
             self._refuse(args, kwargs)
         if func == _DTYPE and id(args[0]) in self._rows:  # modules compare it with the dtype of their input
             return _wide(args[0])
-        if func in _DIFFERENTIATE or self._is_of_itself(func) or not torch.is_grad_enabled():
+        if func in _DIFFERENTIATE or self._is_not_differentiated(func) or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         if peek_interpreter_stack() is not None:  # a transform, such as vmap
             return func(*args, **kwargs)
         return func(*tree_map(self._widen, args), **tree_map(self._widen, kwargs))
 
-    def _is_of_itself(self, func: Any) -> bool:
+    def _is_not_differentiated(self, func: Any) -> bool:
         name = getattr(func, "__name__", "")
         if name == "__get__":
             return getattr(getattr(func, "__self__", None), "__name__", "") not in _VIEWS
-        return name in _OF_ITSELF
+        return name in _NOT_DIFFERENTIATED
 
     def _refuse(self, *arguments: Any) -> None:
         """Raise if the loss computes gradients of parameters, which this mode intercepts."""
@@ -134,7 +134,7 @@ class WideParameters(TorchFunctionMode):
             weakref.finalize(wide, self._alive.pop, address, None)
         return wide
 
-    def note(self, row: int, gradient: Tensor) -> None:
+    def add_gradient(self, row: int, gradient: Tensor) -> None:
         """Add the gradient of one use of a parameter.
 
         Args:
@@ -172,7 +172,7 @@ class _Widened(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
-        ctx.wide.note(ctx.row, gradients[0])
+        ctx.wide.add_gradient(ctx.row, gradients[0])
         return None, None, None
 
 

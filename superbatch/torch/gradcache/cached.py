@@ -52,13 +52,13 @@ def cached_gradients(
     """Add the exact gradient of a loss over the embeddings of a whole batch to ``.grad``, in micro-batches.
 
     The result is that of ``loss_fn(encode(batch)).backward()``, in the memory of one micro-batch and all
-    embeddings, for two forwards and one backward (one forward if the batch is one micro-batch). Gradients are
-    added to those in ``.grad``. An error leaves gradients, buffers and random state as before the call. Under
-    ``torch.no_grad()`` only the loss is computed.
+    embeddings. It takes two forwards and one backward; one forward if the batch is one micro-batch. Gradients
+    are added to those in ``.grad``. An error leaves gradients, buffers and random state as before the call.
+    Under ``torch.no_grad()`` only the loss is computed.
 
     Each sample must be encoded by itself. BatchNorm in training mode raises; coupling written by hand is not
-    detected (`verify` finds it). Buffers and random state are left as by one forward. Every micro-batch
-    starts with the buffers before the call, as all samples of the large batch do.
+    detected (`verify` finds it). Every micro-batch starts with the buffers before the call, as all samples of
+    the large batch do. Afterwards buffers and random state are as after one forward.
 
     Args:
         encode: from a micro-batch to its embeddings: tensors with one row per sample, in any nesting. Labels
@@ -142,7 +142,7 @@ class _Call:
         """Run all passes; after an error everything is as before."""
         # Recorded before anything changes, for an error.
         before, buffers = Replay(self._devices), OnePass(self._models)
-        before.note()
+        before.record()
         self._gradients = NewGradients(self._models)
         try:
             # The gradients are summed over ranks once, in `reduce`.
@@ -167,12 +167,15 @@ class _Call:
         _together(self._sync, partial(self._back_from, value))
         del value  # and its graph
         # The second pass changes buffers and generators once more, so they are restored after it.
-        afterwards, kept = Replay(self._devices), BufferKeeper(self._models if buffers.touched() else [])
-        afterwards.note()
-        kept.take()
+        random_after, buffers_after = (
+            Replay(self._devices),
+            BufferKeeper(self._models if buffers.touched() else []),
+        )
+        random_after.record()
+        buffers_after.take()
         _together(self._sync, self._second_pass)
-        kept.restore()
-        afterwards.back_to(0)
+        buffers_after.restore()
+        random_after.back_to(0)
         if self._sync.shared:
             self._gradients.reduce(self._sync)
         return loss
@@ -180,11 +183,11 @@ class _Call:
     # -- the three steps ------------------------------------------------------------------------------------
 
     def _first_pass(self, buffers: OnePass) -> None:
-        """Step 1."""
+        """Step 1: the embeddings."""
         # A single micro-batch keeps its graph, and is not repeated.
         only = sum(map(len, self._encoders)) == 1
         for encoder in self._encoders:
-            encoder.first_pass(buffers, self._devices, look=self._look, keep=only)
+            encoder.first_pass(buffers, self._devices, on_outputs=self._hold_leaves, keep=only)
             if buffers.moved:  # the next encoder begins with the buffers that this one has left
                 buffers = OnePass(self._models)
         # The second pass must not use weights that autocast has cast without a graph.
@@ -203,22 +206,22 @@ class _Call:
         return loss
 
     def _back_from(self, loss: Tensor) -> None:
-        """Step 2: its gradient."""
-        pieces = [piece for encoder in self._encoders for piece in encoder.embeddings.leaves()]
+        """Step 2: the gradient of the loss."""
+        embeddings = [leaf for encoder in self._encoders for leaf in encoder.embeddings.leaves()]
         # Leaves outside of the models, e.g. a temperature that loss_fn closes over.
-        for leaf in set(leaves_of([loss])).difference(pieces):
+        for leaf in set(leaves_of([loss])).difference(embeddings):
             self._gradients.hold(leaf)
         with outside_autocast(self._devices):
             torch.autograd.backward(self._scale(loss))
         # Autograd may give one tensor to several leaves, but each needs its own.
-        self._gradients.unshare(pieces)
+        self._gradients.unshare(embeddings)
         for encoder in self._encoders:
             encoder.take_gradients()
         if self._sync.index:  # all ranks have computed the same gradient, so only that of rank 0 counts
             self._gradients.drop_parameters()
 
     def _second_pass(self) -> None:
-        """Step 3."""
+        """Step 3: the gradients of the models."""
         for encoder in self._encoders:
             encoder.second_pass(self._backward)
 
@@ -231,8 +234,8 @@ class _Call:
         if first:
             self._gradients.unshare()
 
-    def _look(self, outputs: list[Tensor]) -> None:
-        """Record the leaves that the backward will reach, before it runs."""
+    def _hold_leaves(self, outputs: list[Tensor]) -> None:
+        """Move the earlier gradients of the leaves that the backward will reach out of ``.grad``."""
         for leaf in leaves_of(outputs):
             # A parameter outside of the models would not be summed over ranks, or restored after an error.
             if not self._gradients.knows(leaf) and (isinstance(leaf, nn.Parameter) or self._sync.shared):

@@ -21,12 +21,12 @@ from superbatch.errors import InputError
 
 from ..window.sync.sync import Sync
 
-Found = list[tuple[str, Tensor]]
-# Dtypes that some backends cannot sum -> dtypes that represent their numbers exactly.
+PathTensors = list[tuple[str, Tensor]]  # tensors with their paths in an output
+# Dtypes that some backends cannot sum -> dtypes that represent their values exactly.
 _CARRIERS = {torch.bool: torch.uint8, torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 
-def tensors_of(output: Any, where: str) -> tuple[Found, dict[str, Any]]:
+def tensors_of(output: Any, where: str) -> tuple[PathTensors, dict[str, Any]]:
     """Return the tensors of an encoder's output by path, and its plain scalars.
 
     Args:
@@ -43,7 +43,7 @@ def tensors_of(output: Any, where: str) -> tuple[Found, dict[str, Any]]:
         >>> tensors_of({"text": torch.ones(2), "extra": (None,)}, "encode")
         ([('text', tensor([1., 1.]))], {'extra.0': None})
     """
-    tensors: Found = []
+    tensors: PathTensors = []
     scalars: dict[str, Any] = {}
     for path, leaf in _walk(output, ""):
         if isinstance(leaf, Tensor):
@@ -63,7 +63,7 @@ def _walk(node: Any, path: str) -> Iterator[tuple[str, Any]]:
     if is_scalar(node) or array_shape(node) is not None or is_torch_packed_sequence(node):
         yield path, node
         return
-    # An object without parts is a leaf, which `tensors_of` refuses with its path.
+    # An object without parts is a leaf, for which `tensors_of` raises with its path.
     entries = children(node)
     if entries is None:
         yield path, node
@@ -100,7 +100,7 @@ class Embeddings:
         self._template: Any = None
         self._scalars: dict[str, Any] = {}
         self.needs: list[bool] = []
-        self._pieces: list[Found] = []
+        self._outputs: list[PathTensors] = []
 
     def add(self, output: Any) -> None:
         """Copy the output for the next micro-batch; the first output also sets `needs`.
@@ -110,10 +110,10 @@ class Embeddings:
         """
         tensors, scalars = tensors_of(output, self._where)
         self._check_rows(tensors)
-        # Copied, because an output may be a view of a much larger tensor (the first token of each sample),
-        # the input itself, or memory that the next forward writes to.
+        # Copied, because an output may be the input itself, memory that the next forward writes to, or a view
+        # of a much larger tensor (the first token of each sample).
         copies = [(path, tensor.detach().clone()) for path, tensor in tensors]
-        if self._pieces:
+        if self._outputs:
             self._check_like_first(copies, scalars)
         else:
             self.needs = [tensor.requires_grad for _, tensor in tensors]
@@ -122,11 +122,11 @@ class Embeddings:
             self._template = map_leaves(
                 lambda leaf: torch.empty(0) if isinstance(leaf, Tensor) else leaf, output
             )
-        self._pieces.append(copies)
+        self._outputs.append(copies)
 
     def message(self) -> Any:
-        """Return facts for the other ranks: number of samples, and path, dtype and shape of each tensor."""
-        form = [(path, str(tensor.dtype), tuple(tensor.shape[1:])) for path, tensor in self._pieces[0]]
+        """Return a message for the other ranks: number of samples; path, dtype and shape of each tensor."""
+        form = [(path, str(tensor.dtype), tuple(tensor.shape[1:])) for path, tensor in self._outputs[0]]
         return sum(self._counts), form, sorted(self._scalars)
 
     def join(self, sync: Sync, messages: Sequence[Any] = ()) -> Any:
@@ -142,37 +142,37 @@ class Embeddings:
         # argsort of the order: for each sample of the batch, its row in the joined micro-batches.
         inverse = None if self._order is None else torch.tensor(self._order).argsort()
         joined: list[Tensor] = []
-        for place, needs in enumerate(self.needs):
+        for number, needs in enumerate(self.needs):
             # The copies are leaves, which get gradients in the loss's backward.
-            parts = [piece[place][1].requires_grad_(needs) for piece in self._pieces]
+            parts = [output[number][1].requires_grad_(needs) for output in self._outputs]
             # Not a leaf, so that the loss may change it in place.
             mine = torch.cat(parts)
             if inverse is not None:
                 mine = mine[inverse.to(mine.device)]
             joined.append(mine if not sync.shared else self._of_all(mine, sync, messages))
         # The template has an empty tensor for each output.
-        following = iter(joined)
-        return map_leaves(lambda leaf: next(following) if isinstance(leaf, Tensor) else leaf, self._template)
+        remaining = iter(joined)
+        return map_leaves(lambda leaf: next(remaining) if isinstance(leaf, Tensor) else leaf, self._template)
 
     def gradients(self, index: int) -> dict[int, Tensor]:
-        """Return the gradients of a micro-batch after the loss's backward, by index of the output."""
+        """Return a micro-batch's gradients after the loss's backward, by number of the output tensor."""
         return {
-            place: tensor.grad
-            for place, (_, tensor) in enumerate(self._pieces[index])
+            number: tensor.grad
+            for number, (_, tensor) in enumerate(self._outputs[index])
             if tensor.grad is not None
         }
 
     def leaves(self) -> list[Tensor]:
         """Return the leaves from which the joined embeddings are computed."""
-        return [tensor for piece in self._pieces for _, tensor in piece]
+        return [tensor for output in self._outputs for _, tensor in output]
 
-    def seen(self, index: int) -> list[Tensor]:
-        """Return the embeddings of a micro-batch."""
-        return [tensor.detach() for _, tensor in self._pieces[index]]
+    def of_microbatch(self, index: int) -> list[Tensor]:
+        """Return the embeddings of a micro-batch, without a graph."""
+        return [tensor.detach() for _, tensor in self._outputs[index]]
 
     def clear(self) -> None:
         """Free the embeddings."""
-        self._pieces = []
+        self._outputs = []
 
     def _of_all(self, mine: Tensor, sync: Sync, messages: Sequence[Any]) -> Tensor:
         # Everything except the number of samples must be equal.
@@ -193,8 +193,8 @@ class Embeddings:
         everyone = sync.sum_tensor(everyone).to(mine.dtype)
         return torch.cat([everyone[:start], mine, everyone[stop:]])
 
-    def _check_rows(self, tensors: Found) -> None:
-        rows = self._counts[len(self._pieces)]
+    def _check_rows(self, tensors: PathTensors) -> None:
+        rows = self._counts[len(self._outputs)]
         if not tensors:
             raise InputError(f"{self._where} returned no tensor. Return embeddings.")
         # A sparse tensor has no rows that could be joined and split.
@@ -207,13 +207,13 @@ class Embeddings:
                     "size)), and compute values of the whole batch in loss_fn."
                 )
 
-    def _check_like_first(self, tensors: Found, scalars: dict[str, Any]) -> None:
+    def _check_like_first(self, tensors: PathTensors, scalars: dict[str, Any]) -> None:
         # Without the first dimension, the number of samples.
-        first = [(path, tensor.dtype, tensor.shape[1:]) for path, tensor in self._pieces[0]]
+        first = [(path, tensor.dtype, tensor.shape[1:]) for path, tensor in self._outputs[0]]
         here = [(path, tensor.dtype, tensor.shape[1:]) for path, tensor in tensors]
         # Joined with torch.cat, which would convert dtypes without an error.
         if here != first or scalars != self._scalars:
-            index = len(self._pieces)
+            index = len(self._outputs)
             raise InputError(
                 f"The output of {self._where} is {_form(here, scalars)} for micro-batch {index}, but "
                 f"{_form(first, self._scalars)} for the first. Return the same structure, dtypes, sizes and "

@@ -44,7 +44,7 @@ class Encoder:
 
     Examples:
         >>> encoder = Encoder("encode", nn.Linear(2, 1), torch.zeros(5, 2), 2, {}, None)
-        >>> encoder.first_pass(OnePass([]), [], look=print, keep=False)
+        >>> encoder.first_pass(OnePass([]), [], on_outputs=print, keep=False)
         [tensor([[...]], grad_fn=<AddmmBackward0>)]
         >>> len(encoder)
         3
@@ -63,13 +63,13 @@ class Encoder:
             microbatch_size = positive_int("microbatch_size", microbatch_size)
         _refuse_graph(batch, where)
         self._where, self._encode = where, encode
-        self._pieces, counts, order = microbatches_of(batch, microbatch_size, paths, need_samples=True)
+        self._microbatches, counts, order = microbatches_of(batch, microbatch_size, paths, need_samples=True)
         assert counts is not None
         self._counts, self._paths = counts, paths
         self._transfer = Transfer(device)
         self._replay: Replay | None = None
         self._buffers: OnePass | None = None
-        # Embeddings of the last micro-batch, for the comparison with the second pass.
+        # Embeddings of the last micro-batch, to compare with the second pass.
         self._last: list[Tensor] = []
         # Output of the only micro-batch, with its graph.
         self._kept: Any = None
@@ -77,14 +77,14 @@ class Encoder:
         self.embeddings = Embeddings(where, counts, order)
 
     def __len__(self) -> int:
-        return len(self._pieces)
+        return len(self._microbatches)
 
     def first_pass(
         self,
         buffers: OnePass,
         devices: Collection[torch.device],
         *,
-        look: Callable[[list[Tensor]], None],
+        on_outputs: Callable[[list[Tensor]], None],
         keep: bool,
     ) -> None:
         """Encode every micro-batch, and record the state that the second pass needs.
@@ -94,21 +94,23 @@ class Encoder:
         Args:
             buffers: present buffers of the models.
             devices: devices whose generators may be used.
-            look: called with the outputs of the first micro-batch that have a graph.
+            on_outputs: called with the outputs of the first micro-batch that have a graph.
             keep: keep the graph of the only micro-batch, which then need not be repeated.
         """
         self._buffers, self._replay = buffers, (replay := Replay(devices))
         for index in range(len(self)):
             # In the large batch all samples use the same buffers.
             buffers.rewind()
-            replay.note()
+            replay.record()
             with torch.set_grad_enabled(torch.is_grad_enabled() and not index):
                 output = self._run(index)
             self.embeddings.add(output)
             # Before the next `rewind`, which restores the buffers.
             buffers.check(index)
             if not index:
-                look([tensor for _, tensor in tensors_of(output, self._where)[0] if tensor.requires_grad])
+                on_outputs(
+                    [tensor for _, tensor in tensors_of(output, self._where)[0] if tensor.requires_grad]
+                )
             if keep:
                 self._kept = output
             del output  # and its graph, before the next forward
@@ -119,7 +121,7 @@ class Encoder:
     def take_gradients(self) -> None:
         """Store the gradients of the embeddings after the loss's backward, and free the embeddings."""
         self._gradients = [self.embeddings.gradients(index) for index in range(len(self))]
-        self._last = self.embeddings.seen(-1)
+        self._last = self.embeddings.of_microbatch(-1)
         self.embeddings.clear()
 
     def second_pass(self, backward: Callable[..., None]) -> None:
@@ -151,8 +153,8 @@ class Encoder:
             raise self._not_repeated(
                 f"a graph in micro-batch {index} for an output that had none in the first"
             )
-        places = [place for place in gradients if tensors[place].requires_grad]
-        return [tensors[place] for place in places], [gradients[place] for place in places]
+        numbers = [number for number in gradients if tensors[number].requires_grad]
+        return [tensors[number] for number in numbers], [gradients[number] for number in numbers]
 
     def _repeat(self, index: int) -> Any:
         if self._kept is not None:
@@ -164,20 +166,20 @@ class Encoder:
         return self._run(index)
 
     def _run(self, index: int) -> Any:
-        output = self._encode(_fresh(self._transfer.take(self._pieces, index)))
-        self._transfer.launched(self._pieces, index)
+        output = self._encode(_fresh(self._transfer.take(self._microbatches, index)))
+        self._transfer.launched(self._microbatches, index)
         return output
 
     def _try_fewer(self, buffers: OnePass, replay: Replay) -> None:
         """Check with one sample that changes of buffers do not depend on the number of samples."""
         if self._counts[0] == 1:
             return
-        replay.note()
+        replay.record()
         buffers.rewind()
         replay.back_to(0)
         with torch.no_grad():
             # With one sample in place of several, a count of samples differs, but not a count of calls.
-            self._encode(take(self._transfer.take(self._pieces, 0), 0, 1, **self._paths))
+            self._encode(take(self._transfer.take(self._microbatches, 0), 0, 1, **self._paths))
         buffers.check(-1)
         # To the state at the end of the first pass.
         replay.back_to(-1)
@@ -223,7 +225,7 @@ def _repeated(first: list[Tensor], second: list[Tensor]) -> bool:
 
 
 def _refuse_graph(batch: Any, where: str) -> None:
-    def look(leaf: Any) -> Any:
+    def check(leaf: Any) -> Any:
         # A leaf is allowed, because its gradient adds up over the micro-batches.
         if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
             raise InputError(
@@ -233,7 +235,7 @@ def _refuse_graph(batch: Any, where: str) -> None:
         return leaf
 
     for part in batch if isinstance(batch, Window) else [batch]:
-        map_arrays(look, part)
+        map_arrays(check, part)
 
 
 def modules_of(*things: Any) -> list[nn.Module]:

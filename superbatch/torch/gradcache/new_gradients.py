@@ -47,7 +47,7 @@ class NewGradients:
         self.parameters = list(names)
 
     def hold(self, leaf: Tensor) -> None:
-        """Remove the gradient of one more tensor, before the first backward that reaches it."""
+        """Move the earlier gradient of one more tensor out of ``.grad``, before a backward reaches it."""
         if leaf not in self._before:
             self._before[leaf] = leaf.grad
             # None, to distinguish a tensor without a new gradient from one with zeros.

@@ -1,10 +1,10 @@
 """Buffers that a forward changes, in two passes over micro-batches.
 
 In the large batch there is one forward: all samples use the same buffers, which change once. So each
-micro-batch begins with the buffers before the call, and they are left as after any one micro-batch. That is
-the result of the large batch if the change does not depend on the samples, e.g. for a count of calls or the
-power iteration of spectral normalisation. A change that depends on samples, e.g. of running statistics,
-raises.
+micro-batch begins with the buffers before the call, and afterwards they are as after a single micro-batch.
+That is the result of the large batch if the change does not depend on the samples, e.g. for a count of calls
+or the power iteration of spectral normalisation. A change that depends on samples, e.g. of running
+statistics, raises `CoupledSamplesError`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class OnePass:
         ]
         self._keeper = BufferKeeper(models)
         self._keeper.take()
-        self._marks = self._mark()
+        self._versions = self._read_versions()
         self._after: dict[str, Tensor] | None = None
         self.moved = False
 
@@ -61,11 +61,11 @@ class OnePass:
         # Comparing version counters is cheaper than copying.
         if self.touched():
             self._keeper.restore()
-            self._marks = self._mark()
+            self._versions = self._read_versions()
 
     def touched(self) -> bool:
         """Return whether a buffer was written since the start or the last `rewind`."""
-        return self._mark() != self._marks
+        return self._read_versions() != self._versions
 
     def restore(self) -> None:
         """Restore the buffers before the pass."""
@@ -94,10 +94,10 @@ class OnePass:
             path: buffer
             for path, (module, buffer) in self._buffers().items()
             # Kernels of normalisation layers write without increasing the version counter.
-            if self._marks.get(path) != (id(buffer), buffer._version) or changes_state(module)
+            if self._versions.get(path) != (id(buffer), buffer._version) or changes_state(module)
         }
 
-    def _mark(self) -> dict[str, tuple[int, int]]:
+    def _read_versions(self) -> dict[str, tuple[int, int]]:
         # The id too, because a module may assign a new tensor.
         return {path: (id(buffer), buffer._version) for path, (_, buffer) in self._buffers().items()}
 

@@ -13,7 +13,7 @@ from ..window.participants.snapshot import RandomKeeper, restore_random_state
 
 
 class Replay:
-    """States of torch's, Python's and NumPy's generators at several moments.
+    """Recorded states of torch's, Python's and NumPy's generators.
 
     NumPy's state takes longest to copy and is seldom used by micro-batches, so it is copied only if it has
     changed.
@@ -23,7 +23,7 @@ class Replay:
 
     Examples:
         >>> replay = Replay([])
-        >>> replay.note()
+        >>> replay.record()
         >>> first = torch.rand(())
         >>> replay.back_to(0)
         >>> bool(first == torch.rand(()))
@@ -32,19 +32,19 @@ class Replay:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._keeper = RandomKeeper(devices)
-        self._noted: list[tuple[dict[str, Any], bytes | None]] = []
+        self._states: list[tuple[dict[str, Any], bytes | None]] = []
 
-    def note(self) -> None:
+    def record(self) -> None:
         """Record the present states."""
         self._keeper.begin()
         state = self._keeper.taken
-        if self._noted and state["python"] == self._noted[-1][0]["python"]:
-            state["python"] = self._noted[-1][0]["python"]  # saves 25 KB for each micro-batch
-        self._noted.append((state, _numpy()))
+        if self._states and state["python"] == self._states[-1][0]["python"]:
+            state["python"] = self._states[-1][0]["python"]  # saves 25 KB for each micro-batch
+        self._states.append((state, _numpy()))
 
     def back_to(self, number: int) -> None:
-        """Restore the states that the `note` with this number has recorded."""
-        state, memory = self._noted[number]
+        """Restore the states of one call of `record`, by its number; -1: the last."""
+        state, memory = self._states[number]
         # NumPy's state takes longest to restore, so only if it has changed. Its memory does not contain the
         # second normal number that the generator may have in store.
         if memory is not None and memory == _numpy() and not state["numpy"][3]:

@@ -1,4 +1,4 @@
-"""Declaration of a loss: its reduction and the weight of a micro-batch."""
+"""Declaration of a loss: its reduction, and the weight of a micro-batch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Declared:
 
     @property
     def can_drop(self) -> bool:
-        """True if a micro-batch can be left out with its weight; False for terms and a total."""
+        """True if a micro-batch can be left out together with its weight; False for terms and a total."""
         return not self.terms and self.reduction != "total"
 
     @property
@@ -145,13 +145,13 @@ def _declare_terms(reduction: Any, weight: Any, nonfinite: str) -> Declared:
     terms: dict[str, Declared] = {}
     for name in first:
         # None: each term is weighed by samples.
-        how = None if weight is None else weight[name]
-        if not is_weight(how.weight if isinstance(how, AtLeast) else how):
+        own = None if weight is None else weight[name]
+        if not is_weight(own.weight if isinstance(own, AtLeast) else own):
             raise InputError(
-                f"weight= of the term {name!r} is {how!r}, which is not a weight. Pass None (samples), a "
+                f"weight= of the term {name!r} is {own!r}, which is not a weight. Pass None (samples), a "
                 'function of a micro-batch such as count_tokens("labels"), or "returned".'
             )
-        terms[name] = declare(reduction[name] if isinstance(reduction, Mapping) else reduction, how)
+        terms[name] = declare(reduction[name] if isinstance(reduction, Mapping) else reduction, own)
     return Declared(terms=terms)
 
 

@@ -43,8 +43,8 @@ class Losses:
         Called before the backward, because it may allocate, and nothing may fail between a backward and its
         record.
         """
-        # A loss on a device is read at the end of the window, with the others, so that the host does not wait
-        # here. It is copied, because a replayed graph writes each micro-batch's loss to the same memory.
+        # A loss on a device is read at the end of the window with the others, so the host does not wait here.
+        # It is copied, because a replayed graph writes each micro-batch's loss to the same memory.
         value = loss.item() if loss.is_cpu else loss.detach().clone()
         # The losses of several backward() calls for one micro-batch add up.
         return self._values[index] + value if index in self._values else value
@@ -139,8 +139,8 @@ def over_ranks(
         sync: the ranks to sum over.
         bad: whether this rank has a loss that is not finite.
         mark: number that must be equal on all ranks (see `NoiseOfWindows.mark`).
-        news: whether this rank has a case that no check of the loss has covered (see `check_schedule`), and a
-            number for the counts of its samples (see `rank_counts`); different numbers are such a case too.
+        news: whether this rank has an unchecked feature of the loss (see `check_schedule`), and a hash of the
+            counts of its samples (see `rank_counts`); different hashes are an unchecked feature too.
         ahead: returns numbers whose sums a later step needs.
 
     Returns:
@@ -164,7 +164,7 @@ def over_ranks(
     found = sync.sum_numbers([*mine, bad, has_news, *_squared(mark, count), *ahead()])
     numbers, rest = found[: len(mine)], found[len(mine) :]
     bad_ranks, news_of, *rest = rest
-    # Numbers 0 and 1 belong to the mark, 2 and 3 to the counts of samples.
+    # Numbers 0 and 1 belong to the mark, 2 and 3 to the hash of the counts.
     marks_differ, counts_differ = (_differ(rest[at], rest[at + 1], sync.count) for at in (0, 2))
     later = rest[4:]
     if marks_differ:
@@ -187,7 +187,7 @@ def over_ranks(
 
 
 NUMBERS = 6
-"""Count of the numbers that `over_ranks` exchanges beside three for each loss and those of `ahead`."""
+"""Count of the numbers that `over_ranks` exchanges, without three for each loss and those of `ahead`."""
 
 
 def _squared(*numbers: int) -> list[int]:

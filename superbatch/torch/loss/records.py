@@ -1,4 +1,4 @@
-"""Protocols of a window's weights and losses, for one loss (`Weights`, `Losses`) or several (`terms`)."""
+"""Protocols of a window's weights and losses, which one loss (`Weights`, `Losses`) and `terms` implement."""
 
 from __future__ import annotations
 

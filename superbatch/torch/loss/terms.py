@@ -5,7 +5,7 @@ With the weight ``w_ti`` of micro-batch i in term t and ``W_t = sum_i w_ti`` ove
     L = sum_t sum_i (w_ti / W_t) l_ti          ("sum":  l_ti / W_t;   "total":  l_ti)
 
 Every ``W_t`` is known before the first backward, so a micro-batch has one backward, of
-``sum_t (w_ti / W_t) l_ti``. Weights declared as ``"returned"`` cost one more forward for each micro-batch,
+``sum_t (w_ti / W_t) l_ti``. For weights declared as ``"returned"``, each micro-batch has one more forward,
 without a graph, before the window.
 """
 
@@ -116,7 +116,7 @@ class TermWeights:
             if one.requires_grad and not term.has_none(index):
                 parts.append((one, term.factor(index, None)))
         if not parts:
-            # Raise if no term has a graph, but not if all have weight 0.
+            # No term has a graph: `check_loss` raises. If all have weight 0, there is nothing to do.
             if not any(isinstance(one, Tensor) and one.requires_grad for one in loss.values()):
                 check_loss(next(iter(loss.values())))
             return []
@@ -299,7 +299,7 @@ def returned_weights(config: Config, microbatches: list[Any]) -> list[Mapping[st
         microbatches: the micro-batches, on the host.
     """
     assert config.loss_fn is not None
-    # A twin, because the window uses the accumulator's own keeper.
+    # Another keeper, because the window uses the accumulator's own.
     state, random = config.state.twin(), RandomKeeper(config.random.devices)
     state.begin(check=True)
     random.begin()

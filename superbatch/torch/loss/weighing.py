@@ -52,7 +52,7 @@ class Weights:
         self._count = len(microbatches)
         # By micro-batch, filled by `factor`.
         self.returned: dict[int, normalize.Number] = {}
-        # 1 if the total is known only at the end of the window, where the sums are then divided by it.
+        # Divisor of each factor. 1 if the total is known only at the end of the window, which divides by it.
         self.planned: normalize.Number = 1
         self.ahead: list[normalize.Number] | None = None
         if weigh != "returned":
@@ -115,9 +115,9 @@ class Weights:
                 )
             return normalize.scale(self.ahead[index], self.planned, reduction=self.reduction)
         if weight is None or index in self.returned:
-            slip = "A loss has no weight" if weight is None else "A micro-batch got a second weight"
+            wrong = "A loss has no weight" if weight is None else "A micro-batch got a second weight"
             raise InputError(
-                f'{slip}, but weight="returned" declares one weight for each micro-batch. Return (loss, '
+                f'{wrong}, but weight="returned" declares one weight for each micro-batch. Return (loss, '
                 "weight) from loss_fn, or call backward(loss, weight)."
             )
         self.returned[index] = normalize.check_weight(weight, f"micro-batch {index}")
@@ -147,7 +147,7 @@ class Weights:
             self.ahead = weights
             return
         before, now = normalize.total_weight(self.ahead), normalize.total_weight(weights)
-        # A user's sum in float32 may be rounded; the end of the window divides by the new weights.
+        # A user's sum in float32 may be rounded; the window divides by the new weights at its end.
         tolerance = 0.0 if isinstance(before, int) and isinstance(now, int) else 1e-5
         if not math.isclose(before, now, rel_tol=tolerance):
             raise LossSpecError(
@@ -163,7 +163,7 @@ class Weights:
 
     def counted(self, dropped: list[int]) -> list[normalize.Number]:
         """Return the weights in order, 0 for micro-batches that were left out."""
-        # Without a backward a micro-batch has the weight 0.
+        # Returned weights: a micro-batch without a backward has the weight 0.
         weights = self.ahead or [self.returned.get(index, 0) for index in range(self._count)]
         return (
             [0 if index in dropped else weight for index, weight in enumerate(weights)]

@@ -13,7 +13,7 @@ _UNLIMITED = 1 << 60
 
 
 def cgroup_limits(proc: Path) -> Iterator[Limit]:
-    """Yield the bytes that may still be used in the control group of this process, and in each group above.
+    """Yield the memory that the control group of this process, and each group above it, may still use.
 
     Args:
         proc: path of the proc file system.
@@ -28,14 +28,14 @@ def cgroup_limits(proc: Path) -> Iterator[Limit]:
     # Any group may have the smallest limit, which `memory_limit` uses.
     for directory, version in _groups(proc):
         names = _NAMES[version]
-        most = _number(directory / names[0])
+        most = _read_number(directory / names[0])
         # Version 1 writes a number near 2**63 if there is no limit.
         if most is None or most >= _UNLIMITED:
             continue
-        used = _number(directory / names[1])
+        used = _read_number(directory / names[1])
         if used is not None:
             # The kernel drops cached file pages before it refuses memory.
-            free = most - used + _droppable(directory, names[2])
+            free = most - used + _droppable_cache(directory, names[2])
             yield Limit(free, f"control group {directory.name or '/'} of {binary_text(most)}")
 
 
@@ -52,10 +52,13 @@ def _groups(proc: Path) -> tuple[tuple[Path, int], ...]:
 
     Cached, because limits are read in every window and a process seldom changes its group.
     """
-    return tuple((group, version) for group, version in _found(proc) if (group / _NAMES[version][0]).exists())
+    return tuple(
+        (group, version) for group, version in _directories(proc) if (group / _NAMES[version][0]).exists()
+    )
 
 
-def _found(proc: Path) -> Iterator[tuple[Path, int]]:
+def _directories(proc: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the directories of the group of this process and of those above it, which may not exist."""
     for version, path in _memberships(proc):
         for root, mount in _mounts(proc, version):
             directory = mount / _below(path, root)
@@ -69,6 +72,7 @@ def _found(proc: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _memberships(proc: Path) -> Iterator[tuple[int, str]]:
+    """Yield the version and the path of each memory group of this process."""
     for line in _lines(proc / "self" / "cgroup"):
         number, controllers, path = line.split(":", 2)
         # Version 2 has a single line, without controllers.
@@ -96,7 +100,7 @@ def _below(path: str, root: str) -> str:
     return (path[len(root) :] if inside else path).strip("/")
 
 
-def _droppable(directory: Path, name: str) -> int:
+def _droppable_cache(directory: Path, name: str) -> int:
     """Return the bytes of file caches that the kernel drops when memory runs short."""
     for line in _lines(directory / "memory.stat"):
         key, _, value = line.partition(" ")
@@ -105,7 +109,7 @@ def _droppable(directory: Path, name: str) -> int:
     return 0
 
 
-def _number(file: Path) -> int | None:
+def _read_number(file: Path) -> int | None:
     for line in _lines(file):
         # "max" means no limit.
         return int(line) if line.isdigit() else None

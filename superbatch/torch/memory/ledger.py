@@ -36,10 +36,10 @@ class Ledger(TorchDispatchMode):
         self.peak = 0
         self._device = device
         self._rounded = rounded
-        # By address of a live storage: its bytes, and the weak reference that reports when it is freed. An
-        # address is used again only after that, when its entry is already removed.
+        # By address of a live storage: its counted bytes, its bytes that existed before, and the weak
+        # reference that reports when it is freed. An address is used again only after its entry was removed.
         self._bytes: dict[int, int] = {}
-        self._outside: dict[int, int] = {}
+        self._existing: dict[int, int] = {}
         self._ends: dict[int, weakref.ref[Any]] = {}
 
     def restart(self) -> int:
@@ -50,31 +50,31 @@ class Ledger(TorchDispatchMode):
     def leave_out(self, tensor: torch.Tensor) -> None:
         """Exclude the memory of a tensor that existed before."""
         for storage in self._storages(tensor):
-            self._enter(storage, outside=True)
+            self._enter(storage, existed=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # `torch.tensor(...)` allocates below the dispatcher and passes its result to `lift_fresh`, whose
-        # argument is therefore new. An unknown argument of any other operation existed before.
+        # argument is therefore new. An argument of any other operation that was not seen yet existed before.
         if func is not torch.ops.aten.lift_fresh.default:
             for storage in self._storages((args, kwargs)):
-                self._enter(storage, outside=True)
+                self._enter(storage, existed=True)
         out = func(*args, **kwargs)
         for storage in self._storages(out):
-            self._enter(storage, outside=False)
+            self._enter(storage, existed=False)
         if func._schema.is_mutable:  # with `out=`, `resize_` or `set_` a storage may have grown or be new
             for storage in self._storages((args, kwargs)):
-                self._enter(storage, outside=False)
+                self._enter(storage, existed=False)
         return out
 
-    def _enter(self, storage: torch.UntypedStorage, *, outside: bool) -> None:
+    def _enter(self, storage: torch.UntypedStorage, *, existed: bool) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key not in self._ends:
             self._ends[key] = weakref.ref(storage, partial(_leave, weakref.ref(self), key))
             self._bytes[key] = 0
-            self._outside[key] = size if outside else 0
+            self._existing[key] = size if existed else 0
         # Allocators give whole blocks, so the size is rounded up.
-        counted = -(-max(0, size - self._outside[key]) // self._rounded) * self._rounded
+        counted = -(-max(0, size - self._existing[key]) // self._rounded) * self._rounded
         self.live += counted - self._bytes[key]
         self._bytes[key] = counted
         self.peak = max(self.peak, self.live)
@@ -82,7 +82,7 @@ class Ledger(TorchDispatchMode):
     def leave(self, key: int) -> None:
         """Remove a storage that is freed."""
         self.live -= self._bytes.pop(key)
-        del self._outside[key], self._ends[key]
+        del self._existing[key], self._ends[key]
 
     def _storages(self, tree: Any) -> Iterator[torch.UntypedStorage]:
         for leaf in tree_leaves(tree):
@@ -104,6 +104,6 @@ class Ledger(TorchDispatchMode):
 
 
 def _leave(ledger: weakref.ref[Ledger], key: int, _: object) -> None:
-    there = ledger()
-    if there is not None:
-        there.leave(key)
+    alive = ledger()
+    if alive is not None:
+        alive.leave(key)

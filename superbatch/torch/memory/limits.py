@@ -1,9 +1,9 @@
-"""Limits of memory, and the peak memory of a piece of work.
+"""Limits of memory, and the peak memory between two calls.
 
-On the CPU, *address space* (``RLIMIT_AS``, ``VmSize``) grows when the C library allocates it, *resident
+On the CPU, *address space* (``RLIMIT_AS``, ``VmSize``) grows when the C library allocates it, and *resident
 memory* (cgroups, the machine) when a page is first written to. Both include memory that the C library has
-freed but not returned to the system. The next tensors use it, so it counts as free in a `Limit`, and as used
-in a `PeakMeter`.
+freed but not returned to the system. The next tensors use that memory, so it counts as free in a `Limit`, and
+as used by the work in a `PeakMeter`.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def memory_limit(device: torch.device) -> Limit:
 
 
 class PeakMeter:
-    """Measures the peak memory of a piece of work, as `memory_limit` counts it.
+    """Measures the peak memory of the work between `start` and `stop`, as `memory_limit` counts it.
 
-    * CPU: on Linux the highest address space, or the highest resident memory if the process had already been
-      larger; on other systems nothing. It resets the process's ``VmHWM``.
+    * CPU: on Linux the highest address space, or the highest resident memory if the address space had been
+      larger before; on other systems nothing. It resets the process's ``VmHWM``.
     * CUDA: the growth of the memory that torch's allocator has reserved, holes included; nothing if it has
       not grown. The allocator's peak statistics are not reset, because the user may use them. (Not run on a
       GPU.)

@@ -38,8 +38,8 @@ _TEXTS = (
     "HIP out of memory",
     "HIP error: out of memory",
 )
-# oneDNN has the same message for a lack of memory and for a missing kernel. It counts only if less memory
-# than this is free.
+# oneDNN has the same message for a lack of memory and for a missing kernel. It means a lack of memory only if
+# fewer than _SCARCE_BYTES are free.
 _SCARCE_TEXTS = ("could not create a primitive", "could not execute a primitive")
 _SCARCE_BYTES = 2**26
 # The same on a GPU: no handle could be made, or no engine got its workspace.
@@ -63,8 +63,8 @@ def out_of_memory(error: BaseException) -> bool:
         error: the error of a forward or backward.
 
     Returns:
-        True for torch.OutOfMemoryError and Python's MemoryError, and for an error of torch with the text of
-        an allocator, a library's workspace or a driver that has no memory. False for this library's own
+        True for torch.OutOfMemoryError and Python's MemoryError. True for an error of torch if its text says
+        that an allocator, a library's workspace or a driver has no memory. False for this library's own
         OutOfMemoryError, e.g. of an accumulator inside a loss function: its update may be incomplete, so it
         must not run again.
 
@@ -81,16 +81,16 @@ def out_of_memory(error: BaseException) -> bool:
     # The exact type, because a subclass may be an error of the user with any text.
     if type(error) not in _TYPES:
         return False
-    said = str(error)
-    if any(text in said for text in _TEXTS):
+    message = str(error)
+    if any(text in message for text in _TEXTS):
         return True
     # These texts have other causes too, so the free memory decides.
-    if any(text in said for text in _SCARCE_TEXTS_CUDA):
+    if any(text in message for text in _SCARCE_TEXTS_CUDA):
         return _is_scarce_on_cuda()
-    return said in _SCARCE_TEXTS and _is_scarce()
+    return message in _SCARCE_TEXTS and _is_scarce()
 
 
-_PINNING = {"cuda", "xpu"}
+_PINNING = {"cuda", "xpu"}  # devices for which torch caches pinned host memory
 
 
 def _release_pinned() -> None:

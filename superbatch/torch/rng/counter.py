@@ -1,11 +1,11 @@
-"""A counter-based random generator in tensor arithmetic, in which a value depends only on its position.
+"""Counter-based random generator in tensor arithmetic: each value depends only on its position.
 
 * A position is an int64; `finalise` (two xor-shift-multiply rounds of splitmix64, Steele, Lea & Flood, OOPSLA
   2014, doi:10.1145/2660193.2660195) turns it into 64 random bits.
 * int64 arithmetic wraps around in the same way on every device, so bits, uniforms and integers agree bit for
   bit between CPU and GPU; results of `log` or `cos` agree up to rounding.
 * Shifts are arithmetic, because torch has no unsigned 64-bit ones. Each loses one bit of the position, which
-  is harmless because positions are hashed, and avoids a masking pass.
+  is harmless, because positions are hashed. A mask would cost one more pass.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def positions(start: Tensor, shape: tuple[int, ...], axis: int) -> Tensor:
 
 
 def finalise(position: Tensor) -> Tensor:
-    """Turn positions into random bits, in place; the upper bits are the most random ones.
+    """Turn positions into random bits, in place; the upper bits are the most random.
 
     Args:
         position: int64 tensor; overwritten.
@@ -166,8 +166,8 @@ def normal(bits: Tensor, dtype: torch.dtype) -> Tensor:
         torch.Size([4])
     """
     work = torch.float64 if dtype is torch.float64 else torch.float32
-    # For float64 the radius uses 53 of the 64 bits, so the angle needs new ones; for float32 it uses the
-    # lower.
+    # For float64 the radius uses 53 of the 64 bits, so the angle needs new bits. For float32 the lower bits
+    # remain for it.
     angle = uniform(finalise(bits + STRIDES[-1]) if dtype is torch.float64 else bits << 24, work)
     radius = uniform(bits, work, open=True).log_().mul_(-2).sqrt_()
     return radius.mul_(angle.mul_(2 * math.pi).cos_()).to(dtype)

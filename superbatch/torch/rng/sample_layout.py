@@ -8,7 +8,7 @@ A random operation has a shape, but no names of dimensions. The dimension of the
    size; else the first, if its size is a multiple (``(B*T, C)``, batch outermost); else none, which means one
    draw for the whole batch.
 
-An ambiguous shape raises, and so does a later micro-batch that contradicts the result.
+An ambiguous shape raises `InputError`, and so does a later micro-batch that contradicts the result.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 from superbatch.errors import InputError
 
-_NOT_STATED = "not stated"
-Stated = int | str | None  # a dimension; None: one draw for the batch; a string: nothing is declared
-_stated: ContextVar[Stated] = ContextVar("superbatch_samples_along", default=_NOT_STATED)
+_NOT_DECLARED = "not declared"
+DeclaredDim = int | str | None  # a dimension; None: one draw for the batch; a string: nothing is declared
+_declared: ContextVar[DeclaredDim] = ContextVar("superbatch_samples_along", default=_NOT_DECLARED)
 _reading: ContextVar[Reading | None] = ContextVar("superbatch_reading", default=None)
 _REMEDY = (
     "Put the call in `with samples_along(dim):`, or in `with samples_along(None):` for one draw per batch"
@@ -36,12 +36,12 @@ class Reading:
     thread that entered the stream. Activation checkpointing runs its forward again there.
 
     Attributes:
-        stated: the dimension declared by `samples_along` in the thread that made this object.
+        declared: the dimension declared by `samples_along` in the thread that made this object.
         calls: calls of this micro-batch so far, by their keys; a repeated call gets the same dimension.
     """
 
     def __init__(self) -> None:
-        self.stated: Stated = _stated.get()
+        self.declared: DeclaredDim = _declared.get()
         self.calls: dict[int, Call] = {}
 
     def axis(
@@ -61,14 +61,14 @@ class Reading:
         if again is not None and (again.op, again.shape) == (op, shape):
             return again.axis
         # The declaration of this thread, else that of the thread that entered the stream.
-        here = _stated.get()
-        axis = sample_axis(op, shape, samples, before, self.stated if here == _NOT_STATED else here)
+        here = _declared.get()
+        axis = sample_axis(op, shape, samples, before, self.declared if here == _NOT_DECLARED else here)
         self.calls[key] = Call(op, samples, shape, axis)
         return axis
 
     @contextmanager
     def in_use(self) -> Iterator[Reading]:
-        """Return a context in which `samples_along` also sets `stated` of this object."""
+        """Return a context in which `samples_along` also sets `declared` of this object."""
         token = _reading.set(self)
         try:
             yield self
@@ -101,7 +101,7 @@ class Call:
 def samples_along(dim: int | None) -> Iterator[None]:
     """Declare the dimension that runs over the samples, for the random calls inside.
 
-    It has an effect only in a `sample_stream`, so it can stay in a model.
+    Outside of a `sample_stream` it has no effect, so a model may always call it.
 
     Args:
         dim: a dimension whose size is a multiple of the number of samples, with the batch outermost. None:
@@ -113,20 +113,20 @@ def samples_along(dim: int | None) -> Iterator[None]:
         ...     y = torch.nn.functional.dropout(torch.ones(16, 4, 8))  # (time, batch, channels)
     """
     # In the context variable, and in the Reading for autograd's threads.
-    token, reading = _stated.set(dim), _reading.get()
-    before = _NOT_STATED if reading is None else reading.stated
+    token, reading = _declared.set(dim), _reading.get()
+    before = _NOT_DECLARED if reading is None else reading.declared
     if reading is not None:
-        reading.stated = dim
+        reading.declared = dim
     try:
         yield
     finally:
-        _stated.reset(token)
+        _declared.reset(token)
         if reading is not None:
-            reading.stated = before
+            reading.declared = before
 
 
 def sample_axis(
-    op: str, shape: tuple[int, ...], samples: int, before: Call | None, stated: Stated = _NOT_STATED
+    op: str, shape: tuple[int, ...], samples: int, before: Call | None, declared: DeclaredDim = _NOT_DECLARED
 ) -> int | None:
     """Return the dimension of the samples, or None for one draw for the whole batch.
 
@@ -135,7 +135,7 @@ def sample_axis(
         shape: shape of the random tensor.
         samples: number of samples of this micro-batch.
         before: the same call in another micro-batch of the window, if there was one.
-        stated: the dimension that `samples_along` has declared, if any.
+        declared: the dimension that `samples_along` has declared, if any.
 
     Returns:
         A dimension whose size is a multiple of ``samples``; or None.
@@ -149,8 +149,8 @@ def sample_axis(
         >>> sample_axis("rand", (1,), 4, None) is None
         True
     """
-    if not isinstance(stated, str):
-        axis = _check_stated(op, shape, samples, stated)
+    if not isinstance(declared, str):
+        axis = _check_declared(op, shape, samples, declared)
     elif before is not None and before.samples != samples and len(before.shape) == len(shape):
         axis = _seen(op, shape, samples, before)
     else:
@@ -160,7 +160,7 @@ def sample_axis(
     return axis
 
 
-def _check_stated(op: str, shape: tuple[int, ...], samples: int, dim: int | None) -> int | None:
+def _check_declared(op: str, shape: tuple[int, ...], samples: int, dim: int | None) -> int | None:
     if dim is None:
         return None
     axis = dim + len(shape) if dim < 0 else dim

@@ -1,11 +1,11 @@
 """Random streams per sample, so that training with dropout does not depend on the split.
 
-* Every random operation of a micro-batch's forward and backward is computed by `superbatch.torch.rng.counter`
-  from (window key, call key, sample's index in the effective batch, index within the sample). So no value
-  depends on the other samples of its micro-batch, on their number or order, or on the device.
+* `superbatch.torch.rng.counter` computes every random value of a micro-batch's forward and backward from four
+  numbers: window key, call key, the sample's index in the effective batch, and the index within the sample.
+  So no value depends on the other samples of its micro-batch, on their number or order, or on the device.
 * The call key is the next number of torch's global CPU generator, which gets the same seed at the start of
   every micro-batch of a window. Activation checkpointing restores that generator before it repeats a forward,
-  and so repeats the masks.
+  so it repeats the masks too.
 * A random operation that cannot be drawn like this raises.
 * On exit, modes, generator and the `torch.compile` stance are restored.
 """
@@ -54,9 +54,10 @@ def sample_stream(
     its backward passes.
 
     `superbatch.torch.rng.sample_layout` finds the dimension of a random tensor that runs over the samples. It
-    may be wrong with ``samples=1``, where a draw for a whole batch looks like one per sample, and for noise
-    whose first dimension happens to be a multiple of ``samples``. ``calls`` detects this once the window, or
-    the check of its first update, has micro-batches of two sizes; `samples_along` declares the dimension.
+    may choose the wrong one with ``samples=1``, where a draw for a whole batch looks like one per sample.
+    Noise whose first dimension happens to be a multiple of ``samples`` may mislead it too. ``calls`` detects
+    this once the window, or the check of its first update, has micro-batches of two sizes. `samples_along`
+    declares the dimension.
 
     Args:
         key: key of the window, equal for all its micro-batches. Draw it once per window.
@@ -88,13 +89,13 @@ def sample_stream(
         >>> torch.equal(some, whole[[5, 0]])
         True
     """
-    places = _places(first_sample, samples, indices)
-    return EnteredOrLeft(_entered(key, places, {} if calls is None else calls, unruled))
+    sample_positions = _sample_positions(first_sample, samples, indices)
+    return EnteredOrLeft(_entered(key, sample_positions, {} if calls is None else calls, unruled))
 
 
 @contextmanager
 def _entered(
-    key: int, places: Sequence[int], calls: dict[int, Call], unruled: set[str] | None
+    key: int, sample_positions: Sequence[int], calls: dict[int, Call], unruled: set[str] | None
 ) -> Iterator[None]:
     with ExitStack() as stack:
         # Registered first, so that it runs last, after all modes were left.
@@ -105,29 +106,29 @@ def _entered(
         # A function mode, because a fused kernel is a single operation in the dispatcher.
         stack.enter_context(_Kernels(refuse=unruled is None))
         reading = stack.enter_context(Reading().in_use())
-        stream = _Stream(key, places, calls, reading)
+        stream = _Stream(key, sample_positions, calls, reading)
         stack.enter_context(stream if unruled is None else _Lenient(stream, unruled))
         stack.callback(Modes().restore)  # an interrupt inside may have left too many or too few modes
         yield
 
 
-def _places(first: int | None, samples: int | None, indices: Sequence[int] | None) -> Sequence[int]:
+def _sample_positions(first: int | None, samples: int | None, indices: Sequence[int] | None) -> Sequence[int]:
     """Return the positions of a micro-batch's samples in the effective batch."""
-    places: Sequence[int] = ()
+    found: Sequence[int] = ()
     if indices is not None:
         if first is None and samples is None and min(indices, default=0) >= 0:
-            places = indices
+            found = indices
     elif first is not None and samples is not None and first >= 0:
-        places = range(first, first + samples)
-    # An empty range or list too: without samples nothing is drawn.
-    if not places:
+        found = range(first, first + samples)
+    # An empty range or list raises too, because a micro-batch has at least one sample.
+    if not found:
         given = "" if indices is None else f", indices={indices!r}"
         raise InputError(
             f"first_sample={first}, samples={samples}{given} is not a position of a micro-batch, which has "
             "at least one sample, counted from 0. Pass its position in the effective batch: first_sample and "
             "samples, or indices."
         )
-    return places
+    return found
 
 
 class _Stream(TorchDispatchMode):
@@ -139,16 +140,18 @@ class _Stream(TorchDispatchMode):
         # mode, which costs as much as the mode itself; nothing is compiled inside.
         return False
 
-    def __init__(self, key: int, places: Sequence[int], calls: dict[int, Call], reading: Reading) -> None:
+    def __init__(
+        self, key: int, sample_positions: Sequence[int], calls: dict[int, Call], reading: Reading
+    ) -> None:
         super().__init__()
         self.window = mix(key)
-        self.places, self.samples = places, len(places)
+        self.sample_positions, self.samples = sample_positions, len(sample_positions)
         self.calls, self.reading = calls, reading
         self._starts: dict[torch.device, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # Most operations are not random.
+        # The usual case: the operation is not random.
         if not _is_random(func):
             return func(*args, **kwargs)
         named = _bind(func, args, kwargs)
@@ -205,18 +208,22 @@ class _Stream(TorchDispatchMode):
 
     def _index(self, device: torch.device) -> Tensor:
         """Return the number of each sample, counted from 1, in a new tensor of shape (samples,)."""
-        if isinstance(self.places, range):
-            first, end, by = self.places.start + 1, self.places.stop + 1, self.places.step
+        if isinstance(self.sample_positions, range):
+            first, end, by = (
+                self.sample_positions.start + 1,
+                self.sample_positions.stop + 1,
+                self.sample_positions.step,
+            )
             return torch.arange(first, end, by, device=device)
         # From 1, because `finalise` maps 0 to 0.
-        return torch.tensor(self.places, dtype=torch.int64, device=device).add_(1)
+        return torch.tensor(self.sample_positions, dtype=torch.int64, device=device).add_(1)
 
 
 class _Lenient(_Stream):
-    """Draws an operation without a rule in the same way in all micro-batches, instead of raising."""
+    """Stream that does not raise: operations without a rule draw the same numbers in every micro-batch."""
 
     def __init__(self, stream: _Stream, unruled: set[str]) -> None:
-        super().__init__(0, stream.places, stream.calls, stream.reading)
+        super().__init__(0, stream.sample_positions, stream.calls, stream.reading)
         self.window, self.unruled = stream.window, unruled
 
     def draw(self, func: Any, named: Arguments, args: Any, kwargs: Any) -> Any:

@@ -1,17 +1,20 @@
 """Automatic micro-batch sizes, found in real windows of training, so that no trial is wasted.
 
-An update does not depend on its split, so any micro-batch may be a trial. Memory: the first trial is
-predicted to need far less than the limit, and the free memory that each trial leaves determines the next size
-(`trials`). Time (``mode="fastest"``): sizes are timed in ascending order, until two in a row are slower than
-the best (`superbatch.tuning.search`). Later the free memory is read at intervals: the limit may change.
+An update does not depend on its split, so any micro-batch may be a trial.
+
+* Memory: the first trial is predicted to need far less than the limit. The free memory that each trial leaves
+  determines the next size (`trials`).
+* Time (``mode="fastest"``): sizes are timed in ascending order, until two in a row are slower than the best
+  (`superbatch.tuning.search`).
+* Afterwards the free memory is read at intervals, because the limit may change.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from typing import Any, Literal
 
 import torch
@@ -23,14 +26,15 @@ from superbatch.batch.tree import plan as plan_of
 from superbatch.results.memory import Measured, MemoryReport, Peak
 from superbatch.tuning.search import fastest, fit_curve, halvings, next_trial, time_per_sample
 
+from ..checks.introspection import is_compiled
 from ..options import GradientSumOption
 from .fake import PredictionError
-from .instruments import Instruments, instruments_for, is_compiled
+from .instruments import Instruments, instruments_for
 from .predict import predict_peak
 from .room import Room
 from .shapes import Signature, covers, signature, volume
-from .sizing import Smaller, agreed
-from .trials import SizeHistory, known_from, known_of, state_of
+from .sizing import Sizing, agreed
+from .trials import SizeHistory
 
 Mode = Literal["fastest", "largest"]
 
@@ -40,10 +44,11 @@ MARGINS: dict[Mode, float] = {"largest": 0.005, "fastest": 0.05}
 # Seconds between readings of the free memory. One takes about 0.2 ms, which is negligible at this rate.
 _EVERY = 0.1
 _MOST_SIZES = 64  # number of sizes that are measured at their first run, regardless of the interval
+_ENOUGH = 0.75  # share of a trial's samples with which its time per sample is measured
 
 
-class AutoSize:
-    """Find the largest, or the fastest, micro-batch that fits (a `Sizing`; `Accumulator` makes it).
+class AutoSize(Sizing):
+    """Find the largest, or the fastest, micro-batch that fits; `Accumulator` makes it for ``"auto"``.
 
     Args:
         loss_fn: loss function of the accumulator.
@@ -55,7 +60,7 @@ class AutoSize:
         per_sample: paths of lists with one object per sample.
         gradient_sum: option of the accumulator, for the prediction.
         masters: master parameters of the optimizer, for the prediction.
-        instruments: sources of measurements; None: those of the device.
+        instruments: functions that measure; None: those of the device.
 
     Examples:
         >>> model = nn.Linear(3, 1)
@@ -66,7 +71,7 @@ class AutoSize:
         [100]
     """
 
-    measures = learns = True
+    measures = True
 
     def __init__(
         self,
@@ -86,44 +91,42 @@ class AutoSize:
         self._device = device or (parameters[0].device if parameters else torch.device("cpu"))
         self._models, self._optimizers = tuple(models), tuple(optimizers)
         self._paths = {"unsplit": tuple(unsplit), "per_sample": tuple(per_sample)}
-        shared: dict[str, Any] = {"device": device, "gradient_sum": gradient_sum, "masters": masters}
-        predict = partial(
-            predict_peak,
-            loss_fn,
-            models=self._models,
-            optimizers=self._optimizers,
-            **shared,
-        )
-        self._instruments = instruments or instruments_for(
-            self._device, lambda microbatch, samples: predict(microbatch, samples=samples)
-        )
-        self._twin = partial(
-            AutoSize,
-            loss_fn,
-            models,
-            optimizers,
-            mode=mode,
-            unsplit=unsplit,
-            per_sample=per_sample,
-            instruments=self._instruments,
-            **shared,
-        )
-        self._compiled = is_compiled(self._models)
+
+        def predict(microbatch: Any, samples: int) -> Peak:
+            return predict_peak(
+                loss_fn,
+                microbatch,
+                models=self._models,
+                optimizers=self._optimizers,
+                device=device,
+                samples=samples,
+                gradient_sum=gradient_sum,
+                masters=masters,
+            )
+
+        self._instruments = instruments or instruments_for(self._device, predict)
+        self._compiled = any(is_compiled(module) for model in models for module in model.modules())
         self._mode: Mode = "largest" if self._compiled else mode
-        self._room = Room(self._device, optimizers, self._instruments, margin=MARGINS[self._mode])
-        self._known: dict[Signature, SizeHistory] = {}
-        self._alike: dict[Signature, Signature] = {}  # shapes that use the size of a larger one
-        self._smaller = Smaller()
-        # of the window in progress
-        self._here: SizeHistory | None = None
-        self._samples = self._target = 0
+        self.begin_search()
+
+    def begin_search(self) -> None:
+        """Forget all measurements, and begin a new search."""
+        super().__init__()
+        self._room = Room(self._device, self._optimizers, self._instruments, margin=MARGINS[self._mode])
+        self._histories: dict[Signature, SizeHistory] = {}
+        self._covered_by: dict[Signature, Signature] = {}  # a larger shape, whose size is used
+        # Of the window in progress.
+        self._history: SizeHistory | None = None
+        self._samples = self._index = self._target = 0
         self._planned: list[int] = []
-        self._place = 0
-        self._times: list[tuple[SizeHistory, int, int, Any, Any]] = []
+        # Trials whose time was not read yet: history, size to try, samples, start, end.
+        self._unread: list[tuple[SizeHistory, int, int, Any, Any]] = []
 
     def twin(self) -> AutoSize:
-        """Return another one with the same settings, which has found nothing yet."""
-        return self._twin()
+        """Return a new object with the same settings and without measurements."""
+        twin = copy(self)
+        twin.begin_search()
+        return twin
 
     # -- calls of a window -------------------------------------------------------------------------------
 
@@ -135,11 +138,11 @@ class AutoSize:
             samples: number of samples of the batch.
             agree: function from the size found here to the one that all ranks use; None: each uses its own.
         """
-        known = self._here = self._find(batch, samples)
+        history = self._history = self._find(batch, samples)
         # Reading the limit takes 0.2 ms, so it is read at each window only while sizes are tried.
-        if not self._is_steady(known) or self._is_due():
-            self._room.look(known, self._known.values())
-        self._samples, self._place = samples, 0
+        if not self._is_steady(history) or self._is_due():
+            self._room.read_again(history, self._histories.values())
+        self._samples, self._index = samples, 0
         self._planned = self._sizes(samples)
         if agree is not None:
             first, rest = agreed(self._planned, samples, agree)
@@ -149,8 +152,8 @@ class AutoSize:
     def rest(self, left: int) -> list[int] | None:
         """Return new sizes for the remaining samples if the last micro-batch changed the estimate."""
         del self._planned[:1]
-        known = self._here
-        if not left or known is None or self._is_steady(known):
+        history = self._history
+        if not left or history is None or self._is_steady(history):
             return None
         new = self._sizes(left)
         if new == self._planned:
@@ -160,75 +163,72 @@ class AutoSize:
 
     def measure(self, samples: int) -> AbstractContextManager[None]:
         """Return a context that measures a micro-batch, or an empty one if no measurement is needed."""
-        known = self._here
-        first = self._place == 0
-        self._place += 1
-        if known is None:
+        history = self._history
+        first = self._index == 0
+        self._index += 1
+        if history is None:
             return nullcontext()
-        if self._is_steady(known) and _is_seen(known, samples) and not self._is_due():
+        if self._is_steady(history) and _needs_no_run(history, samples) and not self._is_due():
             return nullcontext()
-        if known.how == "small real runs" and not known.needed:
-            return self._room.probed(known, samples, first=first)
-        timed = partial(self._timed, known, self._target, samples)
-        return self._room.measured(known, samples, first=first, timed=timed)
+        if history.how == "small real runs" and not history.needed:
+            return self._room.probed(history, samples, first=first)
+        return self._measured(history, samples, first=first)
 
     def failed(self, samples: int) -> int:
-        """Return the size to continue with after memory ran out (see `Smaller`)."""
-        self._times.clear()
+        """Record that a micro-batch ran out of memory; return the largest size to continue with, or 0."""
+        self._unread.clear()
         self._planned = []
-        return self._smaller.failed(samples)
+        return super().failed(samples)
 
     def closed(self, *, made: bool) -> None:
-        """Read the clock at the end of a window, after the device has finished."""
-        for known, target, samples, start, end in self._times:
-            seconds = self._instruments.seconds(start, end) / samples
-            known.timings.setdefault(target, []).append(seconds)
-        self._times.clear()
-        self._smaller.closed(made=made)
-        if not made:
-            return
-        self._room.updated(self._here)
-        self._shrink_if_thrashing()
+        """Read the times of a window's trials at its end, when the device has finished them."""
+        self._read_times()
+        super().closed(made=made)
+        if made:
+            self._room.updated(self._history)
+            if self._history is not None and self._room.is_tight(self._history):
+                # Nine tenths: an allocator that repeatedly empties its caches is slow and near the limit.
+                self._history.size = -(-9 * self._history.size // 10)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sizes that were found, and their measurements."""
         return {
             "version": 1,
             "mode": self._mode,
-            "shapes": [(shape, state_of(known)) for shape, known in self._known.items()],
-            "failures": self._smaller.state_dict(),
+            "shapes": [(shape, history.state_dict()) for shape, history in self._histories.items()],
+            "failures": super().state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume with the sizes of `state_dict`; the limit is read again."""
-        self._known = {
-            tuple((dtype, tuple(dimensions)) for dtype, dimensions in shape): known_of(known)
-            for shape, known in state["shapes"]
+        self._histories = {
+            tuple((dtype, tuple(dimensions)) for dtype, dimensions in shape): SizeHistory.from_state(saved)
+            for shape, saved in state["shapes"]
         }
         if state["mode"] != self._mode:
             # Another mode has another size, but the measurements of memory remain valid.
-            for known in self._known.values():
-                known.size = 0
-        self._smaller.load_state_dict(state["failures"])
-        self._alike.clear()
+            for history in self._histories.values():
+                history.size = 0
+        super().load_state_dict(state["failures"])
+        self._covered_by.clear()
         self._room.total = None
 
     def report(self) -> MemoryReport | None:
         """Return a report for the sample shape of the last window."""
-        known, limit = self._here, self._room.limit
-        if known is None or limit is None:
+        history, limit = self._history, self._room.limit
+        if history is None or limit is None:
             return None
-        most = min(self._room.largest(known), self._smaller.most or self._samples, self._samples)
-        chosen, why = self._choice(known, most)
-        dared = self._room.reach(known, iter(self._known.values()))
+        most = min(self._room.largest(history), self.most or self._samples, self._samples)
+        chosen, why = self._choice(history, most)
+        next_largest = self._room.reach(history, iter(self._histories.values()))
         return MemoryReport(
             device=str(self._device),
-            how=known.how,
-            predicted=tuple(known.peaks),
-            error=known.curve.error,
-            measured=tuple(Measured(samples, size) for samples, size in sorted(known.measured.items())),
+            how=history.how,
+            predicted=tuple(history.peaks),
+            error=history.curve.error,
+            measured=tuple(Measured(samples, size) for samples, size in sorted(history.measured.items())),
             limit=limit,
-            largest=min(most, dared),  # a batch of this many samples would be run in one piece
+            largest=min(most, next_largest),  # a batch of this many samples would run in one micro-batch
             chosen=chosen,
             why=why,
         )
@@ -237,81 +237,83 @@ class AutoSize:
 
     def _sizes(self, left: int) -> list[int]:
         """Return sizes for the remaining samples of the window."""
-        known = self._here
-        assert known is not None
+        history = self._history
+        assert history is not None
         self._target = 0
-        room = self._room.largest(known)
-        size = min(room, self._smaller.most or self._samples, self._samples)
-        if known.how == "small real runs" and not known.needed:
-            return _begin_with(min(left, self._next_probe(known)), left, left)
-        allowed = self._room.reach(known, iter(self._known.values()))
+        room = self._room.largest(history)
+        size = min(room, self.most or self._samples, self._samples)
+        if history.how == "small real runs" and not history.needed:
+            # The first micro-batch of a window is not measured; the next two give the curve.
+            return _begin_with(1 if self._index == 0 else 4 if history.measured else 2, left, left)
+        allowed = self._room.reach(history, iter(self._histories.values()))
         if self._compiled:
             # Each new size compiles the model again: use one safe guess, and keep it.
-            self._settle(known, known.size or min(allowed, near_equal(left, size)[0]))
-            return near_equal(left, min(known.size, self._smaller.most or left))
+            self._room.end_search(history, history.size or min(allowed, near_equal(left, size)[0]))
+            return near_equal(left, min(history.size, self.most or left))
         if self._mode == "fastest":
-            # For the whole window: the rest may be smaller than any size to try.
-            size, trial = self._fastest(known, min(self._smaller.most or self._samples, room), allowed)
-            if trial and left >= 0.75 * trial:
-                # Three quarters of a trial are enough to measure its time per sample.
+            # From the samples of the whole window: the rest may be smaller than any size to try.
+            size, trial = self._fastest(history, min(self.most or self._samples, room), allowed)
+            if trial and left >= _ENOUGH * trial:
                 self._target = trial
-                return _begin_with(min(trial, left), left, size)
-        size = self._room.with_new(known, near_equal(self._samples, size))
-        pieces = near_equal(self._samples, size)  # of this window, or of the next ones
-        if pieces[0] > allowed:
-            return _begin_with(allowed, left, pieces[0])
-        while sum(pieces) > left:
-            del pieces[0]
-        return pieces if sum(pieces) == left else _equal(left, near_equal(self._samples, size)[0])
+                return _begin_with(trial, left, size)
+        size = self._room.with_new(history, near_equal(self._samples, size))
+        sizes = near_equal(self._samples, size)  # of this window, or of the next ones
+        largest = sizes[0]
+        if largest > allowed:
+            return _begin_with(allowed, left, largest)
+        # Few different sizes, because each new one needs memory for kernels: the last ones of this split,
+        # or its largest size and a rest.
+        while sum(sizes) > left:
+            del sizes[0]
+        if sum(sizes) == left:
+            return sizes
+        return [largest] * (left // largest) + [left % largest] * (left % largest > 0)
 
-    def _fastest(self, known: SizeHistory, most: int, allowed: int) -> tuple[int, int]:
+    def _fastest(self, history: SizeHistory, most: int, allowed: int) -> tuple[int, int]:
         """Return the size to use without a trial, and the size to try (0: none)."""
-        if known.size:
-            return min(known.size, most), 0
-        sizes = self._candidates(known, most)
-        trial = next_trial(sizes, known.timings)
-        timed = {size: known.timings[size] for size in sizes if known.timings.get(size)}
-        if trial is None:
-            best = fastest(timed)
-            if best == sizes[0] > 1:  # the smallest size is the best so far: try smaller ones
-                trial = best = best // 2
-                known.sizes.insert(0, trial)
-            else:
-                self._settle(known, best)
-            return best, min(trial or 0, allowed)
-        return fastest(timed) if timed else min(trial, allowed), min(trial, allowed)
+        if history.size:
+            return min(history.size, most), 0
+        sizes = self._candidates(history, most)
+        trial = next_trial(sizes, history.timings)
+        timed = {size: history.timings[size] for size in sizes if history.timings.get(size)}
+        if trial is not None:
+            trial = min(trial, allowed)
+            return fastest(timed) if timed else trial, trial
+        best = fastest(timed)
+        if best == sizes[0] > 1:  # the smallest size is the best so far, so half of it is tried too
+            half = best // 2
+            history.sizes.insert(0, half)
+            return half, min(half, allowed)
+        self._room.end_search(history, best)
+        return best, 0
 
-    def _candidates(self, known: SizeHistory, most: int) -> list[int]:
-        """Return the sizes to time, ascending; small changes of the largest size do not change them."""
+    def _candidates(self, history: SizeHistory, most: int) -> list[int]:
+        """Return the sizes to time, ascending; they stay the same if the largest size changes little."""
         batch = near_equal(self._samples, most)[0]
-        if not known.sizes:
-            known.sizes = halvings(batch, smallest=batch // 64)
-        sizes = [size for size in known.sizes if size <= most]
+        if not history.sizes:
+            history.sizes = halvings(batch, smallest=batch // 64)
+        sizes = [size for size in history.sizes if size <= most]
         if not sizes or batch > 1.15 * sizes[-1]:
             sizes.append(batch)
-            known.sizes = sizes
+            history.sizes = sizes
         return sizes
 
-    def _settle(self, known: SizeHistory, size: int) -> None:
-        assert self._room.total is not None
-        known.size, known.total = size, self._room.total
-
-    def _is_steady(self, known: SizeHistory) -> bool:
-        """Return whether no trial is open: all sizes in use were measured."""
-        if self._compiled or (self._mode == "fastest" and not known.size):
-            return bool(known.size)
-        return bool(known.runs) and all(_is_seen(known, size) for size in self._planned)
+    def _is_steady(self, history: SizeHistory) -> bool:
+        """Return whether the search is over: all sizes in use were measured."""
+        if self._compiled or (self._mode == "fastest" and not history.size):
+            return bool(history.size)
+        return bool(history.runs) and all(_needs_no_run(history, size) for size in self._planned)
 
     def _is_due(self) -> bool:
         return time.perf_counter() - self._room.checked >= _EVERY
 
-    def _choice(self, known: SizeHistory, most: int) -> tuple[int, str]:
-        size = near_equal(self._samples, min(known.size or most, most))[0]
-        if self._smaller.most is not None:
+    def _choice(self, history: SizeHistory, most: int) -> tuple[int, str]:
+        size = near_equal(self._samples, min(history.size or most, most))[0]
+        if self.most is not None:
             return size, "memory ran out with larger sizes, which are tried again later"
-        timed = {key: seconds for key, seconds in known.timings.items() if seconds}
-        if self._mode == "fastest" and known.size in timed:
-            best = time_per_sample(timed[known.size]) * 1000
+        timed = {key: seconds for key, seconds in history.timings.items() if seconds}
+        if self._mode == "fastest" and history.size in timed:
+            best = time_per_sample(timed[history.size]) * 1000
             return size, f"the fastest of {len(timed)} sizes, {best:.3g} ms per sample"
         if self._mode == "fastest":
             return size, "sizes are still being timed"
@@ -320,79 +322,76 @@ class AutoSize:
     # -- measurements of a shape -------------------------------------------------------------------------
 
     def _find(self, batch: Any, samples: int) -> SizeHistory:
+        """Return the history of a batch's sample shape; a prediction begins a new one."""
         shape = signature(batch, samples)
-        shape = self._alike.get(shape, shape)
-        known = self._known.get(shape)
-        if known is None:
-            # Shorter samples use the size for longer ones, so that few shapes are measured.
-            larger = [other for other in self._known if covers(other, shape)]
-            if larger:
-                self._alike[shape] = min(larger, key=volume)
-                known = self._known[self._alike[shape]]
-            else:
-                known = self._known[shape] = self._predicted(batch, samples)
+        shape = self._covered_by.get(shape, shape)
+        # Shorter samples use the size for longer ones, so that few shapes are measured.
+        if shape not in self._histories and (larger := [s for s in self._histories if covers(s, shape)]):
+            self._covered_by[shape] = min(larger, key=volume)
+            shape = self._covered_by[shape]
+        history = self._histories.get(shape)
+        if history is None:
+            history = self._histories[shape] = self._predicted(batch, samples)
         if self._room.total is None:
-            self._room.read(known)
-        return known
+            self._room.read(history)
+        return history
 
     def _predicted(self, batch: Any, samples: int) -> SizeHistory:
         """Predict a few sizes, the last ones near the limit."""
         take = plan_of(batch, **self._paths).take
-        predict = self._instruments.predict
+        peaks: list[Peak] = []
 
-        def probe(size: int) -> Peak:
-            return predict(take(0, size), size)
+        def predict(size: int) -> SizeHistory:
+            peaks.append(self._instruments.predict(take(0, size), size))
+            return SizeHistory.predicted(peaks, "fake tensors")
 
         try:
-            peaks = {size: probe(size) for size in sorted({min(2, samples), min(16, samples)})}
-            known = known_from(list(peaks.values()), "fake tensors")
+            history = predict(min(2, samples))
+            if samples > 2:
+                history = predict(min(16, samples))
             if self._room.total is None:  # read after the first prediction, which imports much of torch
-                self._room.read(known)
-            total = self._room.total
-            assert total is not None
+                self._room.read(history)
+            assert self._room.total is not None
             for _ in range(4):
-                size = max(1, min(samples, known.curve.largest(total, samples)))
-                if any(abs(size - other) <= 0.02 * size for other in peaks):
+                size = max(1, min(samples, history.curve.largest(self._room.total, samples)))
+                if any(abs(size - peak.samples) <= 0.02 * size for peak in peaks):
                     break
-                peaks[size] = probe(size)
-                known = known_from(list(peaks.values()), "fake tensors")
+                history = predict(size)
         except PredictionError:
             # Without a prediction `_sizes` begins with small real runs.
-            nothing = fit_curve([(1, 0)])
-            return SizeHistory([], "small real runs", nothing, nothing, self._gradients())
-        return known
+            groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+            gradients = sum(parameter.nbytes for group in groups for parameter in group["params"])
+            unknown = fit_curve([(1, 0)])
+            return SizeHistory([], "small real runs", unknown, unknown, gradients)
+        return history
 
-    def _gradients(self) -> int:
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        return sum(parameter.nbytes for group in groups for parameter in group["params"])
+    # -- measurements of a micro-batch --------------------------------------------------------------------
 
-    # -- after a micro-batch -------------------------------------------------------------------------------
+    @contextmanager
+    def _measured(self, history: SizeHistory, samples: int, *, first: bool) -> Iterator[None]:
+        """Measure the memory of one micro-batch, and its time if it is a trial."""
+        target, now = self._target, self._instruments.now
+        with self._room.measured(history, samples, first=first):
+            start = now()
+            yield
+            end = now()
+        if not target or samples < _ENOUGH * target:
+            return
+        self._unread.append((history, target, samples, start, end))
+        # On the CPU the next size may depend on this time. On another device reading it would wait.
+        if self._device.type == "cpu":
+            self._read_times()
 
-    def _timed(self, known: SizeHistory, target: int, samples: int, start: Any, end: Any) -> None:
-        if target and samples >= 0.75 * target:
-            if self._device.type == "cpu":
-                seconds = self._instruments.seconds(start, end) / samples
-                known.timings.setdefault(target, []).append(seconds)
-            else:  # `closed` reads the clock
-                self._times.append((known, target, samples, start, end))
-
-    def _next_probe(self, known: SizeHistory) -> int:
-        return 1 if self._place == 0 else 4 if known.measured else 2
-
-    def _shrink_if_thrashing(self) -> None:
-        """Use less memory if the allocator repeatedly empties its caches: it is slow and near the limit."""
-        if self._here is not None and self._room.is_tight(self._here):
-            self._here.size = -(-9 * self._here.size // 10)
-
-
-def _is_seen(known: SizeHistory, size: int) -> bool:
-    """Return whether a size was measured already, or is one too many to measure."""
-    return size in known.runs or len(known.runs) >= _MOST_SIZES
+    def _read_times(self) -> None:
+        for history, target, samples, *times in self._unread:
+            seconds = self._instruments.seconds(*times) / samples
+            history.timings.setdefault(target, []).append(seconds)
+        self._unread.clear()
 
 
-def _equal(left: int, size: int) -> list[int]:
-    """Return the sizes that later windows use, and the rest: each further size costs memory for kernels."""
-    return [size] * (left // size) + [left % size] * (left % size > 0)
+def _needs_no_run(history: SizeHistory, size: int) -> bool:
+    """Return whether a size was measured already, or too many other sizes were."""
+    return size in history.runs or len(history.runs) >= _MOST_SIZES
 
 
 def _begin_with(trial: int, left: int, size: int) -> list[int]:

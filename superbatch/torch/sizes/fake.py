@@ -1,8 +1,8 @@
 """Run a model on fake tensors: shapes, dtypes and lifetimes as in a real run, without data and computation.
 
 A function mode replaces each real tensor that user code passes to torch (from a closure, a list, the groups
-of an optimizer) by a fake, the same one each time, with a fake `.grad`. So `FakeTensorMode` works on
-unmodified models. Data, gradients, hooks and version counters of the real tensors do not change.
+of an optimizer). Each tensor gets one fake, with a fake `.grad`. So `FakeTensorMode` works on unmodified
+models. Data, gradients, hooks and version counters of the real tensors do not change.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from superbatch.errors import SuperbatchError
 
 from ..checks.introspection import run_eagerly
-from ..checks.probing.untouched import _restore_python, _slots
+from ..checks.probing.untouched import PythonState
 from ..fastpaths import engine_backward
 from ..memory.ledger import Ledger
 from ..module_tables import buffers_of, parameters_of
@@ -40,7 +40,7 @@ def faked(models: Sequence[nn.Module], ledger: Ledger) -> Iterator[Callable[[Any
     the random state of torch, Python and NumPy are restored. Parameters, buffers and `.grad` do not change.
 
     Args:
-        models: models whose parameters and buffers are faked at once; other tensors at their first use.
+        models: models whose parameters and buffers are replaced on entry; other tensors at their first use.
         ledger: counts the memory that the body allocates.
 
     Yields:
@@ -63,8 +63,8 @@ def faked(models: Sequence[nn.Module], ledger: Ledger) -> Iterator[Callable[[Any
     # Imported here: it loads sympy and dynamo, which takes about a second.
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-    _refuse_strange(models)
-    kept = [(module, _slots(module), [(m, m.training) for m in module.modules()]) for module in models]
+    _refuse_distributed_or_scripted(models)
+    python = [PythonState(model) for model in models]
     devices = {parameter.device for model in models for parameter in model.parameters()}
     randomness = random_state(devices)
     # Operations that bypass function modes may combine real tensors with fakes.
@@ -84,8 +84,8 @@ def faked(models: Sequence[nn.Module], ledger: Ledger) -> Iterator[Callable[[Any
             yield function_mode.fakes
     finally:
         torch.clear_autocast_cache()  # it may hold casts of fake tensors
-        for _, slots, modes in kept:
-            _restore_python(slots, modes)
+        for state in python:
+            state.restore()
         restore_random_state(randomness)
 
 
@@ -105,17 +105,17 @@ class GuessValues(TorchDispatchMode):
 class _Faking(TorchFunctionMode):
     """Function mode that replaces each real tensor argument of a torch function by its fake."""
 
-    def __init__(self, mode: Any, kind: type[Tensor], ledger: Ledger) -> None:
+    def __init__(self, mode: Any, fake_type: type[Tensor], ledger: Ledger) -> None:
         super().__init__()
         self._mode = mode
-        self._kind = kind
+        self._fake_type = fake_type
         self._ledger = ledger
         # The real tensor is kept beside its fake, so that its id is not used again.
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}
 
     def fake(self, tensor: Tensor) -> Tensor:
         """Return the fake of a tensor, the same one each time."""
-        if isinstance(tensor, self._kind) or _is_wrapped(tensor):
+        if isinstance(tensor, self._fake_type) or _is_wrapped(tensor):
             return tensor
         if id(tensor) not in self._fakes:
             fake = self._mode.from_tensor(tensor, static_shapes=True)
@@ -163,7 +163,7 @@ def _backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """Replacement of torch.autograd.backward that calls the engine outside of function modes (torch 2.13)."""
+    """Run the engine as torch.autograd.backward of torch 2.13 does, but with function modes enabled."""
     tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     given = (
         (grad_tensors,) if isinstance(grad_tensors, Tensor) else tuple(grad_tensors or [None] * len(tensors))
@@ -220,7 +220,7 @@ def _put_fakes(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> None:
             vars(module)["forward"] = module.module.forward
 
 
-def _refuse_strange(models: Sequence[nn.Module]) -> None:
+def _refuse_distributed_or_scripted(models: Sequence[nn.Module]) -> None:
     for model in models:
         for name, parameter in model.named_parameters():
             if getattr(parameter, "device_mesh", None) is not None:

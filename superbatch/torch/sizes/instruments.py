@@ -1,18 +1,16 @@
-"""Sources of measurements for automatic sizes: a prediction, the limit, a memory meter, and a clock."""
+"""Functions that measure for automatic sizes: a prediction, the limit, a memory meter, and a clock."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from superbatch.results.memory import Limit, Peak
 
-from ..checks import introspection
 from ..memory.limits import PeakMeter, free_in_heap, memory_limit
 
 
@@ -30,7 +28,7 @@ class Meter(Protocol):
 
 @dataclass(frozen=True)
 class Instruments:
-    """Sources of measurements; tests replace them.
+    """Functions that measure memory and time; tests replace them.
 
     Attributes:
         predict: returns the predicted peak of (micro-batch, number of samples); raises `PredictionError`.
@@ -55,8 +53,6 @@ class Instruments:
 
 def instruments_for(device: torch.device, predict: Callable[[Any, int], Peak]) -> Instruments:
     """Return the instruments of a device.
-
-    The branch for CUDA was not run on a GPU.
 
     Args:
         device: device of the models.
@@ -85,6 +81,7 @@ def instruments_for(device: torch.device, predict: Callable[[Any, int], Peak]) -
             holes=free_in_heap,
         )
 
+    # Not run on a GPU.
     def now() -> torch.cuda.Event:
         # An event on the stream: reading the time does not wait for the device.
         event = torch.cuda.Event(enable_timing=True)
@@ -97,7 +94,7 @@ def instruments_for(device: torch.device, predict: Callable[[Any, int], Peak]) -
         return start.elapsed_time(end) / 1000
 
     def retries() -> int:
-        # Each retry has emptied the cache, so micro-batches are near the limit.
+        # Each retry has emptied the allocator's cache, so memory is nearly full.
         return torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
 
     return Instruments(
@@ -114,19 +111,3 @@ def _seconds(start: tuple[float, float], end: tuple[float, float]) -> float:
     """Return the wall time between two points; with one torch thread, the CPU time of this thread."""
     wall, alone = (after - before for before, after in zip(start, end, strict=True))
     return alone if torch.get_num_threads() == 1 else wall
-
-
-def is_compiled(models: Sequence[nn.Module]) -> bool:
-    """Return whether a model, or a part of one, is compiled by torch.compile, which recompiles for each size.
-
-    Args:
-        models: any modules.
-
-    Returns:
-        True if one of the modules is compiled.
-
-    Examples:
-        >>> is_compiled([nn.Linear(1, 1)])
-        False
-    """
-    return any(introspection.is_compiled(module) for model in models for module in model.modules())

@@ -53,7 +53,7 @@ def predict_peak(
 ) -> Peak:
     """Predict the peak memory of a window with micro-batches like the given one, on fake tensors.
 
-    Two micro-batches and the update run as in the Accumulator, but on fake tensors: the memory that each
+    Two micro-batches and the update run as in the Accumulator, but on fake tensors. The memory that each
     operation would allocate is counted, and nothing is computed. The prediction lacks memory that a kernel
     allocates and frees inside one operation, and gaps between blocks of the allocator. To estimate both,
     compare `Peak.first` with one measured micro-batch.
@@ -97,16 +97,18 @@ def predict_peak(
     models = as_models(models)
     optimizers = as_optimizers(optimizers) if isinstance(optimizers, Optimizer) or optimizers else ()
     counted = device or _device_of(models)
-    _require_there(counted)
+    _check_available(counted)
     if samples is None:
         samples = count_samples(microbatch)
     ledger = Ledger(counted, rounded=_ROUNDED.get(counted.type, 512))
     try:
-        with stand_ins(optimizers) as lent:
-            copies = list(chain.from_iterable(lent))
-            # Optimizers that wrap others hold parameters only; state is in the inner ones.
-            pairs = zip(optimizers, lent, strict=True)
-            owners = [each[0] if type(each[0]) is type(one) else one for one, each in pairs]
+        with stand_ins(optimizers) as copies_of_each:
+            copies = list(chain.from_iterable(copies_of_each))
+            # A wrapper's copies are those of its inner optimizers; the wrapper itself has the parameters.
+            owners = [
+                inner[0] if type(inner[0]) is type(optimizer) else optimizer
+                for optimizer, inner in zip(optimizers, copies_of_each, strict=True)
+            ]
             owned = (
                 own_parameters(models, owners, masters) if copies else all_parameters(models, no_optimizer())
             )
@@ -115,16 +117,16 @@ def predict_peak(
                 for module in checkpointed:
                     # An instance attribute takes precedence in nn.Module.__call__; `faked` removes it.
                     vars(module)["forward"] = partial(checkpoint, module.forward, use_reentrant=False)
-                place = _place(owned, copies, gradient_sum)
+                sums = _sums_of(owned, copies, gradient_sum)
                 if only_owned:
                     # As in the Accumulator, parameters without an optimizer get no gradient.
-                    place.inputs = [fake(entry.parameter) for entry in owned]
+                    sums.inputs = [fake(entry.parameter) for entry in owned]
                 inputs = partial(_on_device, fake(microbatch), device)
-                phases = _microbatches(inputs, loss_fn, place, ledger)
-                update = _update(place, owned, copies, ledger)
-                # It copies the momentum buffers, which exist from the second window on.
-                if isinstance(place, MomentumGradientSum):
-                    phases = _microbatches(inputs, loss_fn, place, ledger).without(update.state)
+                phases = _microbatches(inputs, loss_fn, sums, ledger)
+                update = _update(sums, owned, copies, ledger)
+                # Momentum buffers exist from the second window on, which therefore copies them.
+                if isinstance(sums, MomentumGradientSum):
+                    phases = _microbatches(inputs, loss_fn, sums, ledger).without(update.state)
     except SuperbatchError:
         raise
     except Exception as error:  # user code may raise anything on fake tensors
@@ -133,26 +135,31 @@ def predict_peak(
 
 
 class _Phases(NamedTuple):
+    """Peak bytes of the phases of a micro-batch; `first`: of the first micro-batch, in both phases."""
+
     first: int
     forward: int
     backward: int
     activations: int
 
     def without(self, state: int) -> _Phases:
+        """Return the phases without the bytes of the optimizer's state, which `_peak` adds again."""
         return _Phases(self.first - state, self.forward - state, self.backward - state, self.activations)
 
 
 class _Update(NamedTuple):
+    """Bytes of an update: its peak, the summed gradients, and the state that it adds."""
+
     peak: int
     gradients: int
     state: int
 
 
 def _microbatches(
-    inputs: Callable[[], tuple[Any, Any]], loss_fn: Callable[[Any], Any], place: GradientSum, ledger: Ledger
+    inputs: Callable[[], tuple[Any, Any]], loss_fn: Callable[[Any], Any], sums: GradientSum, ledger: Ledger
 ) -> _Phases:
-    """Run two micro-batches: the second one finds gradients, like all later ones."""
-    place.begin()
+    """Run two micro-batches: at the second one gradients exist, as at all later ones."""
+    sums.begin()
     first = forward = backward = activations = 0
     for number in (0, 1):
         ledger.restart()
@@ -165,7 +172,7 @@ def _microbatches(
         activations = ledger.live - before
         forward = ledger.restart()
         # The memory does not depend on the factor 0.5.
-        place.backward(loss, 0.5)
+        sums.backward(loss, 0.5)
         del loss, microbatch, following
         backward = ledger.restart()
         if number == 0:
@@ -176,31 +183,33 @@ def _microbatches(
 def _on_device(microbatch: Any, device: torch.device | None) -> tuple[Any, Any]:
     """Return a micro-batch on the device, and the next one, whose copy to the device has begun."""
     current = to_device(microbatch, device)
-    # The next micro-batch is being copied to the device, so its memory counts too.
+    # The copy of the next one takes memory too, except on the CPU, where nothing is copied.
     return current, to_device(microbatch, device) if device is not None and device.type != "cpu" else None
 
 
 def _update(
-    place: GradientSum, owned: list[ManagedParameter], optimizers: list[Optimizer], ledger: Ledger
+    sums: GradientSum, owned: list[ManagedParameter], optimizers: list[Optimizer], ledger: Ledger
 ) -> _Update:
     # Adam reads the value of its step counter, which is fake.
     with GuessValues():
-        gradients = place.close()
+        gradients = sums.close()
         held = ledger.live
         ledger.restart()
-        if isinstance(place, MomentumGradientSum):
-            place.apply()
+        if isinstance(sums, MomentumGradientSum):
+            sums.apply()
         elif optimizers:
             norm_of(gradients)
-        place.attach(gradients)
+        sums.attach(gradients)
         for optimizer in optimizers:
             # The class's method: on the instance, schedulers replace it by one of the real optimizer.
             type(optimizer).step(optimizer)
         peak = ledger.restart()
-        del gradients  # not earlier: the sums live as long, even if the optimizer gets them in another dtype
+        # Not earlier: training keeps the sums until here, even if the optimizer gets them in another dtype.
+        del gradients
         clear(owned)
-        place.begin()  # drops the state of the last window; `restore` removes hooks:
-        place.restore()
+        # `begin` frees the state of the last window, and `restore` removes hooks.
+        sums.begin()
+        sums.restore()
     return _Update(peak, held, ledger.live)
 
 
@@ -226,7 +235,7 @@ def _peak(samples: int, phases: _Phases, update: _Update) -> Peak:
     )
 
 
-def _place(
+def _sums_of(
     owned: list[ManagedParameter],
     optimizers: list[Optimizer],
     option: GradientSumOption,
@@ -240,11 +249,11 @@ def _place(
 
 
 def _device_of(models: Sequence[nn.Module]) -> torch.device:
-    found = (parameter.device for model in models for parameter in model.parameters())
-    return next(found, torch.device("cpu"))
+    devices = (parameter.device for model in models for parameter in model.parameters())
+    return next(devices, torch.device("cpu"))
 
 
-def _require_there(device: torch.device) -> None:
+def _check_available(device: torch.device) -> None:
     # Autograd aborts the process if a fake tensor is on a device that this build of torch does not support.
     if device.type != "cpu" and not torch.get_device_module(device).is_available():
         raise InputError(f"device={str(device)!r} is not available. Predict on a machine that has it.")

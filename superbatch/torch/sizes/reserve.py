@@ -1,7 +1,7 @@
 """Check that an update has enough memory, before the optimizer changes anything.
 
-If memory runs out inside an optimizer step, some parameters have changed and others have not, and the step
-cannot be retried. So the memory of the step, counted on fake tensors, is allocated and freed before it.
+If memory runs out inside an optimizer step, some parameters have changed and others have not. Such a step
+cannot be retried. So the memory of the step is counted on fake tensors, then allocated and freed before it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ class Reserve:
         optimizers: optimizers that make the update.
         owned: parameters of the optimizers; the list may change in place.
 
+    Attributes:
+        tight: check every update, because micro-batches use nearly all memory.
+
     Examples:
         >>> layer = nn.Linear(1000, 500)
         >>> adam = torch.optim.Adam(layer.parameters())
@@ -50,28 +53,28 @@ class Reserve:
         self._models, self._owned = models, owned
         # The innermost optimizers of wrappers, because they hold the state.
         self._leaves = [leaf for optimizer in optimizers for leaf in leaves_of(optimizer)]
-        self._share = len(
+        self._parameters = len(
             {id(p) for leaf in self._leaves for group in leaf.param_groups for p in group["params"]}
         )
-        self._known: tuple[int, int] | None = None  # number of states, bytes
+        self._needed: tuple[int, int] | None = None  # number of states, and the bytes of an update with them
         self.tight = False
 
     def require(self) -> None:
-        """Check the memory for the first update, and for each one while memory is tight.
+        """Check the memory for the first update; with `tight`, for every update.
 
         Raises:
             OutOfMemoryError: the memory is not enough.
         """
-        # Once all state exists and memory is not tight, an update needs as much as the previous one.
+        # Once all state exists, an update needs as much as the previous one, which has succeeded.
         states = sum([len(leaf.state) for leaf in self._leaves])
-        if states == min(len(self._owned), self._share) and not self.tight:
+        if states == min(len(self._owned), self._parameters) and not self.tight:
             return
         if sum([entry.target.nbytes for entry in self._owned]) < LEAST_BYTES:
             return
-        if self._known is None or self._known[0] != states:
+        if self._needed is None or self._needed[0] != states:
             # A dry run takes milliseconds, so it is repeated only after states were added.
-            self._known = (states, self.bytes_of_update())
-        needed = self._known[1]
+            self._needed = (states, self.bytes_of_update())
+        needed = self._needed[1]
         try:
             self._allocate(needed)
         except (RuntimeError, MemoryError) as error:
@@ -91,11 +94,11 @@ class Reserve:
         """
         ledger = Ledger(self._device, rounded=64)
         try:
-            with stand_ins(self._leaves) as lent, faked(self._models, ledger), GuessValues():
-                # Reset the count: so far it has the copies of the optimizers.
+            with stand_ins(self._leaves) as copies, faked(self._models, ledger), GuessValues():
+                # The copies of the optimizers do not count.
                 ledger.restart()
                 before = ledger.live
-                for (optimizer,) in lent:
+                for (optimizer,) in copies:
                     # The class's method: on the instance, schedulers replace it by one of the real optimizer.
                     type(optimizer).step(optimizer)
                 return ledger.restart() - before
@@ -109,12 +112,12 @@ class Reserve:
         return next(parameter.device for model in self._models for parameter in model.parameters())
 
     def _allocate(self, needed: int) -> None:
-        """Allocate and free pieces no larger than those of the step, which may use gaps between blocks."""
-        piece = max(entry.target.nbytes for entry in self._owned)
-        pieces: list[Tensor] = []
+        """Allocate and free memory in blocks of the largest parameter, which fit where those of a step do."""
+        size = max(entry.target.nbytes for entry in self._owned)
+        blocks: list[Tensor] = []
         while needed > 0:
-            pieces.append(torch.empty(min(needed, piece), dtype=torch.uint8, device=self._device))
-            needed -= piece
+            blocks.append(torch.empty(min(needed, size), dtype=torch.uint8, device=self._device))
+            needed -= size
 
 
 def raise_if_out_of_memory(error: BaseException, *, torn: Callable[[], None] | None) -> None:

@@ -1,13 +1,12 @@
-"""Memory available to micro-batches (the room), from the limit and from measured micro-batches."""
+"""Free memory for micro-batches (the room), from the memory limit and from measured micro-batches."""
 
 from __future__ import annotations
 
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -17,7 +16,7 @@ from superbatch.tuning.search import fit_curve
 
 from ..memory.ledger import Ledger
 from .instruments import Instruments
-from .trials import SizeHistory, most_of, reach
+from .trials import SizeHistory
 
 # Share of the room that is left free under limits at which the system ends the process. Under limits at which
 # an allocation fails, such as RLIMIT_AS, the run can recover.
@@ -27,21 +26,19 @@ LEAST_MARGIN = 2**19
 # Memory that kernels, threads and libraries allocate at their first use; predictions do not include it.
 AT_FIRST = {"cpu": 128 * 2**20, "cuda": 256 * 2**20}
 
-# A heap that holds freed memory is fragmented, and may need a multiple of the tensors' bytes: with glibc's
-# malloc, whose mmap threshold is dynamic, up to 2.5 times was measured on a conv net, a transformer and an
-# MLP. This cannot be predicted, so measurements are not used. With MALLOC_MMAP_THRESHOLD_=65536 there are no
-# holes.
+# A heap that holds freed memory is fragmented, and may need a multiple of the tensors' bytes. Up to 2.5 times
+# was measured with glibc's malloc, whose mmap threshold is dynamic. This cannot be predicted, so measurements
+# are not used. With MALLOC_MMAP_THRESHOLD_=65536 there are no holes.
 HOLES = 3.0
-_HOLED = 0.25
+_HOLED = 0.25  # share of a peak from which freed bytes count as holes
 _LEAST_HOLES = 2**24
 
-# Factors of growth of the room from which a search starts again: for the fastest size, and for the largest
-# one before any run; and for the largest one later.
-_MUCH = 1.25
-_MORE = 1.05
-_LESS = 0.9  # factor on the share of the room in use, after the allocator has had trouble
-_CALM = 100  # windows without trouble, after which the full share is used again
-_CLEANED = 2  # runs of each size: in the first, libraries also try out algorithms
+# Factors of growth of the room from which a search starts again.
+_MUCH = 1.25  # for the fastest size, and for the largest one before any run
+_MORE = 1.05  # for the largest one later
+_LESS = 0.9  # factor on the share of the room in use, after the allocator has retried
+_CALM = 100  # windows without a retry, after which the full share is used again
+_CLEANED = 2  # runs of each size that begin with empty caches: in the first, libraries try out algorithms
 
 
 class Room:
@@ -73,7 +70,7 @@ class Room:
         self._kept: list[int] = []  # bytes that new sizes below others have left in use: their kernels
         self._holed = False
         self._share = 1.0  # share of the total that may be used
-        self._calm = 0  # windows since the last trouble
+        self._calm = 0  # windows since the last retry
         self._retries = instruments.retries()  # retries of the allocator, except in first runs of a size
 
     # -- how large ---------------------------------------------------------------------------------------
@@ -92,139 +89,142 @@ class Room:
         assert self.total is not None
         return self.top() if self._holed else (2 * int(self.total * self._share) + self.top()) // 3
 
-    def largest(self, known: SizeHistory) -> int:
+    def largest(self, history: SizeHistory) -> int:
         """Return the largest size that may run; a new size also needs room for the memory that it keeps.
 
         The result changes only after a new size was run, if it no longer fits, or if a clearly larger one
-        fits, so that sizes do not change with every reading.
+        fits. So sizes do not change with every reading of the memory.
         """
-        demand, bound, now = known.demand(), self._bound(), known.largest
-        stays = now and demand.at(now) + self._keeps(known, now) <= bound
-        run = max((size for size in known.runs if demand.at(size) <= bound), default=0)
-        found = max(self._largest_new(known), run)
+        demand, bound, now = history.demand(), self._bound(), history.largest
+        still_fits = now and demand.at(now) + self._keeps(history, now) <= bound
+        run = max((size for size in history.runs if demand.at(size) <= bound), default=0)
+        found = max(self._largest_new(history), run)
         # Before the first run, memory for kernels is still free, so the room seems larger than it is.
-        if not stays or found > (_MORE if known.runs else _MUCH) * now:
-            known.largest = found
-        return known.largest
+        if not still_fits or found > (_MORE if history.runs else _MUCH) * now:
+            history.largest = found
+        return history.largest
 
-    def with_new(self, known: SizeHistory, sizes: Sequence[int]) -> int:
+    def with_new(self, history: SizeHistory, sizes: Sequence[int]) -> int:
         """Return the largest of these sizes; a smaller one if the memory that new sizes keep does not fit."""
-        keep = sum(self._keeps(known, size) for size in set(sizes))
-        if known.demand().at(max(sizes)) + keep <= self._bound():
+        keep = sum(self._keeps(history, size) for size in set(sizes))
+        if history.demand().at(max(sizes)) + keep <= self._bound():
             return max(sizes)
-        return self._largest_new(known)  # one new size at a time: the next search follows it
+        return self._largest_new(history)  # one new size at a time: the next search follows it
 
-    def _largest_new(self, known: SizeHistory) -> int:
-        """Return the largest size that fits, including the memory that it keeps if it is new."""
-        demand, kernels, counts = known.demand(), self._kernels(known), not self._holed
+    def _largest_new(self, history: SizeHistory) -> int:
+        """Return the largest size that fits if it is new, including the memory that it keeps."""
+        demand = history.demand()
 
         def needs(samples: int) -> int:
-            return demand.at(samples) + max(kernels, counts * known.keeps_beyond(samples))
+            return demand.at(samples) + self._new_keeps(history, samples)
 
-        return max(1, bisect_right(range(1, most_of(known) + 1), self.top(), key=needs))
+        return max(1, bisect_right(range(1, history.farthest() + 1), self.top(), key=needs))
 
-    def _keeps(self, known: SizeHistory, samples: int) -> int:
-        """Return an estimate of the bytes that a size keeps from its first run on."""
-        if samples in known.runs or self._holed:
+    def _keeps(self, history: SizeHistory, samples: int) -> int:
+        """Return an estimate of the bytes that the next run of a size keeps; 0 after its first run."""
+        return 0 if samples in history.runs else self._new_keeps(history, samples)
+
+    def _new_keeps(self, history: SizeHistory, samples: int) -> int:
+        """Return an estimate of the bytes that a new size keeps from its first run on."""
+        return 0 if self._holed else max(self._kernels(history), history.keeps_beyond(samples))
+
+    def _kernels(self, history: SizeHistory) -> int:
+        """Return an estimate of the bytes that any new size keeps for its kernels."""
+        if self._holed or not history.runs:
             return 0
-        return max(self._kernels(known), known.keeps_beyond(samples))
+        return max(self._kept[-3:], default=history.kept_beyond[0])
 
-    def _kernels(self, known: SizeHistory) -> int:
-        """Return an estimate of the bytes that any new size keeps."""
-        if self._holed or not known.runs:
-            return 0
-        return max(self._kept[-3:], default=known.kept_beyond[0])
-
-    def reach(self, known: SizeHistory, others: Iterator[SizeHistory]) -> int:
-        """Return the largest micro-batch that the measurements so far allow (see `trials.reach`)."""
+    def reach(self, history: SizeHistory, others: Iterator[SizeHistory]) -> int:
+        """Return the largest size that the measurements allow next (see `SizeHistory.next_largest`)."""
         assert self.total is not None
         # The memory that a new size keeps is visible only in micro-batches after the first of a window.
         top = self._bound() if self._kept else self.top()
         ratios = [max(o.needed.values()) / max(1, o.curve.at(o.tried)) for o in others if o.needed]
-        return reach(
-            known,
+        return history.next_largest(
             total=self.total,
             top=top,
             at_first=0 if ratios else AT_FIRST.get(self._device.type, 0),
-            each=self._kernels(known),
+            each=self._kernels(history),
             ratio=max(ratios, default=0.0),
         )
 
-    def is_tight(self, known: SizeHistory) -> bool:
+    def is_tight(self, history: SizeHistory) -> bool:
         """Return whether the allocator has retried since the last call, although there seems to be room.
 
-        Then a smaller share of the room is used, until some windows had no retry. Retries in the first runs
-        of a size do not count: the caches hold blocks of other sizes, and reaching the limit is part of the
-        search.
+        Then a smaller share of the room is used, until enough windows had no retry. Retries in the first runs
+        of a size do not count: the caches hold blocks of other sizes, and the search reaches the limit.
         """
         retries = self._tools.retries()
         self._calm, is_tight = self._calm + 1, retries > self._retries
         self._retries = retries
         if is_tight:
             self._share, self._calm = self._share * _LESS, 0
-            known.largest = 0
+            history.largest = 0
         elif self._share < 1.0 and self._calm >= _CALM:
             self._share, self._calm = min(1.0, self._share / _LESS), 0
-            known.largest = 0
+            history.largest = 0
         return is_tight
 
     # -- the limit ---------------------------------------------------------------------------------------
 
-    def read(self, known: SizeHistory) -> None:
-        """Read the limit for the first time, and reserve memory for the state of the first update."""
+    def read(self, history: SizeHistory) -> None:
+        """Read the limit for the first time, and estimate the optimizer state of the first update."""
         self.limit = self.limit or self._tools.limit()
-        if known.peaks:
-            self._state = known.peaks[0].optimizer_state
+        if history.peaks:
+            self._state = history.peaks[0].optimizer_state
         else:
             made = any(len(state) for optimizer in self._optimizers for state in optimizer.state.values())
-            self._state = 0 if made else 2 * known.gradients
-        self.look(known, ())
+            self._state = 0 if made else 2 * history.gradients
+        self.read_again(history, ())
 
-    def look(self, known: SizeHistory, shapes: Iterable[SizeHistory]) -> None:
+    def read_again(self, history: SizeHistory, shapes: Iterable[SizeHistory]) -> None:
         """Read the limit between two windows."""
-        self._note(known, self._tools.limit().bytes + self._held)
+        self._set_total(history, self._tools.limit().bytes + self._held)
         if self._state_is_new:  # use the room even if it is only a little more than estimated
             self._state_is_new = False
             for shape in shapes:
                 shape.largest = 0
 
-    def updated(self, known: SizeHistory | None) -> None:
+    def updated(self, history: SizeHistory | None) -> None:
         """Record that an update was made, so that the optimizer's state exists."""
         if self._state:
             self._state_is_new, self.checked = True, -math.inf
         self._state = 0
-        if known is not None and self._device.type == "cpu":
-            self._held = known.gradients  # see update_rule.zero_grad
+        if history is not None and self._device.type == "cpu":
+            self._held = history.gradients  # see update_rule.zero_grad
 
-    def _note(self, known: SizeHistory, free: int) -> None:
-        """Record the free memory at the beginning of a window; search anew if a size no longer fits."""
+    def _set_total(self, history: SizeHistory, free: int) -> None:
+        """Set the total from the free memory at the beginning of a window.
+
+        The search starts again if the size in use no longer fits, or if there is much more room.
+        """
         self.total = free - self._state
-        if known.demand().at(known.size or 1) > self._bound() or self.total > _MUCH * known.total:
-            known.size = 0
+        if history.demand().at(history.size or 1) > self._bound() or self.total > _MUCH * history.total:
+            history.size = 0
+
+    def end_search(self, history: SizeHistory, size: int) -> None:
+        """Record the size that a search has found, and the room at its end."""
+        assert self.total is not None
+        history.size, history.total = size, self.total
 
     # -- measuring ---------------------------------------------------------------------------------------
 
     @contextmanager
-    def measured(
-        self, known: SizeHistory, samples: int, *, first: bool, timed: Callable[[Any, Any], None]
-    ) -> Iterator[None]:
-        """Measure one micro-batch inside the context.
+    def measured(self, history: SizeHistory, samples: int, *, first: bool) -> Iterator[None]:
+        """Measure the memory of one micro-batch inside the context.
 
         Args:
-            known: history of its shape, which receives the result.
+            history: history of its shape, which receives the result.
             samples: number of its samples.
             first: it is the first one of its window.
-            timed: function that receives its start and end by the clock of the instruments.
         """
-        tools, fresh = self._tools, samples not in known.runs
-        if cleaned := known.runs.get(samples, 0) < _CLEANED:
+        tools, fresh = self._tools, samples not in history.runs
+        if cleaned := history.runs.get(samples, 0) < _CLEANED:
             tools.clean()
         retries = tools.retries()
         free = tools.limit().bytes
         tools.meter.start()
-        start = tools.now()
         yield
-        end = tools.now()
         peak = tools.meter.stop()
         if cleaned:
             self._retries += tools.retries() - retries
@@ -233,30 +233,29 @@ class Room:
             self._holed = True
         kept = 0
         if fresh and not self._holed:
-            kept = max(0, free - tools.limit().bytes - (known.gradients if first else 0))
-            if samples > max(known.runs, default=0):
-                known.note_kept(samples, kept)
+            kept = max(0, free - tools.limit().bytes - (history.gradients if first else 0))
+            if samples > max(history.runs, default=0):
+                history.record_kept(samples, kept)
             elif not first:
                 self._kept.append(kept)
         if self._holed:
-            known.needed = {size: known.curve.at(size) for size in known.needed}
-            known.note(samples, None, first=first)
+            history.needed = {size: history.curve.at(size) for size in history.needed}
+            history.record(samples, None, first=first)
         else:
-            known.note(samples, peak, first=first, kept=kept)
+            history.record(samples, peak, first=first, kept=kept)
         if fresh:
-            known.largest = 0
-        self._note(known, (free if first else free + known.gradients) - kept)
-        timed(start, end)
+            history.largest = 0
+        self._set_total(history, (free if first else free + history.gradients) - kept)
 
     @contextmanager
-    def probed(self, known: SizeHistory, samples: int, *, first: bool) -> Iterator[None]:
+    def probed(self, history: SizeHistory, samples: int, *, first: bool) -> Iterator[None]:
         """Measure the tensors of a small micro-batch inside the context, for a model without a prediction.
 
-        Two measurements give the curve. The first micro-batch of a window also makes the gradients, so it is
-        not measured.
+        Two measurements give the curve. The first micro-batch of a window is not measured, because it also
+        makes the gradients.
 
         Args:
-            known: history of its shape.
+            history: history of its shape.
             samples: number of its samples.
             first: it is the first one of its window.
         """
@@ -265,8 +264,8 @@ class Room:
             yield
         if first:
             return
-        known.measured[samples] = ledger.peak
-        if len(known.measured) >= 2:
-            known.curve = fit_curve([(n, peak + known.gradients) for n, peak in known.measured.items()])
-            known.first = known.curve
-            known.needed.update({n: known.curve.at(n) for n in known.measured})
+        history.measured[samples] = ledger.peak
+        if len(history.measured) >= 2:
+            history.curve = fit_curve([(n, peak + history.gradients) for n, peak in history.measured.items()])
+            history.first = history.curve
+            history.needed.update({n: history.curve.at(n) for n in history.measured})

@@ -1,4 +1,4 @@
-"""Options that lower the peak memory of a micro-batch, and their savings, predicted on fake tensors."""
+"""Options that lower the peak memory of a micro-batch, with savings predicted on fake tensors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from ..window.validation import check_momentum
 from .fake import PredictionError
 from .predict import predict_peak
 
-# Share of the peak; smaller savings are left out.
-_WORTH = 0.01
+_LEAST_SHARE = 0.01  # of the peak; smaller savings are left out
 
 
 def savings(
@@ -79,7 +78,7 @@ def savings(
         *_one_at_a_time(predict, optimizers, now),
         *_state(optimizers, now),
     ]
-    worth = [saving for saving in found if saving.bytes >= _WORTH * now.bytes]
+    worth = [saving for saving in found if saving.bytes >= _LEAST_SHARE * now.bytes]
     return sorted(worth, key=lambda saving: -saving.bytes)
 
 
@@ -189,7 +188,7 @@ def _with(optimizer: Optimizer, option: str, value: bool) -> Optimizer:
 
 def _state(optimizers: Sequence[Optimizer], now: Peak) -> Iterator[Saving]:
     # State that exists already; the prediction adds the state of a first update.
-    there = sum(
+    existing = sum(
         value.nbytes
         for optimizer in optimizers
         for state in optimizer.state.values()
@@ -198,4 +197,4 @@ def _state(optimizers: Sequence[Optimizer], now: Peak) -> Iterator[Saving]:
     )
     names = " and ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
     how = f"the state of {names}: Adafactor or SGD keep less, 8-bit optimizers a quarter of it"
-    yield Saving("optimizer state", there + now.optimizer_state, how)
+    yield Saving("optimizer state", existing + now.optimizer_state, how)

@@ -1,7 +1,8 @@
-"""Shape and dtype of one sample, on which the memory of a batch depends besides its number of samples."""
+"""Shape and dtype of one sample; with the number of samples, they determine the memory of a batch."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -21,9 +22,8 @@ def signature(batch: Any, samples: int) -> Signature:
         samples: number of its samples.
 
     Returns:
-        For each array its dtype and the shape of one sample. Arrays without one entry per sample (tokens of
-        packed sequences, leaves that are not split) count with their length divided by the samples, rounded
-        up.
+        For each array its dtype and the shape of one sample. Some arrays have no entry per sample, such as
+        tokens of packed sequences: their length is divided by the number of samples and rounded up.
 
     Examples:
         >>> import torch
@@ -34,7 +34,7 @@ def signature(batch: Any, samples: int) -> Signature:
     """
     found: list[tuple[str, tuple[int, ...]]] = []
 
-    def note(array: Any) -> Any:
+    def add(array: Any) -> Any:
         shape = tuple(array.shape) if isinstance(array, Tensor) else array_shape(array) or ()
         if shape and shape[0] == samples:
             shape = shape[1:]
@@ -44,27 +44,25 @@ def signature(batch: Any, samples: int) -> Signature:
         found.append((str(getattr(array, "dtype", "")), shape))
         return array
 
-    kind = type(batch)
     # Exact types: a subclass may hold arrays besides its items.
-    if kind in (tuple, list, dict) and all(
-        type(leaf) is Tensor for leaf in (batch.values() if kind is dict else batch)
-    ):
-        for leaf in batch.values() if kind is dict else batch:  # fast path for the most common batches
-            note(leaf)
+    items = batch.values() if type(batch) is dict else batch if type(batch) in (tuple, list) else ()
+    if items and all(type(item) is Tensor for item in items):  # fast path for the most common batches
+        for item in items:
+            add(item)
     else:
-        map_arrays(note, batch)
+        map_arrays(add, batch)
     return tuple(found)
 
 
-def covers(known: Signature, asked: Signature) -> bool:
-    """Return whether samples of a known shape need at least as much memory as samples of another shape.
+def covers(measured: Signature, wanted: Signature) -> bool:
+    """Return whether samples of a measured shape need at least as much memory as samples of another shape.
 
     Args:
-        known: signature that was measured.
-        asked: signature of the next batch.
+        measured: signature that was measured.
+        wanted: signature of the next batch.
 
     Returns:
-        True if both have the same arrays, and no dimension exceeds the known one.
+        True if both have the same arrays, and no dimension exceeds the measured one.
 
     Examples:
         >>> covers((("torch.int64", (512,)),), (("torch.int64", (37,)),))
@@ -72,12 +70,12 @@ def covers(known: Signature, asked: Signature) -> bool:
         >>> covers((("torch.int64", (512,)),), (("torch.int64", (513,)),))
         False
     """
-    return len(known) == len(asked) and all(
+    return len(measured) == len(wanted) and all(
         dtype == other
         # Inputs with different numbers of dimensions are not comparable.
-        and len(shape) == len(wanted)
-        and all(a >= b for a, b in zip(shape, wanted, strict=True))
-        for (dtype, shape), (other, wanted) in zip(known, asked, strict=True)
+        and len(shape) == len(needed)
+        and all(a >= b for a, b in zip(shape, needed, strict=True))
+        for (dtype, shape), (other, needed) in zip(measured, wanted, strict=True)
     )
 
 
@@ -94,10 +92,4 @@ def volume(shape: Signature) -> int:
         >>> volume((("torch.int64", (7,)), ("torch.float32", ())))
         8
     """
-    total = 0
-    for _, dimensions in shape:
-        product = 1
-        for dimension in dimensions:
-            product *= dimension
-        total += product
-    return total
+    return sum(math.prod(dimensions) for _, dimensions in shape)

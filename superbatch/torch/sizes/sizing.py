@@ -1,13 +1,13 @@
-"""Samples per micro-batch: set by the user (`Fixed`), or found (`auto.AutoSize`).
+"""Number of samples per micro-batch: set by the user (`Fixed`), or found (`auto.AutoSize`).
 
-Memory and time depend on this size; an update does not.
+Memory and time depend on this number; an update does not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from superbatch.batch.split import TokenBudget
 from superbatch.errors import InputError
@@ -16,62 +16,25 @@ if TYPE_CHECKING:
     from superbatch.results.memory import MemoryReport
 
 
-class Sizing(Protocol):
-    """Choice of sizes, which a window calls between its micro-batches.
+class Sizing:
+    """Choice of the sizes of micro-batches, which a window calls between its micro-batches.
+
+    This base class measures nothing. It only halves the size after memory ran out: another process may have
+    caused the failure, so larger sizes are tried again later. The number of updates until then doubles with
+    each window that fails, so that a size that never fits is rarely tried.
 
     Attributes:
         measures: `measure` measures, so `rest` may change the sizes.
-        learns: `closed` must be called at the end of the window.
-    """
-
-    measures: bool
-    learns: bool
-
-    def rest(self, left: int) -> list[int] | None:
-        """Return new sizes for the remaining samples after a micro-batch; None: as planned."""
-        ...
-
-    def measure(self, samples: int) -> AbstractContextManager[None]:
-        """Return a context for the forward and backward of one micro-batch."""
-        ...
-
-    def failed(self, samples: int) -> int:
-        """Record that a micro-batch ran out of memory; return the largest size to continue with, or 0."""
-        ...
-
-    def closed(self, *, made: bool) -> None:
-        """Record the end of the window, and whether it made its update."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the sizes found so far."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume with the sizes of `state_dict`."""
-        ...
-
-    def report(self) -> MemoryReport | None:
-        """Return a report on the sizes found; None without measurements."""
-        ...
-
-
-class Smaller:
-    """Temporary limit of the micro-batch size after memory ran out.
-
-    Another process may have caused the failure, so larger sizes are tried again later. The number of updates
-    until then doubles with each window that fails, so that a size that never fits is rarely tried.
-
-    Attributes:
-        most: largest number of samples of a micro-batch; None: no limit.
+        most: largest number of samples of a micro-batch after memory ran out; None: no such limit.
 
     Examples:
-        >>> smaller = Smaller()
-        >>> smaller.failed(64), smaller.failed(32), smaller.most
+        >>> sizing = Sizing()
+        >>> sizing.failed(64), sizing.failed(32), sizing.most
         (32, 16, 16)
     """
 
-    FIRST_WAIT = 50
+    FIRST_WAIT = 50  # updates until larger sizes are tried again, after the first failure
+    measures = False
 
     def __init__(self) -> None:
         self.most: int | None = None
@@ -79,8 +42,21 @@ class Smaller:
         self._until = 0
         self._failed = False  # in this window
 
+    @property
+    def learns(self) -> bool:
+        """True if `closed` must be called at the end of the window."""
+        return self.measures or self.most is not None
+
+    def rest(self, left: int) -> list[int] | None:
+        """Return new sizes for the remaining samples after a micro-batch; None: as planned."""
+        return None
+
+    def measure(self, samples: int) -> AbstractContextManager[None]:
+        """Return a context for the forward and backward of one micro-batch."""
+        return nullcontext()
+
     def failed(self, samples: int) -> int:
-        """Return half the samples, rounded up; 0 if there was only one."""
+        """Record that a micro-batch ran out of memory; return the largest size to continue with, or 0."""
         # A single sample cannot be halved.
         if samples == 1:
             return 0
@@ -91,7 +67,7 @@ class Smaller:
         return self.most
 
     def closed(self, *, made: bool) -> None:
-        """Count the updates until larger sizes are tried again."""
+        """Record the end of the window, and whether it made its update."""
         self._failed = False
         # Only updates count: a window without an update may be repeated.
         if self.most is not None and made:
@@ -100,19 +76,23 @@ class Smaller:
                 self.most = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the limit, and the number of updates for which it holds."""
+        """Return the sizes found so far; here the limit, and the number of updates for which it holds."""
         return {"most": self.most, "wait": self._wait, "until": self._until}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from what `state_dict` returned."""
+        """Resume with the sizes of `state_dict`."""
         most, wait, until = state["most"], state["wait"], state["until"]
         # Validated before anything is set: the state may come from a damaged file.
         if not all(isinstance(number, int) for number in (1 if most is None else most, wait, until)):
             raise TypeError("numbers of samples and updates are not integers")
         self.most, self._wait, self._until = most, wait, until
 
+    def report(self) -> MemoryReport | None:
+        """Return a report on the sizes found; None without measurements."""
+        return None
 
-class Fixed:
+
+class Fixed(Sizing):
     """Size that the user has set; temporarily a smaller one after memory ran out.
 
     Args:
@@ -124,72 +104,32 @@ class Fixed:
         (32, 32)
     """
 
-    measures = False
-
     def __init__(self, size: int | TokenBudget | None) -> None:
+        super().__init__()
         self.size = size
-        self.learns = False  # until memory runs out
-        self._smaller = Smaller()
-
-    @property
-    def most(self) -> int | None:
-        """Temporary limit of the samples of a micro-batch after memory ran out, else None."""
-        return self._smaller.most
-
-    def rest(self, left: int) -> list[int] | None:
-        """Return None: the sizes stay as planned."""
-        return None
-
-    def measure(self, samples: int) -> AbstractContextManager[None]:
-        """Return an empty context: nothing is measured."""
-        return nullcontext()
-
-    def failed(self, samples: int) -> int:
-        """Return the size to continue with after memory ran out (see `Smaller`)."""
-        most = self._smaller.failed(samples)
-        self.learns = self.most is not None
-        return most
-
-    def closed(self, *, made: bool) -> None:
-        """Count the updates until the size of the user is tried again."""
-        self._smaller.closed(made=made)
-        self.learns = self.most is not None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the temporary limit, and the number of updates for which it holds."""
-        return self._smaller.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume with the temporary limit of `state_dict`."""
-        self._smaller.load_state_dict(state)
-        self.learns = self.most is not None
 
     def twin(self) -> Fixed:
-        """Return another one with the same size."""
+        """Return a new object with the same size."""
         return Fixed(self.size)
-
-    def report(self) -> MemoryReport | None:
-        """Return None: nothing was measured."""
-        return None
 
 
 def sizing_state(sizing: Sizing, of_windows: Sizing) -> dict[str, Any]:
-    """Return the saved state of an accumulator's two choices of sizes.
+    """Return the state of an accumulator's two sizings, to save it.
 
     Args:
-        sizing: choice for batches.
-        of_windows: choice for windows of given micro-batches, which are cut only after memory ran out.
+        sizing: sizes of a batch's micro-batches.
+        of_windows: sizes for windows of given micro-batches, which are cut only after memory ran out.
     """
-    # Keyed by class, so that a run may resume with another kind of choice.
+    # Keyed by class, so that a run may resume with another kind of sizing.
     return {type(sizing).__name__: sizing.state_dict(), "of windows": of_windows.state_dict()}
 
 
 def load_sizing(state: Mapping[str, Any], sizing: Sizing) -> Fixed:
-    """Resume with the sizes of a saved state; return the choice for windows.
+    """Load the saved sizes into a sizing; return the sizing for windows of given micro-batches.
 
     Args:
         state: state of an accumulator.
-        sizing: choice for batches.
+        sizing: sizes of a batch's micro-batches.
 
     Raises:
         InputError: the sizes in the state cannot be read; `sizing` is unchanged.
@@ -200,7 +140,7 @@ def load_sizing(state: Mapping[str, Any], sizing: Sizing) -> Fixed:
     try:
         if "of windows" in saved:
             of_windows.load_state_dict(saved["of windows"])
-        if type(sizing).__name__ in saved:  # missing if the run resumes with another kind of choice
+        if type(sizing).__name__ in saved:  # missing if the run resumes with another kind
             sizing.load_state_dict(saved[type(sizing).__name__])
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         # After an error both are as before.
@@ -213,9 +153,10 @@ def load_sizing(state: Mapping[str, Any], sizing: Sizing) -> Fixed:
 
 
 def agreed(planned: Sequence[int], samples: int, agree: Callable[[int], int]) -> tuple[int, int]:
-    """Return the sizes that all ranks use: of the first micro-batch, which may be a trial, and of the others.
+    """Return the sizes on which all ranks agree: of the first micro-batch, and of the others.
 
-    A rank whose whole batch fits in one micro-batch does not limit the others.
+    The first micro-batch may be a trial of another size. A rank whose batch fits in one micro-batch does not
+    limit the others.
 
     Args:
         planned: sizes that this rank has found.
@@ -228,11 +169,11 @@ def agreed(planned: Sequence[int], samples: int, agree: Callable[[int], int]) ->
         ((2, 3), (1, 1))
     """
     first, *others = planned
-    # A near-equal split has two sizes, which differ by 1; the larger one is agreed on.
+    # A near-equal split has two sizes, which differ by 1; the ranks agree on the larger one.
     mine = (first, max(others or [first]))
-    one, other = (min(agree(size if size < samples else _ANY), samples) for size in mine)
+    one, other = (min(agree(size if size < samples else _NO_LIMIT), samples) for size in mine)
     return one, other
 
 
 # Larger than any batch, so that the minimum over the ranks is another rank's.
-_ANY = 1 << 40
+_NO_LIMIT = 1 << 40

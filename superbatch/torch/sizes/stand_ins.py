@@ -38,12 +38,12 @@ def stand_ins(optimizers: Sequence[Optimizer]) -> Iterator[list[list[Optimizer]]
         True
     """
     leaves = [leaves_of(optimizer) for optimizer in optimizers]
-    kept = list(_contents([vars(leaf) for each in leaves for leaf in each]))
+    before = list(_contents([vars(leaf) for each in leaves for leaf in each]))
     try:
         yield [[copy_of(leaf) for leaf in each] for each in leaves]
     finally:
         # Objects inside a state are not copied, so the dry run may have put fake tensors into them.
-        for holder, contents in kept:
+        for holder, contents in before:
             _restore(holder, contents)
 
 
@@ -76,38 +76,38 @@ def copy_of(optimizer: Optimizer) -> Optimizer:
     copied: dict[int, Any] = {}
     # Without __init__, whose arguments are unknown.
     copy: Any = object.__new__(type(optimizer))
-    copy.__dict__.update({name: _apart(value, copied) for name, value in own.items()})
+    copy.__dict__.update({name: _copied(value, copied) for name, value in own.items()})
     # Without hooks: a prediction must not run user code.
     copy.__dict__["_optimizer_step_pre_hooks"] = {}
     copy.__dict__["_optimizer_step_post_hooks"] = {}
     return copy
 
 
-def _apart(value: Any, copied: dict[int, Any]) -> Any:
-    """Copy nested containers, each once; everything else is shared."""
+def _copied(value: Any, copied: dict[int, Any]) -> Any:
+    """Return copies of nested containers, each copied once; everything else is shared."""
     kind = type(value)
     if kind not in _CONTAINERS:
         return value
     if id(value) in copied:
         return copied[id(value)]
     if kind is tuple or kind is set:
-        found = copied[id(value)] = kind(_apart(each, copied) for each in value)
+        found = copied[id(value)] = kind(_copied(each, copied) for each in value)
         return found
     made: Any = defaultdict(value.default_factory) if kind is defaultdict else kind()
     # Registered before its content, which may refer to the container.
     copied[id(value)] = made
     if isinstance(value, dict):
         for key, each in value.items():
-            made[key] = _apart(each, copied)
+            made[key] = _copied(each, copied)
     else:
         made = deque(maxlen=value.maxlen) if kind is deque else made
         copied[id(value)] = made
-        made.extend(_apart(each, copied) for each in value)
+        made.extend(_copied(each, copied) for each in value)
     return made
 
 
 def _contents(roots: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield the containers and objects that can be reached, each with its content."""
+    """Yield the containers that can be reached, attributes of objects included, each with its content."""
     seen: set[int] = set()
     left: list[Any] = list(roots)
     while left:

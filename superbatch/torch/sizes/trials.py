@@ -1,7 +1,7 @@
 """Measurements of micro-batches of one shape, and the largest size to try next.
 
-Bytes are counted from the beginning of a window, when there are no gradients yet. `total` is the room at that
-point, once all optimizer state exists. Every measured micro-batch gives the bytes it needed and the room:
+Bytes are counted from the beginning of a window, when there are no gradients yet. `total` is the free memory
+at that point, once all optimizer state exists. Every measured micro-batch gives both numbers:
 
     first of a window:  needed = measured + gradients that its successors find   total = free
     a later one:        needed = measured + gradients                            total = free + gradients
@@ -10,26 +10,31 @@ point, once all optimizer state exists. Every measured micro-batch gives the byt
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
 from superbatch.results.memory import How, Peak
 from superbatch.tuning.search import APART, MemoryCurve, corrected, fit_curve
 
-# Share of the room that the first trial may need by the prediction: it may need twice as much and still fit.
+# Share of the total that the first trial may need by the prediction: it may need twice as much and still fit.
 _UNMEASURED = 0.5
 
 # The same after one small micro-batch, which has shown the memory that is needed once.
 _MEASURED = 0.6
 
 # The next trial goes this share of the way from the largest measured size to the limit. It goes all the way
-# if the limit is near, or if the measurements rise as predicted.
+# if less than _NEAR of the total is left; or, above _FAR, if the measurements rise as predicted to _STRAIGHT.
 _STRIDE = 0.75
 _NEAR = 0.15
-_STRAIGHT = 0.05
 _FAR = 0.35
-_ROUGH = 0.02
+_STRAIGHT = 0.05
+
+_ROUGH = 0.02  # largest share of estimated bytes in a value that is compared with exact ones
 _BEYOND = 0.1  # a size larger than all others by this share shows how much memory a larger size keeps
+
+# Attributes that are saved as they are.
+_SAVED = ("how", "gradients", "needed", "sizes", "timings", "size", "total", "largest")
 
 
 @dataclass
@@ -50,7 +55,7 @@ class SizeHistory:
         timings: seconds per sample, by target size, in order.
         size: final size of the search; 0 during the search.
         total: available bytes when the search ended.
-        largest: last estimate of the largest size that fits; 0 before.
+        largest: last estimate of the largest size that fits; 0 before the first estimate.
         kept_beyond: bytes that the last size larger than all others kept, and by how many samples it was
             larger.
     """
@@ -71,6 +76,60 @@ class SizeHistory:
     largest: int = 0
     kept_beyond: tuple[int, int] = (0, 1)
 
+    @classmethod
+    def predicted(cls, peaks: Sequence[Peak], how: How) -> SizeHistory:
+        """Return a history with predicted peaks only.
+
+        Args:
+            peaks: predicted peaks of at least one size.
+            how: kind of the prediction.
+
+        Examples:
+            >>> peak = Peak(
+            ...     samples=8,
+            ...     bytes=700,
+            ...     phase="backward",
+            ...     first=450,
+            ...     forward=400,
+            ...     backward=500,
+            ...     optimizer=300,
+            ...     gradients=100,
+            ...     optimizer_state=200,
+            ...     activations=300,
+            ... )
+            >>> history = SizeHistory.predicted([peak], "fake tensors")
+            >>> history.curve.at(8), history.missing(8)
+            (500, 50)
+        """
+        ordered = sorted(peaks, key=lambda peak: peak.samples)
+        return cls(
+            peaks=ordered,
+            how=how,
+            curve=fit_curve([(peak.samples, max(peak.forward, peak.backward)) for peak in ordered]),
+            first=fit_curve([(peak.samples, peak.first) for peak in ordered]),
+            gradients=ordered[0].gradients,
+        )
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> SizeHistory:
+        """Restore a history from the result of `state_dict`.
+
+        Examples:
+            >>> curve = fit_curve([(1, 10), (2, 20)])
+            >>> before = SizeHistory([], "fake tensors", curve, curve, gradients=3, size=7)
+            >>> SizeHistory.from_state(before.state_dict()) == before
+            True
+        """
+        curves = {name: fit_curve([(n, size) for n, size in state[name]]) for name in ("curve", "first")}
+        return cls(peaks=[], **curves, **{name: deepcopy(state[name]) for name in _SAVED})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the history as plain containers, without peaks, which only reports show."""
+        # Without `runs`: a resumed run, maybe on another machine, measures each size again.
+        curves = {"curve": self.curve, "first": self.first}
+        points = {name: [list(point) for point in curve.points] for name, curve in curves.items()}
+        return {**points, **{name: deepcopy(getattr(self, name)) for name in _SAVED}}
+
     @property
     def tried(self) -> int:
         """Return the largest size that was run; 0 before any run."""
@@ -85,8 +144,8 @@ class SizeHistory:
         # At most the gradients, even if the difference of the two predicted curves is larger.
         return min(self.gradients, max(0, self.curve.at(samples) - self.first.at(samples)))
 
-    def note_kept(self, samples: int, kept: int) -> None:
-        """Record the memory that a size larger than all others keeps; call it before `note`."""
+    def record_kept(self, samples: int, kept: int) -> None:
+        """Record the memory that a size larger than all others keeps; call it before `record`."""
         by = samples - max(self.runs, default=0)
         # Small increments are accumulated, because each alone is too small to measure.
         (before, more) = (0, 0) if by > _BEYOND * samples else self.kept_beyond
@@ -103,7 +162,7 @@ class SizeHistory:
         growth = max(1.0, (samples - most) / by)
         return int(kept * (growth if len(self.runs) > 1 else min(growth, 2.0))) if samples > most else 0
 
-    def note(self, samples: int, peak: int | None, *, first: bool, kept: int = 0) -> None:
+    def record(self, samples: int, peak: int | None, *, first: bool, kept: int = 0) -> None:
         """Record a real micro-batch.
 
         Args:
@@ -127,165 +186,71 @@ class SizeHistory:
         self.needed[samples] = max(needed, self.needed.get(samples, 0)) if runs > 2 else needed
         if first:
             self.rough.add(samples)
-            # Gradients that were made in between hide smaller amounts, so the slope from there is unknown.
-            self._drop(other for other in self.rough if other < samples and self._hidden(other))
+            # The slope from a smaller size is unknown if gradients have hidden the bytes of that size.
+            self._drop(other for other in self.rough if other < samples and self._is_hidden(other))
             return
         self.rough.discard(samples)
         # The slope between a rough value and an exact one is useless, unless the estimated part is small.
         self._drop(other for other in self.rough if self.missing(other) > _ROUGH * needed)
 
-    def _hidden(self, samples: int) -> bool:
+    def next_largest(self, *, total: int, top: int, at_first: int, each: int = 0, ratio: float = 0.0) -> int:
+        """Return the largest micro-batch that may run next.
+
+        A micro-batch much larger than all measured ones relies on the prediction alone, so sizes grow in
+        steps. The first one may need half of the total by the prediction. The next ones go three quarters of
+        the way to the limit, or all the way if the measurements rise as predicted.
+
+        Args:
+            total: available bytes.
+            top: bytes of these that may be used; the difference is the margin.
+            at_first: bytes that kernels and threads may allocate at their first use, which predictions do not
+                include.
+            each: bytes that each new size keeps.
+            ratio: measured bytes per predicted byte for other shapes; 0 if none was measured.
+
+        Returns:
+            Number of samples, at least 1.
+
+        Examples:
+            >>> line = fit_curve([(1, 10), (10, 100)])
+            >>> history = SizeHistory([], "fake tensors", line, line, gradients=0)
+            >>> history.next_largest(total=1000, top=980, at_first=0)
+            50
+            >>> history.record(50, 500, first=True)
+            >>> [history.next_largest(total=1000, top=top, at_first=0) for top in (980, 600)]
+            [86, 60]
+        """
+        if not self.needed:
+            # Measurements of another shape have shown the error of predictions.
+            share = 0.8 / max(ratio, 1.0) if ratio else _UNMEASURED
+            return max(1, self.curve.largest(int(min(top, share * total)) - at_first, self.farthest()))
+        highest = max(self.needed.values())
+        # One small micro-batch has shown the memory that is needed once, e.g. for kernels.
+        if highest < 0.3 * total:
+            budget = _MEASURED * total
+        elif top - highest <= _NEAR * total or (highest > _FAR * total and self._rises_as_predicted(each)):
+            budget = top
+        else:
+            budget = highest + _STRIDE * (top - highest)
+        return max(1, self.demand().largest(int(min(top, budget)), self.farthest()))
+
+    def farthest(self) -> int:
+        """Return the largest size for which the curve is used; farther from the points it is unreliable."""
+        return 16 * max(self.curve.points[-1][0], self.tried)
+
+    def _rises_as_predicted(self, each: int) -> bool:
+        low, high = min(self.needed), self.tried
+        # Two sizes that are close to each other give no reliable slope.
+        if low > APART * high:
+            return False
+        rise = self.curve.at(high) - self.curve.at(low)
+        return abs(self.needed[high] - self.needed[low] - rise) <= _STRAIGHT * rise + each
+
+    def _is_hidden(self, samples: int) -> bool:
+        """Return whether the gradients that a first micro-batch makes may exceed its other memory."""
         return self.first.at(samples) < 2 * self.gradients
 
     def _drop(self, sizes: Iterable[int]) -> None:
         for size in list(sizes):
             self.rough.discard(size)
             del self.needed[size]
-
-
-def known_from(peaks: Sequence[Peak], how: How) -> SizeHistory:
-    """Return a history with predicted peaks only.
-
-    Args:
-        peaks: predicted peaks of at least one size.
-        how: kind of the prediction.
-
-    Returns:
-        The history.
-
-    Examples:
-        >>> peak = Peak(
-        ...     samples=8,
-        ...     bytes=700,
-        ...     phase="backward",
-        ...     first=450,
-        ...     forward=400,
-        ...     backward=500,
-        ...     optimizer=300,
-        ...     gradients=100,
-        ...     optimizer_state=200,
-        ...     activations=300,
-        ... )
-        >>> known = known_from([peak], "fake tensors")
-        >>> known.curve.at(8), known.missing(8)
-        (500, 50)
-    """
-    ordered = sorted(peaks, key=lambda peak: peak.samples)
-    return SizeHistory(
-        peaks=ordered,
-        how=how,
-        curve=fit_curve([(peak.samples, max(peak.forward, peak.backward)) for peak in ordered]),
-        first=fit_curve([(peak.samples, peak.first) for peak in ordered]),
-        gradients=ordered[0].gradients,
-    )
-
-
-def reach(
-    known: SizeHistory, *, total: int, top: int, at_first: int, each: int = 0, ratio: float = 0.0
-) -> int:
-    """Return the largest micro-batch that may run next.
-
-    A micro-batch much larger than all measured ones relies on the prediction alone, so sizes grow in steps.
-    The first one may need half of the total by the prediction. The next ones go three quarters of the way to
-    the limit, or all the way if the measurements rise as predicted.
-
-    Args:
-        known: history of this shape.
-        total: available bytes.
-        top: bytes of these that may be used; the difference is the margin.
-        at_first: bytes that kernels and threads may allocate at their first use, which predictions do not
-            include.
-        each: bytes that each new size keeps.
-        ratio: measured bytes per predicted byte for other shapes; 0 if none was measured.
-
-    Returns:
-        Number of samples, at least 1.
-
-    Examples:
-        >>> peak = Peak(
-        ...     samples=10,
-        ...     bytes=100,
-        ...     phase="forward",
-        ...     first=100,
-        ...     forward=100,
-        ...     backward=100,
-        ...     optimizer=0,
-        ...     gradients=0,
-        ...     optimizer_state=0,
-        ...     activations=100,
-        ... )
-        >>> known = known_from([peak], "fake tensors")
-        >>> reach(known, total=1000, top=980, at_first=0)
-        50
-        >>> known.note(50, 500, first=True)
-        >>> reach(known, total=1000, top=980, at_first=0), reach(known, total=1000, top=600, at_first=0)
-        (86, 60)
-    """
-    if not known.needed:
-        # Measurements of another shape have shown the error of predictions.
-        share = 0.8 / max(ratio, 1.0) if ratio else _UNMEASURED
-        return max(1, known.curve.largest(int(min(top, share * total)) - at_first, most_of(known)))
-    demand, highest = known.demand(), max(known.needed.values())
-    # One small micro-batch has shown the memory that is needed once, e.g. for kernels.
-    if highest < 0.3 * total:
-        budget = _MEASURED * total
-    elif top - highest <= _NEAR * total or (highest > _FAR * total and _rises_as_predicted(known, each)):
-        budget = top
-    else:
-        budget = highest + _STRIDE * (top - highest)
-    return max(1, demand.largest(int(min(top, budget)), most_of(known)))
-
-
-def _rises_as_predicted(known: SizeHistory, each: int) -> bool:
-    low, high = min(known.needed), known.tried
-    # Two sizes that are close to each other give no reliable slope.
-    if low > APART * high:
-        return False
-    rise = known.curve.at(high) - known.curve.at(low)
-    return abs(known.needed[high] - known.needed[low] - rise) <= _STRAIGHT * rise + each
-
-
-def most_of(known: SizeHistory) -> int:
-    """Return the largest size for which the curve is used; far beyond the predictions it is unreliable."""
-    return 16 * max(known.curve.points[-1][0], known.tried)
-
-
-def state_of(known: SizeHistory) -> dict[str, Any]:
-    """Return a history as plain containers for `known_of`, without peaks, which only reports show."""
-    # Without `runs`: a resumed run, maybe on another machine, measures each size again.
-    return {
-        "how": known.how,
-        "curve": [list(point) for point in known.curve.points],
-        "first": [list(point) for point in known.first.points],
-        "gradients": known.gradients,
-        "needed": dict(known.needed),
-        "sizes": list(known.sizes),
-        "timings": {size: list(seconds) for size, seconds in known.timings.items()},
-        "size": known.size,
-        "total": known.total,
-        "largest": known.largest,
-    }
-
-
-def known_of(state: dict[str, Any]) -> SizeHistory:
-    """Restore a history from the result of `state_of`.
-
-    Examples:
-        >>> curve = fit_curve([(1, 10), (2, 20)])
-        >>> known = SizeHistory(peaks=[], how="fake tensors", curve=curve, first=curve, gradients=3, size=7)
-        >>> known_of(state_of(known)) == known
-        True
-    """
-    return SizeHistory(
-        peaks=[],
-        how=state["how"],
-        curve=fit_curve([(n, size) for n, size in state["curve"]]),
-        first=fit_curve([(n, size) for n, size in state["first"]]),
-        gradients=state["gradients"],
-        needed=dict(state["needed"]),
-        sizes=list(state["sizes"]),
-        timings={size: list(seconds) for size, seconds in state["timings"].items()},
-        size=state["size"],
-        total=state["total"],
-        largest=state["largest"],
-    )

@@ -36,12 +36,12 @@ def controller(
 
     Args:
         model: the model, in DistributedDataParallel if there are several ranks.
-        noise: function that returns the present noise estimate, such as ``lambda: accumulate.noise``.
+        noise: function that returns the current noise estimate, such as ``lambda: accumulate.noise``.
         microbatch: samples of one micro-batch *on one rank*.
         start: accumulation steps of the first window.
         target: ratio of noise to signal to aim at.
         least: smallest number of accumulation steps.
-        most: largest number of accumulation steps; None: no limit.
+        most: largest number of accumulation steps; None for no limit.
 
     Returns:
         The controller; pass it to `windows`.
@@ -131,9 +131,9 @@ class AdaScaleRate:
             ``lambda tau: 0.5 ** (tau // 1000)``.
         base_batch: samples of one update, on all ranks, for which the rate and `factor` are meant.
         batch: samples of each update, on all ranks: a number, or a function of the update's index.
-        noise: function that returns the present noise estimate, such as ``meter.estimate`` of a `NoiseMeter`
-            that is passed to the Accumulator as ``observers=[meter]``. It is called at once, before there is
-            an Accumulator.
+        noise: function that returns the current noise estimate, such as ``meter.estimate`` of a `NoiseMeter`
+            that is passed to the Accumulator as ``observers=[meter]``. It is first called in this
+            constructor, before the Accumulator exists.
 
     Examples:
         >>> import torch
@@ -168,12 +168,12 @@ class AdaScaleRate:
 
     @property
     def progress(self) -> float:
-        """tau: progress so far, as a number of updates with the base batch."""
+        """Return tau, the progress so far in updates with the base batch."""
         return self._adascale.progress
 
     @property
     def gain(self) -> float:
-        """The gain of the next update."""
+        """Return the gain of the next update."""
         return self._adascale.gain
 
     def step(self) -> None:
@@ -188,7 +188,7 @@ class AdaScaleRate:
         return {"update": self._update, "rates": list(self._rates), "adascale": self._adascale.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state; the optimizer's state has the rate of the next update.
+        """Resume from a saved state; load the optimizer's state too, which has the rate of the next update.
 
         Args:
             state: result of `state_dict`.

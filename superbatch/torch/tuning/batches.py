@@ -46,7 +46,7 @@ class Batches:
     """
 
     def __init__(self, batches: Any, accumulation_steps: int | Schedule | None) -> None:
-        self._begin = _beginner(batches)
+        self._start = _starter(batches)
         self._steps: int | Schedule | None = accumulation_steps
         self._iterator: Iterator[Any] | None = None
         self.epochs = 0
@@ -66,7 +66,7 @@ class Batches:
         # Closed first: two iterators would have twice as many workers.
         self.close()
         self.epochs += 1
-        loader = self._begin()
+        loader = self._start()
         # A schedule counts the survey's updates across epochs of the loader.
         grouped = None if self._steps is None else windows(loader, self._steps, first_update=self._taken)
         self._iterator = iter(loader if grouped is None else grouped)
@@ -154,7 +154,8 @@ def _keep_attributes(holder: Any, undo: ExitStack) -> None:
             undo.callback(restore)
 
 
-def _beginner(batches: Any) -> Callable[[], Iterable[Any]]:
+def _starter(batches: Any) -> Callable[[], Iterable[Any]]:
+    """Return a function that starts the batches again."""
     # Iterator is tested before Iterable, because every iterator is iterable.
     if isinstance(batches, Iterator):
         raise InputError(

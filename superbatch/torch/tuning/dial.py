@@ -1,4 +1,4 @@
-"""One option of all parameter groups, set by a single number: the variable of a survey."""
+"""Set one option of all parameter groups by a single number, as a survey does at each point."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RANGES: dict[What, tuple[float, float]] = {"momentum": (0.0, 0.999), "weight_dec
 
 
 class Dial:
-    """Set the surveyed option of every parameter group; groups keep their ratios.
+    """Setter of the surveyed option of all parameter groups, which keep their ratios.
 
     Ratios are relative to the group with the largest value. If all values are zero (the first learning rate
     of a warm-up), the initial rates of schedulers give the ratios; without those all groups get the same
@@ -56,7 +56,7 @@ class Dial:
         self.ratios = (1.0,) * len(self._groups) if what == "momentum" else _ratios(self._groups, what)
 
     def turn(self, value: float) -> None:
-        """Set the value of the leading group, and those of the others by their ratios."""
+        """Set the value of the group with the largest one, and scale those of the others by their ratios."""
         for group, ratio in zip(self._groups, self.ratios, strict=True):
             self._set(group, value * ratio)
 
@@ -113,7 +113,7 @@ _NO_MOMENTUM = 1e-300  # so small that it has no effect in float32 and float64
 def _set_momentum(group: dict[str, Any], value: float) -> None:
     if "betas" in group:
         group["betas"] = (value, *group["betas"][1:])
-    else:  # RMSprop has a buffer only if its first update has momentum; gradients can be summed only into one
+    else:  # with momentum 0 at the first update, RMSprop would have no buffer, and sums into it would fail
         group["momentum"] = value or _NO_MOMENTUM
 
 

@@ -27,7 +27,7 @@ def rate_of(
     optimizer do not change.
 
     Args:
-        scheduler: new scheduler that was not stepped yet; or a function that makes one for an optimizer.
+        scheduler: new scheduler that was not stepped yet, or a function that creates one for an optimizer.
         samples_per_step: samples between two steps of the scheduler: those of one update, or those of an
             epoch if it is stepped once per epoch.
 
@@ -36,7 +36,8 @@ def rate_of(
         of the schedule it returns the last value.
 
     Raises:
-        InputError: its rate depends on more than the number of steps, or differs between groups.
+        InputError: the rate depends on more than the number of steps, the scheduler was stepped already, or
+            groups have different factors.
 
     Examples:
         >>> def halving(optimizer):
@@ -45,7 +46,7 @@ def rate_of(
         >>> factor(0), factor(29_999), factor(30_000)
         (1.0, 1.0, 0.5)
     """
-    return _Simulated(_throwaway(scheduler), positive_int("samples_per_step", samples_per_step))
+    return _Simulated(_copied(scheduler), positive_int("samples_per_step", samples_per_step))
 
 
 class GrowBatch:
@@ -59,11 +60,12 @@ class GrowBatch:
     e.g. at the start of an epoch.
 
     Args:
-        optimizer: the optimizer; its rate (``initial_lr`` if a scheduler was made with it) is a factor of 1.
+        optimizer: the optimizer; its rate (``initial_lr`` if it has a scheduler) corresponds to the factor 1.
         schedule: result of `superbatch.tuning.growing.grow_batch`.
 
     Raises:
-        InputError: the temperature of the schedule is wrong for the optimizer.
+        InputError: the schedule has the temperature of another optimizer, or changes momentum for an
+            optimizer without momentum.
 
     Examples:
         >>> from superbatch.tuning.growing import grow_batch
@@ -97,7 +99,7 @@ class GrowBatch:
         self._apply()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save: the number of the next update, and the base of the factors."""
+        """Return the state to save: the index of the next update, and the values at the factor 1."""
         return {"update": self._update, "rates": list(self._rates), "beta2": list(self._betas)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -114,7 +116,7 @@ class GrowBatch:
         rate = self._schedule.rate(self._update)
         groups = self._optimizer.param_groups
         for group, base, beta2 in zip(groups, self._rates, self._betas, strict=True):
-            # From the base, not from the last rate, so that rounding does not accumulate.
+            # From the value at the factor 1, not from the last rate, so that rounding does not accumulate.
             set_number(group, "lr", base * rate)
             if beta2 is None:
                 continue
@@ -179,20 +181,21 @@ class _Simulated:
 
     def _factor(self) -> float:
         groups = self._scheduler.optimizer.param_groups
-        found = [
+        factors = [
             float(group["lr"]) / base if base else 0.0
             for group, base in zip(groups, self._bases, strict=True)
         ]
-        # Relative: rates of 1e-6 differ by less than 1e-9 in rounding alone.
-        if max(found) - min(found) > 1e-9 * max(map(abs, found)):
+        # Relative: rates of 1e-6 differ by less than 1e-9 in any case.
+        if max(factors) - min(factors) > 1e-9 * max(map(abs, factors)):
             raise InputError(
-                f"The scheduler multiplies the rates of parameter groups by different factors ({found}), but "
-                "all groups have the same batch. Pass a scheduler with one factor for all groups."
+                f"The scheduler multiplies the rates of parameter groups by different factors ({factors}), "
+                "but all groups have the same batch. Pass a scheduler with one factor for all groups."
             )
-        return found[0]
+        return factors[0]
 
 
-def _throwaway(scheduler: Any) -> LRScheduler:
+def _copied(scheduler: Any) -> LRScheduler:
+    """Return a copy of a new scheduler, on a temporary optimizer with parameters of one element."""
     if isinstance(scheduler, ReduceLROnPlateau):
         raise InputError(
             "The rate of a ReduceLROnPlateau depends on future losses, so it cannot be simulated. Pass a "
@@ -205,7 +208,7 @@ def _throwaway(scheduler: Any) -> LRScheduler:
                 "or a function from an optimizer to a torch scheduler."
             )
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9)
-        return _throwaway(scheduler(optimizer))
+        return _copied(scheduler(optimizer))
     # A ChainedScheduler has no counter of its own.
     stepped = max(getattr(each, "last_epoch", 0) for each in schedulers_of(scheduler))
     if stepped > 0:
@@ -218,7 +221,7 @@ def _throwaway(scheduler: Any) -> LRScheduler:
         {**group, "params": [torch.nn.Parameter(torch.zeros(1))]}
         for group in scheduler.optimizer.param_groups
     ]
-    throwaway = torch.optim.SGD(groups, lr=0.0)
+    temporary = torch.optim.SGD(groups, lr=0.0)
     # In the copy, the temporary optimizer replaces the user's one, also in nested schedulers; parameters and
     # states of the user are not copied.
-    return copy.deepcopy(scheduler, {id(scheduler.optimizer): throwaway})
+    return copy.deepcopy(scheduler, {id(scheduler.optimizer): temporary})

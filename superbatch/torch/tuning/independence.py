@@ -1,4 +1,4 @@
-"""Test by gradients, at fixed parameters, whether the micro-batches of windows are independent draws."""
+"""Test, with gradients at fixed parameters, that the micro-batches of windows are independent draws."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def independence_at_rest(
     data_size: int | None = None,
     **options: Any,
 ) -> Independence:
-    """Test whether gradients of windows vary as their micro-batches predict; nothing is updated.
+    """Test that gradients of windows vary as the spread of their micro-batches predicts; make no update.
 
     The test of a `superbatch.NoiseMeter` uses losses, so it misses noise that only the gradients of a window
     share. This test finds it, at the cost of computing 60 windows and of memory for three gradients. Both
@@ -41,17 +41,17 @@ def independence_at_rest(
         loss_fn: function from a micro-batch to its loss.
         batches: at least `windows` batches, in the order of training.
         windows: number of windows to compare, three at a time.
-        data_size: number of samples that batches are drawn from without replacement, as in `NoiseMeter`; such
-            windows vary less than independent draws. None: endless data.
+        data_size: number of samples from which batches are drawn without replacement, as in `NoiseMeter`;
+            such windows vary less than independent draws. None for unlimited data.
         options: options of `superbatch.torch.Gradient`, as in training: ``microbatch_size``, ``weight``,
             ``reduction``.
 
     Returns:
-        The verdict, and the noise scale of updates with the present windows.
+        The verdict, and the noise scale that is effective for updates with these windows.
 
     Raises:
-        InputError: there are fewer batches, a window has one micro-batch, parameters are sharded over ranks,
-            or an option cannot be used.
+        InputError: there are too few batches, a window has a single micro-batch, parameters are sharded over
+            ranks, or an option is invalid.
 
     Examples:
         >>> _ = torch.manual_seed(0)
@@ -86,17 +86,17 @@ def independence_at_rest(
     meter = NoiseMeter(every=1)
     fresh = meter.state_dict()
     gradient = Gradient(models, loss_fn, observers=[meter], **options)
-    test, seen = IndependenceTest(), _Windows()
+    test, means = IndependenceTest(), _Windows()
     before = [p.grad for p in owned]
     source = iter(batches)
     try:
         for _ in range(windows // 3):
-            seen.triple(test, [_one(gradient, meter, fresh, owned, source, windows) for _ in range(3)])
+            means.triple(test, [_one(gradient, meter, fresh, owned, source, windows) for _ in range(3)])
     finally:
         for parameter, grad in zip(owned, before, strict=True):
             parameter.grad = grad
-    drawn = seen.samples() / data_size if data_size else 0.0
-    return replace(test.judged(drawn), by="gradients", updates_see=seen.noise_scale())
+    drawn = means.samples() / data_size if data_size else 0.0
+    return replace(test.judged(drawn), by="gradients", updates_see=means.noise_scale())
 
 
 Gradients = Sequence[Tensor | None]
@@ -124,7 +124,7 @@ class _Windows:
         return math.fsum(self._samples) / len(self._samples)
 
     def noise_scale(self) -> float | None:
-        """``N D / (mean |g|^2 - D)`` with D the variance between windows: correct with shared noise too."""
+        """Return ``N D / (mean |g|^2 - D)``, D the variance between windows; shared noise is no bias."""
         between, length, samples = (
             math.fsum(each) / len(each) for each in (self._between, self._lengths, self._samples)
         )
@@ -139,7 +139,7 @@ def _one(
     batches: Iterator[Any],
     windows: int,
 ) -> tuple[Gradients, float, float]:
-    """Return the gradient of the next window, the variance by its micro-batches, and its samples."""
+    """Return the gradient of the next window, its variance expected from micro-batches, and its samples."""
     batch = next(batches, None)
     if batch is None:
         raise InputError(
@@ -162,10 +162,10 @@ def _one(
 
 def _distance(one: Gradients, other: Gradients) -> float:
     """Return the squared distance, one parameter at a time to save memory for float64 copies."""
-    found = 0.0
+    total = 0.0
     for a, b in zip(one, other, strict=True):
         if a is None and b is None:
             continue
         parts = [torch.zeros(()) if each is None else in_float64(each) for each in (a, b)]
-        found += float((parts[0] - parts[1].to(parts[0].device)).abs().square().sum())
-    return found
+        total += float((parts[0] - parts[1].to(parts[0].device)).abs().square().sum())
+    return total

@@ -17,7 +17,7 @@ from ..whole_batch import WholeBatch
 from ..window.validation import check_choice
 from .batches import Batches, keep_position
 from .dial import Dial, range_of
-from .state import put_back
+from .state import restoring
 
 
 def lr_survey(
@@ -38,35 +38,36 @@ def lr_survey(
     update. The survey ends early if a loss is not finite, or if the smoothed loss exceeds 4 times its
     minimum.
 
-    Momentum and moments start at zero, even for an optimizer in the middle of training. During the survey the
-    parameters need twice, and the optimizer's state up to twice, their memory.
+    Momentum and moments start at zero, even for an optimizer in the middle of training. The survey keeps a
+    copy of the parameters on the host, and the optimizer's old state on its device beside the new one.
 
     Afterwards everything is restored bit for bit, also after an exception or Ctrl-C: parameters, masters,
     buffers, attributes and modes of the models, `.grad`, optimizer, GradScaler, random state (torch, Python,
     NumPy), and the accumulator's counters and sizes. Its schedulers and noise meter are not used. The
-    position of the data is restored as far as possible: counters and generators of a loader, its samplers and
-    datasets, the epoch of its workers, a loader with `state_dict`.
+    position of the data is restored as far as possible: counters and generators of a loader, of its samplers
+    and datasets, the epoch of its workers, and the state of a loader with `state_dict`.
 
     Args:
-        accumulator: accumulator of the training, or (model, optimizer, loss_fn) to make one.
+        accumulator: the accumulator of the training, or (model, optimizer, loss_fn) to create one.
         batches: batches for the accumulator: a DataLoader or another iterable that can start again, or a
             function that returns an iterator. An iterator itself raises, because its position cannot be
             restored. A generator of a loader inside such a function is not restored.
-        what: option that grows: ``"lr"``; ``"momentum"`` (SGD's, Adam's first beta), from `low` to `high`
-            with 1 - m falling exponentially; ``"weight_decay"``.
-        low: first value; 1e-6 for SGD's rate, 1e-7 for others', 0 for momentum, 1e-6 for weight decay.
-        high: last value; 10 for SGD's rate, 1 for others', 0.999 for momentum, 1 for weight decay.
+        what: option that grows: ``"lr"``, ``"weight_decay"``, or ``"momentum"`` (SGD's momentum m or Adam's
+            first beta, with 1 - m falling exponentially).
+        low: first value; None for 1e-6 (SGD's rate, weight decay), 1e-7 (other rates) or 0 (momentum).
+        high: last value; None for 10 (SGD's rate), 1 (other rates, weight decay) or 0.999 (momentum).
         updates: number of points.
         accumulation_steps: for a loader of micro-batches: group this many into a window, as `windows` does. A
             schedule counts the survey's updates from 0, and continues when the loader starts again.
         progress: function to call with (points done, number of points) after each point.
 
     Returns:
-        The curve, and suggested values. Parameter groups keep their ratios: values are those of the group
-        with the largest value; `Survey.of_groups` gives all.
+        The curve, and suggested values. Parameter groups keep their ratios, and the values are those of the
+        group with the largest one; `Survey.of_groups` returns the values of all groups.
 
     Raises:
-        InputError: the range or the batches cannot be used.
+        InputError: the range is not increasing, there are fewer than 12 updates, or the batches are an
+            iterator, empty, or of weight 0.
         OptimizerError: the optimizer has no such option.
         WindowError: a window of the accumulator is open.
         LossSpecError, CoupledSamplesError: the check of the loss fails, as it would in training.
@@ -92,9 +93,9 @@ def lr_survey(
     check_choice(what, "what", What)
     accumulator = _as_accumulator(accumulator)
     stream = Batches(batches, accumulation_steps)
-    # A twin, so that counters and sizes of the training's accumulator do not change.
-    twin = accumulator.engine.twin()
-    config = twin.config
+    # A second engine, so that counters and sizes of the training's accumulator do not change.
+    engine = accumulator.engine.twin()
+    config = engine.config
     optimizers = config.rule.optimizers
     # Raises if a group has no such option, before anything is recorded.
     dial = Dial(optimizers, what)
@@ -102,7 +103,7 @@ def lr_survey(
     sweep = Sweep(what, default[0] if low is None else low, default[1] if high is None else high, updates)
     skipped: list[int] = []
     # The state is recorded before the first update, and restored after Ctrl-C too.
-    with put_back(
+    with restoring(
         config.models,
         optimizers,
         config.rule.scaler,
@@ -113,12 +114,12 @@ def lr_survey(
         undo.callback(stream.close)
         for point, value in enumerate(sweep.values):
             batch = stream.take()
-            # Set before the update, whose recorded loss was computed before its step.
+            # The loss is that before the step, so a point shows the effect of the rates before its own.
             dial.turn(value)
-            go_on = _point(twin.update, batch, sweep, skipped, point)
+            proceed = _point(engine.update, batch, sweep, skipped, point)
             progress(point + 1, updates)
-            # Ranks have equal losses up to rounding; the vote makes sure that none continues alone.
-            if config.sync.vote(not go_on):
+            # Losses of ranks may differ by rounding; with the vote, no rank continues alone.
+            if config.sync.vote(not proceed):
                 sweep.stop("another rank stopped")
                 break
     return sweep.report(
@@ -129,7 +130,7 @@ def lr_survey(
 def _point(
     accumulate: Callable[[Any], Update], batch: Any, sweep: Sweep, skipped: list[int], point: int
 ) -> bool:
-    """Make one update and record its loss; return whether to continue."""
+    """Make one update and record its loss; return False if the survey must end."""
     try:
         update = accumulate(batch)
     except NonFiniteError as error:
@@ -144,7 +145,7 @@ def _point(
             "A batch of the survey has weight 0, so it has no loss. Pass batches with labels or samples that "
             "are not ignored."
         )
-    # E.g. an overflow of the scaler: the point stays, and is listed as skipped.
+    # For instance an overflow of the scaler: the loss is still valid, and the point is listed as skipped.
     if not update.made:
         if update.skipped is not None and update.skipped.startswith("not finite"):
             sweep.stop(update.skipped)

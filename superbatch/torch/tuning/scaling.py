@@ -1,6 +1,6 @@
-"""Scale a torch optimizer from batch B to kappa B: groups, moments and schedulers, all of them or none.
+"""Scale a torch optimizer to another batch size: groups, moments and schedulers, all of them or none.
 
-The rules are those of `tuning.scaling`. Everything that can fail runs before the first value is changed.
+The rules are those of `tuning.scaling`. All code that can raise runs before the first change.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ def rescale(
 
     Args:
         optimizer: a torch optimizer.
-        from_batch: samples of one update, on all ranks, for which the present settings are meant.
+        from_batch: samples of one update, on all ranks, for which the current settings were chosen.
         to_batch: samples of one update for which to scale them.
-        noise: noise scale: the result of `Accumulator.noise`, a number of samples, or None.
-        rule: rule of `superbatch.tuning.scaling.scale`; None: chosen by that function.
+        noise: noise scale: the result of `Accumulator.noise`, a number of samples, or None if not known.
+        rule: rule of `superbatch.tuning.scaling.scale`; None for that function's default.
         scheduler: scheduler of this optimizer's rate, or a list of them. Its rates are scaled too, because it
             would otherwise undo the change. Its number of steps does not change.
 
     Returns:
-        For each parameter group: the changes, the rule, and its range of validity.
+        The changes, the rule, and its limits, for each parameter group.
 
     Raises:
-        InputError: a value cannot be scaled, or a scheduler sets the rate and was not passed.
+        InputError: a value cannot be scaled, or a scheduler sets the rate but was not passed.
         OptimizerError: no rule is known for this optimizer, and none was passed.
 
     Examples:
@@ -85,18 +85,18 @@ def rescale(
     value = noise_range(noise).value
     ratio = None if value is None else value / from_batch
     # Computed for all groups first, so that after an error nothing has changed.
-    done = [
+    scalings = [
         _scaled(group, family_of(optimizer, group, rule), kappa, ratio, rule, known=known)
         for group in optimizer.param_groups
     ]
     if not known:
-        done = [_rate_only(each, type(optimizer).__name__) for each in done]
+        scalings = [_rate_only(each, type(optimizer).__name__) for each in scalings]
     # Then prepared for all groups, for the same reason.
     changes: list[Change] = []
-    for group, scaling in zip(optimizer.param_groups, done, strict=True):
+    for group, scaling in zip(optimizer.param_groups, scalings, strict=True):
         changes += _group_changes(optimizer, group, scaling)
     if schedulers:
-        rates = {scaling.rate for scaling in done}
+        rates = {scaling.rate for scaling in scalings}
         changes += [partial(_scale_scheduler, each, rates) for each in schedulers]
         # Schedulers have one base rate for each group, but other rates for all groups together.
         if len(rates) > 1:
@@ -107,7 +107,7 @@ def rescale(
     # From here on nothing can fail.
     for change in changes:
         change()
-    return tuple(done)
+    return tuple(scalings)
 
 
 def family_of(optimizer: Optimizer, group: Mapping[str, Any], rule: Rule | None = None) -> Family:
@@ -138,10 +138,10 @@ def family_of(optimizer: Optimizer, group: Mapping[str, Any], rule: Rule | None 
 def change_betas(optimizer: Optimizer, group: dict[str, Any], *, beta1: float, beta2: float) -> list[Change]:
     """Prepare a change of Adam's betas that does not change its debiased moments.
 
-    Adam divides a moment by ``1 - beta ** updates``, as if all updates had been made with the present beta.
-    After a change this is wrong by the factor ``(1 - new ** updates) / (1 - old ** updates)``: early in
-    training the next steps would be several times too long, or too short. So the state is multiplied by this
-    factor.
+    Adam divides a moment by ``1 - beta ** updates``, as if all updates had been made with the current beta.
+    After a change this divisor differs by the factor ``(1 - new ** updates) / (1 - old ** updates)``. Early
+    in training the next steps would be several times too long or too short. So the state is multiplied by
+    this factor.
 
     Args:
         optimizer: Adam or AdamW.
@@ -244,9 +244,9 @@ def _scaled(
 
 
 def _rate_only(scaling: Scaling, name: str) -> Scaling:
-    said = f"Only the rate was changed: superbatch has no rule for the other settings of {name}."
+    limit = f"Only the rate was changed: superbatch has no rule for the other settings of {name}."
     why = "Requested: superbatch has no rule for this optimizer."
-    return replace(scaling, optimizer=name, why=why, limits=(said,))
+    return replace(scaling, optimizer=name, why=why, limits=(limit,))
 
 
 def _group_changes(optimizer: Optimizer, group: dict[str, Any], scaling: Scaling) -> list[Change]:

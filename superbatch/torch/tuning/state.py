@@ -1,7 +1,7 @@
 """Restore everything that a survey changes, bit for bit, after an error too.
 
-Each part records its state *before* anything is changed, and is restored on its own: an error in one does not
-prevent the others. Tensors keep their identity, because contents are copied into them.
+The state of each part is recorded *before* anything changes, and restored separately: an error in one part
+does not prevent the others. Contents are copied into the tensors, so these remain the same objects.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..window.participants.snapshot import random_state, restore_random_state
 
 
 @contextmanager
-def put_back(
+def restoring(
     models: Sequence[nn.Module],
     optimizers: Sequence[Optimizer],
     scaler: Any = None,
@@ -39,16 +39,16 @@ def put_back(
         models: models whose parameters, buffers, training modes and attributes are restored.
         optimizers: optimizers whose state, groups and parameters are restored.
         scaler: a GradScaler, or None.
-        owned: parameters with their masters.
+        owned: managed parameters, whose masters are restored too.
         devices: devices whose random state is restored, besides those of the models.
 
     Yields:
-        ExitStack to which the caller may add functions that restore more.
+        ExitStack to which the caller may add further functions; they run first.
 
     Examples:
         >>> layer = nn.Linear(2, 1)
         >>> before = layer.weight.detach().clone()
-        >>> with put_back([layer], []):
+        >>> with restoring([layer], []):
         ...     _ = layer.weight.data.zero_()
         >>> bool((layer.weight == before).all())
         True
@@ -61,20 +61,20 @@ def put_back(
         for model in models:
             undo.callback(state_restorer(model))  # buffers, modes, attributes
         _keep_contents(tensors, undo)
-        _set_gradients_aside(tensors, undo)
+        _remove_gradients(tensors, undo)
         if scaler is not None:
             _keep_attributes(scaler, undo)
         for optimizer in optimizers:
-            _begin_afresh(optimizer, undo)
+            _clear_state(optimizer, undo)
         yield undo
-    # Restoring is not interrupted: a second Ctrl-C waits.
+    # A second Ctrl-C must not interrupt this.
     finally:
-        with _interrupts_wait():
+        with _deferred_interrupts():
             undo.close()
 
 
 @contextmanager
-def _interrupts_wait() -> Iterator[None]:
+def _deferred_interrupts() -> Iterator[None]:
     """Defer Ctrl-C until the end of the body, because half-restored state would be inconsistent."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
@@ -109,13 +109,13 @@ def _keep_contents(tensors: Sequence[Tensor], undo: ExitStack) -> None:
 
     def restore() -> None:
         with torch.no_grad():
-            for tensor, kept in zip(tensors, copies, strict=True):
-                tensor.copy_(kept)
+            for tensor, content in zip(tensors, copies, strict=True):
+                tensor.copy_(content)
 
     undo.callback(restore)
 
 
-def _set_gradients_aside(tensors: Sequence[Tensor], undo: ExitStack) -> None:
+def _remove_gradients(tensors: Sequence[Tensor], undo: ExitStack) -> None:
     # Only leaves have a .grad.
     leaves = [tensor for tensor in tensors if tensor.is_leaf]
     gradients = [tensor.grad for tensor in leaves]
@@ -125,21 +125,21 @@ def _set_gradients_aside(tensors: Sequence[Tensor], undo: ExitStack) -> None:
             tensor.grad = gradient
 
     undo.callback(restore)
-    for tensor in leaves:  # or a backward would add to the old gradient in place
+    for tensor in leaves:  # else a backward would add to the old gradient in place
         tensor.grad = None
 
 
-def _begin_afresh(optimizer: Optimizer, undo: ExitStack) -> None:
+def _clear_state(optimizer: Optimizer, undo: ExitStack) -> None:
     """Empty the state of an optimizer; the old state is restored unchanged."""
     # A shallow copy is enough: the old tensors are removed from the optimizer, so nothing writes them.
     state = dict(optimizer.state)
     _keep_attributes(optimizer, undo)
     for group in optimizer.param_groups:
-        undo.callback(_as_it_was, group, dict(group))
+        undo.callback(_set_content, group, dict(group))
         _keep_numbers(group, undo)
-    undo.callback(_as_it_was, optimizer.state, state)
+    undo.callback(_set_content, optimizer.state, state)
     optimizer.state.clear()
-    if isinstance(optimizer, Adagrad):  # its constructor makes the state, which `step` requires
+    if isinstance(optimizer, Adagrad):  # its constructor creates the state, which step() requires
         for tensor, values in state.items():
             start = torch.full_like(values["sum"], optimizer.defaults["initial_accumulator_value"])
             optimizer.state[tensor] = {"step": torch.zeros_like(values["step"]), "sum": start}
@@ -148,23 +148,23 @@ def _begin_afresh(optimizer: Optimizer, undo: ExitStack) -> None:
 def _keep_attributes(thing: Any, undo: ExitStack) -> None:
     """Record the attributes of an object, and the content of tensors and dictionaries among them."""
     attributes = vars(thing)
-    undo.callback(_as_it_was, attributes, dict(attributes))
+    undo.callback(_set_content, attributes, dict(attributes))
     _keep_numbers(attributes, undo)
     for table in attributes.values():
         if isinstance(table, dict):
             for inner in table.values():
                 if isinstance(inner, dict):  # a GradScaler's state per optimizer
-                    undo.callback(_as_it_was, inner, dict(inner))
-            undo.callback(_as_it_was, table, dict(table))
+                    undo.callback(_set_content, inner, dict(inner))
+            undo.callback(_set_content, table, dict(table))
 
 
 def _keep_numbers(table: Mapping[str, Any], undo: ExitStack) -> None:
-    """Record the content of tensors, e.g. a rate that a captured optimizer reads, or a scale."""
+    """Record the content of tensors, such as the rate of a captured optimizer, or the scale of a scaler."""
     for value in table.values():
         if isinstance(value, Tensor):
             undo.callback(value.copy_, value.clone())
 
 
-def _as_it_was(table: dict[Any, Any], content: Mapping[Any, Any]) -> None:
+def _set_content(table: dict[Any, Any], content: Mapping[Any, Any]) -> None:
     table.clear()
     table.update(content)

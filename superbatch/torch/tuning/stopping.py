@@ -1,10 +1,10 @@
-"""Window that ends when its gradient has little noise: only the sum of gradients is unbiased.
+"""Update from a window that ends when its gradient has little noise.
 
 Such a window ends early if the noise happens to agree with the gradient, so the *mean* over the window is
 biased: by 2 % of the signal if the noise has 100 dimensions, by half of it if it has one. By Wald's identity
 the *sum* is unbiased: ``E[sum of K gradients] = E[K] G`` for every rule that does not use future gradients.
-So the sum is divided by a number that is fixed in advance, and a longer window makes a longer update. Adam,
-whose step does not grow with the gradient, would undo that.
+So the sum is divided by a number that is fixed in advance, and a longer window makes a longer update. Adam
+would undo that, because its step does not grow with the gradient.
 
 Prefer `tuning.adaptive.Controller`, which decides from earlier windows and has no such bias.
 """
@@ -52,8 +52,8 @@ def update_until(
         model: model with the optimizer's parameters.
         optimizer: `torch.optim.SGD`, with or without momentum.
         loss_fn: function from a micro-batch to its loss, *summed* over its samples.
-        microbatches: iterator; micro-batches that are not needed stay in it.
-        planned: weight, in samples, for which the learning rate is meant.
+        microbatches: iterator; unused micro-batches remain in it.
+        planned: weight of an update, in samples, for which the learning rate was chosen.
         target: ratio of noise to signal at which to stop.
         least: smallest number of micro-batches; the estimate from fewer is unreliable.
         most: largest number of micro-batches.
@@ -64,8 +64,8 @@ def update_until(
         The record of the update.
 
     Raises:
-        InputError: ``reduction`` is a mean, which is biased; an option cannot be used; there are no data
-            left.
+        InputError: `reduction` is not ``"sum"``, another option is invalid, the model is on several ranks, or
+            the iterator is empty.
         OptimizerError: the step of the optimizer does not grow with the gradient.
         NonFiniteError: a gradient is not finite; no update was made.
 
@@ -82,42 +82,42 @@ def update_until(
     _check(model, optimizer, reduction, planned, target)
     least, most = max(2, positive_int("least", least)), positive_int("most", most)
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    seen = _Seen(parameters)
+    sums = _Sums(parameters)
     stopped = False
     for microbatch in microbatches:
-        seen.add(loss_fn(microbatch), float(weight(microbatch)))
-        ratio = seen.ratio()
+        sums.add(loss_fn(microbatch), float(weight(microbatch)))
+        ratio = sums.ratio()
         # Not before `least`: an early ratio is mostly noise.
-        stopped = seen.count >= least and ratio is not None and ratio <= target
-        if stopped or seen.count >= most:
+        stopped = sums.count >= least and ratio is not None and ratio <= target
+        if stopped or sums.count >= most:
             break
-    if not seen.count:
+    if not sums.count:
         raise InputError("The iterator has no micro-batches left. Make a new one with iter(loader).")
     # The norm of the sum is infinite or NaN if one element is.
-    norm = norm_of(seen.sums)
+    norm = norm_of(sums.gradients)
     if norm is None or not math.isfinite(float(norm)):
         raise NonFiniteError(
             "The gradient is not finite, or there is none, so no update was made. Check that loss_fn returns "
             "a finite loss with a graph."
         )
     # Divided by the planned weight, not by that of this window: so the update is unbiased.
-    _update(optimizer, parameters, [None if g is None else g / planned for g in seen.sums])
+    _update(optimizer, parameters, [None if g is None else g / planned for g in sums.gradients])
     return StoppedUpdate(
-        loss=seen.loss / seen.weight,
-        microbatches=seen.count,
-        weight=seen.weight,
-        factor=seen.weight / planned,
-        ratio=seen.ratio(),
+        loss=sums.loss / sums.weight,
+        microbatches=sums.count,
+        weight=sums.weight,
+        factor=sums.weight / planned,
+        ratio=sums.ratio(),
         stopped=stopped,
     )
 
 
-class _Seen:
+class _Sums:
     """Sums over the micro-batches of the window so far."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
         self._parameters = parameters
-        self.sums: list[Tensor | None] = [None] * len(parameters)
+        self.gradients: list[Tensor | None] = [None] * len(parameters)
         self.count, self.weight, self.loss = 0, 0.0, 0.0
         self._squares = 0.0  # sum |n_i g_i|^2
         self._weights = 0.0  # sum n_i^2
@@ -128,29 +128,27 @@ class _Seen:
         norm = norm_of(gradients)
         for index, gradient in enumerate(gradients):
             if gradient is not None:
-                old = self.sums[index]
+                old = self.gradients[index]
                 # The first one is copied: autograd may give two parameters one tensor (that of ``a + b``), or
                 # one whose elements share memory (that of ``a.sum()``), and neither can be added to in place.
-                self.sums[index] = gradient.clone() if old is None else old.add_(gradient)
-        self.count, self.weight, self.loss = (
-            self.count + 1,
-            self.weight + weight,
-            self.loss + float(loss.detach()),
-        )
+                self.gradients[index] = gradient.clone() if old is None else old.add_(gradient)
+        self.count += 1
+        self.weight += weight
+        self.loss += float(loss.detach())
         self._squares += 0.0 if norm is None else float(norm) ** 2
         self._weights += weight * weight
 
     def ratio(self) -> float | None:
         """Return the ratio of noise to signal of the mean; None if it cannot be estimated."""
-        norm = norm_of(self.sums)
+        norm = norm_of(self.gradients)
         if self.count < 2 or norm is None or not self.weight:
             return None
-        whole = self.weight**2
-        # The variance of one sample cannot be estimated.
-        if self._weights >= whole:  # all the weight is on one micro-batch
+        total = self.weight**2
+        # With all the weight on one micro-batch there are no differences to measure noise.
+        if self._weights >= total:
             return None
-        found = estimate(self._squares / whole, float(norm) ** 2 / whole, self._weights / whole)
-        return found.variance / found.signal if found.signal > 0 else None
+        estimated = estimate(self._squares / total, float(norm) ** 2 / total, self._weights / total)
+        return estimated.variance / estimated.signal if estimated.signal > 0 else None
 
 
 def _update(optimizer: Optimizer, parameters: list[Tensor], gradients: list[Tensor | None]) -> None:

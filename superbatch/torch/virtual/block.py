@@ -1,4 +1,4 @@
-"""`virtual_batch`: run code that is written for a large batch in the memory of a micro-batch."""
+"""`virtual_batch`: run code for a large batch in the memory of a micro-batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .trace.watching import Watching
 
 
 class VirtualBatch:
-    """Handle of a block, which `virtual_batch` yields: call it with the batch.
+    """Handle of a `virtual_batch` block. Call it with the batch to get virtual tensors.
 
     Args:
         session: session of the block.
@@ -61,7 +61,7 @@ class VirtualBatch:
         return self._session.enter(batch)
 
     def report(self) -> CouplingReport:
-        """Return a report: coupling points so far, bytes stored, operations repeated.
+        """Return the report of the block so far: coupling points, bytes stored, operations repeated.
 
         Examples:
             >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
@@ -73,13 +73,13 @@ class VirtualBatch:
         return self._session.report()
 
     def logged_points(self) -> list[LoggedPoint]:
-        """Return the coupling points so far; those whose result is a single number have it."""
+        """Return the coupling points of the forward so far, with results that are single numbers."""
         return self._session.log.logged_points()
 
     @property
     def ranks(self) -> RankReducer:
         """Reductions over the ranks that share the batch."""
-        return self._session.across
+        return self._session.ranks
 
 
 @contextmanager
@@ -100,31 +100,31 @@ def virtual_batch(
     In the block, tensors of the batch have the full size N. Model, loss and backward run once, unchanged.
     Their operations are recorded, and run micro-batch by micro-batch when numbers are read. Coupling points
     (BatchNorm, a contrastive loss, a mean) are reduced over all samples first. An operator without a rule
-    gathers its inputs: this costs memory, not exactness. At the end of the block, the gradient of the whole
-    batch has been added to every ``.grad``, in real tensors.
+    gathers its inputs, which needs more memory but is exact too. At the end of the block, every ``.grad`` is
+    a real tensor, to which the gradient of the whole batch has been added.
 
     Args:
         model: a module or a list of modules, whose parameters get gradients.
         microbatch_size: largest number of samples in a micro-batch, at least 1; ``"auto"``: as many as fit in
-            the free memory, chosen from the recorded sizes when numbers are first read.
+            the free memory, computed from the recorded sizes when numbers are first read.
         rng: random numbers of operators such as dropout. ``"microbatch"``: each operator and micro-batch has
-            its own seed, and nothing is stored: the distribution of the large batch. ``"batch"``: the very
-            numbers that the large batch would draw, stored for all samples.
+            its own seed. No numbers are stored, and their distribution is that of the large batch.
+            ``"batch"``: exactly the numbers that the large batch would draw, stored for all samples.
         device: device of the computation; None: that of the parameters.
         device_budget: largest number of bytes stored for all samples on the device; the rest is moved to the
-            host's memory. None: no limit. Full values (`CouplingReport.whole`) count, but stay on the device.
+            host's memory. None: no limit. Full values (`CouplingReport.whole`) count, but are not moved.
         on_gather: reaction to an operation that gathers the batch into one tensor, because it has no rule or
-            its result has no row per sample: ``"ok"``, ``"warn"`` or ``"error"``. Products of all samples
-            with all (``z @ z.T``) need a full tensor in any exact method, and are not reported.
-        paranoid: compare every operation with the same operation on full tensors. Slow, needs the memory of
-            the whole batch, and finds wrong rules. With a BatchNorm over ranks, set it on every rank.
-        compile: compile consecutive operations of a sweep with Inductor, for each micro-batch size. This
-            takes seconds per group of operations, once per process; the guide describes the rounding.
-            Operations that cannot be compiled run as without it.
+            its result has no row per sample: ``"ok"``, ``"warn"`` or ``"error"``. Products of all pairs of
+            samples (``z @ z.T``) are not reported, because every exact method needs a full tensor for them.
+        paranoid: compare every operation with the same operation on full tensors, to find wrong rules. Slow,
+            and needs the memory of the whole batch. With a BatchNorm over ranks, set it on every rank.
+        compile: compile consecutive operations with Inductor, for each micro-batch size. This takes seconds
+            per group of operations, once per process, and changes the rounding (see the guide). Operations
+            that cannot be compiled run uncompiled.
         group: process group whose ranks share the batch, for models without DistributedDataParallel and
             ``fully_shard``: gradients are averaged over it. With a group every BatchNorm in training mode
-            normalises over the samples of all its ranks; without one only `torch.nn.SyncBatchNorm` does,
-            over its own group.
+            normalises over the samples of all ranks in the group; without a group, only
+            `torch.nn.SyncBatchNorm` does, over its own group.
 
     Yields:
         A `VirtualBatch`: call it with the batch to get virtual tensors; its `report` describes the block.
@@ -133,24 +133,25 @@ def virtual_batch(
         InputError: an argument is wrong.
         CoupledSamplesError: an operation gathers with ``on_gather="error"``, or a BatchNorm over ranks runs
             backward with ``create_graph=True``.
-        WindowError: the program reads the memory of a virtual tensor; after the block it reads a tensor that
-            was not materialized in the block; or another rank has failed.
+        WindowError: the program reads the memory of a virtual tensor, reads a tensor after the block that was
+            not materialized in the block, or another rank has failed.
 
     Ranks: each rank opens the block with its own samples; numbers of samples and micro-batches may differ.
     `torch.nn.SyncBatchNorm`, and every BatchNorm with ``group``, uses the statistics of all ranks, on any
-    device: one all-gather per layer and one all-reduce in its backward, issued in program order when a rank
-    reads numbers. FSDP2 parameters are gathered for the block; FSDP2 and DistributedDataParallel do not
-    communicate in it. At its end ``.grad`` of all parameters is averaged over the ranks once, as DDP defines
-    it (equal weight per rank; not inside ``no_sync``; without DDP's communication hooks). Collectives that
-    the program calls on virtual tensors (``torch.distributed.nn.functional.all_gather``) materialize them.
-    If a rank fails before its first collective, while it computes the input of a collective of the program,
-    or at the end of the block, the other ranks raise. If it fails elsewhere after reading numbers, the other
-    ranks wait for the time-out of the group, as with DDP.
+    device, with one all-gather per layer and one all-reduce in its backward. They are issued in program order
+    when a rank reads numbers. FSDP2 parameters are gathered for the block, in which FSDP2 and
+    DistributedDataParallel do not communicate. At the end of the block, ``.grad`` of all parameters is
+    averaged over the ranks once, as in DDP (equal weight per rank; not inside ``no_sync``; without DDP's
+    communication hooks). Collectives that the program calls on virtual tensors
+    (``torch.distributed.nn.functional.all_gather``) materialize them. If a rank fails before its first
+    collective, while it computes the input of a collective of the program, or at the end of the block, the
+    other ranks raise. If it fails elsewhere after reading numbers, the other ranks wait for the time-out of
+    the group, as with DDP.
 
     After an exception, gradients (of the models and of all leaves that the block used), buffers and random
-    state (of torch, Python and NumPy) are restored. Writes into parameters (an averaged teacher) and plain
-    attributes are not: make them after the block, or use `superbatch.torch.WholeBatch`, which restores them
-    too. Compiled models run eagerly in the block.
+    state (of torch, Python and NumPy) are restored. Writes into parameters (an averaged teacher) and into
+    plain attributes are not restored. Make them after the block, or use `superbatch.torch.WholeBatch`, which
+    restores them too. Compiled models run eagerly in the block.
 
     Examples:
         >>> _ = torch.manual_seed(0)
@@ -165,11 +166,11 @@ def virtual_batch(
     """
     models = options.checked_models(model)
     options.check(rng, on_gather, device_budget, paranoid=paranoid, compile=compile, group=group)
-    # Checked before the block opens: a wrong option leaves gradients, buffers and random state untouched.
+    # Checked before the block opens, so that a wrong option changes no gradient, buffer or random state.
     size = "auto" if microbatch_size == "auto" else positive_int("microbatch_size", microbatch_size)
     where = options.checked_device(device, (parameter for one in models for parameter in one.parameters()))
-    chosen = options.Options(size, where, rng, device_budget, on_gather, paranoid, compile, group)
-    with open_block(models, chosen) as batch:
+    checked = options.Options(size, where, rng, device_budget, on_gather, paranoid, compile, group)
+    with open_block(models, checked) as batch:
         yield batch
 
 
@@ -184,34 +185,35 @@ def open_block(models: Sequence[nn.Module], chosen: options.Options) -> Iterator
     session = Session(models, chosen)
     buffers = BufferKeeper(models)
     buffers.take()
-    if chosen.size != "auto":  # "auto" uses all memory, so freed blocks are returned to the system
+    if chosen.size != "auto":  # "auto" needs all memory, so freed memory is returned to the system
         fastpaths.keep_freed_memory([chosen.device])
-    # For every device that the models use: dropout of an earlier layer may run on another one.
+    # For every device of the models: dropout of an earlier layer may run on another device.
     randomness = random_state(accelerators(models, chosen.device))
     try:
-        # Outermost: shards stay gathered, and DDP stays silent, until `settle` has reduced the gradients.
-        with session.across.held_together(), rarely_collecting():
+        # The outermost context: until `finish` has reduced the gradients, shards stay gathered and DDP does
+        # not communicate.
+        with session.ranks.models_prepared(), rarely_collecting():
             with ExitStack() as stack:
-                # Dynamo would trace into this recording: compiled models run eagerly, with a warning.
+                # Dynamo would trace into the recording, so compiled models run eagerly, with a warning.
                 stack.enter_context(run_eagerly(say=True))
-                # After an in-place write autograd replays the view's own function, instead of as_strided, for
-                # which a sharding of the samples is unknown.
+                # After an in-place write, autograd replays the view's own function. It would call as_strided,
+                # for which the sharding of the samples is unknown.
                 stack.enter_context(_force_original_view_tracking(mode=True))
-                stack.enter_context(session.log.following())
-                stack.enter_context(Watching(lambda: session.recording, session.before_the_batch))
-                if sets_data(models):  # a function mode disables fused kernels: only where it is needed
+                stack.enter_context(session.log.tracked_modules())
+                stack.enter_context(Watching(lambda: session.recording, session.save_gradients))
+                if sets_data(models):  # only if needed, because a function mode disables fused kernels
                     stack.enter_context(RefuseVirtualData())
                 yield VirtualBatch(session)
-            # Outside of the dispatch modes: what runs here is no operation of the program.
-            session.settle()
+            # Outside of the dispatch modes, because these operations are not those of the program.
+            session.finish()
     except BaseException as error:
-        # Gradients and memory first: `buffers.restore` writes into the memory that `end` puts in its place.
+        # First, because `buffers.restore` writes into the memory that `end` restores.
         session.end(failed=True)
         buffers.restore()
         restore_random_state(randomness)
-        if isinstance(error, Exception):  # not for KeyboardInterrupt: a vote with the other ranks may block
-            session.across.fail()
+        if isinstance(error, Exception):  # not for KeyboardInterrupt, because a vote may block
+            session.ranks.fail()
         raise
     finally:
-        session.across.end()
+        session.ranks.end()
     session.end(failed=False)

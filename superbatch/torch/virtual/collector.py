@@ -1,8 +1,8 @@
 """Higher threshold of Python's garbage collector while a block is open.
 
-The collector runs whenever 700 (Python 3.13: 2000) more objects were allocated than freed, and traverses
-them. A block allocates thousands that live to its end, none of them garbage: the traversal took 5 to 10 % of
-an update. The collector stays enabled: reference cycles of the program's forward must still be freed.
+The collector traverses new objects whenever 700 (Python 3.13: 2000) more were allocated than freed. A block
+allocates thousands that live to its end and are not garbage, and the traversal took 5 to 10 % of an update.
+The collector stays enabled, because it has to free reference cycles of the program's forward.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from contextlib import contextmanager
 
 from superbatch.torch.interrupts import DeferredInterrupts
 
-OBJECTS = 50_000  # above the objects of a block of a large model, at some hundred bytes each
+OBJECTS = 50_000  # more than a block of a large model allocates, at some hundred bytes each
 
 
 class _Threshold:
-    """Threshold of the process, raised while a block is open in any thread."""
+    """Threshold of the process, which is raised while a block is open in any thread."""
 
     def __init__(self) -> None:
-        # An RLock: if an exception interrupts its release, this thread can acquire it again.
+        # An RLock, because this thread can acquire it again if an exception interrupts the release.
         self._lock = threading.RLock()
-        # Counted: of two overlapping blocks the second would restore the threshold that the first one set.
+        # Counted, because of two overlapping blocks the second would restore the threshold of the first.
         self._blocks = 0
         self._found = self._set = gc.get_threshold()
 
@@ -32,7 +32,7 @@ class _Threshold:
             if not self._blocks:
                 self._found = gc.get_threshold()
                 least, *rest = self._found
-                if 0 < least < OBJECTS:  # 0: the program has disabled it
+                if 0 < least < OBJECTS:  # 0 if the program has disabled the collector
                     gc.set_threshold(OBJECTS, *rest)
                 self._set = gc.get_threshold()
             self._blocks += 1
@@ -40,7 +40,7 @@ class _Threshold:
     def end(self) -> None:
         with DeferredInterrupts(), self._lock:
             self._blocks -= 1
-            # Unchanged only: a threshold that the program set in the block is its own.
+            # A threshold that the program has set in the block stays.
             if not self._blocks and gc.get_threshold() == self._set:
                 gc.set_threshold(*self._found)
 
@@ -50,7 +50,7 @@ _THRESHOLD = _Threshold()
 
 @contextmanager
 def rarely_collecting() -> Iterator[None]:
-    """Raise the threshold of the garbage collector inside the context; `gc.enable` and `gc.disable` stay.
+    """Raise the threshold of the garbage collector in the context; it stays enabled or disabled.
 
     Examples:
         >>> before = gc.get_threshold()

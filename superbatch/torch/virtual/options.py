@@ -19,7 +19,9 @@ class Options(NamedTuple):
     """Checked options of `virtual_batch`.
 
     Attributes:
-        reduces: the block averages gradients over the ranks at its end; False: its caller does.
+        size: micro-batch size, as `microbatch_size` of `virtual_batch`.
+        device, rng, device_budget, on_gather, paranoid, compile, group: as in `virtual_batch`.
+        reduces: average gradients over the ranks at the end of the block; False if its caller does.
     """
 
     size: int | Literal["auto"]
@@ -63,17 +65,17 @@ def checked_device(device: Any, parameters: Iterable[Tensor]) -> torch.device:
     if device is None:
         return device_of(parameters)
     try:
-        # An allocation: `torch.device("cuda:7")` exists without such a GPU, and "cuda" gets its index here.
-        found = torch.empty(0, device=device).device
+        # An allocation, because torch.device("cuda:7") needs no such GPU. It also gives "cuda" its index.
+        available = torch.empty(0, device=device).device
     except (RuntimeError, TypeError, AssertionError) as error:
         why = str(error).partition("\n")[0]
         raise InputError(
             f"device={device!r} is not available: {why}. Pass a device that torch has on this machine."
         ) from error
-    # torch accepts it, but its kernels compute shapes only: every gradient would be empty.
-    if found.type == "meta":
+    # Kernels on the meta device compute shapes only, so gradients would have no numbers.
+    if available.type == "meta":
         raise InputError(f"device={device!r} computes shapes only. Pass a CPU or accelerator device.")
-    return found
+    return available
 
 
 def check(
@@ -84,13 +86,13 @@ def check(
     Raises:
         InputError: an option has an unknown value, or two options exclude each other.
     """
-    for name, value, known in (
+    for name, value, allowed in (
         ("rng", rng, ("microbatch", "batch")),
         ("on_gather", on_gather, ("ok", "warn", "error")),
     ):
-        if value not in known:
-            raise InputError(f"{name}={value!r} is unknown. Use one of {', '.join(known)}.")
-    # A bool is an int in Python: device_budget=True would be one byte.
+        if value not in allowed:
+            raise InputError(f"{name}={value!r} is unknown. Use one of {', '.join(allowed)}.")
+    # A bool is an int in Python, so device_budget=True would be one byte.
     number = isinstance(device_budget, int) and not isinstance(device_budget, bool)
     if device_budget is not None and not (number and device_budget >= 0):
         raise InputError(
@@ -99,12 +101,12 @@ def check(
     for name, value in (("paranoid", paranoid), ("compile", compile)):
         if not isinstance(value, bool):
             raise InputError(f"{name}={value!r} is not a bool. Pass True or False.")
-    # By attribute: builds of torch without distributed have no ProcessGroup class.
+    # By attribute, because builds of torch without distributed have no ProcessGroup class.
     if group is not None and not hasattr(group, "size"):
         raise InputError(
             f"group={group!r} is not a process group. Pass the result of torch.distributed.new_group()."
         )
-    # A compiled segment has no single operations to compare.
+    # Paranoid mode compares single operations, which a compiled segment does not have.
     if paranoid and compile:
         raise InputError(
             "paranoid=True checks single operations, so it cannot be combined with compile=True. "

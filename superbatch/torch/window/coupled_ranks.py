@@ -123,7 +123,7 @@ def require_every_rank(virtual: VirtualBatch, weight: float, *, stated: bool) ->
     """
     count = 0.0
     # loss_fn communicates, so the coupling is over all ranks.
-    if virtual.ranks.exchanges:
+    if virtual.ranks.communicates:
         return Parts(0.0, weight)
     _warn_of_unknown(virtual.report().unknown)
     for point, number, counts in virtual.logged_points():
@@ -164,7 +164,9 @@ def is_answered(error: Exception | None, virtual: VirtualBatch | None) -> bool:
         error: the error of this rank, or None.
         virtual: the batch of this rank; None if there is none.
     """
-    return error is None or (virtual is not None and (virtual.ranks.heard or virtual.ranks.settled))
+    return error is None or (
+        virtual is not None and (virtual.ranks.peer_failed or virtual.ranks.peers_released)
+    )
 
 
 def failure_of_any(
@@ -184,7 +186,7 @@ def failure_of_any(
         CoupledSamplesError: the weights of the ranks are not proportional to their counts.
     """
     # None if all ranks know the error already.
-    own = None if virtual is not None and virtual.ranks.heard else error
+    own = None if virtual is not None and virtual.ranks.peer_failed else error
     memory = own is not None and out_of_memory(own)
     if own is not None and not memory:
         raise own

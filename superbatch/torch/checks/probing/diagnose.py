@@ -20,7 +20,7 @@ from superbatch.results.verification import Finding
 from ..coupling import probe_coupling
 from ..declared_loss import find_contradiction
 from ..measure import Setting, Size, accumulated, largest, whole
-from .probes import Watched, first_difference, watch
+from .probes import CallRecord, first_difference, watch
 from .problem import evaluate, forward
 from .untouched import changed_state, module_state
 
@@ -33,25 +33,36 @@ _SEEDS = 8  # several: a single coin flip per batch comes out the same for half 
 
 
 class Diagnosis(NamedTuple):
-    """Causes in the order in which to fix them, findings of the probes, and notes on what was not tested."""
+    """Causes in the order in which to fix them, findings of the probes, and notes on skipped tests."""
 
     causes: tuple[Finding, ...]
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
 
 
-def judge(setting: Setting, size: Size) -> tuple[Finding, ...]:
-    """Check the declared loss of a batch whose gradients agree, because they may agree by chance.
+def judge(setting: Setting, size: Size) -> Finding | None:
+    """Check the declared loss as the Accumulator does in its first window, on a batch and its micro-batches.
+
+    Gradients may agree by chance although the declaration is wrong; this check cuts the batch in other ways.
 
     Args:
         setting: settings with a batch that fits in memory.
         size: the `microbatch_size`.
 
     Returns:
-        At most one cause.
+        The wrong declaration; None if it holds.
     """
-    found = _judged_declaration(setting, size)
-    return () if found is None else (found,)
+    frozen: list[nn.Module] = []
+    if setting.batchnorm == "frozen":
+        frozen = [module for module in setting.problem.model.modules() if isinstance(module, _BatchNorm)]
+    setting.begin()
+    try:
+        found = find_contradiction(setting.problem, _microbatches(setting, size), frozen=frozen)
+    except LossSpecError as error:
+        return Finding("weight", "loss_fn", math.nan, _CHECK, str(error), "return a count or a sum")
+    if found is None:
+        return None
+    return Finding(found.kind, "loss_fn", found.evidence, _CHECK, found.detail, found.remedy)
 
 
 def diagnose(setting: Setting, size: Size, *, tolerance: float) -> Diagnosis:
@@ -71,7 +82,8 @@ def diagnose(setting: Setting, size: Size, *, tolerance: float) -> Diagnosis:
     if evidence > tolerance:
         if not largest(first, whole(setting)) > _NOISE * evidence:
             return Diagnosis((_nondeterminism(evidence),), (), ())
-        tolerance = _NOISE * evidence  # the most that sums in another order of threads explain
+        # The largest difference that sums in another order of threads explain.
+        tolerance = _NOISE * evidence
     causes: list[Finding] = []
     # Random numbers first: they would hide the effect of a changed buffer.
     for remove in (_remove_randomness, _remove_state):
@@ -106,7 +118,7 @@ def _remove_randomness(setting: Setting, size: Size, tolerance: float) -> tuple[
         "participants=[PerSampleRandom()]"
     )
     detail = "the random numbers drawn in micro-batches differ from those of the batch"
-    # With streams torch's random numbers are the same in every split; only Python's and NumPy's can differ.
+    # With streams torch's random numbers are the same in every split, so only Python's and NumPy's differ.
     seed = {"host_seed": 1} if setting.streams else {"seed": 1, "host_seed": 1}
     evidence = largest(accumulated(setting.but(**seed), size), accumulated(setting, size))
     if evidence <= tolerance:
@@ -124,14 +136,14 @@ def _first_random(setting: Setting) -> str:
     """Return the path of the first module whose output depends on the seed."""
     problem = setting.problem
     # Two samples are enough to find a module that draws random numbers.
-    few = take(setting.batch, 0, 2, unsplit=problem.unsplit, per_sample=problem.per_sample)
+    few = take(setting.batch, 0, 2, **problem.paths)
 
-    def watched(seed: int) -> list[Watched]:
+    def calls(seed: int) -> list[CallRecord]:
         setting.but(seed=seed, host_seed=0).begin()
         return watch(problem.model, lambda: forward(problem, few), 1)
 
-    first = watched(0)
-    changes = (first_difference(first, watched(seed), tolerance=0.0) for seed in range(1, _SEEDS))
+    first = calls(0)
+    changes = (first_difference(first, calls(seed), tolerance=0.0) for seed in range(1, _SEEDS))
     return next((change.module for change in changes if change is not None), "loss_fn")
 
 
@@ -163,13 +175,13 @@ def _declaration_or_coupling(
     setting: Setting, size: Size, causes: list[Finding], tolerance: float
 ) -> Diagnosis:
     findings, notes = probe_coupling(setting.problem.in_dtype(None), setting.batch)
-    places = [finding for finding in findings if finding.kind in ("batchnorm", "coupled")]
-    judged = _judged_declaration(setting, size)
+    modules = [finding for finding in findings if finding.kind in ("batchnorm", "coupled")]
+    judged = judge(setting, size)
     # A wrong reduction or weight explains everything; otherwise the probes locate the cause better.
-    if judged is not None and (judged.kind in _DECLARED or not places):
+    if judged is not None and (judged.kind in _DECLARED or not modules):
         found = [finding for finding in findings if finding.kind == judged.kind == "coupled_loss"]
         found = found or [judged]  # a probe's finding has more detail
-        return Diagnosis((*causes, *found), (*_elsewhere(findings), *found), notes)
+        return Diagnosis((*causes, *found), (*_without_loss(findings), *found), notes)
     coupled = [finding for finding in findings if finding.kind in _COUPLINGS]
     if not coupled:  # coupling may need more samples to show: a capacity limit, a quantile
         findings, notes = probe_coupling(setting.problem.in_dtype(None), setting.batch, samples=_MOST_PROBED)
@@ -180,35 +192,20 @@ def _declaration_or_coupling(
     return Diagnosis((*causes, *coupled), findings, notes)
 
 
-def _elsewhere(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Return the findings without those of the mixed difference: the check has judged the loss since."""
+def _without_loss(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    """Return the findings without those of the mixed difference, because `judge` has checked the loss too."""
     return tuple(finding for finding in findings if finding.module != "loss_fn" or finding.kind == "coupled")
 
 
-def _judged_declaration(setting: Setting, size: Size) -> Finding | None:
-    """Run the first window's check on the batch and its micro-batches; return a finding or None."""
-    frozen: list[nn.Module] = []
-    if setting.batchnorm == "frozen":
-        frozen = [module for module in setting.problem.model.modules() if isinstance(module, _BatchNorm)]
-    setting.begin()
-    try:
-        found = find_contradiction(setting.problem, _pieces(setting, size), frozen=frozen)
-    except LossSpecError as error:
-        return Finding("weight", "loss_fn", math.nan, _CHECK, str(error), "return a count or a sum")
-    if found is None:
-        return None
-    return Finding(found.kind, "loss_fn", found.evidence, _CHECK, found.detail, found.remedy)
-
-
-def _pieces(setting: Setting, size: Size) -> list[Any]:
+def _microbatches(setting: Setting, size: Size) -> list[Any]:
     problem = setting.problem
-    planned = plan(setting.batch, unsplit=problem.unsplit, per_sample=problem.per_sample)
-    pieces = [setting.batch]
+    planned = plan(setting.batch, **problem.paths)
+    microbatches = [setting.batch]
     if isinstance(size, int) and 1 < size < planned.samples:
         # A last micro-batch of one sample has no parts and is left out.
         starts = range(0, planned.samples - 1, size)
-        pieces += [planned.take(start, min(start + size, planned.samples)) for start in starts[:3]]
-    return pieces
+        microbatches += [planned.take(start, min(start + size, planned.samples)) for start in starts[:3]]
+    return microbatches
 
 
 def _unknown(evidence: float) -> Finding:

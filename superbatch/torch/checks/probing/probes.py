@@ -1,8 +1,10 @@
 """Probes of a forward pass: find modules whose output for one sample depends on other samples.
 
 A probe runs `loss_fn` on N samples. N is a prime, so that a dimension of size N (or k N) is most likely that
-of the samples. Two samples are watched: the first and the last but one. A tensor may have several dimensions
-that could hold the samples (readings); a module mixes samples if every reading shows it.
+of the samples. Two samples are watched: the first and the last but one.
+
+A tensor may have several dimensions that could hold the samples. Each possibility is a reading of its shape;
+a module mixes samples if every reading shows it.
 """
 
 from __future__ import annotations
@@ -26,16 +28,14 @@ class Mixing:
 
     Args:
         module: path of the module; `"loss_fn"` for code outside every module.
-        order: position in the forward pass.
         evidence: relative change, or relative gradient, that should be zero.
 
     Examples:
-        >>> Mixing("encoder.norm", 3, 0.5).module
+        >>> Mixing("encoder.norm", 0.5).module
         'encoder.norm'
     """
 
     module: str
-    order: int
     evidence: float
 
 
@@ -47,50 +47,54 @@ class _Call(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Watched:
+class CallRecord:
     """Rows of the watched samples in the input (`entry`) or output of a call; made by `watch`."""
 
     call: _Call
     entry: bool
     caller: _Call | None
-    tensors: list[_Cutting]
+    tensors: list[_Readings]
 
 
-class _Cutting(NamedTuple):
+class _Readings(NamedTuple):
+    """Shape of a tensor, and the rows of the watched samples under each reading of the shape."""
+
     shape: torch.Size
     readings: list[Tensor]
 
 
 @dataclass
 class _Recorder:
+    """Records the calls of modules in a forward pass."""
+
     samples: int
     counts: Counter[str] = field(default_factory=Counter)
     stack: list[_Call] = field(default_factory=list)
-    events: list[Watched] = field(default_factory=list)
+    events: list[CallRecord] = field(default_factory=list)
 
     def before(self, path: str, inputs: Any) -> None:
         call = _Call(path, self.counts[path])
         self.counts[path] += 1
         # Before the call is pushed: the top of the stack is its caller.
-        self.note(call, inputs, entry=True)
+        self.record(call, inputs, entry=True)
         self.stack.append(call)
 
     def after(self, output: Any) -> None:
-        self.note(self.stack.pop(), output, entry=False)
+        self.record(self.stack.pop(), output, entry=False)
 
-    def note(self, call: _Call, value: Any, *, entry: bool) -> None:
+    def record(self, call: _Call, value: Any, *, entry: bool) -> None:
         caller = self.stack[-1] if self.stack else None
         # Detached, so that the events keep no graph alive.
         tensors = [
-            _Cutting(tensor.shape, _readings(tensor.detach(), self.samples)) for tensor in tensors_in(value)
+            _Readings(tensor.shape, _readings(tensor.detach(), self.samples)) for tensor in tensors_in(value)
         ]
-        self.events.append(Watched(call, entry, caller, tensors))
+        self.events.append(CallRecord(call, entry, caller, tensors))
 
 
-def watched(samples: int) -> tuple[int, int]:
-    """Return the two samples that a probe watches: one with others after it, and one with others before it.
+def watched_samples(samples: int) -> tuple[int, int]:
+    """Return the two samples that a probe watches: the first, and the last but one.
 
-    Not the first and the last: code that mixes a batch with its reverse would pair them.
+    Not the last, because code that mixes a batch with its reverse would pair it with the first.
 
     Args:
         samples: number of samples of the batch, at least 2.
@@ -99,13 +103,13 @@ def watched(samples: int) -> tuple[int, int]:
         Two indices.
 
     Examples:
-        >>> watched(7), watched(2)
+        >>> watched_samples(7), watched_samples(2)
         ((0, 5), (0, 1))
     """
     return (0, samples - 2) if samples > 2 else (0, samples - 1)
 
 
-def watch(model: nn.Module, run: Callable[[], Any], samples: int) -> list[Watched]:
+def watch(model: nn.Module, run: Callable[[], Any], samples: int) -> list[CallRecord]:
     """Run a forward pass, and record every module's inputs and outputs for the watched samples.
 
     Args:
@@ -137,7 +141,7 @@ def watch(model: nn.Module, run: Callable[[], Any], samples: int) -> list[Watche
     return recorder.events
 
 
-def first_difference(a: list[Watched], b: list[Watched], *, tolerance: float) -> Mixing | None:
+def first_difference(a: list[CallRecord], b: list[CallRecord], *, tolerance: float) -> Mixing | None:
     """Return the first module that mixes samples, from two passes that differ only in unwatched samples.
 
     The output of the calling module must differ too. A router may give an expert different rows in the two
@@ -164,7 +168,7 @@ def first_difference(a: list[Watched], b: list[Watched], *, tolerance: float) ->
     changes = {
         key: _change(event, others[key]) for event in a if (key := (event.call, event.entry)) in others
     }
-    for order, event in enumerate(a):
+    for event in a:
         evidence = changes.get((event.call, event.entry)) or 0.0
         if evidence <= tolerance:
             continue
@@ -172,7 +176,7 @@ def first_difference(a: list[Watched], b: list[Watched], *, tolerance: float) ->
         given = changes.get((event.caller, False)) if event.caller else None
         if given is None or given > tolerance:
             caller = event.caller.module if event.caller else "loss_fn"
-            return Mixing(caller if event.entry else event.call.module, order, evidence)
+            return Mixing(caller if event.entry else event.call.module, evidence)
     return None
 
 
@@ -202,7 +206,6 @@ def gradient_mixing(
     """
     found: list[Mixing] = []
     failed: list[str] = []
-    order = 0
 
     def hooks(path: str) -> tuple[Callable[..., Any], Callable[..., None]]:
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -210,8 +213,6 @@ def gradient_mixing(
             return _differentiable(args), _differentiable(kwargs)
 
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            nonlocal order
-            order += 1
             # A module that contains a mixing module has the same gradient.
             if any(_contains(path, mixing.module) for mixing in found):
                 return
@@ -221,7 +222,7 @@ def gradient_mixing(
                 failed.append(path)
                 return
             if evidence > tolerance:
-                found.append(Mixing(path, order, evidence))
+                found.append(Mixing(path, evidence))
 
         return before, after
 
@@ -286,7 +287,7 @@ def _cuts(tensor: Tensor, samples: int) -> list[tuple[_Cut, _Cut]]:
         if size == 0 or size % samples:
             continue
         block = size // samples
-        second = watched(samples)[1]
+        second = watched_samples(samples)[1]
         later = slice(second * block, (second + 1) * block)
         cuts.append(((dimension, slice(0, block)), (dimension, later)))
         if block > 1:  # samples vary fastest: (time, samples) flattened, or several concatenated views
@@ -299,7 +300,7 @@ def _rows(tensor: Tensor, dimension: int, own: slice) -> Tensor:
     return tensor.movedim(dimension, 0)[own].reshape(-1)
 
 
-def _change(one: Watched, other: Watched) -> float | None:
+def _change(one: CallRecord, other: CallRecord) -> float | None:
     """Return the largest relative difference of comparable tensors; None without any."""
     # One pass may return fewer tensors than the other; only pairs are compared.
     pairs = zip(one.tensors, other.tensors, strict=False)

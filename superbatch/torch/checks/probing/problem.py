@@ -1,4 +1,4 @@
-"""Problem to verify: a model, its loss and the weights of micro-batches; and one evaluation of it."""
+"""Problem to check: a model, its loss and its declaration; and the evaluation of a micro-batch."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Problem:
         state: keeper of the state that a forward changes; None before the first forward.
         terms: declaration of each term if `loss_fn` returns several by name (`by_term`); then `reduction` and
             `weight` are unused.
-        announce: function to call before each forward if forwards wait for those of other ranks (`in_step`).
-            Then only losses are compared: with sharded parameters no rank has a full gradient.
+        announce: function to call before each forward, if forwards wait for those of other ranks (`in_step`).
+            Then only losses are compared, because no rank has a full gradient of sharded parameters.
 
     Examples:
         >>> layer = nn.Linear(2, 1)
@@ -64,6 +64,11 @@ class Problem:
     def in_dtype(self, dtype: torch.dtype | None) -> Problem:
         """Return the same problem with batches of another dtype."""
         return replace(self, dtype=dtype)
+
+    @property
+    def paths(self) -> dict[str, Collection[str]]:
+        """The options `unsplit` and `per_sample`, as arguments of functions that split a batch."""
+        return {"unsplit": self.unsplit, "per_sample": self.per_sample}
 
     @property
     def device(self) -> torch.device | None:
@@ -99,8 +104,8 @@ def by_term(problem: Problem) -> dict[str, Problem]:
 
 
 def _term_of(loss_fn: LossFn, name: str, terms: Mapping[str, Declared], microbatch: Any) -> Any:
-    # `weights` has only the terms that return their weight.
     losses, weights = read_terms(loss_fn(microbatch), terms)
+    # `weights` has only the terms that return their weight.
     return (losses[name], weights[name]) if name in weights else losses[name]
 
 
@@ -142,7 +147,8 @@ def evaluate(problem: Problem, batch: Any) -> tuple[Tensor, Number]:
         >>> evaluate(Problem(nn.Linear(1, 1), lambda x: x.sum()), torch.ones(2))
         (tensor(2.), 2)
     """
-    loss, weight = _parted(problem, forward(problem, batch))
+    returned, declared = forward(problem, batch), problem.weight == "returned"
+    loss, weight = pair_of(returned) if declared else (returned, None)
     # Common mistakes, such as a number from .item(), have a message of their own.
     if not isinstance(loss, Tensor):
         raise without_tensor(loss)
@@ -151,7 +157,6 @@ def evaluate(problem: Problem, batch: Any) -> tuple[Tensor, Number]:
             f"loss_fn returned a tensor of shape {tuple(loss.shape)} instead of one number. Return a scalar "
             'tensor with a graph, or (loss, weight) with weight="returned".'
         )
-    declared = problem.weight == "returned"
     # A returned weight is known only after the forward.
     weight = check_weight(weight, "a micro-batch") if declared else weigh(problem, batch)
     if not weight and not loss.requires_grad and loss.is_floating_point():
@@ -175,9 +180,5 @@ def weigh(problem: Problem, batch: Any) -> Number:
     """
     if callable(problem.weight):
         return check_weight(problem.weight(batch), "a micro-batch")
-    # Also with "returned", where the part was not evaluated.
-    return count_samples(batch, unsplit=problem.unsplit, per_sample=problem.per_sample)
-
-
-def _parted(problem: Problem, returned: Any) -> tuple[Any, Any]:
-    return pair_of(returned) if problem.weight == "returned" else (returned, None)
+    # With "returned" the weight is unknown before the part is evaluated.
+    return count_samples(batch, **problem.paths)

@@ -35,7 +35,7 @@ MIXING = ("batchnorm", "coupled", "coupled_loss", "unknown")
 
 
 class _Outcome(NamedTuple):
-    """Both gradients in one dtype; `against` is the kind of the reference."""
+    """Both gradients in one dtype; `against` is the kind of the reference gradient."""
 
     dtype: torch.dtype
     against: Literal["batch", "splits"]
@@ -103,14 +103,13 @@ def _report(request: Request) -> Verification:
     outcomes = _measure(request, notes)
     float64 = next((outcome for outcome in outcomes if outcome.dtype == torch.float64), None)
     comparisons = [_compare(request, outcome, float64, notes) for outcome in outcomes]
-    # float64 decides if it was measured: its rounding is too small to look like a wrong loss.
-    structural = _index_of_judge(outcomes)
+    # float64 decides if it was measured, because its rounding is too small to look like a wrong loss.
+    decisive = _most_precise(outcomes)
     diagnosis = Diagnosis((), (), ())
-    if not comparisons[structural].exact:
-        diagnosis = _diagnose(request, outcomes[structural], comparisons[structural].tolerance)
-    # Gradients of this split may agree by chance; the check cuts the batch in other ways.
+    if not comparisons[decisive].exact:
+        diagnosis = _diagnose(request, outcomes[decisive], comparisons[decisive].tolerance)
     elif request.probes:
-        diagnosis = Diagnosis(_by_chance(request, outcomes[structural]), *_coupling(request))
+        diagnosis = Diagnosis(_wrong_declaration(request, outcomes[decisive]), *_coupling(request))
     causes, exact = diagnosis.causes, all(comparison.exact for comparison in comparisons)
     # Exact in float64 but not in the model's dtype: the sum over micro-batches rounds too much.
     if not causes and not exact:
@@ -183,7 +182,7 @@ def _accumulated(setting: Setting, size: int | TokenBudget) -> Measured:
         return accumulated(setting, size)
     except SuperbatchError:
         raise
-    except Exception as error:
+    except Exception as error:  # user code may raise anything on small batches
         if out_of_memory(error):
             raise
         raise InputError(
@@ -221,8 +220,8 @@ def _compare(
     )
 
 
-def _index_of_judge(outcomes: list[_Outcome]) -> int:
-    """Return the index of the most precise dtype, whose comparison separates errors from rounding best."""
+def _most_precise(outcomes: list[_Outcome]) -> int:
+    """Return the index of the outcome in float64, which separates errors from rounding best; else 0."""
     return max(range(len(outcomes)), key=lambda index: outcomes[index].dtype == torch.float64)
 
 
@@ -232,12 +231,13 @@ def _coupling(request: Request) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
         return probe_coupling(request.problem, request.batch)
 
 
-def _by_chance(request: Request, outcome: _Outcome) -> tuple[Finding, ...]:
+def _wrong_declaration(request: Request, outcome: _Outcome) -> tuple[Finding, ...]:
     """Return a wrong declaration that this split does not reveal, found by the check with other cuts."""
     # On as many samples as are known to fit.
     batch, size = _in_memory(request, outcome)
     with untouched(request.problem.model) as reset:
-        return judge(request.setting(None, reset).but(batch=batch), size)
+        found = judge(request.setting(None, reset).but(batch=batch), size)
+    return () if found is None else (found,)
 
 
 def _diagnose(request: Request, outcome: _Outcome, tolerance: float) -> Diagnosis:
@@ -254,7 +254,7 @@ def _in_memory(request: Request, outcome: _Outcome) -> tuple[Any, int | TokenBud
     if outcome.against == "batch" or not isinstance(size, int):
         return request.batch, size
     # One micro-batch is known to fit: use it as the batch, and its halves as micro-batches.
-    batch = take(request.batch, 0, max(size, 2), unsplit=problem.unsplit, per_sample=problem.per_sample)
+    batch = take(request.batch, 0, max(size, 2), **problem.paths)
     return batch, max(1, size // 2)
 
 
@@ -273,7 +273,7 @@ def _inner_rounding(request: Request, notes: list[str]) -> float:
     """Return the rounding of operations that the model runs in a lower precision than its input."""
     problem = request.problem
     # Two samples are enough to find the dtypes of operations.
-    pair = take(request.batch, 0, 2, unsplit=problem.unsplit, per_sample=problem.per_sample)
+    pair = take(request.batch, 0, 2, **problem.paths)
     with untouched(problem.model, dtype=torch.float64) as reset:
         setting = request.setting(torch.float64, reset)
         setting.begin()

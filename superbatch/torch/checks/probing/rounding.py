@@ -79,7 +79,7 @@ def measured_floor(setting: Setting, reference: Measured) -> float:
     floor = largest(again, reference)
     problem = setting.problem
     if not drawn:
-        paths = {"unsplit": problem.unsplit, "per_sample": problem.per_sample}
+        paths = problem.paths
         order = list(reversed(range(count_samples(setting.batch, **paths))))
         turned = setting.but(batch=select(setting.batch, order, **paths))
         floor = max(floor, largest(whole(turned), reference))

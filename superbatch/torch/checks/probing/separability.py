@@ -1,12 +1,12 @@
 """Four probes on a few samples that find out whether the loss is a sum over independent samples.
 
-Each probe alone misses something: a value may be independent of the batch although its gradient is not; a
-comparison (``>``) does not propagate NaN; a coupling may be inactive at the values tried. Together they found
+Each probe alone misses some coupling: a value may be independent of the batch although its gradient is not; a
+comparison (``>``) does not propagate NaN; some coupling is inactive at the values tried. Together they found
 every case of the tests.
 
 * mixed difference: ``[f(a', R) - f(a, R)] - [f(a', R') - f(a, R')]`` of the summed loss f, for samples a,
   a' and other samples R, R'; zero for a sum over samples. It tests the loss as a function.
-* perturbed samples: all samples but two are replaced and amplified; the rows of those two must not change in
+* perturbed samples: all samples but two are replaced or amplified; the rows of those two must not change in
   any module.
 * NaN probe: all samples but two are NaN; it needs no tolerance.
 * gradient probe: ``d out[0] / d in[j]`` of every module.
@@ -27,7 +27,7 @@ from superbatch.normalize import Number, after_forward_scale
 from superbatch.results.verification import Finding
 
 from ..candidates import weight_candidates
-from .probes import Mixing, Watched, first_difference, gradient_mixing, watch, watched
+from .probes import CallRecord, Mixing, first_difference, gradient_mixing, watch, watched_samples
 from .problem import Problem, evaluate, forward
 from .resample import change_floats, same_values, select
 from .untouched import seed_all
@@ -67,7 +67,7 @@ class Probe(NamedTuple):
 
     def take(self, indices: list[int]) -> Any:
         """Return a batch of the samples at these indices."""
-        return select(self.batch, indices, unsplit=self.problem.unsplit, per_sample=self.problem.per_sample)
+        return select(self.batch, indices, **self.problem.paths)
 
     def base(self) -> Any:
         """Return the unchanged samples, with which changed ones are compared."""
@@ -83,14 +83,14 @@ class Probe(NamedTuple):
         """Return the loss and the weight of a batch."""
         return evaluate(self.problem, batch)
 
-    def watch(self, batch: Any) -> list[Watched]:
+    def watch(self, batch: Any) -> list[CallRecord]:
         """Evaluate the loss, and return each module's inputs and outputs for the watched samples."""
         self.begin()
         # Without the weight, which may raise for a batch with NaN.
         return watch(self.problem.model, lambda: forward(self.problem, batch), self.samples)
 
 
-def find_mixing(probe: Probe, base: list[Watched]) -> dict[str, Mixed]:
+def find_mixing(probe: Probe, base: list[CallRecord]) -> dict[str, Mixed]:
     """Run the probes of single modules.
 
     Args:
@@ -102,7 +102,7 @@ def find_mixing(probe: Probe, base: list[Watched]) -> dict[str, Mixed]:
     """
     found: dict[str, Mixed] = {}
 
-    def note(mixing: Mixing, test: str) -> None:
+    def add(mixing: Mixing, test: str) -> None:
         # Several probes may find one module; the largest evidence is kept.
         before = found.get(mixing.module, Mixed(0.0, ()))
         tests = dict.fromkeys([*before.tests, test])
@@ -110,19 +110,19 @@ def find_mixing(probe: Probe, base: list[Watched]) -> dict[str, Mixed]:
 
     # Values can be compared only if a pass repeats.
     if first_difference(base, probe.watch(probe.base()), tolerance=probe.tolerance) is None:
-        _compare_values(probe, base, note)
+        _compare_values(probe, base, add)
     else:
         probe.notes.append("two equal passes differ: values were not compared between modules")
-    _probe_gradients(probe, note)
+    _probe_gradients(probe, add)
     return found
 
 
-def innermost(found: dict[str, Mixed], known: Collection[str]) -> dict[str, Mixed]:
+def innermost(found: dict[str, Mixed], others: Collection[str]) -> dict[str, Mixed]:
     """Return the modules that contain no other mixing module.
 
     Args:
         found: modules that mix samples, by path.
-        known: paths of further modules that mix samples.
+        others: paths of further modules that mix samples.
 
     Returns:
         The innermost modules.
@@ -131,8 +131,8 @@ def innermost(found: dict[str, Mixed], known: Collection[str]) -> dict[str, Mixe
         >>> list(innermost({"": Mixed(1.0, ()), "a": Mixed(1.0, ()), "ab": Mixed(1.0, ())}, ["a.b"]))
         ['ab']
     """
-    places = [*found, *known]
-    return {path: mixed for path, mixed in found.items() if not any(_within(path, other) for other in places)}
+    mixing = [*found, *others]
+    return {path: mixed for path, mixed in found.items() if not any(_within(path, other) for other in mixing)}
 
 
 def loss_coupling(probe: Probe) -> Iterator[Finding]:
@@ -193,20 +193,20 @@ def failure_of(run: Callable[[], Any]) -> str | None:
     return None
 
 
-def _compare_values(probe: Probe, base: list[Watched], note: Callable[[Mixing, str], None]) -> None:
+def _compare_values(probe: Probe, base: list[CallRecord], add: Callable[[Mixing, str], None]) -> None:
     for test, batch in _perturbed(probe):
-        passes: list[list[Watched]] = []
-        # Default arguments: a closure would see the last values of the loop.
+        passes: list[list[CallRecord]] = []
+        # Default arguments, because a closure would use the last values of the loop.
         failure = failure_of(lambda batch=batch, passes=passes: passes.append(probe.watch(batch)))
         if failure is not None:
             probe.notes.append(f"{test}: {failure}")
             continue
         mixing = first_difference(base, passes[0], tolerance=probe.tolerance)
         if mixing is not None:
-            note(mixing, test)
+            add(mixing, test)
 
 
-def _probe_gradients(probe: Probe, note: Callable[[Mixing, str], None]) -> None:
+def _probe_gradients(probe: Probe, add: Callable[[Mixing, str], None]) -> None:
     found: list[Mixing] = []
     failed: list[str] = []
 
@@ -225,21 +225,21 @@ def _probe_gradients(probe: Probe, note: Callable[[Mixing, str], None]) -> None:
     if failure or failed:
         probe.notes.append(f"gradient probe: {failure or 'not possible in ' + ', '.join(failed)}")
     for mixing in found:
-        note(mixing, "gradient probe")
+        add(mixing, "gradient probe")
 
 
 def _perturbed(probe: Probe) -> Iterator[tuple[str, Any]]:
     """Yield (name of the probe, batch) with all samples changed except the watched ones."""
     spare, base = probe.samples, probe.base()
     everyone = range(probe.samples)
-    others = [index for index in everyone if index not in watched(probe.samples)]
+    others = [index for index in everyone if index not in watched_samples(probe.samples)]
     if not others:
         probe.notes.append(f"only {probe.samples} samples: values were not compared between modules")
         return
 
     def changed(fn: Callable[[Tensor], Tensor]) -> Any:
         problem = probe.problem
-        return change_floats(fn, base, others, unsplit=problem.unsplit, per_sample=problem.per_sample)
+        return change_floats(fn, base, others, **problem.paths)
 
     # The same samples in another order.
     reordered = dict(zip(others, reversed(others), strict=True))
@@ -276,6 +276,8 @@ def _order_dependence(probe: Probe) -> float:
 
 
 class _Sum(NamedTuple):
+    """Loss and weight of a batch."""
+
     loss: float
     weight: Number
     batch: Any

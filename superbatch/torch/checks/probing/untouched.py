@@ -1,7 +1,7 @@
 """Trial run of a model on working copies of its tensors, which restores the model bit for bit.
 
-The data of every parameter and buffer is replaced by a copy (tensors that share memory share it in the copies
-too), optionally in another dtype. Afterwards each tensor gets its own storage back. The tensor objects stay
+The data of every parameter and buffer is replaced by a copy, optionally in another dtype. Tensors that share
+memory share it in the copies too. Afterwards each tensor gets its own storage back. The tensor objects stay
 the same, so a `loss_fn` that closes over the model or a parameter uses the copies.
 """
 
@@ -12,6 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,26 +33,52 @@ _INTERNAL = frozenset(nn.Module().__dict__)
 _CONTAINERS = (list, dict, set, deque)
 
 
-class _Slot(NamedTuple):
-    owner: Any  # container whose content is restored in place; None: calling `content` restores
-    content: Any
-
-
-class _Kept(NamedTuple):
+class _Record(NamedTuple):
     tensor: Tensor
     data: Tensor
     gradient: Tensor | None
     requires_grad: bool
 
 
+class PythonState:
+    """Attributes, containers, generators and training flags of a model's modules.
+
+    Tensors are recorded as objects; their data is not copied.
+
+    Args:
+        model: any module.
+
+    Examples:
+        >>> layer = nn.Linear(1, 1)
+        >>> layer.calls = [1]
+        >>> state = PythonState(layer)
+        >>> layer.calls.append(2)
+        >>> state.restore()
+        >>> layer.calls
+        [1]
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._restorers = list(_restorers(model))
+
+    def restore(self) -> None:
+        """Restore the state that the modules had when this object was made."""
+        for restore in self._restorers:
+            restore()
+
+
 @contextmanager
 def untouched(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[Callable[[], None]]:
     """Run a model on working copies inside the context, and restore everything, also after an exception.
 
-    Restored are parameters, buffers and other tensors of the modules (object, storage and bits), `.grad`,
-    `requires_grad`, training flags, Python attributes, containers and generators of the modules, and the
-    random state of torch (CPU and the model's devices), Python and NumPy. The caller restores state outside
-    the modules.
+    Restored are:
+
+    * parameters, buffers and other tensors of the modules (object, storage and bits), `.grad` and
+      `requires_grad`;
+    * training flags, Python attributes, containers and generators of the modules (`PythonState`);
+    * the random state of torch (CPU and the model's devices), Python and NumPy.
+
+    The caller restores state outside the modules.
 
     Args:
         model: model whose parameters get working copies; `.grad` is None inside.
@@ -71,13 +98,12 @@ def untouched(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator
         >>> layer.weight.data_ptr() == before, layer.weight.dtype, layer.weight.grad
         (True, torch.float32, None)
     """
-    tensors, slots = _kept(model), _slots(model)
-    modes = [(module, module.training) for module in model.modules()]
-    randomness = random_state({kept.tensor.device for kept in tensors})
+    records, python = _records(model), PythonState(model)
+    randomness = random_state({record.tensor.device for record in records})
 
     def reset() -> None:
-        _restore_python(slots, modes)
-        _copy(tensors, dtype)
+        python.restore()
+        _copy(records, dtype)
 
     try:
         # Eagerly: a compiled model would be compiled anew for the dtype of the copies.
@@ -85,8 +111,8 @@ def untouched(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator
             reset()
             yield reset
     finally:
-        _restore_python(slots, modes)
-        _restore_tensors(tensors)
+        python.restore()
+        _restore_tensors(records)
         restore_random_state(randomness)
 
 
@@ -107,7 +133,7 @@ def state_restorer(model: nn.Module) -> Callable[[], None]:
         >>> norm.num_batches_tracked
         tensor(0)
     """
-    slots, modes = _slots(model), [(module, module.training) for module in model.modules()]
+    python = PythonState(model)
     # A plain tensor attribute is restored like a buffer, unless it requires a gradient: then it is a result.
     attributes = (value for module in model.modules() for value in _held(_attributes(module).values()))
     plain = (value for value in attributes if isinstance(value, Tensor) and not value.requires_grad)
@@ -115,7 +141,7 @@ def state_restorer(model: nn.Module) -> Callable[[], None]:
     copies = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
 
     def restore() -> None:
-        _restore_python(slots, modes)
+        python.restore()
         with torch.no_grad():
             for tensor, content in copies:
                 # A forward may have resized it, e.g. a cache.
@@ -244,7 +270,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in module.__dict__.items() if name not in _INTERNAL}
 
 
-def _kept(model: nn.Module) -> list[_Kept]:
+def _records(model: nn.Module) -> list[_Record]:
     tensors: dict[int, Tensor] = {}
     for module in model.modules():
         tables = (parameters_of(module), buffers_of(module), _attributes(module))
@@ -252,22 +278,35 @@ def _kept(model: nn.Module) -> list[_Kept]:
         # By id: tied parameters are one tensor in several modules.
         tensors.update({id(value): value for value in values if isinstance(value, Tensor)})
     # Only leaves: reading `.grad` of another tensor warns.
-    return [_Kept(t, t.data, t.grad if t.is_leaf else None, t.requires_grad) for t in tensors.values()]
+    return [_Record(t, t.data, t.grad if t.is_leaf else None, t.requires_grad) for t in tensors.values()]
 
 
-def _slots(model: nn.Module) -> list[_Slot]:
-    slots: list[_Slot] = []
+def _restorers(model: nn.Module) -> Iterator[Callable[[], object]]:
+    """Yield functions that restore the Python state of the modules."""
     for module in model.modules():
         # Shallow: `_restore_tensors` restores the data of the tensors.
-        slots += [_Slot(table, dict(table)) for table in (parameters_of(module), buffers_of(module))]
+        for table in (parameters_of(module), buffers_of(module)):
+            yield partial(_restore_container, table, dict(table))
         attributes = _attributes(module)
         for value in _held(attributes.values()):
             if type(value) in _CONTAINERS:
-                slots.append(_Slot(value, value.copy()))
+                yield partial(_restore_container, value, value.copy())
             elif (restore := generator_restorer(value)) is not None:
-                slots.append(_Slot(None, restore))
-        slots.append(_Slot(module, attributes))
-    return slots
+                yield restore
+        yield partial(_restore_attributes, module, attributes)
+        yield partial(setattr, module, "training", module.training)
+
+
+def _restore_container(container: Any, content: Any) -> None:
+    # In place, because other objects may refer to the container.
+    container.clear()
+    (container.extend if isinstance(container, list | deque) else container.update)(content)
+
+
+def _restore_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
+    for added in _attributes(module).keys() - attributes.keys():
+        del module.__dict__[added]
+    module.__dict__.update(attributes)
 
 
 def _held(values: Iterable[Any]) -> Iterator[Any]:
@@ -285,26 +324,9 @@ def _held(values: Iterable[Any]) -> Iterator[Any]:
             waiting.extend(value.values() if isinstance(value, dict) else value)
 
 
-def _restore_python(slots: list[_Slot], modes: list[tuple[nn.Module, bool]]) -> None:
-    for owner, content in slots:
-        if owner is None:
-            content()
-            continue
-        if isinstance(owner, nn.Module):
-            # Remove the attributes that the body has added.
-            for name in _attributes(owner).keys() - content.keys():
-                del owner.__dict__[name]
-            owner.__dict__.update(content)
-            continue
-        owner.clear()
-        (owner.extend if isinstance(owner, list | deque) else owner.update)(content)
-    for module, training in modes:
-        module.training = training
-
-
-def _copy(tensors: list[_Kept], dtype: torch.dtype | None) -> None:
+def _copy(records: list[_Record], dtype: torch.dtype | None) -> None:
     storages: dict[tuple[Any, ...], Tensor] = {}
-    for tensor, data, _, requires_grad in tensors:
+    for tensor, data, _, requires_grad in records:
         # First, because torch raises if the new data and the gradient have different dtypes.
         if tensor.is_leaf:
             tensor.grad = None
@@ -348,8 +370,8 @@ def as_dtype(given: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return wanted.to_complex() if given.is_complex else wanted
 
 
-def _restore_tensors(tensors: list[_Kept]) -> None:
-    for tensor, data, gradient, requires_grad in tensors:
+def _restore_tensors(records: list[_Record]) -> None:
+    for tensor, data, gradient, requires_grad in records:
         if tensor.is_leaf:
             tensor.grad = None  # or torch raises because its dtype differs from that of the data
         tensor.data = data

@@ -1,4 +1,4 @@
-"""Call of an operator on values, the strategy that a rule returns for it, and the shapes of its results."""
+"""Operator calls on values, the strategies that rules return for them, and the shapes of their results."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from .reductions import Sums
-from .shard import Part, Shard
-from .strides import careful
+from .shard import BatchSlice, Shard
+from .strides import with_kernel_strides
 from .values import Operand, Reduction, Run, Value
 
-Path = tuple[Any, ...]  # (position,) or ("name",), and a position in a list behind it
+Path = tuple[Any, ...]  # (position,) or ("name",); for a tensor in a list, its index follows
 
 
 class Call(NamedTuple):
@@ -25,7 +25,7 @@ class Call(NamedTuple):
         args: positional arguments, with a `Value` for each tensor.
         kwargs: keyword arguments.
         tensors: all values, in the order of the arguments.
-        paths: place of each value in `args` or `kwargs`.
+        paths: path of each value in `args` or `kwargs`.
         samples: number of samples of the whole batch.
     """
 
@@ -37,7 +37,10 @@ class Call(NamedTuple):
     samples: int
 
     def argument(self, name: str, default: Any = None) -> Any:
-        """Return an argument by its name in the schema; its default if the call omits it."""
+        """Return an argument by its name in the schema.
+
+        An omitted argument has the default of the schema, or `default` if the schema has none.
+        """
         if name in self.kwargs:
             return self.kwargs[name]
         position, schema_default = _arguments(self.func).get(name, (None, None))
@@ -58,28 +61,28 @@ class Call(NamedTuple):
                     args[position] = changes.pop(argument.name)
                 else:
                     kwargs[argument.name] = changes.pop(argument.name)
-        assert not changes  # a name that is not in the schema would be ignored, and the rule be wrong
+        assert not changes  # a misspelled name would be ignored silently, and the rule would be wrong
         return tuple(args), kwargs
 
 
 @cache  # each access to `_schema.arguments` converts the C++ list anew: some microseconds per argument
 def _arguments(func: Any) -> dict[str, tuple[int, Any]]:
-    """Position and default of each argument of an operator."""
+    """Return position and default of each argument of an operator, by name."""
     arguments = enumerate(func._schema.arguments)
     return {argument.name: (position, argument.default_value) for position, argument in arguments}
 
 
 class OpStrategy(NamedTuple):
-    """Strategy that makes a call micro-batch by micro-batch.
+    """Strategy to run a call micro-batch by micro-batch.
 
     Attributes:
         operands: the inputs, in the order of the tensors that `run` receives.
-        outputs: sharding of each output; None: full, reduced over the micro-batches.
+        outputs: placement of each output: a `Shard`, or `PARTIAL`.
         run: computes the outputs of one micro-batch.
-        reduce: makes the reduction of the full outputs.
+        reduce: creates the reduction of the `PARTIAL` outputs.
         view: the output shares the memory of its input.
-        light: costs about as much as reading the inputs.
-        placed: `run` reads the position of the micro-batch (`Part.start`), not only its size.
+        light: running it costs about as much as reading the inputs.
+        reads_position: `run` reads the position of the micro-batch (`BatchSlice.start`), not only its size.
         results: number of outputs that are computed. Later outputs are None if they are tensors, and those of
             the whole batch if they are numbers. None: all are computed.
     """
@@ -90,42 +93,42 @@ class OpStrategy(NamedTuple):
     reduce: Callable[[], Reduction] = Sums
     view: bool = False
     light: bool = False
-    placed: bool = False
+    reads_position: bool = False
     results: int | None = None
 
     def drawing(self, run: Run) -> OpStrategy:
-        """Return the strategy with another function, which draws random numbers; it is never light."""
+        """Return the strategy with a `run` that draws random numbers; such a strategy is not light."""
         return self._replace(run=run, light=False)
 
 
 _aten: Any = torch.ops.aten
 # `view` may raise for the strides of a micro-batch where it works for those of the batch; `reshape` copies.
-_INSTEAD: dict[Any, Any] = {
+_REPLACEMENTS: dict[Any, Any] = {
     _aten.view.default: _aten.reshape.default,
     _aten._unsafe_view.default: _aten.reshape.default,
     _aten._reshape_copy.default: _aten.reshape.default,
 }
 
 
-# The derivative formulas of these call `is_contiguous()` on the matrix of the program: if it is, they read
-# the saved LU factors as those of the transpose. So each micro-batch must have the memory order of the batch.
-_BY_ORDER = {torch.ops.aten._linalg_det, torch.ops.aten._linalg_slogdet, torch.ops.aten._linalg_solve_ex}
+# The derivatives of these call `is_contiguous()` on the matrix of the program. If it is True, they read the
+# saved LU factors as those of the transpose. So each micro-batch must have the memory order of the batch.
+_READ_STRIDES = {torch.ops.aten._linalg_det, torch.ops.aten._linalg_slogdet, torch.ops.aten._linalg_solve_ex}
 
 
-def filled(call: Call, args: tuple[Any, ...] | None = None, kwargs: dict[str, Any] | None = None) -> Run:
-    """Return a function that makes the call on the real tensors of a micro-batch.
+def run_of(call: Call, args: tuple[Any, ...] | None = None, kwargs: dict[str, Any] | None = None) -> Run:
+    """Return the function that runs the call on the real tensors of a micro-batch.
 
     Args:
         call: the call; the function takes one tensor for each of `call.tensors`.
-        args: replaces the positional arguments, with tensors at the same places.
-        kwargs: replaces the keyword arguments.
+        args: positional arguments to use instead, with tensors at the same paths.
+        kwargs: keyword arguments to use instead.
     """
-    # A micro-batch may have other strides than the batch; only the kernels listed in `strides` misread them.
-    run = careful(call.func, [value.meta for value in call.tensors], _filled(call, args, kwargs))
-    if call.func.overloadpacket not in _BY_ORDER:
+    # A micro-batch may have other strides than the batch. Only the kernels listed in `strides` misread them.
+    run = with_kernel_strides(call.func, [value.meta for value in call.tensors], _run_of(call, args, kwargs))
+    if call.func.overloadpacket not in _READ_STRIDES:
         return run
     by_rows = call.tensors[0].meta.is_contiguous()
-    return lambda part, tensors: run(part, [_in_order(tensors[0], by_rows), *tensors[1:]])
+    return lambda microbatch, tensors: run(microbatch, [_in_order(tensors[0], by_rows), *tensors[1:]])
 
 
 def _in_order(matrices: Tensor, by_rows: bool) -> Tensor:
@@ -148,13 +151,13 @@ class Direct:
     def __init__(self, func: Callable[..., Any], rest: tuple[Any, ...]) -> None:
         self.func, self.rest = func, rest
 
-    def __call__(self, part: Part, tensors: list[Tensor]) -> Any:
-        """Make the call."""
+    def __call__(self, microbatch: BatchSlice, tensors: list[Tensor]) -> Any:
+        """Run the call."""
         return self.func(*tensors, *self.rest)
 
 
-def _filled(call: Call, args: tuple[Any, ...] | None, kwargs: dict[str, Any] | None) -> Run:
-    func = _INSTEAD.get(call.func, call.func)
+def _run_of(call: Call, args: tuple[Any, ...] | None, kwargs: dict[str, Any] | None) -> Run:
+    func = _REPLACEMENTS.get(call.func, call.func)
     func = getattr(func, "_op", func)  # the C++ function: `OpOverload.__call__` adds a Python frame per call
     args = call.args if args is None else args
     kwargs = call.kwargs if kwargs is None else kwargs
@@ -163,19 +166,19 @@ def _filled(call: Call, args: tuple[Any, ...] | None, kwargs: dict[str, Any] | N
         positions = [path[0] for path in paths]
         if positions == list(range(len(positions))) and not kwargs:
             return Direct(func, args[len(positions) :])
-        # The common case: tensors at the top level only. Copying one list is the only overhead of a call.
+        # The common case: no tensor is in a list, so a call costs one copied list.
         template = list(args)
 
-        def run(part: Part, tensors: list[Tensor]) -> Any:
-            filled = template.copy()
+        def run(microbatch: BatchSlice, tensors: list[Tensor]) -> Any:
+            arguments = template.copy()
             for position, tensor in zip(positions, tensors, strict=True):
-                filled[position] = tensor
-            return func(*filled, **kwargs)
+                arguments[position] = tensor
+            return func(*arguments, **kwargs)
 
         return run
 
-    # e.g. cat([x, y]): the tensors are in a list, or are passed by keyword.
-    def run_nested(part: Part, tensors: list[Tensor]) -> Any:
+    # For tensors in a list, as in cat([x, y]), or passed by keyword.
+    def run_nested(microbatch: BatchSlice, tensors: list[Tensor]) -> Any:
         new_args, new_kwargs = substituted(args, kwargs, paths, tensors)
         return func(*new_args, **new_kwargs)
 
@@ -185,8 +188,8 @@ def _filled(call: Call, args: tuple[Any, ...] | None, kwargs: dict[str, Any] | N
 def substituted(
     args: tuple[Any, ...], kwargs: dict[str, Any], paths: Iterable[Path], tensors: Iterable[Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return copies of the arguments with other tensors at the given places."""
-    # Lists are copied, because all micro-batches and cached strategies share those of the call.
+    """Return copies of the arguments with other tensors at the given paths."""
+    # Lists are copied, because micro-batches and cached strategies share the lists of the call.
     new_args: list[Any] = [list(arg) if isinstance(arg, (list, tuple)) else arg for arg in args]
     new_kwargs = dict(kwargs)
     for path, tensor in zip(paths, tensors, strict=True):
@@ -203,20 +206,21 @@ def substituted(
 # -- shapes of results --------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=1 << 14)  # one object per form, so that cache keys compare metas by identity
-def blank(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
+@lru_cache(maxsize=1 << 14)  # one object per form, so that cache keys can compare metas by identity
+def meta_tensor(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, offset: int = 0
+) -> Tensor:
     """Return a meta tensor of the given form; the same object for the same form."""
     if not offset:
         return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    # empty_strided takes no storage offset: the last element that the view touches gives the size of its
-    # memory.
+    # empty_strided takes no storage offset, so the tensor is a view of memory that ends at its last element.
     reach = offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True) if size)
     return torch.empty(reach, dtype=dtype, device="meta").as_strided(shape, stride, offset)
 
 
-def blank_like(tensor: Tensor) -> Tensor:
+def meta_like(tensor: Tensor) -> Tensor:
     """Return the meta tensor with the form of the given tensor."""
-    return blank(tuple(tensor.shape), tensor.stride(), tensor.dtype, int(tensor.storage_offset()))
+    return meta_tensor(tuple(tensor.shape), tensor.stride(), tensor.dtype, int(tensor.storage_offset()))
 
 
 def empty_like(meta: Tensor, device: torch.device) -> Tensor:
@@ -236,13 +240,17 @@ def shapes(call: Call) -> Any:
     args, kwargs = substituted(call.args, call.kwargs, call.paths, metas)
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("meta")
-    kwargs.pop("generator", None)  # no shape depends on it, and the cache would keep it alive
+    kwargs.pop("generator", None)  # shapes do not depend on it, and the cache would keep it alive
     key = _key(call.func, args, kwargs)
     return _shapes(_Arguments(key, args, kwargs, call.func))
 
 
 def results(call: Call, strategy: OpStrategy | None) -> Any:
-    """Return `shapes` without the results that the strategy omits; None if one of the others is no tensor."""
+    """Return the meta results of a call, with None for tensors that the strategy does not compute.
+
+    Returns:
+        None if a result is not a tensor and the strategy has no `results`.
+    """
     metas = shapes(call)
     if isinstance(metas, Tensor):
         return metas
@@ -254,7 +262,7 @@ def results(call: Call, strategy: OpStrategy | None) -> Any:
 
 def _ctc_shapes(metas: list[Tensor]) -> list[Tensor]:
     steps, samples, _ = metas[0].shape  # log-probabilities [T, N, C], targets [N, S]
-    table = (samples, steps, 2 * metas[1].shape[-1] + 1)  # the labels with a blank around each
+    table = (samples, steps, 2 * metas[1].shape[-1] + 1)  # labels, with a blank before, between and after
     return [torch.empty(shape, dtype=metas[0].dtype, device="meta") for shape in ((samples,), table)]
 
 
@@ -271,11 +279,11 @@ def _gru_cell_shapes(metas: list[Tensor]) -> list[Tensor]:
 def _gru_cell_backward_shapes(metas: list[Tensor]) -> list[Tensor]:
     hidden, workspace = metas
     gates = workspace.new_empty(len(hidden), 3 * hidden.shape[1])
-    # Always five results: the kernel returns gradients of both biases, undefined ones without biases.
+    # Always five results: without biases the kernel returns undefined tensors as their gradients.
     return [gates, gates, torch.empty_like(hidden), gates[0], gates[0]]
 
 
-# Operators without a (complete) meta kernel, whose shapes are simple.
+# Operators whose meta kernel is missing or incomplete.
 _SHAPES: dict[Any, Callable[[list[Tensor]], Any]] = {
     torch.ops.aten._ctc_loss: _ctc_shapes,
     torch.ops.aten._ctc_loss_backward: lambda metas: torch.empty_like(metas[1]),
@@ -289,27 +297,30 @@ _SHAPES: dict[Any, Callable[[list[Tensor]], Any]] = {
 
 def _key(func: Any, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     # The default dtype is part of the key: an integer tensor times a float has that dtype.
-    named = _part_of_key(list(kwargs.values())) if kwargs else None
-    return (func, torch.get_default_dtype(), _part_of_key(args), named, *kwargs)
+    named = _key_of(list(kwargs.values())) if kwargs else None
+    return (func, torch.get_default_dtype(), _key_of(args), named, *kwargs)
 
 
-def _part_of_key(items: Sequence[Any]) -> tuple[Any, ...]:
+def _key_of(items: Sequence[Any]) -> tuple[Any, ...]:
     kinds = tuple(map(type, items))  # 1 == 1.0 == True, but the dtypes of the results differ
-    parts = [
-        id(item) if kind is Tensor else _part_of_key(item) if kind is list or kind is tuple else item
+    key = [
+        id(item) if kind is Tensor else _key_of(item) if kind is list or kind is tuple else item
         for kind, item in zip(kinds, items, strict=True)
     ]
-    return (kinds, *parts)
+    return (kinds, *key)
 
 
 class _Arguments:
-    """Arguments as a cache key; meta tensors compare by identity, because `blank` makes one per form."""
+    """Arguments as a cache key.
+
+    Meta tensors compare by identity, because `meta_tensor` returns one object per form.
+    """
 
     __slots__ = ("args", "func", "hash", "key", "kwargs")
 
     def __init__(self, key: tuple[Any, ...], args: list[Any], kwargs: dict[str, Any], func: Any) -> None:
         self.key, self.args, self.kwargs, self.func = key, args, kwargs, func
-        self.hash = hash(key)  # once: lookup and insertion would each hash the nested tuples
+        self.hash = hash(key)  # computed once: lookup and insertion would each hash the nested tuples
 
     def __hash__(self) -> int:
         return self.hash
@@ -325,19 +336,19 @@ def _shapes(call: _Arguments) -> Any:
         if isinstance(item, Tensor) and item.layout is not torch.strided:
             raise NotImplementedError(f"a result of {call.func} has the layout {item.layout}")
     if isinstance(result, Tensor):
-        return blank_like(result)
-    return [blank_like(item) if isinstance(item, Tensor) else item for item in result]
+        return meta_like(result)
+    return [meta_like(item) if isinstance(item, Tensor) else item for item in result]
 
 
 def written_by(func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operator writes in place, by its schema."""
+    """Return the tensors that an operator writes in place according to its schema."""
     args = list(args)
-    places = [
-        kwargs.get(argument.name, args[place] if place < len(args) else None)
-        for place, argument in enumerate(func._schema.arguments)
+    written = [
+        kwargs.get(argument.name, args[position] if position < len(args) else None)
+        for position, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    flat = [item for place in places for item in (place if isinstance(place, (list, tuple)) else [place])]
+    flat = [item for one in written for item in (one if isinstance(one, (list, tuple)) else [one])]
     return [item for item in flat if isinstance(item, Tensor)]
 
 
@@ -348,7 +359,7 @@ def is_collective(func: Any) -> bool:
 
 
 def mapped(results: Any, function: Callable[[Any], Any], kind: Any = Tensor) -> Any:
-    """Apply a function to each item of a type in the result of an operator."""
+    """Apply a function to each item of type `kind` in the result of an operator."""
     if isinstance(results, kind):
         return function(results)
     if isinstance(results, (list, tuple)):
@@ -359,6 +370,6 @@ def mapped(results: Any, function: Callable[[Any], Any], kind: Any = Tensor) -> 
 
 
 def operator(name: str) -> Any:
-    """Return an operator of ATen by its name; the name itself if this release of torch lacks it."""
-    # The name matches no operator, so a row of a table with it as the key has no effect.
+    """Return an ATen operator by its name; the name itself if this release of torch lacks the operator."""
+    # As a key of a table of rules, a name matches no operator and has no effect.
     return getattr(torch.ops.aten, name, name)

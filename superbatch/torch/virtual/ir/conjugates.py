@@ -7,21 +7,21 @@ from contextlib import contextmanager
 
 import torch
 
-_MARKS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
+_LAZY_KEYS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
 
 
 @contextmanager
-def conjugates_seen() -> Iterator[None]:
+def lazy_conjugation() -> Iterator[None]:
     """Enable the Conjugate and Negative dispatch keys, which torch excludes inside `__torch_dispatch__`."""
-    # `x.conj()` only sets a bit, which the Conjugate key resolves before a kernel runs. A handler runs below
-    # that key, with it excluded. So a kernel that conjugates internally is wrong under any handler, even an
-    # empty one: e.g. torch.linalg.pinv of a complex matrix.
-    off = [key for key in _MARKS if torch._C._dispatch_tls_is_dispatch_key_excluded(key)]
+    # `x.conj()` only sets a bit, which the Conjugate key resolves before a kernel runs. Inside a handler that
+    # key is excluded, so kernels that conjugate internally, such as torch.linalg.pinv of a complex matrix,
+    # return wrong results.
+    off = [key for key in _LAZY_KEYS if torch._C._dispatch_tls_is_dispatch_key_excluded(key)]
     for key in off:
         torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
     try:
         yield
     finally:
-        # Only the keys that were excluded before: nested contexts restore the state that they found.
+        # Only the keys that this context enabled, so that contexts can be nested.
         for key in off:
             torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)

@@ -1,7 +1,7 @@
 """Protocols of a recording and of the reductions over ranks.
 
-The recording calls composites (BatchNorm, indexing, writes in place), and these record simpler operations in
-it. The protocols break that import cycle: a composite imports this file, never `trace.recording`.
+A recording calls composites (BatchNorm, indexing, writes in place), which record simpler operations in that
+recording. The protocols break the import cycle: a composite imports this file, never `trace.recording`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from superbatch.results.coupling import CouplingKind
 
 from .calls import OpStrategy
 from .readings import Readings
-from .shard import Part, Shard
+from .shard import BatchSlice, Shard
 from .values import Handle, Operand, Value
 
 
@@ -25,7 +25,7 @@ class RandomSource(Protocol):
     """Source of the random numbers of a block."""
 
     @property
-    def as_the_batch(self) -> bool:
+    def as_full_batch(self) -> bool:
         """Flag: draw the numbers of the real large batch (``rng="batch"``)."""
         ...
 
@@ -33,8 +33,8 @@ class RandomSource(Protocol):
 class Recorder(Protocol):
     """Recording of the operations of one block.
 
-    Methods that compute return a `Value`; those that serve the program return a virtual tensor, or a real one
-    where the numbers are already known.
+    Methods that record return a `Value`. Methods whose result the program gets return a virtual tensor, or a
+    real one if its numbers are already computed.
     """
 
     @property
@@ -42,7 +42,7 @@ class Recorder(Protocol):
         """Number of samples of the batch."""
         ...
 
-    # After the block, `numbers` returns only values that were materialized in it.
+    # After the block, `numbers` returns only values that were materialized in the block.
     @property
     def open(self) -> bool:
         """Flag: the block has not ended."""
@@ -58,7 +58,7 @@ class Recorder(Protocol):
         """Source of the random numbers of the block."""
         ...
 
-    # A write into one of them copies it first, so that pending operations read the old numbers.
+    # Each is copied before a write, so that pending operations read the old numbers.
     @property
     def readings(self) -> Readings:
         """Real tensors that recorded operations read."""
@@ -66,7 +66,7 @@ class Recorder(Protocol):
 
     # A protocol, not `RankReducer`: `ranks` imports `trace`, which imports this file.
     @property
-    def across(self) -> RankSums | None:
+    def ranks(self) -> RankSums | None:
         """Reductions over the ranks that share the batch; None on a single rank."""
         ...
 
@@ -79,7 +79,7 @@ class Recorder(Protocol):
         ...
 
     def add(
-        self, func: Any, strategy: OpStrategy, metas: Any, *, once: bool = False, known: bool = False
+        self, func: Any, strategy: OpStrategy, metas: Any, *, once: bool = False, compilable: bool = False
     ) -> Any:
         """Record an operation with its strategy, and return the values of its results."""
         ...
@@ -92,30 +92,30 @@ class Recorder(Protocol):
         """Return the arguments with a value in place of each tensor."""
         ...
 
-    # Copied or read lazily: an operator that writes the tensor first triggers a copy (see `Readings`).
-    def given(self, tensor: Tensor) -> Value:
+    # Small tensors are copied at once, others before the program writes into them (see `Readings`).
+    def from_real(self, tensor: Tensor) -> Value:
         """Return a value for a real tensor."""
         ...
 
-    def gathered(self, value: Value, kind: CouplingKind = "gathered", why: Any = ...) -> Value:
-        """Return the value as a full one, gathered from its rows if need be."""
+    def gathered(self, value: Value, kind: CouplingKind = "gathered", operator: Any = ...) -> Value:
+        """Return the full value; a sharded one is gathered from its rows."""
         ...
 
-    # `value` and `given` lead from the program's tensors into the recording, `show` and `shown` back out.
-    def show(self, value: Value) -> Tensor:
-        """Return a virtual tensor that shows a value."""
+    # `value` and `from_real` turn tensors of the program into values, `wrap` and `wrapped` do the opposite.
+    def wrap(self, value: Value) -> Tensor:
+        """Return a virtual tensor for a value."""
         ...
 
-    def shown(self, results: Any) -> Any:
+    def wrapped(self, results: Any) -> Any:
         """Return the results with a tensor in place of each value."""
         ...
 
-    def watch(self, handle: Handle) -> None:
+    def register(self, handle: Handle) -> None:
         """Register a handle: while it lives, the program may read its value."""
         ...
 
     # Before the backward: afterwards the old gradient of the leaf could not be restored.
-    def note_leaf(self, tensor: Tensor) -> None:
+    def register_leaves(self, tensor: Tensor) -> None:
         """Register the autograd leaves that receive a gradient through a real tensor."""
         ...
 
@@ -124,12 +124,12 @@ class Recorder(Protocol):
         ...
 
     def materialized(self, values: Iterable[Value]) -> list[Tensor]:
-        """Return the tensors of full values, materialized if need be."""
+        """Materialize full values, and return their tensors."""
         ...
 
-    # All pending values: one at a time would repeat the sweeps that they share.
+    # All pending values together: one at a time would repeat the sweeps that they share.
     def materialize(self, targets: Iterable[Value]) -> None:
-        """Compute the targets and everything else that is pending."""
+        """Compute the targets and all other pending values."""
         ...
 
     def write_later(self, tensor: Tensor, value: Value) -> None:
@@ -137,8 +137,8 @@ class Recorder(Protocol):
         ...
 
     # Called before every operation on a real tensor, e.g. if the program reads running_mean in the block.
-    def settle_writes(self, args: Iterable[Any]) -> None:
-        """Make the pending writes if one of the arguments shares memory with a buffer that waits."""
+    def make_writes(self, args: Iterable[Any]) -> None:
+        """Make the pending writes if one of the arguments shares memory with a buffer to be written."""
         ...
 
 
@@ -147,10 +147,10 @@ class RankSums(Protocol):
 
     @property
     def normalises(self) -> bool:
-        """Flag: a BatchNorm in training mode normalises over all ranks now."""
+        """Flag: a BatchNorm in training mode normalises over several ranks at present."""
         ...
 
-    def over(self, layer: nn.SyncBatchNorm) -> AbstractContextManager[None]:
+    def normalising_over(self, layer: nn.SyncBatchNorm) -> AbstractContextManager[None]:
         """Normalise over the ranks of a layer inside the context."""
         ...
 
@@ -167,23 +167,23 @@ class RankSums(Protocol):
         self,
         recording: Recorder,
         x: Operand,
-        moments: Callable[[Part, list[Tensor]], Any],
+        moments: Callable[[BatchSlice, list[Tensor]], Any],
         form: tuple[int, torch.dtype],
         eps: float,
     ) -> list[Value]:
         """Return mean, 1 / standard deviation, biased and unbiased variance over the ranks."""
         ...
 
-    def spans(self, mean: Value) -> bool:
+    def is_over_ranks(self, mean: Value) -> bool:
         """Return whether the mean of a BatchNorm was computed over several ranks."""
         ...
 
-    def summed(self, recording: Recorder, mean: Value, mine: Value) -> Value:
+    def sum_over_ranks(self, recording: Recorder, mean: Value, mine: Value) -> Value:
         """Return a flat value summed over the ranks of a mean."""
         ...
 
     # The share is count / total, because dx divides by the count of this rank alone.
-    def sums(self, recording: Recorder, mean: Value, sums: list[Value], count: int) -> list[Value]:
+    def sum_backward(self, recording: Recorder, mean: Value, sums: list[Value], count: int) -> list[Value]:
         """Return the sums of a backward over all ranks, times this rank's share of the samples."""
         ...
 

@@ -1,4 +1,4 @@
-"""Reductions over micro-batches: sums, extremes, moments, concatenated rows."""
+"""Reductions of the outputs of micro-batches: sums, extremes, moments, concatenated rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .shard import Part, Shard, join
+from .shard import BatchSlice, Shard, join
 
 
 class Sums:
@@ -17,7 +17,7 @@ class Sums:
     Examples:
         >>> sums = Sums()
         >>> for index in range(2):
-        ...     sums.add(Part(index, index, index + 1), [torch.ones(2)])
+        ...     sums.add(BatchSlice(index, index, index + 1), [torch.ones(2)])
         >>> sums.result()
         [tensor([2., 2.])]
     """
@@ -26,10 +26,10 @@ class Sums:
         self._sums: list[Any] = []
         self._dtypes: list[torch.dtype] = []
 
-    def add(self, part: Part, outputs: list[Any]) -> None:
-        """Add the outputs of a micro-batch; None stands for an output that nobody needs."""
+    def add(self, microbatch: BatchSlice, outputs: list[Any]) -> None:
+        """Add the outputs of a micro-batch; an output that no operation reads is None."""
         if not self._sums:
-            # The dtype of the outputs, not of the total: a bfloat16 loss stays bfloat16 for the program.
+            # `result` returns the dtype of the outputs: a bfloat16 loss stays bfloat16 for the program.
             self._dtypes = [output.dtype if output is not None else torch.float32 for output in outputs]
             self._sums = [None if output is None else _first(output) for output in outputs]
             return
@@ -48,8 +48,8 @@ class Sums:
 def _first(output: Tensor) -> Tensor:
     if output.dtype in (torch.float16, torch.bfloat16):
         return output.float()
-    # The next outputs are added in place: one element of an expanded output stands for many, and an output
-    # that shares memory with an input would change the input.
+    # A copy, because the next outputs are added in place: elements of an expanded output share memory, and
+    # an output that is a view of an input would change the input.
     return output.clone(memory_format=torch.contiguous_format)
 
 
@@ -60,7 +60,7 @@ class Folded:
         self._combine = combine
         self._total: Tensor | None = None
 
-    def add(self, part: Part, outputs: list[Any]) -> None:
+    def add(self, microbatch: BatchSlice, outputs: list[Any]) -> None:
         """Combine the output of a micro-batch with the total."""
         (output,) = outputs
         self._total = output if self._total is None else self._combine(self._total, output)
@@ -72,12 +72,12 @@ class Folded:
 
 
 class Extremes:
-    """Minimum and maximum, for operators that return both (aminmax)."""
+    """Minimum and maximum, for aminmax, which returns both."""
 
     def __init__(self) -> None:
         self._found: list[Tensor] | None = None
 
-    def add(self, part: Part, outputs: list[Any]) -> None:
+    def add(self, microbatch: BatchSlice, outputs: list[Any]) -> None:
         """Reduce the (minimum, maximum) of a micro-batch."""
         if self._found is None:
             self._found = outputs
@@ -95,16 +95,16 @@ class Extremes:
 
 
 class Joined:
-    """Concatenation of the rows of all micro-batches: a gathered value."""
+    """Concatenation of the rows of all micro-batches to a full tensor."""
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
         self._rows: dict[int, Tensor] = {}
 
-    def add(self, part: Part, outputs: list[Any]) -> None:
+    def add(self, microbatch: BatchSlice, outputs: list[Any]) -> None:
         """Store the rows of a micro-batch."""
-        # By number: a sweep may begin with the last micro-batch, which carries rows (see `run.carried`).
-        self._rows[part.number] = outputs[0]
+        # By number: a sweep may begin with the last micro-batch (see `run.carried`).
+        self._rows[microbatch.number] = outputs[0]
 
     def result(self) -> list[Tensor]:
         """Return the rows in the order of the samples."""
@@ -112,18 +112,18 @@ class Joined:
 
 
 class First:
-    """Outputs that are equal in every micro-batch, e.g. the empty statistics of a BatchNorm in eval mode."""
+    """Outputs that are equal in every micro-batch, such as the empty statistics of BatchNorm in eval mode."""
 
     def __init__(self) -> None:
         self._outputs: list[Any] | None = None
 
-    def add(self, part: Part, outputs: list[Any]) -> None:
+    def add(self, microbatch: BatchSlice, outputs: list[Any]) -> None:
         """Keep the outputs of the first micro-batch."""
         if self._outputs is None:
             self._outputs = outputs
 
     def result(self) -> list[Tensor]:
-        """Return the kept outputs."""
+        """Return the outputs of the first micro-batch."""
         assert self._outputs is not None
         return self._outputs
 
@@ -140,7 +140,7 @@ class Moments:
         >>> moments = Moments(lambda mean, squares, count: [mean, squares / count])
         >>> for index, x in enumerate([torch.tensor([1.0, 2.0]), torch.tensor([6.0])]):
         ...     deviations = (x - x.mean()).square().sum()
-        ...     moments.add(Part(index, 0, len(x)), [(x.mean(), deviations, len(x))])
+        ...     moments.add(BatchSlice(index, 0, len(x)), [(x.mean(), deviations, len(x))])
         >>> moments.result()
         [tensor(3.), tensor(4.6667)]
 
@@ -150,33 +150,33 @@ class Moments:
 
     def __init__(self, finish: Callable[[Tensor, Tensor, int], Sequence[Tensor]]) -> None:
         self._finish = finish
-        self._parts: list[tuple[Tensor, Tensor, int]] = []
+        self._moments: list[tuple[Tensor, Tensor, int]] = []
 
-    def add(self, part: Part, outputs: list[Any]) -> None:
-        """Add (mean, M2, count), the first output; the others are placeholders."""
-        self._parts.append(outputs[0])
-        # Bounds the memory: a thousand micro-batches hold no more moments than a few.
-        if len(self._parts) == _AT_A_TIME:
-            self._parts = [_combined(self._parts)]
+    def add(self, microbatch: BatchSlice, outputs: list[Any]) -> None:
+        """Add (mean, M2, count) of a micro-batch: its first output. Other outputs are placeholders."""
+        self._moments.append(outputs[0])
+        # Combined in between, so that a thousand micro-batches take no more memory than 32.
+        if len(self._moments) == _MOST_HELD:
+            self._moments = [_combined(self._moments)]
 
     def result(self) -> list[Tensor]:
         """Return `finish` of the moments over all samples."""
-        return list(self._finish(*_combined(self._parts)))
+        return list(self._finish(*_combined(self._moments)))
 
 
-_AT_A_TIME = 32
+_MOST_HELD = 32
 
 
-def _combined(parts: Sequence[tuple[Tensor, Tensor, int]]) -> tuple[Tensor, Tensor, int]:
-    count = sum(n for _, _, n in parts)
-    # Not sum x^2 - n mean^2, which cancels: a mean of 1e4 and a deviation of 1 leave float32 no digit.
-    mean = sum_of(mean * (n / count) for mean, _, n in parts)
-    squares = sum_of(squares + n * _squared(mean_i - mean) for mean_i, squares, n in parts)
+def _combined(moments: Sequence[tuple[Tensor, Tensor, int]]) -> tuple[Tensor, Tensor, int]:
+    count = sum(n for _, _, n in moments)
+    # Not sum x^2 - n mean^2, which cancels: a mean of 1e4 and a deviation of 1 leave no digit in float32.
+    mean = sum_of(mean * (n / count) for mean, _, n in moments)
+    squares = sum_of(squares + n * _squared(mean_i - mean) for mean_i, squares, n in moments)
     return mean, squares, count
 
 
 def _squared(deviation: Tensor) -> Tensor:
-    """Return ``|d|^2``, real for complex deviations too: torch.var of complex numbers is real."""
+    """Return ``|d|^2``, which is real for complex deviations too, as torch.var is."""
     return (deviation.abs() if deviation.is_complex() else deviation).square()
 
 

@@ -1,7 +1,7 @@
 """References for paranoid mode: operations on full tensors, computed without the rules.
 
-For kernels that cannot be called again with the program's tensors, because the state that they save for the
-backward is missing or in a private form.
+For kernels that cannot be called again on full tensors, because the state that they save for the backward is
+missing or in a private form.
 """
 
 from __future__ import annotations
@@ -14,58 +14,58 @@ from torch import Tensor
 
 from superbatch.torch.devices import in_float64
 
-Given = dict[str, Any]  # arguments by name, with full tensors
+Arguments = dict[str, Any]  # by name, with full tensors
 aten: Any = torch.ops.aten
 
 
-def arguments_by_name(func: Any, args: Any, kwargs: dict[str, Any]) -> Given:
+def arguments_by_name(func: Any, args: Any, kwargs: dict[str, Any]) -> Arguments:
     """Return all arguments of a call by name, with the schema's defaults."""
     defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
-    # `defaults` has the order of the schema, so zip matches positional arguments to names.
+    # `defaults` has the order of the schema, so zip pairs positional arguments with their names.
     return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
 
 
 # -- CUDA's attention ---------------------------------------------------------------------------------------
 
 
-def _attention_weights(given: Given) -> tuple[Tensor, float]:
+def _attention_weights(arguments: Arguments) -> tuple[Tensor, float]:
     """Return the attention weights [..., queries, keys], and the scale of the scores."""
-    query, key = given["query"], given["key"]
-    scale = given.get("scale")
+    query, key = arguments["query"], arguments["key"]
+    scale = arguments.get("scale")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     # In float64: a reference in the kernel's precision would have a rounding error of its own.
     scores = in_float64(query) @ in_float64(key).mT * scale
-    if given.get("attn_bias") is not None:
-        scores = scores + given["attn_bias"]
-    if given["is_causal"]:
+    if arguments.get("attn_bias") is not None:
+        scores = scores + arguments["attn_bias"]
+    if arguments["is_causal"]:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(later, -torch.inf)
     return scores.softmax(-1).nan_to_num(0.0), scale  # a query whose keys are all masked has output 0
 
 
-def _attention(given: Given) -> list[Any]:
-    if given["dropout_p"]:
-        return []  # the kernel does not return its mask, so nothing can be compared
-    probs, _ = _attention_weights(given)
-    return [(probs @ in_float64(given["value"])).to(given["query"].dtype)]
+def _attention(arguments: Arguments) -> list[Any]:
+    if arguments["dropout_p"]:
+        return []  # nothing can be compared, because the kernel does not return its dropout mask
+    probs, _ = _attention_weights(arguments)
+    return [(probs @ in_float64(arguments["value"])).to(arguments["query"].dtype)]
 
 
-def _attention_backward(given: Given) -> list[Any]:
-    if given["dropout_p"]:
+def _attention_backward(arguments: Arguments) -> list[Any]:
+    if arguments["dropout_p"]:
         return []
-    grad = in_float64(next(iter(given.values())))  # "grad_out", or "grad_out_"
-    query, key, value = (given[name] for name in ("query", "key", "value"))
-    probs, scale = _attention_weights(given)
+    grad = in_float64(next(iter(arguments.values())))  # "grad_out", or "grad_out_"
+    query, key, value = (arguments[name] for name in ("query", "key", "value"))
+    probs, scale = _attention_weights(arguments)
     # The gradient of softmax: dS = P * (dP - sum(dP * P)).
     of_probs = grad @ in_float64(value).mT
     of_scores = probs * (of_probs - (of_probs * probs).sum(-1, keepdim=True))
-    found: list[Any] = [
+    gradients: list[Any] = [
         (of_scores @ in_float64(key) * scale).to(query.dtype),
         (of_scores.mT @ in_float64(query) * scale).to(key.dtype),
         (probs.mT @ grad).to(value.dtype),
     ]
-    bias = given.get("attn_bias")
-    return found if bias is None else [*found, of_scores.sum_to_size(bias.shape).to(bias.dtype)]
+    bias = arguments.get("attn_bias")
+    return gradients if bias is None else [*gradients, of_scores.sum_to_size(bias.shape).to(bias.dtype)]
 
 
 # -- cuDNN --------------------------------------------------------------------------------------------------
@@ -73,55 +73,55 @@ def _attention_backward(given: Given) -> list[Any]:
 _RNN, _RNN_BACKWARD = aten._cudnn_rnn.default, aten._cudnn_rnn_backward.default
 
 
-def _recurrent(given: Given) -> list[Any]:
-    return list(_RNN(**_with_own_buffer(given))[:3])
+def _recurrent(arguments: Arguments) -> list[Any]:
+    return list(_RNN(**_with_own_buffer(arguments))[:3])
 
 
-def _recurrent_backward(given: Given) -> list[Any]:
-    given = _with_own_buffer(given)
+def _recurrent_backward(arguments: Arguments) -> list[Any]:
+    arguments = _with_own_buffer(arguments)
     names = [argument.name for argument in _RNN._schema.arguments]
-    output, _, _, reserve, buffer = _RNN(**{name: given[name] for name in names})
-    given.update(output=output, reserve=reserve, weight_buf=buffer)
-    return list(_RNN_BACKWARD(**given))
+    output, _, _, reserve, buffer = _RNN(**{name: arguments[name] for name in names})
+    arguments.update(output=output, reserve=reserve, weight_buf=buffer)
+    return list(_RNN_BACKWARD(**arguments))
 
 
-def _with_own_buffer(given: Given) -> Given:
-    """Return the arguments without the empty placeholder for the packed weights."""
-    buffer = given["weight_buf"]
+def _with_own_buffer(arguments: Arguments) -> Arguments:
+    """Return the arguments with None in place of an empty placeholder for the packed weights."""
+    buffer = arguments["weight_buf"]
     # cuDNN requires contiguous states; slices of a batch are strided.
     states = {
         name: item.contiguous()
-        for name, item in given.items()
+        for name, item in arguments.items()
         if isinstance(item, Tensor) and name != "weight_buf"
     }
-    return {**given, **states, "weight_buf": buffer if buffer is not None and buffer.numel() else None}
+    return {**arguments, **states, "weight_buf": buffer if buffer is not None and buffer.numel() else None}
 
 
-def _batch_norm(given: Given) -> list[Any]:
+def _batch_norm(arguments: Arguments) -> list[Any]:
     # cudnn_batch_norm has the same first eight arguments, and a reserve as its fourth result.
-    return list(aten.native_batch_norm.default(*list(given.values())[:8]))
+    return list(aten.native_batch_norm.default(*list(arguments.values())[:8]))
 
 
-def _batch_norm_backward(given: Given) -> list[Any]:
-    x, grad, weight, mean, var, save_mean, save_invstd, eps = list(given.values())[:8]
+def _batch_norm_backward(arguments: Arguments) -> list[Any]:
+    x, grad, weight, mean, var, save_mean, save_invstd, eps = list(arguments.values())[:8]
     training, wanted = True, [True, True, True]  # cuDNN's backward is for training, and returns all three
-    kept = mean, var, save_mean, save_invstd, training, eps, wanted
-    return list(aten.native_batch_norm_backward.default(grad, x, weight, *kept))
+    rest = mean, var, save_mean, save_invstd, training, eps, wanted
+    return list(aten.native_batch_norm_backward.default(grad, x, weight, *rest))
 
 
 # -- random numbers -----------------------------------------------------------------------------------------
 
 
-def dropped(given: Given, mask: Tensor) -> list[Any]:
+def dropped(arguments: Arguments, mask: Tensor) -> list[Any]:
     """Return the result of dropout for the mask that it drew."""
-    p, x = given["p"], given["input"]
+    p, x = arguments["p"], arguments["input"]
     # p = 1 drops everything; 1 / (1 - p) would divide by zero.
     return [x * mask * (0.0 if p == 1.0 else 1.0 / (1.0 - p))]
 
 
 _ATTENTION = ("flash", "efficient", "cudnn")
 
-REFERENCES: dict[Any, Callable[[Given], list[Any]]] = {
+REFERENCES: dict[Any, Callable[[Arguments], list[Any]]] = {
     **{getattr(aten, f"_scaled_dot_product_{name}_attention"): _attention for name in _ATTENTION},
     **{
         getattr(aten, f"_scaled_dot_product_{name}_attention_backward"): _attention_backward

@@ -1,14 +1,18 @@
-"""Sharding of the samples in a tensor: one dimension, read as ``[outer][samples][inner]``.
+"""Placements of a tensor in a virtual batch, in DTensor's words, with micro-batches in place of devices.
 
-A batch of N images has its samples in dimension 0, one row each. After ``x.view(N * T, F)`` each sample has
-`inner` = T rows. After ``torch.cat([view1, view2])`` all samples come twice, `outer` = 2: the rows of a
-micro-batch are then not contiguous, but still one slice of ``[outer][samples][inner]``.
+`Shard`: a micro-batch has its own rows of one dimension, read as ``[outer][samples][inner]``. A batch of N
+images has its samples in dimension 0, one row each. After ``x.view(N * T, F)`` each sample has `inner` = T
+rows. After ``torch.cat([view1, view2])`` all samples occur twice, `outer` = 2: the rows of a micro-batch are
+then not contiguous, but still one slice of ``[outer][samples][inner]``.
+
+`REPLICATE`: an input that each micro-batch reads in full. `PARTIAL`: an output that is reduced over the
+micro-batches. Both are None, because in both cases the tensor itself is full.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +21,12 @@ from superbatch.batch.split import near_equal
 
 
 class Shard(NamedTuple):
-    """Dimension that is sharded by samples, and the rows of each sample in it.
+    """Placement of a tensor whose rows in one dimension belong to samples.
 
     Attributes:
         dim: the dimension, never negative.
-        outer: number of repetitions of the whole batch.
-        inner: adjacent rows of one sample.
+        outer: number of times that the whole batch is repeated.
+        inner: number of adjacent rows of each sample.
 
     Examples:
         >>> Shard(0).rows(5), Shard(0, outer=2, inner=3).rows(5)
@@ -42,12 +46,19 @@ class Shard(NamedTuple):
         return Shard(dim, self.outer, self.inner)
 
     def repeated(self, outer: int) -> Shard:
-        """Return the sharding with another number of repetitions of the batch."""
+        """Return the sharding with the batch repeated another number of times."""
         return Shard(self.dim, outer, self.inner)
 
 
-class Part(NamedTuple):
-    """One micro-batch: the samples ``start:stop`` of the batch."""
+REPLICATE: Final = None
+"""Placement of an input that each micro-batch reads in full."""
+
+PARTIAL: Final = None
+"""Placement of an output that the micro-batches are reduced to."""
+
+
+class BatchSlice(NamedTuple):
+    """Micro-batch `number` of the batch: its samples ``start:stop``."""
 
     number: int
     start: int
@@ -59,37 +70,37 @@ class Part(NamedTuple):
         return self.stop - self.start
 
 
-def parts_of(samples: int, size: int) -> list[Part]:
-    """Return the micro-batches of a batch: their sizes differ by at most 1, and none exceeds `size`.
+def batch_slices(samples: int, size: int) -> list[BatchSlice]:
+    """Return the micro-batches of a batch: at most `size` samples each, in sizes that differ by at most 1.
 
     Examples:
-        >>> parts_of(5, 3)
-        [Part(number=0, start=0, stop=3), Part(number=1, start=3, stop=5)]
+        >>> batch_slices(5, 3)
+        [BatchSlice(number=0, start=0, stop=3), BatchSlice(number=1, start=3, stop=5)]
     """
-    parts: list[Part] = []
+    slices: list[BatchSlice] = []
     for count in near_equal(samples, size):
-        start = parts[-1].stop if parts else 0
-        parts.append(Part(len(parts), start, start + count))
-    return parts
+        start = slices[-1].stop if slices else 0
+        slices.append(BatchSlice(len(slices), start, start + count))
+    return slices
 
 
-def cut(tensor: Tensor, shard: Shard, part: Part) -> Tensor:
+def cut(tensor: Tensor, shard: Shard, microbatch: BatchSlice) -> Tensor:
     """Return the rows of a micro-batch.
 
     Examples:
-        >>> cut(torch.arange(6), Shard(0, outer=2), Part(0, 1, 3))
+        >>> cut(torch.arange(6), Shard(0, outer=2), BatchSlice(0, 1, 3))
         tensor([1, 2, 4, 5])
     """
     dim, outer, inner = shard
-    if outer == 0:  # e.g. x.repeat(0, 1): the dimension is empty, in a micro-batch too
+    if outer == 0:  # as after x.repeat(0, 1): empty in a micro-batch too
         return tensor
     if outer == 1:
-        return tensor.narrow(dim, part.start * inner, part.samples * inner)
-    # Both sizes in full: -1 is ambiguous for a tensor without elements, and torch raises.
+        return tensor.narrow(dim, microbatch.start * inner, microbatch.samples * inner)
+    # Both sizes explicitly, because torch raises for a -1 in the shape of an empty tensor.
     blocks = tensor.unflatten(dim, (outer, tensor.shape[dim] // outer)).narrow(
-        dim + 1, part.start * inner, part.samples * inner
+        dim + 1, microbatch.start * inner, microbatch.samples * inner
     )
-    return blocks.flatten(dim, dim + 1)  # copies: the rows of several blocks have no common stride
+    return blocks.flatten(dim, dim + 1)  # a copy: the rows of several blocks have no common stride
 
 
 def join(rows: Sequence[Tensor], shard: Shard) -> Tensor:
@@ -100,22 +111,22 @@ def join(rows: Sequence[Tensor], shard: Shard) -> Tensor:
         tensor([0, 1, 2, 3, 4, 5])
     """
     dim, outer, _ = shard
-    if len(rows) == 1 or outer == 0:  # one micro-batch: no copy of the batch
+    if len(rows) == 1 or outer == 0:  # avoids a copy of the batch
         return rows[0]
     if outer == 1:
         return torch.cat(list(rows), dim)
-    # Concatenating the rows as they are would interleave the blocks: [0, 3] and [1, 2, 4, 5] of two blocks.
+    # Block by block: joining [0, 3] and [1, 2, 4, 5] directly would give [0, 3, 1, 2, 4, 5].
     blocks = [each.unflatten(dim, (outer, each.shape[dim] // outer)) for each in rows]
     return torch.cat(blocks, dim + 1).flatten(dim, dim + 1)
 
 
-def sized(shape: Sequence[int], shard: Shard, part: Part) -> list[int]:
-    """Return the shape of the whole batch, changed to the samples of a micro-batch.
+def microbatch_shape(shape: Sequence[int], shard: Shard, microbatch: BatchSlice) -> list[int]:
+    """Return the shape of a micro-batch's rows, from the shape for the whole batch.
 
     Examples:
-        >>> sized((8, 3), Shard(0), Part(0, 2, 4))
+        >>> microbatch_shape((8, 3), Shard(0), BatchSlice(0, 2, 4))
         [2, 3]
     """
-    found = list(shape)  # a new list: rules are cached for the process, and threads share them
-    found[shard.dim] = shard.rows(part.samples)
-    return found
+    sizes = list(shape)  # a new list: rules are cached for the process, and threads share them
+    sizes[shard.dim] = shard.rows(microbatch.samples)
+    return sizes

@@ -1,9 +1,10 @@
 """Canonical strides for kernels that misread the strides of a dimension of size one.
 
-PyTorch allows any stride in a dimension of size one, but some kernels choose their memory format by it. A
-gradient of one image with strides ``(C, 1, W * C, C)`` is contiguous in channels-last order for
-`Tensor.is_contiguous`, which skips such dimensions, and in the usual order for `suggest_memory_format`, which
-does not: the kernel reads the wrong one. A batch never has such strides; a micro-batch of one often has.
+PyTorch allows any stride in a dimension of size one, but some kernels choose their memory format by that
+stride. A gradient of one image with strides ``(C, 1, W * C, C)`` is in channels-last order for
+`Tensor.is_contiguous`, which skips dimensions of size one, but in the usual order for
+`suggest_memory_format`, which does not. So the kernel reads it in the wrong order. A batch never has such
+strides; a micro-batch of one sample often has.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .shard import Part
+from .shard import BatchSlice
 from .values import Run
 
 aten: Any = torch.ops.aten
@@ -33,11 +34,11 @@ def canonical(tensor: Tensor) -> Tensor:
         (60, 1, 15, 3)
     """
     shape = tensor.shape
-    if 1 not in shape or 0 in shape:  # nearly all tensors: this runs before every convolution
+    if 1 not in shape or 0 in shape:  # true for nearly all tensors, and checked before every convolution
         return tensor
     strides = tensor.stride()
-    found = _canonical(shape, strides)
-    return tensor if found == strides else tensor.as_strided(shape, found)
+    new = _canonical(shape, strides)
+    return tensor if new == strides else tensor.as_strided(shape, new)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -45,24 +46,24 @@ def _canonical(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, .
     dims = len(shape)
     orders = [tuple(range(dims)), *([_last(dims)] if dims in _CHANNELS_LAST else [])]
     for dense in (_dense(shape, order) for order in orders):
-        # Channels-last is tried second: a tensor that fits both orders gets the usual one.
+        # Channels-last is second: a tensor that fits both orders gets the usual one.
         if all(size == 1 or step == new for size, step, new in zip(shape, strides, dense, strict=True)):
             return dense
-    # Dense in neither order (e.g. a slice): a stride beyond all others, but 1 in the last dimension, which
-    # kernels check.
+    # A slice is dense in neither order. Its dimensions of size one get a stride beyond all others. The last
+    # dimension gets stride 1, which kernels check.
     reach = max((size * step for size, step in zip(shape, strides, strict=True) if size > 1), default=1)
     found = [reach if size == 1 else step for size, step in zip(shape, strides, strict=True)]
     return (*found[:-1], 1 if shape[-1] == 1 else found[-1])
 
 
 def _last(dims: int) -> tuple[int, ...]:
-    """Dimensions in channels-last order, outermost first."""
+    """Return the dimensions in channels-last order, outermost first."""
     return (0, *range(2, dims), 1)
 
 
 @lru_cache(maxsize=1 << 12)
 def _dense(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a dense tensor with its dimensions in this memory order, outermost first."""
+    """Return the strides of a dense tensor with dimensions in this memory order, outermost first."""
     strides, step = [0] * len(shape), 1
     for dim in reversed(order):
         strides[dim] = step
@@ -87,68 +88,66 @@ class _Order(NamedTuple):
     """Memory order of a full tensor.
 
     Attributes:
-        memory_format: format in which it is contiguous; None: in none, or it has less than two dimensions.
-        last: the last dimension has stride 1.
+        memory_format: format in which it is contiguous; None if it is not, or has fewer than two dimensions.
+        unit_stride: the last dimension has stride 1.
     """
 
     memory_format: torch.memory_format | None
-    last: bool
+    unit_stride: bool
 
 
 def _order_of(meta: Tensor) -> _Order:
     formats = [torch.contiguous_format, _CHANNELS_LAST.get(meta.dim())] if meta.dim() > 1 else []
-    found = (one for one in formats if one is not None and meta.is_contiguous(memory_format=one))
-    return _Order(next(found, None), bool(meta.dim() > 1 and meta.stride(-1) == 1))
+    matching = (one for one in formats if one is not None and meta.is_contiguous(memory_format=one))
+    return _Order(next(matching, None), bool(meta.dim() > 1 and meta.stride(-1) == 1))
 
 
 def _in_order(tensor: Tensor, order: _Order) -> Tensor:
-    # Copies only if the micro-batch differs from the batch: e.g. rows cut from an outer block are strided.
-    memory_format, last = order
+    # A copy only if the micro-batch has another order: rows cut from several outer blocks are strided.
+    memory_format, unit_stride = order
     if memory_format is None:
-        if last and tensor.stride(-1) != 1:
+        if unit_stride and tensor.stride(-1) != 1:
             return tensor.contiguous()
         return canonical(tensor)
     if not tensor.is_contiguous(memory_format=memory_format):
         return tensor.contiguous(memory_format=memory_format)
     if 1 not in tensor.shape or 0 in tensor.shape:
         return tensor
-    # Contiguous up to the strides of size one, which `is_contiguous` ignores and kernels may read.
+    # `is_contiguous` ignores the strides of dimensions of size one, but kernels may read them.
     dims = tuple(range(tensor.dim()))
-    found = _dense(tensor.shape, dims if memory_format is torch.contiguous_format else _last(len(dims)))
-    return tensor if found == tensor.stride() else tensor.as_strided(tensor.shape, found)
+    strides = _dense(tensor.shape, dims if memory_format is torch.contiguous_format else _last(len(dims)))
+    return tensor if strides == tensor.stride() else tensor.as_strided(tensor.shape, strides)
 
 
-def in_order(metas: Sequence[Tensor], run: Run) -> Run:
-    """Return a function that calls `run` with the rows of a micro-batch in the memory order of the batch.
-
-    For kernels that assume that order, or raise for another.
+def in_batch_order(metas: Sequence[Tensor], run: Run) -> Run:
+    """Return `run` for kernels that need the rows of a micro-batch in the memory order of the batch.
 
     Args:
-        metas: meta tensors of the batch.
-        run: takes rows of each of them.
+        metas: meta tensors of the inputs for the whole batch.
+        run: takes the rows of each input.
     """
-    # From the metas, once per strategy: the order of the batch does not depend on the micro-batch.
+    # Once per strategy, because the order of the batch does not depend on the micro-batch.
     orders = [_order_of(meta) for meta in metas]
 
-    def ordered(part: Part, tensors: list[Tensor]) -> Any:
-        return run(part, [_in_order(x, order) for x, order in zip(tensors, orders, strict=True)])
+    def ordered(microbatch: BatchSlice, tensors: list[Tensor]) -> Any:
+        return run(microbatch, [_in_order(x, order) for x, order in zip(tensors, orders, strict=True)])
 
     return ordered
 
 
-def careful(operator: Any, metas: Sequence[Tensor], run: Run) -> Run:
-    """Return a function that calls an operator with the strides that its kernel needs: mostly `run` itself.
+def with_kernel_strides(operator: Any, metas: Sequence[Tensor], run: Run) -> Run:
+    """Return `run`, changed to pass the strides that the operator's kernel needs, if it needs any.
 
     Args:
         operator: overload of the operator.
-        metas: meta tensors of the batch.
+        metas: meta tensors of the inputs for the whole batch.
         run: calls the operator.
     """
     packet = operator.overloadpacket
     if packet in _IN_ORDER:
-        return in_order(metas, run)
+        return in_batch_order(metas, run)
     if packet in _CANONICAL:
-        return lambda part, tensors: run(part, [canonical(tensor) for tensor in tensors])
+        return lambda microbatch, tensors: run(microbatch, [canonical(tensor) for tensor in tensors])
     return run
 
 

@@ -1,9 +1,9 @@
 """Recorded values, and the operations that compute them.
 
-A `Value` stands for a tensor of the whole batch: sharded into rows by micro-batch (it has a `Shard`), or
-full (`shard` is None), as a parameter, a batch statistic or the loss is. A `Node` is one operation on values.
-References go from a value to its node and from a node to its inputs; outputs are held weakly. So Python's
-reference counts free a value once the program and all later operations have dropped it.
+A `Value` stands for a tensor of the whole batch. It is sharded by micro-batch (it has a `Shard`), or full
+(`shard` is None), as parameters, batch statistics and losses are. A `Node` is one operation on values. A
+value refers to its node and a node to its inputs, but a node refers to its outputs weakly. So Python's
+reference counts free a value after the last reference from the program and from later operations.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from torch import Tensor
 
 from superbatch.results.coupling import CouplingKind
 
-from .shard import Part, Shard, cut
+from .shard import BatchSlice, Shard, cut
 
 
 class Handle:
-    """Reference to a value, held by each tensor of the program that shows it."""
+    """Reference to a value, held by each virtual tensor of the program that has this value."""
 
     __slots__ = ("__weakref__", "reference", "value")
 
     def __init__(self, value: Value) -> None:
         self.value = value
-        # One weak reference for all tensors that show the value: the recording keeps it, and a live one means
-        # that the program may still read the value.
+        # One weak reference for all tensors with the value. The recording stores it: as long as the handle
+        # lives, the program may read the value.
         self.reference = weakref.ref(self)
 
 
 class MicrobatchRows(Protocol):
     """Rows of a materialized value, one tensor per micro-batch."""
 
-    def get(self, part: Part) -> Tensor:
+    def get(self, microbatch: BatchSlice) -> Tensor:
         """Return the rows of a micro-batch, on the device that stores them."""
         ...
 
@@ -47,38 +47,38 @@ class Sliced(NamedTuple):
     tensor: Tensor
     shard: Shard
 
-    def get(self, part: Part) -> Tensor:
+    def get(self, microbatch: BatchSlice) -> Tensor:
         """Return the rows of a micro-batch as a view."""
-        return cut(self.tensor, self.shard, part)
+        return cut(self.tensor, self.shard, microbatch)
 
 
 class Value:
-    """Tensor of the whole batch, computed or not.
+    """Tensor of the whole batch, materialized or not.
 
     Attributes:
         meta: shape, strides and dtype, as a tensor on the meta device.
         device: device of the computation.
-        shard: how the samples are sharded; None if the value is full.
-        node: the operation that computes it; None if it is an input, or is stored.
-        index: position among the outputs of the node.
+        shard: sharding of the samples; None if the value is full.
+        node: operation that computes the value; None for an input, and after it is materialized.
+        index: position of the value among the outputs of the node.
         full: the full tensor, once it is materialized.
-        source: the program's tensor that shares this memory, with its `_version` at the time of reading;
-            None if the memory is our own.
+        source: tensor of the program that shares memory with `full`, and its `_version` when the value was
+            made; None if no tensor of the program does.
         rows: the rows by micro-batch, once they are stored.
-        gathered: weak reference to the full value that is joined from the rows.
+        gathered: weak reference to the full value that joins the rows.
         grows: dimensions that grow with the number of samples, besides the sharded one.
-        picked: number of batch rows in a full value, if it does not depend on the batch size.
-        held: keeps the bytes of `full` in the store's count for as long as the value lives.
+        picked: number of rows of the batch in a full value if that number is fixed, as in ``x[:3]``; else 0.
+        counted_bytes: entry of `full` in the store's count, which ends when the value is freed.
     """
 
     __slots__ = (
         "__weakref__",
         "_handle",
+        "counted_bytes",
         "device",
         "full",
         "gathered",
         "grows",
-        "held",
         "index",
         "meta",
         "node",
@@ -89,7 +89,7 @@ class Value:
     )
 
     def __init__(self, meta: Tensor, device: torch.device, shard: Shard | None = None) -> None:
-        # None only for a sparse or nested tensor, which has no strides to describe it.
+        # None for a sparse or nested tensor, which has no strides.
         self.meta = meta
         self.device = device
         self.shard = shard
@@ -101,7 +101,7 @@ class Value:
         self.gathered: weakref.ref[Value] | None = None
         self.grows: tuple[int, ...] = ()
         self.picked = 0
-        self.held: object = None
+        self.counted_bytes: object = None
         self._handle: weakref.ref[Handle] | None = None
 
     @property
@@ -111,31 +111,31 @@ class Value:
 
     @property
     def has_gradient(self) -> bool:
-        """Return whether autograd supports its dtype."""
+        """Return whether autograd supports the dtype."""
         return self.meta.dtype.is_floating_point or self.meta.dtype.is_complex
 
     def handle(self) -> Handle:
         """Return the handle for a tensor of the program to hold; a new one if none is alive."""
-        # Held weakly here: handle -> value -> handle would be a cycle, freed only by the garbage collector.
+        # A weak reference: handle -> value -> handle would be a cycle, freed only by the garbage collector.
         handle = None if self._handle is None else self._handle()
         if handle is None:
             handle = Handle(self)
             self._handle = handle.reference
         return handle
 
-    # From the meta tensor, because the schedule and "auto" need it before anything is computed.
+    # From the meta tensor: the schedule and "auto" need the size before the value is computed.
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows."""
+        """Size of the tensor for the whole batch in bytes."""
         return self.meta.numel() * self.meta.element_size()
 
 
 class Operand(NamedTuple):
-    """Value that an operation reads, and how it reads it.
+    """Value that an operation reads, with its placement.
 
     Attributes:
         value: the value.
-        shard: the operation reads the rows of its micro-batch, cut by this sharding; None: the full tensor.
+        shard: sharding that cuts the rows of the micro-batch to read; `REPLICATE`: the full tensor is read.
     """
 
     value: Value
@@ -145,8 +145,8 @@ class Operand(NamedTuple):
 class Reduction(Protocol):
     """Reduction of the outputs of all micro-batches to full ones."""
 
-    def add(self, part: Part, outputs: list[Any]) -> None:
-        """Add the outputs of one micro-batch, in any order of micro-batches."""
+    def add(self, microbatch: BatchSlice, outputs: list[Any]) -> None:
+        """Add the outputs of one micro-batch; micro-batches may come in any order."""
         ...
 
     def result(self) -> list[Any]:
@@ -154,8 +154,8 @@ class Reduction(Protocol):
         ...
 
 
-Run = Callable[[Part, list[Tensor]], Any]
-_serial = itertools.count()  # one for all threads: `next` of it is atomic
+Run = Callable[[BatchSlice, list[Tensor]], Any]
+_serial = itertools.count()  # shared by all threads: its `next` is atomic
 
 
 class Action(NamedTuple):
@@ -163,15 +163,15 @@ class Action(NamedTuple):
 
     Attributes:
         metas: one meta tensor per result; None for an absent result, an int for a result that is a number.
-        single: the operator returns one tensor, not a sequence.
-        once: the operation reads full values only, so it runs once and not per micro-batch.
-        shards: sharding of each result; None: full.
+        single: the operator returns a tensor, not a sequence.
+        once: the operation reads and returns full values only, so it runs once and not per micro-batch.
+        shards: placement of each result: a `Shard`, or `PARTIAL`.
         run: computes the results of one micro-batch; a tuple if there are several.
-        reduce: makes the `Reduction` of the full results; None without full results, or with `once`.
+        reduce: creates the `Reduction` of the `PARTIAL` results; None with `once`.
         view: the result shares the memory of its input.
-        light: costs about as much as reading the inputs, so recomputing is as cheap as storing.
-        known: `run` depends only on its tensors and on the number of samples, and operations of the same
-            form share the function object: a compiled segment may be reused for all of them.
+        light: running it costs about as much as reading the inputs, so recomputing is as cheap as storing.
+        compilable: `run` depends only on its tensors and on the number of samples, and is the same function
+            object for all operations of the same form. So they can share a compiled segment.
     """
 
     metas: tuple[Tensor | int | None, ...]
@@ -182,16 +182,16 @@ class Action(NamedTuple):
     reduce: Callable[[], Reduction] | None
     view: bool
     light: bool
-    known: bool
+    compilable: bool
 
 
 class ByRows(NamedTuple):
-    """Alternative form of an operation on full values: computed for the rows of one micro-batch at a time.
+    """Alternative form of an operation on full values, which computes the rows of one micro-batch at a time.
 
     Attributes:
         action: the operation by rows.
-        operands: its inputs, with the shardings that cut them.
-        larger: the results are much larger than the inputs that are cut.
+        operands: inputs, with the shardings that cut them.
+        larger: the results have at least twice the elements of the inputs that are cut.
     """
 
     action: Action
@@ -199,7 +199,7 @@ class ByRows(NamedTuple):
     larger: bool
 
 
-def going_back() -> bool:
+def in_backward() -> bool:
     """Return whether autograd runs a backward pass."""
     # -1 outside of the autograd engine; a thread-local of torch without a public accessor.
     return torch._C._current_graph_task_id() != -1
@@ -212,19 +212,20 @@ class Node:
         operator: an operator of torch, or a name such as "batch_norm".
         serial: position in the recording order; inputs have smaller serials.
         operands: the inputs.
-        outputs: weak references to the results; a dead one is not needed any more.
-        single, once, shards, run, reduce, view, light, known: as in `Action`.
-        gathers: the node gathers rows into a full tensor; "unknown" if an operator has no rule.
-        where: path of the module whose forward recorded it.
-        by_rows: alternative form that computes it by rows instead of once; None if there is none.
+        outputs: weak references to the results; a freed result need not be computed.
+        single, once, shards, run, reduce, view, light, compilable: as in `Action`.
+        gathers: reason why the node gathers rows into a full tensor: "gathered" for an operator that reads
+            it, "unknown" for an operator without a rule; None if the node does not gather.
+        where: path of the module whose forward recorded the node.
+        by_rows: alternative form that runs per micro-batch instead of once; None if there is none.
         backward: recorded during a backward pass.
     """
 
     __slots__ = (
         "backward",
         "by_rows",
+        "compilable",
         "gathers",
-        "known",
         "light",
         "once",
         "operands",
@@ -252,19 +253,26 @@ class Node:
         self.operator = operator
         self.serial = next(_serial)
         self.operands = tuple(operands)
-        # The value holds the node: a strong reference back would make a cycle of every operation and its
-        # results.
+        # Weak, because the value refers to the node: a cycle would be freed only by the garbage collector.
         self.outputs = [weakref.ref(value) for value in outputs]
-        # Flattened into slots: a sweep reads these for every node, and an attribute of an attribute costs
-        # twice.
-        _, self.single, self.once, self.shards, self.run, self.reduce, self.view, self.light, self.known = (
-            action
-        )
+        # Slots of the node, not of `action`: a sweep reads them for every node, and `node.action.run` would
+        # cost two lookups.
+        (
+            _,
+            self.single,
+            self.once,
+            self.shards,
+            self.run,
+            self.reduce,
+            self.view,
+            self.light,
+            self.compilable,
+        ) = action
         self.gathers: CouplingKind | None = gathers
         self.where = where
-        # Set by the recording, and used only if the plan finds that every reader takes rows.
+        # Set by the recording, and used if the plan finds that all readers take rows.
         self.by_rows: ByRows | None = None
-        self.backward = going_back()
+        self.backward = in_backward()
         for index, value in enumerate(outputs):
             value.node, value.index = self, index
 

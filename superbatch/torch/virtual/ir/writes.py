@@ -1,4 +1,4 @@
-"""Deferred writes into buffers, such as running statistics: made once the new numbers are computed."""
+"""Deferred writes into buffers such as running statistics, made once the new numbers are computed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Writes:
         >>> import torch
         >>> writes, buffer = Writes(), torch.zeros(3)
         >>> writes.add(buffer, Value(buffer, buffer.device))
-        >>> writes.wait_for([buffer[1:], 2.0]), writes.wait_for([[torch.zeros(3)]])
+        >>> writes.shares_memory([buffer[1:], 2.0]), writes.shares_memory([[torch.zeros(3)]])
         (True, False)
         >>> len(writes.take()), len(writes)
         (1, 0)
@@ -26,8 +26,8 @@ class Writes:
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Tensor, Value]] = []
-        # A set beside the list: every operation on a real tensor asks `wait_for`, and a search of the list
-        # would take a time quadratic in the number of BatchNorms.
+        # A set, because every operation on a real tensor calls `shares_memory`: searching the list would take
+        # time quadratic in the number of BatchNorms.
         self._memory: set[int | None] = set()
 
     def __len__(self) -> int:
@@ -36,20 +36,20 @@ class Writes:
 
     def add(self, tensor: Tensor, value: Value) -> None:
         """Register the write of a value into a tensor."""
-        # `.data` shares the memory but not the version counter: torch's BatchNorm too updates its running
-        # statistics without a new version, and a new one would make autograd raise in the backward. It also
-        # keeps the memory alive, so that its address cannot become that of another tensor.
+        # `.data` has the same memory but its own version counter. As in torch's BatchNorm, the write leaves
+        # the buffer's version unchanged; otherwise autograd would raise in the backward. The reference also
+        # keeps the memory alive, so that no other tensor gets its address.
         memory = tensor.data
         self._waiting.append((memory, value))
         self._memory.add(memory_of(memory))
 
-    def wait_for(self, args: Iterable[Any]) -> bool:
+    def shares_memory(self, args: Iterable[Any]) -> bool:
         """Return whether an argument, or an item of one, shares memory with a pending write."""
         flat = (item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else (arg,)))
         return any(isinstance(item, Tensor) and memory_of(item) in self._memory for item in flat)
 
     def take(self) -> list[tuple[Tensor, Value]]:
-        """Return the pending writes, for the caller to make, and remove them."""
-        # Removed first: making them runs operations, which ask `wait_for` again.
+        """Remove the pending writes, and return them for the caller to make."""
+        # Removed first: making them runs operations, which call `shares_memory` again.
         waiting, self._waiting, self._memory = self._waiting, [], set()
         return waiting

@@ -1,4 +1,4 @@
-"""Collectives that the program calls on virtual tensors: their written and returned tensors."""
+"""Arguments and results of collectives that the program calls on virtual tensors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..ir.recorder import Recorder
 from ..trace.tensor import VirtualTensor
 
 
-def shown(recording: Recorder, func: Any, args: Any, result: Any) -> Any:
+def wrapped_result(recording: Recorder, func: Any, args: Any, result: Any) -> Any:
     """Return the result of a collective with virtual tensors in place of real ones."""
-    if func.namespace == "c10d":  # in place: it returns the program's own tensors, and a handle to wait for
+    if func.namespace == "c10d":  # in place: returns the program's tensors and a handle to wait for
         return (args[0], result[-1]) if isinstance(result, (list, tuple)) else result
-    return mapped(result, lambda tensor: recording.show(recording.given(tensor)))
+    return mapped(result, lambda tensor: recording.wrap(recording.from_real(tensor)))
 
 
 def is_written(item: VirtualTensor, func: Any, args: Any) -> bool:
@@ -25,15 +25,16 @@ def is_written(item: VirtualTensor, func: Any, args: Any) -> bool:
     written = [
         arg
         for arg, declared in zip(args, func._schema.arguments, strict=False)
-        # Schemas do not mark nested lists of tensors as written: their outputs are known by these names.
+        # Schemas do not mark nested lists of tensors as written, but outputs have these names.
         if (declared.alias_info is not None and declared.alias_info.is_write)
         or declared.name in ("output_tensors", "outputs", "output", "output_tensor", "tensors")
     ]
-    return any(found is item for found in flat(written))
+    return any(tensor is item for tensor in flat(written))
 
 
 def flat(items: Any) -> Iterator[Any]:
     """Yield the items of nested lists."""
+    # The operators of all_gather and gather take lists of lists of tensors.
     for item in items if isinstance(items, (list, tuple)) else [items]:
         if isinstance(item, (list, tuple)):
             yield from flat(item)
@@ -43,7 +44,7 @@ def flat(items: Any) -> Iterator[Any]:
 
 def waited(result: Any) -> Any:
     """Wait for a collective, and return its result."""
-    # Virtual tensors have nothing to wait with later: their numbers must be complete when they are shown.
+    # A virtual tensor cannot wait later, so its numbers must be complete when it is made.
     items = result if isinstance(result, (list, tuple)) else [result]
     for item in items:
         if isinstance(item, Tensor):

@@ -1,4 +1,4 @@
-"""Gradients of a block whose models are sharded by FSDP2: means over the ranks, as shards."""
+"""Means of gradients over the ranks, for models that may be sharded by FSDP2."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ def mean(
     """Return the means of gradients over the ranks, as DDP defines them.
 
     Args:
-        sync: the ranks. With shards, gradients of sharded parameters are returned unchanged; `scatter`
-            reduces them.
+        sync: the ranks. Gradients of sharded parameters are returned unchanged, and reduced by `scatter`.
         parameters: parameters of the gradients.
         gradients: gradients of this rank; not modified.
         device: device of the exchange.
     """
     # A sharded parameter is a DTensor, which has a device mesh.
-    chosen = [not (sync.in_step and hasattr(parameter, "device_mesh")) for parameter in parameters]
-    # Divided before the sum, as in DDP: a sum of float16 gradients may overflow.
+    reduced = [not (sync.in_step and hasattr(parameter, "device_mesh")) for parameter in parameters]
+    # Divided before the sum, as in DDP, because a sum of float16 gradients may overflow.
     mine = [
         None if gradient is None else gradient / sync.count
-        for gradient, here in zip(gradients, chosen, strict=True)
-        if here
+        for gradient, is_reduced in zip(gradients, reduced, strict=True)
+        if is_reduced
     ]
-    plain = [parameter for parameter, here in zip(parameters, chosen, strict=True) if here]
+    plain = [parameter for parameter, is_reduced in zip(parameters, reduced, strict=True) if is_reduced]
     ranks = Manual(sync.group, device) if sync.in_step else sync
-    # A rank without a gradient takes part with zeros: collectives must match on all ranks.
+    # A rank without a gradient sends zeros, because all ranks must issue the same collectives.
     means = iter(ranks.reduce(mine, plain, lambda index: torch.zeros_like(plain[index])) if plain else [])
-    return [next(means) if here else gradient for gradient, here in zip(gradients, chosen, strict=True)]
+    return [
+        next(means) if is_reduced else gradient
+        for gradient, is_reduced in zip(gradients, reduced, strict=True)
+    ]
 
 
 def scatter(sync: Sync) -> None:

@@ -1,4 +1,4 @@
-"""`torch.nn.SyncBatchNorm` in a block: its own forward raises for tensors that are not on a GPU."""
+"""`torch.nn.SyncBatchNorm` in a block, whose own forward raises for tensors that are not on a GPU."""
 
 from __future__ import annotations
 
@@ -40,35 +40,35 @@ def routed(layers: Iterable[nn.SyncBatchNorm]) -> Iterator[None]:
         >>> "forward" in vars(layer)
         False
     """
-    chosen = [layer for layer in layers if _has_own_forward(layer)]
+    own_forward = [layer for layer in layers if _has_own_forward(layer)]
     try:
-        for layer in chosen:
+        for layer in own_forward:
             layer.forward = _Forward(layer)  # an instance attribute, which `nn.Module.__call__` prefers
         yield
     finally:
-        for layer in chosen:
+        for layer in own_forward:
             vars(layer).pop("forward", None)
 
 
 def _has_own_forward(layer: nn.SyncBatchNorm) -> bool:
     """Return whether the layer's forward is that of its class."""
-    # A copy that was made in a block has the class's forward as an instance attribute (`__deepcopy__`).
+    # A copy made in a block has the forward of its class as an instance attribute (`__deepcopy__`).
     own = type(layer).forward.__get__(layer)
     return vars(layer).get("forward", own) == own
 
 
 class _Forward:
-    """Forward of a SyncBatchNorm in a block; copies and pickles of the module have torch's own."""
+    """Forward of a SyncBatchNorm in a block; copies and pickles of the module get torch's own forward."""
 
     def __init__(self, layer: nn.SyncBatchNorm) -> None:
         self._layer = layer
 
     def __call__(self, input: Tensor) -> Tensor:
         layer = self._layer
-        across = input.virtual.recording.across if isinstance(input, VirtualTensor) else None
-        if across is None or not (layer.training and dist.is_available() and dist.is_initialized()):
+        ranks = input.virtual.recording.ranks if isinstance(input, VirtualTensor) else None
+        if ranks is None or not (layer.training and dist.is_available() and dist.is_initialized()):
             return type(layer).forward(layer, input)
-        # From here as SyncBatchNorm.forward, but over the ranks of the block instead of NCCL.
+        # From here like SyncBatchNorm.forward, but over the ranks of the block and without NCCL.
         layer._check_input_dim(input)
         layer._check_non_zero_input_channels(input)
         momentum = layer.momentum
@@ -78,7 +78,7 @@ class _Forward:
             if momentum is None:  # a cumulative average
                 momentum = 1.0 / float(layer.num_batches_tracked)
         running = (layer.running_mean, layer.running_var) if layer.track_running_stats else (None, None)
-        with across.over(layer):
+        with ranks.normalising_over(layer):
             # Not `nn.functional.batch_norm`, which raises on a rank with one value per channel.
             return torch.batch_norm(
                 input, layer.weight, layer.bias, *running, True, momentum or 0.0, layer.eps, False

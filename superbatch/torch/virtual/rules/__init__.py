@@ -1,1 +1,1 @@
-"""Rules of operators along the batch dimension."""
+"""Rules that split operators along the samples."""

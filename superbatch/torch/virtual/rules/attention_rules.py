@@ -1,8 +1,8 @@
 """Rules for attention within each sample: torch's CPU and CUDA kernels, forward and backward.
 
 The samples are in dimension 0 of query, key, value and output: [batch, heads, length, features]. CUDA kernels
-also save lengths and the generator state for the backward, in a form that differs between releases. So the
-backward of a micro-batch runs its forward again and uses that state; with dropout both draw from one seed.
+also save lengths and the generator state for the backward, in a form that differs between releases of torch.
+So the backward of a micro-batch reruns its forward to get that state. With dropout both use the same seed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from superbatch.torch.devices import seeded
 
-from ..ir.calls import Call, OpStrategy, filled
-from ..ir.shard import Part, Shard
+from ..ir.calls import Call, OpStrategy, run_of
+from ..ir.shard import REPLICATE, BatchSlice, Shard
 from ..ir.values import Operand, Run, Value
 
 aten: Any = torch.ops.aten
@@ -25,17 +25,17 @@ _INPUTS = ("query", "key", "value")
 
 
 class _Kernel(NamedTuple):
-    """CUDA kernel of attention.
+    """CUDA kernel for attention.
 
     Attributes:
         forward: the operator of the forward.
-        keeps: names of the forward's results among the arguments of the backward, in order.
-        aligned: rows of the bias must begin at multiples of this number of elements.
+        saved: names of the forward's results as arguments of the backward, in order.
+        alignment: rows of the bias must begin at multiples of this number of elements.
     """
 
     forward: Any
-    keeps: tuple[str, ...]
-    aligned: int = 1
+    saved: tuple[str, ...]
+    alignment: int = 1
 
 
 _LENGTHS = ("cum_seq_q", "cum_seq_k", "max_q", "max_k")
@@ -43,16 +43,20 @@ _DRAWN = ("philox_seed", "philox_offset")
 _FLASH = _Kernel(aten._scaled_dot_product_flash_attention.default, ("out", "logsumexp", *_LENGTHS, *_DRAWN))
 _CUDNN = _Kernel(aten._scaled_dot_product_cudnn_attention.default, ("out", "logsumexp", *_LENGTHS, *_DRAWN))
 _EFFICIENT = _Kernel(
-    aten._scaled_dot_product_efficient_attention.default, ("out", "logsumexp", *_DRAWN), aligned=8
+    aten._scaled_dot_product_efficient_attention.default, ("out", "logsumexp", *_DRAWN), alignment=8
 )
 
 
-# -- where the samples are ----------------------------------------------------------------------------------
+# -- placement ----------------------------------------------------------------------------------------------
 
 
 def _shard_of(call: Call, values: Sequence[Value], *, seed: int | None = None) -> Shard | None:
-    """Return the common sharding of the values; None if not in dimension 0, or for dropout without a seed."""
-    # Without a seed the forward of a micro-batch and its repetition in the backward would draw two masks.
+    """Return the common sharding of the values in dimension 0.
+
+    Returns:
+        None if they have none, or for dropout without a seed.
+    """
+    # Without a seed, the forward of a micro-batch and its rerun in the backward would draw different masks.
     shards = (value.shard for value in values if value.shard is not None)
     shard = next((shard for shard in shards if shard.dim == 0), None)
     if shard is None or (call.argument("dropout_p") and seed is None):
@@ -62,17 +66,17 @@ def _shard_of(call: Call, values: Sequence[Value], *, seed: int | None = None) -
 
 
 def _bias(call: Call) -> Value | None:
-    # The CPU kernel names it attn_mask, the CUDA kernels attn_bias.
+    # The CPU kernel calls it attn_mask, the CUDA kernels attn_bias.
     return call.argument("attn_mask") or call.argument("attn_bias")
 
 
-def _of_bias(bias: Value, call: Call, shard: Shard) -> Shard | None:
-    """Return the sharding of a bias with one entry per sample; None for one bias that all samples share."""
-    each = bias.meta.dim() == 4 and bias.meta.shape[0] == shard.rows(call.samples)
-    return shard if each else None
+def _bias_placement(bias: Value, call: Call, shard: Shard) -> Shard | None:
+    """Return the sharding of a bias with one entry per sample; `REPLICATE` if all samples share one bias."""
+    per_sample = bias.meta.dim() == 4 and bias.meta.shape[0] == shard.rows(call.samples)
+    return shard if per_sample else REPLICATE
 
 
-# -- the kernel of CPU --------------------------------------------------------------------------------------
+# -- CPU kernel ---------------------------------------------------------------------------------------------
 
 
 def _attention(outputs: int) -> Callable[[Call], OpStrategy | None]:
@@ -82,14 +86,15 @@ def _attention(outputs: int) -> Callable[[Call], OpStrategy | None]:
         if shard is None:
             return None
         operands = [
-            Operand(value, _of_bias(value, call, shard) if value is bias else shard) for value in call.tensors
+            Operand(value, _bias_placement(value, call, shard) if value is bias else shard)
+            for value in call.tensors
         ]
-        return OpStrategy(operands, [shard] * outputs, filled(call))
+        return OpStrategy(operands, [shard] * outputs, run_of(call))
 
     return rule
 
 
-# -- the kernels of CUDA ------------------------------------------------------------------------------------
+# -- CUDA kernels -------------------------------------------------------------------------------------------
 
 
 class Seeded(NamedTuple):
@@ -103,22 +108,22 @@ class Seeded(NamedTuple):
     seed: int
     run: Run
 
-    def __call__(self, part: Part, tensors: list[Tensor]) -> Any:
+    def __call__(self, microbatch: BatchSlice, tensors: list[Tensor]) -> Any:
         """Run the function with the seed of the micro-batch."""
-        # The sum may exceed 2**63, for which the generator uses another seed or raises.
-        with seeded(tensors[0].device, (self.seed + part.start) % 2**63):
-            return self.run(part, tensors)
+        # Modulo 2**63, because generators do not take larger seeds as they are.
+        with seeded(tensors[0].device, (self.seed + microbatch.start) % 2**63):
+            return self.run(microbatch, tensors)
 
 
 def with_dropout(call: Call, seed: int) -> OpStrategy | None:
     """Return a strategy for attention with dropout on CUDA.
 
     Args:
-        call: call of a forward or a backward.
+        call: call of a forward or a backward operator.
         seed: seed of the forward.
 
     Returns:
-        The strategy; None if there is no rule for the call.
+        The strategy; None if no rule applies.
     """
     strategy = DROPPED[call.func](call, seed)
     return None if strategy is None else strategy.drawing(Seeded(seed, strategy.run))
@@ -128,25 +133,24 @@ def _forward(kernel: _Kernel) -> Callable[..., OpStrategy | None]:
     def rule(call: Call, seed: int | None = None) -> OpStrategy | None:
         main, bias = [call.argument(name) for name in _INPUTS], _bias(call)
         shard = _shard_of(call, main, seed=seed)
-        if shard is None or call.argument("return_debug_mask", False):  # a mask of all samples in one tensor
+        if shard is None or call.argument("return_debug_mask", False):  # one tensor for all samples
             return None
         operands = [Operand(value, shard) for value in main]
         if bias is not None:
-            operands.append(Operand(bias, _of_bias(bias, call, shard)))
-        run = filled(call)
+            operands.append(Operand(bias, _bias_placement(bias, call, shard)))
+        run = run_of(call)
 
-        def output(part: Part, tensors: list[Tensor]) -> Any:
-            return run(part, _as_kernels_ask(tensors, 3, kernel.aligned))
+        def output(microbatch: BatchSlice, tensors: list[Tensor]) -> Any:
+            return run(microbatch, _with_kernel_layout(tensors, 3, kernel.alignment))
 
-        # Only output and logsumexp are tensors of the samples; the state behind them belongs to one kernel
-        # call.
+        # Only output and logsumexp have rows per sample. The other results are the state of one kernel call.
         return OpStrategy(operands, [shard] * len(call.func._schema.returns), output, results=2)
 
     return rule
 
 
 def _backward(kernel: _Kernel) -> Callable[..., OpStrategy | None]:
-    """Rule for a backward; the gradient of a bias that all samples share is a sum over them."""
+    """Return the rule for a backward; the gradient of a bias that all samples share is a sum over them."""
 
     def rule(call: Call, seed: int | None = None) -> OpStrategy | None:
         names = [argument.name for argument in call.func._schema.arguments]
@@ -158,51 +162,51 @@ def _backward(kernel: _Kernel) -> Callable[..., OpStrategy | None]:
         if shard is None:
             return None
         operands = [Operand(value, shard) for value in main]
-        of_bias: Shard | None = shard
+        bias_placement: Shard | None = shard
         if bias is not None:
-            of_bias = _of_bias(bias, call, shard)
-            operands.append(Operand(bias, of_bias))
-        # Without tensors, which are filled in for each micro-batch: the strategy is cached for the process.
+            bias_placement = _bias_placement(bias, call, shard)
+            operands.append(Operand(bias, bias_placement))
+        # Without tensors, because the strategy is cached for the process.
         plain = {name: call.argument(name) for name in names}
         plain = {name: None if isinstance(item, Value) else item for name, item in plain.items()}
         inputs = (grad, *_INPUTS, *([] if bias is None else ["attn_bias"]))
         options = _options(kernel, plain)
 
-        def gradients(part: Part, tensors: list[Tensor]) -> Any:
-            given = dict(zip(inputs, _as_kernels_ask(tensors, 4, kernel.aligned), strict=True))
-            forward = {name: given[name] for name in inputs[1:]}
-            kept = zip(kernel.keeps, kernel.forward(**{**options, **forward}), strict=False)
-            return call.func(**{**plain, **given, **dict(kept)})
+        def gradients(microbatch: BatchSlice, tensors: list[Tensor]) -> Any:
+            arguments = dict(zip(inputs, _with_kernel_layout(tensors, 4, kernel.alignment), strict=True))
+            forward = {name: arguments[name] for name in inputs[1:]}
+            saved = zip(kernel.saved, kernel.forward(**{**options, **forward}), strict=False)
+            return call.func(**{**plain, **arguments, **dict(saved)})
 
         return OpStrategy(
-            operands, [shard, shard, shard, of_bias][: len(call.func._schema.returns)], gradients
+            operands, [shard, shard, shard, bias_placement][: len(call.func._schema.returns)], gradients
         )
 
     return rule
 
 
 def _options(kernel: _Kernel, plain: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the forward that are no tensors, from those of the backward."""
-    found = {name: plain[name] for name in ("dropout_p", "is_causal", "scale")}
+    """Return the forward's arguments that are not tensors, taken from those of the backward."""
+    options = {name: plain[name] for name in ("dropout_p", "is_causal", "scale")}
     names = {argument.name for argument in kernel.forward._schema.arguments}
     if "compute_log_sumexp" in names:
-        found["compute_log_sumexp"] = True  # the backward reads it
+        options["compute_log_sumexp"] = True  # the backward reads it
     if "attn_bias" in names:
-        found["attn_bias"] = None
-    return found
+        options["attn_bias"] = None
+    return options
 
 
-def _as_kernels_ask(tensors: list[Tensor], main: int, aligned: int) -> list[Tensor]:
-    """Return the tensors with stride 1 in the last dimension, which the kernels require."""
-    # A micro-batch may have other strides than the batch: torch checked those of the batch.
-    found = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
-    return [*found[:main], *(_aligned(bias, aligned) for bias in found[main:])]
+def _with_kernel_layout(tensors: list[Tensor], main: int, alignment: int) -> list[Tensor]:
+    """Return the tensors with stride 1 in the last dimension, and the bias after the `main` ones aligned."""
+    # torch has checked the strides of the batch, but those of a micro-batch may differ.
+    rows = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+    return [*rows[:main], *(_aligned(bias, alignment) for bias in rows[main:])]
 
 
 def _aligned(bias: Tensor, to: int) -> Tensor:
     if all(step % to == 0 for step, size in zip(bias.stride()[:-1], bias.shape, strict=False) if size > 1):
         return bias
-    # As torch does before it calls the kernel: pad the rows, then slice, so that only the stride is larger.
+    # Pad the rows, then slice them: only the stride grows. torch does the same before it calls the kernel.
     columns = bias.shape[-1]
     return F.pad(bias, (0, -columns % to))[..., :columns]
 

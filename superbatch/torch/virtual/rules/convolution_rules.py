@@ -1,8 +1,8 @@
 """Rules for convolutions whose channels are the samples.
 
-The gradient of a convolution's weight is itself a convolution: of the input with the output's gradient, both
-with batch and channels exchanged. Autograd records this convolution if the gradient is differentiated again
-(a gradient penalty). It sums over its channels, which are the samples, so results of micro-batches add up.
+The gradient of a convolution's weight is a convolution of the input with the gradient of the output, both
+with batch and channels exchanged. Autograd calls this convolution if the gradient is differentiated again, as
+for a gradient penalty. It sums over its channels, which are the samples. So micro-batches are summed.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 
-from ..ir.calls import Call, OpStrategy, filled
-from ..ir.shard import Shard
+from ..ir.calls import Call, OpStrategy, run_of
+from ..ir.shard import PARTIAL, REPLICATE, Shard
 from ..ir.values import Operand, Value
 
 aten: Any = torch.ops.aten
 
 
 def _channels(x: Value, weight: Value, call: Call) -> Shard | None:
-    """Return the sharding of the samples if they are the channels that are summed; else None."""
+    """Return the sharding of the samples if they are the summed channels; else None."""
     summed = 0 if call.argument("transposed") else 1  # weight [out, in, ...], transposed [in, out, ...]
-    if call.argument("groups") != 1:  # a slice of the channels would mix groups
+    if call.argument("groups") != 1:  # the channels of a micro-batch would not be whole groups
         return None
-    if x.shard is None:  # a full input has as many channels as the weight, so it can be cut too
+    if x.shard is None:  # a full input has the channels of the weight, so it can be cut
         return weight.shard.at(1) if weight.shard is not None and weight.shard.dim == summed else None
     same = weight.shard is None or weight.shard == x.shard.at(summed)
     return x.shard if x.shard.dim == 1 and same else None
@@ -40,18 +40,18 @@ def _convolution(call: Call) -> OpStrategy | None:
     shard = _channels(x, weight, call)
     if shard is None or call.argument("bias") is not None:  # each micro-batch would add the bias
         return None
-    return OpStrategy(_operands(x, weight, shard, call), [None], filled(call))
+    return OpStrategy(_operands(x, weight, shard, call), [PARTIAL], run_of(call))
 
 
 def _backward(call: Call) -> OpStrategy | None:
-    """Rule for a backward: each channel of input and weight has its own gradient, from one full output's."""
+    """Rule for a backward: each channel of input and weight gets its gradient from the full output's."""
     grad, x, weight = call.tensors
     shard = _channels(x, weight, call)
     if shard is None or grad.shard is not None or call.argument("output_mask")[2]:
         return None
     cut = _operands(x, weight, shard, call)
     # The bias has no gradient here (output_mask[2] is False), so the third output is empty.
-    return OpStrategy([Operand(grad, None), *cut], [shard, cut[1].shard, None], filled(call))
+    return OpStrategy([Operand(grad, REPLICATE), *cut], [shard, cut[1].shard, PARTIAL], run_of(call))
 
 
 RULES: dict[Any, Callable[[Call], OpStrategy | None]] = {

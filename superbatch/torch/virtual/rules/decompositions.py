@@ -10,9 +10,8 @@ import torch
 
 aten: Any = torch.ops.aten
 
-# Packed sequences and the state that recurrent kernels save are read by kernels through raw memory, so rows
-# of micro-batches cannot stand for them.
-AT_ONCE = {
+# Kernels read packed sequences, and the state that recurrent kernels save, as raw memory of the whole batch.
+IMMEDIATE = {
     aten._cudnn_rnn.default,
     aten._cudnn_rnn_backward.default,
     aten._pack_padded_sequence.default,
@@ -20,9 +19,9 @@ AT_ONCE = {
     aten.mkldnn_rnn_layer_backward.default,
 }
 
-# Not decomposed: many small operations would replace one (batch norm, cumsum), random numbers would come in
-# another order (dropout), and the decomposition of `view` loses the shape of an empty tensor.
-_WHOLE = {
+# Not decomposed: batch norm and cumsum would become many small operations, dropout would draw its numbers in
+# another order, and the decomposition of `view` loses the shape of an empty tensor.
+_NOT_DECOMPOSED = {
     aten.native_batch_norm,
     aten.index_put,
     aten.embedding_dense_backward,
@@ -36,16 +35,16 @@ _WHOLE = {
 
 @cache
 def decomposition(func: Any) -> Callable[..., Any] | None:
-    """Return torch's own decomposition of an operator into simpler ones; None without."""
-    # Several results: the others are state that the kernel saves for its own backward. A decomposition may
-    # compute it in another form, which the backward kernel would misread.
-    if func.overloadpacket in _WHOLE or len(func._schema.returns) > 1:
+    """Return torch's own decomposition of an operator into simpler ones; None if it has none."""
+    # With several results, some are state that the kernel saves for its backward. A decomposition may compute
+    # it in another form, which the backward kernel would misread.
+    if func.overloadpacket in _NOT_DECOMPOSED or len(func._schema.returns) > 1:
         return None
-    from torch._decomp import decomposition_table  # here: it imports sympy, which is slow to load
+    from torch._decomp import decomposition_table  # not at the top: it imports sympy, which is slow
 
     return decomposition_table.get(func)
 
 
 def is_composite(func: Any) -> bool:
-    """Return whether torch implements the operator by other operators (CompositeImplicitAutograd)."""
+    """Return whether torch implements the operator with other operators (CompositeImplicitAutograd)."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")

@@ -1,7 +1,7 @@
-"""Rules for operators along given dimensions: sums, softmax, sorting, normalisation.
+"""Rules for operators along given dimensions: sums, extremes, moments, softmax, sorting.
 
-Along a dimension of features they act on each sample. Along that of the samples, sums and extremes are
-combined from micro-batches; other operators have no rule and are decomposed or gathered.
+Along features they act on each sample. Along the samples, sums and extremes are combined from micro-batches.
+Other operators along the samples have no rule: they are decomposed, or their inputs are gathered.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ir.calls import Call, OpStrategy, filled, operator, substituted
+from ..ir.calls import Call, OpStrategy, run_of
 from ..ir.matrices import leading_alike
 from ..ir.reductions import Extremes, Folded, Moments, Sums
-from ..ir.shard import Part, Shard
-from ..ir.strides import careful
-from ..ir.values import Operand, Run, Value
+from ..ir.shard import PARTIAL, REPLICATE, BatchSlice, Shard
+from ..ir.values import Operand, Value
 
 aten: Any = torch.ops.aten
 
 
 def _dims(call: Call, name: str = "dim") -> set[int]:
-    """Return the dimensions of the operator, none negative."""
+    """Return the dimensions along which the operator acts, none negative."""
     value: Value = call.tensors[0]
     named = call.argument(name)
-    if named is None or (isinstance(named, (list, tuple)) and not named):  # sum(x, dim=[]) is over all
+    if named is None or (isinstance(named, (list, tuple)) and not named):  # dim=[] means all
         return set(range(value.meta.dim()))
     return {
         dim % max(value.meta.dim(), 1) for dim in (named if isinstance(named, (list, tuple)) else [named])
@@ -44,22 +43,24 @@ def _reduction(reduce: Callable[[], Any]) -> Callable[[Call], OpStrategy | None]
         value = call.tensors[0]
         if value.shard is None or len(call.tensors) > 1:
             return None
-        # Without the argument (max.default): over all dimensions.
+        # Overloads without the argument, such as max.default, reduce all dimensions.
         dims = _dims(call) if call.argument("dim") is not None else set(range(value.meta.dim()))
         operands = [Operand(value, value.shard)]
+        # Along the samples, `reduce` combines the results of micro-batches.
         if value.shard.dim in dims:
-            return OpStrategy(operands, [None], filled(call), reduce)
+            return OpStrategy(operands, [PARTIAL], run_of(call), reduce)
         output = _after(value.shard, dims, bool(call.argument("keepdim", False)))
-        return OpStrategy(operands, [output], filled(call))
+        return OpStrategy(operands, [output], run_of(call))
 
     return rule
 
 
 def _per_sample(outputs: int = 1, name: str = "dim") -> Callable[[Call], OpStrategy | None]:
-    """Return a rule for an operator along one dimension of features, which keeps all dimensions."""
+    """Return the rule of an operator along features that does not change the shape of its input."""
 
     def rule(call: Call) -> OpStrategy | None:
         first = next((value for value in call.tensors if value.shard is not None), None)
+        # Along the samples a micro-batch would need the others, so there is no rule.
         if first is None or first.shard is None or first.shard.dim in _dims(call, name):
             return None
         return _all_alike(call, first.shard, [first.shard] * outputs)
@@ -68,31 +69,31 @@ def _per_sample(outputs: int = 1, name: str = "dim") -> Callable[[Call], OpStrat
 
 
 def _renorm(call: Call) -> OpStrategy | None:
-    """Rule for renorm along the samples: the norm of each sample is limited by itself."""
+    """Rule for renorm along the samples, which limits the norm of each sample separately."""
     (x,) = call.tensors
     if x.shard is None or x.shard.dim not in _dims(call):
         return None
-    return OpStrategy([Operand(x, x.shard)], [x.shard], filled(call))
+    return OpStrategy([Operand(x, x.shard)], [x.shard], run_of(call))
 
 
 def _all_alike(call: Call, shard: Shard, outputs: list[Shard | None]) -> OpStrategy | None:
-    """Return a strategy that cuts every tensor in the same dimension; None if one has other rows."""
+    """Return a strategy that cuts every tensor in the same dimension; None if their sizes differ there."""
     rows = shard.rows(call.samples)
     for value in call.tensors:
         if value.meta.dim() <= shard.dim or value.meta.shape[shard.dim] != rows:
             return None
-    return OpStrategy([Operand(value, shard) for value in call.tensors], outputs, filled(call))
+    return OpStrategy([Operand(value, shard) for value in call.tensors], outputs, run_of(call))
 
 
 def _within_samples(outputs: int) -> Callable[[Call], OpStrategy | None]:
-    """Return a rule for a reduction of features only."""
+    """Return the rule of a reduction that is possible along features only."""
 
     def rule(call: Call) -> OpStrategy | None:
         value, dims = call.tensors[0], _dims(call)
         if value.shard is None or value.shard.dim in dims:
             return None
         output = _after(value.shard, dims, bool(call.argument("keepdim", False)))
-        return OpStrategy([Operand(value, value.shard)], [output] * outputs, filled(call))
+        return OpStrategy([Operand(value, value.shard)], [output] * outputs, run_of(call))
 
     return rule
 
@@ -106,107 +107,38 @@ def _moments(call: Call) -> OpStrategy | None:
     keep = bool(call.argument("keepdim", False))
     if value.shard.dim not in dims:
         output = _after(value.shard, dims, keep)
-        return OpStrategy([Operand(value, value.shard)], [output] * (1 + with_mean), filled(call))
+        return OpStrategy([Operand(value, value.shard)], [output] * (1 + with_mean), run_of(call))
     correction = call.argument("correction")
-    if correction is None:  # overloads without it have `unbiased`, True by default
+    if correction is None:  # older overloads have `unbiased`, which is True by default
         correction = 1 if call.argument("unbiased", True) else 0
     root = call.func.overloadpacket in (aten.std, aten.std_mean)
     along = sorted(dims)
     half = value.meta.dtype in (torch.float16, torch.bfloat16)
 
-    def run(part: Part, tensors: list[Tensor]) -> Any:
-        x = tensors[0].float() if half else tensors[0]  # rounded once, in `finish`
+    def run(microbatch: BatchSlice, tensors: list[Tensor]) -> Any:
+        x = tensors[0].float() if half else tensors[0]  # rounded to 16 bits once, in `finish`
         count = math.prod(x.shape[dim] for dim in along)
         variance, mean = torch.var_mean(x, along, correction=0, keepdim=keep)
         moments = (mean, variance * count, count)
-        # Both outputs come from the moments: `Moments` reads the first and returns two.
+        # `Moments` computes both results from the first output.
         return (moments, None) if with_mean else moments
 
     def finish(mean: Tensor, squares: Tensor, count: int) -> list[Tensor]:
-        variance = squares / max(count - correction, 0)  # 0 / 0 = nan for one number, as in torch
-        found = [variance.sqrt() if root else variance, *([mean] if with_mean else [])]
-        return [tensor.to(value.meta.dtype) for tensor in found] if half else found
+        variance = squares / max(count - correction, 0)  # NaN for a single number, as in torch
+        results = [variance.sqrt() if root else variance, *([mean] if with_mean else [])]
+        return [tensor.to(value.meta.dtype) for tensor in results] if half else results
 
-    return OpStrategy([Operand(value, value.shard)], [None] * (1 + with_mean), run, lambda: Moments(finish))
+    return OpStrategy(
+        [Operand(value, value.shard)], [PARTIAL] * (1 + with_mean), run, lambda: Moments(finish)
+    )
 
 
 def _vector_norm(call: Call) -> OpStrategy | None:
     value, dims = call.tensors[0], _dims(call)
     if value.shard is None or value.shard.dim in dims:
-        return None  # its decomposition is a sum of powers, which has a rule
+        return None  # along the samples it is decomposed into a sum of powers, which has a rule
     output = _after(value.shard, dims, bool(call.argument("keepdim", False)))
-    return OpStrategy([Operand(value, value.shard)], [output], filled(call))
-
-
-# -- normalisation over the last dimensions -----------------------------------------------------------------
-
-
-def _layer_norm(call: Call) -> OpStrategy | None:
-    value = call.tensors[0]
-    own = len(call.argument("normalized_shape"))
-    # The last `own` dimensions are normalised together: the samples must be in front of them.
-    if value.shard is None or value.shard.dim >= value.meta.dim() - own:
-        return None
-    if any(other.shard is not None for other in call.tensors[1:]):
-        return None
-    operands = [Operand(value, value.shard), *(Operand(other, None) for other in call.tensors[1:])]
-    return OpStrategy(operands, [value.shard] * len(_results(call)), filled(call))
-
-
-def _results(call: Call) -> Any:
-    return call.func._schema.returns
-
-
-def _layer_norm_backward(call: Call) -> OpStrategy | None:
-    grad, x = call.tensors[:2]
-    own = len(call.argument("normalized_shape"))
-    shard = x.shard or grad.shard
-    if shard is None or shard.dim >= x.meta.dim() - own:
-        return None
-    rows, operands = shard.rows(call.samples), []
-    for value in call.tensors:
-        # Mean and 1 / deviation [N, ..., 1] are cut as the input is; weight and bias have fewer dimensions.
-        batched = value.meta.dim() == x.meta.dim() and value.meta.shape[shard.dim] == rows
-        operands.append(Operand(value, shard if batched else None))
-    sums = len(_results(call)) - 1  # gradients of weight and bias: sums over the samples
-    plain = filled(call)
-
-    def run(part: Part, tensors: list[Tensor]) -> Any:
-        # The kernel assumes contiguous mean and deviation; rows cut from an outer block are strided.
-        return plain(part, [tensor.contiguous() for tensor in tensors])
-
-    return OpStrategy(operands, [shard] + [None] * sums, run)
-
-
-def _group_norm(call: Call) -> OpStrategy | None:
-    """Rule for group normalisation, which takes the number of samples as an argument."""
-    x = call.tensors[0]
-    if x.shard is None or x.shard.dim != 0 or any(other.shard is not None for other in call.tensors[1:]):
-        return None
-    operands = [Operand(x, x.shard), *(Operand(other, None) for other in call.tensors[1:])]
-    return OpStrategy(operands, [x.shard] * 3, _with_rows(call, x.shard))
-
-
-def _group_norm_backward(call: Call) -> OpStrategy | None:
-    shard = call.tensors[1].shard or call.tensors[0].shard
-    if shard is None or shard.dim != 0 or any(other.shard is not None for other in call.tensors[4:]):
-        return None
-    operands = [Operand(value, shard) for value in call.tensors[:4]]
-    operands += [Operand(other, None) for other in call.tensors[4:]]
-    return OpStrategy(operands, [shard, None, None], _with_rows(call, shard))
-
-
-def _with_rows(call: Call, shard: Shard) -> Run:
-    """Return a function that makes the call with the rows of the micro-batch as the argument N."""
-    position = next(i for i, argument in enumerate(call.func._schema.arguments) if argument.name == "N")
-
-    def run(part: Part, tensors: list[Tensor]) -> Any:
-        args = list(call.args)
-        args[position] = shard.rows(part.samples)
-        args, kwargs = substituted(tuple(args), call.kwargs, call.paths, tensors)
-        return call.func(*args, **kwargs)
-
-    return careful(call.func, [value.meta for value in call.tensors], run)
+    return OpStrategy([Operand(value, value.shard)], [output], run_of(call))
 
 
 # -- operators that take shapes as arguments -----------------------------------------------------------------
@@ -214,61 +146,66 @@ def _with_rows(call: Call, shard: Shard) -> Run:
 
 def _constant_pad(call: Call) -> OpStrategy | None:
     x = call.tensors[0]
-    # `pad` has two numbers for each padded dimension, from the last one.
+    # `pad` has two numbers for each padded dimension, starting with the last dimension.
     if x.shard is None or x.shard.dim >= x.meta.dim() - len(call.argument("pad")) // 2:
         return None
-    return OpStrategy([Operand(x, x.shard)], [x.shard], filled(call))
+    return OpStrategy([Operand(x, x.shard)], [x.shard], run_of(call))
 
 
 def _upsample_backward(call: Call) -> OpStrategy | None:
-    """Rule for backwards of upsampling, which take the shape of the input as an argument."""
+    """Rule for backwards of upsampling, which take the shape of the forward's input as an argument."""
     grad = call.tensors[0]
     if grad.shard is None or grad.shard.dim != 0:
         return None
     shard = grad.shard
     size = list(call.argument("input_size"))
 
-    def run(part: Part, tensors: list[Tensor]) -> Any:
-        args, kwargs = call.replaced(input_size=[shard.rows(part.samples), *size[1:]])
+    def run(microbatch: BatchSlice, tensors: list[Tensor]) -> Any:
+        args, kwargs = call.replaced(input_size=[shard.rows(microbatch.samples), *size[1:]])
         return call.func(tensors[0], *args[1:], **kwargs)
 
     return OpStrategy([Operand(grad, shard)], [shard], run)
 
 
 def _last_dims(count: int, outputs: int = 1) -> Callable[[Call], OpStrategy | None]:
-    """Return a rule for a function of the last dimensions, computed for every leading index (matrices)."""
+    """Return the rule of a function of the last `count` dimensions, such as the inverse of matrices."""
 
     def rule(call: Call) -> OpStrategy | None:
         first = next((value for value in call.tensors if value.shard is not None), None)
         if first is None or first.shard is None or first.shard.dim >= first.meta.dim() - count:
             return None
+        # Leading dimensions that are broadcast may have the samples at different positions.
         return _all_alike(call, first.shard, [first.shard] * outputs) if leading_alike(call) else None
 
     return rule
 
 
 def _images(dims: int) -> Callable[[Call], OpStrategy | None]:
-    """Return a rule for images of the given number of dimensions."""
+    """Return the rule of an operator on images, with `dims` dimensions including that of the samples."""
 
     def rule(call: Call) -> OpStrategy | None:
         (x,) = call.tensors
-        # With one dimension less the operator takes the first for channels.
+        # With one dimension less, the operator takes dimension 0 for the channels of a single image.
         if x.shard is None or x.shard.dim != 0 or x.meta.dim() != dims:
             return None
-        return OpStrategy([Operand(x, x.shard)], [x.shard], filled(call))
+        return OpStrategy([Operand(x, x.shard)], [x.shard], run_of(call))
 
     return rule
 
 
 def _addmm(call: Call) -> OpStrategy | None:
-    """Rule for rows times a matrix, plus one row for all samples or one for each."""
+    """Rule for rows times a matrix, plus one row for all samples or one row per sample."""
     added, rows, matrix = call.tensors
     shard = rows.shard
     if shard is None or shard.dim != 0:
         return None
-    each = added.meta.dim() == 2 and added.meta.shape[0] == shard.rows(call.samples)
-    operands = [Operand(added, shard if each else None), Operand(rows, shard), Operand(matrix, None)]
-    return OpStrategy(operands, [shard], filled(call))
+    per_sample = added.meta.dim() == 2 and added.meta.shape[0] == shard.rows(call.samples)
+    operands = [
+        Operand(added, shard if per_sample else REPLICATE),
+        Operand(rows, shard),
+        Operand(matrix, REPLICATE),
+    ]
+    return OpStrategy(operands, [shard], run_of(call))
 
 
 def _both_extremes(call: Call) -> OpStrategy | None:
@@ -278,19 +215,19 @@ def _both_extremes(call: Call) -> OpStrategy | None:
         return None
     dims = set(range(x.meta.dim())) if dim is None else {dim % max(x.meta.dim(), 1)}
     if x.shard.dim in dims:
-        return OpStrategy([Operand(x, x.shard)], [None, None], filled(call), Extremes)
+        return OpStrategy([Operand(x, x.shard)], [PARTIAL, PARTIAL], run_of(call), Extremes)
     output = _after(x.shard, dims, bool(call.argument("keepdim", False)))
-    return OpStrategy([Operand(x, x.shard)], [output] * 2, filled(call))
+    return OpStrategy([Operand(x, x.shard)], [output] * 2, run_of(call))
 
 
 def _argument_extreme(call: Call) -> OpStrategy | None:
     value = call.tensors[0]
     dim = call.argument("dim")
-    # Along the samples the result is the index of a sample, which micro-batches would count from 0.
+    # Along the samples the result is the index of a sample, which each micro-batch would count from 0.
     if value.shard is None or dim is None or dim % value.meta.dim() == value.shard.dim:
         return None
     output = _after(value.shard, _dims(call), bool(call.argument("keepdim", False)))
-    return OpStrategy([Operand(value, value.shard)], [output], filled(call))
+    return OpStrategy([Operand(value, value.shard)], [output], run_of(call))
 
 
 _MAXIMUM, _MINIMUM = lambda: Folded(torch.maximum), lambda: Folded(torch.minimum)
@@ -328,7 +265,7 @@ RULES: dict[Any, Callable[[Call], OpStrategy | None]] = {
     aten.prod: _reduction(lambda: Folded(torch.mul)),
     aten.any: _reduction(lambda: Folded(torch.logical_or)),
     aten.all: _reduction(lambda: Folded(torch.logical_and)),
-    aten.mean: _within_samples(1),  # over samples a composite divides a sum once (see `trace.composites`)
+    aten.mean: _within_samples(1),  # `trace.composites` computes a mean over samples from a sum
     aten.max.dim: _within_samples(2),
     aten.min.dim: _within_samples(2),
     aten.median.dim: _within_samples(2),
@@ -345,7 +282,7 @@ RULES: dict[Any, Callable[[Call], OpStrategy | None]] = {
     aten._safe_softmax: _per_sample(),
     aten._softmax_backward_data: _per_sample(),
     aten._log_softmax_backward_data: _per_sample(),
-    # Along the samples these need the end of the micro-batch before: no rule, so they are gathered.
+    # No rule along the samples, because each sample needs the result of the one before.
     aten.cumsum: _per_sample(),
     aten.cumprod: _per_sample(),
     aten.logcumsumexp: _per_sample(),
@@ -376,12 +313,6 @@ RULES: dict[Any, Callable[[Call], OpStrategy | None]] = {
     aten._fft_r2c: _per_sample(),
     aten._fft_c2r: _per_sample(),
     aten._fft_c2c: _per_sample(),
-    aten.native_layer_norm: _layer_norm,
-    aten.native_group_norm: _group_norm,
-    aten.native_group_norm_backward: _group_norm_backward,
-    operator("_fused_rms_norm"): _layer_norm,
-    aten.native_layer_norm_backward: _layer_norm_backward,
-    operator("_fused_rms_norm_backward"): _layer_norm_backward,
     aten.constant_pad_nd: _constant_pad,
     aten.upsample_nearest1d_backward: _upsample_backward,
     aten.upsample_nearest2d_backward: _upsample_backward,

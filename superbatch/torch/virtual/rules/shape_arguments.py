@@ -1,8 +1,8 @@
 """Rules for operators that take the shape of the batch as an argument: expand, and backwards of views.
 
-The gradient of a sum is a number expanded to the shape of the input. In ``[2 * N, D]`` the samples may come
-twice (``cat([a, b])``) or have two rows each; the wrong choice would gather the gradient. So a recording
-stores the shardings of its values by shape, if they differ from one row per sample.
+The gradient of a sum is a number expanded to the shape of the input. In the shape ``[2 * N, D]`` the samples
+may occur twice (``cat([a, b])``) or have two rows each. The wrong choice would gather the gradient. So a
+recording stores, by shape, the shardings of its values that do not have one row per sample.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from ..ir.calls import Call, OpStrategy
-from ..ir.shard import Part, Shard, sized
+from ..ir.shard import BatchSlice, Shard, microbatch_shape
 from ..ir.values import Operand
 
 aten: Any = torch.ops.aten
 
 
 def expanded(call: Call, like: Shard | None = None) -> OpStrategy | None:
-    """Return a strategy for expand; None if it does not follow the samples.
+    """Return a strategy for expand; None if no dimension of the result belongs to the samples.
 
     Args:
         call: call of `expand`.
-        like: sharding of a value with the same shape; None: unknown.
+        like: sharding of a recorded value with the shape of the result; None if unknown.
     """
     value = call.tensors[0]
     size, dims = list(call.argument("size")), value.meta.dim()
@@ -32,9 +32,9 @@ def expanded(call: Call, like: Shard | None = None) -> OpStrategy | None:
     if value.shard is not None:
         output = value.shard.at(value.shard.dim + new)
         if size[output.dim] not in (-1, output.rows(call.samples)):
-            return None  # a batch of one sample that is repeated
+            return None  # repeats a batch of one sample
     else:
-        # A full value repeated for each sample: expanded per micro-batch, it takes no memory of the batch.
+        # A full value is repeated for each sample; per micro-batch this needs no memory for the whole batch.
         spread = [
             dim
             for dim, rows in enumerate(size)
@@ -44,21 +44,20 @@ def expanded(call: Call, like: Shard | None = None) -> OpStrategy | None:
         ]
         if not spread:
             return None
-        # A dimension of exactly N is more likely that of the samples than a multiple of N; then the first
-        # one.
+        # A size of N is more likely that of the samples than a multiple of N. Of several, the first is taken.
         dim = min(spread, key=lambda dim: (size[dim] != call.samples, dim))
         output = Shard(dim, 1, size[dim] // call.samples)
         if like is not None and like.dim in spread:
             output = like
 
-    def run(part: Part, tensors: list[Tensor]) -> Tensor:
-        return tensors[0].expand(sized(size, output, part))
+    def run(microbatch: BatchSlice, tensors: list[Tensor]) -> Tensor:
+        return tensors[0].expand(microbatch_shape(size, output, microbatch))
 
     return OpStrategy([Operand(value, value.shard)], [output], run, view=True, light=True)
 
 
 def backward_of_a_view(call: Call) -> OpStrategy | None:
-    """Rule for select_backward, slice_backward and others, which take the shape of their forward's input."""
+    """Rule for backwards of views, which take the shape of the forward's input as an argument."""
     value = call.tensors[0] if call.tensors else None
     if value is None or value.shard is None:
         return None
@@ -66,28 +65,28 @@ def backward_of_a_view(call: Call) -> OpStrategy | None:
     sizes = list(call.argument("input_sizes"))
     packet = call.func.overloadpacket
     if packet is aten.diagonal_backward:
-        # The diagonal lost two dimensions, which come back in ascending order: each may move the samples.
+        # diagonal() removed two dimensions. They are inserted in ascending order, and may shift the samples.
         dims = sorted(call.argument(name) % len(sizes) for name in ("dim1", "dim2"))
-        place = shard.dim + (dims[0] <= shard.dim)
-        place += dims[1] <= place
+        new_dim = shard.dim + (dims[0] <= shard.dim)
+        new_dim += dims[1] <= new_dim
     else:
         dims = [(call.argument("dim") or 0) % len(sizes)]
-        place = shard.dim + (packet is aten.select_backward and dims[0] <= shard.dim)
-    if packet is aten.slice_backward and dims == [place]:
+        new_dim = shard.dim + (packet is aten.select_backward and dims[0] <= shard.dim)
+    if packet is aten.slice_backward and dims == [new_dim]:
         return _backward_of_blocks(call, shard, sizes)
-    if place in dims or place >= len(sizes) or sizes[place] != shard.rows(call.samples):
+    if new_dim in dims or new_dim >= len(sizes) or sizes[new_dim] != shard.rows(call.samples):
         return None
-    output = shard.at(place)
+    output = shard.at(new_dim)
 
-    def run(part: Part, tensors: list[Tensor]) -> Any:
-        args, kwargs = call.replaced(input_sizes=sized(sizes, output, part))
+    def run(microbatch: BatchSlice, tensors: list[Tensor]) -> Any:
+        args, kwargs = call.replaced(input_sizes=microbatch_shape(sizes, output, microbatch))
         return call.func(tensors[0], *args[1:], **kwargs)
 
     return OpStrategy([Operand(value, shard)], [output], run)
 
 
 def _backward_of_blocks(call: Call, shard: Shard, sizes: list[int]) -> OpStrategy | None:
-    """Return a strategy for the gradient of ``z[:N]``, ``z = cat([a, b])``: a block, and a block of zeros."""
+    """Return a strategy for the gradient of ``cat([a, b])[:N]``, which is ``cat([grad, zeros])``."""
     dim, rows = shard.dim, sizes[shard.dim]
     block = call.samples * shard.inner
     start, stop, _ = slice(call.argument("start"), call.argument("end")).indices(rows)
@@ -98,8 +97,10 @@ def _backward_of_blocks(call: Call, shard: Shard, sizes: list[int]) -> OpStrateg
     output = Shard(dim, rows // block, shard.inner)
     first, last = start // block, stop // block
 
-    def run(part: Part, tensors: list[Tensor]) -> Tensor:
-        here = part.samples * shard.inner  # size of a block in this micro-batch
-        return aten.slice_backward(tensors[0], sized(sizes, output, part), dim, first * here, last * here, 1)
+    def run(microbatch: BatchSlice, tensors: list[Tensor]) -> Tensor:
+        block = microbatch.samples * shard.inner  # rows of a block in this micro-batch
+        return aten.slice_backward(
+            tensors[0], microbatch_shape(sizes, output, microbatch), dim, first * block, last * block, 1
+        )
 
     return OpStrategy([Operand(call.tensors[0], shard)], [output], run)

@@ -1,9 +1,9 @@
 """Table of operators: the dimension of the samples in each input and in each result.
 
-A row has one character per tensor, in the order of the operator's arguments: a digit is the dimension of the
-samples, ``_`` a full tensor, ``+`` a result summed over the samples. Of several rows the one that gathers the
-fewest bytes is used. `test_virtual_operators.py` compares each operator with itself on full tensors. Rows of
-operators that only CUDA has follow their schemas and were not run on a GPU (`test_virtual_cuda_rules.py`).
+A row has one character per tensor, in the order of the operator's arguments: a digit for the dimension of the
+samples, ``_`` for a full input, ``+`` for a result summed over the samples. If several rows fit, the one that
+gathers the fewest bytes is used. `test_virtual_operators.py` compares each operator with the same operator on
+full tensors. Rows of operators that only CUDA has were not run on a GPU (`test_virtual_cuda_rules.py`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 
 aten: Any = torch.ops.aten
 
-# mm: rows times a full matrix (0_), a full matrix times columns (_1), and the gradient of a weight, x.T @ dy:
-# the samples are summed (10 +).
+# For mm: rows times a full matrix (0_), a full matrix times columns (_1), and the gradient of a weight,
+# x.T @ dy, which sums over the samples (10 +).
 _TABLE = """
 mm                                      0_ 0     _1 1     10 +
 bmm                                     00 0     1_ 1     _2 2     21 +
@@ -95,9 +95,9 @@ def _parse(text: str) -> dict[Any, list[tuple[str, str]]]:
     rows: dict[Any, list[tuple[str, str]]] = {}
     for line in text.split("\n"):
         words = line.split()
-        if len(words) < 3 or not hasattr(aten, words[0]):  # blank, or missing in this release of torch
+        if len(words) < 3 or not hasattr(aten, words[0]):  # a blank line, or not in this release of torch
             continue
-        # Behind the name: pairs of inputs and outputs, e.g. "0_ 0" and "_1 1" of mm.
+        # After the name, pairs of inputs and results: "0_ 0", "_1 1" and "10 +" for mm.
         rows[getattr(aten, words[0])] = list(zip(words[1::2], words[2::2], strict=True))
     return rows
 

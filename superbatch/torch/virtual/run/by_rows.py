@@ -1,8 +1,8 @@
 """Compute large full values one micro-batch at a time when every consumer reads them by rows.
 
-The gradient with respect to gathered embeddings is a sum over all samples, so it is full. What the backward
-computes from it is full too: a transpose, a negation, a linear layer. Each of these has one row per sample,
-so it can be cut. Operations that enlarge their input are always cut; others if a device budget is set.
+The gradient of gathered embeddings is a sum over all samples, so it is full. The backward computes further
+full values from it: a transpose, a negation, the gradient of a linear layer. Each has one row per sample, so
+it can be cut. Operations that enlarge their input are always cut, others only if a device budget is set.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from ..ir.calls import substituted
 from ..ir.shard import Shard
-from ..ir.values import ByRows, Node, Operand, Value, going_back
+from ..ir.values import ByRows, Node, Operand, Value, in_backward
 from .memo import Form, Template, template
 
 
@@ -21,48 +21,48 @@ def by_rows(form: Form) -> ByRows | None:
     """Return the form by rows of an operation on full values.
 
     Args:
-        form: an operation on full values, some of them not computed yet.
+        form: operation on full values, some of them not materialized.
 
     Returns:
-        None if the operation has to run once on the full values.
+        The form by rows; None if the operation has to run once, on the full values.
     """
-    if not going_back():  # only the backward has large full values: gradients of gathered ones
+    if not in_backward():  # only gradients of gathered values are full and large
         return None
-    # A computed value is in memory already: cutting it saves nothing.
-    cut = {id(v): shard for v in form.tensors if v.full is None and (shard := _rows(v, form.samples))}
+    # A materialized value is in memory already, so cutting it saves nothing.
+    cut = {id(v): shard for v in form.tensors if v.full is None and (shard := _row_shard(v, form.samples))}
     if not cut:
         return None
-    # Rules depend only on the shardings, so they are called with stand-ins that are sharded.
+    # Rules read only shapes and shardings, so they can be called with sharded stand-ins.
     stand_ins = [Value(v.meta, v.device, cut[id(v)]) if id(v) in cut else v for v in form.tensors]
     args, kwargs = substituted(form.args, form.kwargs, form.paths, stand_ins)
-    known = template(Form(form.func, tuple(args), kwargs, form.samples))
-    # Cutting gains nothing if the rule gathers an input again, or if a result is still full.
-    if known is None or known.gathered or any(shard is None for shard in known.action.shards):
+    cached = template(Form(form.func, tuple(args), kwargs, form.samples))
+    # Cutting saves nothing if the rule gathers an input again, or if a result is still full.
+    if cached is None or cached.gathered or any(shard is None for shard in cached.action.shards):
         return None
-    return ByRows(known.action, _operands(known, form.tensors), _gets_larger(known, form, set(cut)))
+    return ByRows(cached.action, _operands(cached, form.tensors), _enlarges(cached, form, set(cut)))
 
 
-def _rows(value: Value, samples: int) -> Shard | None:
-    """Return the sharding that cuts a full value: that of its inputs, or dimension 0; None without rows."""
-    made = None if value.node is None else value.node.by_rows
-    if made is not None:
-        return made.action.shards[value.index]
-    # The size alone is ambiguous: the weight [N, d] of a layer as wide as the batch has N rows that are no
-    # samples. `grows` excludes it.
+def _row_shard(value: Value, samples: int) -> Shard | None:
+    """Return the sharding that can cut a full value; None if it has no row per sample."""
+    form = None if value.node is None else value.node.by_rows
+    if form is not None:
+        return form.action.shards[value.index]
+    # The size alone is ambiguous: the weight of a layer as wide as the batch has N rows too. But that
+    # dimension is not in `grows`.
     return Shard(0) if 0 in value.grows and value.meta.shape[0] == samples else None
 
 
-def _operands(known: Template, tensors: Sequence[Value]) -> tuple[Operand, ...]:
-    return tuple(Operand(tensors[index], shard) for index, shard in known.operands)
+def _operands(cached: Template, tensors: Sequence[Value]) -> tuple[Operand, ...]:
+    return tuple(Operand(tensors[index], shard) for index, shard in cached.operands)
 
 
-def _gets_larger(known: Template, form: Form, cut: set[int]) -> bool:
-    made = sum(meta.numel() for meta in known.action.metas if isinstance(meta, torch.Tensor))
-    return made >= 2 * sum(value.meta.numel() for value in form.tensors if id(value) in cut)
+def _enlarges(cached: Template, form: Form, cut: set[int]) -> bool:
+    elements = sum(meta.numel() for meta in cached.action.metas if isinstance(meta, torch.Tensor))
+    return elements >= 2 * sum(value.meta.numel() for value in form.tensors if id(value) in cut)
 
 
 def cut_to_rows(nodes: Iterable[Node], readable: set[Value]) -> dict[Value, Shard]:
-    """Switch operations on full values to their form by rows where every reader of the results reads rows.
+    """Switch each operation to its form by rows if every reader of its results reads rows.
 
     Args:
         nodes: all operations that may still run, in order; changed in place.
@@ -72,30 +72,32 @@ def cut_to_rows(nodes: Iterable[Node], readable: set[Value]) -> dict[Value, Shar
         Sums over samples that are read by rows only, with the sharding of these reads.
     """
     readings: dict[Value, set[Shard | None]] = {}
-    apart: dict[Value, Shard] = {}
-    for node in reversed(list(nodes)):  # backwards: readers are recorded after the producer
+    read_by_rows: dict[Value, Shard] = {}
+    for node in reversed(list(nodes)):  # readers first, which are recorded after the producer
         outputs = [output() for output in node.outputs]
-        read = [None if value is None else _only(readings.get(value)) for value in outputs]
-        free = not any(value in readable for value in outputs)
-        if node.by_rows is not None and free and read == list(node.by_rows.action.shards):
+        read = [None if value is None else _only_shard(readings.get(value)) for value in outputs]
+        switchable = not any(value in readable for value in outputs)
+        if node.by_rows is not None and switchable and read == list(node.by_rows.action.shards):
             _cut(node, node.by_rows)
-        elif not node.once and free and not node.gathers:  # a gathered value may get more readers
+        elif not node.once and switchable and not node.gathers:  # a gathered value may get readers later
             sums = zip(outputs, read, strict=True)
-            apart |= {v: rows for v, rows in sums if v is not None and v.shard is None and rows is not None}
+            read_by_rows |= {
+                v: rows for v, rows in sums if v is not None and v.shard is None and rows is not None
+            }
         for value, shard in node.operands:
             readings.setdefault(value, set()).add(shard)
-    return apart
+    return read_by_rows
 
 
-def _only(shards: set[Shard | None] | None) -> Shard | None:
-    """Return the only sharding that a value is read with; None for several, or if it is read in full."""
+def _only_shard(shards: set[Shard | None] | None) -> Shard | None:
+    """Return the sharding of all reads of a value; None if they differ or read the value in full."""
     return next(iter(shards)) if shards is not None and len(shards) == 1 else None
 
 
 def _cut(node: Node, rows: ByRows) -> None:
     action = rows.action
     node.operands, node.shards, node.run = rows.operands, action.shards, action.run
-    node.view, node.light, node.known = action.view, action.light, action.known
+    node.view, node.light, node.compilable = action.view, action.light, action.compilable
     node.once, node.by_rows = False, None
     for output, shard in zip(node.outputs, action.shards, strict=True):
         value = output()

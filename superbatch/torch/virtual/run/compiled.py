@@ -1,8 +1,8 @@
 """Segments: consecutive operations on the rows of a micro-batch, compiled by Inductor into one function.
 
-The cache of the process is keyed by the operations, their wiring and the form of the inputs (shapes, strides,
-dtypes, devices), never by numbers: a second update or an equal layer compiles nothing. The functions are
-traced with `make_fx` below autograd, without Dynamo and its guards; each call compares the form instead. A
+A cache of the process is keyed by the operations, their wiring and the form of the inputs (shapes, strides,
+dtypes, devices), never by numbers. So a second update or an equal layer compiles nothing. Functions are
+traced with `make_fx` below autograd, without Dynamo and its guards: each call compares the form instead. A
 segment that cannot be compiled runs operation by operation, after one warning.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from superbatch.torch.memory.out_of_memory import out_of_memory
 
 from ...warn import warn
-from ..ir.shard import Part
+from ..ir.shard import BatchSlice
 from ..ir.values import Run
 
 _DEVICES = {"cpu", "cuda"}
@@ -27,7 +27,7 @@ Form = tuple[Any, ...]  # of the inputs: number of samples; shape, strides, dtyp
 
 
 class Member(NamedTuple):
-    """Operation of a segment. Registers of a segment are numbered from 0: first its inputs, then its results.
+    """Operation of a segment, on registers that are numbered from 0: first the inputs of the segment.
 
     Attributes:
         run: as in `Node`.
@@ -43,7 +43,7 @@ class Member(NamedTuple):
 
 
 class Segment:
-    """Consecutive operations as one function of a micro-batch, with the signature of `Run`.
+    """Function that runs consecutive operations on a micro-batch; a `Run`.
 
     Args:
         members: the operations.
@@ -55,74 +55,76 @@ class Segment:
         self.structure = members, wanted
         self._size = size
         self._frees: list[list[int]] = [[] for _ in members]
-        # Uncompiled, a segment must not hold more memory than its operations alone would.
+        # Without compilation, a segment must not need more memory than its operations alone.
         last: dict[int, int] = {}
-        for place, member in enumerate(members):
-            last.update((slot, place) for slot in (*member.inputs, *(slot for _, slot in member.outputs)))
-        for slot, place in last.items():
+        for position, member in enumerate(members):
+            last.update((slot, position) for slot in (*member.inputs, *(slot for _, slot in member.outputs)))
+        for slot, position in last.items():
             if slot not in wanted:
-                self._frees[place].append(slot)
+                self._frees[position].append(slot)
         self._by_form: dict[Form, _Compiled | None] = {}
 
-    def __call__(self, part: Part, tensors: list[Tensor]) -> list[Any]:
+    def __call__(self, microbatch: BatchSlice, tensors: list[Tensor]) -> list[Any]:
         """Run the segment on a micro-batch.
 
         Args:
-            part: the micro-batch.
-            tensors: its inputs; the list is emptied, so that each tensor can be freed after its last use.
+            microbatch: the micro-batch.
+            tensors: inputs of the segment; the list is emptied, so that each is freed after its last use.
 
         Returns:
-            The contents of the `wanted` registers, then one list per operation with results to reduce.
+            The contents of the `wanted` registers, then a list for each operation with results to reduce.
         """
-        form = (part.samples, *[(t.shape, t.stride(), t.dtype, t.device) for t in tensors])
+        form = (microbatch.samples, *[(t.shape, t.stride(), t.dtype, t.device) for t in tensors])
         if form not in self._by_form:
-            # Near-equal micro-batches have at most two sizes, so at most two forms.
-            self._by_form[form] = _remembered(_Key(self, form)) if _plain(tensors) else None
+            # Micro-batches have at most two sizes, so a segment has few forms.
+            self._by_form[form] = _cached(_Key(self, form)) if _are_compilable(tensors) else None
         entry = self._by_form[form]
         return (
-            self.steps(part, tensors) if entry is None else _with_tensors(entry.results, entry.run(tensors))
+            self.steps(microbatch, tensors)
+            if entry is None
+            else _with_tensors(entry.results, entry.run(tensors))
         )
 
-    def steps(self, part: Any, tensors: list[Tensor]) -> list[Any]:
-        """Run the operations one after the other."""
+    def steps(self, microbatch: Any, tensors: list[Tensor]) -> list[Any]:
+        """Run the operations one by one."""
         registers: list[Any] = [*tensors, *[None] * (self._size - len(tensors))]
-        # The caller's list is the last reference to rows that nothing reads after the segment.
+        # The caller's list would keep rows alive that nothing reads after the segment.
         tensors.clear()
         members, wanted = self.structure
-        found: list[Any] = []
+        reduced: list[Any] = []
         for member, frees in zip(members, self._frees, strict=True):
-            result = member.run(part, [registers[slot] for slot in member.inputs])
+            result = member.run(microbatch, [registers[slot] for slot in member.inputs])
             for index, slot in member.outputs:
                 registers[slot] = result if index is None else result[index]
             if member.reduced:
-                found.append([result if index is None else result[index] for index in member.reduced])
+                reduced.append([result if index is None else result[index] for index in member.reduced])
             for slot in frees:
                 registers[slot] = None
-            del result  # or it would live through the next operation
-        return [*(registers[slot] for slot in wanted), *found]
+            del result  # a reference would keep it alive during the next operation
+        return [*(registers[slot] for slot in wanted), *reduced]
 
 
-def _plain(tensors: Iterable[Tensor]) -> bool:
-    """Return whether all are ordinary tensors on a device that Inductor supports."""
+def _are_compilable(tensors: Iterable[Tensor]) -> bool:
+    """Return whether all are plain tensors on a device that Inductor supports."""
     return all(type(t) in (Tensor, torch.nn.Parameter) and t.device.type in _DEVICES for t in tensors)
 
 
 class _Samples(NamedTuple):
-    """Micro-batch without a position: a member that reads `start` fails in tracing.
+    """Stand-in for a `BatchSlice` in tracing: an operation that reads `start` fails.
 
-    Tracing would make the position of the first micro-batch a constant of the compiled function.
+    Otherwise the position of the first micro-batch would become a constant of the compiled function.
     """
 
     samples: int
 
 
 class _Key:
-    """Cache key of a segment and a form; holds the segment only until it is compiled."""
+    """Cache key of a segment and a form; refers to the segment until it is compiled."""
 
     __slots__ = ("form", "hash", "key", "segment")
 
     def __init__(self, segment: Segment, form: Form) -> None:
-        # Functions in `structure` compare by identity: rules return the same one for the same arguments.
+        # Functions in `structure` compare by identity; rules return the same object for equal arguments.
         self.key = segment.structure, form, _settings()
         self.hash = hash(self.key)
         self.form = form
@@ -136,7 +138,7 @@ class _Key:
 
 
 def _settings() -> tuple[Any, ...]:
-    """Global settings of torch that change the numbers or the generated code."""
+    """Return torch's global settings that change the numbers or the generated code."""
     return (
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
@@ -146,23 +148,27 @@ def _settings() -> tuple[Any, ...]:
 
 
 def _precision() -> tuple[Any, ...]:
-    """Precision of float32 products, from both interfaces of torch that set it."""
+    """Return the precision of float32 products, from both of torch's interfaces that set it."""
     try:
         legacy = torch.get_float32_matmul_precision()
-    except RuntimeError:  # torch raises if the newer interface was used, alone or beside the legacy one
+    except RuntimeError:  # raised if the newer interface was used
         legacy = None
     backends = torch.backends
     newer = (backends, backends.cuda.matmul, backends.cudnn, backends.mkldnn)
-    parts = (getattr(getattr(backends, name), part, None) for name in ("cudnn", "mkldnn") for part in _PARTS)
-    return legacy, *(getattr(one, "fp32_precision", None) for one in (*newer, *parts))
+    by_operation = (
+        getattr(getattr(backends, name), operation, None)
+        for name in ("cudnn", "mkldnn")
+        for operation in _OPERATIONS
+    )
+    return legacy, *(getattr(one, "fp32_precision", None) for one in (*newer, *by_operation))
 
 
-_PARTS = ("conv", "rnn", "matmul")
+_OPERATIONS = ("conv", "rnn", "matmul")
 
 
 class _Compiled(NamedTuple):
-    run: Callable[[list[Tensor]], Sequence[Tensor]]  # Inductor empties the list that it is given
-    results: Any  # structure of the results, with an `_Output` in place of each tensor
+    run: Callable[[list[Tensor]], Sequence[Tensor]]  # empties its argument
+    results: Any  # the nested results, with an `_Output` in place of each tensor
 
 
 class _Output(NamedTuple):
@@ -172,7 +178,7 @@ class _Output(NamedTuple):
 def _without_tensors(results: Any, tensors: list[Tensor]) -> Any:
     """Return the results with an `_Output` in place of each tensor; append each tensor once to the list."""
     if isinstance(results, Tensor):
-        # By identity: `in` would compare tensors element by element.
+        # By identity, because `in` would compare tensors element by element.
         index = next((i for i, one in enumerate(tensors) if one is results), len(tensors))
         if index == len(tensors):
             tensors.append(results)
@@ -190,18 +196,18 @@ def _with_tensors(results: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 @lru_cache(maxsize=1 << 10)
-def _remembered(key: _Key) -> _Compiled | None:
-    segment, key.segment = key.segment, None  # the cache would keep the first block's segment alive
+def _cached(key: _Key) -> _Compiled | None:
+    segment, key.segment = key.segment, None  # otherwise the cache would keep the segment alive
     assert segment is not None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings of Inductor about its own deprecations
-            return _made(segment, key.form)
-    except Exception as error:  # a missing C++ compiler, an unsupported operator, ...: any type
+            warnings.simplefilter("ignore")  # Inductor warns about its own deprecations
+            return _compile(segment, key.form)
+    except Exception as error:  # Inductor raises any type: for a missing C++ compiler, an operator, ...
         if out_of_memory(error):  # the caller retries with smaller micro-batches
             raise
         _warn(f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}")
-        return None  # cached too: a failing segment is tried once
+        return None  # also cached, so that a failing segment is tried once
 
 
 @lru_cache(maxsize=1 << 10)
@@ -210,9 +216,9 @@ def _warn(reason: str) -> None:
     warn(f"virtual_batch(compile=True) cannot compile some operations, which run uncompiled ({reason})")
 
 
-def _made(segment: Segment, form: Form) -> _Compiled | None:
+def _compile(segment: Segment, form: Form) -> _Compiled | None:
     """Compile a segment from its form alone; None if a result shares memory with an input."""
-    # Imported here: Inductor takes seconds to load, and few blocks compile.
+    # Imported here, because Inductor takes seconds to load and few blocks compile.
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.utils import BoxedBool
@@ -224,25 +230,25 @@ def _made(segment: Segment, form: Form) -> _Compiled | None:
     samples, *rows = form
 
     def function(*tensors: Tensor) -> tuple[Tensor, ...]:
-        found: list[Tensor] = []
-        _without_tensors(segment.steps(_Samples(samples), list(tensors)), found)
-        return tuple(found)
+        outputs: list[Tensor] = []
+        _without_tensors(segment.steps(_Samples(samples), list(tensors)), outputs)
+        return tuple(outputs)
 
-    # The block's own dispatch mode would record the traced operators as operations of the program. Fake
-    # tensors: nothing is computed, and no memory is needed.
+    # Outside of the block's dispatch mode, which would record the traced operators. Fake tensors need no
+    # memory and compute nothing.
     with _disable_current_modes(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         inputs = [
             torch.empty_strided(shape, strides, dtype=dtype, device=device)
             for shape, strides, dtype, device in rows
         ]
-        found: list[Tensor] = []
-        results = _without_tensors(segment.steps(_Samples(samples), list(inputs)), found)
+        outputs: list[Tensor] = []
+        results = _without_tensors(segment.steps(_Samples(samples), list(inputs)), outputs)
         memory = {tensor.untyped_storage()._cdata for tensor in inputs}
-        # A view as a result would be compiled with the storage offset of the first micro-batch.
-        if any(tensor.untyped_storage()._cdata in memory for tensor in found):
+        # A result that is a view would have the storage offset of the first micro-batch.
+        if any(tensor.untyped_storage()._cdata in memory for tensor in outputs):
             return None
-        # Inductor takes functional graphs only: `dispatch_functionalize` rewrites in-place operators.
+        # `dispatch_functionalize` rewrites in-place operators, which Inductor does not take.
         graph = make_fx(dispatch_functionalize(function), decomposition_table=select_decomp_table())(*inputs)
-        # No CUDA graphs: a replay writes its results to the same memory, but kept rows must survive it.
+        # No CUDA graphs: a replay would overwrite the results of earlier micro-batches, which may be stored.
         run: Any = compile_fx_inner(graph, inputs, cudagraphs=BoxedBool(False))
     return _Compiled(run, results)

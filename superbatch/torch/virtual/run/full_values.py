@@ -1,4 +1,4 @@
-"""Full values that grow with the batch: logged once, and counted while they are in memory."""
+"""Count of the full values in memory that grow with the batch, and their log."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..ir.values import Node, Value, going_back
+from ..ir.values import Node, Value, in_backward
 from .growth import mark_growth, values_of
 from .log import Log
 from .memo import Form
@@ -18,27 +18,31 @@ class FullValues:
     """Count of the full values in memory.
 
     Args:
-        store: the store whose budget they take.
-        log: receives the operator of each.
-        parts: number of micro-batches; with one, no full value is larger than a micro-batch.
+        store: counts their bytes.
+        log: logs their operators.
+        microbatches: number of micro-batches; with one, full values are no larger and are not counted.
     """
 
-    def __init__(self, store: Store, log: Log, parts: int) -> None:
-        self._store, self._log, self._several = store, log, parts > 1
+    def __init__(self, store: Store, log: Log, microbatches: int) -> None:
+        self._store, self._log, self._several = store, log, microbatches > 1
 
-    def hold(self, value: Value, node: Node, read: Sequence[Tensor] = ()) -> None:
-        """Count a result of an operation, unless it is a view of an input."""
+    def count_result(self, value: Value, node: Node, read: Sequence[Tensor] = ()) -> None:
+        """Count a result of an operation that grows with the batch, unless it is a view of an input."""
         if self._several and (value.grows or value.picked):
-            self.note(value, (node.where, node.name, node.backward), read)
+            self.count(value, (node.where, node.name, node.backward), read)
 
-    def note(self, value: Value, place: tuple[str, str, bool], read: Sequence[Tensor] = ()) -> None:
-        """Count a materialized value; `place` is its module, its operator, and True in a backward."""
+    def count(self, value: Value, origin: tuple[str, str, bool], read: Sequence[Tensor] = ()) -> None:
+        """Count a materialized value; `origin` has its module, its operator, and True for a backward."""
         tensor = value.full
-        # A view of an input has no memory of its own: the input was counted.
-        if tensor is None or value.held is not None or any(_share_memory(tensor, other) for other in read):
+        # A view of an input has no memory of its own.
+        if (
+            tensor is None
+            or value.counted_bytes is not None
+            or any(_share_memory(tensor, other) for other in read)
+        ):
             return
-        value.held = CountedBytes(self._store, value.nbytes)
-        self._log.full_value(place, value.nbytes, value.picked)
+        value.counted_bytes = CountedBytes(self._store, value.nbytes)
+        self._log.log_full_value(origin, value.nbytes, value.picked)
 
 
 def mark(form: Form, results: Any, rows: int, store: Store, log: Log) -> None:
@@ -48,22 +52,22 @@ def mark(form: Form, results: Any, rows: int, store: Store, log: Log) -> None:
         form: the operation.
         results: its results.
         rows: rows of a micro-batch.
-        store: counts results that were computed immediately.
-        log: receives these results.
+        store: counts the results that are already computed.
+        log: logs these results.
 
     Raises:
         CoupledSamplesError: with ``on_gather="error"``.
     """
-    if rows >= form.samples:  # a single micro-batch: a full value is no larger
+    if rows >= form.samples:  # one micro-batch: full values are no larger
         return
     values = values_of(results)
     if mark_growth(form, results, rows):
-        log.full_value_needed(str(form.func), sum(value.nbytes for value in values))
+        log.operator_gathers(str(form.func), sum(value.nbytes for value in values))
     for value in values:
         if value.full is not None and (value.grows or value.picked):
-            FullValues(store, log, 2).note(value, (log.where, str(form.func), going_back()))
+            FullValues(store, log, 2).count(value, (log.where, str(form.func), in_backward()))
 
 
 def _share_memory(tensor: Tensor, other: Tensor) -> bool:
-    # The StorageImpl and not data_ptr(): views at different offsets share it.
+    # Not data_ptr(), which differs between views of the same storage.
     return tensor.untyped_storage()._cdata == other.untyped_storage()._cdata

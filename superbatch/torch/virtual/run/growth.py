@@ -1,9 +1,9 @@
 """Dimensions of full values that grow with the number of samples.
 
-A batch statistic, a loss and the gradient of a weight have the same size for any batch. Half of a batch, a
-permuted batch or a gathered embedding grows with it and takes memory that a micro-batch does not.
-`Value.grows` lists those dimensions. For the results of an operator they are found by evaluating its shapes
-again with those dimensions twice as large.
+Batch statistics, losses and gradients of weights have the same size for any batch. Half of a batch, a
+permuted batch or gathered embeddings grow with the batch, and need more memory than a micro-batch.
+`Value.grows` lists the dimensions that grow. Those of an operator's results are found by computing their
+shapes again for inputs whose growing dimensions are twice as large.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from superbatch.torch.memory.out_of_memory import out_of_memory
 
-from ..ir.calls import Call, blank, shapes
+from ..ir.calls import Call, meta_tensor, shapes
 from ..ir.shard import Shard
 from ..ir.values import Value
 from .memo import Form
@@ -27,14 +27,14 @@ aten: Any = torch.ops.aten
 
 _PICKS = {aten.slice.Tensor, aten.select.int}
 _JOINS = {aten.cat, aten.stack}
-_PLACES = {aten.slice_backward.default, aten.select_backward.default}  # put picked rows among zeros
+_PADS = {aten.slice_backward.default, aten.select_backward.default}  # pad picked rows with zeros
 _RESHAPES = {
     aten.view.default,
     aten._unsafe_view.default,
     aten._reshape_alias.default,
     aten._reshape_copy.default,
 }
-# Operators that take sizes as arguments: doubled inputs would contradict them.
+# Operators with sizes as arguments, which would not match doubled inputs.
 _WITH_SIZES = {
     aten.expand.default,
     aten.select_backward.default,
@@ -48,7 +48,7 @@ _WITH_SIZES = {
 def may_grow(form: Form, results: Any) -> bool:
     """Return whether a result may be full and grow with the batch.
 
-    A quick test before `mark_growth`: it runs for every operation, and few results grow.
+    A fast test before `mark_growth`, because it runs for every operation and few results grow.
     """
     batch = False
     for value in form.tensors:
@@ -60,23 +60,23 @@ def may_grow(form: Form, results: Any) -> bool:
     value = results if type(results) is Value else next(iter(values_of(results)), None)
     if value is None:
         return False
-    if value.shard is not None:  # e.g. z @ z.T: rows of similarities, as many columns as samples
+    if value.shard is not None:  # z @ z.T has one row, and one column, per sample
         return value.node is not None and any(read.grows for read, _ in value.node.operands)
     return value.node is None or value.node.once or form.func in _PICKS
 
 
 def values_of(results: Any) -> list[Value]:
-    """Return the values among the results of an operation."""
+    """Return the values among the results of an operation, without sparse tensors."""
     return [item for item in _flat(results) if type(item) is Value and item.meta is not None]
 
 
-def mark_growth(form: Form, results: Any, microbatch: int) -> bool:
+def mark_growth(form: Form, results: Any, microbatch_size: int) -> bool:
     """Mark the results of an operation that grow with the batch.
 
     Args:
         form: the operation.
         results: its results.
-        microbatch: rows of a micro-batch; dimensions up to this size do not count.
+        microbatch_size: samples of a micro-batch; dimensions up to this size do not count.
 
     Returns:
         True if the operation copies more rows than a micro-batch out of the batch into a full tensor.
@@ -87,64 +87,64 @@ def mark_growth(form: Form, results: Any, microbatch: int) -> bool:
     node = next((value.node for value in values if value.node is not None), None)
     read = {} if node is None else {id(v): shard for v, shard in node.operands if shard is not None}
     reads = tuple([read.get(id(value)) for value in form.tensors])
-    # Without a key nothing is cached: an argument has a type whose equality is unknown.
+    # Without a key, an argument may not be comparable, so nothing is cached.
     if form.key is None:
-        return _marked(form, values, reads, microbatch)
-    # Growth of the inputs is no part of `form.key`: the same call may read a gathered value or a parameter.
+        return _marked(form, values, reads, microbatch_size)
+    # `form.key` does not have the growth of the inputs: they may be gathered values or parameters.
     grown = tuple([(value.grows, value.picked, id(value.meta)) for value in form.tensors])
     shape = tuple([(value.shard, id(value.meta)) for value in values])
-    key = _Key((form.key, microbatch, reads, grown, shape))
+    key = _Key((form.key, microbatch_size, reads, grown, shape))
     key.call = form, values, reads
-    known = _remembered(key)
-    for value, (grows, picked) in zip(values, known.results, strict=True):
+    growth = _cached(key)
+    for value, (grows, picked) in zip(values, growth.results, strict=True):
         value.grows, value.picked = grows, picked
-    return known.lost
+    return growth.copies_batch
 
 
 class _Growth(NamedTuple):
-    """Cached result of all calls of a form on values that grow alike."""
+    """Cached result for all calls of a form on values that grow in the same dimensions."""
 
     results: list[tuple[tuple[int, ...], int]]  # `grows` and `picked`
-    lost: bool
-    held: tuple[Any, ...]  # keeps alive the objects whose ids are in the key, or a new one could get that id
+    copies_batch: bool
+    held: tuple[Any, ...]  # objects whose ids are in the key, so that no other object gets these ids
 
 
 class _Key(tuple[Any, ...]):
-    """Cache key; holds the call until it is evaluated."""
+    """Cache key; refers to the call until it is evaluated."""
 
     call: tuple[Form, list[Value], tuple[Shard | None, ...]] | None
 
 
 @lru_cache(maxsize=1 << 12)
-def _remembered(key: _Key) -> _Growth:
-    call, key.call = key.call, None  # or the cache would keep values of the first block alive
+def _cached(key: _Key) -> _Growth:
+    call, key.call = key.call, None  # otherwise the cache would keep values of the first block alive
     assert call is not None
     form, values, reads = call
-    lost = _marked(form, values, reads, key[1])
+    copies_batch = _marked(form, values, reads, key[1])
     held = (form.func, *(value.meta for value in (*form.tensors, *values)))
-    return _Growth([(value.grows, value.picked) for value in values], lost, held)
+    return _Growth([(value.grows, value.picked) for value in values], copies_batch, held)
 
 
-def _marked(form: Form, values: list[Value], reads: tuple[Shard | None, ...], microbatch: int) -> bool:
-    dims = [_dims_read_whole(v, read, microbatch) for v, read in zip(form.tensors, reads, strict=True)]
-    # e.g. x[:100] or x[0]: the arguments fix the number of rows, so doubling the batch does not change it.
+def _marked(form: Form, values: list[Value], reads: tuple[Shard | None, ...], microbatch_size: int) -> bool:
+    dims = [_dims_read_whole(v, read, microbatch_size) for v, read in zip(form.tensors, reads, strict=True)]
+    # x[:100] and x[0] have the same number of rows in a doubled batch.
     if form.func in _PICKS and len(values) == 1 and values[0].shard is None:
-        _picked(form.call(), values[0], form.tensors[0], dims[0], microbatch)
+        _picked(form.call(), values[0], form.tensors[0], dims[0], microbatch_size)
         return form.tensors[0].shard is not None and bool(values[0].grows)
     picked = [value.picked for value in form.tensors]
-    # e.g. a Python loop that stacks x[0], x[1], ...: each row is small, all of them are the batch.
-    if form.func.overloadpacket in _JOINS and sum(picked) > microbatch and values[0].shard is None:
+    # A Python loop that stacks x[0], x[1], ...: each row is small, but all of them are the batch.
+    if form.func.overloadpacket in _JOINS and sum(picked) > microbatch_size and values[0].shard is None:
         values[0].grows = ((form.call().argument("dim", 0)) % max(values[0].meta.dim(), 1),)
         return True
-    # The gradient of x[:100] has the size of x, although its input has not.
-    if form.func in _PLACES and max(picked) and not any(dims) and values[0].shard is None:
+    # The gradient of x[:100] has the size of x, although its input has 100 rows.
+    if form.func in _PADS and max(picked) and not any(dims) and values[0].shard is None:
         dim = form.call().argument("dim") % max(values[0].meta.dim(), 1)
-        if values[0].meta.shape[dim] > microbatch:
+        if values[0].meta.shape[dim] > microbatch_size:
             values[0].grows = (dim,)
             return True
     if any(dims):
-        _grown(form, values, dims, microbatch)
-    # The rest (e.g. x[0] * 2) still consists of picked rows.
+        _grown(form, values, dims, microbatch_size)
+    # Other results, such as x[0] * 2, still consist of picked rows.
     for value in values:
         if value.shard is None and not value.grows and value.meta.dim():
             value.picked = max(picked, default=0)
@@ -155,7 +155,7 @@ def _flat(results: Any) -> Sequence[Any]:
     return results if isinstance(results, (list, tuple)) else (results,)
 
 
-def _dims_read_whole(value: Value, read: Shard | None, microbatch: int) -> tuple[int, ...]:
+def _dims_read_whole(value: Value, read: Shard | None, microbatch_size: int) -> tuple[int, ...]:
     """Return the dimensions that grow with the batch and that an operation reads in full."""
     if value.meta is None:
         return ()
@@ -163,64 +163,68 @@ def _dims_read_whole(value: Value, read: Shard | None, microbatch: int) -> tuple
     return tuple(sorted(dims - ({read.dim} if read is not None else set())))
 
 
-def _picked(call: Call, result: Value, source: Value, dims: tuple[int, ...], microbatch: int) -> None:
-    """Mark rows that were picked by index: their number does not depend on the batch."""
+def _picked(call: Call, result: Value, source: Value, dims: tuple[int, ...], microbatch_size: int) -> None:
+    """Mark a result whose rows were picked by index, so that their number does not depend on the batch."""
     shard = source.shard
     dim = (call.argument("dim") or 0) % max(source.meta.dim(), 1)
     grows = {*dims, *(() if shard is None else (shard.dim,))}
-    gone = call.func is aten.select.int
-    # select removes `dim`: the dimensions behind it move to the front by one.
-    rest = [other - (gone and other > dim) for other in grows - {dim}]
+    removed = call.func is aten.select.int
+    # select() removes `dim`, and later dimensions move to the front by one.
+    rest = [other - (removed and other > dim) for other in grows - {dim}]
     if dim not in grows:
         result.picked = source.picked
     else:
-        rows = 1 if gone else int(result.meta.shape[dim])
-        if rows > microbatch:
+        rows = 1 if removed else int(result.meta.shape[dim])
+        if rows > microbatch_size:
             rest.append(dim)
         else:
             result.picked = rows
     result.grows = tuple(sorted(rest))
 
 
-def _grown(form: Form, values: Sequence[Value], dims: Sequence[tuple[int, ...]], microbatch: int) -> None:
-    larger = _larger(form, dims, microbatch)
+def _grown(
+    form: Form, values: Sequence[Value], dims: Sequence[tuple[int, ...]], microbatch_size: int
+) -> None:
+    larger = _larger(form, dims, microbatch_size)
     for index, value in enumerate(values):
         shape = tuple(value.meta.shape)
         if form.func in _RESHAPES:
-            found = _reshaped(tuple(form.tensors[0].meta.shape), dims[0], shape)
+            growing = _reshaped(tuple(form.tensors[0].meta.shape), dims[0], shape)
         elif larger is not None and index < len(larger):
             twice = larger[index]
-            found = {dim for dim, size in enumerate(shape) if dim < len(twice) and twice[dim] != size}
+            growing = {dim for dim, size in enumerate(shape) if dim < len(twice) and twice[dim] != size}
         else:
-            found = _alike(form, dims, shape, microbatch)
+            growing = _alike(form, dims, shape, microbatch_size)
         own = set() if value.shard is None else {value.shard.dim}
-        value.grows = tuple(sorted(found - own))
+        value.grows = tuple(sorted(growing - own))
 
 
-def _larger(form: Form, dims: Sequence[tuple[int, ...]], microbatch: int) -> list[tuple[int, ...]] | None:
-    """Return the shapes of the results with the growing dimensions twice as long; None if unknown."""
+def _larger(
+    form: Form, dims: Sequence[tuple[int, ...]], microbatch_size: int
+) -> list[tuple[int, ...]] | None:
+    """Return the shapes of the results for growing dimensions twice as long; None if unknown."""
     unknown = any(value.meta is None for value in form.tensors)
     if unknown or form.func in _WITH_SIZES or form.func in _RESHAPES:
         return None
     doubled = [
-        Value(_doubled(value.meta, grows or _of_index(value, microbatch)), value.device)
+        Value(_doubled(value.meta, grows or _of_index(value, microbatch_size)), value.device)
         for value, grows in zip(form.tensors, dims, strict=True)
     ]
     call = form.call()
     try:
-        found = shapes(call.on(doubled))
+        results = shapes(call.on(doubled))
     except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
         if out_of_memory(error):
             raise
-        return None  # e.g. a size among the arguments that the doubled input does not match
-    return [tuple(item.shape) for item in _flat(found) if isinstance(item, Tensor)]
+        return None  # such as an argument that does not match the doubled input
+    return [tuple(item.shape) for item in _flat(results) if isinstance(item, Tensor)]
 
 
-def _of_index(value: Value, microbatch: int) -> tuple[int, ...]:
-    """Return the dimensions longer than a micro-batch of an integer or bool tensor: a permutation, a mask."""
+def _of_index(value: Value, microbatch_size: int) -> tuple[int, ...]:
+    """Return the dimensions of an index or a mask that are longer than a micro-batch."""
     if value.shard is not None or value.has_gradient:
         return ()
-    return tuple(dim for dim, size in enumerate(value.meta.shape) if size > microbatch)
+    return tuple(dim for dim, size in enumerate(value.meta.shape) if size > microbatch_size)
 
 
 def _doubled(meta: Tensor, dims: Sequence[int]) -> Tensor:
@@ -228,29 +232,31 @@ def _doubled(meta: Tensor, dims: Sequence[int]) -> Tensor:
         return meta
     shape = tuple(2 * size if dim in dims else size for dim, size in enumerate(meta.shape))
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return blank(shape, stride, meta.dtype)
+    return meta_tensor(shape, stride, meta.dtype)
 
 
 def _reshaped(old: Sequence[int], dims: Sequence[int], new: Sequence[int]) -> set[int]:
-    """Return the positions of dimensions after a reshape, matched by the number of elements before them."""
-    found: set[int] = set()
+    """Return the dimensions after a reshape, matched by the number of elements before them."""
+    positions: set[int] = set()
     for dim in dims:
         before, through = math.prod(old[:dim]), math.prod(old[: dim + 1])
         front = 1
-        for place, size in enumerate(new):
+        for position, size in enumerate(new):
             if front < through and front * size > before and size > 1:
-                found.add(place)
+                positions.add(position)
                 break
             front *= size
-    return found
+    return positions
 
 
-def _alike(form: Form, dims: Sequence[tuple[int, ...]], shape: Sequence[int], microbatch: int) -> set[int]:
-    """Guess the growing dimensions by their sizes, or by their positions; only above a micro-batch's size."""
+def _alike(
+    form: Form, dims: Sequence[tuple[int, ...]], shape: Sequence[int], microbatch_size: int
+) -> set[int]:
+    """Guess the growing dimensions by size, else by position, among those longer than a micro-batch."""
     sizes = {value.meta.shape[dim] for value, grows in zip(form.tensors, dims, strict=True) for dim in grows}
     sizes |= {size for value in form.tensors if value.shard for size in [value.shard.rows(form.samples)]}
-    found = {dim for dim, size in enumerate(shape) if size in sizes and size > microbatch}
-    if found:
-        return found
-    places = {dim for grows in dims for dim in grows}
-    return {dim for dim in places if dim < len(shape) and shape[dim] > microbatch}
+    growing = {dim for dim, size in enumerate(shape) if size in sizes and size > microbatch_size}
+    if growing:
+        return growing
+    positions = {dim for grows in dims for dim in grows}
+    return {dim for dim in positions if dim < len(shape) and shape[dim] > microbatch_size}

@@ -15,64 +15,63 @@ class Load(NamedTuple):
     slot: int
     source: Value
     shard: Shard  # cuts the rows of the micro-batch
-    place: int  # index among the stored values that the program reads, for the prefetch of the next one
+    position: int  # index among the stored values that the program reads, to prefetch the next one
 
 
 class SideEffects(NamedTuple):
     """Effects of an instruction other than filling one register.
 
     Attributes:
-        loads: loads before it runs.
+        loads: loads to execute before the instruction.
         outputs: (index of the result, register); index None: the only result.
-        reduced: indices of the results that are reduced.
-        reduction: the reduction of these; None without.
-        keeps: registers whose rows are stored for later sweeps.
+        reduced: indices of the results to reduce.
+        reduction: reduction of these results; None if there are none.
+        stores: registers whose rows are stored for later sweeps.
         carries: registers whose rows the last micro-batch carries to the next sweep.
-        early: registers that nothing else reads: the instruction frees them while it runs.
+        early: registers that the instruction itself frees while it runs, because it reads them last.
     """
 
     loads: list[Load]
     outputs: list[tuple[int | None, int]]
     reduced: list[int | None]
     reduction: Reduction | None
-    keeps: list[tuple[int, RowStore]]
+    stores: list[tuple[int, RowStore]]
     carries: list[tuple[int, Value]]
     early: list[int]
 
-    def loading(self, loads: list[Load]) -> SideEffects:
+    def with_loads(self, loads: list[Load]) -> SideEffects:
         """Return the side effects with other loads."""
         return self._replace(loads=loads)
 
 
-# A tuple and not a dataclass: the interpreter unpacks it in one step.
+# A tuple, because the interpreter unpacks it in one step.
 class Instruction(NamedTuple):
-    """Instruction: one operation on registers.
+    """Operation on registers.
 
     Attributes:
         run: as in `Node`.
         inputs: registers that it reads.
-        output: register of its only result, without side effects.
-        more: side effects; None for most instructions, which the interpreter then runs in one line.
-        frees: registers that nothing reads after it.
-        known: as in `Node`.
+        output: register of the only result; not used with side effects, which have their own registers.
+        effects: side effects; None for most instructions, which the interpreter runs in one line.
+        frees: registers that no later instruction reads.
+        compilable: as in `Node`.
         view: as in `Node`.
     """
 
     run: Run
     inputs: list[int]
     output: int
-    more: SideEffects | None
+    effects: SideEffects | None
     frees: list[int]
-    known: bool = False
+    compilable: bool = False
     view: bool = False
 
-    def with_effects(self, more: SideEffects) -> Instruction:
+    def with_effects(self, effects: SideEffects) -> Instruction:
         """Return the instruction with other side effects."""
-        return self._replace(more=more)
+        return self._replace(effects=effects)
 
 
-# `output` counts only without side effects, which list their own registers.
-def filled(instruction: Instruction) -> list[int]:
+def output_registers(instruction: Instruction) -> list[int]:
     """Return the registers that an instruction fills."""
-    more = instruction.more
-    return [instruction.output] if more is None else [slot for _, slot in more.outputs]
+    effects = instruction.effects
+    return [instruction.output] if effects is None else [slot for _, slot in effects.outputs]

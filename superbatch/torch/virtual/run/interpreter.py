@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..ir.shard import Part
+from ..ir.shard import BatchSlice
 from .instructions import Instruction, SideEffects
 
-# (part, rows, ahead, following, carries); `rows` executes a `Load`. It is an argument of each call, not held:
-# it is a method of the program, which holds this function, and the cycle would keep full tensors in memory
-# until a garbage collection.
+# Of (microbatch, rows, prefetcher, next_read, carries). `rows` executes a `Load`. It is an argument, because
+# it is a method of the program, which refers to this function: a reference back would make a cycle, which
+# keeps full tensors in memory until a garbage collection.
 Function = Callable[..., None]
 
 
@@ -20,39 +20,46 @@ def interpreted(program: Sequence[Instruction], registers: Sequence[Any], carrie
     Args:
         program: the instructions of a sweep.
         registers: initial registers: full values, and None for rows.
-        carried: rows that the last micro-batch carries to the next sweep, by value; None without.
+        carried: receives the rows that the last micro-batch carries to the next sweep; None to carry none.
     """
     before = list(registers)
 
-    def function(part: Part, rows: Callable[..., Any], ahead: Any, following: Any, carries: bool) -> None:
-        registers = before.copy()  # full values stay, rows of the last micro-batch are gone
-        for run, inputs, output, more, frees, _, _ in program:
-            if more is None:
-                registers[output] = run(part, [registers[slot] for slot in inputs])
+    def function(
+        microbatch: BatchSlice, rows: Callable[..., Any], prefetcher: Any, next_read: Any, carries: bool
+    ) -> None:
+        registers = before.copy()  # with full values, without rows of the last micro-batch
+        for run, inputs, output, effects, frees, _, _ in program:
+            if effects is None:
+                registers[output] = run(microbatch, [registers[slot] for slot in inputs])
             else:
-                for load in more.loads:
-                    registers[load.slot] = rows(load, part, ahead, following)
+                for load in effects.loads:
+                    registers[load.slot] = rows(load, microbatch, prefetcher, next_read)
                 tensors = [registers[slot] for slot in inputs]
-                # Freed before the call: then `tensors` is the only owner, and a segment frees each one after
-                # its last use.
-                for slot in more.early:
+                # Freed before the call: `tensors` is the only owner, so that a segment can free each one.
+                for slot in effects.early:
                     registers[slot] = None
-                _finish(more, run(part, tensors), part, registers, carried if carries else None)
-                del tensors  # or the inputs would live until the next instruction with side effects
+                _finish(
+                    effects, run(microbatch, tensors), microbatch, registers, carried if carries else None
+                )
+                del tensors  # a reference would keep the inputs alive during the next instructions
             for slot in frees:
                 registers[slot] = None
 
     return function
 
 
-def _finish(more: SideEffects, result: Any, part: Part, registers: list[Any], carried: Any) -> None:
+def _finish(
+    effects: SideEffects, result: Any, microbatch: BatchSlice, registers: list[Any], carried: Any
+) -> None:
     """Store, reduce and carry the results of an instruction."""
-    for index, slot in more.outputs:
+    for index, slot in effects.outputs:
         registers[slot] = result if index is None else result[index]
-    if more.reduction is not None:
-        more.reduction.add(part, [result if index is None else result[index] for index in more.reduced])
-    for slot, kept in more.keeps:
-        kept.put(part, registers[slot])
+    if effects.reduction is not None:
+        effects.reduction.add(
+            microbatch, [result if index is None else result[index] for index in effects.reduced]
+        )
+    for slot, row_store in effects.stores:
+        row_store.put(microbatch, registers[slot])
     if carried is not None:
-        for slot, value in more.carries:
+        for slot, value in effects.carries:
             carried[value] = registers[slot]

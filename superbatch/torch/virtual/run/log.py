@@ -1,4 +1,4 @@
-"""Log of the coupling points and operations of a block, from which its report is made."""
+"""Log of the coupling points and operations of a block, for its report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from superbatch.results.coupling import CouplingPoint, CouplingReport, WholeValu
 from superbatch.torch.module_tables import children_of
 
 from ...warn import warn
-from ..ir.values import Node, Value, going_back
+from ..ir.values import Node, Value, in_backward
 from .plan import Plan
 from .store import Store
 
@@ -24,30 +24,30 @@ OnGather = Literal["ok", "warn", "error"]
 
 
 def paths(
-    module: nn.Module, path: str = "", found: dict[nn.Module, str] | None = None
+    module: nn.Module, path: str = "", names: dict[nn.Module, str] | None = None
 ) -> dict[nn.Module, str]:
-    """Return the path of each module, as `named_modules` names it."""
-    # Not `named_modules`, which recurses through generators and takes several times as long in each update.
-    found = {} if found is None else found
-    if module not in found:
-        found[module] = path
+    """Return the path of each module, as in `named_modules`."""
+    # `named_modules` recurses through generators, which takes several times as long in each update.
+    names = {} if names is None else names
+    if module not in names:
+        names[module] = path
         for name, child in children_of(module).items():
             if child is not None:
-                paths(child, f"{path}.{name}" if path else name, found)
-    return found
+                paths(child, f"{path}.{name}" if path else name, names)
+    return names
 
 
-# As a coupling point these copy rows of the batch: reported as gathered, with the bytes of the rows.
+# Coupling points that copy rows of the batch; the report lists them as gathered, with the bytes of the rows.
 _PICKS = {torch.ops.aten.select.int, torch.ops.aten.slice.Tensor}
 
 
 class LoggedPoint(NamedTuple):
-    """Coupling point of the forward, with its result if that is a single number.
+    """Coupling point of the forward, with its result if the result is a single number.
 
     Attributes:
         point: the point, as in the report.
         number: the result; None if it has dimensions or was freed.
-        counts: the number has an integer dtype, e.g. a count of labels.
+        counts: the number has an integer dtype, as a count of labels has.
     """
 
     point: CouplingPoint
@@ -65,7 +65,7 @@ class Log:
     Attributes:
         where: path of the module whose forward runs; "" outside of any.
         sweeps, recorded, run, repeated: as in `CouplingReport`.
-        is_split: the batch has several micro-batches; with one, full values are no larger than it.
+        is_split: the batch has several micro-batches; with one, full values are no larger.
     """
 
     def __init__(self, models: Sequence[nn.Module], on_gather: OnGather) -> None:
@@ -76,11 +76,10 @@ class Log:
         }
         self._on_gather: OnGather = on_gather
         self._path: list[str] = []
-        self._unknown: dict[int, int] = {}  # serial of the node that follows, and bytes
         # By serial: later sweeps log a node again, and reports are in the order of recording.
         self._points: dict[int, CouplingPoint] = {}
         self._numbers: dict[int, Value] = {}  # results of coupling points that are one number
-        self._aside: dict[int, CouplingPoint] = {}
+        self._without_rule: dict[int, CouplingPoint] = {}
         self._backward: set[int] = set()
         self._full: dict[tuple[str, str, bool], list[int]] = {}  # count, bytes, picked rows, grows
         self.is_split = True
@@ -92,10 +91,10 @@ class Log:
         return self._path[-1] if self._path else ""
 
     @contextmanager
-    def following(self) -> Iterator[None]:
+    def tracked_modules(self) -> Iterator[None]:
         """Track which module's forward runs, inside the context."""
-        # Global hooks run in every thread of the process (e.g. a model that a data loader uses), and `leave`
-        # also for a forward that began before the block.
+        # Global hooks also run in other threads, such as that of a data loader with a model. And `leave` also
+        # runs for a forward that began before the block.
         thread = get_ident()
 
         def enter(module: nn.Module, inputs: object) -> None:
@@ -108,7 +107,7 @@ class Log:
 
         handles = [
             all_modules.register_module_forward_pre_hook(enter),
-            # always_call: after an exception too, or the path would still name the module that raised.
+            # always_call: after an exception too. Otherwise the path would keep the module that raised.
             all_modules.register_module_forward_hook(leave, always_call=True),
         ]
         try:
@@ -117,8 +116,8 @@ class Log:
             for handle in handles:
                 handle.remove()
 
-    def unknown(self, operator: str, nbytes: int) -> None:
-        """Log that an operator without a rule needs full tensors.
+    def operator_without_rule(self, operator: str, nbytes: int) -> None:
+        """Warn or raise, as `on_gather` says, because an operator without a rule needs full tensors.
 
         Raises:
             CoupledSamplesError: with ``on_gather="error"``.
@@ -130,15 +129,15 @@ class Log:
             'whole batch into one tensor. Use another operator, or pass on_gather="ok" to allow it.'
         )
 
-    def full_value_needed(self, operator: str, nbytes: int) -> None:
-        """Log that an operator with a rule copies rows of all samples into one tensor.
+    def operator_gathers(self, operator: str, nbytes: int) -> None:
+        """Warn or raise, as `on_gather` says, because an operator gathers rows of all samples.
 
         Raises:
             CoupledSamplesError: with ``on_gather="error"``.
         """
         if self._on_gather == "ok" or not self.is_split:
             return
-        place = "the backward pass" if going_back() else self.where or "no module"
+        place = "the backward pass" if in_backward() else self.where or "no module"
         self._warn_or_raise(
             f"{operator} in {place} gathers {nbytes} bytes of the whole batch into one tensor. Use "
             "operations that keep one row per sample (torch.where or a product with a mask instead of an "
@@ -154,10 +153,11 @@ class Log:
         """Log a coupling point.
 
         Args:
-            node: the operation; later operations on samples read its results.
+            node: operation whose results later operations read per micro-batch.
             kept: bytes of its inputs that are stored.
         """
-        if node.backward:  # counted only: the report lists the points of the forward
+        # The report lists the points of the forward, and only the number of those of the backward.
+        if node.backward:
             self._backward.add(node.serial)
             return
         self._points[node.serial] = _point(node, kept)
@@ -171,32 +171,33 @@ class Log:
 
     def _logged(self, serial: int) -> LoggedPoint:
         value = self._numbers.get(serial)
+        # Not materialized for the log, which must not start a sweep.
         number = None if value is None or value.full is None else float(value.full.item())
         return LoggedPoint(self._points[serial], number, value is not None and not value.has_gradient)
 
-    def planned(self, todo: Plan) -> None:
-        """Log the coupling points of a plan, and drop the list of their nodes."""
+    def log_plan(self, todo: Plan) -> None:
+        """Log the coupling points of a plan, and clear its list of them."""
         for node in todo.points:
-            self.log_point(node, sum(v.nbytes for v, shard in node.operands if shard and v in todo.kept))
-        todo.points.clear()  # a node holds its inputs, which a sweep frees after their last use
+            self.log_point(node, sum(v.nbytes for v, shard in node.operands if shard and v in todo.stored))
+        todo.points.clear()  # nodes refer to their inputs, which a sweep frees after their last use
         for node in todo.stage:
             if node.gathers == "unknown":
-                self.gathered(node)
+                self.log_gathered(node)
 
-    def gathered(self, node: Node) -> None:
-        """Log that rows are gathered for an operator without a rule, unless it is a coupling point."""
+    def log_gathered(self, node: Node) -> None:
+        """Log a node that gathers rows for an operator without a rule, unless it is a coupling point."""
         if node.serial not in self._points and not node.backward:
-            self._aside[node.serial] = _point(node, 0)
+            self._without_rule[node.serial] = _point(node, 0)
 
-    def full_value(self, place: tuple[str, str, bool], nbytes: int, rows: int) -> None:
-        """Log a full value that was in memory.
+    def log_full_value(self, origin: tuple[str, str, bool], nbytes: int, rows: int) -> None:
+        """Log a full value in memory.
 
         Args:
-            place: its module, its operator, and whether that was in the backward.
+            origin: its module, its operator, and True for a backward.
             nbytes: its size.
-            rows: number of batch rows in it; 0: it grows with the batch.
+            rows: number of rows of the batch in it; 0 if that number grows with the batch.
         """
-        sums = self._full.setdefault(place, [0, 0, 0, 0])
+        sums = self._full.setdefault(origin, [0, 0, 0, 0])
         sums[:] = sums[0] + 1, sums[1] + nbytes, sums[2] + rows, sums[3] or not rows
 
     def report(self, samples: int, microbatches: int, store: Store | None = None) -> CouplingReport:
@@ -214,7 +215,7 @@ class Log:
             repeated=self.repeated,
             kept_on_device=on_device,
             kept_on_host=on_host,
-            unknown=tuple(self._aside[serial] for serial in sorted(self._aside)),
+            unknown=tuple(self._without_rule[serial] for serial in sorted(self._without_rule)),
             whole=tuple(
                 WholeValue(*place, times, nbytes)
                 for place, (times, nbytes, count, grows) in self._full.items()
@@ -229,6 +230,6 @@ def _point(node: Node, kept: int) -> CouplingPoint:
         gathered = sum(v.nbytes for v, shard in node.operands if shard)
         return CouplingPoint(node.where, node.name, node.gathers, kept, gathered)
     if node.operator in _PICKS:
-        chosen = sum(value.nbytes for output in node.outputs if (value := output()) is not None)
-        return CouplingPoint(node.where, node.name, "gathered", kept, chosen)
+        copied = sum(value.nbytes for output in node.outputs if (value := output()) is not None)
+        return CouplingPoint(node.where, node.name, "gathered", kept, copied)
     return CouplingPoint(node.where, node.name, "statistic", kept, 0)

@@ -1,9 +1,10 @@
 """Schedule: the operations of each sweep, and the results stored from one sweep to the next.
 
-A sweep visits all micro-batches once. An operation that reads a batch statistic waits for a sweep after the
-one that sums it: its *stage*. A result that several stages read is stored for all samples if a coupling point
-reads it (a BatchNorm's input, an embedding) or if more than `PATIENCE` later stages would recompute it; else
-it is recomputed. So a contrastive loss runs the forward twice, like GradCache; BatchNorms run it once.
+A sweep runs all micro-batches once. An operation that reads a batch statistic runs in a sweep after the one
+that sums the statistic. The *stage* of an operation is the number of its first sweep. A result that several
+stages read is stored for all samples if a coupling point reads it (the input of a BatchNorm, an embedding),
+or if more than `PATIENCE` later stages would recompute it. Otherwise it is recomputed. So a contrastive loss
+runs the forward twice, like GradCache, and BatchNorms run it once.
 """
 
 from __future__ import annotations
@@ -15,28 +16,28 @@ from ..ir.shard import Shard
 from ..ir.values import Node, Value
 from .by_rows import cut_to_rows
 
-PATIENCE = {True: 3, False: 1}  # recomputations of a light operation, and of any other, before it is stored
-_LATER = 1 << 30  # a stage after all others, for values that the program may still read
+PATIENCE = {True: 3, False: 1}  # largest number of recomputations, for light operations and for others
+_LATER = 1 << 30  # stage after all others, for values that the program may still read
 
 
 class Plan(NamedTuple):
     """Schedule of the operations to run.
 
     Attributes:
-        once: by stage, the operations on full values, which run before the sweep.
-        sweeps: by stage, the operations that run for each micro-batch, in order.
-        stage: stage of each node, in which its full outputs are computed.
-        kept: values whose rows are stored, with the last stage that reads them.
-        apart: full results of sweeps that are read by rows only, with the sharding of these reads and the
-            last stage that makes one.
-        points: coupling points: operations whose full results are read per micro-batch again.
+        once: by stage, operations on full values, which run before the sweep.
+        sweeps: by stage, operations that run for each micro-batch, in order.
+        stage: stage in which the full outputs of each node are computed.
+        stored: values whose rows are stored, with the last stage that reads them.
+        read_by_rows: full results of sweeps that are read by rows only, with the sharding of these reads and
+            the last stage that reads them.
+        points: coupling points: operations whose full results are read per micro-batch by later operations.
     """
 
     once: dict[int, list[Node]]
     sweeps: dict[int, list[Node]]
     stage: dict[Node, int]
-    kept: dict[Value, int]
-    apart: dict[Value, tuple[Shard, int]]
+    stored: dict[Value, int]
+    read_by_rows: dict[Value, tuple[Shard, int]]
     points: list[Node]
 
 
@@ -45,56 +46,56 @@ def plan(targets: Iterable[Value], readable: Iterable[Value], *, by_rows: bool =
 
     Args:
         targets: full values to compute.
-        readable: values that tensors of the program refer to, so that they may be read later.
-        by_rows: compute full values by rows where all readers take rows: saves memory, costs kernel calls.
+        readable: values that the program may read later, because its tensors refer to them.
+        by_rows: compute full values by rows if all readers take rows; saves memory, costs kernel calls.
 
     Returns:
         The plan.
     """
     targets, readable = set(targets), set(readable)
     others = [value for value in readable if not value.materialized and value not in targets]
-    # With the values that may be read later: a read of a running mean alone does not show that samples wait
+    # With the values that may be read later: for a running mean alone, the plan would miss that samples wait
     # for the same statistic.
     everything = _ancestors([*targets, *others])
     cut = cut_to_rows(everything, targets | readable) if by_rows else {}
-    # cut_to_rows changes operands, and with them the ancestors.
+    # Computed again, because cut_to_rows changes operands.
     nodes = _ancestors(targets) if by_rows or others else everything
     stage = _stages(nodes, {})
     later = {id(node) for node in _ancestors(others)} if others else set[int]()
-    feeds = _feeding(everything)
+    coupling_ids = _coupling_points(everything)
     sweeps: dict[int, list[Node]] = {}
     wanted: dict[Value, set[int]] = {}
     coupling: dict[Value, set[int]] = {}  # stages in which a coupling point reads a value
-    kept: dict[Value, int] = {}
+    stored: dict[Value, int] = {}
     moved = False
-    for node in reversed(nodes):  # readers first: which stages want a value decides where its node runs
+    for node in reversed(nodes):  # readers first: the stages that read a value are those that compute it
         if node.once:
             continue
-        if id(node) not in feeds:  # e.g. a logged loss: joins a sweep that runs its inputs anyway
+        if id(node) not in coupling_ids:  # a logged loss, for example, joins a sweep that computes its inputs
             earliest = stage[node]
             stage[node] = _stage_with_inputs(node, earliest, wanted)
             moved |= stage[node] != earliest
-        runs = _runs(node, stage, wanted, coupling, kept, id(node) in later)
+        runs = _running_stages(node, stage, wanted, coupling, stored, id(node) in later)
         for number in runs:
             sweeps.setdefault(number, []).append(node)
         for value, shard in node.operands:
             if value.shard is not None and shard is not None and not value.materialized:
                 wanted.setdefault(value, set()).update(runs)
-                if id(node) in feeds:
+                if id(node) in coupling_ids:
                     coupling.setdefault(value, set()).add(stage[node])
-    for found in sweeps.values():
-        # Nodes were appended in reverse; a sweep runs them in the order of recording.
-        found.reverse()
-    if moved:  # a moved sum delays the operations that read it
+    for sweep in sweeps.values():
+        # Nodes were appended in reverse, but run in the order of recording.
+        sweep.reverse()
+    if moved:  # operations that read a moved sum have to wait for it
         stage = _stages(nodes, stage)
-    points = [node for node in nodes if id(node) in feeds]
+    points = [node for node in nodes if id(node) in coupling_ids]
     readers = [(node, _LATER if id(node) in later else 0) for node in everything]
-    apart = {value: (shard, _last_reading(value, readers, sweeps)) for value, shard in cut.items()}
-    return Plan(_once(nodes, stage), sweeps, stage, kept, apart, points)
+    read_by_rows = {value: (shard, _last_reading(value, readers, sweeps)) for value, shard in cut.items()}
+    return Plan(_once(nodes, stage), sweeps, stage, stored, read_by_rows, points)
 
 
 def _last_reading(value: Value, readers: list[tuple[Node, int]], sweeps: dict[int, list[Node]]) -> int:
-    """Return the last stage that reads a value by rows; `readers` are pairs of a node and its least stage."""
+    """Return the last stage that reads a value by rows; `readers` has (node, lowest stage)."""
     last = 0
     for node, least in readers:
         if any(read is value for read, _ in node.operands):
@@ -105,6 +106,7 @@ def _last_reading(value: Value, readers: list[tuple[Node, int]], sweeps: dict[in
 
 def _once(nodes: list[Node], stage: dict[Node, int]) -> dict[int, list[Node]]:
     once: dict[int, list[Node]] = {}
+    # In the order of recording, so that the inputs of a node are computed before it.
     for node in nodes:
         if node.once:
             once.setdefault(stage[node], []).append(node)
@@ -112,8 +114,8 @@ def _once(nodes: list[Node], stage: dict[Node, int]) -> dict[int, list[Node]]:
 
 
 def _stage_with_inputs(node: Node, earliest: int, wanted: dict[Value, set[int]]) -> int:
-    """Return the stage of a sum that no sample waits for, such as a loss: the first that runs its inputs."""
-    if node.shards.count(None) < len(node.shards):  # it has rows as well, which their readers place
+    """Return the first stage that computes the inputs of a sum for which no sample waits, such as a loss."""
+    if node.shards.count(None) < len(node.shards):  # readers of its sharded results determine its stages
         return earliest
     inputs = [
         v for v, shard in node.operands if v.shard is not None and shard is not None and not v.materialized
@@ -124,20 +126,20 @@ def _stage_with_inputs(node: Node, earliest: int, wanted: dict[Value, set[int]])
 
 def _ancestors(values: Iterable[Value]) -> list[Node]:
     """Return the operations that still have to run for the values, in the order of recording."""
-    found: dict[int, Node] = {}
-    # An explicit stack: the chain of nodes of a deep model exceeds Python's recursion limit.
+    nodes: dict[int, Node] = {}
+    # An explicit stack, because a deep model would exceed Python's recursion limit.
     todo = [value.node for value in values if not value.materialized and value.node is not None]
     while todo:
         node = todo.pop()
-        if node.serial in found:
+        if node.serial in nodes:
             continue
-        found[node.serial] = node
+        nodes[node.serial] = node
         todo += [v.node for v, _ in node.operands if not v.materialized and v.node is not None]
-    return [found[serial] for serial in sorted(found)]
+    return [nodes[serial] for serial in sorted(nodes)]
 
 
 def _stages(nodes: list[Node], least: dict[Node, int]) -> dict[Node, int]:
-    """Return the first stage in which each node can run, at least the given one."""
+    """Return the first stage in which each node can run, at least the one in `least`."""
     stage: dict[Node, int] = {}
     for node in nodes:
         number = 0 if node.once else least.get(node, 0)
@@ -145,51 +147,54 @@ def _stages(nodes: list[Node], least: dict[Node, int]) -> dict[Node, int]:
             if value.materialized or value.node is None:
                 continue
             made = value.node
-            waits = value.shard is None and not made.once  # a sum over samples is full after its sweep
+            waits = value.shard is None and not made.once  # a sum over samples is complete after its sweep
             number = max(number, stage[made] + waits)
         stage[node] = number
     return stage
 
 
-def _feeding(nodes: list[Node]) -> set[int]:
-    """Return the ids of the coupling points: operations whose full outputs are read per micro-batch again."""
-    fed: set[int] = set()  # ids of full values that an operation per micro-batch depends on
-    feeding: set[int] = set()
+def _coupling_points(nodes: list[Node]) -> set[int]:
+    """Return the ids of nodes whose full outputs are read per micro-batch by later operations."""
+    awaited: set[int] = set()  # ids of full values that operations per micro-batch depend on
+    points: set[int] = set()
     for node in reversed(nodes):
         outputs = [output() for output in node.outputs]
-        full = any(value is not None and id(value) in fed for value in outputs)
+        full = any(value is not None and id(value) in awaited for value in outputs)
         if full and not node.once:
-            feeding.add(id(node))
+            points.add(id(node))
         if full or not node.once:
-            fed.update(
+            awaited.update(
                 id(value) for value, _ in node.operands if value.shard is None and not value.materialized
             )
-    return feeding
+    return points
 
 
-def _runs(
+def _running_stages(
     node: Node,
     stage: dict[Node, int],
     wanted: dict[Value, set[int]],
     coupling: dict[Value, set[int]],
-    kept: dict[Value, int],
+    stored: dict[Value, int],
     later: bool,
 ) -> set[int]:
-    """Return the stages in which a node runs, and decide which of its outputs are stored."""
+    """Return the stages in which a node runs, and add the outputs to store to `stored`."""
     runs = {stage[node]} if None in node.shards else set[int]()
     for output in node.outputs:
         value = output()
         if value is None or value.shard is None or not (stages := wanted.get(value)):
             continue
         first = min(stages)
-        again = stages - {first}
+        later_stages = stages - {first}
         if later:
-            again = again | {_LATER}
-        # e.g. the input of a BatchNorm: the next stage normalises it, so all of its rows are read at least
-        # twice.
+            later_stages = later_stages | {_LATER}
+        # A coupling point and a later stage read all rows, as with the input of a BatchNorm.
         coupled = first in coupling.get(value, ())
-        if again and (coupled or len(again) > PATIENCE[node.light]) and not _cheap_to_recompute(node):
-            kept[value] = max(again)
+        if (
+            later_stages
+            and (coupled or len(later_stages) > PATIENCE[node.light])
+            and not _cheap_to_recompute(node)
+        ):
+            stored[value] = max(later_stages)
             runs.add(first)
         else:
             runs |= stages
@@ -197,11 +202,11 @@ def _runs(
 
 
 def _cheap_to_recompute(node: Node) -> bool:
-    """Return whether recomputing the output costs as much as reading it from the store."""
-    # Follows views to their base, and accepts one light operation on stored rows.
+    """Return whether recomputing the output costs no more than reading it from the store."""
+    # True for views, and at most one light operation, of stored rows.
     while node.view or node.light:
         batch = [value for value, shard in node.operands if shard is not None]
-        if not batch:  # e.g. zeros, or an expanded full value
+        if not batch:  # zeros, or an expanded full value
             return True
         if len(batch) != 1:
             return False

@@ -1,7 +1,7 @@
 """Prefetch of rows from the host's memory while the device computes.
 
-A sweep knows which rows it reads next. The prefetch needs device memory for one more tensor of rows than the
-plan counts. The CUDA branches were not run on a GPU.
+A sweep knows the rows that it reads next. The prefetch needs device memory for one tensor of rows more than
+the plan counts. The CUDA branches were not run on a GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from superbatch.torch.window.transfer import SideStream, has_streams, pinned
 
 
 class Prefetcher:
-    """Copies of rows to the device, one ahead of the computation.
+    """Copy rows to the device, one tensor ahead of the computation.
 
     Args:
         device: device of the computation.
@@ -26,8 +26,8 @@ class Prefetcher:
 
     def __init__(self, device: torch.device, to_host: SideStream | None = None) -> None:
         self._device = device
-        # Not `to_host`: the computation waits for this stream, and would wait there for the copies of its own
-        # last results to the host too.
+        # Not `to_host`: the computation waits for this stream, and would also wait for the copies of its last
+        # results to the host.
         self._side = SideStream(device)
         self._to_host = to_host or SideStream(device)
         self._copies: deque[Any] = deque()
@@ -40,25 +40,26 @@ class Prefetcher:
             key: key of these rows, as given to `begin`.
             rows: the rows, on the device or on the host.
         """
+        # Removed in any case, because a copy is used at once or not at all.
         coming, self._coming = self._coming, None
         if coming is not None:
-            self._side.join()  # for unused rows too: the computation reuses their memory
+            self._side.join()  # for unused rows too, because the computation reuses their memory
             if coming[0] == key:
                 return coming[1]
-        self._to_host.join()  # the copy to the host may not be complete
+        self._to_host.join()  # the copy of these rows to the host may be incomplete
         return rows.to(self._device, non_blocking=True)
 
     def begin(self, key: Hashable, rows: Tensor) -> None:
-        """Begin to copy the rows that are fetched next, if they are not on the device."""
+        """Begin to copy the rows that will be fetched next, if they are not on the device."""
         if rows.device == self._device:
             return
-        # Allocated on the computation's stream, so the copy waits for that stream: a host that runs far ahead
-        # does not fill the device with rows.
-        there = torch.empty_like(rows, device=self._device)
+        # Allocated on the computation's stream, for which the copy waits: a host that runs far ahead does not
+        # fill the device with rows.
+        copy = torch.empty_like(rows, device=self._device)
         source = pinned(rows) if has_streams(self._device) else rows
         with self._side.beside(after_computation=True):
-            self._side.follow(self._to_host)  # the copy of these rows to the host may not be complete
-            self._coming = key, there.copy_(source, non_blocking=True)
+            self._side.follow(self._to_host)  # the copy of these rows to the host may be incomplete
+            self._coming = key, copy.copy_(source, non_blocking=True)
         if source is not rows:
             self._bound_pinned()
 

@@ -1,4 +1,4 @@
-"""Storage of rows for later sweeps: on the device up to a budget, beyond it in the host's memory."""
+"""Storage of rows for later sweeps: on the device up to a budget, and beyond the budget on the host."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from torch import Tensor
 
 from superbatch.torch.window.transfer import SideStream, empty_on_host
 
-from ..ir.shard import Part
+from ..ir.shard import BatchSlice
 from .prefetch import Prefetcher
 
-ELSEWHERE = {"cuda", "xpu", "mps"}  # devices with their own memory, to which rows are prefetched
+OWN_MEMORY = {"cuda", "xpu", "mps"}  # devices with their own memory, to which rows are prefetched
 
 
-DEVICE, HOST, WHOLE = range(3)
+DEVICE, HOST, FULL = range(3)
 """Kinds of bytes: rows on the device, rows in the host's memory, full values."""
 
 
 class Store:
-    """Count of the stored bytes, and the decision between device and host.
+    """Count of the stored bytes, which decides between device and host.
 
     Args:
         device: device of the computation.
-        budget: largest number of bytes that stay on the device; None: all. On a CPU the bytes beyond it are
-            counted as the host's, in the same memory.
+        budget: largest number of bytes to store on the device; None: no limit. On a CPU the bytes beyond the
+            budget are in the same memory, but counted as the host's.
 
     Attributes:
         most: peak bytes of each kind. Full values are counted if they grow with the batch.
-        ahead: prefetcher of rows; None if the device shares the host's memory.
+        prefetcher: prefetcher of rows; None if the device shares the host's memory.
     """
 
     def __init__(self, device: torch.device, budget: int | None) -> None:
@@ -41,23 +41,24 @@ class Store:
         self._owners: dict[ref[Any], list[int]] = {}
         self._freed: list[ref[Any]] = []
         self._to_host = SideStream(device)
-        self.ahead = Prefetcher(device, self._to_host) if device.type in ELSEWHERE else None
+        self.prefetcher = Prefetcher(device, self._to_host) if device.type in OWN_MEMORY else None
 
     def now(self) -> list[int]:
-        """Return the bytes of each kind that are stored now."""
+        """Return the stored bytes of each kind."""
         while self._freed:
             for kind, nbytes in enumerate(self._owners.pop(self._freed.pop())):
                 self._now[kind] -= nbytes
         return self._now
 
     def owned_by(self, owner: object) -> list[int]:
-        """Return the bytes of each kind of an owner, which count until the owner is freed."""
-        # Not a `__del__`: Python swallows exceptions raised there, a Ctrl-C included. The callback is
-        # `list.append`, a C function in which no signal handler runs; `now` subtracts later.
+        """Return the list of an owner's bytes of each kind, which count until the owner is freed."""
+        # Not `__del__`, where Python ignores exceptions, even a KeyboardInterrupt. The callback `list.append`
+        # is a C function, in which no signal handler runs. `now` subtracts the bytes later.
         return self._owners.setdefault(ref(owner, self._freed.append), [0, 0, 0])
 
     def add(self, owner: list[int], kind: int, nbytes: int) -> None:
         """Add bytes to the count of an owner; negative ones subtract."""
+        # Bytes of freed owners are subtracted first, because they would raise the peak.
         now = self.now() if self._freed else self._now
         owner[kind] += nbytes
         now[kind] += nbytes
@@ -65,45 +66,45 @@ class Store:
             self.most[kind] = now[kind]
 
     def is_full(self, nbytes: int) -> bool:
-        """Return whether so much more would exceed the budget."""
+        """Return whether storing more bytes on the device would exceed the budget."""
         if self.budget is None:
             return False
         now = self.now()
         # Full values cannot move to the host, so they reduce the budget of the rows.
-        return now[DEVICE] + now[WHOLE] + nbytes > self.budget
+        return now[DEVICE] + now[FULL] + nbytes > self.budget
 
     def keep(self, rows: Tensor) -> tuple[Tensor, bool]:
-        """Return the rows in the memory that stores them, and True if it is the host's."""
-        # A stored slice would keep alive the whole tensor that it is a slice of.
+        """Return the rows in the memory that stores them, and True if that is the host's."""
+        # A small slice is copied, because it would keep its whole storage alive.
         if rows.untyped_storage().nbytes() > 2 * rows.nbytes:
             rows = rows.clone()
         host = self.is_full(rows.nbytes)
         if host and self._device.type != "cpu":
-            kept = empty_on_host(rows)
+            on_host = empty_on_host(rows)
             with self._to_host.beside(after_computation=True):
-                kept.copy_(rows, non_blocking=True)
-            self._to_host.hold(rows)  # or the allocator reuses its memory before the copy has read it
-            rows = kept
+                on_host.copy_(rows, non_blocking=True)
+            self._to_host.hold(rows)  # so that the allocator does not reuse the memory before it is read
+            rows = on_host
         return rows, host
 
 
 class CountedBytes:
-    """Memory of a full value that grows with the batch: counted for as long as this object lives.
+    """Entry of a full value in the count of a store, for the lifetime of this object.
 
     Args:
-        store: the count.
+        store: counts the bytes.
         nbytes: size of the value.
     """
 
     def __init__(self, store: Store, nbytes: int) -> None:
-        store.add(store.owned_by(self), WHOLE, nbytes)
+        store.add(store.owned_by(self), FULL, nbytes)
 
 
 class RowStore:
     """Stored rows of a value, by micro-batch.
 
     Args:
-        store: decides where they are stored, and counts them.
+        store: decides between device and host, and counts the bytes.
     """
 
     def __init__(self, store: Store) -> None:
@@ -111,18 +112,18 @@ class RowStore:
         self._bytes = store.owned_by(self)
         self._rows: dict[int, tuple[Tensor, bool]] = {}
 
-    def put(self, part: Part, rows: Tensor) -> None:
+    def put(self, microbatch: BatchSlice, rows: Tensor) -> None:
         """Store the rows of a micro-batch."""
-        rows, host = self._rows[part.number] = self._store.keep(rows)
+        rows, host = self._rows[microbatch.number] = self._store.keep(rows)
         self._store.add(self._bytes, HOST if host else DEVICE, rows.nbytes)
 
-    def get(self, part: Part) -> Tensor:
+    def get(self, microbatch: BatchSlice) -> Tensor:
         """Return the rows on the device that stores them."""
-        return self._rows[part.number][0]
+        return self._rows[microbatch.number][0]
 
-    def drop(self, part: Part) -> None:
+    def drop(self, microbatch: BatchSlice) -> None:
         """Free the rows of a micro-batch after their last reader."""
-        kept = self._rows.pop(part.number, None)
-        if kept is not None:
-            rows, host = kept
+        stored = self._rows.pop(microbatch.number, None)
+        if stored is not None:
+            rows, host = stored
             self._store.add(self._bytes, HOST if host else DEVICE, -rows.nbytes)

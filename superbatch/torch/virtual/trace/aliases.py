@@ -1,8 +1,8 @@
 """Views and in-place writes in a recording whose values are immutable.
 
-Tensors that share memory share a `Storage` and store the steps that make them views of it. A write computes a
-new view, scatters it into the base through the steps in reverse, and increments the version of the storage.
-A view of an older version is recomputed when it is read.
+Tensors that share memory share a `Storage`, and each stores the steps that make it a view of that storage. A
+write computes a new view, scatters the view into the base through the steps in reverse, and increments the
+version of the storage. A view of an older version is recomputed when it is read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .tensor import ViewStep, VirtualTensor
 
 aten: Any = torch.ops.aten
 
-# In-place operator -> functional one, where the names differ by more than the underscore.
+# From in-place operators to functional ones, if the names differ by more than the underscore.
 _OTHER_NAMES: dict[Any, Any] = {
     aten.bernoulli_.float: aten.bernoulli.p,
     aten.uniform_.default: aten.uniform.default,
@@ -38,7 +38,7 @@ _OTHER_NAMES: dict[Any, Any] = {
 
 @cache
 def functional_of(func: Any) -> Any:
-    """Return the functional form of an in-place operator; None without one.
+    """Return the functional form of an in-place operator; None if it has none.
 
     Examples:
         >>> functional_of(torch.ops.aten.add_.Tensor)
@@ -47,21 +47,21 @@ def functional_of(func: Any) -> Any:
     if func in _OTHER_NAMES:
         return _OTHER_NAMES[func]
     namespace, name = func._schema.name.split("::")
-    if not name.endswith("_") or name.endswith("__"):  # e.g. __lshift__ is not in place
+    if not name.endswith("_") or name.endswith("__"):  # __lshift__ is not in place
         return None
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
-    found = None if packet is None else getattr(packet, func._overloadname, None)
-    if found is None or found._schema.is_mutable or len(found._schema.returns) != 1:
+    overload = None if packet is None else getattr(packet, func._overloadname, None)
+    if overload is None or overload._schema.is_mutable or len(overload._schema.returns) != 1:
         return None
-    first = found._schema.arguments[0]  # polygamma_(x, n) writes x, but polygamma(n, x) has a number first
-    return found if str(first.type).startswith(("Tensor", "List[Tensor")) else None
+    first = overload._schema.arguments[0]  # polygamma_(x, n) writes x, but polygamma(n, x) has a number first
+    return overload if str(first.type).startswith(("Tensor", "List[Tensor")) else None
 
 
 def with_defaults(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the positional arguments of an in-place operator, completed by its defaults."""
+    """Return the positional arguments of an in-place operator, followed by its defaults."""
     if func not in _OTHER_NAMES:
         return args
-    # The functional form may lack the default: bernoulli_(p=0.5), but bernoulli(x, p).
+    # The functional form may lack the default: bernoulli_(x, p=0.5), but bernoulli(x, p).
     missing = func._schema.arguments[len(args) :]
     return (*args, *(arg.default_value for arg in missing if not arg.kwarg_only and arg.name not in kwargs))
 
@@ -87,13 +87,13 @@ def _base_after_write(recording: Recorder, step: ViewStep, base: Value, new: Val
     """Return the base of a view after a write into the view.
 
     Args:
-        recording: recording of both.
-        step: the operation that makes the view from the base.
+        recording: recording of the block.
+        step: operation that makes the view from the base.
         base: the base before the write.
         new: the view after the write.
 
     Raises:
-        WindowError: this kind of view cannot be written.
+        WindowError: a view by this operation cannot be written.
     """
     func, args, kwargs = step
     if func in _SCATTERS:
@@ -103,7 +103,7 @@ def _base_after_write(recording: Recorder, step: ViewStep, base: Value, new: Val
     if func in (aten.t.default, aten.transpose.int):
         return recording.compute(func, (new, *args), kwargs)
     if func is aten.permute.default:
-        # The inverse permutation.
+        # Undone by the inverse permutation.
         dims = [dim % base.meta.dim() for dim in args[0]]
         return recording.compute(func, (new, [dims.index(dim) for dim in range(len(dims))]), {})
     if func is aten.view_as_real.default:
@@ -119,11 +119,11 @@ def current(recording: Recorder, tensor: VirtualTensor) -> Value:
     """Return the value of a tensor after all writes into the memory that it shares."""
     state = tensor.virtual
     storage = state.storage
-    if state.seen != storage.version:  # the tensor, its base or another view of it was written
+    if state.version != storage.version:  # the tensor, its base or another view was written
         value = storage.value
         for step in state.steps:
             value = recording.compute(step.func, (value, *step.args), step.kwargs)
-        state.show(value.handle(), storage.version)
+        state.set_value(value.handle(), storage.version)
     return state.handle.value
 
 
@@ -133,10 +133,11 @@ def view(
     """Return a view of a tensor."""
     state = base.virtual
     if state.recording is not recording:
-        # A tensor of another block enters as a real one: its values belong to another batch.
+        # The values of another block belong to another batch, so the tensor enters as a real one.
         return func(recording.numbers(base), *args, **kwargs)
     value = current(recording, base)
-    same = func in (aten.detach.default, aten.alias.default)  # autograd's own: new tensors of the same value
+    # Called by autograd for a new tensor with the same value.
+    same = func in (aten.detach.default, aten.alias.default)
     if not same:
         value = recording.compute(func, (value, *args), kwargs)
     steps = state.steps if same else (*state.steps, ViewStep(func, args, kwargs))
@@ -144,17 +145,17 @@ def view(
 
 
 def _adopt(recording: Recorder, target: VirtualTensor, value: Value) -> None:
-    """Move a tensor of another block into this one, e.g. a momentum that an optimizer made there."""
+    """Move a tensor of another block into this one, such as a momentum that an optimizer made there."""
     if target.virtual.steps:  # its base belongs to the other block, which may have ended
         raise WindowError(
             "A view of another virtual batch cannot be written in place. Write into a clone of it."
         )
-    target.virtual.restart(recording, value.handle())
+    target.virtual.reset(recording, value.handle())
 
 
 def assign(recording: Recorder, target: VirtualTensor, value: Value) -> None:
     """Write a value into a tensor, and into all tensors that share its memory."""
-    # As copy_ does: broadcast to the shape of the target, and cast to its dtype.
+    # Like copy_, broadcast to the shape of the target and cast to its dtype.
     if value.meta.shape != target.shape:
         value = recording.compute(aten.expand.default, (value, list(target.shape)), {})
     if value.meta.dtype != target.dtype:
@@ -164,7 +165,7 @@ def assign(recording: Recorder, target: VirtualTensor, value: Value) -> None:
         _adopt(recording, target, value)
         return
     storage, steps = state.storage, state.steps
-    # Forward through the steps for the base of each view, then backward to put the write into each base.
+    # Forward through the steps to compute the base of each view, then backward to write into each base.
     bases = [storage.value]
     for step in steps[:-1]:
         bases.append(recording.compute(step.func, (bases[-1], *step.args), step.kwargs))
@@ -172,4 +173,4 @@ def assign(recording: Recorder, target: VirtualTensor, value: Value) -> None:
     for step, base in zip(reversed(steps), reversed(bases), strict=False):
         changed = _base_after_write(recording, step, base, changed)
     storage.write(changed)
-    state.show(value.handle(), storage.version)
+    state.set_value(value.handle(), storage.version)

@@ -32,7 +32,7 @@ def _shard(recording: Recorder, tensor: Any) -> Shard | None:
 
 
 def _mean(recording: Recorder, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """Return a mean over samples as a sum, divided once by the number of all elements."""
+    """Return a mean over samples as a sum that is divided once, by the number of all elements."""
     count = x.dim()
     dims = (
         range(count)
@@ -40,7 +40,7 @@ def _mean(recording: Recorder, x: Any, dim: Any = None, keepdim: bool = False, *
         else [d % count for d in ([dim] if isinstance(dim, int) else dim)]
     )
     shard = _shard(recording, x)
-    kind = dtype or x.dtype  # an integer mean raises in torch: left to the rule, which calls the operator
+    kind = dtype or x.dtype  # for integers the operator itself has to raise
     if shard is None or shard.dim not in dims or not (kind.is_floating_point or kind.is_complex):
         return NotImplemented
     wide = torch.float32 if kind in _HALF else dtype  # a float16 sum over the batch could overflow
@@ -51,24 +51,24 @@ def _mean(recording: Recorder, x: Any, dim: Any = None, keepdim: bool = False, *
 def _nll_loss_forward(
     recording: Recorder, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int
 ) -> Any:
-    """Return a mean as the sum of losses, divided once by the sum of weights; without a reduction, losses."""
+    """Return (loss, sum of weights); a mean is the sum of losses, divided once by the sum of weights."""
     if _shard(recording, x) is None:
         return NotImplemented
     forward = aten.nll_loss2d_forward if x.dim() == 4 else aten.nll_loss_forward
-    how = 2 if reduction else 0  # a sum: the mean of a micro-batch would divide by its own weights
-    total, _ = recording.shown(
+    how = 2 if reduction else 0  # a sum, because a mean would be divided by the weights of the micro-batch
+    total, _ = recording.wrapped(
         recording.compute(forward.default, *recording.values((x, target, weight, how, ignore_index), {}))
     )
-    if reduction == 0:  # torch gives 0 for the sum of weights; a recorded one would be a coupling point
+    if reduction == 0:  # the sum of weights is 0, as in torch; a recorded sum would be a coupling point
         return total, torch.zeros((), dtype=x.dtype, device=x.device)
-    # Computed from the targets alone, so that the backward does not wait for the forward's sweep.
+    # From the targets alone, so that the backward does not wait for the sweep of the forward.
     counts = target != ignore_index
     if weight is None:
         weights = counts.sum().to(x.dtype)
     else:
-        # Clamped: ignore_index (-100) is no row of the weights; `counts` removes it.
-        of_each = aten.embedding(weight.unsqueeze(1), target.clamp(0, weight.shape[0] - 1)).squeeze(-1)
-        weights = (of_each * counts).sum()
+        # Clamped, because ignore_index (-100) is no index of a weight; `counts` masks these targets.
+        target_weights = aten.embedding(weight.unsqueeze(1), target.clamp(0, weight.shape[0] - 1)).squeeze(-1)
+        weights = (target_weights * counts).sum()
     return (total / weights if reduction == 1 else total), weights
 
 
@@ -76,7 +76,7 @@ def _nll_loss_forward(
 
 
 def _slices(recording: Recorder, x: Any, sizes: Sequence[int], dim: int) -> list[Any]:
-    # One slice per result: `view` records chains of single views, and split returns several at once.
+    # One slice per result, because `view` records single views.
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     return [
         view(recording, x, aten.slice.Tensor, (dim, start, start + size), {})
@@ -86,6 +86,7 @@ def _slices(recording: Recorder, x: Any, sizes: Sequence[int], dim: int) -> list
 
 def _split(recording: Recorder, x: Any, size: int, dim: int = 0) -> list[Any]:
     rows = x.shape[dim]
+    # An empty tensor is split into one empty tensor.
     return _slices(recording, x, [min(size, rows - start) for start in range(0, rows, size)] or [0], dim)
 
 
@@ -122,18 +123,18 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
 
 
 def attempt(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the composite of an operation; return NotImplemented without one."""
-    composite = found(func)
+    """Run the composite of an operation; return NotImplemented if there is none for these arguments."""
+    composite = composite_of(func)
     if composite is None:
         return NotImplemented
-    for arg in args:  # even those that the composite does not read get gradients
-        mapped(arg, recording.note_leaf)
+    for arg in args:  # also those that the composite does not read
+        mapped(arg, recording.register_leaves)
     return composite(recording, *args, **kwargs)
 
 
 @cache
-def found(func: Any) -> Callable[..., Any] | None:
-    """Return the composite of an operator; None without one."""
+def composite_of(func: Any) -> Callable[..., Any] | None:
+    """Return the composite of an operator; None if it has none."""
     return COMPOSITES.get(func) or COMPOSITES.get(func.overloadpacket)
 
 
@@ -142,12 +143,12 @@ def decomposed(recording: Recorder, call: Call) -> Any:
     simpler = decomposition(call.func)
     if simpler is None:
         return NotImplemented
-    tensors = [recording.show(value) for value in call.tensors]
+    tensors = [recording.wrap(value) for value in call.tensors]
     args, kwargs = substituted(call.args, call.kwargs, call.paths, tensors)
     try:
         return simpler(*args, **kwargs)
     except (NotImplementedError, RuntimeError, ValueError, AssertionError) as error:
-        # A decomposition may read a number, or a stride that does not exist; gathering always works.
+        # A decomposition may read numbers, or strides that differ; the caller then gathers the inputs.
         if out_of_memory(error) or isinstance(error, WrongRuleError):
             raise
         return NotImplemented

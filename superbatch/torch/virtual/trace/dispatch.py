@@ -1,4 +1,4 @@
-"""Dispatch of an operation on virtual tensors: record it, make a view, write, or return numbers."""
+"""Dispatch of operations on virtual tensors: recorded, views, writes in place, and numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..run.memo import Form
 from . import composites
 from .aliases import assign, current, functional_of, view, with_defaults
 from .paranoid_composites import compared
-from .randomness import drawn_as_the_batch
+from .randomness import draw_full_batch
 from .tensor import VirtualTensor
 from .unsupported import REFUSED
 
@@ -30,58 +30,67 @@ aten: Any = torch.ops.aten
 def dispatch(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Dispatch an operation on virtual tensors."""
     if recording.paranoid and recording.open:
-        return compared(recording, func, args, kwargs, _done)
-    return _done(recording, func, args, kwargs)
+        return compared(recording, func, args, kwargs, _dispatched)
+    return _dispatched(recording, func, args, kwargs)
 
 
-def _done(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _dispatched(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not recording.open:
-        return _with_numbers(recording, func, args, kwargs)
+        return _on_real_tensors(recording, func, args, kwargs)
     if torch.is_inference_mode_enabled():
-        # Inference tensors have no version counter, though autograd gives each view one.
+        # Inference tensors have no version counter, which autograd needs for views.
         with torch.inference_mode(mode=False):
-            return _done(recording, func, args, kwargs)
+            return _dispatched(recording, func, args, kwargs)
     kind = _kind_of(func)
-    if kind.answer is not None:
-        return kind.answer(recording, *args, **kwargs)
-    if kind.composite:  # inside a decomposition; the program's own are decomposed above us
+    if kind.handler is not None:
+        return kind.handler(recording, *args, **kwargs)
+    if kind.composite:  # in a decomposition; those of the program are decomposed before dispatch
         return func.decompose(*args, **kwargs)
     if kind.writes:
         return _write(recording, func, args, kwargs)
     if kind.view and isinstance(args[0], VirtualTensor):
         return view(recording, args[0], func, args[1:], kwargs)
-    if kind.several:  # before the rules; for other arguments the composite returns NotImplemented
+    if kind.has_composite:  # before the rules
         result = composites.attempt(recording, func, args, kwargs)
         if result is not NotImplemented:
             return result
-    return recording.shown(recording.compute(func, *recording.values(args, kwargs)))
+    return recording.wrapped(recording.compute(func, *recording.values(args, kwargs)))
 
 
 class _Kind(NamedTuple):
-    """Kind of an operator; cached, because finding it takes several lookups in schema, tags and tables."""
+    """Kind of an operator, cached to save several lookups in schema, tags and tables."""
 
-    answer: Callable[..., Any] | None  # computes the result itself: a number, or a list of views
+    handler: Callable[..., Any] | None  # computes a number or a list of views itself
     composite: bool
     writes: bool
     view: bool
-    several: bool  # a composite exists, for some arguments at least
+    has_composite: bool  # for some arguments at least
 
 
 @cache
 def _kind_of(func: Any) -> _Kind:
-    answer = _ANSWERS.get(func, composites.LISTS.get(func))
-    several = composites.found(func) is not None
-    return _Kind(answer, is_composite(func), func._schema.is_mutable, func.is_view, several)
+    handler = _HANDLERS.get(func, composites.LISTS.get(func))
+    has_composite = composites.composite_of(func) is not None
+    return _Kind(handler, is_composite(func), func._schema.is_mutable, func.is_view, has_composite)
 
 
-def _with_numbers(recording: Recorder, func: Any, args: Any, kwargs: Any, given: Any = None) -> Any:
-    """Run an operation on real tensors: those in `given`, by id of the virtual tensor, or its numbers."""
+def _on_real_tensors(recording: Recorder, func: Any, args: Any, kwargs: Any, real: Any = None) -> Any:
+    """Run an operation on real tensors, made from the numbers of virtual ones.
+
+    Args:
+        recording: recording of the block.
+        func: the operator.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        real: real tensors to use instead, by the id of the virtual tensor.
+    """
 
     def one(item: Any) -> Any:
-        if given and id(item) in given:
-            return given[id(item)]
+        if real and id(item) in real:
+            return real[id(item)]
         return recording.numbers(item) if isinstance(item, VirtualTensor) else item
 
+    # Operators take tensors, or lists of them, as in cat(); lists are never nested.
     def each(arg: Any) -> Any:
         return [one(item) for item in arg] if isinstance(arg, (list, tuple)) else one(arg)
 
@@ -94,15 +103,15 @@ def _with_numbers(recording: Recorder, func: Any, args: Any, kwargs: Any, given:
 def _write(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     functional, target = functional_of(func), args[0] if args else None
     if functional is None or not isinstance(target, VirtualTensor) or "out" in kwargs:
-        return _write_with_numbers(recording, func, args, kwargs)
+        return _write_on_real_tensors(recording, func, args, kwargs)
     args = with_defaults(func, args, kwargs)
-    if torch.Tag.inplace_view in func.tags:  # e.g. squeeze_: changes the shape and writes no numbers
+    if torch.Tag.inplace_view in func.tags:  # squeeze_ changes the shape and writes no numbers
         return _reshape(recording, func, functional, args, kwargs)
-    drawn_whole = recording.randomness.as_the_batch or kwargs.get("generator") is not None
-    if drawn_whole and torch.Tag.nondeterministic_seeded in func.tags:
-        # The in-place operator itself: the functional one may draw in another memory order.
+    draws_full_batch = recording.randomness.as_full_batch or kwargs.get("generator") is not None
+    if draws_full_batch and torch.Tag.nondeterministic_seeded in func.tags:
+        # The functional operator may draw its numbers in another memory order.
         form = Form(func, *recording.values(args, kwargs), recording.samples)
-        assign(recording, target, drawn_as_the_batch(recording, form.call()))
+        assign(recording, target, draw_full_batch(recording, form.call()))
         return target
     result = composites.attempt(recording, functional, args, kwargs)
     if result is NotImplemented:
@@ -112,24 +121,24 @@ def _write(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _reshape(recording: Recorder, func: Any, functional: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Run `squeeze_`, `t_` and the like: the same memory in another shape."""
+    """Run `squeeze_`, `t_` or another operator that changes the shape in place."""
     target: VirtualTensor = args[0]
     other = view(recording, target, functional, args[1:], kwargs)
-    target.virtual.become(other.virtual)
+    target.virtual.alias(other.virtual)
     with no_dispatch():
-        func(*args, **kwargs)  # on the wrapper itself: the sizes that the program reads
+        func(*args, **kwargs)  # changes the wrapper's shape, which the program reads
     return target
 
 
-def _write_with_numbers(recording: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a write on numbers: into a real tensor, into several tensors, or without a functional form."""
+def _write_on_real_tensors(recording: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a write on real tensors: into a real tensor or several tensors, or without a functional form."""
     written = written_by(func, args, kwargs)
     for arg in (*args, *kwargs.values()):
-        mapped(arg, recording.note_leaf)
-    # Pending operations read the numbers from before the write.
-    recording.readings.before(func, args, kwargs)
+        mapped(arg, recording.register_leaves)
+    # Copied, because pending operations read the numbers from before the write.
+    recording.readings.copy_before(func, args, kwargs)
     virtual = [item for item in written if isinstance(item, VirtualTensor)]
-    # The operator reads the rows of all samples at once, so it is logged as one that gathers.
+    # The operator reads the rows of all samples at once, so it is logged as gathering.
     full_values: list[Value] = []
 
     def take(item: VirtualTensor) -> None:
@@ -140,14 +149,14 @@ def _write_with_numbers(recording: Recorder, func: Any, args: Any, kwargs: Any) 
         mapped(arg, take, VirtualTensor)
     # Cloned: pending operations may still read the numbers from before the write.
     real = {id(item): recording.numbers(item).clone() for item in virtual}
-    result = _with_numbers(recording, func, args, kwargs, real)
+    result = _on_real_tensors(recording, func, args, kwargs, real)
     for item in virtual:
-        assign(recording, item, recording.given(real[id(item)]))
-    # An in-place operator returns the tensor that it was given, not a new one.
+        assign(recording, item, recording.from_real(real[id(item)]))
+    # An in-place operator returns its argument, not a new tensor.
     returns = func._schema.returns
     if len(written) == 1 and len(returns) == 1 and returns[0].alias_info is not None:
         return written[0]
-    return recording.shown(mapped(result, recording.given)) if virtual else result
+    return recording.wrapped(mapped(result, recording.from_real)) if virtual else result
 
 
 # -- numbers ------------------------------------------------------------------------------------------------
@@ -168,7 +177,7 @@ def _refuse_memory(recording: Recorder, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-_ANSWERS: dict[Any, Any] = {
+_HANDLERS: dict[Any, Any] = {
     aten._local_scalar_dense.default: _number,
     aten.item.default: _number,
     aten.equal.default: _equal,

@@ -1,4 +1,4 @@
-"""Gathering: a full value, joined from the rows of all micro-batches."""
+"""Gathering of a sharded value: a full value that joins the rows of all micro-batches."""
 
 from __future__ import annotations
 
@@ -11,64 +11,64 @@ from torch import Tensor
 from superbatch.results.coupling import CouplingKind
 
 from ..ir.reductions import Joined
-from ..ir.shard import Part
+from ..ir.shard import REPLICATE, BatchSlice
 from ..ir.values import Action, Node, Operand, Value
 from ..run.log import Log
 
 aten: Any = torch.ops.aten
 
-READ_BY_PROGRAM = "gather"  # in place of an operator, if the program or a collective reads the numbers
-# z @ z.T combines all pairs of samples: every exact method needs one side in full, so it is not logged.
+READ_BY_PROGRAM = "gather"  # in place of an operator if the program or a collective reads the numbers
+# Not logged: z @ z.T combines all pairs of samples, so every exact method needs one side in full.
 _PRODUCTS = {aten.mm, aten.bmm, aten.baddbmm, aten.addmm, aten.mv, aten.dot}
 _PRODUCTS |= {aten._cdist_forward, aten._cdist_backward}
-# Views that take the same arguments for rows and for the full tensor.
-_TURNED = {aten.t.default, aten.transpose.int, aten.permute.default}
+# Views with the same arguments for rows and for the full tensor.
+_TRANSPOSES = {aten.t.default, aten.transpose.int, aten.permute.default}
 
 
-def gather(log: Log, value: Value, kind: CouplingKind, why: Any) -> Value:
+def gather(log: Log, value: Value, kind: CouplingKind, operator: Any) -> Value:
     """Record the gathering of a sharded value.
 
     Args:
         log: logs operators that gather the batch.
         value: the sharded value.
         kind: "gathered": the operator reads the full value; "unknown": the operator has no rule.
-        why: the operator.
+        operator: the operator.
 
     Returns:
         The full value; the same one in each call.
     """
-    # Cached weakly: two readers share one copy, and without readers it is freed.
-    if value.gathered is not None and (known := value.gathered()) is not None:
-        return known
+    # Cached weakly: readers share one copy, which is freed after the last one.
+    if value.gathered is not None and (full := value.gathered()) is not None:
+        return full
     assert value.shard is not None
-    shard, made = value.shard, value.node
+    shard, node = value.shard, value.node
     full = Value(value.meta, value.device)
     full.grows = tuple(sorted({shard.dim, *value.grows}))
-    if value.full is not None:  # an input of the block: nothing to join
+    if value.full is not None:  # an input of the block, which is not split
         full.full, full.source = value.full, value.source
-    elif made is not None and made.operator in _TURNED and not made.once:
-        # A loss reads embeddings, its backward their transpose: gather once, and transpose the full tensor.
-        rows = Operand(gather_input(log, made, kind, why), None)
-        action = Action((value.meta,), True, True, (None,), made.run, None, True, False, False)
-        Node(made.operator, [rows], action, [full], where=log.where)
+    elif node is not None and node.operator in _TRANSPOSES and not node.once:
+        # A loss reads embeddings and its backward their transpose: gathered once, and transposed in full.
+        rows = Operand(gather_input(log, node, kind, operator), REPLICATE)
+        action = Action((value.meta,), True, True, (None,), node.run, None, True, False, False)
+        Node(node.operator, [rows], action, [full], where=log.where)
     else:
         if kind == "unknown":
-            log.unknown(str(why), value.nbytes)
-        elif why != READ_BY_PROGRAM and getattr(why, "overloadpacket", None) not in _PRODUCTS:
-            log.full_value_needed(str(why), value.nbytes)
+            log.operator_without_rule(str(operator), value.nbytes)
+        elif operator != READ_BY_PROGRAM and getattr(operator, "overloadpacket", None) not in _PRODUCTS:
+            log.operator_gathers(str(operator), value.nbytes)
         action = Action(
             (value.meta,), True, False, (None,), _itself, lambda: Joined(shard), True, False, True
         )
-        Node(why, [Operand(value, shard)], action, [full], gathers=kind, where=log.where)
+        Node(operator, [Operand(value, shard)], action, [full], gathers=kind, where=log.where)
     value.gathered = weakref.ref(full)
     return full
 
 
-def gather_input(log: Log, node: Node, kind: CouplingKind, why: Any) -> Value:
+def gather_input(log: Log, node: Node, kind: CouplingKind, operator: Any) -> Value:
     """Return the input of a view as a full value."""
     (operand,) = node.operands
-    return operand.value if operand.value.shard is None else gather(log, operand.value, kind, why)
+    return operand.value if operand.value.shard is None else gather(log, operand.value, kind, operator)
 
 
-def _itself(part: Part, tensors: list[Tensor]) -> Tensor:
+def _itself(microbatch: BatchSlice, tensors: list[Tensor]) -> Tensor:
     return tensors[0]

@@ -1,4 +1,4 @@
-"""Indexing of each sample by itself, ``x[arange(N), labels]`` and ``x[:, index]``, and its gradients."""
+"""Indexing of each sample separately, ``x[arange(N), labels]`` and ``x[:, index]``, and its gradients."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ from ..ir.recorder import Recorder
 
 
 def index(recording: Recorder, x: Any, indices: Sequence[Any]) -> Any:
-    """Return ``x[indices]`` if it reads each sample by itself; else NotImplemented."""
+    """Return ``x[indices]`` if it indexes each sample separately; else NotImplemented."""
     if not _by_sample(recording, x) or not indices:
         return NotImplemented
     if indices[0] is None:
         feature = _one_of_features(recording, x, indices)
         if feature is None:
             return NotImplemented
-        dim, chosen = feature
-        found = x.index_select(dim, chosen.reshape(-1))
-        return found.reshape(*x.shape[:dim], *chosen.shape, *x.shape[dim + 1 :])
-    place = _one_of_each(recording, x, indices)
-    if place is None:
+        dim, numbers = feature
+        selected = x.index_select(dim, numbers.reshape(-1))
+        return selected.reshape(*x.shape[:dim], *numbers.shape, *x.shape[dim + 1 :])
+    position = _one_of_each(recording, x, indices)
+    if position is None:
         return NotImplemented
-    return _flat(x, len(indices)).gather(1, place).squeeze(1)
+    return _flat(x, len(indices)).gather(1, position).squeeze(1)
 
 
 def index_put(
     recording: Recorder, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False
 ) -> Any:
     """Write into, or add to, the elements that `index` would read."""
-    # Values of another dtype are left to index_put itself, which raises.
+    # For values of another dtype index_put itself has to raise.
     if not _by_sample(recording, x) or not indices or recording.value(values).meta.dtype != x.dtype:
         return NotImplemented
     if indices[0] is None:
         feature = _one_of_features(recording, x, indices)
         if feature is None:
             return NotImplemented
-        dim, chosen = feature
+        dim, numbers = feature
         # index_put broadcasts the values; index_add and index_copy do not.
-        values = values.expand(*x.shape[:dim], *chosen.shape, *x.shape[dim + 1 :])
+        values = values.expand(*x.shape[:dim], *numbers.shape, *x.shape[dim + 1 :])
         values = values.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
         write = x.index_add if accumulate else x.index_copy
-        return write(dim, chosen.reshape(-1), values)
-    place = _one_of_each(recording, x, indices)
-    if place is None:
+        return write(dim, numbers.reshape(-1), values)
+    position = _one_of_each(recording, x, indices)
+    if position is None:
         return NotImplemented
     flat = _flat(x, len(indices))
     values = values.expand(x.shape[0], *flat.shape[2:]).unsqueeze(1)
     write = flat.scatter_add if accumulate else flat.scatter
-    return write(1, place, values).reshape(x.shape)
+    return write(1, position, values).reshape(x.shape)
 
 
 def _by_sample(recording: Recorder, x: Any) -> bool:
@@ -66,18 +66,18 @@ def _one_of_each(recording: Recorder, x: Any, indices: Sequence[Any]) -> Any:
     first = indices[0]
     if len(indices) < 2 or any(item is None or item.dim() != 1 or _is_mask(item) for item in indices):
         return None
-    known = recording.value(first)
-    if known.shard is not None or known.full is None or first.shape[0] != x.shape[0]:
+    value = recording.value(first)
+    if value.shard is not None or value.full is None or first.shape[0] != x.shape[0]:
         return None
-    # Compared by numbers: only arange(N) pairs each sample with its own index.
-    if not torch.equal(known.full, torch.arange(x.shape[0], device=known.full.device)):
+    # Only arange(N) pairs each sample with its own index.
+    if not torch.equal(value.full, torch.arange(x.shape[0], device=value.full.device)):
         return None
-    # % because an index may be negative; row-major, as `_flat` flattens.
-    place = indices[1] % x.shape[1]
+    # % because an index may be negative. Row-major, as `_flat` flattens.
+    position = indices[1] % x.shape[1]
     for dim, item in enumerate(indices[2:], start=2):
-        place = place * x.shape[dim] + item % x.shape[dim]
+        position = position * x.shape[dim] + item % x.shape[dim]
     rest = x.shape[len(indices) :]
-    return place.reshape(-1, *([1] * (1 + len(rest)))).expand(x.shape[0], 1, *rest)
+    return position.reshape(-1, *([1] * (1 + len(rest)))).expand(x.shape[0], 1, *rest)
 
 
 def _flat(x: Any, count: int) -> Any:
@@ -86,18 +86,18 @@ def _flat(x: Any, count: int) -> Any:
 
 def _one_of_features(recording: Recorder, x: Any, indices: Sequence[Any]) -> tuple[int, Tensor] | None:
     """Return the dimension and the index of ``x[:, index]`` with a single full index; else None."""
-    found = [(dim, item) for dim, item in enumerate(indices) if item is not None]
-    if len(found) != 1:
+    indexed = [(dim, item) for dim, item in enumerate(indices) if item is not None]
+    if len(indexed) != 1:
         return None
-    dim, item = found[0]
-    known = recording.value(item)
-    if known.shard is not None:
+    dim, item = indexed[0]
+    value = recording.value(item)
+    if value.shard is not None:
         return None
     if not _is_mask(item):
         return dim, item % x.shape[dim]
-    if known.full is None or item.dim() != 1:
+    if value.full is None or item.dim() != 1:
         return None
-    return dim, known.full.nonzero().squeeze(1)  # a mask is known here, so its rows can be counted
+    return dim, value.full.nonzero().squeeze(1)  # possible, because the numbers of the mask are known
 
 
 def _is_mask(item: Tensor) -> bool:

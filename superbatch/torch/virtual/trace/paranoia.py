@@ -12,14 +12,14 @@ from torch import Tensor
 from superbatch.errors import SuperbatchError
 from superbatch.torch.devices import in_float64
 
-from ..ir.calls import Call, filled, substituted
-from ..ir.conjugates import conjugates_seen
+from ..ir.calls import Call, run_of, substituted
+from ..ir.conjugates import lazy_conjugation
 from ..ir.recorder import Recorder
 from ..ir.references import REFERENCES, arguments_by_name
-from ..ir.shard import Part
+from ..ir.shard import BatchSlice
 from ..ir.values import Value
 
-# Uninitialized memory is arbitrary and cannot be compared: it is zeroed.
+# Uninitialized memory cannot be compared, so it is zeroed.
 DEFINED: dict[Any, Any] = {
     torch.ops.aten.empty_like.default: torch.ops.aten.zeros_like.default,
     torch.ops.aten.new_empty.default: torch.ops.aten.new_zeros.default,
@@ -28,7 +28,7 @@ DEFINED: dict[Any, Any] = {
 
 aten: Any = torch.ops.aten
 
-# (operator, index of the result): state that a kernel saves and our rule of the backward recomputes.
+# (operator, index of the result) of state that a kernel saves, and the rule of its backward recomputes.
 UNREAD = {
     (aten._ctc_loss, 1),
     (aten._scaled_dot_product_flash_attention, 1),
@@ -48,12 +48,12 @@ def check(recording: Recorder, call: Call, results: Any) -> None:
         WrongRuleError: a result differs by more than rounding.
     """
     inputs = recording.materialized([recording.gathered(value) for value in call.tensors])
-    copies = [tensor.clone() for tensor in inputs]  # a reference must not write the block's own tensors
-    # A few kernels cannot be called on the gathered tensors, because the state of their forward is missing.
+    copies = [tensor.clone() for tensor in inputs]  # references may write into their arguments
+    # Some kernels cannot be called on gathered tensors, because the state of their forward is missing.
     reference = REFERENCES.get(call.func.overloadpacket)
-    with conjugates_seen():
+    with lazy_conjugation():
         if reference is None:
-            expected = filled(call)(Part(0, 0, recording.samples), copies)
+            expected = run_of(call)(BatchSlice(0, 0, recording.samples), copies)
         else:
             args, kwargs = substituted(call.args, call.kwargs, call.paths, copies)
             expected = reference(arguments_by_name(call.func, args, kwargs))
@@ -82,7 +82,7 @@ def compare(
         WrongRuleError: a result differs by more than rounding.
     """
     expected = [expected] if isinstance(expected, Tensor) else list(expected)
-    # Rounding is relative to the summands, not to a sum that cancels: the inputs and their product bound it.
+    # Rounding is relative to the summands, which the inputs and their product bound; the sum may cancel.
     sizes = [_size(tensor) for tensor in inputs]
     scale = max([*sizes, math.prod(size for size in sizes if size)], default=0.0)
     pairs = zip([results] if isinstance(results, Value) else results, expected, strict=False)
@@ -90,7 +90,7 @@ def compare(
     for index, (value, whole) in enumerate(pairs):
         if not isinstance(value, Value) or not isinstance(whole, Tensor) or index in unread:
             continue
-        # Materialized now, and kept: paranoid mode runs a sweep for each operation.
+        # Materialized at once: paranoid mode runs a sweep for each operation.
         (ours,) = recording.materialized([recording.gathered(value)])
         if ours.shape != whole.shape or ours.dtype != whole.dtype or not _close(ours, whole, scale):
             shapes, shards = [tuple(v.meta.shape) for v in values], [v.shard for v in values]
@@ -110,7 +110,7 @@ def _size(tensor: Tensor) -> float:
 def _close(ours: Tensor, whole: Tensor, scale: float) -> bool:
     if not (ours.is_floating_point() or ours.is_complex()):
         return torch.equal(ours, whole)
-    # Micro-batches add in another order: the error is relative to the largest number, not to each element.
+    # Micro-batches sum in another order, so the error is relative to the largest number, not to each element.
     eps = torch.finfo(ours.dtype).eps
     scale = max(scale, _size(whole))
     return torch.allclose(

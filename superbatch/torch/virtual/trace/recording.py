@@ -1,6 +1,6 @@
 """Recording of operations on virtual tensors, and computation of the numbers that the program reads.
 
-Values are immutable, and recording runs no kernel on the samples; reading numbers runs all that is pending.
+Values are immutable. Recording runs no kernel on the samples; reading numbers runs all pending operations.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from superbatch.errors import WindowError
 from superbatch.results.coupling import CouplingKind
 from superbatch.torch.memory.out_of_memory import out_of_memory
 
-from ..ir.calls import Call, OpStrategy, blank, blank_like, empty_like, filled, mapped, results
-from ..ir.conjugates import conjugates_seen
+from ..ir.calls import Call, OpStrategy, empty_like, mapped, meta_like, meta_tensor, results, run_of
+from ..ir.conjugates import lazy_conjugation
 from ..ir.readings import Readings
 from ..ir.recorder import RankSums
-from ..ir.shard import Part, Shard, parts_of
+from ..ir.shard import PARTIAL, REPLICATE, BatchSlice, Shard, batch_slices
 from ..ir.values import Action, Handle, Node, Operand, Value
 from ..ir.writes import Writes
 from ..rules.lookup import find
@@ -38,14 +38,14 @@ from .aliases import current
 from .dispatch import dispatch
 from .gathering import READ_BY_PROGRAM, gather
 from .leaves import Leaves
-from .randomness import Randomness, drawn_as_the_batch
+from .randomness import Randomness, draw_full_batch
 from .spreading import spread
 from .tensor import VirtualTensor, refuse_hollow
 
 aten: Any = torch.ops.aten
-_SMALL = 4096  # elements: smaller real tensors are copied at once, which is cheaper than watching for writes
+_SMALL = 4096  # elements; smaller real tensors are copied at once, which is cheaper than watching for writes
 _ONE_ROW = (1, 1)  # `outer` and `inner` of a sharding with one row per sample
-_NOTHING = blank((), (), torch.float32)  # meta of a result that the operator omits
+_NOTHING = meta_tensor((), (), torch.float32)  # for an absent result
 
 
 class Recording:
@@ -53,19 +53,20 @@ class Recording:
 
     Args:
         samples: number of samples of the batch.
-        size: largest size of a micro-batch; "auto": chosen when numbers are first computed.
+        size: largest size of a micro-batch; "auto": chosen before numbers are first computed.
         device: device of the computation.
         randomness: source of random numbers.
-        store: storage of rows from sweep to sweep.
-        log: receives the events.
+        store: stores rows from sweep to sweep.
+        log: logs operations and coupling points.
         paranoid: compare every operation with the same operation on full tensors.
         compile: compile consecutive operations of a sweep.
 
     Attributes:
-        open, ending: the block has not ended; the program has left it.
-        leaves: leaves that may receive a gradient, with their old gradients.
+        open: the block has not ended.
+        ending: the program has left the block.
+        leaves: leaves that may get a gradient, with their old gradients.
         readings: real tensors that operations read.
-        across: reductions over the ranks; None on a single rank.
+        ranks: reductions over the ranks; None on a single rank.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Recording:
     ) -> None:
         self.samples = samples
         self.size: int | Literal["auto"] = size
-        self.parts: list[Part] = []
+        self.microbatches: list[BatchSlice] = []
         self.device = device
         self.randomness = randomness
         self.store = store
@@ -91,11 +92,11 @@ class Recording:
         self.compile = compile
         self.open, self.ending = True, False
         self.leaves = Leaves()
-        self.across: RankSums | None = None
-        self._shown: list[weakref.ref[Handle]] = []
+        self.ranks: RankSums | None = None
+        self._handles: list[weakref.ref[Handle]] = []
         self._writes = Writes()
         self.readings = Readings()
-        self._uneven: dict[torch.Size, Shard] = {}  # by shape; see `rules.shape_arguments`
+        self._shards_by_shape: dict[torch.Size, Shard] = {}  # see `rules.shape_arguments`
 
     # -- recording --------------------------------------------------------------------------------------
 
@@ -108,70 +109,71 @@ class Recording:
         if self.paranoid:
             func = paranoia.DEFINED.get(func, func)
         form = Form(func, args, kwargs, self.samples)
-        results = spread(self, form, self._uneven) if func is aten.expand.default else None
+        results = spread(self, form, self._shards_by_shape) if func is aten.expand.default else None
         if results is None:
             results = self._computed(form)
         if may_grow(form, results):
-            rows = self.parts[0].samples if self.parts else 1 if self.size == "auto" else self.size
+            size = 1 if self.size == "auto" else self.size
+            rows = self.microbatches[0].samples if self.microbatches else size
             mark(form, results, min(rows, self.samples), self.store, self.log)
         return results
 
     def _computed(self, form: Form) -> Any:
         func, args, kwargs = form.func, form.args, form.kwargs
         kind = traits(func)
-        batch = waits = False
+        batch = pending = False
         for value in form.tensors:
             if value.meta is None:  # sparse or nested
                 return self._run_now(form.call())
             batch = batch or value.shard is not None
-            waits = waits or value.full is None
-        if kind.at_once:
+            pending = pending or value.full is None
+        if kind.immediate:
             return self._run_now(form.call())
-        if not batch and kind.like:  # e.g. ones_like(loss): must not compute a pending loss
+        if not batch and kind.like:  # ones_like(loss) must not materialize a pending loss
             like = empty_like(form.tensors[0].meta, form.tensors[0].device)
-            return self.given(func(like, *args[1:], **kwargs))
+            return self.from_real(func(like, *args[1:], **kwargs))
         random = kind.draws and form.call().argument("dropout_p") != 0.0
-        if not batch and (random or not waits):
-            if random and self.randomness.as_the_batch:
-                return drawn_as_the_batch(self, form.call())
+        if not batch and (random or not pending):
+            if random and self.randomness.as_full_batch:
+                return draw_full_batch(self, form.call())
             return self._run_now(form.call())
-        known = None if random else template(form)
-        if known is None:
+        cached = None if random else template(form)
+        if cached is None:
             return self._untemplated(form.call(), batch, random)
-        results = self._from_template(known, form, batch)
+        results = self._from_template(cached, form, batch)
         if self.paranoid:
             paranoia.check(self, form.call(), results)
         return results
 
-    def _from_template(self, known: Template, form: Form, batch: bool) -> Any:
+    def _from_template(self, cached: Template, form: Form, batch: bool) -> Any:
         """Record an operation by the cached template of its form."""
         func, tensors = form.func, form.tensors
         rows = None if batch else by_rows(form)
         if rows is not None and rows.larger:
             return self._node(func, rows.operands, rows.action)
-        if known.gathered:
-            kind: CouplingKind = "unknown" if known.unknown else "gathered"
-            operands = [self._operand(Operand(tensors[i], shard), kind, func) for i, shard in known.operands]
+        if cached.gathered:
+            kind: CouplingKind = "unknown" if cached.unknown else "gathered"
+            operands = [self._operand(Operand(tensors[i], shard), kind, func) for i, shard in cached.operands]
         else:
-            operands = [Operand(tensors[index], shard) for index, shard in known.operands]
-        results = self._node(func, operands, known.action)
+            operands = [Operand(tensors[index], shard) for index, shard in cached.operands]
+        results = self._node(func, operands, cached.action)
         if rows is not None and isinstance(results, Value) and results.node is not None:
-            results.node.by_rows = rows  # the plan decides later, when every reader is known
+            results.node.by_rows = rows  # the plan decides later, when all readers are recorded
         return results
 
     def _untemplated(self, call: Call, batch: bool, random: bool) -> Any:
         """Record an operation that has no cached template."""
-        if random and (self.randomness.as_the_batch or call.argument("generator") is not None):
-            return drawn_as_the_batch(self, call)
+        if random and (self.randomness.as_full_batch or call.argument("generator") is not None):
+            return draw_full_batch(self, call)
         strategy = self.randomness.strategy(call) if random else find(call)
         if strategy is None and batch:
             results = composites.decomposed(self, call)
             if results is not NotImplemented:
                 return mapped(results, self.value)
-        found = self._recorded(call, strategy, check=self.paranoid and not random)
+        results = self._recorded(call, strategy, check=self.paranoid and not random)
         if random:
-            self.randomness.note(strategy, found)
-        return found
+            self.randomness.remember_seed(strategy, results)
+        return results
 
     def _recorded(self, call: Call, strategy: OpStrategy | None, *, check: bool) -> Any:
         try:
@@ -179,27 +181,29 @@ class Recording:
         except (NotImplementedError, RuntimeError, TypeError, AssertionError) as error:
             if out_of_memory(error):
                 raise
-            return self._run_now(call)  # e.g. nonzero: its shape depends on numbers
+            return self._run_now(call)  # the shape of nonzero(), for example, depends on numbers
         if metas is None:
             return self._run_now(call)
         if strategy is not None:
-            found = self.add(call.func, strategy, metas)
+            values = self.add(call.func, strategy, metas)
             if check:
-                paranoia.check(self, call, found)
-            return found
+                paranoia.check(self, call, values)
+            return values
         count = 1 if isinstance(metas, Tensor) else len(metas)
-        full = OpStrategy([Operand(value, None) for value in call.tensors], [None] * count, filled(call))
+        full = OpStrategy(
+            [Operand(value, REPLICATE) for value in call.tensors], [PARTIAL] * count, run_of(call)
+        )
         return self.add(call.func, full, metas, once=True)
 
     def add(
-        self, func: Any, strategy: OpStrategy, metas: Any, *, once: bool = False, known: bool = False
+        self, func: Any, strategy: OpStrategy, metas: Any, *, once: bool = False, compilable: bool = False
     ) -> Any:
         """Record an operation with its strategy, and return the values of its results."""
         kind: CouplingKind = "unknown" if once else "gathered"
         operands = [self._operand(operand, kind, func) for operand in strategy.operands]
         shards = [*(shard for _, shard in operands), *strategy.outputs]
         once = once or all(shard is None for shard in shards)
-        return self._node(func, operands, action(strategy, metas, once=once, known=known))
+        return self._node(func, operands, action(strategy, metas, once=once, compilable=compilable))
 
     def _node(self, func: Any, operands: Sequence[Operand], action: Action) -> Any:
         self.log.recorded += 1
@@ -213,7 +217,7 @@ class Recording:
             assert isinstance(meta, Tensor)
             output = Value(meta, device, shard)
             if shard is not None and shard[1:] != _ONE_ROW:
-                self._uneven[meta.shape] = shard
+                self._shards_by_shape[meta.shape] = shard
             Node(func, operands, action, (output,), where=self.log.where)
             return output
         outputs = [
@@ -226,28 +230,30 @@ class Recording:
             for meta, output in zip(action.metas, outputs, strict=True)
         ]
 
-    def _operand(self, operand: Operand, kind: CouplingKind, why: Any) -> Operand:
+    def _operand(self, operand: Operand, kind: CouplingKind, operator: Any) -> Operand:
         value, shard = operand
         if value.shard is not None and value.shard != shard:
-            return Operand(self.gathered(value, kind, why), shard)
+            return Operand(self.gathered(value, kind, operator), shard)
         return operand
 
-    def gathered(self, value: Value, kind: CouplingKind = "gathered", why: Any = READ_BY_PROGRAM) -> Value:
+    def gathered(
+        self, value: Value, kind: CouplingKind = "gathered", operator: Any = READ_BY_PROGRAM
+    ) -> Value:
         """Return a value as a full one.
 
         Args:
             value: the value.
             kind: "gathered": the operator reads it in full; "unknown": the operator has no rule.
-            why: the operator.
+            operator: the operator.
         """
-        return value if value.shard is None else gather(self.log, value, kind, why)
+        return value if value.shard is None else gather(self.log, value, kind, operator)
 
     def _run_now(self, call: Call) -> Any:
         """Run an operation immediately, on full tensors."""
         full = [self.gathered(value, "unknown", call.func) for value in call.tensors]
         tensors = self.materialized(full)
-        with conjugates_seen():
-            return mapped(filled(call)(Part(0, 0, self.samples), tensors), self.given)
+        with lazy_conjugation():
+            return mapped(run_of(call)(BatchSlice(0, 0, self.samples), tensors), self.from_real)
 
     # -- tensors and values ---------------------------------------------------------------------------------
 
@@ -255,34 +261,34 @@ class Recording:
         """Return the value of a virtual or real tensor."""
         if isinstance(tensor, VirtualTensor):
             if tensor.virtual.recording is not self:
-                return self.given(tensor.virtual.recording.numbers(tensor))
+                return self.from_real(tensor.virtual.recording.numbers(tensor))
             return current(self, tensor)
-        return self.given(tensor)
+        return self.from_real(tensor)
 
-    def given(self, tensor: Tensor) -> Value:
+    def from_real(self, tensor: Tensor) -> Value:
         """Return a value for a real tensor."""
         if tensor.layout is not torch.strided or tensor.is_nested:
             value = Value(None, tensor.device)  # type: ignore[arg-type]  (no strides, so no meta)
             value.full = tensor
             return value
-        self.settle_writes((tensor,))  # e.g. a running mean that this block updates
-        self.note_leaf(tensor)
+        self.make_writes((tensor,))  # such as that of a running mean
+        self.register_leaves(tensor)
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
-        value = Value(blank_like(tensor), tensor.device)
+        value = Value(meta_like(tensor), tensor.device)
         if tensor.numel() <= _SMALL and not tensor.requires_grad:
             value.full = tensor.clone()
         else:
-            self.readings.read(value, tensor)
+            self.readings.bind(value, tensor)
         return value
 
-    def note_leaf(self, tensor: Tensor) -> None:
-        """Register the autograd leaves that receive a gradient through a real tensor, parameters or not."""
+    def register_leaves(self, tensor: Tensor) -> None:
+        """Register the autograd leaves that get a gradient through a real tensor, parameters or others."""
         refuse_hollow(tensor)
         for leaf in () if isinstance(tensor, VirtualTensor) else self.leaves.new(tensor):
             if leaf.grad is not None and leaf.grad.layout is torch.strided:
-                # Autograd accumulates in place: into a real tensor it would have to compute the sum at once.
-                leaf.grad = self.show(self.given(leaf.grad))
+                # Autograd accumulates in place, and into a real tensor only by materializing the gradient.
+                leaf.grad = self.wrap(self.from_real(leaf.grad))
 
     def values(self, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with a value in place of each tensor."""
@@ -296,30 +302,30 @@ class Recording:
             return [self.value(item) if isinstance(item, Tensor) else item for item in arg]
         return arg
 
-    def shown(self, results: Any) -> Any:
+    def wrapped(self, results: Any) -> Any:
         """Return the results with a tensor in place of each value; sparse tensors stay as they are."""
         if type(results) is Value:
-            return self._shown_value(results)
-        return mapped(results, self._shown_value, Value)
+            return self._wrapped_value(results)
+        return mapped(results, self._wrapped_value, Value)
 
-    def _shown_value(self, value: Value) -> Tensor | None:
-        # Known integers and flags without rows are returned as real tensors: the program indexes with them.
+    def _wrapped_value(self, value: Value) -> Tensor | None:
+        # Full, materialized integers and flags are real tensors, because the program may index with them.
         if value.meta is None or (value.full is not None and value.shard is None and not value.has_gradient):
             return value.full
-        return self.show(value)
+        return self.wrap(value)
 
-    def show(self, value: Value) -> VirtualTensor:
-        """Return a tensor that shows a value."""
+    def wrap(self, value: Value) -> VirtualTensor:
+        """Return a virtual tensor for a value."""
         return VirtualTensor(self, value)
 
-    def watch(self, handle: Handle) -> None:
+    def register(self, handle: Handle) -> None:
         """Register a handle: while it lives, the program may read its value."""
-        self._shown.append(handle.reference)
+        self._handles.append(handle.reference)
 
     def _readable(self) -> list[Value]:
-        """Return the values that tensors of the program show."""
-        alive = {id(handle): handle for shown in self._shown if (handle := shown()) is not None}
-        self._shown = [handle.reference for handle in alive.values()]
+        """Return the values of all live virtual tensors."""
+        alive = {id(handle): handle for reference in self._handles if (handle := reference()) is not None}
+        self._handles = [handle.reference for handle in alive.values()]
         return [handle.value for handle in alive.values()]
 
     # -- numbers --------------------------------------------------------------------------------------------
@@ -339,41 +345,41 @@ class Recording:
         return full
 
     def materialized(self, values: Iterable[Value]) -> list[Tensor]:
-        """Return the tensors of full values, materialized if need be."""
+        """Materialize full values, and return their tensors."""
         values = list(values)
         if any(value.full is None for value in values):
             self.materialize(values)
         return [unchanged(value) for value in values]
 
     def materialize(self, targets: Iterable[Value]) -> None:
-        """Compute the targets and everything else that is pending, and make the pending writes."""
-        # Everything: a gradient computed later would repeat the same sweeps, or read parameters that an
-        # optimizer has changed since.
+        """Compute the targets and all other pending values, and make the pending writes."""
+        # All, because a gradient computed later would repeat the sweeps, or read parameters that an optimizer
+        # has changed in the meantime.
         writes = self._writes.take()
         wanted = [*targets, *(self.gathered(value) for _, value in writes), *self.pending()]
         wanted = [value for value in wanted if value.full is None]
-        # After the block rows cannot be read, even if a variable still refers to them.
+        # After the block, rows cannot be read even if a variable still refers to them.
         readable = [] if self.ending else self._readable()
         todo = plan(wanted, readable, by_rows=self.store.budget is not None)
-        if not self.parts:
+        if not self.microbatches:
             size = microbatch_size(self.size, todo, self.samples, self.device, self.store.budget)
-            self.parts = parts_of(self.samples, size)
-        self.log.planned(todo)
-        run(todo, self.parts, self.store, self.log, compile=self.compile)
+            self.microbatches = batch_slices(self.samples, size)
+        self.log.log_plan(todo)
+        run(todo, self.microbatches, self.store, self.log, compile=self.compile)
         with torch.no_grad():
             for tensor, value in writes:
-                # Operations that were recorded before the write read the old numbers.
-                self.readings.before_writing([tensor])
+                # Operations recorded before the write read the old numbers.
+                self.readings.copy_before_write([tensor])
                 tensor.copy_(unchanged(self.gathered(value)))
-        self.readings.forget_unused()
+        self.readings.drop_unused()
 
     def end(self) -> None:
-        """Compute what the program may still read after the block."""
-        for leaf, _ in self.leaves.had.values():
+        """Compute the values that the program may read after the block."""
+        for leaf, _ in self.leaves.gradients.values():
             if isinstance(leaf.grad, VirtualTensor) and leaf.grad.virtual.recording is self:
                 value = current(self, leaf.grad)
-                if value.shard is not None:  # sharded: its inputs are freed at the end
-                    leaf.grad = self.show(self.gathered(value))
+                if value.shard is not None:  # gathered now, because its inputs are freed at the end
+                    leaf.grad = self.wrap(self.gathered(value))
         self.ending = True
         self.materialize(self.pending())
 
@@ -381,11 +387,11 @@ class Recording:
         """Write a value into a buffer once it is computed."""
         self._writes.add(tensor, value)
 
-    def settle_writes(self, args: Iterable[Any]) -> None:
-        """Make the pending writes if one of the arguments shares memory with a buffer that waits."""
-        if self._writes and self._writes.wait_for(args):
+    def make_writes(self, args: Iterable[Any]) -> None:
+        """Make the pending writes if one of the arguments shares memory with a buffer to be written."""
+        if self._writes and self._writes.shares_memory(args):
             self.materialize([])
 
     def pending(self) -> list[Value]:
-        """Return the full values that the program may still read and that are not computed."""
+        """Return the full values that the program may read and that are not materialized."""
         return [value for value in self._readable() if value.shard is None and value.full is None]

@@ -1,4 +1,4 @@
-"""Expansion of a full value to the rows of the samples."""
+"""Expansion of full values to one row or more per sample."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from . import paranoia
 
 
 def spread(recording: Recorder, form: Form, shards: Mapping[torch.Size, Shard]) -> Any:
-    """Expand a full value to the rows of the samples.
+    """Expand a full value to a sharded one.
 
     Args:
         recording: recording of the block.
         form: call of `expand`.
-        shards: shardings of values of the block, by shape.
+        shards: shardings of the block's values, by shape.
 
     Returns:
-        The sharded result; None if the result has no rows, or if the cached template of the form applies.
+        The sharded result; None if the result is full, or if the cached template of the form applies.
     """
-    # Not cached by form: the sharding depends on the values that the block recorded before (`shards`).
+    # Not cached by form, because the sharding depends on the values that were recorded before (`shards`).
     value, like = form.tensors[0], shards.get(torch.Size(form.args[1]))
+    # For a pending value without `like` the template applies. A materialized one would be expanded at once.
     if value.meta is None or value.shard is not None or (value.full is None and like is None):
         return None
-    # `like` is a hint only: `expanded` ignores it if the value cannot be repeated in that dimension.
+    # `expanded` ignores `like` if the value cannot be repeated in that dimension.
     strategy = shape_arguments.expanded(call := form.call(), like)
     if strategy is None:
         return None

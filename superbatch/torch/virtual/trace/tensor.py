@@ -1,4 +1,4 @@
-"""Virtual tensor: a wrapper subclass with the shape of the full batch and a recording instead of memory."""
+"""Virtual tensor: a wrapper subclass with the shape of the full batch, and a recording in place of memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..ir.values import Handle, Value
 
 
 class Storage:
-    """Storage shared by a tensor and its views: the current value, and the number of in-place writes."""
+    """Storage of a tensor and its views: the current value, and the number of in-place writes."""
 
     __slots__ = ("handle", "version")
 
@@ -28,13 +28,13 @@ class Storage:
         return self.handle.value
 
     def write(self, value: Value) -> None:
-        """Replace the value, and invalidate the views."""
+        """Replace the value; views are recomputed when they are next read."""
         self.handle = value.handle()
         self.version += 1
 
 
 class ViewStep(NamedTuple):
-    """An operator that makes a view, with its arguments after the tensor."""
+    """Operator that makes a view, with its arguments after the tensor."""
 
     func: Any
     args: tuple[Any, ...]
@@ -46,49 +46,49 @@ class VirtualState:
 
     Attributes:
         recording: recording of its block.
-        storage: storage shared with its base and views.
-        steps: view operations from the value of the storage to this tensor.
-        handle: handle of the value at the last read.
-        seen: version of the storage at the last read.
+        storage: storage, shared with its base and views.
+        steps: view operations that lead from the value of the storage to this tensor.
+        handle: handle of the value when the tensor was last read.
+        version: version of the storage when the tensor was last read.
     """
 
-    # An object of its own: `become` and `restart` swap what a tensor shows, and autograd keeps the tensor.
-    __slots__ = ("handle", "recording", "seen", "steps", "storage")
+    # Not in the tensor, because autograd keeps the tensor object while `alias` and `reset` change its value.
+    __slots__ = ("handle", "recording", "steps", "storage", "version")
 
     def __init__(
         self, recording: Recorder, handle: Handle, storage: Storage | None, steps: tuple[ViewStep, ...]
     ) -> None:
         self.recording, self.handle, self.steps = recording, handle, steps
         self.storage = storage = storage or Storage(handle)
-        self.seen = storage.version
+        self.version = storage.version
 
-    def show(self, handle: Handle, seen: int) -> None:
-        """Show another value from now on.
+    def set_value(self, handle: Handle, version: int) -> None:
+        """Set the value of the tensor.
 
         Args:
             handle: handle of the value.
-            seen: version of the storage that the value belongs to.
+            version: version of the storage from which the value was computed.
         """
-        self.handle, self.seen = handle, seen
-        self.recording.watch(handle)
+        self.handle, self.version = handle, version
+        self.recording.register(handle)
 
-    def restart(self, recording: Recorder, handle: Handle) -> None:
-        """Show a value with a new storage, as a tensor that is no view."""
+    def reset(self, recording: Recorder, handle: Handle) -> None:
+        """Set the value and a new storage, as for a tensor that is no view."""
         self.recording, self.storage, self.steps = recording, Storage(handle), ()
-        self.show(handle, 0)
+        self.set_value(handle, 0)
 
-    def become(self, other: VirtualState) -> None:
+    def alias(self, other: VirtualState) -> None:
         """Share the storage of another tensor of the block, with its view steps."""
         self.storage, self.steps = other.storage, other.steps
-        self.handle, self.seen = other.handle, other.seen
+        self.handle, self.version = other.handle, other.version
 
 
 class VirtualTensor(Tensor):
     """Tensor of the full batch, computed micro-batch by micro-batch when its numbers are read.
 
     Attributes:
-        memoryless: marks the tensor for code that counts memory: its storage has a size but no memory.
-        virtual: its state.
+        memoryless: True, for code that counts memory: the storage has a size but no memory.
+        virtual: state of the tensor.
     """
 
     memoryless = True
@@ -102,7 +102,7 @@ class VirtualTensor(Tensor):
         storage: Storage | None = None,
         steps: tuple[ViewStep, ...] = (),
     ) -> VirtualTensor:
-        """Wrap a value; with a storage, as a view of it."""
+        """Create a tensor for a value; with a storage, as a view of it."""
         meta = value.meta
         self: VirtualTensor = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue] not in torch's stubs
             cls,
@@ -112,14 +112,14 @@ class VirtualTensor(Tensor):
             dtype=meta.dtype,
             device=value.device,
         )
-        # Makes C++ code that reads the memory (`data_ptr`, DLPack) raise: it would read a null pointer.
+        # C++ code that reads the memory (`data_ptr`, DLPack) raises. Otherwise it would read a null pointer.
         torch._C._set_throw_on_mutable_data_ptr(self)
         handle = value.handle()
-        recording.watch(handle)
+        recording.register(handle)
         self.virtual = VirtualState(recording, handle, storage, steps)
         return self
 
-    # Functions reach `__torch_dispatch__` below autograd: the graph of the program is recorded as usual.
+    # Disabled, so that operators arrive at `__torch_dispatch__`, below autograd, which records its graph.
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @classmethod
@@ -135,9 +135,9 @@ class VirtualTensor(Tensor):
 
     @data.setter
     def data(self, other: Tensor) -> None:
-        _become(self, other)  # torch's setter would swap the C++ storage, which nothing here reads
+        _alias(self, other)  # torch's setter would replace the C++ storage, which is not used here
 
-    # These read raw memory without any dispatch, so they get the materialized numbers.
+    # These read memory without a dispatch, so they are given the materialized numbers.
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the numbers of the full batch."""
@@ -168,33 +168,34 @@ class VirtualTensor(Tensor):
         return self.virtual.recording.numbers(self).tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        """Describe the tensor, with numbers if they are full and already computed."""
-        # A debugger calls this: it must not start a sweep.
+        """Describe the tensor, with its numbers if they are full and already materialized."""
+        # Debuggers call this, so it must not start a sweep.
         value = self.virtual.handle.value
         if value.shard is None and value.full is not None:
             return f"VirtualTensor({value.full!r})"
         return f"VirtualTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __format__(self, spec: str) -> str:
-        """Format the number of a tensor that has one."""
+        """Format the number of a tensor with one element."""
         return self.virtual.recording.numbers(self).detach().__format__(spec)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
-        """Return the numbers: the copy belongs to no block."""
+        """Return a real tensor with the numbers."""
+        # The copy, such as that of an averaged model, may live longer than the block.
         return self.virtual.recording.numbers(self).detach().clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Save the numbers."""
+        """Pickle a real tensor with the numbers."""
         return self.virtual.recording.numbers(self).detach().__reduce_ex__(protocol)
 
 
-def _become(target: VirtualTensor, other: Tensor) -> None:
-    """Let a tensor show another one, as ``target.data = other`` does; its former base is unchanged.
+def _alias(target: VirtualTensor, other: Tensor) -> None:
+    """Make a tensor an alias of another one, as ``target.data = other`` does; its former base is unchanged.
 
     Raises:
         WindowError: shape or dtype differ.
     """
-    # The sizes of a wrapper are fixed in C++: another shape would contradict them.
+    # C++ fixes the sizes of a wrapper, so another shape would contradict them.
     if (other.shape, other.dtype) != (target.shape, target.dtype):
         raise WindowError(
             f"The .data of a virtual tensor of shape {tuple(target.shape)}, {target.dtype} cannot be set to "
@@ -202,9 +203,9 @@ def _become(target: VirtualTensor, other: Tensor) -> None:
         )
     state = target.virtual
     if isinstance(other, VirtualTensor) and other.virtual.recording is state.recording:
-        state.become(other.virtual)
+        state.alias(other.virtual)
     else:
-        state.restart(state.recording, state.recording.value(other).handle())
+        state.reset(state.recording, state.recording.value(other).handle())
 
 
 def _no_memory(what: str) -> WindowError:
@@ -216,16 +217,16 @@ def _no_memory(what: str) -> WindowError:
 
 def is_hollow(tensor: Tensor) -> bool:
     """Return whether the .data of a real tensor was set to a virtual one."""
-    # Reading it in a kernel would end the process: `data_ptr` raises before that.
+    # `data_ptr` raises for such a tensor. A kernel that reads it would crash the process.
     try:
         tensor.data_ptr()
-    except (RuntimeError, ValueError):  # also raised by a lazy parameter, a sparse tensor, another wrapper
+    except (RuntimeError, ValueError):  # also for lazy parameters, sparse tensors and other wrappers
         return tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
     return False
 
 
 def refuse_hollow(tensor: Tensor) -> None:
-    """Raise if the .data of a real tensor was set to a virtual one.
+    """Check that the .data of a real tensor was not set to a virtual one.
 
     Raises:
         WindowError: it was.
@@ -235,7 +236,7 @@ def refuse_hollow(tensor: Tensor) -> None:
 
 
 def hollow_error(tensor: Tensor) -> WindowError:
-    """Return the error of ``real.data = virtual``."""
+    """Return the error for ``real.data = virtual``."""
     return WindowError(
         f"The .data of a real tensor of shape {tuple(tensor.shape)} was set to a virtual tensor, which has "
         "no memory. Write the numbers into it: with torch.no_grad(): real.copy_(numbers)."
@@ -243,11 +244,11 @@ def hollow_error(tensor: Tensor) -> WindowError:
 
 
 def _recording_of(args: Any, kwargs: dict[str, Any]) -> Recorder:
-    """Return the recording of the first virtual tensor, of an open block if there is one."""
-    found: Recorder | None = None
+    """Return the recording of the first virtual tensor, preferably of one in an open block."""
+    recording: Recorder | None = None
     for arg in (*args, *kwargs.values()):
         for item in arg if isinstance(arg, (list, tuple)) else (arg,):
-            if isinstance(item, VirtualTensor) and (found is None or not found.open):
-                found = item.virtual.recording
-    assert found is not None
-    return found
+            if isinstance(item, VirtualTensor) and (recording is None or not recording.open):
+                recording = item.virtual.recording
+    assert recording is not None
+    return recording

@@ -1,4 +1,4 @@
-"""Errors for tensors that a virtual batch cannot hold, raised at the statement that makes them."""
+"""Errors for unsupported tensors, raised at the statement that makes them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _SET_DATA = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue] a
 
 
 def sets_data(models: Iterable[nn.Module]) -> bool:
-    """Return whether a class among the models' modules has code that assigns to ``.data``.
+    """Return whether the class of a module has code that assigns to ``.data``.
 
     Examples:
         >>> sets_data([nn.Linear(1, 1)])
         False
     """
-    # Only then is the function mode `RefuseVirtualData` active: under any function mode torch's transformer
-    # layers skip their fused kernels, which return other numbers at padded positions.
+    # Otherwise `RefuseVirtualData` is not active: under any function mode, torch's transformer layers skip
+    # their fused kernels, which return other numbers at padded positions.
     return any(map(_has_data_set, {type(module) for model in models for module in model.modules()}))
 
 
@@ -38,7 +38,7 @@ def _has_data_set(kind: type) -> bool:
         function for one in own for function in vars(one).values() if isinstance(function, FunctionType)
     ]
     return any(
-        # A quick test before the disassembly.
+        # A fast test before the disassembly.
         "data" in function.__code__.co_names
         and any(step.opname == "STORE_ATTR" and step.argval == "data" for step in get_instructions(function))
         for function in functions
@@ -46,7 +46,7 @@ def _has_data_set(kind: type) -> bool:
 
 
 class RefuseVirtualData(TorchFunctionMode):
-    """Function mode that raises at the line of ``real.data = virtual``, which no operator dispatches."""
+    """Function mode that raises for ``real.data = virtual``, for which no operator is dispatched."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function, unless it assigns a virtual tensor to the .data of a tensor."""
@@ -70,7 +70,7 @@ def refuse_nested(leaf: Any) -> Any:
 
 
 def refuse_jagged(*args: Any, **kwargs: Any) -> Any:
-    """Raise for a nested tensor of the virtual batch.
+    """Raise, because a nested tensor cannot be made from a virtual one.
 
     Raises:
         WindowError: always.
@@ -82,7 +82,7 @@ def refuse_jagged(*args: Any, **kwargs: Any) -> Any:
 
 
 aten: Any = torch.ops.aten
-# Operators that `dispatch` refuses, as far as this release of torch has them.
+# Operators for which `dispatch` raises, if this release of torch has them.
 REFUSED = {
     getattr(aten, name).default: refuse_jagged
     for name in ("_nested_view_from_jagged", "_nested_view_from_jagged_copy")

@@ -1,6 +1,4 @@
-"""What users do with autograd itself: their own functions, hooks, checkpoints, several backward calls, double
-backward, gradients off.
-"""
+"""Cases that use autograd: own functions, hooks, checkpoints, several backward calls, frozen layers."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -238,81 +235,6 @@ def gan(norm: Callable[[int], nn.Module]) -> Callable[[], nn.Module]:
     )
 
 
-def image_critic(norm: str) -> nn.Module:
-    return models.encoder(norm, outs=1)
-
-
-def smooth_critic(norm: Callable[[int], nn.Module]) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 4, 3), norm(4), nn.Softplus(), nn.Flatten(), nn.Linear(144, 1))
-
-
-def gradient_penalty(model: Any, batch: Any) -> Tensor:
-    """WGAN-GP, at points between two views."""
-    mix = (0.3 * batch["x1"] + 0.7 * batch["x2"]).requires_grad_()
-    score = model(mix)
-    grad = torch.autograd.grad(score, mix, torch.ones_like(score), create_graph=True, retain_graph=True)[0]
-    penalty = ((grad.flatten(1).norm(2, dim=1) - 1) ** 2).mean()
-    return model(batch["x2"]).mean() - model(batch["x1"]).mean() + 10 * penalty + score.mean() ** 2
-
-
-def real_penalty(model: Any, batch: Any) -> Tensor:
-    """R1 (StyleGAN): only the gradient at real samples."""
-    x = batch["x1"].detach().requires_grad_(requires_grad=True)
-    score = model(x)
-    (grad,) = torch.autograd.grad(outputs=score.sum(), inputs=x, create_graph=True)
-    return F.softplus(-score).mean() + 5 * grad.square().sum([1, 2, 3]).mean()
-
-
-def adversarial(model: Any, batch: Any) -> Tensor:
-    """FGSM: a first backward to the inputs only, a second forward on what it found."""
-    x = batch["x"].clone().requires_grad_()
-    (grad,) = torch.autograd.grad(F.cross_entropy(model(x), batch["y"]), x)
-    return F.cross_entropy(model((x + 0.1 * grad.sign()).detach()), batch["y"])
-
-
-def inner_update(model: Any, batch: Any) -> Tensor:
-    """MAML: the loss after one update of the weights, with the gradient through that update."""
-    weights = dict(model.named_parameters())
-    first = F.cross_entropy(functional_call(model, weights, (batch["x1"],)), batch["y"])
-    grads = torch.autograd.grad(first, list(weights.values()), create_graph=True)
-    fast = {name: value - 0.3 * grad for (name, value), grad in zip(weights.items(), grads, strict=True)}
-    return F.cross_entropy(functional_call(model, fast, (batch["x2"],)), batch["y"])
-
-
-def gradient_norm_in_loss(model: Any, batch: Any) -> Tensor:
-    """The norm of the weights' own gradient as a penalty (flat minima)."""
-    loss = F.cross_entropy(model(batch["x"]), batch["y"])
-    grads = torch.autograd.grad(loss, [p for p in model.parameters() if p.ndim > 1], create_graph=True)
-    return loss + 0.1 * torch.sqrt(sum((g.pow(2).sum() for g in grads), torch.zeros(())))
-
-
-def balanced_gradients(model: Any, batch: Any) -> Tensor:
-    """VQGAN: a weight made of the norms of two gradients at the last layer."""
-    h = model.body(batch["x"])
-    z = model.first(h)
-    a, b = F.cross_entropy(z, batch["y"]), z.var(0).sum()
-    grads = [torch.autograd.grad(loss, model.first.weight, retain_graph=True)[0] for loss in (a, b)]
-    weight = (grads[0].norm() / (grads[1].norm() + 1e-4)).clamp(0, 1e4).detach()
-    return a + weight * b + 0 * model.second(h).sum()
-
-
-def sharpness(model: Any, batch: Any) -> Tensor:
-    """SAM: up along the gradient, then the gradient there, at the old weights."""
-    parameters = list(model.parameters())
-    grads = torch.autograd.grad(F.cross_entropy(model(batch["x"]), batch["y"]), parameters)
-    norm = torch.stack([g.norm() for g in grads]).norm()
-    up = {n: p + 0.05 * g / norm for (n, p), g in zip(model.named_parameters(), grads, strict=True)}
-    return F.cross_entropy(functional_call(model, up, (batch["x"],)), batch["y"])
-
-
-def energy_forces(model: Any, batch: Any) -> Tensor:
-    """Force fields: the target is the gradient by the positions."""
-    x = batch["x"].clone().requires_grad_()
-    energy = model(x).sum(1)
-    (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
-    return F.mse_loss(-force[:, :3], batch["y"]) + 0.1 * energy.pow(2).mean()
-
-
 def detached_features(net: Any, h: Tensor) -> Tensor:
     return h * net.norm(h.detach()).sigmoid() + h.data.mean(0)
 
@@ -362,44 +284,48 @@ def _norm() -> nn.Module:
     return nn.BatchNorm1d(8)
 
 
-def _case(name: str, build: Any, loss: Any = cross_entropy, **options: Any) -> Case:
+def case_of_rows(name: str, build: Any, loss: Any = cross_entropy, **options: Any) -> Case:
     values: dict[str, Any] = {"data": data.rows, "coupled": True, **options}
     return Case(name=name, build=build, loss=loss, **values)
 
 
 CASES = [
-    _case("own function", between(lambda _, h: Swish.apply(h)), coupled=False, min_n=1),
-    _case(
+    case_of_rows("own function", between(lambda _, h: Swish.apply(h)), coupled=False, min_n=1),
+    case_of_rows(
         "own function, BatchNorm", between(lambda net, h: Swish.apply(net.norm(h)), norm=_norm), buffers=True
     ),
-    _case(
+    case_of_rows(
         "gradient reversal",
         between(lambda net, h: Reversal.apply(net.norm(h), 0.7), norm=_norm),
         buffers=True,
     ),
-    _case(
+    case_of_rows(
         "own function over the batch",
         between(lambda net, h: BatchStandard.apply(h, net.gamma), gamma=lambda: nn.Parameter(torch.ones(8))),
     ),
-    _case("own linear layer", between(own_linear, inner=lambda: nn.Linear(8, 8)), coupled=False, min_n=1),
-    _case("own function with an integer output", between(rounded), coupled=False, min_n=1),
-    _case("own function that clips over the batch", between(lambda _, h: ClipByBatch.apply(h.sin()))),
-    _case("custom operator", between(lambda _, h: custom_ops.bent(h, 0.7)), coupled=False, min_n=1),
-    _case("custom operator over the batch", between(lambda _, h: custom_ops.centred(h).sin())),
-    _case("hook of a tensor", between(hook_of_tensor, norm=_norm), buffers=True),
-    _case("hook of a tensor, over the batch", between(hook_by_batch)),
-    _case("hooks of modules", hooks_of_modules, buffers=True),
-    _case("hooks of parameters", hooks_of_parameters, min_n=1),
-    _case("features by a hook", models.mlp, features_by_hook, buffers=True),
-    _case(
+    case_of_rows(
+        "own linear layer", between(own_linear, inner=lambda: nn.Linear(8, 8)), coupled=False, min_n=1
+    ),
+    case_of_rows("own function with an integer output", between(rounded), coupled=False, min_n=1),
+    case_of_rows("own function that clips over the batch", between(lambda _, h: ClipByBatch.apply(h.sin()))),
+    case_of_rows("custom operator", between(lambda _, h: custom_ops.bent(h, 0.7)), coupled=False, min_n=1),
+    case_of_rows("custom operator over the batch", between(lambda _, h: custom_ops.centred(h).sin())),
+    case_of_rows("hook of a tensor", between(hook_of_tensor, norm=_norm), buffers=True),
+    case_of_rows("hook of a tensor, over the batch", between(hook_by_batch)),
+    case_of_rows("hooks of modules", hooks_of_modules, buffers=True),
+    case_of_rows("hooks of parameters", hooks_of_parameters, min_n=1),
+    case_of_rows("features by a hook", models.mlp, features_by_hook, buffers=True),
+    case_of_rows(
         "checkpoint",
         checkpointed(reentrant=False),
         buffers=True,
         note="BatchNorm moves twice, as in plain PyTorch",
     ),
-    _case("checkpoint, reentrant", checkpointed(reentrant=True), buffers=True),
-    _case("checkpoint with dropout", checkpointed(reentrant=False, dropout=0.3), buffers=True, random=True),
-    _case(
+    case_of_rows("checkpoint, reentrant", checkpointed(reentrant=True), buffers=True),
+    case_of_rows(
+        "checkpoint with dropout", checkpointed(reentrant=False, dropout=0.3), buffers=True, random=True
+    ),
+    case_of_rows(
         "checkpoint in segments",
         lambda: Apply(
             in_segments,
@@ -411,90 +337,34 @@ CASES = [
         ),
         buffers=True,
     ),
-    _case("checkpoint of the loss", models.encoder, checkpointed_loss, data=data.image_views, buffers=True),
-    _case("two backward calls", two_heads, two_backwards, buffers=True),
-    _case("backward of each head", two_heads, backward_of_each_head, buffers=True),
-    _case("backward of a vector", models.mlp, backward_of_vector, buffers=True),
-    _case("two forwards, two backwards", models.mlp, two_forwards, buffers=True),
-    _case("GAN", gan(nn.LayerNorm), generator_then_critic, data=_latent, buffers=True),
-    _case(
+    case_of_rows(
+        "checkpoint of the loss", models.encoder, checkpointed_loss, data=data.image_views, buffers=True
+    ),
+    case_of_rows("two backward calls", two_heads, two_backwards, buffers=True),
+    case_of_rows("backward of each head", two_heads, backward_of_each_head, buffers=True),
+    case_of_rows("backward of a vector", models.mlp, backward_of_vector, buffers=True),
+    case_of_rows("two forwards, two backwards", models.mlp, two_forwards, buffers=True),
+    case_of_rows("GAN", gan(nn.LayerNorm), generator_then_critic, data=_latent, buffers=True),
+    case_of_rows(
         "GAN, BatchNorm in the critic", gan(nn.BatchNorm1d), generator_then_critic, data=_latent, buffers=True
     ),
-    _case(
-        "WGAN-GP with GroupNorm",
-        lambda: smooth_critic(lambda width: nn.GroupNorm(2, width)),
-        gradient_penalty,
-        data=data.image_views,
-    ),
-    _case(
-        "WGAN-GP with BatchNorm",
-        lambda: smooth_critic(nn.BatchNorm2d),
-        gradient_penalty,
-        data=data.image_views,
-        buffers=True,
-    ),
-    _case(
-        "WGAN-GP of an encoder with ReLU",
-        lambda: image_critic("group"),
-        gradient_penalty,
-        data=data.image_views,
-    ),
-    _case(
-        "R1 penalty",
-        lambda: smooth_critic(lambda width: nn.GroupNorm(2, width)),
-        real_penalty,
-        data=data.image_views,
-        coupled=False,
-        min_n=1,
-    ),
-    _case("adversarial samples", models.mlp, adversarial, buffers=True),
-    _case(
-        "adversarial samples without BatchNorm",
-        lambda: models.mlp(norm=nn.LayerNorm),
-        adversarial,
-        coupled=False,
-        min_n=1,
-    ),
-    _case(
-        "loss after an inner update",
-        lambda: models.mlp(norm=nn.LayerNorm),
-        inner_update,
-        data=data.row_views,
-        min_n=1,
-    ),
-    _case(
-        "norm of the gradient in the loss",
-        lambda: models.mlp(norm=nn.LayerNorm),
-        gradient_norm_in_loss,
-        min_n=1,
-    ),
-    _case("weight by norms of gradients", two_heads, balanced_gradients, buffers=True),
-    _case("sharpness-aware", lambda: models.mlp(norm=nn.LayerNorm), sharpness, min_n=1),
-    _case(
-        "energies and forces",
-        lambda: nn.Sequential(nn.Linear(6, 8), nn.Softplus(), nn.Linear(8, 3)),
-        energy_forces,
-        data=data.targets,
-        coupled=False,
-        min_n=1,
-    ),
-    _case("detached features", between(detached_features, norm=_norm), buffers=True),
-    _case(
+    case_of_rows("detached features", between(detached_features, norm=_norm), buffers=True),
+    case_of_rows(
         "a pass without gradients",
         between(no_grad_pass, norm=_norm),
         buffers=True,
         parameters_still=("norm.weight", "norm.bias"),
     ),
-    _case("a pass in inference mode", between(inference_pass)),
-    _case("straight-through", between(straight_through, norm=_norm), buffers=True),
-    _case(
+    case_of_rows("a pass in inference mode", between(inference_pass)),
+    case_of_rows("straight-through", between(straight_through, norm=_norm), buffers=True),
+    case_of_rows(
         "first layers frozen",
         frozen_first(whole=False),
         data=data.images,
         buffers=True,
         parameters_still=("0.weight", "0.bias", "1.weight", "1.bias"),
     ),
-    _case(
+    case_of_rows(
         "all but the head frozen",
         frozen_first(whole=True),
         data=data.images,
@@ -503,7 +373,7 @@ CASES = [
             name for name, _ in models.conv_net().named_parameters() if not name.startswith("12.")
         ),
     ),
-    _case(
+    case_of_rows(
         "a head that is not used",
         two_heads,
         unused_head,
