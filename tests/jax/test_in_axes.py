@@ -137,10 +137,10 @@ def test_the_batch_is_not_copied() -> None:
     ("in_axes", "message"),
     [
         (1.0, "in_axes=1.0 is not an int, list or tuple. Pass an int"),
-        (None, "in_axes=None is no int"),
-        ({"x": 1}, r"in_axes=\{'x': 1\} is no int"),
+        (None, "in_axes=None is not an int"),
+        ({"x": 1}, r"in_axes=\{'x': 1\} is not an int"),
         ((0, 0), r"in_axes=\(0, 0\) has 2 entries, but 1 arguments are split"),
-        (3, r"in_axes has 3 for batch\['mask'\] of shape \(4, 7\). Pass an axis from -2 to 1"),
+        (3, r"in_axes has the axis 3 for batch\['mask'\] of shape \(4, 7\). Pass an axis from -2 to 1"),
         (("x",), r"in_axes has the axis 'x' for batch\['mask'\]"),
         (({"x": 1},), r"The entry \{'x': 1\} of in_axes does not have the structure of batch"),
     ],

@@ -183,7 +183,7 @@ def test_padding_takes_no_time_and_no_convolution_is_slow() -> None:
     ("options", "message"),
     [
         ({"num_real_microbatches": 2.0}, "num_real_microbatches=2.0 is not a scalar integer"),
-        ({"num_real_microbatches": True}, "num_real_microbatches=True is no number"),
+        ({"num_real_microbatches": True}, "num_real_microbatches=True is not a scalar integer"),
         ({"num_real_microbatches": jnp.ones(2, jnp.int32)}, "is not a scalar integer. Pass an int"),
         ({"num_real_microbatches": 2, "layout": "strided"}, 'Pass layout="contiguous"'),
     ],

@@ -321,7 +321,7 @@ def test_options_that_cannot_be(options: Any, message: str) -> None:
     ("fun", "options", "error", "message"),
     [
         (mse, {"rng_argnum": 2}, InputError, "names argument 2"),
-        (mse, {"argnums": 1}, InputError, "argument 1 has two roles"),
+        (mse, {"argnums": 1}, InputError, "Argument 1 has two roles"),
         (mse, {"steps": 12, "microbatch_size": None}, SplitError, "11 samples for steps=12"),
         (mse, {"has_aux": True}, LossSpecError, "has_aux or carry_argnum is given"),
         (mse, {"weight": "returned"}, LossSpecError, 'weight="returned" is given'),
