@@ -106,7 +106,7 @@ def _failure(report: Verification, size: int) -> str:
     shown = max(report.comparisons, key=lambda one: (not one.exact, one.dtype == "float64", one.largest))
     split = f"With micro-batches of {size} sample{'s' * (size > 1)}"
     if shown.exact:
-        first = f"{split}, the gradients agree, but the loss is not the declared one for every split."
+        first = f"{split}, the gradients agree, but the loss does not match its declaration in other splits."
     else:
         worst = max(shown.parameters, key=lambda one: one.relative)
         first = (

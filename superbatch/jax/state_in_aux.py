@@ -44,7 +44,7 @@ def refuse_state_in_aux(aux: Any, call: Call) -> None:
 
 def _refused(reason: str) -> LossSpecError:
     return LossSpecError(
-        f"{reason}, so it is a state, but every micro-batch would return one. "
-        "Pass the state by position, pass this position as carry_argnum= and return (loss, state), "
-        "with has_aux (loss, (aux, state)). To stack aux nevertheless, pass check=False."
+        f"{reason}, so it is a state, but a micro-batch does not get the aux of the one before. "
+        "Pass the state by position, pass this position as carry_argnum= and return (loss, state), or "
+        "(loss, (aux, state)) with has_aux. To stack aux nevertheless, pass check=False."
     )

@@ -70,6 +70,6 @@ def add_noise(meter: NoiseMeter, stats: Stats) -> None:
     """
     if stats.a2 is None:
         meter.passed += 1
-        meter.leave_out("noise=True was not asked for")
+        meter.leave_out("noise=True was not passed")
     else:
         add_sums(meter, stats.a2, stats.b2, stats.q, samples=stats.effective_samples)

@@ -55,7 +55,7 @@ def wrong_term(
         remedy = (
             "It is a sum over rows: divide it by the number of rows, keras.ops.shape(x)[0]. "
             if _close(sum(parts), whole)
-            else "Add a mean over rows; make a mean over tokens, or over other weights, a loss in compile(). "
+            else "Add a mean over rows; pass a mean over tokens or other weights as a loss to compile(). "
         )
         return LossSpecError(
             f"add_loss is not a mean over the rows of the batch: {values}. {remedy}{WAY_OUT}"
@@ -113,8 +113,8 @@ def no_predictions(rows: int) -> InputError:
 def wrong_total(whole: float, apart: float, rows: list[int]) -> LossSpecError:
     """Return the error for a total loss of Keras that is not the sum of the terms."""
     return LossSpecError(
-        f"The loss of the model is {whole:.6g} for {sum(rows)} rows at once by Keras, and {apart:.6g} by the "
-        f"terms of micro-batches of {_listed(rows)}. Report this model as a bug of superbatch. {WAY_OUT}"
+        f"Keras computes the loss {whole:.6g} for {sum(rows)} rows at once, but the terms of micro-batches "
+        f"of {_listed(rows)} give {apart:.6g}. Report this model as a bug of superbatch. {WAY_OUT}"
     )
 
 

@@ -76,8 +76,8 @@ def homogeneous_estimate(
     """
     if len(weights) < 2:
         raise InputError(
-            f"Noise is measured from differences between micro-batches, but there is {len(weights)}. Pass "
-            "two or more."
+            f"Noise is measured from differences between micro-batches, but got {len(weights)}. Pass two "
+            "or more."
         )
     q = sum(w * w / n for w, n in zip(weights, samples, strict=True))
     of_one_sample = (a1 - b2) / (sum(w / n for w, n in zip(weights, samples, strict=True)) - q)

@@ -103,8 +103,8 @@ class IndependenceTest:
     ) -> None:
         if (len(means), len(products)) != (4, 10) or len(waiting) > 2:
             raise ValueError(
-                f"Got {len(means)} means, {len(products)} products and {len(waiting)} windows. Pass 4, 10 "
-                "and at most 2."
+                f"Got {len(means)} means, {len(products)} products and {len(waiting)} windows. Pass 4 "
+                "means, 10 products and at most 2 windows."
             )
         self._means, self._products = list(means), list(products)
         self._waiting = [(mean, explained) for mean, explained in waiting]

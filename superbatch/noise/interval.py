@@ -168,7 +168,8 @@ class Moments:
     ) -> None:
         if len(values) != 15 or len(last) != min(count, LAGS[-1]):
             raise ValueError(
-                f"Got {len(values)} values and {len(last)} last windows. Pass 15 and {min(count, LAGS[-1])}."
+                f"Got {len(values)} values and {len(last)} last windows. Pass 15 values and "
+                f"{min(count, LAGS[-1])} last windows."
             )
         self.mean_x, self.mean_y = values[:2]
         self.spread: _Squares = (values[2], values[3], values[4])

@@ -25,6 +25,6 @@ def add_noise(meter: NoiseMeter, applied: Applied) -> None:
     """
     if applied.a2 is None or not bool(applied.made):
         meter.passed += 1
-        meter.leave_out("noise=True was not asked for" if applied.a2 is None else "no update")
+        meter.leave_out("noise=True was not passed" if applied.a2 is None else "no update")
     else:
         add_sums(meter, applied.a2, applied.b2, applied.q, samples=applied.effective_samples)

@@ -119,7 +119,7 @@ def test_help_does_not_import_torch() -> None:
         ),
         (
             ("coupled", "--data", "."),
-            "--data is for one recipe: code-search, counting, token-means. Name it: superbatch study",
+            "--data needs one of the recipes code-search, counting, token-means. Name it: superbatch study",
         ),
         (("coupled", "ring", "--device", "gpu"), "device='gpu' cannot be used here: .*Leave it out to train"),
         (("momentum", "--runs", "0"), "runs=0 is not a positive integer. Give 1 or more"),

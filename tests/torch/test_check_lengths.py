@@ -160,7 +160,7 @@ def test_a_wrong_weight_of_ones_own_shows_in_ragged_windows(case: str, weight: s
     assert accumulate(window(6, 6, samples=samples)).made
     before = start_of(model)
     with pytest.raises(
-        LossSpecError, match=r"weight= gives a sample with 3 entries .* divides by 0\.5 times"
+        LossSpecError, match=r"weight= gives a sample with 3 entries .* needs 0\.5 times the weight"
     ):
         accumulate(window(6, 3, samples=samples, seed=1))
     assert all(torch.equal(before[name], value) for name, value in model.named_parameters())

@@ -16,7 +16,7 @@ FAILED = (
     "RankError: Rank {} {}, so no rank makes this update, and everything is as before it. "
     "Correct the error there; "
 )
-TORN = "OptimizerError: The last update broke inside the optimizer's step"
+TORN = "OptimizerError: The last update failed inside the optimizer's step"
 SPLIT = "SplitError: Parts of the batch differ in length"
 ROWS = "SplitError: "
 # What the bad rank raises, and what the other one tells of it.

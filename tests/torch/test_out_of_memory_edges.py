@@ -326,7 +326,7 @@ def test_numbers_of_an_optimizer_are_put_back() -> None:
     accumulate = Accumulator(model, optimizer, lambda mb: mse(model, mb), check=False)
     accumulate(rows(4)[0])
     optimizer.armed = True
-    with pytest.raises(OutOfMemoryError, match="All is as before the window"):
+    with pytest.raises(OutOfMemoryError, match="Everything is as before the window"):
         accumulate(rows(4)[0])
     assert {state["step"] for state in optimizer.state.values()} == {1}
     assert optimizer.param_groups[0]["steps"] == 1

@@ -100,7 +100,8 @@ def test_agreement_by_chance_is_a_failure() -> None:
     assert counts[0] == counts[1], "the premise"
     text = failure(problem.loss_fn, problem.batch, models=problem.model, sizes=["half"])
     assert (
-        "With micro-batches of 6 samples, the gradients agree, but the loss is not the declared one" in text
+        "With micro-batches of 6 samples, the gradients agree, but the loss does not match its declaration"
+        in text
     )
     assert 'weight=count_tokens("labels")' in text
 

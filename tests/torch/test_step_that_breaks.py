@@ -16,7 +16,7 @@ from superbatch.torch import Accumulator
 from tests.torch.helpers import mlp, mse, rows, start_of
 
 TEXT = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"
-AS_BEFORE, BEGUN = "All is as before the window", "Memory ran out inside the optimizer.s step"
+AS_BEFORE, BEGUN = "Everything is as before the window", "Memory ran out inside the optimizer.s step"
 
 
 class Breaking(torch.optim.Optimizer):

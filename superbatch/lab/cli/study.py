@@ -57,8 +57,8 @@ def study(
     if options.data is not None and len(recipes) > 1:
         readers = [each for each in recipes if each in TAKES_DATA]
         raise InputError(
-            f"--data is for one recipe: {', '.join(readers)}. Name it: superbatch study {name} {readers[0]} "
-            f"--data {options.data}."
+            f"--data needs one of the recipes {', '.join(readers)}. Name it: superbatch study {name} "
+            f"{readers[0]} --data {options.data}."
         )
     folder = out if out is not None or as_json else Path("superbatch-study", name)
     for each in recipes:

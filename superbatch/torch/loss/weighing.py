@@ -111,7 +111,7 @@ class Weights:
             if weight is not None:
                 raise InputError(
                     f"backward() got the weight {weight!r}, but the weights of micro-batches are already "
-                    'declared. Return only the loss, or pass weight="returned".'
+                    'declared. Call backward(loss), or make the Accumulator with weight="returned".'
                 )
             return normalize.scale(self.ahead[index], self.planned, reduction=self.reduction)
         if weight is None or index in self.returned:

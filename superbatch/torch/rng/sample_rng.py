@@ -124,9 +124,9 @@ def _sample_positions(first: int | None, samples: int | None, indices: Sequence[
     if not found:
         given = "" if indices is None else f", indices={indices!r}"
         raise InputError(
-            f"first_sample={first}, samples={samples}{given} is not a position of a micro-batch, which has "
-            "at least one sample, counted from 0. Pass its position in the effective batch: first_sample and "
-            "samples, or indices."
+            f"first_sample={first}, samples={samples}{given} is not a position of a micro-batch in the "
+            "batch. Pass first_sample= of 0 or more and samples= of 1 or more, or only indices=, a non-empty "
+            "list of numbers of 0 or more."
         )
     return found
 
@@ -305,6 +305,6 @@ def _own_generator(op: str) -> InputError:
 def _other_call(op: str, before: Call) -> InputError:
     return InputError(
         f"{op} was called where another micro-batch of the window called {before.op}, but all micro-batches "
-        "must make the same random calls in the same order. Make the choice for each sample by torch's "
-        "random numbers, or remove PerSampleRandom."
+        "must make the same random calls in the same order. Make the same calls for every micro-batch "
+        "and select by sample with torch.where, or remove PerSampleRandom."
     )

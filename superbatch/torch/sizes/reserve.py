@@ -136,7 +136,7 @@ def raise_if_out_of_memory(error: BaseException, *, torn: Callable[[], None] | N
     if isinstance(error, OutOfMemoryError) or not out_of_memory(error):
         return
     if torn is None:
-        raise OutOfMemoryError(_text("memory", str(error))) from None
+        raise OutOfMemoryError(_text("more than is free", str(error))) from None
     torn()
     raise OutOfMemoryError(
         f"Memory ran out inside the optimizer's step ({error}): some parameters or states have changed, and "
@@ -148,7 +148,7 @@ def raise_if_out_of_memory(error: BaseException, *, torn: Callable[[], None] | N
 def _text(needed: str, failure: str) -> str:
     return (
         f"There is not enough memory for an update: the optimizer's state and temporary tensors need "
-        f"{needed} ({failure}). All is as before the window. Use an optimizer with less state, foreach=False "
-        "or fused=True, or gradients or parameters of lower precision, or free memory. A smaller micro-batch "
-        "does not help."
+        f"{needed} ({failure}). Everything is as before the window. Use an optimizer with less state, "
+        "foreach=False or fused=True, or gradients or parameters of lower precision, or free memory. A "
+        "smaller micro-batch does not help."
     )

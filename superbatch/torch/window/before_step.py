@@ -26,8 +26,8 @@ from .participants.gradient_sum import ManagedParameter
 from .wrapped import describe, leaves_of
 
 _TORN = (
-    "The last update broke inside the optimizer's step, so parameters and optimizer state are torn. Load the "
-    "model, the optimizer and this Accumulator from a checkpoint."
+    "The last update failed inside the optimizer's step, so some parameters or states have changed, and "
+    "others have not. Load the model, the optimizer and this Accumulator from a checkpoint."
 )
 
 

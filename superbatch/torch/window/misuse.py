@@ -93,5 +93,5 @@ def without_backward(index: int) -> WindowError:
     """Return the error for a micro-batch without a backward."""
     return WindowError(
         f"window.backward(loss) was not called for micro-batch {index}. Call it for each micro-batch, in "
-        "place of loss.backward(); give a micro-batch that must not count the weight 0."
+        "place of loss.backward(). To leave a micro-batch out, give it the weight 0."
     )
