@@ -69,8 +69,8 @@ def agreed_length(leaves: Sequence[Leaf]) -> int:
     samples = lengths[0][1]
     if samples == 0:
         raise SplitError(
-            f"The batch is empty: {described}. Skip batches without samples; if only this rank has none, "
-            "call accumulate(None)."
+            "The batch has 0 samples. Skip batches without samples; if only this rank has none, call "
+            "accumulate(None)."
         )
     return samples
 

@@ -196,7 +196,8 @@ def _not_finite(totals: Totals | None, some: list[int], options: Options) -> Non
     where = ""
     if totals is not None:
         bad = [index for index in some if not arithmetic.all_finite([totals.sums[index]])]
-        where = f" (the first variable with such a gradient is {options.name_of(bad[0])!r})" if bad else ""
+        name = options.name_of(bad[0]) if bad else ""
+        where = f" (the first variable with a non-finite gradient is {name!r})" if bad else ""
     return NonFiniteError(
         f"The gradient of this window is not finite{where}. Nothing was updated, and the window was dropped. "
         'Check its micro-batches, or pass nonfinite="skip_microbatch" to leave such a micro-batch and its '

@@ -130,7 +130,7 @@ def test_an_empty_list_beside_samples_is_refused() -> None:
 
 @pytest.mark.parametrize("batch", [torch.zeros(0, 3), [], (), {"x": np.zeros((0, 2)), "names": []}])
 def test_an_empty_batch_is_refused(batch: Any) -> None:
-    with pytest.raises(SplitError, match=r"The batch is empty: .*: 0.*accumulate\(None\)"):
+    with pytest.raises(SplitError, match=r"The batch has 0 samples.*accumulate\(None\)"):
         plan(batch)
 
 

@@ -194,7 +194,7 @@ def test_raise_gives_up_the_window(way: str) -> None:
     add(gradient(1.0), gradient(float("inf")))
     add(gradient(1.0), gradient(1.0))
     expected: Any = NonFiniteError if way == "eager" else tf.errors.InvalidArgumentError
-    where = "the first variable with such a gradient is 'bad:0'" if way == "eager" else "is not finite"
+    where = "the first variable with a non-finite gradient is 'bad:0'" if way == "eager" else "is not finite"
     with pytest.raises(expected, match=where):
         apply()
     assert [float(v[0]) for v in variables] == [1.0, 1.0] and optimizer.iterations == 0

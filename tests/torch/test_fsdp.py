@@ -225,7 +225,8 @@ def test_both_ranks_refuse_what_is_not_finite_on_one(found: Found) -> None:
             kind, _, unchanged = each[case]["outcome"]
             assert (kind, unchanged) == ("NonFiniteError", True)
     assert "micro-batch 0 of 0..3 with loss nan" in found[1]["nan"]["outcome"][1]
-    assert "first parameter with such a gradient is 'first.weight'" in found[0]["bad gradient"]["outcome"][1]
+    text = found[0]["bad gradient"]["outcome"][1]
+    assert "first parameter with a non-finite gradient is 'first.weight'" in text
 
 
 def test_the_first_window_finds_a_wrong_reduction(found: Found) -> None:

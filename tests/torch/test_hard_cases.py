@@ -350,7 +350,7 @@ def test_a_state_that_moves_in_the_forward_is_said(layer: nn.Module, state: str)
     accumulate = Accumulator(
         model.train(), sgd(model.parameters()), lambda mb: model(mb).square().mean(), microbatch_size=4
     )
-    with pytest.warns(UserWarning, match="the forward changes the state") as said:
+    with pytest.warns(UserWarning, match=r"forward\(\) updates the state") as said:
         accumulate(x)
     assert any(state in str(one.message) for one in said)
     with warnings.catch_warnings():

@@ -16,7 +16,7 @@ from superbatch.torch.window.participants.kept_tensors import KeptTensor
 from superbatch.torch.window.participants.reached import Reached
 from tests.torch.moving_programs import F64, FEATURES, PROGRAMS, Program, batches, frozen, linear
 
-MOVES = "ignore:the forward changes the state"
+MOVES = r"ignore:forward\(\) updates the state"
 each_program = pytest.mark.parametrize("name", PROGRAMS)
 
 
@@ -59,7 +59,7 @@ def test_the_check_does_not_change_a_training(name: str) -> None:
 @each_program
 def test_the_warning_names_what_moves(name: str) -> None:
     program = PROGRAMS[name]()
-    with pytest.warns(UserWarning, match="the forward changes the state") as said:
+    with pytest.warns(UserWarning, match=r"forward\(\) updates the state") as said:
         accumulator(program)(batches()[0])
     assert [Path(one.filename) for one in said] == [Path(__file__)], "it points at the user's line"
     text = str(said[0].message)

@@ -18,7 +18,7 @@ from superbatch.torch.window.participants.moved_state import MovedState
 F64 = torch.float64
 Loss = Callable[[Tensor], Tensor]
 Made = tuple[nn.Module, Loss, Callable[[], Any]]  # model, loss_fn, and what reads the state
-MOVES = "ignore:the forward changes the state:UserWarning"
+MOVES = r"ignore:forward\(\) updates the state:UserWarning"
 
 
 def linear(seed: int = 0) -> nn.Module:

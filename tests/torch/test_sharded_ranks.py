@@ -159,7 +159,7 @@ def test_both_ranks_name_the_turn_and_the_parameter_of_a_gradient_that_is_not_fi
         assert (kind, unchanged) == ("NonFiniteError", True)
         assert f"micro-batch {ranks.BAD} of 0..3 with loss" in text
         assert "(or in that of another rank in the same turn), the gradient is not finite" in text
-        assert "(the first parameter with such a gradient is 'shards." in text
+        assert "(the first parameter with a non-finite gradient is 'shards." in text
         assert "skip_microbatch" not in text, "which sharded ranks cannot do"
 
 

@@ -296,7 +296,7 @@ class Stateful(nn.Module):
         return self.net(x)
 
 
-@pytest.mark.filterwarnings("ignore:the forward changes the state")  # it does, so that the check restores it
+@pytest.mark.filterwarnings(r"ignore:forward\(\) updates the state")  # it does, so that the check restores it
 def test_a_run_with_the_check_is_bit_for_bit_the_run_without() -> None:
     def train(check: bool) -> tuple[dict[str, Tensor], Tensor, Any, int]:
         torch.manual_seed(0)

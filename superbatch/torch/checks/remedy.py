@@ -95,7 +95,8 @@ def _given(problem: Problem, cut: Cut, rounding: Rounding) -> tuple[str, float]:
     worst = worst_parameter(problem, cut, rounding)
     if worst is None:
         return text, cut.difference(problem.reduction).loss
-    return f"{text}; the gradient of {worst[0]!r} is off by {100 * worst[1]:.2g} %", worst[1]
+    percent = float(f"{100 * worst[1]:.2g}")  # printed as 120, not as 1.2e+02
+    return f"{text}; the gradient of {worst[0]!r} is off by {percent:g} %", worst[1]
 
 
 def _agree(found: ContradictedError, reduction: Reduction) -> bool:

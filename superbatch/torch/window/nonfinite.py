@@ -54,7 +54,9 @@ class Culprit:
             given = f"micro-batch {self.index} of 0..{count - 1} with loss {self.loss:g}{of}{rank}"
         # A finite loss may have an infinite gradient, e.g. sqrt at 0.
         what = "the loss" if self.loss is not None and not math.isfinite(self.loss) else "the gradient"
-        where = f" (the first parameter with such a gradient is {self.parameter!r})" if self.parameter else ""
+        where = ""
+        if self.parameter:
+            where = f" (the first parameter with a non-finite gradient is {self.parameter!r})"
         others = []
         if self.droppable and not self.whole:
             others.append('pass nonfinite="skip_microbatch" to leave it and its weight out')

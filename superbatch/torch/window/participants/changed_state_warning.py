@@ -42,10 +42,9 @@ def warn_of_changed_state(keeper: MovedState, run: Callable[[], float | None]) -
     names = keeper.not_warned_of(names)
     if names:
         warn(
-            f"the forward changes the state {_listed(names)} once per micro-batch. With the real batch it "
-            "would change once per update, so the update is not exact. Change it once per update, outside of "
-            "loss_fn; freeze it (eval()); use WholeBatch, which calls loss_fn once; or accept it and pass "
-            "check=False."
+            f"forward() updates the state {_listed(names)} once per micro-batch instead of once per update, "
+            "so the update is not exact. Call .eval() on its module; use WholeBatch, which calls loss_fn "
+            "once; update the state outside of loss_fn; or pass check=False to accept this."
         )
 
 
