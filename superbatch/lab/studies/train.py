@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# torch imports this with the first optimizer. Its default arguments hold the default process group of that
-# moment, which would then outlive destroy_process_group with gloo's threads.
+# The default arguments of this module hold the process group that exists at its import. Imported with the
+# first optimizer, it would keep the group and gloo's threads alive after destroy_process_group.
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 
