@@ -155,7 +155,9 @@ class CompareOptions:
         typed=str,
     )
     updates: int | None = option("updates of each run (default: the recipe's)")
-    runs: int = option("number of seeds; the real batch and each split train once from each", default=10)  # 0, 1, ...
+    runs: int = option(  # seeds 0, 1, ...
+        "number of seeds; the real batch and each split train once from each", default=10
+    )
     dtype: str = option(DTYPE, default="float32")  # in float64, differences by rounding are tiny
     optimizer: str | None = option(OPTIMIZER)
     learning_rate: float | None = option(LEARNING_RATE, "--lr")
