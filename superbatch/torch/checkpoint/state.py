@@ -94,7 +94,7 @@ def masters_here(engine: Engine, saved: Mapping[str, Tensor] | None) -> dict[str
     names, found = _plain_master_names(engine.config), dict(saved)
     here = engine.state_dict()["masters"] or {}
     for name, master in here.items():
-        # Others keep their names, and `load_state_dict` raises for them.
+        # Masters with other names remain in `found`, so that `load_state_dict` raises for them.
         if names[name] in found:
             found[name] = placed(found.pop(names[name]), master)
     return found
@@ -157,7 +157,7 @@ def _names(config: Config) -> dict[Tensor, str]:
 
 
 def _plain_master_names(config: Config) -> dict[str, str]:
-    """Return name in the accumulator's state -> plain name, of each master."""
+    """Return for each master: name in the accumulator's state -> plain name."""
     found: dict[str, str] = {}
     for number, model in enumerate(config.models):
         names = [name for name, _ in model.named_parameters()]

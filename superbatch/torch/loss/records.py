@@ -100,7 +100,7 @@ class WindowLosses(Protocol):
         ...
 
     def finite(self, index: int, *, on_host: bool = False) -> bool:
-        """Return whether a micro-batch's loss is finite; with `on_host`, True for one on a device."""
+        """Return whether a micro-batch's loss is finite; with `on_host`, one on a device counts as finite."""
         ...
 
     def on_device(self, index: int) -> list[Tensor]:

@@ -3,7 +3,8 @@
 A random operation has a shape, but no names of dimensions. The dimension of the samples is, in this order:
 
 1. the one declared with `samples_along`;
-2. the one that grows with the number of samples, if the same call of the window had another number before;
+2. the one that grows with the number of samples, if a micro-batch with another number of samples has made the
+   same call before;
 3. by convention the first dimension, if its size is the number of samples; else the only dimension of that
    size; else the first, if its size is a multiple (``(B*T, C)``, batch outermost); else none, which means one
    draw for the whole batch.

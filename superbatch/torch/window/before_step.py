@@ -52,13 +52,13 @@ class BeforeStep:
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], owned: list[ManagedParameter]) -> None:
-        # Both: the hooks run on the wrapper that the user steps, the tensors belong to the wrapped
-        # optimizers.
+        # Two lists, because hooks run on the wrapper that the user steps, and the wrapped optimizers hold
+        # the tensors.
         self._stepped = list(optimizers)
         self._optimizers = [leaf for optimizer in optimizers for leaf in leaves_of(optimizer)]
         self._owned = owned
         self._all = list(dict.fromkeys((*self._stepped, *self._optimizers)))
-        self._contents: dict[int, Contents] = {}  # by identity: not torch's, or with hooks
+        self._contents: dict[int, Contents] = {}  # by the optimizer's id, if it is not torch's or has hooks
         self._states = [_States() for _ in self._optimizers]
         self._groups: list[list[dict[str, Any]]] = []
         self._targets: list[Tensor] = []
@@ -158,7 +158,7 @@ class BeforeStep:
                 f"{names}, but another optimizer stepped: half of the update was made. "
                 "Load a checkpoint, and pass optimizers that step at every call."
             )
-        self._rollback_states()  # a wrapper's own count of calls stays
+        self._rollback_states()  # not `rollback`, which would also reset a wrapper's own count of calls
         return f"the optimizer did not step: {names}"
 
     def free(self) -> None:

@@ -213,7 +213,7 @@ def give_up(window: Transaction, index: int, samples: int | None, failure: str) 
     Raises:
         OutOfMemoryError: always.
     """
-    # The first reason that applies has the remedy that helps.
+    # Only the first reason that applies names a remedy that helps.
     # A GhostBatchNorm normalises over the micro-batch, so its size must not change.
     if window.pooled is not None:
         wrong = "With GhostBatchNorm the update would change in smaller micro-batches"

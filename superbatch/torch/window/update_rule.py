@@ -211,7 +211,7 @@ class OptimizerSteps:
         if scaler is not None:
             self._scaler_update = Once(scaler.update)
             self._calls.append(self._update_scaler)
-        # Not with sums in momentum buffers, which are applied before any hook runs.
+        # Sums in momentum buffers are applied before any hook runs, so there the ranks agree earlier.
         if agree is not None and self._optimizers and not isinstance(gradients, MomentumGradientSum):
             first = self._optimizers[0]
             self._hooked = first if before.has_hooks(first) else None

@@ -137,8 +137,8 @@ class FSDP2:
                 group._to_sharded()
         for index, each in enumerate(self._parameters()):
             if each.sharded_param.requires_grad:
-                note = partial(_note, self._used, index)
-                stack.callback(each._unsharded_param.register_post_accumulate_grad_hook(note).remove)
+                record_used = partial(_record_used, self._used, index)
+                stack.callback(each._unsharded_param.register_post_accumulate_grad_hook(record_used).remove)
 
     def used(self) -> list[float]:
         """Return 1 for each parameter that got a gradient since `watch`, else 0; empty before `watch`."""
@@ -308,7 +308,7 @@ def _groups_of(state: Any) -> Sequence[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def _note(used: set[int], index: int, parameter: Tensor) -> None:
+def _record_used(used: set[int], index: int, parameter: Tensor) -> None:
     used.add(index)
 
 

@@ -123,11 +123,11 @@ class Sync(Protocol):
     # -- failures ------------------------------------------------------------------------------------------
 
     def begin_window(self, updates: int, numbers: int) -> None:
-        """Begin a window, whose number and failures each exchange of numbers then includes.
+        """Begin a window. Each exchange of numbers in it also carries the window's number and a failure flag.
 
         Args:
             updates: number of updates that this rank has made.
-            numbers: largest number of numbers in one exchange; more numbers take two exchanges.
+            numbers: most numbers that one exchange carries; more take two exchanges.
         """
         ...
 
@@ -155,7 +155,7 @@ class Sync(Protocol):
         """Return the sums over the ranks, in float64 (exact for whole numbers below 2**53).
 
         Raises:
-            RankError: a rank has failed, is at another window or has made other updates, or has ended.
+            RankError: a rank has failed or ended, or has another number of windows or updates.
         """
         ...
 
@@ -176,7 +176,7 @@ class Sync(Protocol):
         ...
 
     def turns(self, microbatches: int, samples: Sequence[int] | None) -> list[int]:
-        """Return the number of micro-batches of each rank; of this rank only if forwards do not communicate.
+        """Return the number of micro-batches of each rank, or only this rank's if no forward communicates.
 
         Args:
             microbatches: number of micro-batches of this rank.
