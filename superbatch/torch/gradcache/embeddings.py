@@ -52,8 +52,8 @@ def tensors_of(output: Any, where: str) -> tuple[PathTensors, dict[str, Any]]:
             scalars[path] = leaf
         else:
             raise InputError(
-                f"An output of {where}{_at(path)} is of type {type(leaf).__name__}, but only tensors can be "
-                "joined. Return tensors, or dicts, lists, tuples or dataclasses of them."
+                f"An output of {where}{_at_path(path)} is of type {type(leaf).__name__}, but only tensors "
+                "can be joined. Return tensors, or dicts, lists, tuples or dataclasses of them."
             )
     return tensors, scalars
 
@@ -201,7 +201,7 @@ class Embeddings:
         for path, tensor in tensors:
             if tensor.layout is not torch.strided or not tensor.ndim or len(tensor) != rows:
                 raise InputError(
-                    f"An output of {self._where}{_at(path)} has the shape {tuple(tensor.shape)} (layout "
+                    f"An output of {self._where}{_at_path(path)} has the shape {tuple(tensor.shape)} (layout "
                     f"{tensor.layout}) for a micro-batch of {rows} samples, so the samples are not its first "
                     "dimension. Return one row per sample (several vectors of a sample as (samples, several, "
                     "size)), and compute values of the whole batch in loss_fn."
@@ -230,5 +230,5 @@ def _form(tensors: list[tuple[str, torch.dtype, torch.Size]], scalars: dict[str,
     return "; ".join([*shown, *(f"{path}={value!r}" for path, value in scalars.items())])
 
 
-def _at(path: str) -> str:
+def _at_path(path: str) -> str:
     return f" at path {path!r}" if path else ""

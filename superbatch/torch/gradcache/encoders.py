@@ -139,9 +139,9 @@ class Encoder:
         for index in range(len(self)):
             # Removed from the list, so that it is freed after its backward.
             gradients, self._gradients[index] = self._gradients[index], {}
-            backward(*self._again(index, gradients), first=not index)
+            backward(*self._second_forward(index, gradients), first=not index)
 
-    def _again(self, index: int, gradients: dict[int, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def _second_forward(self, index: int, gradients: dict[int, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         tensors = [tensor for _, tensor in tensors_of(self._repeat(index), self._where)[0]]
         # Only the last micro-batch is compared, because more comparisons need more embeddings in memory.
         if index + 1 == len(self) and not _repeated(self._last, tensors):

@@ -153,7 +153,7 @@ def sample_axis(
     if not isinstance(declared, str):
         axis = _check_declared(op, shape, samples, declared)
     elif before is not None and before.samples != samples and len(before.shape) == len(shape):
-        axis = _seen(op, shape, samples, before)
+        axis = _grown_dimension(op, shape, samples, before)
     else:
         axis = _convention(op, shape, samples)
     if before is not None and not _agree(shape, samples, axis, before):
@@ -175,7 +175,7 @@ def _check_declared(op: str, shape: tuple[int, ...], samples: int, dim: int | No
     return axis
 
 
-def _seen(op: str, shape: tuple[int, ...], samples: int, before: Call) -> int | None:
+def _grown_dimension(op: str, shape: tuple[int, ...], samples: int, before: Call) -> int | None:
     # A shape that does not depend on the number of samples is one draw for the whole batch.
     if shape == before.shape:
         return None

@@ -267,7 +267,7 @@ class _States:
         self._are_tensors: list[bool] = []
         self._references: list[weakref.ref[Tensor]] = []
         self._versions: list[int] = []
-        self._others: list[Any] = []
+        self._plain_values: list[Any] = []
 
     def record(self, state: Mapping[Any, Any]) -> None:
         """Take the snapshot.
@@ -280,7 +280,7 @@ class _States:
         self._versions = []
         # Flat empty lists cost nothing, and SGD without momentum takes this path in every window.
         if not states:  # before the first step, and of SGD without momentum
-            self._names, self._are_tensors, self._references, self._others = [], [], [], []
+            self._names, self._are_tensors, self._references, self._plain_values = [], [], [], []
             self.is_opaque = False
             return
         # An optimizer whose state is not a dict per parameter cannot be compared.
@@ -293,8 +293,8 @@ class _States:
         tensors = [value for value in values if isinstance(value, Tensor)]
         # Weak: a strong reference would keep the old tensor alive where an optimizer replaces it.
         self._references = [weakref.ref(tensor) for tensor in tensors]
-        self._others = [value for value in values if not isinstance(value, Tensor)]
-        self.is_opaque = not all(isinstance(other, PLAIN) for other in self._others)
+        self._plain_values = [value for value in values if not isinstance(value, Tensor)]
+        self.is_opaque = not all(isinstance(other, PLAIN) for other in self._plain_values)
         try:
             self._versions = [tensor._version for tensor in tensors]
         except RuntimeError:  # made in inference mode
@@ -302,11 +302,11 @@ class _States:
 
     def free(self) -> None:
         """Free the values that are not tensors; the weak references keep no tensor alive."""
-        self._others = []
+        self._plain_values = []
 
     def by_key(self) -> dict[Any, dict[str, Any]]:
         """Return each parameter's state: name -> value, or (weak reference, version) for a tensor."""
-        tensors, others = zip(self._references, self._versions, strict=True), iter(self._others)
+        tensors, others = zip(self._references, self._versions, strict=True), iter(self._plain_values)
         values = (next(tensors) if is_tensor else next(others) for is_tensor in self._are_tensors)
         return {
             key: {name: next(values) for name in names}

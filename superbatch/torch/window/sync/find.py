@@ -88,7 +88,7 @@ def find_sync(
     if sync == "all_reduce":
         return _replicas(models, device)
     if not groups:
-        return _alone(sync)
+        return _single_process(sync)
     return DDP(wrappers, device, in_buckets=in_buckets) if wrappers else Manual(group, device)
 
 
@@ -154,7 +154,7 @@ def _replicas(models: list[nn.Module], device: torch.device) -> Sync:
     return ranks
 
 
-def _alone(sync: object) -> Sync:
+def _single_process(sync: object) -> Sync:
     """Return the `Sync` of a single process.
 
     Raises:

@@ -227,11 +227,11 @@ class Sharded(Manual):
     def count_announced(self, parameters: Sequence[Tensor]) -> int:
         """Return the number of numbers that `announce` returns."""
         managed = len(self._fsdp.held())
-        return managed * (2 if self._after_each else 1) + len(self._others(parameters))
+        return managed * (2 if self._after_each else 1) + len(self._unmanaged(parameters))
 
     def announce(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[float]:
         """Return a number for each gradient that FSDP2 holds, has reduced, or does not manage."""
-        others = [each.grad for each in self._others(parameters)]
+        others = [each.grad for each in self._unmanaged(parameters)]
         return [*self._fsdp.held(), *self._fsdp.used(), *super().announce(others, [])]
 
     def reduce(
@@ -254,7 +254,7 @@ class Sharded(Manual):
         if self.count > 1:
             # FSDP2 does not reduce parameters that it does not manage (ignored ones, or those outside of it).
             others = [id(each) not in managed for each in parameters]
-            self._reduce_others(reduced, others, parameters, zeros, announced[held + used :])
+            self._reduce_unmanaged(reduced, others, parameters, zeros, announced[held + used :])
         if not self._fsdp.sums:
             # FSDP2 could only form means over the ranks here.
             means = [
@@ -263,12 +263,12 @@ class Sharded(Manual):
             fastpaths.multiply([local_part(each) for each in means], self.count)
         return reduced
 
-    def _others(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+    def _unmanaged(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Return the parameters that `fully_shard` does not manage, if several ranks have data."""
         managed = self._fsdp.managed()
         return [each for each in parameters if id(each) not in managed] if self.count > 1 else []
 
-    def _reduce_others(
+    def _reduce_unmanaged(
         self,
         reduced: list[Tensor | None],
         others: list[bool],
