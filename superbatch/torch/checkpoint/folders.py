@@ -95,7 +95,7 @@ def read_head(path: Path) -> dict[str, Any]:
 
 def publish(temporary: Path, final: Path) -> None:
     """Rename a complete checkpoint to its final name, and wait until that is on disk."""
-    # The names in the folder must be on disk before it has its final name.
+    # The folder's list of files must be on disk before the folder gets its final name.
     flush(temporary)
     temporary.rename(final)
     # The rename is on disk once the parent is flushed.

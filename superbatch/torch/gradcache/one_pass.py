@@ -140,7 +140,7 @@ def refuse_batch_statistics(models: Sequence[nn.Module]) -> None:
         models: the models, in the mode (train or eval) of the forward.
 
     Raises:
-        CoupledSamplesError: a module would; the error names it and the choices.
+        CoupledSamplesError: a module would do so; the error names it and the options.
 
     Examples:
         >>> refuse_batch_statistics([nn.BatchNorm1d(2).eval(), nn.GroupNorm(1, 2)])

@@ -196,7 +196,7 @@ def _squared(*numbers: int) -> list[int]:
 
 
 def _differ(total: float, squares: float, ranks: int) -> bool:
-    """Return whether numbers differ between ranks, from their sum and that of their squares."""
+    """Return whether a number differs between ranks, from its sum and the sum of its squares."""
     return int(total) ** 2 != ranks * int(squares)  # by Cauchy-Schwarz, equal only if all numbers are
 
 

@@ -70,7 +70,7 @@ class WindowWeights(Protocol):
         ...
 
     def loss_of(self, losses: Any, index: int) -> tuple[float, str]:
-        """Return the loss of a micro-batch, and the name of its term."""
+        """Return the loss of a micro-batch and its term; of several terms, the first that is not finite."""
         ...
 
     def each(self, losses: Any) -> list[float]:

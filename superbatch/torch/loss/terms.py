@@ -182,7 +182,7 @@ class TermWeights:
         )
 
     def loss_of(self, losses: Mapping[str, list[float]], index: int) -> tuple[float, str]:
-        """Return the loss of a micro-batch, and the term that is not finite, if one is not."""
+        """Return the loss of a term that is not finite, and its name; if all are finite, their sum and ""."""
         for name, term in self._terms.items():
             # A NaN in a term of weight 0 is in no sum.
             if not math.isfinite(losses[name][index]) and not term.has_none(index):

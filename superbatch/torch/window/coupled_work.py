@@ -371,7 +371,7 @@ _UNSPLIT = (
 
 
 def _holder_of_others(models: tuple[nn.Module, ...], owned: list[ManagedParameter]) -> list[nn.Module]:
-    """Return a module of the parameters outside of the models, such as a learnt temperature; [] if none."""
+    """Return a module that holds the parameters outside of the models, in a list; [] if there are none."""
     # By id, because `in` on tensors compares elements.
     inside = {id(parameter) for model in models for parameter in model.parameters()}
     outside = [entry for entry in owned if id(entry.parameter) not in inside]

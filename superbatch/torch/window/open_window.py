@@ -241,7 +241,7 @@ class OpenWindow(Generic[T]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            with DeferredInterrupts():  # no Ctrl-C between "as before the window" and "as after the update"
+            with DeferredInterrupts():  # no Ctrl-C in a state between that before and that after the update
                 self._close(kind, error)
         except BaseException as raised:
             self.abandon(raised)  # an interrupt may come before signals are deferred

@@ -58,7 +58,7 @@ def work_through(window: OpenWindow) -> None:
         index = progress.next if progress.current is None else progress.current
         # The iterator refers to the micro-batch that failed, which must be freed.
         window.end_iteration()
-        # A forward that failed inside autocast or no_grad() may not have left it.
+        # A failed forward may have left autocast or grad mode changed.
         window.transaction.modes.restore()
         _continue_smaller(window.transaction, index, failure)
 

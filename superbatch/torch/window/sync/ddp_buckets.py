@@ -38,7 +38,7 @@ class Buckets:
         return all(
             wrapper.gradient_as_bucket_view
             and not wrapper.static_graph
-            # With it the reducer would warn, because our backward reaches all parameters.
+            # With this option the reducer would warn, because our backward reaches all parameters.
             and not wrapper.find_unused_parameters
             and wrapper.mixed_precision is None
             and not getattr(wrapper, "_use_python_reducer", False)

@@ -170,7 +170,7 @@ class Manual:
         return torch.stack(rows)
 
     def gather(self, message: Any) -> list[Any]:
-        """Return the message of each rank, in the order of the ranks; it must be possible to pickle it."""
+        """Return the messages of all ranks, in their order; a message must be picklable."""
         if not self.shared:
             return [message]
         self._exchange_header()

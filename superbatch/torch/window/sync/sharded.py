@@ -252,7 +252,7 @@ class Sharded(Manual):
         reduced = [_laid_out(each.grad, each) for each in parameters]
         managed = self._fsdp.managed()
         if self.count > 1:
-            # FSDP2 does not reduce parameters that it does not manage (ignored ones, or those outside of it).
+            # FSDP2 does not reduce parameters in `ignored_params` or outside of its modules.
             others = [id(each) not in managed for each in parameters]
             self._reduce_unmanaged(reduced, others, parameters, zeros, announced[held + used :])
         if not self._fsdp.sums:

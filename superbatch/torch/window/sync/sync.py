@@ -199,7 +199,7 @@ class Sync(Protocol):
         ...
 
     def gather(self, message: Any) -> list[Any]:
-        """Return the message of each rank, in the order of the ranks; it must be possible to pickle it."""
+        """Return the messages of all ranks, in their order; a message must be picklable."""
         ...
 
     def count_announced(self, parameters: Sequence[Tensor]) -> int:
@@ -207,7 +207,7 @@ class Sync(Protocol):
         ...
 
     def announce(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[float]:
-        """Return numbers whose sums over the ranks `reduce` needs; the caller exchanges them with others.
+        """Return numbers for the caller to sum over the ranks with its own; `reduce` needs the sums.
 
         Args:
             gradients: as for `reduce`; the number of numbers does not depend on them.
