@@ -1,9 +1,9 @@
 """Embeddings of all micro-batches from one encoder, joined for the loss.
 
-The joined embeddings have the structure of the encoder's output, with all samples in the order of the batch
-(and of all ranks, one after the other). Each micro-batch's part is a leaf of the loss's graph, so the loss's
-backward computes its gradient. The joined tensors are not leaves, so a loss may change them in place, as it
-may in the large batch.
+The joined embeddings have the structure of the encoder's output. They contain all samples of all ranks, rank
+after rank, in the order of each rank's batch. Each micro-batch's part is a leaf of the loss's graph, so the
+loss's backward computes its gradient. The joined tensors are not leaves, so a loss may change them in place,
+as it may in the large batch.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class Embeddings:
         """
         tensors, scalars = tensors_of(output, self._where)
         self._check_rows(tensors)
-        # Copied, because an output may be the input itself, memory that the next forward writes to, or a view
-        # of a much larger tensor (the first token of each sample).
+        # Copied, because an output may be the input itself, or a view of a larger tensor (the first token of
+        # each sample). The next forward may also write to its memory.
         copies = [(path, tensor.detach().clone()) for path, tensor in tensors]
         if self._outputs:
             self._check_like_first(copies, scalars)

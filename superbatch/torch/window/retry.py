@@ -4,8 +4,8 @@ A micro-batch that failed must leave no changes behind:
 
 * If no gradient has arrived, and random state and buffers are unchanged or can be restored, the window
   continues at this micro-batch, in smaller ones.
-* Otherwise (part of a gradient is in the sum, or a buffer was written) the state before the window is
-  restored, and the window begins again. A copy of all gradients before each micro-batch would avoid this, but
+* Otherwise (part of a gradient is in the sum, or a buffer was written) the window restores the state before
+  it and begins again. A copy of all gradients before each micro-batch would avoid this, but
   would take the memory that is missing.
 """
 

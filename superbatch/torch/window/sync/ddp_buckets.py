@@ -128,8 +128,8 @@ class Buckets:
                 root.backward()
                 reducer._check_reducer_finalized()
             finally:
-                # Otherwise the next forward would rebuild the buckets, which communicates, and the ranks
-                # would wait for one of weight 0, which has no forward.
+                # Otherwise the next forward would rebuild the buckets, which communicates. The ranks would
+                # wait for a rank of weight 0, which has no forward.
                 reducer._reset_state()
 
     def _parameters(self) -> list[Tensor]:

@@ -52,8 +52,9 @@ class Sync(Protocol):
     def in_step(self) -> bool:
         """True if a forward or a backward under `no_sync` communicates.
 
-        All ranks then run the same number of micro-batches (`turns`, `agree_size`), vote after the last one
-        whether one has failed (`lockstep`), and take part in each other's checks (`checks.in_step`).
+        All ranks then run the same number of micro-batches (`turns`, `agree_size`). After the last one they
+        vote whether a rank has failed (`lockstep`). They also take part in each other's checks
+        (`checks.in_step`).
         """
         ...
 
