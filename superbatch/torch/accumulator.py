@@ -44,9 +44,9 @@ class Accumulator:
         loss_fn: ``loss_fn(microbatch) -> loss``, a closure over the model. Not needed if you only use
             `window`.
         microbatch_size: samples per micro-batch at most, or a `TokenBudget`; ``"auto"`` finds the fastest
-            size that fits in memory, ``"largest"`` the largest. None computes the batch in one piece.
-        reduction: what `loss_fn` returns: the ``"mean"`` over the micro-batch (PyTorch's default), a
-            ``"sum"`` that is divided by the weight of the batch, or a ``"total"`` that is not divided.
+            size that fits in memory, ``"largest"`` the largest. None computes the batch unsplit.
+        reduction: how `loss_fn` reduces: to the ``"mean"`` over the micro-batch (PyTorch's default), to a
+            ``"sum"`` that is divided by the weight of the batch, or to a ``"total"`` that is not divided.
         weight: how much a micro-batch counts: None for its samples; a function micro-batch -> number
             (`count_tokens`, `sample_weights`, `class_weights`); or ``"returned"`` if `loss_fn` returns
             ``(loss, weight)``. `at_least` gives the sum of the weights a lower bound. For several losses with
@@ -60,16 +60,16 @@ class Accumulator:
             and its weight out (its gradient is checked before it is added); ``"skip_update"`` discards the
             window.
         device: where micro-batches are moved: ``"auto"`` (the model's device), a device, or None.
-        gradient_sum: dtype that gradients of bfloat16/float16 parameters are summed in. ``"auto"``: float32
-            when a window has more than 16 micro-batches. None: the parameters' dtype. ``"momentum"`` sums
-            straight into SGD's momentum buffer (exact).
+        gradient_sum: dtype in which gradients of bfloat16/float16 parameters are summed. ``"auto"``: float32
+            if a window has more than 16 micro-batches. None: the parameters' dtype. ``"momentum"`` sums
+            directly in SGD's momentum buffer (exact).
         participants: `FrozenBatchNorm` or `GhostBatchNorm`, one of which BatchNorm in training mode needs;
             `PerSampleRandom`; objects of your own that are restored with a window
             (`superbatch.torch.window.participant.Participant`).
         observers: a `superbatch.NoiseMeter` that measures how noisy the gradient is.
         split: declares the leaves of a batch that are not tensors with the samples first.
         check: compare losses of micro-batches with losses of their parts on the first window, and on a later
-            one that shows something new (the first loss that is not 0, the first unequal counts of labels).
+            one with new evidence (the first loss that is not 0, the first unequal counts of labels).
             A wrong `reduction` or `weight` raises before the update. The check calls `loss_fn` a few times.
         sync: how ranks share a window. ``"auto"`` follows the model's wrapper or sharding, and raises if
             several ranks are initialised and the model is not wrapped and not sharded. ``"all_reduce"`` sums
@@ -96,7 +96,7 @@ class Accumulator:
         (10, 3, True)
     """
 
-    # Before the signature is checked: accumulation_steps= gets advice in place of Python's TypeError.
+    # For an option of another library, such as accumulation_steps=, this raises an error that names ours.
     @name_unknown_options
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Accumulator:
         check: bool = True,
         sync: SyncOption = "auto",
     ) -> None:
-        # Options are one frozen object: this class, Gradient and WholeBatch share their validation.
+        # One frozen object, because this class, Gradient and WholeBatch share the validation of options.
         options = Options(
             microbatch_size=microbatch_size,
             reduction=reduction,
@@ -138,7 +138,7 @@ class Accumulator:
             check=check,
             sync=sync,
         )
-        # All state is the engine's: nothing is kept here that a checkpoint would miss.
+        # The engine holds all state, so its state_dict() is complete.
         self.engine: Engine = engine_of(model, optimizer, loss_fn, options)
 
     @property
@@ -166,7 +166,7 @@ class Accumulator:
 
         Args:
             batch: any nesting of tensors, arrays, mappings, sequences and dataclasses with the samples first,
-                on the host; or a Window, whose micro-batches are taken as they are. Arrays are split and stay
+                on the host; or a Window, whose micro-batches are not split. Arrays are split and remain
                 arrays: `loss_fn` converts them. Pass None on a rank whose data ended before the others'.
 
         Returns:
@@ -180,8 +180,8 @@ class Accumulator:
         """
         return self.engine.update(batch)
 
+    # Two overloads, so that a type checker knows the type that the loop over a Window yields.
     @overload
-    # Two overloads, so that a type checker knows what the loop over a Window yields.
     def window(self, batch: Window[T]) -> OpenWindow[T]: ...
     @overload
     def window(self, batch: T) -> OpenWindow[T]: ...
@@ -213,12 +213,12 @@ class Accumulator:
         return self.engine.open(batch)
 
     def discard(self) -> None:
-        """Discard a window that was loaded or that an interrupt left open, and undo its changes.
+        """Discard a window that was loaded or that an interrupt left open, and restore the state before it.
 
         If its optimizers have already stepped, the window is finished instead.
 
         Raises:
-            WindowError: a hook, scheduler or participant called this while the window ends.
+            WindowError: a hook, scheduler or participant called this while the window begins or ends.
 
         Examples:
             >>> model = nn.Linear(2, 1)
@@ -229,7 +229,8 @@ class Accumulator:
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save beside the model's and the optimizer's: tensors and plain containers.
 
-        Inside a window (in the loop, after ``backward``) the state also resumes that window bit for bit.
+        Inside a window (in the loop, after ``backward``) the state includes that window, which resumes bit
+        for bit.
 
         Raises:
             WindowError: between the forward and the backward of a micro-batch, or while the window ends (in a

@@ -1,4 +1,4 @@
-"""Checks of the options of `WholeBatch` and `WholeGradient`: coupled samples exclude some of the others'."""
+"""Checks of the options of `WholeBatch` and `WholeGradient`, which lack some options of `Accumulator`."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def check_coupled(
     """Check the options of a loss whose samples are coupled.
 
     Args:
-        loss_fn: from a batch to its loss.
+        loss_fn: a function from a batch to its loss.
         microbatch_size: samples, ``"auto"`` or None.
         rng: ``"microbatch"`` or ``"batch"``.
         nonfinite: ``"raise"`` or ``"skip_update"``.
         participants: the user's.
-        weight: from a rank's batch to its weight; None: its samples.
+        weight: a function from a rank's batch to its weight; None: the number of its samples.
 
     Raises:
         InputError: one of them has the wrong type or value.
     """
-    # Required here: a coupled loss cannot be taken micro-batch by micro-batch from an owned loop.
+    # Required, because a user's own loop cannot compute a coupled loss one micro-batch at a time.
     if not callable(loss_fn):
         raise InputError(
             f"loss_fn={loss_fn!r} is not a function. Pass a function batch -> loss, which is called once, "
@@ -50,7 +50,7 @@ def check_coupled(
             'nonfinite="skip_microbatch" does not work here: a micro-batch of coupled samples cannot be left '
             'out. Pass nonfinite="skip_update" or "raise".'
         )
-    # Any other object is checked as a participant when the engine is made.
+    # `engine_of` checks all other objects.
     for each in participants if isinstance(participants, Sequence) else ():
         if isinstance(each, GhostBatchNorm):
             raise InputError(

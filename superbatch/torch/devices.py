@@ -1,4 +1,4 @@
-"""Devices by their index, and the random generators that belong to them."""
+"""Helpers for devices: their index, their random generators, their dtypes, and tensors grouped by device."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def resolved(device: torch.device) -> torch.device:
     ``torch.device("cuda") != torch.device("cuda:0")``.
 
     Args:
-        device: with or without an index.
+        device: a device with or without an index.
 
     Returns:
-        The device itself where it has an index.
+        The argument if it has an index.
 
     Raises:
-        RuntimeError, AssertionError: torch has no such device here.
+        RuntimeError, AssertionError: this build of torch, or this machine, has no such device.
 
     Examples:
         >>> resolved(torch.device("cuda:1")), resolved(torch.device("cpu"))
@@ -39,14 +39,14 @@ def accelerators(models: Iterable[nn.Module], *others: Tensor | torch.device | N
     """Return each device that holds parameters or buffers, without the CPU.
 
     Args:
-        models: any modules.
+        models: the modules.
         others: further tensors and devices; None is ignored.
 
     Examples:
         >>> accelerators([nn.Linear(1, 1), nn.Linear(1, 1, device="meta")])
         [device(type='meta')]
     """
-    # Buffers too: a model without parameters may still draw on its device.
+    # Buffers too, because a model without parameters may still draw random numbers on its device.
     tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
     named = (one.device if isinstance(one, Tensor) else one for one in others if one is not None)
     # dict.fromkeys keeps the order, so that saved states list devices as the models have them.
@@ -74,7 +74,7 @@ def generator_states(devices: Iterable[torch.device]) -> dict[str, Tensor]:
 
 
 def module_of(device: torch.device) -> Any:
-    """Return torch's module for a kind of device, such as `torch.cuda`; None where there is none.
+    """Return torch's module for a kind of device, such as `torch.cuda`; None if it has none.
 
     Examples:
         >>> module_of(torch.device("meta")) is None, module_of(torch.device("cuda:1")) is torch.cuda
@@ -92,7 +92,7 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
 
     Args:
         device: the generator's device.
-        seed: below 2**63.
+        seed: an int below 2**63.
 
     Examples:
         >>> draws = []
@@ -102,7 +102,7 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
         >>> draws[0] == draws[1]
         True
     """
-    # The default generator only: a generator= of the user's own is not touched.
+    # Only the default generator: operators with generator= use the user's own.
     generator = generator_of(device)
     state = generator.get_state()
     generator.manual_seed(seed)
@@ -116,10 +116,10 @@ def generator_of(device: torch.device) -> Any:
     """Return the generator that a device's random operators draw from.
 
     Args:
-        device: any; without an index it is the current device of its kind.
+        device: a device; without an index it is the current device of its kind.
 
     Returns:
-        A `torch.Generator`, or for MPS and its like an object with ``get_state``, ``set_state`` and
+        A `torch.Generator`. For devices such as MPS, an object with ``get_state``, ``set_state`` and
         ``manual_seed``.
 
     Raises:
@@ -158,7 +158,7 @@ class _ByModule:
 
 
 def alike(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return tensors in groups of one device and one dtype, as one kernel takes them.
+    """Return tensors in groups of one device and one dtype, so that one kernel can process a group.
 
     Examples:
         >>> [len(group) for group in alike([torch.ones(1), torch.ones(2).half(), torch.ones(3)])]
@@ -172,7 +172,11 @@ def alike(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def copy_alike(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors into others of the same shape, dtype and device, by a kernel for each device and dtype.
+    """Copy tensors into others of the same shape, dtype and device, by one kernel per device and dtype.
+
+    Args:
+        targets: the tensors to copy into.
+        sources: the tensors to copy, in the same order.
 
     Examples:
         >>> targets = [torch.zeros(1), torch.zeros(2)]
@@ -180,13 +184,13 @@ def copy_alike(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         >>> targets[1]
         tensor([1., 1.])
     """
-    # Grouping is stable, so that equal lists give equal groups.
-    for into, of in zip(alike(targets), alike(sources), strict=True):
-        fastpaths.copy(into, of)
+    # Both lists have the same devices and dtypes in the same order, so their groups correspond.
+    for to, source in zip(alike(targets), alike(sources), strict=True):
+        fastpaths.copy(to, source)
 
 
-# Metal has no double precision.
-NO_FLOAT64 = {"mps"}  # kinds of devices where a float64 tensor cannot be made
+# Types of devices without float64 tensors: Metal has no double precision.
+NO_FLOAT64 = {"mps"}
 
 
 def has_float64(device: torch.device) -> bool:
@@ -200,7 +204,7 @@ def has_float64(device: torch.device) -> bool:
 
 
 def in_float64(tensor: Tensor) -> Tensor:
-    """Return a tensor in float64 (complex128), on its own device or else on the CPU.
+    """Return a tensor in float64 (complex128): on its own device, or on the CPU if its device has no float64.
 
     Examples:
         >>> in_float64(torch.ones(2, dtype=torch.bfloat16)).dtype
@@ -211,7 +215,7 @@ def in_float64(tensor: Tensor) -> Tensor:
 
 
 def where_float64_is(tensor: Tensor) -> Tensor:
-    """Return a tensor as it is, or its copy on the CPU where its own device has no float64.
+    """Return a tensor itself, or its copy on the CPU if its device has no float64.
 
     Examples:
         >>> tensor = torch.ones(2)
@@ -222,7 +226,7 @@ def where_float64_is(tensor: Tensor) -> Tensor:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, in the same memory; any other tensor as it is.
+    """Return this rank's shard of a DTensor, in the same memory; any other tensor itself.
 
     Operations on a DTensor may communicate, and raise for DTensors of two meshes in one call.
 
@@ -231,5 +235,5 @@ def local_part(tensor: Tensor) -> Tensor:
         tensor([1., 1.])
     """
     part: Any = tensor
-    # No copy: the local tensor shares the memory of the shard.
+    # to_local() makes no copy.
     return part.to_local() if hasattr(part, "to_local") else tensor

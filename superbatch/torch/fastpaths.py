@@ -1,11 +1,11 @@
-"""Fast paths: private functions of torch and memory of other libraries, used for speed alone.
+"""Fast paths: private functions of torch and memory of other libraries, used only for speed.
 
 Each path has a plain version beside it, which does the same with public functions; `PLAIN` pairs them.
 `tests/torch/test_fastpaths.py` compares both, and `benchmarks/fastpaths.py` measures the gain of each path.
 A path that gains less than 1 % of a window is replaced by its plain version. Callers write
 ``fastpaths.backward(...)``, so that a path can be exchanged in one place.
 
-Private functions that correctness needs are not here but where they are used, with the reason.
+Private functions that correctness needs are not in this file, but in the files that use them.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ _MT19937_BYTES = 624 * 4 + 4  # NumPy's struct mt19937_state: uint32_t key[624];
 
 
 def numpy_memory(numpy_random: Any) -> bytes | None:
-    """Return the state of NumPy's global generator as bytes, None if it is not a Mersenne Twister.
+    """Return the state of NumPy's global generator as bytes; None if it is not a Mersenne Twister.
 
-    The bytes do not include the second normal number that the generator may have in store.
+    The bytes do not include the second normal number that the generator may store.
 
     Args:
         numpy_random: the module ``numpy.random``.
@@ -110,9 +110,9 @@ _PYTHON_WORDS = 1 + 624  # CPython: RandomObject after its head: int index; uint
 
 
 def python_memory() -> tuple[bytes, float | None] | None:
-    """Return the state of Python's global generator: its bytes and the normal number that it has in store.
+    """Return the state of Python's global generator: its bytes and the normal number that it stores.
 
-    None if its memory does not have the expected layout.
+    Returns None if its memory does not have the expected layout.
 
     Examples:
         >>> before = python_memory()
@@ -178,7 +178,7 @@ def multiply(tensors: list[Tensor], factor: float) -> None:
         >>> one
         tensor([4., 4.])
     """
-    if not tensors or tensors[0].is_cpu:  # there torch's own loop rounds the factor to bfloat16
+    if not tensors or tensors[0].is_cpu:  # on the CPU torch's own loop rounds the factor to bfloat16
         plain_multiply(tensors, factor)
     else:
         torch._foreach_mul_(tensors, factor)  # pyright: ignore[reportPrivateImportUsage]
@@ -243,7 +243,7 @@ def plain_copy(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 # -- the C library's heap ------------------------------------------------------------------------------------
 
-_LEARNT = 2**25 - 2**16  # glibc learns from blocks of up to 32 MiB, its own header included
+_BLOCK_BYTES = 2**25 - 2**16  # glibc learns from blocks of up to 32 MiB, including its own header
 
 
 def keep_freed_memory(devices: Iterable[torch.device]) -> None:
@@ -257,7 +257,7 @@ def keep_freed_memory(devices: Iterable[torch.device]) -> None:
     docs/decisions/0021.
 
     Args:
-        devices: devices of the training; nothing is done if none is the CPU.
+        devices: devices of the training; without the CPU among them this is a no-op.
 
     Examples:
         >>> keep_freed_memory([torch.device("cpu")])
@@ -266,18 +266,18 @@ def keep_freed_memory(devices: Iterable[torch.device]) -> None:
         mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD: https://man7.org/linux/man-pages/man3/mallopt.3.html
     """
     if any(device.type == "cpu" for device in devices):
-        with suppress(RuntimeError):  # under a limit of address space there is less memory to keep
-            _take_and_free()
+        with suppress(RuntimeError):  # the address space may be limited (ulimit -v)
+            _allocate_and_free()
 
 
 def plain_keep_freed_memory(devices: Iterable[torch.device]) -> None:
     """Leave the heap as it is."""
 
 
-@cache  # glibc does not forget, and a profiler would show the block in each step
-def _take_and_free() -> None:
+@cache  # once per process is enough, and a profiler would show the block in each step
+def _allocate_and_free() -> None:
     # A storage, not a tensor: torch.empty fills its memory in deterministic mode, and tools count tensors.
-    torch.UntypedStorage(_LEARNT, device="cpu")
+    torch.UntypedStorage(_BLOCK_BYTES, device="cpu")
 
 
 PLAIN: Mapping[str, Callable[..., Any]] = MappingProxyType(

@@ -102,10 +102,10 @@ class Gradient:
             split=split,
             check=check,
             sync=sync,
-            # No optimizer: the gradient stays in .grad, and stays scaled if a scaler scaled the losses.
+            # Without an optimizer step the gradient stays in .grad, and stays scaled by the scaler.
             steps=False,
         )
-        # None in place of an optimizer; the owned parameters are all trainable ones of the models.
+        # Without an optimizer the window sums the gradients of all trainable parameters.
         self.engine: Engine = engine_of(models, None, loss_fn, options)
 
     @property
@@ -162,7 +162,7 @@ class Gradient:
         return self.engine.open(batch)
 
     def discard(self) -> None:
-        """Discard a window that was loaded or that an interrupt left open, and undo its changes."""
+        """Discard a window that was loaded or left open by an interrupt, and restore the state before it."""
         self.engine.discard()
 
     def state_dict(self) -> dict[str, Any]:
@@ -185,10 +185,10 @@ class Gradient:
 def gradient(
     models: nn.Module | Sequence[nn.Module], loss_fn: Callable[[Any], Any], batch: Any, **options: Any
 ) -> Update:
-    """Add the gradient of one batch to ``.grad``; `Gradient` for a single call.
+    """Add the gradient of one batch to ``.grad``, as one call of a `Gradient` does.
 
-    For a training loop, make a `Gradient` before the loop: it searches its micro-batch size and checks the
-    loss once, where this function does both in each call.
+    For a training loop, make a `Gradient` before the loop: it searches the micro-batch size and checks the
+    loss only once. This function does both in each call.
 
     Args:
         models: as for `Gradient`.
@@ -249,7 +249,7 @@ class WholeGradient:
         weight: Callable[[Any], Any] | None = None,
         sync: CoupledSync = "auto",
     ) -> None:
-        # Before Options: its messages are about micro-batches, and this loss has the whole batch.
+        # First, because the errors of the checks in `engine_of` are about losses of micro-batches.
         check_coupled(loss_fn, microbatch_size, rng, nonfinite, participants, weight)
         options = Options(
             microbatch_size=microbatch_size,
@@ -261,7 +261,7 @@ class WholeGradient:
             # A rank with weight 0 would skip its forward, and the other ranks would wait for it.
             weight=None if weight is None else positive_weight(weight),
             sync=sync,
-            # Coupled: the engine evaluates loss_fn once, on a virtual batch.
+            # The engine then evaluates loss_fn once, on a virtual batch.
             coupled=rng,
             steps=False,
         )
@@ -270,7 +270,7 @@ class WholeGradient:
     @property
     def coupling(self) -> CouplingReport | None:
         """Coupling points of the last batch; None before the first."""
-        # `coupled=` makes the engine's work a Coupled.
+        # For pyright: with the option `coupled` the engine's work is a Coupled.
         assert isinstance(self.engine.work, Coupled)
         return self.engine.work.report
 
@@ -291,7 +291,7 @@ class WholeGradient:
         return self.engine.update(batch)
 
     def discard(self) -> None:
-        """Discard a window that an interrupt left open, and undo its changes."""
+        """Discard a window that an interrupt left open, and restore the state before it."""
         self.engine.discard()
 
     def state_dict(self) -> dict[str, Any]:
@@ -312,6 +312,6 @@ class WholeGradient:
 
 
 def _size(microbatch_size: Any, loss_fn: object) -> Any:
-    """Return None in place of ``"auto"`` if there is no `loss_fn` to try sizes with: batches stay whole."""
+    """Return None in place of ``"auto"`` if there is no `loss_fn` to try sizes with: no batch is split."""
     # No error: "auto" is the default, so the user may not have asked for it.
     return None if loss_fn is None and microbatch_size == "auto" else microbatch_size

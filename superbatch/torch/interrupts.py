@@ -1,4 +1,4 @@
-"""Deferral of signals (Ctrl-C, and those that a cluster sends) during code that must run to its end."""
+"""Deferral of signals (Ctrl-C, and those that a cluster sends) during code that must not be interrupted."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from importlib import import_module
 from types import FrameType, TracebackType
 from typing import Any, Generic, TypeVar
 
-try:  # the C functions: those of `signal` spend 5 us per call on enums
+try:  # the C functions, because those of `signal` spend 5 us per call on enums
     _signals: Any = import_module("_signal")
-except ImportError:  # no CPython
+except ImportError:  # not CPython
     _signals = signal
 
 _SIGNALS = [int(getattr(signal, name)) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
@@ -23,9 +23,9 @@ class DeferredInterrupts:
     """Context that defers SIGINT, SIGTERM and SIGUSR1; their handlers are called at its end.
 
     Programs save a checkpoint on SIGTERM or SIGUSR1 when a cluster stops them. Python calls handlers only in
-    the main thread, so the context does nothing in other threads. A handler that is no Python function (the
-    system's default, "ignore") stays in place. Several signals of one kind count as one. The handlers are
-    restored also if the block raises.
+    the main thread, so the context does nothing in other threads. A handler that is not a Python function
+    (the system's default, "ignore") stays in place. Several signals of one kind call the handler once. The
+    handlers are restored also if the block raises.
 
     Examples:
         >>> done = []
@@ -77,10 +77,10 @@ class DeferredInterrupts:
 
 
 class EnteredOrLeft(Generic[T]):
-    """Context that an interrupt cannot stop halfway through entering or leaving, for torch's modes.
+    """Wrapper of a context, such as a mode of torch, that an interrupt cannot stop halfway.
 
-    An interrupt before `__exit__` begins leaves the context entered, as in all of Python. The owner can call
-    `close` then.
+    An interrupt before `__exit__` begins leaves the context entered, as in all of Python. The owner can then
+    call `close`.
 
     Args:
         context: the context to enter once.

@@ -13,7 +13,7 @@ from ..errors import InputError
 from .window.participants.gradient_sum import LOW_PRECISION, ManagedParameter
 from .window.validation import as_models
 
-# Name -> versions of a parameter and of its master; a changed version means a write since the last copy.
+# Name -> versions of a parameter and of its master; a version that has changed shows a write.
 Written = dict[str, tuple[int, int]]
 
 
@@ -42,7 +42,7 @@ class MasterWeights:
     masters: Mapping[Tensor, Tensor]
 
     def __post_init__(self) -> None:
-        # A list of tensors is a common slip: fp32_masters(model).values().
+        # A list of tensors is a common mistake: fp32_masters(model).values().
         if not isinstance(self.masters, Mapping):
             raise InputError(
                 f"masters= is a {type(self.masters).__name__}, not a dict. Pass what fp32_masters(model) "
@@ -76,7 +76,7 @@ def fp32_masters(model: nn.Module) -> dict[Tensor, Tensor]:
     """
     (checked,) = as_models(model)
     return {
-        # A wider parameter is its own master: the optimizer gets one list for all.
+        # A wider parameter is its own master, so that the optimizer gets one list of all parameters.
         parameter: nn.Parameter(parameter.detach().float()) if parameter.dtype in LOW_PRECISION else parameter
         for parameter in checked.parameters()
         if parameter.requires_grad
@@ -104,7 +104,7 @@ def masters_at_first(owned: list[ManagedParameter]) -> Written:
         # On the meta device there are no values to compare.
         if master is parameter or parameter.is_meta or master.is_meta:
             continue
-        # A master may be on the CPU, to save memory of the GPU.
+        # A master may be on the CPU, to save GPU memory.
         if not _rounds_to(master.to(parameter.device), parameter):
             raise InputError(
                 f"The master of {entry.name!r} differs from the parameter by more than rounding, so the "
@@ -119,28 +119,32 @@ def take_over(owned: list[ManagedParameter], written: Written) -> None:
     A master that rounds to its parameter stays, so a checkpoint can load either of them first. If they
     differ, a written parameter (other weights, an average) is copied into its master, because the next update
     would overwrite the parameter. If only the master was written, it is copied into the parameter.
+
+    Args:
+        owned: the parameters.
+        written: result of `masters_written` after the last update; changed in place.
     """
     for entry in owned:
         parameter, master = entry.parameter, entry.target
-        noted = written.get(entry.name)
-        # Not written since the last copy: skip the comparison, which reads both tensors.
-        if master is parameter or noted == (parameter._version, master._version):
+        versions = written.get(entry.name)
+        # Without a write since the last copy, skip the comparison, which reads both tensors.
+        if master is parameter or versions == (parameter._version, master._version):
             continue
         if not _rounds_to(master, parameter):
             # The parameter has the version of the last copy, so only the master was written.
-            only_master = noted is not None and noted[0] == parameter._version
+            only_master = versions is not None and versions[0] == parameter._version
             with torch.no_grad():
                 if only_master:
                     parameter.copy_(master)
                 else:
                     master.copy_(parameter)
-        # After the copy, which changes a version itself.
+        # After the copy, because it increases a version.
         written[entry.name] = (parameter._version, master._version)
 
 
 def _rounds_to(master: Tensor, parameter: Tensor) -> bool:
     rounded = master.detach().to(parameter.dtype)
-    # torch.equal first: one kernel, and enough unless there is a NaN, which is not equal to itself.
+    # torch.equal first: it is one kernel, and sufficient unless there is a NaN, which never equals itself.
     return torch.equal(rounded, parameter) or bool(
         ((rounded == parameter) | (rounded.isnan() & parameter.isnan())).all()
     )
@@ -186,7 +190,7 @@ def masters_loader(
         >>> masters[layer.bias].tolist()
         [1.0]
     """
-    # By name: a state is loaded in another process, with other tensors.
+    # By name, because another process has other tensors.
     here = _by_name(models, masters)
     if saved is None:
         return lambda: None
@@ -195,7 +199,7 @@ def masters_loader(
             "The saved masters are not a dict of names and tensors. Pass what state_dict() returned."
         )
     if saved.keys() != here.keys():
-        # The smallest name, so that the message is the same in each run.
+        # The first name in alphabetical order, so that the message is the same in each run.
         name = min(saved.keys() ^ here.keys())
         where = "the saved state" if name in saved else "this Accumulator"
         raise InputError(

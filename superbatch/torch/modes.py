@@ -1,4 +1,4 @@
-"""Active modes of torch, restored after a failure in the middle of torch's own bookkeeping."""
+"""Snapshot of torch's active modes, to restore them after an interrupt inside torch's own code."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _EDGES = [_GeneratorContextManager.__enter__.__code__, _GeneratorContextManager.
 
 
 class Modes:
-    """The modes that are active now, outermost first.
+    """The modes that were active when this object was made, outermost first.
 
-    torch enters and leaves a mode in Python, and removes it while the mode handles a function. An interrupt
-    or a lack of memory between two of these lines leaves a mode active for ever, or removes one that is
-    still in use. torch has no public way to list its modes, hence the private names.
+    torch enters and leaves a mode in Python code, and removes it while the mode handles a function. An
+    interrupt or an out-of-memory error between two of these lines leaves a mode active for ever, or removes
+    one that is still in use. torch has no public function to list its modes, hence the private names.
 
     Attributes:
         functions: modes of functions (`torch.overrides.TorchFunctionMode`).
@@ -56,16 +56,17 @@ class Modes:
         self.grad = torch.is_grad_enabled()
 
     def recover(self, error: BaseException | None) -> None:
-        """Restore what an error may have left inconsistent, but keep modes that their owner still leaves.
+        """Restore grad mode, and the modes that an error may have left inconsistent.
 
         Args:
-            error: the reason. Modes are removed or added only for an interrupt or a lack of memory.
+            error: the error. Modes are removed or added only for an interrupt or an out-of-memory error;
+                after another error their owners leave them.
         """
         if error is None or isinstance(error, GeneratorExit):
             return
         if self.grad:
             torch.set_grad_enabled(True)
-        if _cuts(error):
+        if _may_interrupt_torch(error):
             _close_contexts(error)
             self.restore()
 
@@ -73,8 +74,8 @@ class Modes:
         """Activate the modes that were active when this object was made, and remove all others."""
         torch.set_grad_enabled(self.grad)
         now = Modes()
-        _become(self.functions, now.functions, _pop_torch_function_stack, _push_mode)
-        _become(
+        _change_stack(self.functions, now.functions, _pop_torch_function_stack, _push_mode)
+        _change_stack(
             self.dispatch,
             now.dispatch,
             dispatch._pop_mode,  # pyright: ignore[reportPrivateUsage]
@@ -84,7 +85,7 @@ class Modes:
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Remove every mode during the block, so that the modes do not see what runs there.
+    """Remove every mode during the block, so that the modes do not handle the functions that it calls.
 
     Examples:
         >>> import torch
@@ -103,7 +104,7 @@ def without_modes() -> Iterator[None]:
 
 @contextmanager
 def kept_modes() -> Iterator[None]:
-    """Restore at the end of the block the modes that were active at its start, whatever failed inside."""
+    """Restore the present modes at the end of the block, also if it raises."""
     modes = Modes()
     try:
         yield
@@ -121,7 +122,7 @@ def view_tracking() -> Callable[[], None]:
     return partial(_set_view_replay_enabled, _is_view_replay_enabled())
 
 
-def _cuts(error: BaseException | None) -> bool:
+def _may_interrupt_torch(error: BaseException | None) -> bool:
     """Return whether an error, or one of its contexts, may have stopped torch between two of its lines."""
     while error is not None:
         if out_of_memory(error) or not isinstance(error, Exception | GeneratorExit):
@@ -131,7 +132,7 @@ def _cuts(error: BaseException | None) -> bool:
 
 
 def _close_contexts(error: BaseException) -> None:
-    """Close the context managers that an error has left suspended, the innermost first.
+    """Close the context managers that an error has left open, the innermost first.
 
     An interrupt may arrive after a `contextlib.contextmanager` function has entered and before Python has
     recorded it. The function's end then runs only when the error's traceback is freed: it would remove
@@ -145,13 +146,14 @@ def _close_contexts(error: BaseException) -> None:
                 suspended.append(frame.f_locals["self"])
         each = each.__context__
     for context in reversed(suspended):
-        with suppress(Exception):  # as Python does with an error of a generator that is freed
+        with suppress(Exception):  # any kind, as Python ignores errors of a generator that is freed
             context.gen.close()
 
 
-def _become(
+def _change_stack(
     wanted: list[Any], now: list[Any], pop: Callable[[], object], push: Callable[[Any], object]
 ) -> None:
+    """Change a stack of modes from `now` to `wanted`, without touching the modes that both share."""
     same = 0
     while same < min(len(wanted), len(now)) and wanted[same] is now[same]:
         same += 1

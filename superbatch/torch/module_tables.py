@@ -1,7 +1,8 @@
 """Tables of a module: its own parameters, buffers and children by name.
 
 torch's public functions build a new list in each call: ``named_buffers(recurse=False)`` takes 25 times as
-long, for each module and each update. They leave out names without a tensor, and their result is a copy.
+long, and it is needed for each module in each update. They also leave out names without a tensor, and a copy
+cannot be written to.
 """
 
 from __future__ import annotations
@@ -10,18 +11,18 @@ from torch import Tensor, nn
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return a module's own parameters: the table itself.
+    """Return the table of a module's own parameters, not a copy.
 
     Examples:
         >>> list(parameters_of(nn.Linear(2, 3, bias=False)).items())[1]
         ('bias', None)
     """
-    # Private to torch: no public function returns the table itself.
+    # Private, because no public function returns the table itself.
     return module._parameters
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return a module's own buffers: the table itself.
+    """Return the table of a module's own buffers, not a copy.
 
     Examples:
         >>> list(buffers_of(nn.BatchNorm1d(2)))
@@ -31,7 +32,7 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return a module's own children: the table itself.
+    """Return the table of a module's own children, not a copy.
 
     Examples:
         >>> list(children_of(nn.Sequential(nn.ReLU(), nn.ReLU())))

@@ -42,8 +42,8 @@ class FrozenBatchNorm:
 class GhostBatchNorm:
     """BatchNorms that normalise each micro-batch by itself, as ghost batch normalisation does: not exact.
 
-    The gradient differs from that of the batch. Running statistics move once per update, by the mean and the
-    variance of the whole batch, pooled from the micro-batches.
+    The gradient differs from that of the batch. Running statistics change once per update, by the mean and
+    the variance of the whole batch, pooled from the micro-batches.
 
     Args:
         modules: BatchNorms, or modules that contain them. Without arguments: those of all models.
@@ -96,7 +96,7 @@ class Split:
     per_sample: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        # frozen=True forbids assignment; the stored value is a tuple, whatever sequence was given.
+        # Not by assignment, which frozen=True forbids. Any sequence becomes a tuple.
         object.__setattr__(self, "unsplit", _paths(self.unsplit, "unsplit"))
         object.__setattr__(self, "per_sample", _paths(self.per_sample, "per_sample"))
 
@@ -137,18 +137,18 @@ class ClipValue:
         Raises:
             InputError: a tensor is complex.
         """
-        # In place: .grad may be a view of a flat buffer.
+        # In place, because .grad may be a view of a flat buffer.
         for gradient in gradients:
             if gradient.is_complex():
                 raise InputError(
-                    "ClipValue cannot clip a complex gradient: complex numbers have no order. Pass "
+                    "ClipValue cannot clip a complex gradient, because complex numbers have no order. Pass "
                     "max_grad_norm= instead of clip=."
                 )
             gradient.clamp_(-self.limit, self.limit)
 
 
 def _modules(modules: Sequence[object], name: str) -> tuple[nn.Module, ...]:
-    # A class is not a module: FrozenBatchNorm(nn.BatchNorm2d) raises.
+    # Also a class raises, as in FrozenBatchNorm(nn.BatchNorm2d).
     found = tuple(module for module in modules if isinstance(module, nn.Module))
     if len(found) != len(modules):
         other = next(module for module in modules if not isinstance(module, nn.Module))
@@ -157,7 +157,7 @@ def _modules(modules: Sequence[object], name: str) -> tuple[nn.Module, ...]:
 
 
 def _paths(paths: object, name: str) -> tuple[str, ...]:
-    # A string is a sequence of strings: unsplit="anchors" would become seven paths.
+    # A string is a sequence of strings, so unsplit="anchors" would become seven paths.
     if isinstance(paths, Sequence) and not isinstance(paths, str) and all(isinstance(p, str) for p in paths):
         return tuple(paths)
     raise InputError(f'{name}={paths!r} is not a list of paths. Pass {name}=["path"].')

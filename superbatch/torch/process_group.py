@@ -1,4 +1,4 @@
-"""The process group of a program that `torchrun` has started, and may start again."""
+"""Process group of a program that `torchrun` starts and may restart."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def join_process_group(backend: str | None = None, *, timeout: timedelta | None 
     attempt agree on a new prefix first, under which they then exchange addresses.
 
     Args:
-        backend: as that of `init_process_group`: ``"gloo"``, ``"nccl"``.
-        timeout: of the process group; None: the default of `init_process_group`. A rank that waits longer for
-            another one ends with an error.
+        backend: as for `init_process_group`: ``"gloo"``, ``"nccl"``.
+        timeout: timeout of the process group; None: the default of `init_process_group`. A rank that waits
+            longer for another rank raises an error.
 
     Raises:
         InputError: the program was not started by `torchrun`.
@@ -53,12 +53,12 @@ def join_process_group(backend: str | None = None, *, timeout: timedelta | None 
 
 
 def _name_attempt(store: Store, ranks: int, timeout: timedelta) -> str:
-    """Name the attempt, and give the name to each rank that asks for it."""
+    """Choose a name for this attempt, and answer every rank that asks for it (see `_join_attempt`)."""
     name, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     answered: dict[int, str] = {}
     while missing := [rank for rank in range(1, ranks) if not store.check([_joined(name, rank)])]:
         for rank in missing:
-            # A token of the attempt before is answered too: nobody reads it, and the new one follows.
+            # A token of the previous attempt is answered too; no rank reads that answer.
             token = store.get(_token(rank)).decode() if store.check([_token(rank)]) else None
             if token is not None and token != answered.get(rank):
                 store.set(_answer(token), name)
@@ -70,8 +70,8 @@ def _name_attempt(store: Store, ranks: int, timeout: timedelta) -> str:
 
 
 def _join_attempt(store: Store, rank: int, timeout: timedelta) -> str:
-    """Return the name that rank 0 has given to this attempt."""
-    # A new token: rank 0 of the attempt before has answered other ones.
+    """Ask rank 0 for the name of this attempt, and return it."""
+    # A new token, because the store still has the answers of the previous attempt.
     token = uuid.uuid4().hex
     store.set(_token(rank), token)
     try:

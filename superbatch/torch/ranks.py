@@ -1,4 +1,4 @@
-"""The same number of updates on every rank, when the data of some ranks end earlier."""
+"""Loop over batches with the same number of updates on every rank, although some ranks have less data."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def until_all_end(batches: Iterable[Batch]) -> Iterator[Batch | None]:
     so on every rank.
 
     Args:
-        batches: the batches of this rank; any number, also none.
+        batches: the batches of this rank; there may be none.
 
     Yields:
-        As many items on every rank: the batches in order, then None.
+        The batches in order, then None; every rank yields the same number of items.
 
     Raises:
         RankError: `batches` raised an error on another rank, or another rank has ended or hangs. The rank
@@ -38,7 +38,7 @@ def until_all_end(batches: Iterable[Batch]) -> Iterator[Batch | None]:
         >>> list(until_all_end([1, 2]))  # one process: the batches
         [1, 2]
     """
-    # One process: no exchange.
+    # A single process exchanges nothing.
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         yield from batches
         return
@@ -52,9 +52,9 @@ def until_all_end(batches: Iterable[Batch]) -> Iterator[Batch | None]:
                 batch = next(remaining)
             except StopIteration:
                 ended = True
-            # KeyboardInterrupt too: the others wait for this rank.
+            # Any error, also KeyboardInterrupt, because the other ranks wait for this one.
             except BaseException:
-                with suppress(RankError):  # if they cannot be reached, raise this rank's own error
+                with suppress(RankError):  # raised if they cannot be reached; this rank's own error is raised
                     _sum(active=False, failed=True)  # the others wait in this exchange
                 raise
         # One sum for both numbers.
@@ -81,7 +81,7 @@ def _sum(*, active: bool, failed: bool) -> list[int]:
     try:
         dist.all_reduce(numbers)
     except RuntimeError as error:
-        # Lack of memory is this rank's own error, not a broken connection.
+        # Out of memory is this rank's own error, not a broken connection.
         if out_of_memory(error):
             raise
         # After a failed collective the connection cannot be used again.

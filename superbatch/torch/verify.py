@@ -21,7 +21,7 @@ from .options import NOT_DECLARED, FrozenBatchNorm, PerSampleRandom, Split
 from .window.options import check_lists, check_split
 from .window.validation import as_models, check_choice
 
-# Rounding of float64 sums of some thousand terms stays below this.
+# The rounding of float64 sums of some thousand terms is smaller.
 TOLERANCE = 1e-12
 
 
@@ -52,7 +52,7 @@ def verify(
 
     Args:
         model: the model, or several, in the mode (train or eval) of the training.
-        loss_fn: from a micro-batch to its loss, a closure over the model.
+        loss_fn: ``loss_fn(microbatch) -> loss``, a closure over the model.
         batch: a batch of the training, on the host; two samples or more.
         microbatch_size: samples (or a TokenBudget) of a micro-batch, smaller than the batch.
         reduction: what `loss_fn` returns, as the Accumulator's.
@@ -61,8 +61,8 @@ def verify(
         participants: as the Accumulator's. `PerSampleRandom` gives each sample a random stream in both
             passes; `FrozenBatchNorm` freezes BatchNorm in both. Others have no effect.
         split: leaves that are not tensors with the samples first, as the Accumulator's.
-        against: `"batch"`; or `"splits"`, another split, for a batch that does not fit in memory in one
-            piece; `"auto"` uses the batch unless it runs out of memory.
+        against: the reference: ``"batch"``, the whole batch; ``"splits"``, another split, for a batch that
+            does not fit in memory; ``"auto"``, the whole batch unless it runs out of memory.
         dtype: `"own"` (the model's), `"float64"`, or `"both"`.
         tolerance: largest relative difference in float64 that counts as exact.
 
@@ -121,7 +121,7 @@ def verify_sizes(
         model: as `verify`'s.
         loss_fn: as `verify`'s.
         batch: as `verify`'s.
-        sizes: of micro-batches, the largest first.
+        sizes: sizes of micro-batches, the largest first.
         reduction: as `verify`'s.
         weight: as `verify`'s.
         participants: as `verify`'s.
@@ -151,11 +151,11 @@ def _request(
     check_lists(participants=participants)
     models = as_models(model)
     problem = Problem(
-        # One module for the comparison; several models have separate names in a list.
+        # One module for the comparison; a ModuleList gives each model a prefix of its own.
         models[0] if len(models) == 1 else nn.ModuleList(models),
         loss_fn,
         declared.reduction,
-        # None means by samples, which the comparison counts itself.
+        # None: the comparison itself counts the samples.
         None if declared.weigh == "samples" else declared.weigh,
         tuple(split.unsplit),
         tuple(split.per_sample),
@@ -179,7 +179,7 @@ def _request(
 
 
 def _check_split(request: Request) -> None:
-    # A TokenBudget splits by lengths, so count the micro-batches of the split itself.
+    # By the split itself, because a TokenBudget splits by lengths.
     parts = sizes(request.batch, request.samples, request.microbatch_size)
     if len(parts) < 2:
         raise InputError(

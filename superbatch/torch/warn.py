@@ -23,7 +23,7 @@ def warn(text: str) -> None:
         'memory ran out'
     """
     level, frame = 0, inspect.currentframe()
-    # By module name: a user's own package may lie in any folder.
+    # By module name, because a package of the user may be in any folder.
     while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _INSIDE:
         level, frame = level + 1, frame.f_back
     warnings.warn(text, UserWarning, stacklevel=level + 1)

@@ -53,7 +53,7 @@ def count_tokens(where: Where, *, ignore_index: int = -100, shift: bool = False)
         if shift:
             if not labels.ndim:
                 raise _no_labels(labels, "shift=True needs sequences, to drop the first label of each")
-            # The last dimension: labels may be [samples, choices, sequence].
+            # In the last dimension, because labels may be [samples, choices, sequence].
             labels = labels[..., 1:]
         return int((labels != ignore_index).sum())
 
@@ -74,7 +74,7 @@ def sample_weights(where: Where) -> Weight:
         2.5
     """
     read = _reader(where)
-    # In float64: the update is divided by this sum over many samples.
+    # In float64, because the update is divided by this sum over many samples.
     return lambda microbatch: float(where_float64_is(read(microbatch)).sum(dtype=torch.float64))
 
 
@@ -98,14 +98,14 @@ def class_weights(weight: Tensor, where: Where, *, ignore_index: int = -100) -> 
         >>> class_weights(torch.tensor([1.0, 3.0]), "1")((None, torch.tensor([0, 1, 1])))
         7.0
     """
-    # Values too: a NaN weight would spread to the whole update.
-    right = isinstance(weight, Tensor) and weight.ndim == 1 and weight.is_floating_point()
-    if not right or not bool(((weight >= 0) & weight.isfinite()).all()):
+    # Values too, because a NaN weight would spread to the whole update.
+    valid = isinstance(weight, Tensor) and weight.ndim == 1 and weight.is_floating_point()
+    if not valid or not bool(((weight >= 0) & weight.isfinite()).all()):
         raise InputError(
             f"The class weights are {weight!r}, but each class needs one finite floating-point weight of at "
             "least 0. Pass the 1-d tensor that you pass to CrossEntropyLoss(weight=...)."
         )
-    # On the host: weights are needed before any forward, and labels are small.
+    # On the host, because weights are needed before any forward, and labels are small.
     read, per_class = _reader(where), weight.detach().cpu().double()
 
     def weigh(microbatch: Any) -> float:

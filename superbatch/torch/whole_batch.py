@@ -37,8 +37,8 @@ class WholeBatch:
         loss_fn: ``loss_fn(batch) -> loss``, a closure over the model.
         microbatch_size: samples computed at a time, at most; ``"auto"``: as many as fit in memory; None: all.
             The update does not depend on it.
-        rng: random operators draw for each ``"microbatch"``, or draw for the ``"batch"`` as the large batch
-            does.
+        rng: ``"microbatch"``: random operators draw anew for each micro-batch; ``"batch"``: they draw the
+            numbers that the large batch would get.
         max_grad_norm: as the `Accumulator`'s; so are `clip`, `scheduler`, `scaler` and `device`.
         nonfinite: a loss or gradient that is not finite: ``"raise"``, or ``"skip_update"``.
         participants: `FrozenBatchNorm`, and objects of your own.
@@ -83,7 +83,7 @@ class WholeBatch:
         weight: Callable[[Any], Any] | None = None,
         sync: CoupledSync = "auto",
     ) -> None:
-        # Before Options: its messages are about micro-batches, and this loss has the whole batch.
+        # First, because the errors of the checks in `engine_of` are about losses of micro-batches.
         check_coupled(loss_fn, microbatch_size, rng, nonfinite, participants, weight)
         options = Options(
             microbatch_size=microbatch_size,
@@ -97,7 +97,7 @@ class WholeBatch:
             # A rank with weight 0 would skip its forward, and the other ranks would wait for it.
             weight=None if weight is None else positive_weight(weight),
             sync=sync,
-            # Coupled: the engine evaluates loss_fn once, on a virtual batch.
+            # The engine then evaluates loss_fn once, on a virtual batch.
             coupled=rng,
         )
         self.engine: Engine = engine_of(model, optimizer, loss_fn, options)
@@ -115,7 +115,7 @@ class WholeBatch:
     @property
     def coupling(self) -> CouplingReport | None:
         """Coupling points of the last window; None before the first."""
-        # `coupled=` makes the engine's work a Coupled.
+        # For pyright: with the option `coupled` the engine's work is a Coupled.
         assert isinstance(self.engine.work, Coupled)
         return self.engine.work.report
 
@@ -138,7 +138,7 @@ class WholeBatch:
         return self.engine.update(batch)
 
     def discard(self) -> None:
-        """Discard a window that an interrupt left open, and undo its changes."""
+        """Discard a window that an interrupt left open, and restore the state before it."""
         self.engine.discard()
 
     def state_dict(self) -> dict[str, Any]:

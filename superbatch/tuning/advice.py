@@ -113,6 +113,36 @@ def judge(low: float, high: float) -> Verdict:
     return "wasteful" if low > WASTEFUL else "undetermined"
 
 
+def steps_at(k: int, batch: int, noise: NoiseRange, times: Times, models: Sequence[float | None]) -> Steps:
+    """Predict the time to the same loss with K micro-batches per update, relative to one.
+
+    Args:
+        k: K, the number of micro-batches per update.
+        batch: samples of one micro-batch, summed over the ranks.
+        noise: the noise scale and its interval.
+        times: seconds of the parts of an update.
+        models: the noise scale under each model of Adam's preconditioner; None if it is not determined.
+
+    Examples:
+        >>> noise = NoiseRange(100.0, 50.0, 200.0)
+        >>> round(steps_at(4, 10, noise, Times(microbatch=1.0, update=1.0), ()).time, 3)
+        0.795
+    """
+    return Steps(
+        accumulation_steps=k,
+        batch=k * batch,
+        time=None if noise.value is None else _time(k, batch, noise.value, times),
+        # W(K) / W(1) falls as the noise scale grows, so its lower end is at the upper end of the noise scale.
+        low=_time(k, batch, noise.high, times),
+        high=_time(k, batch, noise.low, times),
+        # With updates that take no time, the relative time is the relative number of samples.
+        samples=None
+        if noise.value is None
+        else _time(k, batch, noise.value, Times(microbatch=1.0, update=0.0)),
+        by_model=tuple(None if each is None else _time(k, batch, each, times) for each in models),
+    )
+
+
 def advise(
     *,
     microbatch_size: int,
@@ -170,7 +200,7 @@ def advise(
     scales = [noise_range_of(each) for each in models]
     wide = _widened(known, scales)
     rows = tuple(
-        _steps(k, batch, wide, times, scales)
+        steps_at(k, batch, wide, times, [each.value for each in scales])
         for k in sorted({1, 2, 4, 8, 16, 32, 64, 128, accumulation_steps})
     )
     # Powers of 2 around the number in question show where the best number lies.
@@ -225,23 +255,6 @@ def _widened(known: NoiseRange, scales: Sequence[NoiseRange]) -> NoiseRange:
         known.value,
         min([known.low / SYSTEMATIC, *others]),
         max([known.high * SYSTEMATIC, *others]),
-    )
-
-
-def _steps(k: int, batch: int, noise: NoiseRange, times: Times, models: Sequence[NoiseRange] = ()) -> Steps:
-    """Return the prediction for K micro-batches per update."""
-    return Steps(
-        accumulation_steps=k,
-        batch=k * batch,
-        time=None if noise.value is None else _time(k, batch, noise.value, times),
-        # W(K) / W(1) falls as the noise scale grows, so its lower end is at the upper end of the noise scale.
-        low=_time(k, batch, noise.high, times),
-        high=_time(k, batch, noise.low, times),
-        # With updates that take no time, the relative time is the relative number of samples.
-        samples=None
-        if noise.value is None
-        else _time(k, batch, noise.value, Times(microbatch=1.0, update=0.0)),
-        by_model=tuple(None if each.value is None else _time(k, batch, each.value, times) for each in models),
     )
 
 

@@ -94,7 +94,7 @@ class GrowingBatch:
                 "a decay_from= at which the rate is positive."
             )
         # (update, samples seen before it, accumulation steps): one entry per change of the steps and per cut
-        # window, so that neither memory nor look-ups grow with the number of updates.
+        # window, so memory does not grow with the number of updates.
         self._changes: list[tuple[int, int, int]] = [(0, 0, self._steps_at(0))]
         self._extended_to = 0  # `_changes` is complete up to this update
 

@@ -114,7 +114,7 @@ def test_no_traceback_from_a_process_of_its_own(tmp_path: Path) -> None:
     assert (started.returncode, out) == (2, "")
     assert err == (
         "superbatch: The splits 3x30 and 5x20 are of batches of 90 and 100 samples. "
-        "Give splits of one batch: all arms must make the same update.\n"
+        "Give splits of one batch size: all arms make the same update.\n"
     )
 
 

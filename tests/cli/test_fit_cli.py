@@ -113,7 +113,7 @@ def test_what_is_no_number_of_bytes(text: str) -> None:
         ((PLANE, "--limit", "lots"), "--limit lots is not a number of bytes. Write it as"),
         ((PLANE, "--sizes", "8;16"), "--sizes 8;16: sizes are integers of at least 1"),
         ((PLANE, "--sizes", "8,0"), "--sizes 8,0"),
-        ((PLANE, "--sizes", "50"), "A micro-batch of 50 samples: the batch has 20"),
+        ((PLANE, "--sizes", "50"), "A micro-batch of 50 samples is not a part of a batch of 20"),
         ((PLANE, "--batch-size", "0"), "batch_size=0"),
         ((PLANE, "--optimizer", "lion"), "Use one of sgd, adam"),
         ((PLANE, "--dtype", "int8"), "dtype='int8'"),

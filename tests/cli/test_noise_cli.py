@@ -45,4 +45,4 @@ def test_json_is_all_that_is_printed(
 
 def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(PLANE, "--batch-size", "1", "--json") == 2
-    assert "superbatch: A batch of 1 samples:" in capsys.readouterr().err.splitlines()[0]
+    assert "superbatch: A batch of 1 samples cannot be drawn from" in capsys.readouterr().err.splitlines()[0]

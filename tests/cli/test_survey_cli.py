@@ -109,7 +109,7 @@ def test_check_passes_and_fails(capsys: pytest.CaptureFixture[str], monkeypatch:
     ("arguments", "message"),
     [
         (("no-such-recipe",), "no-such-recipe"),
-        ((PLANE, "--what", "rate"), "--what rate.*Give one of lr, momentum, weight_decay"),
+        ((PLANE, "--what", "rate"), "what='rate'.*Use one of lr, momentum, weight_decay"),
         ((PLANE, "--updates", "3"), "updates=3"),
         ((PLANE, "--splits", "3x30,5x20"), "batches of 90 and 100"),
         ((PLANE, "--repeats", "0"), "repeats=0"),

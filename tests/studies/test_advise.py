@@ -56,7 +56,7 @@ def test_numbers_alone_are_enough() -> None:
         ({"update_seconds": None}, "Without a recipe --update-seconds"),
         ({"microbatch_size": None}, "Give --microbatch-size"),
         ({"batch_size": 512}, "two of them determine the third"),
-        ({"accumulation_steps": 1}, "that is no accumulation"),
+        ({"accumulation_steps": 1}, "there is no accumulation to judge"),
         ({"ranks": 0}, "ranks=0"),
         ({"noise_low": 5000.0}, "--noise-low <= --noise"),
         ({"noise": -1.0}, r"^noise=-1.0 is not positive. Give a number above 0.$"),

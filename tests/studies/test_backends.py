@@ -94,7 +94,7 @@ def test_accuracy_is_no_constant() -> None:
         (
             "text",
             {},
-            "with the recipe 'text': on {} the digits task is compared, and no other. Use ",
+            "with recipe='text': only the backend torch supports that. Use recipe='digits'",
         ),
         ("digits-bn", {}, "with recipe='digits-bn'"),
         ("file.py:own", {}, "with recipe='file.py:own'"),

@@ -184,7 +184,7 @@ def test_what_would_lower_the_peak() -> None:
     output = 1000 * 64 * 4
     assert saved["gradient checkpoints"] == pytest.approx(5 * output, rel=0.1)
     table = savings_table(report)
-    assert table.title == "What would lower the peak of micro-batches of 1000"
+    assert table.title == "Means to lower the peak of micro-batches of 1000"
     assert table.rows[0][0] == binary_text(max(saved.values()))
 
 
@@ -341,7 +341,7 @@ def test_the_model_is_as_before() -> None:
         ({"dtype": "int8"}, "Use one of float32, float64, bfloat16"),
         ({"optimizer": "lion"}, "Use one of sgd, adam"),
         ({"device": "tpu"}, "memory is measured on CPU and CUDA only"),
-        ({"sizes": (8, 200)}, "A micro-batch of 200 samples.*the batch has 100"),
+        ({"sizes": (8, 200)}, "A micro-batch of 200 samples is not a part of a batch of 100"),
         ({"sizes": (0,)}, "A micro-batch of 0 samples"),
     ],
 )

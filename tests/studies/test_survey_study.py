@@ -377,10 +377,10 @@ def test_progress_goes_to_its_end() -> None:
     [
         ({"repeats": 0}, "repeats=0"),
         ({"updates": 5}, "Pass at least 12"),
-        ({"dtype": "float16"}, "rounding of their dtype"),
+        ({"dtype": "float16"}, "dtype='float16' is not supported"),
         ({"learning_rate": -1.0}, "is not positive"),
         ({"optimizer": "lion"}, "does not offer it"),
-        ({"batch_size": 7}, "makes batches of 20 samples"),
+        ({"batch_size": 7}, "which is of a batch of 20 samples"),
         ({"splits": None, "batch_size": 1000}, "has 240 training samples"),
         ({"low": 1.0, "high": 0.5}, "not increasing positive numbers"),
         ({"splits": "4x"}, "cannot be read"),

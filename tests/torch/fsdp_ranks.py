@@ -64,7 +64,7 @@ def idle_adds(self: Sharded, *, again: bool) -> None:
 MUTANTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "mean over the ranks": ("samples", lambda: mock.patch.object(FSDP2, "settings", left_alone)),
     "norm of one rank": ("clipped", lambda: mock.patch.object(Sharded, "norm", own_norm)),
-    "idle turns that add": ("windows", lambda: mock.patch.object(Sharded, "idle_backward", idle_adds)),
+    "idle turns that add": ("windows", lambda: mock.patch.object(Sharded, "zero_backward", idle_adds)),
 }
 
 

@@ -97,7 +97,7 @@ class ShardedSync(Manual):
         stack.callback(self.module.unsharded.clear)
         return stack
 
-    def turn(self, *, last: bool, idle: bool = False) -> None:
+    def turn(self, *, last: bool, zero_weight: bool = False) -> None:
         """Note how many gathers there were before."""
         self.began = self.module.gathers
 

@@ -338,7 +338,7 @@ def test_buffers_are_copied_by_few_kernels(device: None) -> None:
     before = [buffer.clone() for buffer in model.buffers()]
     keeper = BufferKeeper([model])
     with _Calls() as calls:
-        keeper.take()
+        keeper.begin()
     assert calls.names.count("clone") == 0
     assert calls.names.count("_foreach_copy_") == 2, "of floats, and of the numbers of batches"
     for buffer in model.buffers():

@@ -89,6 +89,6 @@ def test_an_error_on_the_sample_that_stands_in_for_data_reaches_the_others(found
 
 def test_a_batch_that_cannot_be_sent_names_the_way_without(found: Found) -> None:
     one, other = (each["no pickle"]["outcomes"] for each in found)
-    text = "InputError: This rank has no batch, a forward of sharded models waits for all ranks, and the "
+    text = "InputError: This rank has no batch, but a forward of sharded models needs all ranks, and the "
     assert one[0] == one[2] == "made" and one[1].startswith(text) and "weight= is 0" in one[1]
     assert other[1].startswith(f"RankError: Rank 0 failed before its first micro-batch ({text}")

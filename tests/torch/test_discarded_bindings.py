@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.torch import Accumulator
-from superbatch.torch.window.participants.begin_look import BeginLook
+from superbatch.torch.window.participants.bindings_at_begin import BindingsAtBegin
 
 F64 = torch.float64
 BATCH = torch.randn(6, 3, dtype=F64, generator=torch.Generator().manual_seed(0))
@@ -171,7 +171,7 @@ def test_what_is_bound_anew_for_the_first_time_is_restored(name: str, updates: i
 
 
 def test_without_the_look_at_the_beginning_it_would_stay_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BeginLook, "begin", lambda _: [])
+    monkeypatch.setattr(BindingsAtBegin, "begin", lambda _: [])
     run = Run()
     run.accumulate(BATCH)
     before = content(run.model)

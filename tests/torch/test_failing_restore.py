@@ -147,7 +147,7 @@ def test_coupled_samples_and_a_state_that_cannot_be_restored_at_once(
         took = Failing(
             patch,
             parameter_gradients.ParameterGradientSum,
-            "took",
+            "record",
             torch.OutOfMemoryError(NO_MEMORY),
             works=True,
             times=1,

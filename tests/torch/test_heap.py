@@ -96,7 +96,7 @@ def test_those_who_count_tensors_see_nothing_of_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         torch, "UntypedStorage", lambda *args, **more: taken.append(args) or storage(*args, **more)
     )
-    fastpaths._take_and_free.cache_clear()
+    fastpaths._allocate_and_free.cache_clear()
     with Seen() as seen:
         for _ in range(3):
             keep_freed_memory([torch.device("cpu")])
@@ -113,7 +113,7 @@ def test_where_there_are_no_addresses_left_nothing_is_kept(monkeypatch: pytest.M
         raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
 
     monkeypatch.setattr(torch, "UntypedStorage", fail)
-    fastpaths._take_and_free.cache_clear()
+    fastpaths._allocate_and_free.cache_clear()
     keep_freed_memory([torch.device("cpu")])
     assert len(asked) == 1
     keep_freed_memory([torch.device("meta")])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from superbatch.torch import Accumulator
 from superbatch.torch.window.participants import kept_tensors, reached
-from superbatch.torch.window.participants.last_look import LastLook
+from superbatch.torch.window.participants.last_inspection import LastInspection
 
 F64 = torch.float64
 SAMPLES = 8
@@ -221,7 +221,7 @@ def test_state_that_does_not_move_is_no_reason_for_doubt(name: str) -> None:
 @pytest.mark.parametrize(
     ("place", "method", "mutant", "kind", "late"),
     [
-        (LastLook, "unlike", lambda *_: iter(()), "module", True),
+        (LastInspection, "changed", lambda *_: iter(()), "module", True),
         (kept_tensors, "is_array", lambda value: False, "array, in place", False),
         (
             reached,

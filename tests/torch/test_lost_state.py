@@ -221,7 +221,7 @@ def test_a_view_of_a_buffer_is_restored_with_it() -> None:
             model.counts = True
             model(torch.ones(1, 2, dtype=F64))
             assert seen.any(), "premise: it has moved"
-            assert keeper.lost() == []
+            assert keeper.unrestorable() == []
             keeper.restore()  # without a warning
             assert not seen.any()
         else:
@@ -231,7 +231,7 @@ def test_a_view_of_a_buffer_is_restored_with_it() -> None:
 def test_what_a_check_writes_and_restores_is_no_move_of_the_window() -> None:
     bank = torch.zeros(3, dtype=F64)
     model, keeper = _watching(1 << 18, lambda: bank)
-    check = keeper.twin()
+    check = keeper.new_keeper()
     check.begin(check=True)
     before = bank._version, model.seen._version
     with check.watching():
@@ -241,11 +241,11 @@ def test_what_a_check_writes_and_restores_is_no_move_of_the_window() -> None:
     assert not bank.any()
     assert not model.seen.any()
     assert (bank._version, model.seen._version) > before, "premise: only the content is as before"
-    assert keeper.lost() == []
+    assert keeper.unrestorable() == []
     assert not keeper.changed()
     keeper.restore()  # without a warning
     bank.add_(1)
-    assert keeper.lost() == ["bank"]
+    assert keeper.unrestorable() == ["bank"]
 
 
 @pytest.mark.parametrize("size", [3, 1 << 18], ids=["small", "large"])
@@ -254,11 +254,11 @@ def test_a_buffer_that_begins_to_move_is_restored_or_told(size: int) -> None:
     model.counts = True
     model(torch.ones(1, 2, dtype=F64))
     if size == 3:
-        assert keeper.lost() == []
+        assert keeper.unrestorable() == []
         keeper.restore()
         assert not model.seen.any()
         return
-    assert keeper.lost() == ["seen"]
+    assert keeper.unrestorable() == ["seen"]
     with pytest.warns(UserWarning, match="the state 'seen' was not restored"):
         keeper.restore()
     keeper.begin()  # from now on it is copied
@@ -268,7 +268,7 @@ def test_a_buffer_that_begins_to_move_is_restored_or_told(size: int) -> None:
 
 
 def test_what_is_too_large_to_be_looked_at_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moved_state, "MOST_ADDED_UP", 0)
+    monkeypatch.setattr(moved_state, "MOST_SUMMED", 0)
     program = Program(_data, ["now", "later"])
     with pytest.warns(UserWarning, match=r"same, .*unless loss_fn writes to '.*bank' through"):
         program.accumulator(microbatch_size=4)(batch())
@@ -287,8 +287,8 @@ def test_a_constant_beside_the_model_is_no_reason_to_stop() -> None:
 @pytest.mark.parametrize(
     ("place", "method", "mutant", "write"),
     [
-        (MovedState, "lost", lambda self: [], "in place"),
-        (KeptTensor, "add_up", lambda self: None, "through .data"),
+        (MovedState, "unrestorable", lambda self: [], "in place"),
+        (KeptTensor, "record_sums", lambda self: None, "through .data"),
     ],
     ids=["what is lost is not asked for", "only versions and the first values are compared"],
 )

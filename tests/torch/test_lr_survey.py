@@ -511,13 +511,13 @@ def test_ranges_are_those_of_the_optimizer() -> None:
     assert survey_dial.range_of([torch.optim.RMSprop(parameters)], "lr") == (1e-7, 1.0)
 
 
-def test_the_twin_shares_the_model_and_no_counter() -> None:
+def test_the_copy_shares_the_model_and_no_counter() -> None:
     _, accumulate = simple(microbatch_size=2, max_grad_norm=0.5)
-    twin = accumulate.engine.twin()
-    assert twin.config.models == accumulate.engine.config.models
-    assert twin.config.rule.max_grad_norm == 0.5
-    twin.update(rows(4, 1)[0])
-    assert (twin.updates, accumulate.updates, accumulate.engine.checked) == (1, 0, False)
+    copied = accumulate.engine.copy_for_survey()
+    assert copied.config.models == accumulate.engine.config.models
+    assert copied.config.rule.max_grad_norm == 0.5
+    copied.update(rows(4, 1)[0])
+    assert (copied.updates, accumulate.updates, accumulate.engine.checked) == (1, 0, False)
 
 
 def test_sums_in_the_momentum_buffer_survey_alike_and_leave_the_buffer_alone() -> None:

@@ -205,7 +205,7 @@ def zero_grad_forgotten(patch: Patch) -> None:
         if name.startswith("superbatch.torch.") and getattr(module, "clear", None) is right:
             patch.setattr(module, "clear", lambda owned: None)
     # It would be found at the first backward.
-    patch.setattr(GradientVersions, "require", lambda self, **options: None)
+    patch.setattr(GradientVersions, "require_unchanged", lambda self, **options: None)
 
 
 def scheduler_per_microbatch(patch: Patch) -> None:
@@ -232,7 +232,7 @@ def last_microbatch_only(patch: Patch) -> None:
         self: parameter_gradients.ParameterGradientSum, loss: Tensor, factor: float, **options: Any
     ) -> None:
         gradient_sum.clear(self._owned)
-        self._marks.forget()
+        self._versions.clear_recorded()
         backward(self, loss, factor, **options)
 
     patch.setattr(parameter_gradients.ParameterGradientSum, "backward", only)

@@ -19,7 +19,7 @@ from superbatch.noise.meter import Estimate, NoiseMeter, effective_samples, esti
 from superbatch.torch import Accumulator, Window, count_tokens
 from superbatch.torch.masters import MasterWeights, fp32_masters
 from superbatch.torch.options import ClipValue, PerSampleRandom
-from superbatch.torch.window.participants.noise.hooks import SeenGradients
+from superbatch.torch.window.participants.noise.hooks import MicrobatchGradientNorms
 from tests.torch import noise_ranks
 from tests.torch.helpers import TinyLM, mlp, mse, per_sample, rows, sgd, squared_sum
 from tests.torch.noise_ranks import Recorder
@@ -604,18 +604,18 @@ def test_two_ranks_say_what_one_process_says_of_all_micro_batches(tmp_path: Path
 def test_mutants_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong ways to see the gradients, and a test above that each must fail."""
 
-    def sees_the_running_sum(self: SeenGradients) -> None:
+    def sees_the_running_sum(self: MicrobatchGradientNorms) -> None:
         for parameter, slot in zip(self._parameters, self._slots, strict=True):
             handle = parameter.register_post_accumulate_grad_hook(
                 lambda p, slot=slot: slot.append(float(p.grad.norm()))
             )
             self._undo.append(handle.remove)
 
-    def takes_parts_for_wholes(self: SeenGradients) -> None:
+    def takes_parts_for_wholes(self: MicrobatchGradientNorms) -> None:
         whole(self)
         self.reason = None
 
-    whole = SeenGradients._end_of_microbatch
+    whole = MicrobatchGradientNorms._end_of_microbatch
     nothing: Callable[..., None] = lambda *_: None  # noqa: E731
     for name, mutant, test in (
         ("open", sees_the_running_sum, test_unequal_micro_batches),
@@ -629,12 +629,12 @@ def test_mutants_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         test()
         with monkeypatch.context() as patch:
-            patch.setattr(SeenGradients, name, mutant)
+            patch.setattr(MicrobatchGradientNorms, name, mutant)
             with pytest.raises(AssertionError):
                 test()
 
 
-def _restart_but_once(self: SeenGradients) -> None:
+def _restart_but_once(self: MicrobatchGradientNorms) -> None:
     if not hasattr(self, "_norms"):
         self._last, self._ended, self._norms, self._squares = None, None, [], {}
         self._per_sample = []

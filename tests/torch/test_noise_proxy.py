@@ -17,7 +17,7 @@ from superbatch.errors import InputError
 from superbatch.noise.meter import PROXY, Estimate, NoiseMeter, estimate
 from superbatch.torch import Accumulator, Window
 from superbatch.torch.window.participants.noise import samples as seen_samples
-from superbatch.torch.window.participants.noise.samples import SeenSamples
+from superbatch.torch.window.participants.noise.samples import SampleGradientNorms
 from tests.torch.helpers import rows
 from tests.torch.test_noise import TEXT
 
@@ -401,8 +401,8 @@ def test_mutants_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for where, name, mutant in (
         (seen_samples, "_over", lambda tensor, positions: over(tensor, positions) * 1.001),
         (seen_samples, "_over", lambda tensor, positions: tensor.flatten(0, len(positions))),
-        (SeenSamples, "whole", lambda self, parameter, gradient: None),
-        (SeenSamples, "begin", lambda self: None),
+        (SampleGradientNorms, "record_gradient", lambda self, parameter, gradient: None),
+        (SampleGradientNorms, "begin_backward", lambda self: None),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(where, name, mutant)

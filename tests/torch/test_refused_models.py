@@ -255,7 +255,7 @@ alone = Accumulator(single, torch.optim.SGD(single.parameters(), lr=0.1), lambda
                     microbatch_size=2, check=False, sync=None)
 bare = lambda names: {name.removeprefix("module."): value for name, value in names.items()}
 window = both[rank]["window"]
-changed = {"place": list(bare(dict.fromkeys(window["place"]))), "gradients": bare(window["gradients"]),
+changed = {"identity": list(bare(dict.fromkeys(window["identity"]))), "gradients": bare(window["gradients"]),
            "held": list(bare(dict.fromkeys(window["held"])))}
 alone.load_state_dict({**both[rank], "window": {**window, **changed}})
 try:

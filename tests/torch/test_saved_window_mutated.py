@@ -145,7 +145,7 @@ def test_the_text_says_that_it_was_changed() -> None:
     states, _ = saved("grad")
     model, _, accumulate, _ = run("grad")
     model.load_state_dict(states[0])
-    accumulate.load_state_dict(changed(states[2], ("window", "yet"), 0.5))
+    accumulate.load_state_dict(changed(states[2], ("window", "pending_factor"), 0.5))
     with pytest.raises(WindowError, match="changed after it was saved"):
         accumulate(batch(1))
 

@@ -284,7 +284,7 @@ def test_where_there_is_no_memory_to_note_anything_nothing_has_begun(monkeypatch
     def fails(*_: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("superbatch.torch.window.before_step.BeforeStep.note", fails)
+    monkeypatch.setattr("superbatch.torch.window.before_step.BeforeStep.savepoint", fails)
     with pytest.raises(OutOfMemoryError, match=AS_BEFORE):
         accumulate(batch)
     monkeypatch.undo()

@@ -462,9 +462,9 @@ def test_the_bits_of_a_tensor_show_the_smallest_change(large: bool) -> None:
     optimizer = torch.optim.SGD([parameter])
     parameter.data[3] = torch.nan
     before = Contents(optimizer, [parameter])
-    assert before.same() and not before.parameters_moved()
+    assert before.is_unchanged() and not before.parameters_changed()
     parameter.data[-1] = parameter.data[-1].nextafter(torch.tensor(9.0))
-    assert not before.same() and before.parameters_moved()
+    assert not before.is_unchanged() and before.parameters_changed()
 
 
 class Part(Tensor):
@@ -483,7 +483,7 @@ def test_a_tensor_of_another_class_is_not_read() -> None:
     optimizer: Any = torch.optim.SGD([parameter])
     optimizer.buffer = torch.ones(2).as_subclass(Part)
     Part.calls = 0
-    assert not Contents(optimizer, [parameter]).same()
+    assert not Contents(optimizer, [parameter]).is_unchanged()
     assert Part.calls == 0
 
 

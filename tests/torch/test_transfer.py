@@ -278,7 +278,7 @@ def test_the_last_micro_batch_is_gone_when_the_next_is_taken() -> None:
     transfer.take(batches, 0)
     transfer.launched(batches, 0)
     transfer.forget()
-    assert not transfer._ahead
+    assert not transfer._prefetched
 
 
 def test_without_a_device_micro_batches_stay_where_they_are() -> None:

@@ -352,7 +352,7 @@ def test_a_mutant_that_shares_objects(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_mutant_that_believes_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BeforeStep, "still", lambda self, optimizer: False)
+    monkeypatch.setattr(BeforeStep, "is_unchanged", lambda self, optimizer: False)
     with pytest.raises(AssertionError):
         test_an_update_is_made_only_if_the_optimizer_stepped(3)
 

@@ -1,4 +1,4 @@
-"""The command line: ``superbatch compare``, ``superbatch fit``, ``superbatch verify``."""
+"""Command line: ``superbatch compare``, ``superbatch fit``, ``superbatch verify`` and others."""
 
 from .entry import main as main
 

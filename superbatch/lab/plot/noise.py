@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from superbatch.results.advice import Steps
 
-from ..report.noise_study import AtSteps, NoiseStudy, band_of, findings, title_of
+from ..report.noise_study import NoiseStudy, band_of, findings, title_of
 from .style import BLUE, DASHED, GREEN, VERMILION, Theme, caption, empty, headline, legend, line, panels
 from .ticks import logarithmic
 
@@ -66,7 +66,7 @@ def _over_run(axes: Axes, report: NoiseStudy, theme: Theme) -> None:
     legend(axes, theme, ncols=3, loc="lower right")
 
 
-def times_against_k(axes: Axes, steps: Sequence[AtSteps | Steps], colour: str, *, range_of: str) -> None:
+def times_against_k(axes: Axes, steps: Sequence[Steps], colour: str, *, range_of: str) -> None:
     """Draw the time to the same loss over K with its range; the band of Adam's models is hatched."""
     k = [each.accumulation_steps for each in steps]
     axes.set_xscale("log", base=2)

@@ -79,7 +79,7 @@ def _critical_batch(figure: Figure, report: Study, theme: Theme) -> None:
     line(needed, zip(batches, predicted, strict=True), "D-", color=VERMILION, label=label)
     logarithmic(needed.xaxis, base=2)
     needed.set(xlabel="batch", ylabel="samples needed, relative to the smallest batch")
-    needed.set_title("What the larger batch costs in samples")
+    needed.set_title("Samples needed by larger batches")
     legend(needed, theme)
 
 

@@ -74,7 +74,7 @@ def savings_table(report: Fitting) -> Table:
     """Return the means that lower the peak, the largest saving first."""
     samples = report.fastest or max((size.samples for size in report.sizes if size.fits), default=0)
     return table_of(
-        f"What would lower the peak of micro-batches of {samples}",
+        f"Means to lower the peak of micro-batches of {samples}",
         report.savings,
         ("saves about", "each by itself", lambda each: binary_text(each.bytes)),
         ("what", "means to lower the peak", lambda each: each.name),

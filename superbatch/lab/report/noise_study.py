@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from superbatch.results.advice import number_text
+from superbatch.results.advice import Steps, number_text
 from superbatch.results.noise import ASSUMED, ASSUMPTION
 
 from .run import RunReport
@@ -31,18 +31,6 @@ class NoiseAt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AtSteps:
-    """Predicted time to a target loss with K micro-batches per update."""
-
-    accumulation_steps: int  # K
-    batch: int  # samples of one update
-    time: float | None  # ``W(K) / W(1)`` at the noise scale of the run; None if that is not determined
-    low: float  # ``W(K) / W(1)`` at the upper end of its interval, where larger batches cost least
-    high: float  # ``W(K) / W(1)`` at the lower end
-    by_model: tuple[float | None, ...] = ()  # ``W(K) / W(1)`` under each of `NoiseStudy.models`
-
-
-@dataclass(frozen=True, kw_only=True)
 class NoiseStudy(RunReport):
     """Results of `superbatch noise` for a recipe."""
 
@@ -60,11 +48,12 @@ class NoiseStudy(RunReport):
     high: float  # the same mean of the upper ends
     microbatch_seconds: float  # median time of the forward and backward of a micro-batch
     update_seconds: float  # median time of an update after its last micro-batch
-    steps: tuple[AtSteps, ...]  # by ascending K
+    # Time by ascending K: at the noise scale of the run, and at the ends of its interval.
+    steps: tuple[Steps, ...]
     models: tuple[float | None, ...] = ()  # ``B_noise`` of the run under each model, as in `NoiseAt.by_model`
 
     @property
-    def best(self) -> AtSteps | None:
+    def best(self) -> Steps | None:
         """Return the K with the shortest time; None if the noise scale is not determined."""
         known = [each for each in self.steps if each.time is not None]
         return min(known, key=lambda each: each.time or 0.0) if known else None

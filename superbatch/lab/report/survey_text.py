@@ -74,7 +74,7 @@ def suggestion(report: Surveys) -> str:
     value = mean.onset or report.arms[0].rate or mean.minimum
     lowest = [min(zip(each.smooth, each.values, strict=False))[1] for each in surveys if each.smooth]
     if report.what != "lr" and lowest:
-        # At a fixed rate the loss falls whatever the setting does: no value is recommended.
+        # At a fixed rate the loss falls with any value of the setting: none is recommended.
         said = (
             f"The loss is lowest at a {name} of about {median_high(lowest):.2g} {batches}: a larger one is "
             "too large, and a smaller one may be as good."

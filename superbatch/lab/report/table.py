@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from superbatch.results.advice import number_text
-from superbatch.results.memory import binary_text
+from superbatch.results.memory import aligned, binary_text
 
 from .comparison import Arm, Comparison, Equivalence
 
@@ -97,10 +97,7 @@ def plain(table: Table) -> str:
         10  29
     """
     headings = tuple(column.heading for column in table.columns)
-    widths = [max(map(len, cells)) for cells in zip(headings, *table.rows, strict=True)]
-    lines = [headings, tuple("-" * width for width in widths), *table.rows]
-    texts = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-    return "\n".join([table.title, *(text.rstrip() for text in texts)])
+    return "\n".join([table.title, *aligned([headings, *table.rows], underlined=True)])
 
 
 def shown(value: T | None, text: Callable[[T], str]) -> str:

@@ -30,7 +30,7 @@ from superbatch.tuning.search import time_per_sample
 from ..recipes import OPTIMIZERS, Recipe
 from .advise_question import Question, given_noise, question
 from .arms import measured
-from .checks import offered_optimizer
+from .checks import check_choice, offered_optimizer
 from .exchange import check_ranks, exchanged, started_on
 from .fit import CARE, busy
 from .on_torch import torch_threads
@@ -50,9 +50,11 @@ def advise(recipe: str | Recipe | None, options: Options = DEFAULTS, *, progress
     task = None if recipe is None else loaded(recipe, options)
     noise, command = given_noise(options), asked(options)
     options = replace(options, ranks=check_ranks(options.ranks, started_on()[1]))
-    found = _Found(options, question(task, options), command, noise)  # raises before anything is measured
+    times = _given_times(options, noise) if task is None else None
+    # `question` raises here for unusable options, before anything is measured.
+    found = _Found(options, question(task, options), command, noise, times=times)
     if task is None:
-        _read_times(found)
+        found.parameters = options.parameters
         return _report(found, None, start, partial=False)
     found.options, found.notes = exchanged(task, options)
     with torch_threads(options.threads or torch.get_num_threads()), torch.random.fork_rng():
@@ -82,23 +84,21 @@ class _Found:
     whole: int | None = None  # bytes of an update of the whole batch in one piece
 
 
-def _read_times(found: _Found) -> None:
-    """Take the times from the options, which must give all that a recipe would be needed for."""
-    options = found.options
+def _given_times(options: Options, noise: NoiseRange | None) -> Times:
+    """Return the times of the options, which without a recipe must give them and the noise scale."""
     for flag, value in (
-        ("--noise (or --noise-low)", found.noise),
+        ("--noise (or --noise-low)", noise),
         ("--micro-seconds", options.microbatch_seconds),
         ("--update-seconds", options.update_seconds),
     ):
         if value is None:
             raise InputError(f"Without a recipe {flag} cannot be measured. Give {flag}, or a recipe.")
     assert options.microbatch_seconds is not None and options.update_seconds is not None
-    found.times = Times(
+    return Times(
         microbatch=options.microbatch_seconds,
         update=options.update_seconds,
         all_reduce=options.all_reduce_seconds or 0.0,
     )
-    found.parameters = options.parameters
 
 
 def _measure(found: _Found, recipe: Recipe, progress: Show) -> None:
@@ -246,8 +246,7 @@ def _alternative(found: _Found, recipe: Recipe | None, noise: NoiseRange) -> Sca
         rate = recipe.learning_rates[name]
     if rate is None:
         return None
-    if name not in factories:
-        raise InputError(f"optimizer={name!r} is unknown. Use {', '.join(factories)}.")
+    check_choice("optimizer", name, factories)
     optimizer = factories[name]([torch.nn.Parameter(torch.zeros(1))], rate)
     batch = found.question.microbatch_size * options.ranks
     large = found.question.accumulation_steps * batch

@@ -12,18 +12,18 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from superbatch.errors import InputError
-from superbatch.noise.meter import noise_over_run, relative_time
+from superbatch.noise.meter import noise_over_run
 from superbatch.results.noise import Independence
-from superbatch.tuning.noise_range import noise_range_of
+from superbatch.tuning.advice import Times, steps_at
+from superbatch.tuning.noise_range import NoiseRange, noise_range_of
 
 from ..recipes import Recipe
-from ..report.noise_study import AtSteps, NoiseAt, NoiseStudy
+from ..report.noise_study import NoiseAt, NoiseStudy
 from .arms import measured
 from .checks import check_counts, optimizer_and_rate
 from .fit import busy
@@ -134,6 +134,8 @@ class _Work:
             )
         run = _over_run(self.points, self.batch_size)
         models = _by_model(self.points, self.batch_size, run[0])
+        times = Times(microbatch=self.microbatch_seconds, update=self.update_seconds)
+        counts = [1 << power for power in range(MOST_STEPS.bit_length())] if self.microbatch_seconds else []
         return NoiseStudy(
             **origin(self.recipe, self.options, start, partial=partial, torch=torch.__version__),
             optimizer=self.optimizer,
@@ -150,35 +152,9 @@ class _Work:
             high=run[2],
             microbatch_seconds=self.microbatch_seconds,
             update_seconds=self.update_seconds,
-            steps=self._steps(run, models),
+            steps=tuple(steps_at(k, self.size, NoiseRange(*run), times, models) for k in counts),
             models=models,
             notes=tuple(self.notes),
-        )
-
-    def _steps(
-        self, run: tuple[float | None, float, float], models: tuple[float | None, ...]
-    ) -> tuple[AtSteps, ...]:
-        """Predict the time to a target loss for 1, 2, 4, ... micro-batches per update."""
-        if not self.microbatch_seconds:
-            return ()
-        time_with = partial(
-            relative_time,
-            microbatch_size=self.size,
-            microbatch_seconds=self.microbatch_seconds,
-            update_seconds=self.update_seconds,
-        )
-        scale, low, high = run
-        return tuple(
-            AtSteps(
-                accumulation_steps=k,
-                batch=k * self.size,
-                time=None if scale is None else time_with(k, noise=scale),
-                # The larger the noise scale, the shorter the time of a large batch.
-                low=time_with(k, noise=high),
-                high=time_with(k, noise=low),
-                by_model=tuple(None if each is None else time_with(k, noise=each) for each in models),
-            )
-            for k in (1 << power for power in range(MOST_STEPS.bit_length()))
         )
 
 

@@ -74,17 +74,17 @@ def parse_sizes(text: str, flag: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-OPTIMIZER = "sgd, momentum, adam or adamw, as the recipe offers"
+OPTIMIZER = "sgd, momentum, adam or adamw, if the recipe offers it (default: the recipe's)"
 BATCH_SIZE = "samples of one update (default: the recipe's)"
 LEARNING_RATE = "learning rate (default: the recipe's for the optimizer)"
 DTYPE = "float32 or float64"
-MARGIN = "a difference of the metric that does not matter, in its unit"
+MARGIN = "largest difference of the metric that does not matter, in its unit (default: the recipe's)"
 SEED = "seed of the initial weights and the order of samples"
 DEVICE = "cpu or cuda"
 SAMPLE_RNG = "give every sample its own random numbers"
 THREADS = "torch threads (default: torch's own default)"
 THREADS_EACH = "torch threads of each process"
-WORKERS = "processes (default: 2, where the machine has two cores)"
+WORKERS = "processes (default: 2, or 1 on a machine with one core)"
 # On the command line. From Python the default is 1, because workers cannot load a recipe object.
 CORES = min(2, os.cpu_count() or 1)
 DATA = (
@@ -107,8 +107,10 @@ class AdviseOptions:
     ranks: int = option("number of ranks", default=1)
     noise: float | None = option("noise scale in samples (default: measured on the recipe)")
     # By default both ends are `noise`; without `noise` the upper one is infinite.
-    noise_low: float | None = option("lower end of the interval of the noise scale")
-    noise_high: float | None = option("upper end of the interval of the noise scale")
+    noise_low: float | None = option("lower end of the interval of the noise scale (default: --noise)")
+    noise_high: float | None = option(
+        "upper end of the interval of the noise scale (default: --noise, or unbounded)"
+    )
     microbatch_seconds: float | None = option("time of a micro-batch (default: measured)", "--micro-seconds")
     update_seconds: float | None = option("time of the optimizer's update (default: measured)")
     # Once per update. On one rank there is no all-reduce, and it is 0.
@@ -124,7 +126,7 @@ class AdviseOptions:
     # This value and the two below it are for the batch to judge if the options determine it (`batch_stated`)
     # or there is no recipe; otherwise for the recipe's batch.
     learning_rate: float | None = option(
-        "learning rate for the batch to judge if given, else for the recipe's batch (default: the recipe's)",
+        "learning rate for the batch to judge, or else for the recipe's batch (default: the recipe's)",
         "--lr",
     )
     beta2: float | None = option("beta2 of Adam, for the same batch as --lr")
@@ -152,14 +154,14 @@ class CompareOptions:
         typed=str,
     )
     updates: int | None = option("updates of each run (default: the recipe's)")
-    runs: int = option("seeds: each gives one run of every arm", default=10)  # 0, 1, ...
+    runs: int = option("number of seeds; each arm is trained once from each", default=10)  # 0, 1, ...
     dtype: str = option(DTYPE, default="float32")  # in float64, differences by rounding are tiny
     optimizer: str | None = option(OPTIMIZER)
     learning_rate: float | None = option(LEARNING_RATE, "--lr")
     # None: the batch of the splits.
-    batch_size: int | None = option("samples of one update; with --average-gradients: of a micro-batch")
+    batch_size: int | None = option("samples of one update; with --average-gradients, of a micro-batch")
     # Each epoch then ends with a short batch: without it the fixed divisor is right.
-    include_wrong: bool = option("add two wrong ways: mean of means, fixed tail divisor", default=False)
+    include_wrong: bool = option("add two wrong methods: mean of means, fixed tail divisor", default=False)
     margin: float | None = option(MARGIN)
     backend: str = option("torch; for the recipe digits also jax, tensorflow or keras", default="torch")
     threads: int = option(THREADS_EACH, default=1)  # workers would share the cores
@@ -225,8 +227,10 @@ class StudyOptions:
     )
     optimizer: str | None = option(OPTIMIZER)
     margin: float | None = option(MARGIN)
-    tolerance: float | None = option("a relative difference of the loss that does not matter, such as 0.02")
-    device: str | None = option("coupled: to train on, such as cuda (default: cpu)")
+    tolerance: float | None = option(
+        "largest relative difference of the loss that does not matter, such as 0.02"
+    )
+    device: str | None = option("coupled: device of the training, such as cuda (default: cpu)")
     threads: int = option(THREADS_EACH, default=1)  # workers would share the cores
     workers: int = option(WORKERS, default_typed=CORES, default=1)  # 1 trains in this process
     data: str | Path | None = option(DATA, typed=Path)
@@ -241,7 +245,7 @@ class SurveyOptions:
         "KxM or sizes such as 80/15/5, separated by commas (default: 10x10,20x5 for a batch of 100)",
         typed=str,
     )
-    repeats: int = option("surveys of each arm, with different seeds", default=20)
+    repeats: int = option("surveys of each arm, each from another seed", default=20)
     updates: int = option("points of the ramp, one update each", default=100)
     what: What = option("quantity to survey: lr, momentum or weight_decay", typed=str, default="lr")
     low: float | None = option("first value (default: 1e-6 for SGD's rate, 1e-7 for others')")
@@ -278,8 +282,8 @@ class TrainOptions:
         "folder; the same command resumes from its newest checkpoint (default: none)"
     )
     every: int = option("updates between checkpoints", default=100)
-    keep: int = option("checkpoints that stay", default=3)  # older ones are deleted
-    evaluate_every: int | None = option("updates between evaluations (default: at the end alone)")
+    keep: int = option("number of newest checkpoints to keep", default=3)
+    evaluate_every: int | None = option("updates between evaluations (default: at the end only)")
     # Not --log, which torchrun reads as an abbreviation of its own options.
     log: Path | None = option("file with a row of JSON for each update (default: none)", "--log-file")
     tensorboard: Path | None = option("folder for TensorBoard (default: none)")

@@ -26,8 +26,8 @@ from superbatch.errors import InputError, LossSpecError, SplitError
 from ..devices import accelerators
 from ..memory.out_of_memory import out_of_memory
 from ..warn import warn
+from ..window.participants.changed_state_warning import warn_of_changed_state
 from ..window.participants.moved_state import MovedState
-from ..window.participants.moving import warn_of_what_moves
 from ..window.participants.snapshot import RandomKeeper
 from . import divisions
 from .agreement import Cut, Evaluated
@@ -80,7 +80,7 @@ def check_declaration(
             raise found.error()
         # One more evaluation, from the state that the last forward left: the loss may depend on that state.
         if chosen:
-            warn_of_what_moves(keeper, lambda: evaluation.loss_again(chosen[-1]))
+            warn_of_changed_state(keeper, lambda: evaluation.loss_again(chosen[-1]))
             keeper.learn()
     checked = Checked.of(reasons)
     _warn_unchecked(checked, reasons, evaluation, keeper)
@@ -135,7 +135,7 @@ def prepared(problem: Problem, frozen: Sequence[nn.Module] = ()) -> Iterator[tup
     """
     # A second keeper: a later window is checked while it is open, and its savepoint must survive.
     original = problem.state or MovedState([problem.model], [problem.loss_fn])
-    keeper = original.twin()
+    keeper = original.new_keeper()
     keeper.begin(check=True)
     random = RandomKeeper(accelerators([problem.model]))
     random.begin()
@@ -204,7 +204,7 @@ def _warn_unchecked(
         why = f"loss_fn cannot be evaluated on parts of a micro-batch ({failure}). Check another batch"
     else:
         return
-    if not keeper.not_said([checked.reason or NOT_REPEATABLE]):  # an earlier window has warned already
+    if not keeper.not_warned_of([checked.reason or NOT_REPEATABLE]):  # an earlier window has warned already
         return
     declared = _declared(evaluation.problem)
     warn(

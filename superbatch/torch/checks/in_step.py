@@ -59,10 +59,10 @@ def in_step(problem: Problem, microbatch: Any, sync: Sync) -> Iterator[Problem]:
 def _in_turn(problem: Problem, spare: Any, sync: Sync, microbatch: Any) -> Any:
     """Return the loss of a micro-batch; after an error, take part in the collectives of other ranks."""
     sync.reshard()  # the attributes of the modules may have been restored
-    sync.turn(last=False, idle=True)
+    sync.turn(last=False, zero_weight=True)
     try:
         return problem.loss_fn(microbatch)
-    except Exception as error:
+    except Exception as error:  # any kind, because it is raised again
         if out_of_memory(error):
             traceback.clear_frames(error.__traceback__)
         # The other ranks wait in this forward, so one sample completes it for them.

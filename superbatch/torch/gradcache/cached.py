@@ -172,7 +172,7 @@ class _Call:
             BufferKeeper(self._models if buffers.touched() else []),
         )
         random_after.record()
-        buffers_after.take()
+        buffers_after.begin()
         _together(self._sync, self._second_pass)
         buffers_after.restore()
         random_after.back_to(0)

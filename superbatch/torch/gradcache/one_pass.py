@@ -51,7 +51,7 @@ class OnePass:
             if buffers_of(module)  # fewer modules, because every micro-batch walks this list
         ]
         self._keeper = BufferKeeper(models)
-        self._keeper.take()
+        self._keeper.begin()
         self._versions = self._read_versions()
         self._after: dict[str, Tensor] | None = None
         self.moved = False

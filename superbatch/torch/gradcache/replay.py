@@ -37,7 +37,7 @@ class Replay:
     def record(self) -> None:
         """Record the present states."""
         self._keeper.begin()
-        state = self._keeper.taken
+        state = self._keeper.before
         if self._states and state["python"] == self._states[-1][0]["python"]:
             state["python"] = self._states[-1][0]["python"]  # saves 25 KB for each micro-batch
         self._states.append((state, _numpy()))

@@ -138,7 +138,7 @@ def over_ranks(
         sums: sums of this rank, one for each term.
         sync: the ranks to sum over.
         bad: whether this rank has a loss that is not finite.
-        mark: number that must be equal on all ranks (see `NoiseOfWindows.mark`).
+        mark: number that must be equal on all ranks (see `NoiseOfWindows.configuration_number`).
         news: whether this rank has an unchecked feature of the loss (see `check_schedule`), and a hash of the
             counts of its samples (see `rank_counts`); different hashes are an unchecked feature too.
         ahead: returns numbers whose sums a later step needs.

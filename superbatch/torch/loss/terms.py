@@ -300,13 +300,13 @@ def returned_weights(config: Config, microbatches: list[Any]) -> list[Mapping[st
     """
     assert config.loss_fn is not None
     # Another keeper, because the window uses the accumulator's own.
-    state, random = config.state.twin(), RandomKeeper(config.random.devices)
+    state, random = config.state.new_keeper(), RandomKeeper(config.random.devices)
     state.begin(check=True)
     random.begin()
     found: list[Mapping[str, Number]] = []
     try:
         # no_sync(), because no backward follows that would reduce gradients.
-        with torch.no_grad(), config.sync.no_sync(), state.watching(), config.aside():
+        with torch.no_grad(), config.sync.no_sync(), state.watching(), config.outside_window():
             for microbatch in microbatches:
                 # A copy, because a loss may change its micro-batch in place.
                 copied = map_arrays(_copy, microbatch)

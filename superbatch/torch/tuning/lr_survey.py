@@ -94,7 +94,7 @@ def lr_survey(
     accumulator = _as_accumulator(accumulator)
     stream = Batches(batches, accumulation_steps)
     # A second engine, so that counters and sizes of the training's accumulator do not change.
-    engine = accumulator.engine.twin()
+    engine = accumulator.engine.copy_for_survey()
     config = engine.config
     optimizers = config.rule.optimizers
     # Raises if a group has no such option, before anything is recorded.

@@ -184,7 +184,7 @@ def open_block(models: Sequence[nn.Module], chosen: options.Options) -> Iterator
     """
     session = Session(models, chosen)
     buffers = BufferKeeper(models)
-    buffers.take()
+    buffers.begin()
     if chosen.size != "auto":  # "auto" needs all memory, so freed memory is returned to the system
         fastpaths.keep_freed_memory([chosen.device])
     # For every device of the models: dropout of an earlier layer may run on another device.

@@ -1,6 +1,8 @@
-"""Snapshot of optimizer state before a step, to tell a half-made step from one that never began.
+"""Snapshot of optimizer state before a step, to distinguish a half-made step from one that changed nothing.
 
-Taken in every window, so it stores flat lists.
+A snapshot is taken in every window, so it stores flat lists of references and version counters, no copies.
+`rollback` never guesses: it returns False unless version counters and recorded contents prove that no tensor
+was written. A half-made update is *torn*: the accumulator then refuses windows until a state is loaded.
 """
 
 from __future__ import annotations
@@ -30,22 +32,22 @@ _TORN = (
 
 
 class BeforeStep:
-    """Snapshot of optimizer state and parameter versions: undoes new state, detects written tensors.
+    """Snapshot of optimizer state and parameter versions: `rollback` removes new state, or reports a write.
 
-    It keeps no tensor of optimizer state alive: an optimizer may put new ones in their place.
+    It keeps no tensor of optimizer state alive, because an optimizer may replace its tensors.
 
     Args:
-        optimizers: that make the update.
-        owned: their parameters; may change in place.
+        optimizers: the optimizers that make the update.
+        owned: their parameters; the list may change in place.
 
     Examples:
         >>> layer = torch.nn.Linear(2, 1)
         >>> adam = torch.optim.Adam(layer.parameters())
         >>> before = BeforeStep([adam], [])
-        >>> before.note()
-        >>> before.begin()
+        >>> before.savepoint()
+        >>> before.step_begins()
         >>> adam.state[layer.weight]["step"] = torch.zeros(())
-        >>> before.put_back(), dict(adam.state)
+        >>> before.rollback(), dict(adam.state)
         (True, {})
     """
 
@@ -61,47 +63,47 @@ class BeforeStep:
         self._groups: list[list[dict[str, Any]]] = []
         self._targets: list[Tensor] = []
         self._versions: list[int] = []
-        self._is_noted = False
+        self._has_savepoint = False
         self._has_begun = self._in_hooks = self._is_torn = False
 
-    def tear(self) -> None:
-        """Note that half of an update was made."""
+    def mark_torn(self) -> None:
+        """Record that half of an update was made, so that `require_not_torn` raises."""
         self._is_torn = True
 
-    def resume(self) -> None:
-        """Note that a state was loaded, so that updates may continue."""
+    def clear_torn(self) -> None:
+        """Allow updates again, because a state was loaded."""
         self._is_torn = False
 
-    def require_whole(self) -> None:
-        """Check that no half of an update was made since a state was loaded.
+    def require_not_torn(self) -> None:
+        """Raise if half of an update was made and no state was loaded since.
 
         Raises:
-            OptimizerError: one was.
+            OptimizerError: the update is torn.
         """
         if self._is_torn:
             raise OptimizerError(_TORN)
 
     def raise_torn(self, error: BaseException) -> None:
-        """Note that half of an update was made, and raise an error that says so.
+        """Record that half of an update was made, and raise an error that says so.
 
         Args:
-            error: of the optimizer's step, or of a hook after it.
+            error: the error of the optimizer's step, or of a hook after it.
 
         Raises:
             OptimizerError: on the first call, if `error` is an `Exception`; KeyboardInterrupt and SystemExit
                 keep their type.
         """
-        known, self._is_torn = self._is_torn, True
+        was_torn, self._is_torn = self._is_torn, True
         # Only once: a later failure in the same window is not another torn update.
-        if isinstance(error, Exception) and not known:
+        if isinstance(error, Exception) and not was_torn:
             raise OptimizerError(_TORN) from error
 
-    def note(self) -> None:
-        """Record the present state."""
+    def savepoint(self) -> None:
+        """Take the snapshot."""
         # Empty first: if a copy below fails for lack of memory, an older snapshot must not be used.
-        self._is_noted, self._groups = False, []
+        self._has_savepoint, self._groups = False, []
         for states, optimizer in zip(self._states, self._optimizers, strict=True):
-            states.note(optimizer.state)
+            states.record(optimizer.state)
             self._groups.append(list(map(dict, optimizer.param_groups)))
         self._contents = {}
         for optimizer in self._all:
@@ -113,101 +115,105 @@ class BeforeStep:
         self._targets = list(map(attrgetter("target"), self._owned))
         # map with attrgetter runs in C; this is taken in every window.
         self._versions = list(map(attrgetter("_version"), self._targets))
-        self._is_noted, self._has_begun = True, False
+        self._has_savepoint, self._has_begun = True, False
 
-    def begin(self, *, hooks: bool = False) -> None:
-        """Note that an optimizer is about to step: what fails earlier has moved nothing.
+    def step_begins(self, *, hooks: bool = False) -> None:
+        """Record that an optimizer is about to step; a failure before this call has changed nothing.
 
         Args:
-            hooks: the hooks before its step are about to run, and not yet the step.
+            hooks: True if only the pre-hooks of the step are about to run.
         """
         self._has_begun, self._in_hooks = True, hooks
 
     def has_hooks(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether one of torch's optimizers had hooks before its step when `note` was called."""
+        """Return whether an optimizer of torch's had step pre-hooks at the savepoint."""
         return id(optimizer) in self._contents and has_plain_step(optimizer)
 
-    def still(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether none of an optimizer's parameters has been written to since `note`."""
+    def is_unchanged(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether none of an optimizer's parameters was written to since the savepoint."""
         pairs = zip(self._owned, self._versions, strict=True)
         # An in-place write moves the version counter, also in a foreach kernel.
         if any(e.target._version != version for e, version in pairs if e.optimizer is optimizer):
             return False
         contents = self._contents.get(id(optimizer))
-        return contents is None or not contents.parameters_moved()
+        return contents is None or not contents.parameters_changed()
 
-    def not_made(self, idle: Sequence[torch.optim.Optimizer], *, half: bool) -> str:
-        """Return why no update was made although all optimizers were called.
+    def reason_for_no_update(self, without_step: Sequence[torch.optim.Optimizer], *, half: bool) -> str:
+        """Return the reason why no update was made although all optimizers were called.
+
+        If no optimizer has stepped, optimizer state is rolled back.
 
         Args:
-            idle: optimizers whose `step()` did nothing. If all did nothing, their state is rolled back.
-            half: others have stepped.
+            without_step: optimizers whose `step()` did nothing.
+            half: whether other optimizers have stepped.
 
         Raises:
-            OptimizerError: others have stepped.
+            OptimizerError: `half` is True, so the update is torn.
         """
-        names = ", ".join(map(describe, idle))
+        names = ", ".join(map(describe, without_step))
         if half:
             # Before the error, so that the Accumulator refuses to continue even if the error is caught.
-            self.tear()
+            self.mark_torn()
             raise OptimizerError(
                 f"{names}, but another optimizer stepped: half of the update was made. "
                 "Load a checkpoint, and pass optimizers that step at every call."
             )
-        self._put_back_states()  # a wrapper's own count of calls stays
+        self._rollback_states()  # a wrapper's own count of calls stays
         return f"the optimizer did not step: {names}"
 
-    def forget(self) -> None:
+    def free(self) -> None:
         """Free the snapshot, except weak references to state tensors."""
         self._groups, self._targets, self._versions, self._contents = [], [], [], {}
-        self._is_noted = False
+        self._has_savepoint = False
         for states in self._states:
-            states.forget()
+            states.free()
 
-    def put_back(self) -> bool:
-        """Undo new state, group options and all values but tensors.
+    def rollback(self) -> bool:
+        """Remove new state, and restore group options and all values that are not tensors.
 
         Returns:
-            False if a tensor was written, or if that cannot be told.
+            False if a tensor was written, or if it cannot be proved that none was.
         """
         # Not begun: the failure came before any optimizer ran.
-        if not (self._is_noted and self._has_begun):
+        if not (self._has_savepoint and self._has_begun):
             return True
         try:
-            if not self._put_back_states():
+            if not self._rollback_states():
                 return False
             # All are compared before one is changed: a partial rollback would be a third state.
-            if not all(contents.same() for contents in self._contents.values()):
+            if not all(contents.is_unchanged() for contents in self._contents.values()):
                 return False
             for contents in self._contents.values():
-                contents.put_back()
+                contents.restore_numbers()
             return True
-        except Exception:  # noqa: BLE001 - an object cannot be read: the error of the step is the one to raise
+        except Exception:  # noqa: BLE001 - an unreadable object counts as changed; the step's error is raised
             return False
 
-    def _put_back_states(self) -> bool:
-        if not self._can_be_told():
+    def _rollback_states(self) -> bool:
+        if not self._versions_prove_unchanged():
             return False
-        states = [(o.state, known.by_key()) for o, known in zip(self._optimizers, self._states, strict=True)]
-        if any(_moved(state.get(key), noted) for state, known in states for key, noted in known.items()):
+        states = [(o.state, each.by_key()) for o, each in zip(self._optimizers, self._states, strict=True)]
+        if any(_changed(state.get(key), old) for state, by_key in states for key, old in by_key.items()):
             return False
-        for state, known in states:
+        for state, by_key in states:
             # State that the step has made: Adam's buffers of its first step.
-            for key in [key for key in state if key not in known]:
+            for key in [key for key in state if key not in by_key]:
                 del state[key]
-            for key, noted in known.items():
-                _put_back(state[key], noted)
+            for key, old in by_key.items():
+                _rollback_state(state[key], old)
         for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
-            for group, known in zip(optimizer.param_groups, groups, strict=True):
-                # In place: the optimizer and schedulers hold these very dictionaries.
+            for group, old_group in zip(optimizer.param_groups, groups, strict=True):
+                # In place, because the optimizer and its schedulers refer to these dictionaries.
                 group.clear()
-                group.update(known)
+                group.update(old_group)
         return True
 
-    def _can_be_told(self) -> bool:
+    def _versions_prove_unchanged(self) -> bool:
         """Return True if unchanged version counters prove that no parameter and no group has changed."""
-        # Before the step itself only hooks have run, and what they write to is compared bit by bit.
-        if (self._is_hidden() and not self._in_hooks) or any(known.is_opaque for known in self._states):
+        if any(states.is_opaque for states in self._states):
+            return False
+        # If only hooks have run, `_contents` compares bits, so versions need not show every write.
+        if self._versions_may_miss_writes() and not self._in_hooks:
             return False
         groups = [len(optimizer.param_groups) for optimizer in self._optimizers]
         # add_param_group() was called inside the step, e.g. by a hook.
@@ -215,11 +221,11 @@ class BeforeStep:
             return False
         return [target._version for target in self._targets] == self._versions
 
-    def _is_hidden(self) -> bool:
-        """Return whether part of an update may be invisible in versions.
+    def _versions_may_miss_writes(self) -> bool:
+        """Return whether a half-made step may have left all version counters unchanged.
 
-        A fused step does not move versions: it does not show if a second one fails, or a hook after it. Nor
-        does a step of lists of DTensors.
+        A fused kernel and a foreach step of DTensors do not increment versions. So if a second kernel or a
+        post-hook fails, versions do not show that the first kernel has written.
         """
         if any(entry.group.get("foreach") and hasattr(entry.target, "device_mesh") for entry in self._owned):
             return True
@@ -233,7 +239,7 @@ class BeforeStep:
 def has_plain_step(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer is one of torch's own, with the step of its class.
 
-    Torch's schedulers wrap that step to count it.
+    A step that one of torch's schedulers has wrapped, to count its calls, is still plain.
 
     Examples:
         >>> sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
@@ -248,10 +254,10 @@ def has_plain_step(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class _States:
-    """Contents of the states of an optimizer: references to tensors with their versions, and other values.
+    """Snapshot of an optimizer's state: references to tensors with their versions, and all other values.
 
     Attributes:
-        is_opaque: there is something whose change would not be seen: an object, a list, a dict in a state.
+        is_opaque: True if the state contains a value whose change would be missed: an object, a list, a dict.
     """
 
     def __init__(self) -> None:
@@ -263,8 +269,12 @@ class _States:
         self._versions: list[int] = []
         self._others: list[Any] = []
 
-    def note(self, state: Mapping[Any, Any]) -> None:
-        """Record the present values of a state."""
+    def record(self, state: Mapping[Any, Any]) -> None:
+        """Take the snapshot.
+
+        Args:
+            state: the ``state`` of an optimizer, by parameter.
+        """
         states = list(state.values())
         self._keys = list(state)
         self._versions = []
@@ -273,7 +283,7 @@ class _States:
             self._names, self._are_tensors, self._references, self._others = [], [], [], []
             self.is_opaque = False
             return
-        # Not a dict per parameter: nothing is known about such a state.
+        # An optimizer whose state is not a dict per parameter cannot be compared.
         if [each for each in states if not isinstance(each, dict)]:
             self.is_opaque = True
             return
@@ -290,13 +300,12 @@ class _States:
         except RuntimeError:  # made in inference mode
             self.is_opaque = True
 
-    # Not the references: weak ones keep nothing alive.
-    def forget(self) -> None:
-        """Free other values than tensors, which nothing else keeps alive here."""
+    def free(self) -> None:
+        """Free the values that are not tensors; the weak references keep no tensor alive."""
         self._others = []
 
     def by_key(self) -> dict[Any, dict[str, Any]]:
-        """Return by key what each state held."""
+        """Return each parameter's state: name -> value, or (weak reference, version) for a tensor."""
         tensors, others = zip(self._references, self._versions, strict=True), iter(self._others)
         values = (next(tensors) if is_tensor else next(others) for is_tensor in self._are_tensors)
         return {
@@ -305,9 +314,9 @@ class _States:
         }
 
 
-def _moved(state: Any, noted: dict[str, Any]) -> bool:
-    """Return whether a tensor of a state was written, or another one put in its place."""
-    tensors = {name: value for name, value in noted.items() if _is_tensor(value)}
+def _changed(state: Any, recorded: dict[str, Any]) -> bool:
+    """Return whether a tensor of a parameter's state was written to, replaced or removed."""
+    tensors = {name: value for name, value in recorded.items() if _is_tensor(value)}
     # Identity and version: a replaced tensor has a version of its own.
     return not isinstance(state, dict) or any(
         state.get(name) is None or state[name] is not reference() or state[name]._version != version
@@ -315,11 +324,12 @@ def _moved(state: Any, noted: dict[str, Any]) -> bool:
     )
 
 
-def _put_back(state: Any, noted: dict[str, Any]) -> None:
-    for name in [name for name in state if name not in noted]:
+def _rollback_state(state: Any, recorded: dict[str, Any]) -> None:
+    """Remove new entries of a parameter's state, and restore the values that are not tensors."""
+    for name in [name for name in state if name not in recorded]:
         del state[name]
-    state.update({name: value for name, value in noted.items() if not _is_tensor(value)})
+    state.update({name: value for name, value in recorded.items() if not _is_tensor(value)})
 
 
-def _is_tensor(noted: Any) -> bool:
-    return isinstance(noted, tuple) and len(noted) == 2 and isinstance(noted[0], weakref.ref)
+def _is_tensor(recorded: Any) -> bool:
+    return isinstance(recorded, tuple) and len(recorded) == 2 and isinstance(recorded[0], weakref.ref)

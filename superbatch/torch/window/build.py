@@ -1,4 +1,4 @@
-"""Construction of an accumulator's engine from its options, which are checked first."""
+"""Construction of an accumulator's engine: all options are checked before anything is built or changed."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def engine_of(
     # After the config, because some exclusions depend on its ranks and weight.
     options.check_combinations(config, gradient_sum=given.gradient_sum)
     if isinstance(work.sizing, Fixed):
-        # Not for a searched size, which uses almost all memory: freed memory is returned there.
+        # Not for a searched size, which uses almost all memory, so freed memory must be returned.
         fastpaths.keep_freed_memory(entry.parameter.device for entry in parameters.entries)
     return Engine(
         config,
@@ -176,6 +176,7 @@ def _config(
     sync: Sync,
     masters: dict[Tensor, Tensor],
 ) -> Config:
+    """Return the configuration of an engine; the arguments are those of `engine_of`, checked and sorted."""
     device, whole = options.as_device(given.device, owned), given.coupled is not None
     parameters = [entry.parameter for entry in owned]
     scaler = options.check_scaler(given.scaler)
@@ -233,22 +234,27 @@ def _check(loss_fn: object, given: Options) -> None:
 
 
 def _participants(given: Sequence[Any]) -> _Participants:
-    found: dict[type, list[Any]] = {
+    """Return the option `participants`, sorted by kind.
+
+    Raises:
+        InputError: an object is no participant, or several handle BatchNorm.
+    """
+    by_kind: dict[type, list[Any]] = {
         kind: [each for each in given if isinstance(each, kind)] for kind in _KINDS
     }
     others = tuple(each for each in given if not isinstance(each, _KINDS))
     # Any object with these methods is a participant; there is no base class.
     for each in others:
         missing = [name for name in _METHODS if not callable(getattr(each, name, None))]
-        # A class in place of an object has the methods too: participants=[FrozenBatchNorm].
+        # A class has the methods too, as in participants=[FrozenBatchNorm].
         if isinstance(each, type) or missing:
             raise InputError(
                 f"participants= contains {each!r}, which is not a participant. Pass FrozenBatchNorm(), "
                 "GhostBatchNorm(), PerSampleRandom(), or an object with the methods of "
                 "superbatch.torch.window.participant.Participant."
             )
-    frozen: list[Any] = found[FrozenBatchNorm]
-    ghost: list[Any] = found[GhostBatchNorm]
+    frozen: list[Any] = by_kind[FrozenBatchNorm]
+    ghost: list[Any] = by_kind[GhostBatchNorm]
     # Two for one model would need an order of precedence.
     if len(frozen) + len(ghost) > 1:
         raise InputError(
@@ -257,7 +263,7 @@ def _participants(given: Sequence[Any]) -> _Participants:
         )
     kind = "frozen" if frozen else "per_microbatch" if ghost else "error"
     modules = tuple(module for each in (*frozen, *ghost) for module in each.modules)
-    return _Participants(kind, modules, bool(found[PerSampleRandom]), others)
+    return _Participants(kind, modules, bool(by_kind[PerSampleRandom]), others)
 
 
 _KINDS = (FrozenBatchNorm, GhostBatchNorm, PerSampleRandom)
@@ -275,7 +281,7 @@ def _sizing_of(
     batchnorm: str | None,
     **sizes: Any,
 ) -> Fixed | AutoSize:
-    """Return the sizing that `microbatch_size` declares.
+    """Return the object that chooses the sizes of micro-batches.
 
     Args:
         microbatch_size: the checked option.
@@ -314,10 +320,10 @@ def _handled(batchnorms: dict[str, _BatchNorm], participants: _Participants) -> 
     # FrozenBatchNorm() without modules means all of them.
     if not participants.modules:
         return batchnorms
-    ours, covered = set(batchnorms.values()), set[nn.Module]()
+    known, covered = set(batchnorms.values()), set[nn.Module]()
     for module in participants.modules:
         # A container is allowed: FrozenBatchNorm(model.backbone).
-        inside = ours.intersection(module.modules())
+        inside = known.intersection(module.modules())
         if not inside:
             raise InputError(
                 f"A participant for BatchNorm has a {type(module).__name__} that contains no BatchNorm of "
@@ -329,7 +335,7 @@ def _handled(batchnorms: dict[str, _BatchNorm], participants: _Participants) -> 
 
 
 def _without_masters(optimizer: Any) -> tuple[Any, dict[Tensor, Tensor]]:
-    """Return the optimizers without `MasterWeights` around them, and the masters of all of them."""
+    """Return the optimizers inside of `MasterWeights`, and a mapping parameter -> master of all of them."""
     # A single optimizer stays single, because error texts show the type that the user passed.
     given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     masters: dict[Tensor, Tensor] = {}

@@ -30,21 +30,30 @@ from .update_rule import UpdateRule
 NonFinite = Literal["raise", "skip_microbatch", "skip_update"]
 
 
+# Frozen, because all windows share it, and the engine reads it before, in and after each of them.
 @dataclass(frozen=True)
-# Frozen: windows share it, and an option that changed between two windows would split one update.
 class Config:
     """The checked options of an accumulator, and objects that its windows share.
 
     Attributes:
+        models: the models.
+        owned: the parameters whose gradients are summed; the list changes in place.
+        rule: optimizers, schedulers, scaler and clipping.
+        sync: the ranks that share a window.
+        device: device to which micro-batches are moved; None: they stay where they are.
         declared: the declared reduction and weight of a micro-batch's loss.
+        nonfinite: policy for losses and gradients that are not finite.
+        sample_rng: True if each sample has its own random stream (`PerSampleRandom`).
+        norms: participant for BatchNorm; None: there is none.
+        random: participant that restores the random generators.
         loss_fn: the loss of a micro-batch; None if the loss cannot be called with one.
         state: restores buffers and other state that a forward changes.
-        transfer: moves micro-batches to the device; None: they stay where they are.
+        transfer: moves micro-batches to `device`; None: they are not moved.
         reserve: checks that there is memory for the update.
-        before_step: the state before the optimizers' step, to restore it.
+        before_step: snapshot of the optimizers before their step.
         until_next: gradients of the last window, whose memory the next one uses: `update_rule.zero_grad`.
         noise: measures how noisy the gradient is; None: it is not measured.
-        whole: the loss is computed on the whole batch at once (see `coupled_work`).
+        whole: True if the loss is computed on the whole batch at once (see `coupled_work`).
         masters: parameter -> float32 copy that the optimizer updates instead.
         backward: the backward function of another library; None: autograd's.
         earlier: gradients in ``.grad`` before the window, to which the window's is added (`Gradient`); None
@@ -76,9 +85,9 @@ class Config:
     earlier: EarlierGradients | None = None
     extra: Extra | None = None
 
-    def aside(self) -> AbstractContextManager[None]:
+    def outside_window(self) -> AbstractContextManager[None]:
         """Return a context for forwards outside of a window, such as a check's: it restores `extra`."""
-        return nullcontext() if self.extra is None else self.extra.aside()
+        return nullcontext() if self.extra is None else self.extra.outside_window()
 
     @property
     def reduction(self) -> normalize.Reduction:

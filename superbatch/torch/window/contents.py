@@ -1,4 +1,4 @@
-"""Record of an optimizer's contents before its step, to find out whether a failed step changed them."""
+"""Record of an optimizer's contents before its step, to detect whether a failed step changed them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Contents:
     """Record of parameters, and of all objects that their optimizer refers to.
 
-    Numbers and strings among the optimizer's own attributes are not compared, but restored by `put_back`.
+    Numbers and strings among the optimizer's own attributes are not compared; see `restore_numbers`.
 
     A tensor's version counter does not show writes through `.data`, NumPy or a foreign kernel. So its bits
     are recorded: a copy of a small tensor, a sum over the bits of a large one.
@@ -39,21 +39,21 @@ class Contents:
         >>> parameter = torch.zeros(2, requires_grad=True)
         >>> sgd = torch.optim.SGD([parameter])
         >>> before = Contents(sgd, [parameter])
-        >>> before.same()
+        >>> before.is_unchanged()
         True
         >>> parameter.data[0] = 1.0
-        >>> before.same()
+        >>> before.is_unchanged()
         False
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
         self._optimizer, self._parameters = optimizer, list(parameters)
         own = vars(optimizer)
-        # Numbers such as a call counter change in each step; `put_back` restores them.
+        # Numbers such as a call counter change in each step; `restore_numbers` restores them.
         self._numbers = {name: value for name, value in own.items() if isinstance(value, PLAIN)}
         self._before = self._read()
 
-    def put_back(self) -> None:
+    def restore_numbers(self) -> None:
         """Restore numbers and strings among the optimizer's own attributes."""
         own = vars(self._optimizer)
         # Attributes that the step has added are deleted.
@@ -61,7 +61,7 @@ class Contents:
             del own[name]
         own.update(self._numbers)
 
-    def same(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Return whether nothing else has changed; False also if an object cannot be read."""
         before, now = self._before, self._read()
         # Unreadable objects count as changed: the caller then refuses further updates, which is safe.
@@ -69,7 +69,7 @@ class Contents:
             return False
         return before.plain == now.plain and all(map(torch.equal, before.tensors, now.tensors))
 
-    def parameters_moved(self) -> bool:
+    def parameters_changed(self) -> bool:
         """Return whether a parameter has certainly changed; False if that is unknown."""
         now = _read(list(self._parameters))
         # With fewer tensors than now, the first reading ended early and there is nothing to compare with.

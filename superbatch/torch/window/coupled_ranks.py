@@ -1,8 +1,8 @@
 """Coupled samples on several ranks, each of which has a part of the batch.
 
-The forward and backward of `virtual_batch` sum over the ranks at each coupling point. The window does the
-rest: it weighs each rank's loss by the rank's samples, it lets all ranks begin again if one runs out of
-memory, and it raises for a loss that couples only the samples of one rank.
+The forward and backward of `virtual_batch` sum over the ranks at each coupling point. The window weights each
+rank's loss by the rank's samples. If one rank runs out of memory, all ranks begin again. A loss that couples
+only the samples of one rank raises.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def positive_weight(weight: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return a weight function that raises for 0, because other ranks wait for this rank's forward.
 
     Args:
-        weight: from a batch to its weight.
+        weight: function from a batch to its weight.
 
     Raises:
-        InputError: the weight is zero.
+        InputError: raised by the returned function if the weight is 0.
 
     Examples:
         >>> positive_weight(len)([1, 2])
@@ -88,7 +88,7 @@ class Parts(NamedTuple):
     weight: float
 
     def squares(self) -> list[float]:
-        """Return numbers whose sums over the ranks are the argument of `proportional`."""
+        """Return three numbers; their sums over the ranks are the argument of `proportional`."""
         # Cauchy-Schwarz: sum(c^2) * sum(w^2) equals sum(c*w)^2 only if c is proportional to w.
         return [self.counted**2, self.counted * self.weight, self.weight**2]
 
@@ -108,7 +108,7 @@ class Parts(NamedTuple):
         return math.isclose(counts * weights, products**2, rel_tol=1e-12)
 
 
-def require_every_rank(virtual: VirtualBatch, weight: float, *, stated: bool) -> Parts:
+def require_every_rank(virtual: VirtualBatch, weight: float, *, declared: bool) -> Parts:
     """Check that the loss couples the samples of all ranks; return this rank's count and weight.
 
     The virtual batch itself computes BatchNorm over all ranks. For other coupling `loss_fn` must communicate.
@@ -116,7 +116,7 @@ def require_every_rank(virtual: VirtualBatch, weight: float, *, stated: bool) ->
     Args:
         virtual: the batch of this rank.
         weight: weight of the rank.
-        stated: whether the user has passed `weight`.
+        declared: whether the user has passed ``weight=``.
 
     Raises:
         CoupledSamplesError: the loss couples the samples of this rank only.
@@ -130,8 +130,8 @@ def require_every_rank(virtual: VirtualBatch, weight: float, *, stated: bool) ->
         # The virtual batch sums BatchNorm's statistics over the ranks.
         if point.operation == "batch_norm":
             continue
-        # E.g. a mean over this rank's labels, which is part of the global mean if the rank weighs its labels.
-        if number is not None and (counts or stated):
+        # E.g. a mean over this rank's labels: part of the global mean if the rank's weight counts its labels.
+        if number is not None and (counts or declared):
             count += number
             continue
         if point.kind == "unknown":

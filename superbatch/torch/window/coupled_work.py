@@ -42,7 +42,7 @@ from .microbatches import MicrobatchList
 from .open_window import OpenWindow
 from .participants.gradient_sum import ManagedParameter, host_backward, run_backward
 from .participants.parameter_gradients import ParameterGradientSum
-from .retry import but_unseen, require_restorable
+from .retry import require_restorable, retry_condition
 from .slips import without_tensor
 from .transaction import Transaction
 
@@ -56,8 +56,9 @@ class Coupled:
     Args:
         config: the accumulator's.
         loss_fn: the user's loss of the whole batch.
-        size: most samples computed at a time; ``"auto"``: as many as fit in memory; None: all.
-        rng: random operators draw per ``"microbatch"``, or the numbers of the large ``"batch"``.
+        size: number of samples computed at a time; ``"auto"``: as many as fit in memory; None: all.
+        rng: ``"microbatch"``: random operators draw anew for each micro-batch; ``"batch"``: they draw the
+            numbers that the large batch would get.
 
     Attributes:
         sizing: limits the size after memory ran out.
@@ -72,9 +73,9 @@ class Coupled:
         self._rng: Rng = rng
         self._run = run_backward if config.backward is None else host_backward(config.backward)
         self._size: Size | None = size
-        self._now: Size = "auto"
+        self._now: Size = "auto"  # size for the current window
         self._parts = Parts(0.0, 0.0)
-        self._apart = False  # True if loss_fn does not use the virtual batch
+        self._is_unsplit = False  # True if loss_fn does not use the virtual batch
 
     @property
     def watched(self) -> None:
@@ -118,12 +119,12 @@ class Coupled:
             self._now = min(filter(None, (given, self.sizing.most, samples)))
         return MicrobatchList([batch], [samples], None, {}), self.sizing
 
-    def twin(self) -> Coupled:
+    def copy(self) -> Coupled:
         """Return a copy that begins with the same sizes and does not change this one."""
-        twin = Coupled(self._config, self._loss_fn, self._size, self._rng)
+        copied = Coupled(self._config, self._loss_fn, self._size, self._rng)
         # Copied, so that a survey that runs out of memory does not shrink the training's micro-batches.
-        twin.load_state_dict({"sizing": self.state_dict()})
-        return twin
+        copied.load_state_dict({"sizing": self.state_dict()})
+        return copied
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sizes that were found."""
@@ -162,7 +163,7 @@ class Coupled:
         self._parts = Parts(0.0, 0.0)
         try:
             self._compute(window, batch, begun)
-        except Exception as error:
+        except Exception as error:  # any kind, because the other ranks wait for this rank's vote
             # First, because a failed forward may have left autocast or grad mode changed.
             window.transaction.modes.restore()
             if not sync.shared:
@@ -176,35 +177,35 @@ class Coupled:
         virtual = begun[0] if begun else None
         # The other ranks wait in an exchange of the block, and this rank's vote would not reach them.
         if failed is not None and not is_answered(failed, virtual):
-            window.leave_others()
+            window.report.suppress()
             raise failed
         return failure_of_any(failed, virtual, self._parts, sync)
 
     def _compute(self, window: OpenWindow[Any], batch: Any, begun: list[VirtualBatch]) -> None:
         transaction = window.transaction
-        config, place, progress = transaction.config, transaction.gradients, transaction.progress
-        assert isinstance(place, ParameterGradientSum)
+        config, gradients, progress = transaction.config, transaction.gradients, transaction.progress
+        assert isinstance(gradients, ParameterGradientSum)
         # Parameters outside of the models get gradients too, so the block must record them.
-        models = [*config.models, *_others(config.models, config.owned)]
+        models = [*config.models, *_holder_of_others(config.models, config.owned)]
         self.report = None
         restore_views = view_tracking()
         try:
             with config.sync.gathered(), open_block(models, self._options(models)) as virtual:
                 begun.append(virtual)
-                value = self._backward(window, virtual, batch, place.inputs)
+                value = self._backward(window, virtual, batch, gradients.inputs)
         finally:  # after a failure too: `_smaller` needs the report
             restore_views()  # an interrupt between two lines of torch's own context leaves it changed
             self.report = begun[0].report() if begun else None
-        if self._apart:  # the update is right, but took the memory of the whole batch
+        if self._is_unsplit:  # the update is exact, but took the memory of the whole batch
             self.report = replace(begun[0].report(), microbatches=1)
-            warn(_APART)
+            warn(_UNSPLIT)
         if config.sync.shared:
             weight = float(normalize.total_weight(progress.weights.counted([])))
-            stated = config.declared.weigh != "samples"
-            self._parts = require_every_rank(begun[0], weight, stated=stated)
+            declared = config.declared.weigh != "samples"
+            self._parts = require_every_rank(begun[0], weight, declared=declared)
         # A memory bank may now hold virtual tensors of the forward; a copy of one is a real tensor.
         config.state.replace_tensors(VirtualTensor, deepcopy)
-        place.took()
+        gradients.record()
         progress.losses.load_state({0: value.item()})
         # The window's only micro-batch is complete.
         progress.arrived, progress.next = True, 1
@@ -217,7 +218,7 @@ class Coupled:
         """Record forward and backward; return the loss without its graph."""
         loss = _checked(self._loss_fn(virtual(batch)))
         # A loss that was read from sums of the virtual batch (`sweeps`) is real, but uses the batch.
-        self._apart = not isinstance(loss, VirtualTensor) and not virtual.report().sweeps
+        self._is_unsplit = not isinstance(loss, VirtualTensor) and not virtual.report().sweeps
         ((_, factor),) = window.transaction.progress.weights.scaled(0, loss, None)
         part, scale = scaled(loss, factor), window.transaction.scale
         self._run(part if scale is None else scale.scaled(part), None, inputs, retain_graph=False)
@@ -245,9 +246,9 @@ class Coupled:
         config = transaction.config
 
         def shrink() -> None:
-            # First, so that its error is raised before anything is restored.
+            # First, so that it raises before anything is restored.
             require_restorable(transaction, f"running out of memory ({failure.text})")
-            config.state.restore()  # the block restores only buffers of models
+            config.state.restore()  # virtual_batch restores only buffers of models
             gc.collect()  # an exception and its frames may be a cycle
             release_caches(*config.random.devices)
             if failure.here:
@@ -262,7 +263,7 @@ class Coupled:
             config.reserve.tight = True
             warn(
                 f"memory ran out with {failed} samples at a time; the batch is computed again with at most "
-                f"{self._now}. The update is the same{but_unseen(transaction)}. "
+                f"{self._now}. The update is the same{retry_condition(transaction)}. "
                 f"({failure.text.splitlines()[0]})"
             )
 
@@ -273,7 +274,7 @@ class Coupled:
             OutOfMemoryError: a single sample did not fit.
         """
         samples = sum(transaction.progress.microbatches.samples or ())
-        # The block chooses the size; if memory ran out before, the size was the whole batch.
+        # virtual_batch chooses the size; if memory ran out before it had, the size was the whole batch.
         if self._now == "auto":
             parts = self.report.microbatches if self.report is not None else 0
             failed = -(-samples // (parts or 1))
@@ -309,12 +310,12 @@ def _samples_of(batch: Any) -> int:
         raise SplitError(f"{found}. {_ROWS}.") from None
     tensors: list[Tensor] = []
 
-    def note(leaf: Any) -> Any:
+    def collect(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.dim():
             tensors.append(leaf)
         return leaf
 
-    map_arrays(note, batch)
+    map_arrays(collect, batch)
     if not tensors:
         raise SplitError(
             f"The batch of {samples} coupled samples contains no tensor, and arrays and lists cannot be "
@@ -362,23 +363,23 @@ _ROWS = (
     "Pass tensors with one row per sample, padded if lengths differ, and let loss_fn read everything else "
     "from its closure"
 )
-_APART = (
+_UNSPLIT = (
     "loss_fn does not use the tensors of the batch that it gets, but tensors from its closure, or copies. So "
     "the whole batch was computed at once, without micro-batches. Compute the loss from the tensors of the "
     "argument of loss_fn."
 )
 
 
-def _others(models: tuple[nn.Module, ...], owned: list[ManagedParameter]) -> list[nn.Module]:
-    """Return a module that holds the parameters outside of the models, such as a learnt temperature."""
+def _holder_of_others(models: tuple[nn.Module, ...], owned: list[ManagedParameter]) -> list[nn.Module]:
+    """Return a module of the parameters outside of the models, such as a learnt temperature; [] if none."""
     # By id, because `in` on tensors compares elements.
     inside = {id(parameter) for model in models for parameter in model.parameters()}
     outside = [entry for entry in owned if id(entry.parameter) not in inside]
     if not outside:
         return []
-    # The block takes only modules.
+    # virtual_batch takes only modules.
     holder = nn.Module()
-    for place, entry in enumerate(outside):
+    for number, entry in enumerate(outside):
         # Not by register_parameter, which refuses a plain tensor that an optimizer may have.
-        parameters_of(holder)[str(place)] = entry.parameter  # pyright: ignore[reportArgumentType]  (plain tensor)
+        parameters_of(holder)[str(number)] = entry.parameter  # pyright: ignore[reportArgumentType]  (plain tensor)
     return [holder]

@@ -22,9 +22,9 @@ def by_loss(window: Transaction, losses: Any, bad: list[int]) -> Culprit:
     droppable = _can_drop(window)
     if not bad:
         return Culprit(droppable=droppable)
-    place = window.gradients
+    gradients = window.gradients
     # close() of a momentum sum returns no tensors, because the momentum buffers are its sums.
-    sums = place.sums() if isinstance(place, MomentumGradientSum) else place.close()
+    sums = gradients.sums() if isinstance(gradients, MomentumGradientSum) else gradients.close()
     parameter = first_bad_parameter(window.config.owned, sums)
     loss, term = window.progress.weights.loss_of(losses, bad[0])
     return Culprit(bad[0], loss, parameter, whole=window.config.whole, term=term, droppable=droppable)
@@ -81,7 +81,7 @@ def _backward_again(window: Transaction, index: int, terms: list[str], *, counts
         parts = window.progress.weights.by_name(index, loss) if counts else {}
         # Other ranks wait for a backward in this turn.
         if not parts and config.sync.in_step:
-            config.sync.idle_backward(again=False)
+            config.sync.zero_backward(again=False)
         for number, (name, part) in enumerate(parts.items(), 1):
             run_backward(part, None, window.gradients.inputs, retain_graph=number < len(parts))
             # After each term, to find the term that adds the NaN.

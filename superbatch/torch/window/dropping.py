@@ -27,7 +27,7 @@ def keep_or_drop(window: Transaction, index: int, *, again: bool) -> None:
             f'Micro-batch {index} had a second backward, but nonfinite="skip_microbatch" keeps or '
             "drops a micro-batch as a whole. Add its losses and call backward once."
         )
-    # If only the scaled gradient is infinite, it is an overflow that the scaler must see.
+    # With a scaler an infinite gradient is an overflow: it stays in the sum, so that the scale is lowered.
     losses = progress.losses
     if window.config.rule.scaling:
         finite = losses.finite(index)

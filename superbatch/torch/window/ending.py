@@ -1,4 +1,10 @@
-"""End of a window: combine the sums of micro-batches and ranks, then make the update."""
+"""End of a window: combine the sums of micro-batches and ranks, then make the update.
+
+The *point of no return* is the moment when the optimizers have stepped (without a step: when the gradient is
+in ``.grad``, or the scale was lowered). Before it, every failure restores the state before the window. After
+it, all functions in `Ending.rest` run, even if one of them raises. Ranks vote once before it, so that no rank
+steps alone.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +30,7 @@ from .microbatches import Shown
 from .nonfinite import Culprit
 from .participants.gradient_sum import clear
 from .participants.momentum_gradients import MomentumGradientSum
-from .participants.noise.windows import Summed
+from .participants.noise.windows import WindowSum
 from .transaction import Transaction, take_each
 from .update_rule import Once, OptimizerSteps
 
@@ -34,21 +40,22 @@ class Ending:
 
     Args:
         window: the transaction of the window.
-        looks: schedule of the loss check; None: it is off.
-        started: when the window was made, by `time.perf_counter`.
+        check_schedule: decides which windows are checked; None: none are.
+        started: value of `time.perf_counter` when the window was made.
 
     Attributes:
         update: the record; None before the end.
         is_agreed: True after the last exchange between ranks, when a failure can no longer be reported.
-        rest: functions still to run after the optimizers have stepped. They refer to this object, and this
-            cycle would hold the losses, so `OpenWindow` clears the list.
+        rest: functions that must still run after the point of no return. They refer to this object; the cycle
+            would keep the losses alive, so `OpenWindow` clears the list.
     """
 
-    def __init__(self, window: Transaction, looks: CheckSchedule | None, started: float) -> None:
+    def __init__(self, window: Transaction, check_schedule: CheckSchedule | None, started: float) -> None:
         self.update: Update | None = None
         self.is_agreed = False
-        self._window, self._looks, self._started = window, looks, started
-        self._point: Once | OptimizerSteps | None = None  # the point of no return, once it is near
+        self._window, self._check_schedule, self._started = window, check_schedule, started
+        # The call that makes the update final; None until shortly before it.
+        self._point_of_no_return: Once | OptimizerSteps | None = None
         self.rest: list[Callable[[], Any]] = []
         # An autocast around the whole training loop has cached casts of the old parameters.
         self._after_step: list[Callable[[], Any]] = [torch.clear_autocast_cache]
@@ -57,16 +64,16 @@ class Ending:
             self._after_step.append(partial(update_rule.copy_masters, window.config.owned))
 
     @property
-    def passed(self) -> bool:
-        """True from the point of no return: the optimizers have stepped, or the gradient is in ``.grad``."""
-        if isinstance(self._point, Once):
-            return bool(self._point.returned)
-        return self._point is not None and self._point.made
+    def is_final(self) -> bool:
+        """True after the point of no return: the optimizers have stepped, or the gradient is in ``.grad``."""
+        if isinstance(self._point_of_no_return, Once):
+            return bool(self._point_of_no_return.returned)
+        return self._point_of_no_return is not None and self._point_of_no_return.all_made
 
     @property
     def has_stepped(self) -> bool:
         """True once an optimizer has stepped, even if the others have not."""
-        return isinstance(self._point, OptimizerSteps) and self._point.begun
+        return isinstance(self._point_of_no_return, OptimizerSteps) and self._point_of_no_return.has_stepped
 
     def finish(self) -> None:
         """Combine the sums of all micro-batches and ranks, and end the window with them.
@@ -76,25 +83,27 @@ class Ending:
         """
         window, progress = self._window, self._window.progress
         config, rule, noise = window.config, window.config.rule, window.noise
-        # Before the step, because the record shows the rates of this update.
+        # Before the step, because a scheduler changes the rates after it.
         rates = update_rule.learning_rates(rule)
         losses = progress.losses.on_host(len(progress.microbatches))
         weights, dropped = progress.weights, progress.dropped
         bad, sums = weights.not_finite(losses, dropped), weights.sums(losses, dropped)
-        shown, news = None, (False, 0)
-        if self._looks is not None:
+        checkable, news = None, (False, 0)
+        if self._check_schedule is not None:
             took_part = partial(weights.took_part, dropped)
-            shown = Shown(progress.microbatches, weights.each(losses), weights.counted(dropped), took_part)
-            news = self._looks.needs_check(shown)
-        mark = 0 if noise is None else noise.mark()
-        ahead = partial(update_rule.announced, window.gradients, config.sync, config.owned)
+            checkable = Shown(
+                progress.microbatches, weights.each(losses), weights.counted(dropped), took_part
+            )
+            news = self._check_schedule.needs_check(checkable)
+        configuration = 0 if noise is None else noise.configuration_number()
+        announce = partial(update_rule.announced, window.gradients, config.sync, config.owned)
         # One exchange for sums, flags and announcements, because each costs a round trip.
-        sums, bad_ranks, look, announced = over_ranks(
-            sums, config.sync, bad=bool(bad), mark=mark, news=news, ahead=ahead
+        sums, bad_ranks, check_due, announced = over_ranks(
+            sums, config.sync, bad=bool(bad), mark=configuration, news=news, ahead=announce
         )
         # The loss of some rank is not finite, so no rank makes the update.
         if bad_ranks:
-            self._refuse(sums, rates, culprit.by_loss(window, losses, bad))
+            self._reject(sums, rates, culprit.by_loss(window, losses, bad))
             return
         # The divisor is the same on all ranks, because `sums` has the weights of all.
         found = weights.result(sums)
@@ -108,8 +117,8 @@ class Ending:
         divisor = found.divisor
         gradients = update_rule.ready(rule, window.gradients, config.sync, config.owned, divisor, announced)
         # After the reduction, because a check of a sharded model frees gradients that are not yet reduced.
-        if look and shown is not None:
-            self._look_again(shown)
+        if check_due and checkable is not None:
+            self._check_again(checkable)
         # A sum in the momentum buffer contains no separate gradient, so there is no norm to clip by.
         if isinstance(window.gradients, MomentumGradientSum):
             gradients, norm = window.gradients.sums(), None
@@ -118,14 +127,14 @@ class Ending:
             norm, finite = config.sync.norm(gradients)
         # With a scaler, infinity means that the scale is too high, and the scaler lowers it.
         if not finite and not rule.scaling:
-            self._refuse(sums, rates, culprit.by_gradient(window, losses, gradients))
+            self._reject(sums, rates, culprit.by_gradient(window, losses, gradients))
             return
         if norm is not None and finite and noise is not None:
-            noise.measure(gradients, norm, self._summed(sums[0].weight, found.divisor, losses))
+            noise.measure(gradients, norm, self._window_sum(sums[0].weight, found.divisor, losses))
         if not finite and config.earlier is None:
-            self._overflow(found, rates, norm)
+            self._skip_overflow(found, rates, norm)
             return
-        end = self._apply if config.earlier is None else self._keep
+        end = self._apply_update if config.earlier is None else self._keep_gradient
         end(found, rates, gradients, norm)
 
     def leave_early(self) -> None:
@@ -137,7 +146,7 @@ class Ending:
         self._record(WindowLoss(math.nan, 0), rates, skipped=reason)
 
     def complete(self) -> None:
-        """Finish a window whose optimizers have stepped; may be called again.
+        """Finish a window after the point of no return; may be called again.
 
         Raises:
             BaseException: a scheduler or a participant raised it; everything else is finished.
@@ -145,7 +154,7 @@ class Ending:
         take_each(*self.rest)
 
     def abort(self) -> None:
-        """Clean up after an optimizer raised inside `step()`: parameters stay half updated."""
+        """Commit the window after an optimizer raised inside `step()`; parameters stay half updated."""
         window, config = self._window, self._window.config
         scale = [] if window.scale is None else [window.scale.restore]
         take_each(*self._after_step, partial(clear, config.owned), *scale, *window.commits())
@@ -159,7 +168,7 @@ class Ending:
         self._window.config.sync.vote(raised=False)
         self.is_agreed = True
 
-    def _apply(
+    def _apply_update(
         self,
         found: WindowLoss,
         rates: tuple[float, ...],
@@ -171,7 +180,7 @@ class Ending:
         rule = config.rule
         if norm is not None:
             update_rule.clip(rule, gradients, norm)
-        # Check that there is memory for the step while everything can still be restored.
+        # Now, while everything can still be restored: raises if the step does not fit in memory.
         config.reserve.require()
         self._prepare_commit()
         window.gradients.attach(gradients)
@@ -185,23 +194,23 @@ class Ending:
         ]
         # The last exchange before the step, so that no rank steps alone.
         agree = self._agree if config.sync.shared else None
-        self._point = steps = OptimizerSteps(rule, window.gradients, config.before_step, agree)
+        self._point_of_no_return = steps = OptimizerSteps(rule, window.gradients, config.before_step, agree)
         reason = steps.take()
-        # A wrapper may have skipped the step of its optimizer: then the window is undone.
+        # A wrapper may have skipped the step of its optimizer: then the window is restored.
         if reason:
             window.restore()
             self._record(found, rates, norm=norm, skipped=reason)
         else:
             take_each(*self.rest)
 
-    def _keep(
+    def _keep_gradient(
         self,
         found: WindowLoss,
         rates: tuple[float, ...],
         gradients: list[Tensor | None],
         norm: float | None,
     ) -> None:
-        """Leave the gradient in ``.grad``; it stays scaled if losses are scaled."""
+        """End a window of `Gradient`: leave the gradient in ``.grad``, scaled if the losses are scaled."""
         window = self._window
         # The record's norm is unscaled; .grad stays scaled for the user's scaler.
         norm = None if norm is None else norm / (window.scaled_by or 1.0)
@@ -210,13 +219,13 @@ class Ending:
             window.config.earlier.prepare(gradients)
         if window.config.sync.shared:
             self._agree()
-        self._pass(
+        self._commit(
             partial(window.gradients.attach, gradients),
             partial(self._record, found, rates, norm=norm),
             *window.commits(),
         )
 
-    def _overflow(self, found: WindowLoss, rates: tuple[float, ...], norm: float | None) -> None:
+    def _skip_overflow(self, found: WindowLoss, rates: tuple[float, ...], norm: float | None) -> None:
         """Lower the scale and skip the update, because the gradient of the scaled loss is not finite."""
         window, config = self._window, self._window.config
         scaler: Any = config.rule.scaler  # unscale_ has recorded the overflow in it
@@ -224,26 +233,27 @@ class Ending:
         # All ranks must lower the scale, or their scales would differ in the next window.
         if config.sync.shared:
             self._agree()
-        self._pass(
+        self._commit(
             scaler.update,
             partial(clear, config.owned),
             partial(self._record, found, rates, norm=norm, skipped=_OVERFLOW),
             *window.commits(),
         )
 
-    def _pass(self, point: Callable[[], object], *rest: Callable[[], object]) -> None:
-        """Pass the point of no return, and finish."""
+    def _commit(self, point: Callable[[], object], *rest: Callable[[], object]) -> None:
+        """Call `point`, which makes the window final, then run `rest`."""
         self.rest = list(rest)
-        self._point = Once(point)
-        self._point.take()
+        self._point_of_no_return = Once(point)
+        self._point_of_no_return.take()
         self.complete()
 
     def _prepare_commit(self) -> None:
-        """Pool BatchNorm statistics before the optimizers step: it allocates tensors and sums over ranks."""
+        """Pool BatchNorm statistics. Before the step, because this allocates tensors and sums over ranks."""
         if self._window.config.norms is not None:
             self._window.config.norms.prepare()
 
-    def _refuse(self, sums: list[Sum], rates: tuple[float, ...], culprit: Culprit) -> None:
+    def _reject(self, sums: list[Sum], rates: tuple[float, ...], culprit: Culprit) -> None:
+        """Restore the state before the window; raise `NonFiniteError`, or record why no update was made."""
         progress, skipping = self._window.progress, self._window.config.nonfinite == "skip_update"
         text = culprit.text(len(progress.microbatches), skipping=skipping)
         self._window.restore()
@@ -251,8 +261,8 @@ class Ending:
             raise NonFiniteError(text)
         self._record(progress.weights.result(sums), rates, skipped=f"not finite: {text}")
 
-    def _summed(self, weight: Any, divisor: float, losses: Any) -> Summed:
-        """Return a description of this window's gradient sum, for the measurement of noise."""
+    def _window_sum(self, weight: Any, divisor: float, losses: Any) -> WindowSum:
+        """Return the facts of this window's gradient sum that the measurement of noise needs."""
         window, progress = self._window, self._window.progress
         weights, dropped = progress.weights, progress.dropped
         counted, took_part = weights.counted(dropped), len(weights.took_part(dropped))
@@ -261,21 +271,21 @@ class Ending:
             normalize.loss_sum([loss], [one], reduction=reduction)
             for loss, one in zip(losses, counted, strict=True)
         ]
-        return Summed(
+        return WindowSum(
             weight, divisor, counted, took_part, samples, sums, window.scaled_by, window.config.sync
         )
 
-    def _look_again(self, shown: Shown) -> None:
+    def _check_again(self, checkable: Shown) -> None:
         """Run the scheduled check of the loss, without noise hooks and pooling of statistics."""
-        assert self._looks is not None
+        assert self._check_schedule is not None
         window, progress = self._window, self._window.progress
         if window.pooled is not None:
             # The forwards of the check must not enter the pooled statistics.
             window.pooled.watching = False
         unchanged = progress.written(0, len(progress.microbatches) - 1) is None
-        without_noise = nullcontext() if window.noise is None else window.noise.lifted()
-        with kept_modes(), without_noise, window.config.aside():
-            self._looks.check_now(shown, unchanged=unchanged)
+        without_noise = nullcontext() if window.noise is None else window.noise.without_hooks()
+        with kept_modes(), without_noise, window.config.outside_window():
+            self._check_schedule.check_now(checkable, unchanged=unchanged)
 
     def _record(
         self,

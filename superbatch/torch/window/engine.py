@@ -1,4 +1,9 @@
-"""Windows of one accumulator, one at a time: opened, run, saved, discarded."""
+"""Engine of an accumulator: opens its windows, one at a time, and runs, saves or discards them.
+
+At most one window is open. The engine holds what outlives a window: configuration, number of updates, sizes
+found, schedule of the checks, noise, and a loaded window that is not yet resumed. On several ranks a window
+begins with an announcement, so that a rank that fails before its first micro-batch can report it.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +25,13 @@ from superbatch.results.update import Update
 from ..checks.check_schedule import CheckSchedule
 from ..checks.first_check import check_first_window
 from ..loss.losses import NUMBERS
-from ..loss.records import WindowWeights
-from ..loss.terms import TermWeights, returned_weights
-from ..loss.weighing import Weights
 from ..masters import masters_at_first, masters_loader, masters_state, masters_written, take_over
 from ..modes import kept_modes
 from ..sizes.sizing import Sizing
 from . import misuse, options, validation
 from .config import Config
 from .discarding import discard_saved
+from .failure_report import report_failure
 from .microbatches import MicrobatchList
 from .open_window import OpenWindow
 from .owned_parameters import ModelParameters, OwnedParameters
@@ -36,9 +39,8 @@ from .participants.gradient_sum import ManagedParameter
 from .participants.placement import Placement
 from .slip_watch import SlipWatch
 from .slips import PLAIN, refuse_no_batch
-from .telling import tell
 from .update_rule import Once
-from .work import Work
+from .work import Work, weights_of
 
 
 class Engine:
@@ -46,17 +48,17 @@ class Engine:
 
     Args:
         config: configuration of the windows.
-        parameters: the parameters whose gradients are summed.
+        parameters: the parameters whose gradients are summed; found again before each window.
         work: cuts batches into micro-batches and runs the loss on them.
         placement: chooses the gradient sum of each window.
-        schedule: decides which windows are checked against the declared loss.
+        schedule: decides which windows are checked: does the loss agree with its declaration?
         slips: warns of common mistakes with schedulers and sizes.
 
     Attributes:
         config: configuration of the windows.
         work: cuts batches into micro-batches and runs the loss on them.
         updates: number of windows that ended with an update, or with a gradient.
-        checked: True once a window has ended that way; windows before it are checked as the first.
+        checked: True once a window has ended that way. Every window until then is checked as a first window.
     """
 
     def __init__(
@@ -75,8 +77,8 @@ class Engine:
         self._parameters, self._placement = parameters, placement
         self._schedule, self._slips = schedule, slips
         self._window: OpenWindow[Any] | None = None
-        self._resume: dict[str, Any] | None = None
-        self._written = masters_at_first(config.owned)
+        self._loaded_window: dict[str, Any] | None = None
+        self._masters_written = masters_at_first(config.owned)
 
     @property
     def memory(self) -> MemoryReport | None:
@@ -118,7 +120,7 @@ class Engine:
         return self._open(batch, at_once=False)
 
     def _open(self, batch: Any, *, at_once: bool) -> OpenWindow[Any]:
-        """Return a window as `open` does; its block is entered `at_once`, or perhaps later."""
+        """Return a window for `update` (`at_once`), or for the user's ``with`` block (entered later)."""
         config, first = self.config, not self.checked
         schedule = None if self._schedule.idle else self._schedule
         if self._window is not None:
@@ -130,11 +132,14 @@ class Engine:
             if at_once and not self.work.can_run:
                 raise options.without_loss_fn()
             microbatches, sizing = self._cut(batch)
-            if self._resume is not None and self._resume["samples"] is not None:
-                microbatches.follow(self._resume["samples"])
-            weights = _weights_in(config, microbatches.microbatches, microbatches.samples)
+            if self._loaded_window is not None and self._loaded_window["samples"] is not None:
+                microbatches.recut_as_saved(self._loaded_window["samples"])
+            weights = weights_of(config, microbatches.microbatches, microbatches.samples)
             if schedule is not None:
-                with kept_modes() if first else nullcontext(), config.aside() if first else nullcontext():
+                with (
+                    kept_modes() if first else nullcontext(),
+                    config.outside_window() if first else nullcontext(),
+                ):
                     schedule.open(microbatches, check_first_window if first else None, self.updates)
             window: OpenWindow[Any] = OpenWindow(
                 config,
@@ -142,23 +147,23 @@ class Engine:
                 microbatches,
                 weights,
                 sizing,
-                resume=self._resume,
+                resume=self._loaded_window,
                 watch=validation.BackwardWatch(config.owned) if first else None,
-                looks=schedule,
-                entered=self._entered if at_once else self._later(),
-                resumed=self._resumed,
-                leaving=self._leaving,
+                check_schedule=schedule,
+                on_enter=self._set_open if at_once else self._opener_for_later(),
+                on_resume=self._forget_loaded,
+                closing_steps=self._closing_steps,
             )
-            if sync.shared and ((schedule is not None and first) or self._resume is not None):
+            if sync.shared and ((schedule is not None and first) or self._loaded_window is not None):
                 sync.vote(raised=False)  # a check may have failed on one rank only
             return window
         except BaseException as error:
             if sync.shared:
-                tell(sync, error, "before its first micro-batch")
+                report_failure(sync, error, "before its first micro-batch")
             raise
 
     def _begin_on_ranks(self) -> None:
-        """Begin a window on several ranks; from here on, this rank must report how it leaves the window."""
+        """Begin a window on several ranks. From here on this rank must report a failure to the others."""
         config, terms = self.config, len(self.config.declared.terms) or 1
         announced = config.sync.count_announced([entry.parameter for entry in config.owned])
         config.sync.begin_window(self.updates, max(3 * terms + NUMBERS + announced, config.sync.count))
@@ -168,36 +173,37 @@ class Engine:
         if type(batch) not in PLAIN:
             refuse_no_batch(batch)
         self._make_ready()
-        with self.config.aside() if self.work.sizing.measures else nullcontext():  # sizes may be tried
+        # A search for the size runs forwards, during which the user's participants must be restored.
+        with self.config.outside_window() if self.work.sizing.measures else nullcontext():
             return self.work.cut(batch)
 
     def _make_ready(self) -> None:
-        """Adopt changes that the program made to models, optimizers and masters since the last window.
+        """Adopt changes to models, optimizers and master weights since the last window.
 
         Raises:
             OptimizerError: the last update was made only in part, or a new parameter is in no optimizer.
         """
         config = self.config
-        config.before_step.require_whole()
+        config.before_step.require_not_torn()
         config.sync.reshard()
         self._parameters.refresh()
         if config.masters:
-            take_over(config.owned, self._written)
+            take_over(config.owned, self._masters_written)
 
     def discard(self) -> None:
         """Discard a loaded or interrupted window, and restore the state before it.
 
         Raises:
-            WindowError: a hook, scheduler or participant called this while the window ends.
+            WindowError: a hook, scheduler or participant called this while the window begins or ends.
         """
         if self._window is not None:
             if self._window.is_busy:
                 raise misuse.while_busy("discard()")
             self._window.abandon()
-        self._resume = discard_saved(self._resume, self.config)
+        self._loaded_window = discard_saved(self._loaded_window, self.config)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that lasts, and the open window, as tensors and plain containers.
+        """Return the engine's state and that of the open window, as tensors and plain containers.
 
         Raises:
             WindowError: a micro-batch is between its forward and its backward, or the window is ending.
@@ -206,8 +212,8 @@ class Engine:
         return {
             "version": 1,
             "updates": self.updates,
-            # A loaded state that no window has resumed yet is saved again as it is.
-            "window": self._resume if self._window is None else self._window.state_dict(),
+            # A loaded window that is not resumed yet is saved again unchanged.
+            "window": self._loaded_window if self._window is None else self._window.state_dict(),
             "check": self._schedule.state_dict(),
             "sizing": self.work.state_dict(),
             "noise": None if config.noise is None else config.noise.meter.state_dict(),
@@ -215,7 +221,7 @@ class Engine:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state; the next window resumes the saved window.
+        """Load a saved state; the next window resumes the saved window.
 
         Args:
             state: from `state_dict`.
@@ -236,19 +242,19 @@ class Engine:
         _load_sizing_and_noise(state, self.work, None if config.noise is None else config.noise.meter)
         load_masters()
         self._schedule.load_state_dict(state.get("check"))
-        config.before_step.resume()
-        self.updates, self._resume = state["updates"], state["window"]
+        config.before_step.clear_torn()
+        self.updates, self._loaded_window = state["updates"], state["window"]
 
-    def twin(self) -> Engine:
+    def copy_for_survey(self) -> Engine:
         """Return an engine that makes the same updates and does not change this one.
 
         It has no scheduler and measures no noise, so a survey cannot step the user's scheduler. It begins
         with the sizes found so far, checks the loss if this engine has not, and counts its own updates.
 
         Raises:
-            WindowError: a window is open, or waits to be resumed.
+            WindowError: a window is open, or a loaded one is not yet resumed.
         """
-        if self._window is not None or self._resume is not None:
+        if self._window is not None or self._loaded_window is not None:
             raise WindowError(
                 "A survey cannot begin in the middle of a window, whose gradients belong to the training. "
                 "Finish the window first, or call discard()."
@@ -260,21 +266,30 @@ class Engine:
             until_next=[],
             noise=None,  # a survey tries rates that the training will not use
         )
-        twin = Engine(
+        survey = Engine(
             config,
             self._parameters,
-            self.work.twin(),
+            self.work.copy(),
             copy.copy(self._placement),
             schedule=copy.copy(self._schedule),  # a shallow copy: its parts are replaced, never changed
             slips=copy.copy(self._slips),
         )
-        twin.updates, twin.checked = self.updates, self.checked
-        return twin
+        survey.updates, survey.checked = self.updates, self.checked
+        return survey
 
-    def _entered_later(
+    def _open_later(
         self, owned: list[ManagedParameter], dtypes: list[torch.dtype], window: OpenWindow[Any]
     ) -> None:
-        """Open a window that was made earlier, for the parameters `owned` with these dtypes."""
+        """Open a window whose block is entered after it was made.
+
+        Args:
+            owned: the parameters when the window was made.
+            dtypes: their dtypes then.
+            window: the window.
+
+        Raises:
+            WindowError: another window is open, this one is over, or parameters have changed since.
+        """
         if self._window is not None:
             raise misuse.second_window()
         if window.is_over:
@@ -287,49 +302,54 @@ class Engine:
         if list(map(id, owned)) != list(map(id, now)) or dtypes != [each.parameter.dtype for each in now]:
             raise misuse.other_parameters()
         self._schedule.updates = self.updates
-        self._entered(window)
+        self._set_open(window)
 
     def _over(self) -> WindowError:
         """Return the error for entering a window twice, and tell other ranks, which expect a new window."""
         error, sync = misuse.over(), self.config.sync
         if sync.shared:
             self._begin_on_ranks()
-            tell(sync, error, "before its first micro-batch")
+            report_failure(sync, error, "before its first micro-batch")
         return error
 
-    def _later(self) -> Callable[[OpenWindow[Any]], None]:
+    def _opener_for_later(self) -> Callable[[OpenWindow[Any]], None]:
         """Return the function that opens a window made now, when its block is entered."""
         owned = list(self.config.owned)
-        return partial(self._entered_later, owned, [each.parameter.dtype for each in owned])
+        return partial(self._open_later, owned, [each.parameter.dtype for each in owned])
 
-    def _entered(self, window: OpenWindow[Any]) -> None:
+    def _set_open(self, window: OpenWindow[Any]) -> None:
         if self._window is not None:
             raise misuse.second_window()
-        if window.resume is not self._resume:
-            raise misuse.gone_on_from()
+        if window.resume is not self._loaded_window:
+            raise misuse.made_before_load()
         if self._slips.watches:
-            ours = window.transaction.sizing is self.work.watched
-            self._slips.open(window.transaction.progress.microbatches.samples if ours else None)
+            watched = window.transaction.sizing is self.work.watched
+            self._slips.open(window.transaction.progress.microbatches.samples if watched else None)
         self._number = self.updates + 1
         self._window, window.is_open = window, True  # one statement, so that no interrupt comes between
 
-    def _resumed(self) -> None:
-        self._resume = None
+    def _forget_loaded(self) -> None:
+        self._loaded_window = None
 
-    def _leaving(self, window: OpenWindow[Any], made: bool) -> list[Callable[[], None]]:
-        """Return the functions that close a window, for `take_each`."""
+    def _closing_steps(self, window: OpenWindow[Any], made: bool) -> list[Callable[[], None]]:
+        """Return the functions that close a window; the caller passes them to `take_each`.
+
+        Args:
+            window: the window.
+            made: whether it ended with an update, or with a gradient.
+        """
         config, sizing = self.config, window.transaction.sizing
         steps: list[Callable[[], None]] = []
         if self._slips.watches:
             steps.append(self._slips.close)
         if config.masters:
-            steps.append(self._note_masters)
+            steps.append(self._record_masters)
         if config.noise is not None:
-            steps.append(partial(config.noise.left, made=made))
+            steps.append(partial(config.noise.end_window, made=made))
         if not self._schedule.idle:
             steps.append(partial(self._schedule.left, made=made))
         if config.earlier is not None:
-            steps.append(config.earlier.forget)
+            steps.append(config.earlier.free)
         if sizing.learns:
             steps.append(Once(partial(sizing.closed, made=made)).take)
         if made:
@@ -343,28 +363,8 @@ class Engine:
     def _close(self, window: OpenWindow[Any]) -> None:
         self._window, window.is_open = None, False
 
-    def _note_masters(self) -> None:
-        self._written = masters_written(self.config.owned)
-
-
-def _weights_in(config: Config, microbatches: list[Any], samples: list[int] | None) -> WindowWeights:
-    """Return the weights of a window's micro-batches.
-
-    Args:
-        config: the accumulator's.
-        microbatches: the micro-batches, on the host.
-        samples: number of samples of each; None if unknown.
-    """
-    declared = config.declared
-    if declared.terms:
-        return TermWeights(
-            declared.terms, microbatches, samples, config.sync, lambda parts: returned_weights(config, parts)
-        )
-    if config.sync.shared and declared.returned:
-        config.sync.vote(raised=False)
-    return Weights(
-        declared.weigh, declared.reduction, microbatches, samples, config.sync, min_weight=declared.min_weight
-    )
+    def _record_masters(self) -> None:
+        self._masters_written = masters_written(self.config.owned)
 
 
 def _load_sizing_and_noise(state: Mapping[str, Any], work: Work, meter: NoiseMeter | None) -> None:
@@ -389,6 +389,6 @@ def _load_sizing_and_noise(state: Mapping[str, Any], work: Work, meter: NoiseMet
     try:
         if meter is not None and state.get("noise") is not None:
             meter.load_state_dict(state["noise"])
-    except Exception:  # of any kind: it propagates, but the sizes must be the old ones
+    except Exception:  # any kind, because it is raised again: only the old sizes must be restored first
         work.load_state_dict({"sizing": before})
         raise

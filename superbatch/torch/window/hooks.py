@@ -1,4 +1,4 @@
-"""A call after the last of an optimizer's step pre-hooks."""
+"""Call of a function after the last of an optimizer's step pre-hooks."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ def after_hooks(optimizer: torch.optim.Optimizer, call: Callable[..., None]) -> 
         call: the function, with the arguments of a hook.
 
     Returns:
-        A function that ends this.
+        A function that removes the call.
 
     Examples:
         >>> sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
         >>> once = sgd.register_step_pre_hook(lambda *_: once.remove())
-        >>> end = after_hooks(sgd, lambda *_: print("behind them"))
+        >>> end = after_hooks(sgd, lambda *_: print("after the hooks"))
         >>> sgd.step()
-        behind them
+        after the hooks
         >>> end()
     """
-    # Not a hook of our own: torch iterates over the dictionary itself, where a hook may remove itself only if
-    # it is the last.
+    # Not another hook in the dictionary: torch iterates over it, and a hook that removes itself would raise
+    # unless it is the last one.
     own = vars(optimizer)[_HOOKS]
-    vars(optimizer)[_HOOKS] = _Followed(own, call)
+    vars(optimizer)[_HOOKS] = _HooksThenCall(own, call)
     return partial(vars(optimizer).__setitem__, _HOOKS, own)
 
 
-class _Followed:
-    """The part of a dictionary of hooks that torch uses, with a call at its end."""
+class _HooksThenCall:
+    """Replacement for an optimizer's dictionary of hooks, with the methods that torch calls."""
 
     def __init__(self, hooks: MutableMapping[int, Any], call: Callable[..., None]) -> None:
         self._hooks, self._call = hooks, call

@@ -1,4 +1,4 @@
-"""Micro-batches put together to the batch that they were parts of."""
+"""Join micro-batches to the batch that they were cut from."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def joined(microbatches: Sequence[Any]) -> Any:
     """Return the batch whose samples are those of all micro-batches, in their order.
 
     Args:
-        microbatches: of one structure; tensors and arrays with the samples first, lists with one plain object
-            per sample; what has no samples must be equal in all of them.
+        microbatches: batches of one structure. Tensors and arrays have the samples first; lists have one
+            plain object per sample. All other values must be equal in all micro-batches.
 
     Returns:
         A batch of that structure.
 
     Raises:
-        SplitError: they cannot be put together.
+        SplitError: the structures, types or shapes differ, or samples cannot be counted.
 
     Examples:
         >>> joined([{"x": torch.ones(2, 3), "rate": 0.1}, {"x": torch.ones(1, 3), "rate": 0.1}])["x"].shape
         torch.Size([3, 3])
     """
-    # The object itself: no copy of a batch that is one micro-batch.
+    # The object itself, without a copy.
     if len(microbatches) == 1:
         return microbatches[0]
     counts = [count_samples(microbatch) for microbatch in microbatches]
@@ -55,18 +55,18 @@ def _joined(parts: Sequence[Any], path: str) -> Any:
     entries = None if shape is not None or is_scalar(first) else children(first)
     if entries is not None:
         others = [children(part) or () for part in parts]
-        # Keys and their order: entries are joined place by place.
+        # Keys and their order, because entries are joined by position.
         if any([key for key, _ in other] != [key for key, _ in entries] for other in others):
             raise _cannot(f"{where} have different entries", "they have no structure in common")
         return rebuilder(first, path)(
             [
-                _joined([other[place][1] for other in others], f"{path}.{key}" if path else str(key))
-                for place, (key, _) in enumerate(entries)
+                _joined([other[number][1] for other in others], f"{path}.{key}" if path else str(key))
+                for number, (key, _) in enumerate(entries)
             ]
         )
     # `is` first: == on a large array compares its elements.
     if any(part is not first and not bool(part == first) for part in parts):
-        raise _cannot(f"{where} differ", "they have no samples to be put one after the other")
+        raise _cannot(f"{where} differ", "a value without samples must be equal in all of them")
     return first
 
 
@@ -74,17 +74,19 @@ def _concatenated(parts: Sequence[Any], where: str) -> Any:
     # Dimension 0 counts samples; the others must fit.
     shapes = sorted({tuple(part.shape[1:]) for part in parts})
     if len(shapes) > 1:
-        raise _cannot(f"{where} have samples of the shapes {', '.join(map(str, shapes))}", "they do not fit")
+        raise _cannot(
+            f"{where} have samples of the shapes {', '.join(map(str, shapes))}", "only one shape is possible"
+        )
     if isinstance(parts[0], Tensor):
         return torch.cat(list(parts))
     # NumPy is not imported for a program that has no arrays.
     if "numpy" in sys.modules and isinstance(parts[0], sys.modules["numpy"].ndarray):
         return sys.modules["numpy"].concatenate(list(parts))
-    raise _cannot(f"{where} are {type(parts[0]).__name__}", "it is not known how they are put together")
+    raise _cannot(f"{where} are {type(parts[0]).__name__}", "only tensors and NumPy arrays can be joined")
 
 
 def _cannot(given: str, wrong: str) -> SplitError:
     return SplitError(
-        f"The micro-batches of a window cannot be joined: {given}; {wrong}. Pad them to one shape, or give "
-        "the batch itself in place of a window."
+        f"The micro-batches of a window cannot be joined: {given}; {wrong}. Pad them to one shape, or pass "
+        "the batch itself instead of a Window."
     )

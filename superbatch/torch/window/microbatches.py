@@ -1,4 +1,4 @@
-"""The micro-batches of one window, of which those still to run can be split differently."""
+"""The micro-batches of one window; those that have not run yet can be split differently."""
 
 from __future__ import annotations
 
@@ -39,16 +39,18 @@ class MicrobatchList:
         samples: number of samples of each; None if they cannot be counted.
         order: the position in the batch of each sample, micro-batch after micro-batch; None: as in the batch.
         paths: `unsplit` and `per_sample` declarations.
-        batch: plan of the batch that they were cut from, if it may be cut differently; else None.
-        whole: the batch that they were cut from; None if they were given as a `Window`.
+        batch: plan by which the batch may be cut differently; None: it may not.
+        whole: the batch that the micro-batches were cut from; None if the user passed a `Window`.
 
     Attributes:
-        idle: number of extra turns with weight 0 on this rank, because other ranks have more micro-batches.
+        extra_turns: number of forwards with weight 0 that this rank adds, because another rank has more
+            micro-batches.
         stand_in: on a rank without data, the micro-batch to run in those turns; else empty.
+        cut_from_one: True if the micro-batches were cut from one batch, so all samples have the same shapes.
 
     Examples:
-        >>> pieces = MicrobatchList(["abcd", "efg"], [4, 3], None, {"per_sample": ("",)})
-        >>> len(pieces), pieces.samples
+        >>> microbatches = MicrobatchList(["abcd", "efg"], [4, 3], None, {"per_sample": ("",)})
+        >>> len(microbatches), microbatches.samples
         (2, [4, 3])
     """
 
@@ -68,9 +70,9 @@ class MicrobatchList:
         self.paths = paths
         self._batch = batch
         self._whole = whole
-        self.idle = 0
+        self.extra_turns = 0
         self.stand_in: list[Any] = []
-        self.cut_from_one = whole is not None  # then all samples have the same shapes
+        self.cut_from_one = whole is not None
 
     @property
     def runs(self) -> list[Any]:
@@ -89,12 +91,17 @@ class MicrobatchList:
         """Return the number of samples of a micro-batch, 0 if they cannot be counted."""
         return 0 if self.samples is None else self.samples[index]
 
-    def places(self, index: int, first: int) -> Sequence[int]:
-        """Return the positions of a micro-batch's samples in the effective batch, which begins at `first`."""
+    def positions(self, index: int, first: int) -> Sequence[int]:
+        """Return the positions of a micro-batch's samples in the effective batch of all ranks.
+
+        Args:
+            index: index of the micro-batch.
+            first: position of this rank's first sample.
+        """
         assert self.samples is not None
         start = sum(self.samples[:index])
         # A stand-in may share positions with other samples, because its gradient is not used.
-        stop = start + (self.samples[index] if self.samples else self._of_stand_in())
+        stop = start + (self.samples[index] if self.samples else self._stand_in_samples())
         # None is the common case, for which a range needs no list.
         if self._order is None:
             return range(first + start, first + stop)
@@ -131,27 +138,27 @@ class MicrobatchList:
 
     def of_two(self, first: int, second: int, most: int) -> list[int]:
         """Return the indices in `parts` of the first samples of two micro-batches, at most `most` of each."""
-        return self._of([first, second], most)
+        return self._first_samples([first, second], most)
 
     def firsts(self, order: Sequence[int]) -> list[int]:
         """Return the indices in `parts` of up to four samples, spread over micro-batches in a given order."""
         few = min(_FIRSTS, len(order))
         # Evenly spread over the order, with its first and its last micro-batch.
-        spread = [order[place * (len(order) - 1) // max(1, few - 1)] for place in range(few)]
-        return self._of(spread, max(1, _FIRSTS // few))
+        spread = [order[step * (len(order) - 1) // max(1, few - 1)] for step in range(few)]
+        return self._first_samples(spread, max(1, _FIRSTS // few))
 
-    def _of_stand_in(self) -> int:
+    def _stand_in_samples(self) -> int:
         return count_samples(self.stand_in[0], **self.paths)
 
-    def _of(self, indices: Sequence[int], most: int) -> list[int]:
+    def _first_samples(self, indices: Sequence[int], most: int) -> list[int]:
         assert self.samples is not None
-        places: list[int] = []
+        numbers: list[int] = []
         for index in indices:
             start = sum(self.samples[:index])
-            places += range(start, start + min(most, self.samples[index]))
+            numbers += range(start, start + min(most, self.samples[index]))
         # A TokenBudget sorts samples by length; `order` has their positions in the batch.
         ordered = self._order is not None and self._whole is not None
-        return [self._order[place] for place in places] if ordered and self._order else places
+        return [self._order[number] for number in numbers] if ordered and self._order else numbers
 
     def split(self, index: int, most: int) -> int:
         """Cut one micro-batch into near-equal ones of at most `most` samples; return their number.
@@ -176,34 +183,37 @@ class MicrobatchList:
         # Assigned once all are cut, so that a cut that fails halfway loses no samples.
         self.microbatches[index:], self.samples[index:] = parts, list(sizes)
 
-    def follow(self, sizes: Sequence[int]) -> None:
+    def recut_as_saved(self, sizes: Sequence[int]) -> None:
         """Cut the micro-batches to the sizes of a saved window.
+
+        Args:
+            sizes: number of samples of each micro-batch of the saved window.
 
         Raises:
             WindowError: the batch has another number of samples, or its micro-batches cannot be cut so.
         """
         # Without counts there is nothing to compare.
-        mine = self.samples
-        if mine is None or list(sizes) == mine:
+        current = self.samples
+        if current is None or list(sizes) == current:
             return
-        # A batch in one piece can be cut anywhere, so it gets the saved sizes.
-        if self._batch is not None and sum(sizes) == sum(mine):
+        # A batch that was passed as one object can be cut anywhere, so it gets the saved sizes.
+        if self._batch is not None and sum(sizes) == sum(current):
             self.recut(0, sizes)
             return
-        left = list(sizes)
+        remaining = list(sizes)
         # From the back, so that indices in front of a cut stay valid.
-        for index, samples in reversed(list(enumerate(mine))):
+        for index, samples in reversed(list(enumerate(current))):
             parts: list[int] = []
-            while left and sum(parts) < samples:
-                parts.insert(0, left.pop())
+            while remaining and sum(parts) < samples:
+                parts.insert(0, remaining.pop())
             if sum(parts) != samples:
-                raise _other_batch(mine, sizes)
-            # The saved window cut this micro-batch, for example after lack of memory.
+                raise _other_batch(current, sizes)
+            # The saved window cut this micro-batch, for example after it ran out of memory.
             if len(parts) > 1:
                 planned = plan_of(self.microbatches[index], **self.paths)
                 self._replace(index, cut(planned, parts), parts)
-        if left:
-            raise _other_batch(mine, sizes)
+        if remaining:
+            raise _other_batch(current, sizes)
 
     def clear(self) -> None:
         """Free the micro-batches, and the batch that they were cut from."""
@@ -218,13 +228,13 @@ class MicrobatchList:
 
 
 class Shown(NamedTuple):
-    """A window for the loss check, after the forward of all of its micro-batches.
+    """Facts of a window for the loss check, after the forward of all of its micro-batches.
 
     Attributes:
-        pieces: its micro-batches.
-        losses: the loss of each.
-        weights: the weight of each; 0 for a micro-batch that was left out.
-        took_part: returns the micro-batches whose losses are in the sum.
+        pieces: the micro-batches.
+        losses: the loss of each micro-batch.
+        weights: the weight of each micro-batch; 0 for one that was dropped.
+        took_part: returns the indices of the micro-batches whose losses are in the sum.
     """
 
     pieces: MicrobatchList
@@ -233,7 +243,7 @@ class Shown(NamedTuple):
     took_part: Callable[[], Sequence[int]]
 
 
-def pieces_of(
+def split_batch(
     batch: Any, sizing: Fixed | AutoSize, paths: Paths, sync: Sync, *, need_samples: bool
 ) -> MicrobatchList:
     """Cut a batch into micro-batches; those of a `Window` are taken as they are.
@@ -245,16 +255,13 @@ def pieces_of(
         sync: the ranks that share a batch; if their forwards communicate, they agree on a size.
         need_samples: whether samples must be counted.
 
-    Returns:
-        The micro-batches.
-
     Raises:
         SplitError: the batch cannot be split, or its samples cannot be counted although they must be.
 
     Examples:
         >>> import torch
         >>> from superbatch.torch.window.sync.local import Local
-        >>> pieces_of((torch.zeros(5, 2),), Fixed(2), {}, Local(), need_samples=True).samples
+        >>> split_batch((torch.zeros(5, 2),), Fixed(2), {}, Local(), need_samples=True).samples
         [2, 2, 1]
     """
     if not isinstance(sizing, Fixed):
@@ -262,38 +269,38 @@ def pieces_of(
         assert not isinstance(batch, Window)
         planned = plan_of(batch, **paths)
         sizes = sizing.plan(batch, planned.samples, sync.agree_size if sync.in_step else None)
-        # All ranks must keep the same number of micro-batches, so no rank may cut again.
+        # With collective forwards the ranks must keep equal numbers of micro-batches: no rank may cut again.
         recut = None if sync.in_step else planned
         return MicrobatchList(cut(planned, sizes), sizes, None, paths, batch=recut, whole=batch)
-    # `most` is known once a window has run out of memory with more samples.
+    # `most` is set once a window with more samples has run out of memory.
     size, most = sizing.size, sizing.most if sizing.learns else None
     if most is not None and isinstance(size, int):
         size = min(size, most)
     whole = None if isinstance(batch, Window) else batch
-    pieces = MicrobatchList(
+    microbatches = MicrobatchList(
         *microbatches_of(batch, size, paths, need_samples=need_samples), paths, whole=whole
     )
-    if most is not None and pieces.samples is not None:
-        cut_large(pieces, 0, most)
-    return pieces
+    if most is not None and microbatches.samples is not None:
+        cut_large(microbatches, 0, most)
+    return microbatches
 
 
-def cut_large(pieces: MicrobatchList, start: int, most: int) -> None:
-    """Cut each micro-batch from `start` on that has more than `most` samples.
+def cut_large(microbatches: MicrobatchList, start: int, most: int) -> None:
+    """Cut each micro-batch from index `start` on that has more than `most` samples.
 
     Raises:
-        SplitError: one cannot be cut.
+        SplitError: one of them cannot be cut.
     """
-    assert pieces.samples is not None
+    assert microbatches.samples is not None
     # From the back, so that indices in front of a cut stay valid.
-    for index in range(len(pieces) - 1, start - 1, -1):
-        if pieces.samples[index] > most:
-            pieces.split(index, most)
+    for index in range(len(microbatches) - 1, start - 1, -1):
+        if microbatches.samples[index] > most:
+            microbatches.split(index, most)
 
 
-def _other_batch(mine: Sequence[int], saved: Sequence[int]) -> WindowError:
+def _other_batch(current: Sequence[int], saved: Sequence[int]) -> WindowError:
     return WindowError(
-        f"The micro-batches of this window have {list(mine)} samples, but those of the saved window have "
+        f"The micro-batches of this window have {list(current)} samples, but those of the saved window have "
         f"{list(saved)}. Pass the batch and micro-batches of the saved window, or call discard() first."
     )
 
@@ -307,7 +314,7 @@ def microbatches_of(
 
     Args:
         batch: a batch to split, or a Window to take as it is.
-        microbatch_size: samples per micro-batch at most, a TokenBudget, or None for one piece.
+        microbatch_size: samples per micro-batch at most, a TokenBudget, or None for one micro-batch.
         paths: `unsplit` and `per_sample` declarations.
         need_samples: whether samples must be counted; if not, None may be returned in place of their numbers.
 
@@ -318,8 +325,8 @@ def microbatches_of(
 
     Examples:
         >>> import torch
-        >>> pieces, counts, order = microbatches_of((torch.zeros(5, 2),), 2, {}, need_samples=True)
-        >>> counts, order, pieces[2][0].shape
+        >>> microbatches, counts, order = microbatches_of((torch.zeros(5, 2),), 2, {}, need_samples=True)
+        >>> counts, order, microbatches[2][0].shape
         ([2, 2, 1], None, torch.Size([1, 2]))
     """
     if not isinstance(batch, Window) and microbatch_size is not None:
@@ -350,9 +357,9 @@ def microbatches_of(
 
 
 def _length_of_tensors(batch: Any) -> int:
-    """Return the samples of a tuple, list or dict of tensors of one length, and 0 for any other batch.
+    """Return the number of samples of a tuple, list or dict of equally long tensors; 0 for any other batch.
 
-    It takes a tenth of the time of the general walk, which takes a hundredth of a tiny model's window.
+    This shortcut takes a tenth of the time of the general walk, which is 1 % of a tiny model's window.
     """
     kind = type(batch)
     if not (kind is tuple or kind is list or (kind is dict and OFFSETS.isdisjoint(batch))):
@@ -372,7 +379,7 @@ def _length_of_tensors(batch: Any) -> int:
 def _split_tensors(batch: Any, counts: list[int]) -> list[Any]:
     leaves = batch.values() if type(batch) is dict else batch
     # split_with_sizes returns all views in one call.
-    pieces = zip(*[tensor.split_with_sizes(counts) for tensor in leaves], strict=True)
+    parts = zip(*[tensor.split_with_sizes(counts) for tensor in leaves], strict=True)
     if type(batch) is tuple:
-        return list(pieces)
-    return [list(piece) if type(batch) is list else dict(zip(batch, piece, strict=True)) for piece in pieces]
+        return list(parts)
+    return [list(part) if type(batch) is list else dict(zip(batch, part, strict=True)) for part in parts]

@@ -34,7 +34,7 @@ def over() -> WindowError:
     )
 
 
-def gone_on_from() -> WindowError:
+def made_before_load() -> WindowError:
     """Return the error for a window made before a state was loaded, resumed or discarded."""
     return WindowError(
         "A state was loaded, resumed or discarded after this window was made. Call window(batch) for a new "

@@ -1,4 +1,9 @@
-"""An open window: a loop over micro-batches, a backward for each, and the update at the end of the block."""
+"""An open window: a loop over micro-batches, a backward for each, and the update at the end of the block.
+
+`OpenWindow` drives a `Transaction`. Until the optimizers have stepped, every exception restores the state
+before the window. After that, the update is finished first, and then the exception is raised. Each
+micro-batch that the loop yields needs a `backward` before the next one.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +24,10 @@ from ..memory.out_of_memory import out_of_memory
 from ..modes import Modes
 from ..sizes.reserve import raise_if_out_of_memory
 from ..sizes.sizing import Sizing
-from . import dropping, lockstep, misuse, retry, saving, telling
+from . import dropping, lockstep, misuse, retry, saving
 from .config import Config
 from .ending import Ending
+from .failure_report import FailureReport
 from .microbatches import MicrobatchList
 from .participants.gradient_sum import LOW_PRECISION, GradientSum
 from .participants.parameter_gradients import ParameterGradientSum
@@ -40,6 +46,7 @@ class OpenWindow(Generic[T]):
 
     Attributes:
         transaction: restores everything that the window may change.
+        report: reports a failure of this rank to the others.
         resume: the saved state that the window resumes; None for a new window.
         is_open: True while its block is entered; set by the engine.
         is_over: True once its block was left; the window cannot be entered again.
@@ -50,29 +57,29 @@ class OpenWindow(Generic[T]):
         self,
         config: Config,
         gradients: GradientSum,
-        pieces: MicrobatchList,
+        microbatches: MicrobatchList,
         weights: WindowWeights,
         sizing: Sizing,
         *,
         resume: dict[str, Any] | None,
         watch: BackwardWatch | None,
-        looks: CheckSchedule | None,
-        entered: Callable[[OpenWindow[Any]], None],
-        resumed: Callable[[], None],
-        leaving: Callable[[OpenWindow[Any], bool], list[Callable[[], None]]],
+        check_schedule: CheckSchedule | None,
+        # Functions of the engine: open this window, forget the saved state that it has loaded, and return the
+        # functions that close it (True: it has made an update).
+        on_enter: Callable[[OpenWindow[Any]], None],
+        on_resume: Callable[[], None],
+        closing_steps: Callable[[OpenWindow[Any], bool], list[Callable[[], None]]],
     ) -> None:
         started = time.perf_counter()  # first, so that the window's seconds include what follows
         self._config, self.resume = config, resume
-        self._entered, self._resumed, self._leaving = entered, resumed, leaving
-        self.is_open = self.is_over = self._is_idle = self.is_busy = False
+        self._on_enter, self._on_resume, self._closing_steps = on_enter, on_resume, closing_steps
+        self.is_open = self.is_over = self._in_extra_turn = self.is_busy = False
         self._iterator: Generator[Any, None, None] | None = None
         self._in_grad = gradients if isinstance(gradients, ParameterGradientSum) else None
-        self._progress = Progress(pieces, weights, weights.new_losses())
+        self._progress = Progress(microbatches, weights, weights.new_losses())
         self.transaction = Transaction(config, gradients, self._progress, sizing, watch)
-        self._ending = Ending(self.transaction, looks, started)
-        # None once no other rank waits for this one.
-        self._others = config.sync if config.sync.shared else None
-        self._place: tuple[str, str] | None = None  # position at the end, for the errors of other ranks
+        self._ending = Ending(self.transaction, check_schedule, started)
+        self.report = FailureReport(config.sync, self._progress)
         self._noise = self.transaction.noise
         self._pooled = self.transaction.pooled
         if resume is not None:
@@ -84,12 +91,12 @@ class OpenWindow(Generic[T]):
         try:
             with DeferredInterrupts():
                 self.transaction.modes = Modes()
-                self._entered(self)
+                self._on_enter(self)
                 self.is_busy = True
                 self._config.until_next.clear()  # free the last window's gradients for this window
                 self.transaction.begin()
                 if self.resume is not None:
-                    self._resumed()
+                    self._on_resume()
                     self.transaction.load_state_dict(self.resume)
                 self.is_busy = False
             return self
@@ -120,38 +127,26 @@ class OpenWindow(Generic[T]):
         """Close the window if it is open: finish the update if the optimizers have stepped, else restore all.
 
         Args:
-            error: the exception that is the reason; None: another reason.
+            error: the exception that ended the window; None if there is none.
         """
         if self.is_open:
             with DeferredInterrupts():
                 try:
                     self.is_busy = True
                     self.transaction.modes.recover(error)  # first: restoring needs the modes of the entry
-                    if self._ending.passed:
+                    if self._ending.is_final:
                         self._ending.complete()
                     else:
                         self._catch_up(error)
                         self._discard(error)
                 finally:  # otherwise no other window could be opened
-                    self._forget()
-        if self._others is not None:
-            self._tell(error)
-
-    def leave_others(self) -> None:
-        """Send no message to the other ranks: they are in an exchange where it would not reach them."""
-        self._others = None
-
-    def _tell(self, error: BaseException | None) -> None:
-        """Inform the other ranks that this one leaves the window, unless they know already."""
-        sync, self._others = self._others, None
-        failed, left = self._place or telling.place_of(self._progress)
-        if sync is not None and (telling.is_transport(error) or not self._ending.is_agreed):
-            telling.tell(sync, error, left if error is None else failed)
+                    self._free()
+        self.report.send(error, agreed=self._ending.is_agreed)
 
     def _catch_up(self, error: BaseException | None) -> None:
-        """Take part in the collectives that other ranks wait for, if forward and backward are collective."""
+        """Take part in the remaining collectives of the window, if forward and backward are collective."""
         config = self._config
-        if self._others is not None and config.sync.in_step and not config.whole:
+        if self.report.is_possible and config.sync.in_step and not config.whole:
             lockstep.catch_up(self.transaction, error)
 
     def __iter__(self) -> Iterator[T]:
@@ -189,14 +184,14 @@ class OpenWindow(Generic[T]):
             raise misuse.outside_of_loop()
         if progress.broken is not None:
             raise misuse.after_failure(progress.broken)
-        if self._is_idle:
-            self._is_idle = bool(self._with_backward([]))
-            progress.idle_done += 1
+        if self._in_extra_turn:
+            self._in_extra_turn = bool(self._with_backward([]))
+            progress.extra_turns_done += 1
             return
         parts = progress.weights.scaled(index, loss, weight)
         skipping = config.nonfinite == "skip_microbatch"
         again, total = skipping and index in progress.losses, progress.losses.read(index, loss)
-        progress.broken = index  # until the backward is complete
+        progress.broken = index  # until the backward is complete: half a gradient may be in the sum
         if self._pooled is not None:
             self._pooled.watching = False
         run = self._with_backward(parts)
@@ -217,41 +212,40 @@ class OpenWindow(Generic[T]):
     def _with_backward(self, parts: list[tuple[Tensor, float]]) -> list[tuple[Tensor, float]]:
         """Return the losses to run backward on, each with its factor.
 
-        Losses of weight 0 are left out. If a backward is collective (`Sync.in_step`), a backward of zeros is
-        run in their place.
+        Losses of weight 0 are left out. If a backward is collective (`Sync.in_step`), this method runs a
+        backward of zeros in their place.
         """
         if not self._config.sync.in_step:
             return [each for each in parts if each[1]]  # a mean of weight 0 may be NaN, and 0 x NaN is NaN
         run = lockstep.with_backward(parts, self._config.sync)
         if self._in_grad is not None:
-            self._in_grad.took()  # the backward of zeros may have reduced other ranks' gradients into .grad
+            self._in_grad.record()  # the backward of zeros may have reduced other ranks' gradients into .grad
         return run
 
     def _add(self, index: int, loss: Tensor, factor: float, *, retain_graph: bool) -> None:
-        in_grad, seen = self._in_grad, None if self._noise is None else self._noise.seen
+        in_grad, norms_seen = self._in_grad, None if self._noise is None else self._noise.norms
         scale = self.transaction.scale
         scaled = loss if scale is None else scale.scaled(loss)
-        if seen is not None:
-            seen.before_backward()
+        if norms_seen is not None:
+            norms_seen.before_backward()
         if in_grad is not None and loss.dtype in LOW_PRECISION and factor:
             in_grad.backward_rounded(scaled, factor, retain_graph=retain_graph)
         else:
             self.transaction.gradients.backward(scaled, factor, retain_graph=retain_graph)
-        self._progress.arrived = True  # first, because what follows may run out of memory
-        if seen is not None:
-            seen.after_backward(index, factor if in_grad is None else in_grad.yet)
+        self._progress.arrived = True  # first, because the measurement below may run out of memory
+        if norms_seen is not None:
+            norms_seen.after_backward(index, factor if in_grad is None else in_grad.pending_factor)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            with DeferredInterrupts():  # until everything is as before the window or as after the update
+            with DeferredInterrupts():  # no Ctrl-C between "as before the window" and "as after the update"
                 self._close(kind, error)
         except BaseException as raised:
             self.abandon(raised)  # an interrupt may come before signals are deferred
             raise
-        if self._others is not None:
-            self._tell(error)
+        self.report.send(error, agreed=self._ending.is_agreed)
 
     def _close(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
         if not self.is_open:
@@ -259,10 +253,10 @@ class OpenWindow(Generic[T]):
         try:
             self.is_busy = True
             if kind is None and self._progress.complete:
-                self._config.before_step.note()
+                self._config.before_step.savepoint()
                 self.end_iteration()
                 self._ending.finish()
-                self._others = None
+                self.report.suppress()
             else:
                 self._catch_up(error)
                 if error is not None and out_of_memory(error):
@@ -270,115 +264,115 @@ class OpenWindow(Generic[T]):
                 self._discard(error)
                 self._ending.leave_early()
         except BaseException as raised:
-            self._settle(raised, left=kind is None)
+            self._recover(raised, block_ended=kind is None)
             raise
         finally:
-            self._forget()
+            self._free()
 
-    def _settle(self, raised: BaseException, *, left: bool) -> None:
-        """Restore everything after an error, or finish the update if the optimizers have stepped.
+    def _recover(self, raised: BaseException, *, block_ended: bool) -> None:
+        """After an error at the end of the window, restore everything, or finish the update if it was made.
 
         Args:
             raised: the error.
-            left: whether the block ended without an error.
+            block_ended: whether the user's block ended without an error.
 
         Raises:
-            OutOfMemoryError, OptimizerError: in place of the error, with an explanation.
+            OutOfMemoryError, OptimizerError: in place of `raised`, with an explanation.
         """
         self.transaction.modes.recover(raised)
-        if self._ending.passed:
+        if self._ending.is_final:
             self._ending.complete()
             return
         before = self._config.before_step
-        as_before = not self._ending.has_stepped and before.put_back()
+        # False if an optimizer has stepped, or if its tensors may have changed: the update is torn then.
+        as_before = not self._ending.has_stepped and before.rollback()
         if as_before:
             self._discard(raised)
         else:
             try:
                 self._ending.abort()
             except BaseException:
-                before.tear()
+                before.mark_torn()
                 raise
-        if left:
-            raise_if_out_of_memory(raised, torn=None if as_before else before.tear)
+        if block_ended:
+            raise_if_out_of_memory(raised, torn=None if as_before else before.mark_torn)
             if not as_before:
                 before.raise_torn(raised)
 
-    def _forget(self) -> None:
+    def _free(self) -> None:
         """Free everything, so that the accumulator can open another window."""
         self.is_over, self.is_busy = True, False
         update = self._ending.update
         made = update is not None and update.skipped is None
         transfer = self._config.transfer
-        if self._others is not None:
-            self._place = telling.place_of(self._progress)  # before the micro-batches are freed
+        self.report.keep_position()
         take_each(
-            self._config.before_step.forget,
+            self._config.before_step.free,
             self._progress.microbatches.clear,
             *([] if transfer is None else [transfer.forget]),
-            *self._leaving(self, made),
+            *self._closing_steps(self, made),
             self._ending.rest.clear,  # last, because `complete` may run them again until here
         )
 
     def _iterate(self) -> Generator[Any, None, None]:
         config, window, progress = self._config, self.transaction, self._progress
-        pieces, index = progress.microbatches, progress.next - 1
+        microbatches, index = progress.microbatches, progress.next - 1
         measures, in_step = window.sizing.measures, config.sync.in_step
         progress.in_turns = True
-        while (index := index + 1) < len(pieces.microbatches):
+        while (index := index + 1) < len(microbatches.microbatches):
             if in_step:  # other ranks wait for this forward and backward, also if its weight is 0
                 progress.turns += 1
-                last = index == len(pieces.microbatches) + pieces.idle - 1
-                config.sync.turn(last=last, idle=progress.weights.may_be_idle(index))
+                last = index == len(microbatches.microbatches) + microbatches.extra_turns - 1
+                config.sync.turn(last=last, zero_weight=progress.weights.may_be_idle(index))
             elif progress.weights.has_none(index):  # weight 0: skipped, so that it adds no NaN
                 continue
             progress.current = index
             window.savepoint()
             if not measures and not config.sample_rng:  # entering contexts costs time
-                yield pieces.microbatches[index] if config.transfer is None else self._taken(index)
+                yield microbatches.microbatches[index] if config.transfer is None else self._on_device(index)
             else:
                 # No ExitStack: in Python 3.10 its frame keeps the micro-batch alive after an exception in the
                 # user's loop, until the garbage collector runs.
-                with window.sizing.measure(pieces.count(index)), window.stream(index):
-                    yield self._taken(index)
+                with window.sizing.measure(microbatches.count(index)), window.stream(index):
+                    yield self._on_device(index)
             if progress.next <= index or progress.broken is not None:
                 raise misuse.without_backward(index)
             progress.current = None
-            if measures and pieces.can_be_recut:
+            if measures and microbatches.can_be_recut:
                 self._recut(index + 1)
-        if pieces.idle:
-            yield from self._idle_turns()
+        if microbatches.extra_turns:
+            yield from self._extra_turns()
         progress.in_turns = False
 
-    def _idle_turns(self) -> Generator[Any, None, None]:
+    def _extra_turns(self) -> Generator[Any, None, None]:
         """Yield micro-batch 0, or its stand-in, with weight 0, until all ranks have run the same number."""
         config, progress = self._config, self._progress
-        moved = config.state.twin()  # undoes the buffer writes of these extra forwards
-        while (left := progress.microbatches.idle - progress.idle_done) > 0:
+        written = config.state.new_keeper()  # restores the buffers that these extra forwards write to
+        while (left := progress.microbatches.extra_turns - progress.extra_turns_done) > 0:
             progress.turns += 1
-            config.sync.turn(last=left == 1, idle=True)
-            progress.current, self._is_idle = 0, True
-            moved.begin()
-            with self._config.aside(), self.transaction.stream(0):
-                yield self._taken(0)
-            moved.restore()
-            if self._is_idle:
+            config.sync.turn(last=left == 1, zero_weight=True)
+            progress.current, self._in_extra_turn = 0, True
+            written.begin()
+            with self._config.outside_window(), self.transaction.stream(0):
+                yield self._on_device(0)
+            written.restore()
+            if self._in_extra_turn:
                 raise misuse.without_backward(0)
             progress.current = None
 
-    def _taken(self, index: int) -> Any:
-        """Return a micro-batch on the model's device."""
+    def _on_device(self, index: int) -> Any:
+        """Return a micro-batch, moved to the model's device if a `Transfer` is configured."""
         transfer, microbatches = self._config.transfer, self._progress.microbatches.runs
         return microbatches[index] if transfer is None else transfer.take(microbatches, index)
 
     def _recut(self, index: int) -> None:
         """Split the remaining samples again if measurements suggest another micro-batch size."""
-        pieces = self._progress.microbatches
-        assert pieces.samples is not None, "samples that can be split can be counted"
-        sizes = self.transaction.sizing.rest(sum(pieces.samples[index:]))
+        microbatches = self._progress.microbatches
+        assert microbatches.samples is not None, "samples that can be split can be counted"
+        sizes = self.transaction.sizing.rest(sum(microbatches.samples[index:]))
         if sizes is not None:
-            pieces.recut(index, sizes)
-            self._progress.weigh_again()
+            microbatches.recut(index, sizes)
+            self._progress.weigh_again()  # each new micro-batch needs a weight of its own
 
     def _discard(self, error: BaseException | None) -> None:
         """Restore the state before the window."""

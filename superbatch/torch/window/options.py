@@ -18,7 +18,7 @@ from .saved_checks import WINDOW_KEYS, check_structure
 from .slips import check_loss_fn
 from .validation import check_momentum
 
-_WORDS = ("auto", "largest")
+_SEARCHED = ("auto", "largest")  # microbatch_size= for which sizes are searched
 
 
 def check_types(loss_fn: object, microbatch_size: object, gradient_sum: object) -> None:
@@ -39,7 +39,7 @@ def check_types(loss_fn: object, microbatch_size: object, gradient_sum: object) 
     if not is_size(microbatch_size) and not isinstance(microbatch_size, TokenBudget):
         raise InputError(
             f"microbatch_size={microbatch_size!r} is not a number of samples. Pass a positive int, a "
-            'TokenBudget, "auto", "largest", or None for the batch in one piece.'
+            'TokenBudget, "auto", "largest", or None to leave the batch unsplit.'
         )
     # An integer dtype would round each gradient to whole numbers.
     floating = isinstance(gradient_sum, torch.dtype) and gradient_sum.is_floating_point
@@ -85,10 +85,10 @@ def is_size(microbatch_size: object) -> bool:
         >>> is_size("largest"), is_size(True)
         (True, False)
     """
-    # bool is an int in Python: microbatch_size=True is a slip.
+    # bool is an int in Python, but microbatch_size=True is a mistake.
     if isinstance(microbatch_size, int) and not isinstance(microbatch_size, bool):
         return microbatch_size > 0
-    return microbatch_size is None or (isinstance(microbatch_size, str) and microbatch_size in _WORDS)
+    return microbatch_size is None or (isinstance(microbatch_size, str) and microbatch_size in _SEARCHED)
 
 
 def check_auto(
@@ -209,10 +209,10 @@ def check_callable(value: Any, name: str, wanted: str) -> Any:
     Args:
         value: value of the option.
         name: name of the option.
-        wanted: description of a right value, for the error.
+        wanted: description of a valid value, for the error.
 
     Raises:
-        InputError: it is neither.
+        InputError: the value is not a function and not None.
 
     Examples:
         >>> check_callable(len, "clip", "a function of the gradients")
@@ -229,17 +229,17 @@ def _is_window(state: object) -> bool:
 
 
 def check_state(state: object) -> Mapping[str, Any]:
-    """Return a saved state if it is one of `Accumulator.state_dict`.
+    """Return a saved state if `Accumulator.state_dict` may have returned it.
 
     Raises:
-        InputError: it is not.
+        InputError: it has another structure or version.
 
     Examples:
         >>> check_state({"version": 1, "updates": 3, "window": None})["updates"]
         3
     """
     if (
-        # With a version, a state of another format raises and is not misread.
+        # The version, so that a state of another format raises and is not misread.
         isinstance(state, Mapping)
         and state.get("version") == 1
         and isinstance(state.get("updates"), int)
@@ -258,7 +258,7 @@ def check_state(state: object) -> Mapping[str, Any]:
 
 
 def check_combinations(config: Config, *, gradient_sum: object) -> None:
-    """Check for options that exclude each other.
+    """Raise for options that exclude each other.
 
     Args:
         config: the accumulator's.
@@ -283,7 +283,7 @@ def check_combinations(config: Config, *, gradient_sum: object) -> None:
             f"A NoiseMeter measures one loss with one weight, but this loss has the terms {list(terms)}. "
             "Remove observers=, or make an Accumulator for the term to measure."
         )
-    # Returned weights come from loss_fn, which a loop of the user's own may not have.
+    # Returned weights come from loss_fn, which a user's own loop may not have.
     if terms and config.declared.returned and config.loss_fn is None:
         raise InputError(
             'weight={...: "returned"} needs loss_fn, which is run once more for each micro-batch. Pass '
@@ -310,7 +310,7 @@ def check_combinations(config: Config, *, gradient_sum: object) -> None:
 
 
 def _check_in_step(config: Config) -> None:
-    """Raise for options that need more of a gradient than this rank's shards of it."""
+    """Raise for options that need the whole gradient, because this rank has only its shards."""
     reasons = {
         "observers=[NoiseMeter()] needs the whole gradient of each micro-batch": config.noise is not None,
         'nonfinite="skip_microbatch" needs the whole gradient of each micro-batch': (

@@ -40,22 +40,22 @@ class Structure:
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = models
         self._sharded = sharded_part(models) is not None
-        self._note()
+        self._record()
 
     def changed(self) -> bool:
         """Return whether a module or parameter was added, removed or replaced."""
         # Lists of ints are compared in C.
-        return self._identities() != self._seen
+        return self._identities() != self._recorded
 
     def update(self, owned: Iterable[ManagedParameter]) -> None:
-        """Check the changes since the last window, and record the models as they are now.
+        """Check the changes since the last window, and record the present modules and parameters.
 
         Args:
             owned: the parameters that the optimizers still update.
 
         Raises:
             InputError: one of them was replaced in the models, so that no optimizer updates the new tensor;
-                or the models were sharded in the meantime.
+                or the models were sharded since the Accumulator was made.
         """
         # First, because sharding replaces parameters and the general error below would mislead.
         part = sharded_part(self._models)
@@ -74,9 +74,9 @@ class Structure:
                     "load_state_dict(assign=True) and to_empty() replace parameters.) Make the optimizer and "
                     "the Accumulator after that, or copy into the old parameter under torch.no_grad()."
                 )
-        self._note()
+        self._record()
 
-    def _note(self) -> None:
+    def _record(self) -> None:
         self._parameters = set(_parameters(self._models))
         # The dictionaries themselves, because named_parameters() would walk the modules in every window.
         self._tables: list[dict[str, Any]] = [
@@ -87,7 +87,7 @@ class Structure:
         ]
         # The objects are held, because the id of a freed object may be reused.
         self._held = [tuple(table.values()) for table in self._tables]
-        self._seen = self._identities()
+        self._recorded = self._identities()
 
     def _identities(self) -> list[int]:
         """Return the ids of all objects in the tables."""
@@ -103,8 +103,8 @@ class OwnedParameters:
         masters: parameter -> float32 copy that the optimizer updates instead.
 
     Attributes:
-        entries: one for each parameter; always the same list object.
-        only_some: whether the models have trainable parameters that belong to other optimizers.
+        entries: one entry for each trainable parameter; always the same list object.
+        only_some: True if the models have trainable parameters that belong to other optimizers.
 
     Examples:
         >>> import torch
@@ -123,8 +123,9 @@ class OwnedParameters:
         self._models, self._optimizers, self._masters = models, optimizers, masters
         self._structure = Structure(models)
         self.entries: list[ManagedParameter] = []
-        self._known = set(_parameters(models))  # may be in no optimizer, because they were from the start
-        self._thawed = set(names_of(models))  # may be trainable without a warning
+        # Parameters that may be in no optimizer: the user chose that when the Accumulator was made.
+        self._may_lack_optimizer = set(_parameters(models))
+        self._may_be_trainable = set(names_of(models))  # no warning for these, if they are in no optimizer
         self._read()
 
     def refresh(self) -> None:
@@ -141,28 +142,28 @@ class OwnedParameters:
             self._structure.update(entry for entry in self.entries if entry.target in updated)
             self._trainable = []  # forces `_read` in the next call if this one raises
         # Unfreezing does not change identities.
-        thawed = any(map(attrgetter("requires_grad"), self._frozen))
+        unfrozen = any(map(attrgetter("requires_grad"), self._frozen))
         # Optimizers too, because add_param_group() does not change a model.
-        if changed or thawed or _trainable(self._optimizers, self._masters) != self._trainable:
+        if changed or unfrozen or _trainable(self._optimizers, self._masters) != self._trainable:
             self._read()
 
     def _read(self) -> None:
         owned = own_parameters(self._models, self._optimizers, self._masters)
         names = names_of(self._models)
         # Otherwise a new parameter would silently never be trained.
-        left = names.keys() - self._known - {entry.parameter for entry in owned}
-        if left:
-            raise _in_no_optimizer([name for parameter, name in names.items() if parameter in left])
+        added = names.keys() - self._may_lack_optimizer - {entry.parameter for entry in owned}
+        if added:
+            raise _in_no_optimizer([name for parameter, name in names.items() if parameter in added])
         # Only a warning, because another optimizer may update the parameter.
-        thawed = names.keys() - self._thawed - {entry.parameter for entry in owned}
-        if thawed:
-            _warn_of_thawed([name for parameter, name in names.items() if parameter in thawed])
+        unfrozen = names.keys() - self._may_be_trainable - {entry.parameter for entry in owned}
+        if unfrozen:
+            _warn_of_unfrozen([name for parameter, name in names.items() if parameter in unfrozen])
         # In place, because gradient sums refer to this list.
         self.entries[:] = owned
         self.only_some = has_others(self._models, self.entries)
         present = set(_parameters(self._models))
-        self._known = (self._known & present) | names.keys()
-        self._thawed = (self._thawed & present) | names.keys()
+        self._may_lack_optimizer = (self._may_lack_optimizer & present) | names.keys()
+        self._may_be_trainable = (self._may_be_trainable & present) | names.keys()
         self._frozen = [p for p in present.difference(self._targets()) if not p.requires_grad]
         self._trainable = _trainable(self._optimizers, self._masters)
 
@@ -180,7 +181,7 @@ def _in_no_optimizer(names: list[str]) -> OptimizerError:
     )
 
 
-def _warn_of_thawed(names: list[str]) -> None:
+def _warn_of_unfrozen(names: list[str]) -> None:
     others = f" and {len(names) - 1} more" if names[1:] else ""
     warn(
         f"The parameter {names[0]!r}{others} was unfrozen after the Accumulator was made and is in none of "
@@ -190,7 +191,7 @@ def _warn_of_thawed(names: list[str]) -> None:
 
 
 def _trainable(optimizers: Sequence[Optimizer], masters: Mapping[Tensor, Tensor]) -> list[int]:
-    """Return the ids of all parameters, with 0 for frozen ones, so that freezing or replacing changes it."""
+    """Return the ids of all parameters, 0 for frozen ones: freezing or replacing one changes the list."""
     found = [id(p) * p.requires_grad for o in optimizers for group in o.param_groups for p in group["params"]]
     return found + [id(p) * p.requires_grad for p in masters] if masters else found
 
@@ -206,7 +207,7 @@ class ModelParameters:
         models: the models of a `Gradient`, which has no optimizer.
 
     Attributes:
-        entries: one for each parameter; always the same list object.
+        entries: one entry for each trainable parameter; always the same list object.
         only_some: False, because all trainable parameters are in `entries`.
 
     Raises:
@@ -225,7 +226,7 @@ class ModelParameters:
     only_some = False
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        self._models, self._nothing = models, no_optimizer()
+        self._models, self._placeholder = models, no_optimizer()
         self._structure = Structure(models)
         self.entries: list[ManagedParameter] = []
         self._read()
@@ -234,7 +235,7 @@ class ModelParameters:
         """Read the models again if a parameter was frozen, unfrozen, added or replaced.
 
         Raises:
-            InputError: no parameter needs a gradient.
+            InputError: no parameter is trainable.
         """
         changed = self._structure.changed()
         if changed:
@@ -245,7 +246,7 @@ class ModelParameters:
 
     def _read(self) -> None:
         self._needed = self._needs()
-        self.entries[:] = all_parameters(self._models, self._nothing)
+        self.entries[:] = all_parameters(self._models, self._placeholder)
         if not self.entries:
             raise InputError(
                 "No parameter of the models needs a gradient. Call requires_grad_(True) on those to train."

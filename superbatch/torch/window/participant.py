@@ -1,4 +1,8 @@
-"""Protocol of the participants of a window: the objects that a window may change and must restore."""
+"""Protocol of a window's participants: one object for each kind of state that the window may change.
+
+Every participant can return to two moments: "before the window" (`restart`, `restore`) and "before this
+micro-batch" (`rollback`). After the optimizer step only `commit` is called.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Participant(Protocol):
     """State that a window changes, and restores if the window fails.
 
-    The order of calls is ``begin [load_state_dict] (savepoint [rollback] | restart)* (commit | restore)``. A
-    window that fails in `begin` calls `restore`. Participants do not restore optimizers (`BeforeStep` does)
-    or torch's modes (`Modes` does).
+    The order of calls is ``begin [load_state_dict] (savepoint [rollback] | restart)* (commit | restore)``. If
+    `begin` raises, `restore` is called. Participants do not restore optimizers (`BeforeStep` does) or torch's
+    modes (`Modes` does).
 
-    Forwards outside of a window, such as those of the check, run between `begin` and `restore` or between
-    `savepoint` and `rollback` of a participant of yours. Set `ignores_checks = True` on it to avoid that.
+    Some forwards belong to no window, such as those of the loss check. Around them your participant gets
+    `begin` and `restore`, or inside a window `savepoint` and `rollback`. Set `ignores_checks = True` on it if
+    it must not be called there.
     """
 
     def begin(self) -> None:
@@ -25,26 +30,26 @@ class Participant(Protocol):
         ...
 
     def savepoint(self) -> None:
-        """Remember "before this micro-batch". Avoid copies: `rollback` may return False."""
+        """Remember "before this micro-batch". Copy nothing large: `rollback` may return False instead."""
         ...
 
     def rollback(self) -> bool:
-        """Restore the savepoint; return False if that is impossible, and the window restarts."""
+        """Restore the savepoint and return True; return False if that is impossible: the window restarts."""
         ...
 
     def restart(self) -> None:
-        """Restore "before the window", but keep what `begin` remembered: the window stays open.
+        """Restore "before the window", and keep what `begin` remembered, because the window runs again.
 
         Allocate no tensors and call no collectives: memory has run out, perhaps on this rank only.
         """
         ...
 
     def restore(self) -> None:
-        """Restore "before the window"; called again after an error here or in another participant."""
+        """Restore "before the window". Called a second time if this or another participant raises."""
         ...
 
     def commit(self) -> None:
-        """Keep the window's changes and free what was remembered; may be called again, as `restore`.
+        """Keep the window's changes, and free what was remembered. Called a second time as `restore` is.
 
         The update is already made. An error here is raised after all other participants have committed.
         """
@@ -55,7 +60,7 @@ class Participant(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from the merged, validated mapping of all participants; may be called again."""
+        """Resume from the merged, validated mapping of all participants. May be called a second time."""
         ...
 
 
@@ -69,7 +74,7 @@ def no_savepoint(method: F) -> F:
         >>> has_savepoint(Nothing)
         False
     """
-    # A mark on the function, so that `has_savepoint` needs only the class.
+    # An attribute of the function, so that `has_savepoint` needs only the class.
     setattr(method, _MARK, True)
     return method
 

@@ -23,12 +23,12 @@ class Progress:
 
     Attributes:
         dropped: micro-batches that were left out because they were not finite.
-        next: the micro-batch at which an iteration starts; not 0 after memory ran out or a resume.
-        current: the micro-batch that the loop has, or None.
-        arrived: whether a backward of the current micro-batch has ended.
-        broken: the micro-batch whose backward raised, or None.
-        failures: how often memory ran out.
-        idle_done: number of extra turns of weight 0 that are over.
+        next: index of the micro-batch at which an iteration starts; not 0 after a retry or a resume.
+        current: index of the micro-batch that the user's loop works on, or None.
+        arrived: whether a gradient of the current micro-batch is in the sum.
+        broken: index of the micro-batch whose backward has not ended, or has raised; or None.
+        failures: number of times that memory ran out.
+        extra_turns_done: number of extra turns (forwards with weight 0) that are over.
         turns: number of turns that have begun, if each forward and backward is collective.
         in_turns: whether other ranks may wait for a turn of this rank.
     """
@@ -42,11 +42,10 @@ class Progress:
         self.broken: int | None = None
         self.failures = 0
         # Counted, so that a rank that failed can take part in the remaining turns.
-        self.idle_done = self.turns = 0
+        self.extra_turns_done = self.turns = 0
         self.in_turns = True
-        self._versions: dict[
-            int, list[int]
-        ] = {}  # by micro-batch: versions of its tensors before its forward
+        # By micro-batch: the versions of its tensors before its forward.
+        self._versions: dict[int, list[int]] = {}
 
     def begin(self) -> None:
         """No-op: a window begins at its first micro-batch."""
@@ -58,19 +57,19 @@ class Progress:
         self._versions[self.current] = versions(self.microbatches.microbatches[self.current])
 
     def rollback(self) -> bool:
-        """Forget the current micro-batch; return False if its gradient is in the sum."""
+        """Discard the weight of the current micro-batch; return False if its gradient is in the sum."""
         if self.arrived:
             return False
-        # A returned weight without a loss belongs to the failed forward.
+        # A returned weight without a loss belongs to the forward that failed.
         for index in [index for index in self.weights.returned if index not in self.losses]:
             del self.weights.returned[index]
         self.broken = None
         return True
 
     def restart(self) -> None:
-        """Begin at the first micro-batch again."""
+        """Return to the first micro-batch."""
         self.losses, self.dropped = self.losses.empty(), []
-        self.next, self.broken, self.idle_done, self.turns = 0, None, 0, 0
+        self.next, self.broken, self.extra_turns_done, self.turns = 0, None, 0, 0
         self._versions.clear()
         self.weights.returned.clear()
 
@@ -91,7 +90,7 @@ class Progress:
             "returned": dict(self.weights.returned),
             "losses": self.losses.state(),
             "dropped": list(self.dropped),
-            "idle": [self.idle_done, self.microbatches.idle],
+            "extra_turns": [self.extra_turns_done, self.microbatches.extra_turns],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -100,23 +99,25 @@ class Progress:
         self.weights.returned = dict(state["returned"])
         self.losses.load_state(state["losses"])
         self.dropped = list(state["dropped"])
-        self.idle_done, self.microbatches.idle = state.get("idle", (0, self.microbatches.idle))
+        self.extra_turns_done, self.microbatches.extra_turns = state.get(
+            "extra_turns", (0, self.microbatches.extra_turns)
+        )
 
     @property
     def complete(self) -> bool:
         """True if every micro-batch that counts has had its backward."""
         # A backward that raised has added part of a gradient, so the window cannot be complete.
-        if self.broken is not None or self.idle_done < self.microbatches.idle:
+        if self.broken is not None or self.extra_turns_done < self.microbatches.extra_turns:
             return False
         count = len(self.microbatches.microbatches)
-        # The usual case needs no loop over the micro-batches.
+        # Usually every micro-batch has a loss, which needs no loop.
         if len(self.losses) == count:
             return True
         # A micro-batch with weight 0 is skipped and has no loss.
         return all(index in self.losses or self.weights.has_none(index) for index in range(count))
 
     def written(self, first: int, last: int) -> int | None:
-        """Return the first micro-batch in a range that was written since its forward began, or None."""
+        """Return the first micro-batch in first..last that was written to since its savepoint, or None."""
         for index in range(first, last + 1):
             before = self._versions.get(index)  # None for weight 0, which was not run
             if before is not None and before != versions(self.microbatches.microbatches[index]):
@@ -127,13 +128,13 @@ class Progress:
         """Compute the weights again after micro-batches were cut differently."""
         self.weights.weigh_again(self.microbatches.microbatches, self.microbatches.samples)
 
-    def hand_out_again(self, index: int) -> None:
-        """Forget the versions of a micro-batch that was cut into smaller ones."""
+    def remove_versions(self, index: int) -> None:
+        """Remove the recorded versions of a micro-batch that was cut into smaller ones."""
         self._versions.pop(index, None)
 
 
 def versions(part: Any) -> list[int]:
-    """Return the number of in-place writes of each tensor; tensors that share memory share the number.
+    """Return the version counter of each tensor, which counts in-place writes; views share one counter.
 
     Examples:
         >>> import torch

@@ -4,8 +4,8 @@ A micro-batch that failed must leave no changes behind:
 
 * If no gradient has arrived, and random state and buffers are unchanged or can be restored, the window
   continues at this micro-batch, in smaller ones.
-* Otherwise - half of a gradient is in the sum, or a buffer was written - the state before the window is
-  restored and the window begins again. A copy of all gradients before each micro-batch would avoid this, but
+* Otherwise (part of a gradient is in the sum, or a buffer was written) the state before the window is
+  restored, and the window begins again. A copy of all gradients before each micro-batch would avoid this, but
   would take the memory that is missing.
 """
 
@@ -52,15 +52,15 @@ def work_through(window: OpenWindow) -> None:
     Raises:
         OutOfMemoryError: a single sample does not fit, or micro-batches cannot be cut smaller.
     """
-    one = backward_of(window)
-    while (failure := _until_failure(window, one)) is not None:
+    run_microbatch = backward_of(window)
+    while (failure := _until_failure(window, run_microbatch)) is not None:
         progress = window.transaction.progress
         index = progress.next if progress.current is None else progress.current
         # The iterator refers to the micro-batch that failed, which must be freed.
         window.end_iteration()
         # A forward that failed inside autocast or no_grad() may not have left it.
         window.transaction.modes.restore()
-        _go_on_smaller(window.transaction, index, failure)
+        _continue_smaller(window.transaction, index, failure)
 
 
 def backward_of(window: OpenWindow) -> Callable[[Any], None]:
@@ -78,13 +78,13 @@ def backward_of(window: OpenWindow) -> Callable[[Any], None]:
     return lambda microbatch: window.backward(alone(loss_fn(microbatch)))
 
 
-def _until_failure(window: OpenWindow, one: Callable[[Any], None]) -> str | None:
-    """Return the text of the error if memory ran out, None at the end of the window."""
+def _until_failure(window: OpenWindow, run_microbatch: Callable[[Any], None]) -> str | None:
+    """Run the micro-batches; return the text of the error if memory ran out, None if all have run."""
     try:
         for microbatch in window:
-            one(microbatch)
+            run_microbatch(microbatch)
     except BaseException as error:
-        # Smaller micro-batches help only against lack of memory.
+        # Smaller micro-batches help only if memory ran out.
         if not out_of_memory(error):
             raise
         # The frames of the traceback hold the micro-batch and its activations.
@@ -93,35 +93,36 @@ def _until_failure(window: OpenWindow, one: Callable[[Any], None]) -> str | None
     return None
 
 
-def _go_on_smaller(window: Transaction, index: int, failure: str) -> None:
+def _continue_smaller(window: Transaction, index: int, failure: str) -> None:
+    """Cut smaller micro-batches, then roll back to the one that failed, or restart the window."""
     config, progress = window.config, window.progress
-    pieces = progress.microbatches
+    microbatches = progress.microbatches
     if config.transfer is not None:
         # Frees the next micro-batch, which may already be on the device.
         config.transfer.forget()
     gc.collect()  # an exception and its frames may be a cycle
     release_caches(*config.random.devices)
     # None if samples cannot be counted, so that the micro-batch cannot be cut.
-    samples = None if pieces.samples is None else pieces.samples[index]
+    samples = None if microbatches.samples is None else microbatches.samples[index]
     most = 0 if samples is None or window.pooled is not None else window.sizing.failed(samples)
     if not most:
         give_up(window, index, samples, failure)
     # rollback() returns False if a gradient has arrived, or if changed state has no copy.
-    again = not window.rollback()
+    restarts = not window.rollback()
     # A micro-batch that runs again must not have been changed in place.
-    require_inputs(progress, 0 if again else index, index, failure)
-    if again:
+    require_inputs(progress, 0 if restarts else index, index, failure)
+    if restarts:
         require_restorable(window, f"running out of memory in micro-batch {index} ({failure})")
         window.restart()
     try:
-        cut_large(pieces, progress.next, most)
+        cut_large(microbatches, progress.next, most)
     except SplitError as error:
         raise OutOfMemoryError(
             f"Memory ran out in micro-batch {index} ({failure}), which cannot be cut into smaller ones. "
             f"{error} {_DO}."
         ) from None
     # The recorded versions are those of the larger micro-batch.
-    progress.hand_out_again(index)
+    progress.remove_versions(index)
     # Each new micro-batch needs a weight of its own.
     progress.weigh_again()
     progress.failures += 1
@@ -129,8 +130,8 @@ def _go_on_smaller(window: Transaction, index: int, failure: str) -> None:
     config.reserve.tight = True
     warn(
         f"memory ran out in micro-batch {index} ({samples} samples); the window "
-        f"{'begins again' if again else 'continues'} in micro-batches of at most {most} samples. The update "
-        f"is the same{'' if config.sample_rng else _BUT_RANDOM}{but_unseen(window)}. "
+        f"{'begins again' if restarts else 'continues'} in micro-batches of at most {most} samples. The "
+        f"update is the same{'' if config.sample_rng else _BUT_RANDOM}{retry_condition(window)}. "
         f"({failure.splitlines()[0]})"
     )
 
@@ -167,8 +168,8 @@ def require_restorable(window: Transaction, failed: str) -> None:
     Raises:
         OutOfMemoryError: there is no copy of a state that has changed.
     """
-    # State that changes in a window for the first time was not copied before the window.
-    lost = window.config.state.lost()
+    # State is copied before a window only if an earlier window has changed it.
+    lost = window.config.state.unrestorable()
     if lost:
         others = f" and {len(lost) - 1} more" if lost[1:] else ""
         raise OutOfMemoryError(
@@ -179,19 +180,19 @@ def require_restorable(window: Transaction, failed: str) -> None:
         )
 
 
-def but_unseen(window: Transaction) -> str:
-    """Return the condition under which a retried update would differ, for the warning; empty: none."""
-    # `unsure` first, because that state has certainly changed.
-    unsure, unseen = window.config.state.unsure(), window.config.state.unseen()
-    # The value was seen to change, which is a stronger reason than one that cannot be seen.
-    if unsure:
+def retry_condition(window: Transaction) -> str:
+    """Return the condition under which a retried update differs, as the end of a sentence; "" if none."""
+    state = window.config.state
+    changed, undetectable = state.possibly_changed(), state.undetectable()
+    # First, because this state differs for certain; the other differs only if loss_fn wrote to it.
+    if changed:
         return (
-            f", unless loss_fn has changed {unsure[0]!r} in this window for the first time: its value "
+            f", unless loss_fn has changed {changed[0]!r} in this window for the first time: its value "
             "differs from that at the last inspection"
         )
     return (
-        f", unless loss_fn writes to {unseen[0]!r} through .data or NumPy, which cannot be detected"
-        if unseen
+        f", unless loss_fn writes to {undetectable[0]!r} through .data or NumPy, which cannot be detected"
+        if undetectable
         else ""
     )
 
@@ -212,8 +213,8 @@ def give_up(window: Transaction, index: int, samples: int | None, failure: str) 
     Raises:
         OutOfMemoryError: always.
     """
-    # The first reason that holds has the remedy that helps.
-    # The micro-batch is part of the function of a GhostBatchNorm, so its size must not change.
+    # The first reason that applies has the remedy that helps.
+    # A GhostBatchNorm normalises over the micro-batch, so its size must not change.
     if window.pooled is not None:
         wrong = "With GhostBatchNorm the update would change in smaller micro-batches"
         do = "Pass a smaller microbatch_size"

@@ -14,9 +14,9 @@ from superbatch.errors import InputError, WindowError
 
 from .digest import digest_of
 
-# Keys that every version has written; newer ones ("held", "ranks", "yet") are optional.
+# Keys that every version has written; newer ones ("held", "ranks", "pending_factor") are optional.
 WINDOW_KEYS = frozenset(
-    {"place", "microbatches", "samples", "next", "weights", "returned", "losses", "dropped", "gradients"}
+    {"identity", "microbatches", "samples", "next", "weights", "returned", "losses", "dropped", "gradients"}
     | {"key", "scale", "random", "random_before", "state_before", "norms"}
 )
 _SOURCE = "Load a state_dict() of this Accumulator, or call discard() to begin the window again."
@@ -24,7 +24,7 @@ _SOURCE = "Load a state_dict() of this Accumulator, or call discard() to begin t
 
 @dataclass(frozen=True)
 class Expected:
-    """Facts about the window in which a saved one is resumed.
+    """Description of the window in which a saved window is resumed.
 
     Attributes:
         microbatches: number of micro-batches.
@@ -45,7 +45,7 @@ def check_structure(state: Mapping[str, Any]) -> None:
         state: state of a window, with all its keys.
 
     Raises:
-        InputError: a value has a wrong type, or is one that no window can have; the error names its key.
+        InputError: a value has a wrong type, or a value that no window can have; the error names its key.
 
     Examples:
         >>> check_structure({"next": -1})
@@ -56,12 +56,12 @@ def check_structure(state: Mapping[str, Any]) -> None:
     checks: dict[str, tuple[Callable[[Any], bool], str]] = {
         "next": (_is_index, "the index of a micro-batch"),
         "microbatches": (_is_index, "a number of micro-batches"),
-        "place": (lambda v: _all(v, lambda each: isinstance(each, str)), "a list of names"),
+        "identity": (lambda v: _all(v, lambda each: isinstance(each, str)), "a list of names"),
         "samples": (lambda v: v is None or _all(v, _is_index), "None or a list of ints"),
         "losses": (lambda v: _by_index(v, _is_number_or_mapping), "a dict from index to loss"),
         "returned": (lambda v: _by_index(v, _is_number_or_mapping), "a dict from index to weight"),
         "dropped": (lambda v: _all(v, _is_index), "a list of indices"),
-        "idle": (lambda v: _all(v, _is_index) and len(v) == 2, "two numbers of turns"),
+        "extra_turns": (lambda v: _all(v, _is_index) and len(v) == 2, "two numbers of turns"),
         "gradients": (lambda v: isinstance(v, Mapping), "a dict of tensors"),
         "random": (_is_random, "the states of the random generators"),
         "random_before": (_is_random, "the states of the random generators"),
@@ -70,7 +70,7 @@ def check_structure(state: Mapping[str, Any]) -> None:
             "BatchNorm statistics",
         ),
         "noise": (lambda v: v is None or isinstance(v, Mapping), "None or a dict"),
-        "yet": (_is_number, "a number"),
+        "pending_factor": (_is_number, "a number"),
         "ranks": (lambda v: _all(v, _is_index) and len(v) == 2, "an index and a number of ranks"),
         "held": (lambda v: _all(v, lambda each: isinstance(each, str)), "a list of names"),
         "scale": (lambda v: v is None or _is_number(v), "None or the scale of a GradScaler"),
@@ -93,11 +93,11 @@ def check_fit(state: Mapping[str, Any], expected: Expected) -> None:
 
     Args:
         state: a saved window that `check_structure` has passed.
-        expected: facts about the window in which it is resumed.
+        expected: description of the window in which it is resumed.
 
     Raises:
-        WindowError: another rank saved it, or the number of ranks was different; or its position or its
-            gradients do not fit the window.
+        WindowError: another rank or another number of ranks saved it, its position or its gradients do not
+            fit the window, or it was changed after it was saved.
 
     Examples:
         >>> here = Expected(2, {"weight": torch.Size([1])}, rank=0, ranks=1)
@@ -111,7 +111,7 @@ def check_fit(state: Mapping[str, Any], expected: Expected) -> None:
             f"The saved window is that of rank {rank} of {ranks}, but this process is rank {expected.rank} "
             f"of {expected.ranks}. Load on each rank the state that it saved, or save between windows."
         )
-    # All indices, because a loss beyond the last micro-batch would be added too.
+    # All indices, because a loss for an index beyond the last micro-batch would be added too.
     indices = [*state.get("losses", ()), *state.get("returned", ()), *state.get("dropped", ())]
     furthest = max([state["next"] - 1, *indices])
     if furthest >= expected.microbatches:

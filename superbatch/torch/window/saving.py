@@ -13,7 +13,7 @@ from .transaction import Transaction
 
 
 def state_of(window: Transaction) -> dict[str, Any]:
-    """Return the states of all participants, and the facts that `check_state` compares.
+    """Return the states of all participants, and values that `check_state` compares.
 
     Raises:
         WindowError: a micro-batch is between its forward and its backward.
@@ -25,7 +25,7 @@ def state_of(window: Transaction) -> dict[str, Any]:
             f"state_dict() was called between the forward and the backward of micro-batch {progress.current}."
             " Call it after backward(loss)."
         )
-    state = {"place": _place(window), "ranks": (ranks.index, ranks.count), **window.state_dict()}
+    state = {"identity": _identity(window), "ranks": (ranks.index, ranks.count), **window.state_dict()}
     return {**state, "digest": digest_of(state)}
 
 
@@ -43,7 +43,7 @@ def check_state(window: Transaction, state: dict[str, Any]) -> None:
         config.sync.count,
     )
     # First, because with other parameters all comparisons below would fail as well.
-    if state["place"] != _place(window):
+    if state["identity"] != _identity(window):
         raise WindowError(
             f"The saved window has other parameters or options than this window of {len(config.owned)} "
             "parameters. Make the Accumulator with the same model and options, or call discard() first."
@@ -60,8 +60,8 @@ def check_state(window: Transaction, state: dict[str, Any]) -> None:
     saved_checks.check_fit(state, expected)
 
 
-def _place(window: Transaction) -> list[str]:
-    """Return facts that must be equal to resume a window: kind of sum, options, names of parameters."""
+def _identity(window: Transaction) -> list[str]:
+    """Return what must be equal to resume a window: kind of gradient sum, options, names of parameters."""
     config = window.config
     # A weight function cannot be compared; `check_state` compares the weights that it returned.
     weigh = config.weigh if isinstance(config.weigh, str) else "counted"

@@ -19,7 +19,7 @@ class SlipWatch:
         microbatch_size: the option; batches are watched only if it is an int.
 
     Attributes:
-        watches: whether anything is watched: a scheduler, or batches that may be too small.
+        watches: False once there is nothing left to warn of; the engine then makes no calls.
 
     Examples:
         >>> watch = SlipWatch([], 8)
@@ -29,10 +29,12 @@ class SlipWatch:
 
     def __init__(self, schedulers: Sequence[Any], microbatch_size: object) -> None:
         self._schedulers = schedulers
-        self._counts: list[int | None] = []  # empty until the first window, because a state may be loaded
-        self._opened: list[int | None] = []
+        # Steps of each scheduler at the end of the last window; empty before the first one, because a state
+        # may be loaded before it.
+        self._counts: list[int | None] = []
+        self._opened: list[int | None] = []  # steps at the beginning of the open window
         self._size = microbatch_size if isinstance(microbatch_size, int) else None
-        self._unsplit = 0  # batches so far; the first that is split ends the watch
+        self._unsplit = 0  # number of batches so far; the first that is split ends the watch
         self._set_watches()
 
     def open(self, samples: Sequence[int] | None) -> None:
@@ -47,9 +49,9 @@ class SlipWatch:
             self._compare(self._counts, least=1, most=2)
             self._opened = self._read()
         if self._size is not None:
-            self._see(samples, self._size)
+            self._count_unsplit(samples, self._size)
 
-    def _see(self, samples: Sequence[int] | None, size: int) -> None:
+    def _count_unsplit(self, samples: Sequence[int] | None, size: int) -> None:
         if samples is None or len(samples) > 1:
             self._size = None  # a batch was split, so the watch ends
             self._set_watches()
@@ -65,7 +67,7 @@ class SlipWatch:
             )
 
     def close(self) -> None:
-        """Record the schedulers' counts at the end of a window, which steps each once."""
+        """Record the schedulers' counts at the end of a window, which has stepped each scheduler once."""
         if self._schedulers:
             # The window makes one step itself; a second one is the user's.
             self._compare(self._opened, least=2, most=math.inf)

@@ -1,4 +1,9 @@
-"""Transaction over the micro-batches of a window: begin, (savepoint [rollback])*, then commit or restore."""
+"""Transaction over the micro-batches of a window: all participants begin, then all commit or all restore.
+
+Order of calls: ``begin``, then ``savepoint`` before each micro-batch, and ``rollback`` after a failed one.
+``commit`` follows the optimizer step; every failure before the step leads to ``restore``, which leaves all
+state as it was before `begin`. Participants begin in the listed order and are restored in reverse order.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +39,7 @@ class Transaction:
         gradients: gradient sum of the window.
         progress: position in the window.
         sizing: chooses the sizes of micro-batches.
-        watch: watches parameters during the first window; None later.
+        watch: detects parameters that a backward of the first window changes; None in later windows.
 
     Attributes:
         modes: torch's modes at the entry of the window; assigned by `OpenWindow.__enter__`.
@@ -64,11 +69,11 @@ class Transaction:
         self.pooled = self.norms if isinstance(self.norms, Pooled) else None
         self.noise: NoiseOfWindows | None = config.noise
         self.watch = watch
-        # A micro-batch may be dropped with its changes, so the state is copied before each one.
-        each = config.nonfinite == "skip_microbatch"
-        self._state = ForwardStateOfEach(config.state) if each else ForwardState(config.state)
+        # With this policy one micro-batch may be dropped, so the state is copied before each of them.
+        may_drop = config.nonfinite == "skip_microbatch"
+        self._state = ForwardStateOfEach(config.state) if may_drop else ForwardState(config.state)
         # Random state first, so that it is restored last: another restore may draw numbers.
-        found: list[Participant | None] = [
+        participants: list[Participant | None] = [
             config.random,
             self._state,
             self.streams,
@@ -81,7 +86,7 @@ class Transaction:
             config.extra,
             progress,
         ]
-        self._participants: list[Participant] = [each for each in found if each is not None]
+        self._participants: list[Participant] = [each for each in participants if each is not None]
         # Bound once, because attribute lookups per micro-batch are measurable for small models.
         self._savepoints = [each.savepoint for each in self._participants if has_savepoint(type(each))]
         self._commits = [each.commit for each in self._participants]
@@ -94,9 +99,9 @@ class Transaction:
         return None if self.scale is None else self.scale.value
 
     def begin(self) -> None:
-        """Begin all participants; if this raises, the caller must call `restore`."""
+        """Begin all participants. If this raises, the caller must call `restore`."""
         if self.noise is not None:
-            self.noise.expect(self.progress.microbatches, shared=self.config.sync.shared)
+            self.noise.prepare(self.progress.microbatches, shared=self.config.sync.shared)
         for participant in self._participants:
             self._begun += 1  # before the call, so that a participant that fails is restored too
             participant.begin()
@@ -109,16 +114,17 @@ class Transaction:
             savepoint()
 
     def rollback(self) -> bool:
-        """Restore the savepoint; return False if that is impossible, and call `restart` then."""
+        """Restore the savepoint; return False if that is impossible: the caller must then call `restart`."""
         return all(participant.rollback() for participant in reversed(self._participants[: self._begun]))
 
     def drop(self) -> None:
-        """Drop the current micro-batch: roll back everything except random state, scale, noise and position.
+        """Drop the current micro-batch: roll back gradient, BatchNorm statistics and forward state.
+
+        Random state and position advance, as if the micro-batch had been kept.
 
         Raises:
-            WindowError: a participant of the user's cannot roll back.
+            WindowError: `rollback` of one of the user's participants returned False.
         """
-        # Random state and position stay, as if the micro-batch had run.
         for participant in (self.gradients, self.norms, self._state):
             if participant is not None:
                 participant.rollback()
@@ -144,10 +150,10 @@ class Transaction:
         self._unsynchronised = self.config.sync.no_sync()
 
     def restore(self) -> None:
-        """Restore the state before the window; an error of one participant does not stop the others.
+        """Restore the state before the window, in every participant even if one raises.
 
         Raises:
-            BaseException: the last error of a participant.
+            BaseException: an error of a participant, as `take_each` raises it.
         """
         take_each(
             self._unsynchronised.close,
@@ -155,7 +161,7 @@ class Transaction:
         )
 
     def commits(self) -> list[Callable[[], None]]:
-        """Return the functions that commit the window, for `take_each`."""
+        """Return the functions that commit the window; the caller passes them to `take_each`."""
         return [self._unsynchronised.close, *self._commits]
 
     def state_dict(self) -> dict[str, Any]:
@@ -180,25 +186,25 @@ class Transaction:
         if self.streams is None:
             return nullcontext()
         # A stream depends on the sample's position in the effective batch, not on the micro-batch.
-        return self.streams.of(self.progress.microbatches.places(index, self.streams.first_sample))
+        return self.streams.of(self.progress.microbatches.positions(index, self.streams.first_sample))
 
 
 def _scale_of(config: Config) -> LossScale:
-    # Without a step the gradients stay scaled, as the user's scaler expects.
+    # `Gradient` (earlier is set) makes no step: its gradients stay scaled, as the user's scaler expects.
     by_host, unscaled = config.backward is not None, config.earlier is None
     device = config.owned[0].parameter.device
     return LossScale(config.rule.scaler, device, scaled_by_host=by_host, unscaled=unscaled)
 
 
 def take_each(*steps: Callable[[], Any]) -> None:
-    """Run all functions; if one raises, run all again, including those after it.
+    """Run functions in order. If one raises, run all of them once more, each even if another raises.
 
     Args:
         steps: functions that may run twice.
 
     Raises:
-        BaseException: the error of the second run; or that of the first if the second succeeds, unless it was
-            out of memory.
+        BaseException: an error of the second run. If the second run succeeds: the error of the first run,
+            unless it was out of memory.
 
     Examples:
         >>> done = []
@@ -213,9 +219,9 @@ def take_each(*steps: Callable[[], Any]) -> None:
     except BaseException as error:
         no_memory = out_of_memory(error)
         torch.set_grad_enabled(grad)  # an interrupt inside no_grad() leaves grad mode off
-        with ExitStack() as stack:  # runs all callbacks, the last one first, even if one raises
+        with ExitStack() as stack:  # runs all callbacks, last registered first, even if one raises
             for step in reversed(steps):
-                # All of them, because an interrupt may have stopped any of them halfway.
+                # All of them, because an interrupt (Ctrl-C) may have stopped any of them halfway.
                 stack.callback(_with_memory, step)
         if not no_memory:
             raise

@@ -1,9 +1,9 @@
-"""Transfer of micro-batches to the model's device: one is copied while the one before it is computed.
+"""Transfer of micro-batches to the model's device: each is copied while the previous one is computed.
 
-The copies run in a stream of their own, from pinned memory; this was not yet run on a GPU. A copy begins once
-the work on the micro-batch before it is launched, so that the device does not wait while the host pins
-memory. The device holds the inputs of two micro-batches at a time: before each copy the host waits until the
-last micro-batch but one is computed, while the device still has all of the last one to compute.
+Copies run in a separate stream, from pinned memory. (This was not yet run on a GPU.) The copy of micro-batch
+i+1 begins once the work on micro-batch i is launched, so the device computes while the host pins memory. The
+device holds the inputs of at most two micro-batches: before this copy the host waits until micro-batch i-1 is
+computed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..memory.out_of_memory import out_of_memory
 
 
 def to_device(microbatch: Any, device: torch.device | None) -> Any:
-    """Move the tensors of a micro-batch; copies from pinned memory do not wait.
+    """Return a micro-batch with its tensors on a device; copies from pinned memory are asynchronous.
 
     Examples:
         >>> to_device({"x": torch.zeros(2)}, torch.device("cpu"))["x"].device.type
@@ -42,7 +42,7 @@ def to_device(microbatch: Any, device: torch.device | None) -> Any:
 
 
 class SideStream:
-    """A CUDA stream for copies that run beside the computation; on other devices copies are ordinary ones.
+    """A CUDA stream for copies that overlap with the computation; other devices copy in the usual way.
 
     Args:
         device: the device to copy to.
@@ -54,10 +54,11 @@ class SideStream:
         self._held: tuple[Any, Tensor] | None = None
 
     def beside(self, *, after_computation: bool = False) -> AbstractContextManager[Any]:
-        """Return a context whose copies run beside the computation.
+        """Return a context whose copies overlap with the computation.
 
         Args:
-            after_computation: wait for the computation launched so far, because its results are copied.
+            after_computation: make the copies wait for the computation launched so far, whose results they
+                copy.
         """
         if not has_streams(self._device):
             return nullcontext()
@@ -77,10 +78,10 @@ class SideStream:
         return event
 
     def hold(self, source: Tensor) -> None:
-        """Keep a tensor while it is copied; the next call of `hold` waits for the copy and frees the tensor.
+        """Keep a tensor while it is copied; the next call of `hold` frees it.
 
-        The computation waits for the copy, not the host. With `Tensor.record_stream` the host would run ahead
-        and run out of memory, because tensors still to be copied are not free.
+        That call makes the computation, not the host, wait for the copy. With `Tensor.record_stream` the host
+        would run ahead and run out of memory, because tensors that wait for their copy stay allocated.
         """
         # The event comes after the copy from `source`, which is already launched.
         held, event = self._held, self.event()
@@ -89,19 +90,19 @@ class SideStream:
             torch.cuda.current_stream(self._device).wait_event(held[0])
 
     def follow(self, other: SideStream) -> None:
-        """Make later copies wait for the copies of another stream so far."""
+        """Make the next copies wait for all copies launched so far in another stream."""
         event = other.event()
         if self._stream is not None and event is not None:
             self._stream.wait_event(event)
 
     def join(self) -> None:
-        """Make the computation wait for all copies so far."""
+        """Make the computation wait for all copies launched so far."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
             self._held = None
 
     def hand_over(self, copy: Any) -> None:
-        """Make the computation wait for a copy, and keep the copy's memory until the computation is done."""
+        """Make the computation wait for a copy, and keep the copy's memory until it was read."""
         if self._stream is None:
             return
         computing = torch.cuda.current_stream(self._device)
@@ -113,7 +114,7 @@ class SideStream:
 
 
 class Transfer:
-    """Returns micro-batches on a device, and copies the next one in the meantime.
+    """Returns micro-batches on a device, and copies the next one during the computation.
 
     Args:
         device: the device; None leaves micro-batches where they are.
@@ -131,7 +132,7 @@ class Transfer:
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
         self._side = SideStream(device)
-        self._ahead: list[tuple[Any, Any]] = []  # at most one pair: micro-batch on the host, its copy
+        self._prefetched: list[tuple[Any, Any]] = []  # at most one pair: micro-batch on the host, its copy
         self._launched: Any = None  # event after the work on the last micro-batch
 
     def take(self, microbatches: Sequence[Any], index: int) -> Any:
@@ -144,11 +145,11 @@ class Transfer:
         device = self._device
         if device is None:
             return microbatches[index]
-        # The CPU has no streams, so nothing is copied ahead.
+        # The CPU has no streams, so nothing is prefetched.
         if device.type == "cpu":
             return to_device(microbatches[index], device)
-        source, copy = self._ahead.pop() if self._ahead else (None, None)
-        if source is not microbatches[index]:  # the first micro-batch, or cut differently in the meantime
+        source, copy = self._prefetched.pop() if self._prefetched else (None, None)
+        if source is not microbatches[index]:  # the first micro-batch, or one that was cut again since
             return self._copied(microbatches[index])
         self._side.hand_over(copy)
         return copy
@@ -165,38 +166,38 @@ class Transfer:
             return
         following = microbatches[index + 1]
         # After a second backward of this micro-batch, the copy has already begun.
-        if self._ahead and self._ahead[0][0] is following:
+        if self._prefetched and self._prefetched[0][0] is following:
             return
         if has_streams(device):
             before, self._launched = self._launched, torch.cuda.Event()
             self._launched.record(torch.cuda.current_stream(device))
             if before is not None:  # otherwise the inputs of all micro-batches would fill the device
                 before.synchronize()
-        # Frees the copy of a micro-batch that was cut differently since.
-        self._ahead.clear()
+        # Frees the copy of a micro-batch that was cut again since.
+        self._prefetched.clear()
         try:
             with self._side.beside():
-                self._ahead.append((following, self._copied(following)))
+                self._prefetched.append((following, self._copied(following)))
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
             # `take` copies later, when this micro-batch is freed and there may be room.
 
     def forget(self) -> None:
-        """Free the micro-batch that is being copied; it will not be taken."""
-        self._ahead.clear()
+        """Free the prefetched micro-batch, which will not be used."""
+        self._prefetched.clear()
         self._launched = None
 
     def _copied(self, microbatch: Any) -> Any:
         device = self._device
         if has_streams(device):
-            # A copy from pageable memory blocks the host, and then the device has nothing to do.
+            # A copy from pageable memory would block the host, and the device would run out of work.
             microbatch = map_arrays(pinned, microbatch)
         return to_device(microbatch, device)
 
 
 def has_streams(device: torch.device | None) -> bool:
-    """Return whether copies to a device can run beside its computation, in a CUDA stream.
+    """Return whether copies to a device can overlap with its computation, in a CUDA stream.
 
     Examples:
         >>> has_streams(torch.device("cuda", 1)), has_streams(torch.device("mps")), has_streams(None)
@@ -206,16 +207,15 @@ def has_streams(device: torch.device | None) -> bool:
 
 
 def pinned(leaf: Any) -> Any:
-    """Return a tensor on the host in pinned memory; any other object, or if pinning fails, the argument.
+    """Return a host tensor's copy in pinned memory, which a device copies faster.
 
-    A copy from memory that is not pinned is slower.
+    Returns any other object unchanged, and also a tensor for which there is no pinned memory.
     """
     if not (isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.layout is torch.strided):
         return leaf
     try:
         return leaf.pin_memory()
-    # Locked memory is limited (ulimit -l).
-    except RuntimeError as error:
+    except RuntimeError as error:  # pinned memory is limited (ulimit -l)
         if not out_of_memory(error):
             raise
         return leaf

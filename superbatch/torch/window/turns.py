@@ -1,7 +1,7 @@
-"""Micro-batches of ranks whose forwards wait for each other (`Sync.in_step`): as many turns on each of them.
+"""Equal numbers of micro-batches on ranks whose forwards are collective (`Sync.in_step`).
 
-A rank that has fewer micro-batches runs one of them again, without weight. One that has none at all runs a
-sample that another rank sends it: the models must be called as the others call them.
+A rank with fewer micro-batches cuts them into more, or runs its first one again with weight 0 (an *extra
+turn*). A rank without data runs a sample of another rank with weight 0.
 """
 
 from __future__ import annotations
@@ -15,64 +15,64 @@ from .microbatches import MicrobatchList
 from .sync.sync import Sync
 
 
-def take_turns(pieces: MicrobatchList, sync: Sync) -> None:
-    """Let each rank run as many micro-batches, also one without data.
+def equalize_turns(microbatches: MicrobatchList, sync: Sync) -> None:
+    """Give each rank the same number of turns, including ranks without data.
 
     Args:
-        pieces: of this rank; none where it has no data.
-        sync: ranks whose forwards wait for each other.
+        microbatches: the micro-batches of this rank, changed in place; empty if it has no data.
+        sync: ranks whose forwards are collective.
 
     Raises:
-        InputError: this rank has no data, and the samples of the others cannot be sent.
+        InputError: this rank has no data, and a sample of another rank cannot be sent.
     """
-    each = even_out(pieces, sync)
-    if all(each) or not any(each):  # mostly; where no rank has data, none runs a forward
+    counts = cut_to_equal_turns(microbatches, sync)
+    # Usually every rank has data. If none has, none runs a forward.
+    if all(counts) or not any(counts):
         return
-    sender = next(index for index, count in enumerate(each) if count)
-    sent = sync.gather(_pickled(pieces) if sync.index == sender else None)[sender]
-    if len(pieces):
+    sender = next(rank for rank, count in enumerate(counts) if count)
+    sent = sync.gather(_pickled_sample(microbatches) if sync.index == sender else None)[sender]
+    if len(microbatches):
         return
     if sent is None:
         raise InputError(
-            "This rank has no batch, a forward of sharded models waits for all ranks, and the batch of "
-            "another rank cannot be pickled to be run here without weight. Pass a batch whose weight= is 0."
+            "This rank has no batch, but a forward of sharded models needs all ranks, and the batch of "
+            "another rank cannot be pickled to be run here with weight 0. Pass a batch whose weight= is 0."
         )
-    pieces.stand_in = [pickle.loads(sent)]
+    microbatches.stand_in = [pickle.loads(sent)]
 
 
-def even_out(pieces: MicrobatchList, sync: Sync) -> list[int]:
-    """Let each rank run as many micro-batches; an update does not depend on where a batch is cut.
+def cut_to_equal_turns(microbatches: MicrobatchList, sync: Sync) -> list[int]:
+    """Cut this rank's micro-batches into as many as the other ranks have; extra turns fill the rest.
 
-    A batch is cut into more of them as far as it can be; turns without weight make up what is missing then.
-    The micro-batches of a `Window` are not cut.
+    The update does not depend on where a batch is cut. The micro-batches of a `Window` are not cut.
 
     Args:
-        pieces: of this rank.
-        sync: ranks whose forwards wait for each other.
+        microbatches: the micro-batches of this rank, changed in place.
+        sync: ranks whose forwards are collective.
 
     Returns:
-        The number of micro-batches that each rank had.
+        The number of micro-batches of each rank before the call.
     """
-    each = sync.turns(len(pieces), pieces.samples)
-    turns = max(each)
-    samples = pieces.samples if pieces.cut_from_one else None
-    while samples is not None and len(pieces) < turns:
-        largest = max(range(len(pieces)), key=samples.__getitem__)
+    counts = sync.turns(len(microbatches), microbatches.samples)
+    turns = max(counts)
+    samples = microbatches.samples if microbatches.cut_from_one else None
+    while samples is not None and len(microbatches) < turns:
+        largest = max(range(len(microbatches)), key=samples.__getitem__)
         try:
-            if samples[largest] < 2 or pieces.split(largest, (samples[largest] + 1) // 2) < 2:
+            if samples[largest] < 2 or microbatches.split(largest, (samples[largest] + 1) // 2) < 2:
                 break
         except SplitError:
             break
-    pieces.idle = turns - len(pieces)
-    return each
+    microbatches.extra_turns = turns - len(microbatches)
+    return counts
 
 
-def _pickled(pieces: MicrobatchList) -> bytes | None:
-    """Return a sample to send, or a micro-batch that cannot be cut; None where it has no pickle."""
-    # Pickled here and not by the exchange: an error of it would leave the others in there.
-    part = pieces.microbatches[0]
-    sample = first_sample(part, pieces.paths)
+def _pickled_sample(microbatches: MicrobatchList) -> bytes | None:
+    """Return the pickled first sample, or the first micro-batch if it cannot be cut; None if that fails."""
+    # Pickled before the exchange, because an error inside it would leave the other ranks waiting.
+    microbatch = microbatches.microbatches[0]
+    sample = first_sample(microbatch, microbatches.paths)
     try:
-        return pickle.dumps(part if sample is None else sample)
-    except Exception:  # noqa: BLE001 - any object may be in a batch, and raise what it likes
+        return pickle.dumps(microbatch if sample is None else sample)
+    except Exception:  # noqa: BLE001 - the user's objects may raise anything when pickled
         return None

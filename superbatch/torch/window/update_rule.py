@@ -1,4 +1,4 @@
-"""Steps of the update rule, each a function or a class.
+"""The update rule: functions that turn the sums of a window into an update.
 
 `Ending` calls them in this order, once per window:
 
@@ -61,7 +61,7 @@ class UpdateRule:
 
 
 def announced(gradient_sum: GradientSum, sync: Sync, owned: list[ManagedParameter]) -> list[float]:
-    """Return numbers whose sums over the ranks are passed to `ready`."""
+    """Return this rank's announcement (`Sync.announce`); its sums over the ranks are passed to `ready`."""
     return sync.announce(gradient_sum.sums(), [entry.parameter for entry in owned])
 
 
@@ -73,7 +73,19 @@ def ready(
     divisor: float,
     announced: Sequence[float] | None,
 ) -> list[Tensor | None]:
-    """Reduce, normalise, unscale: return the gradient of the batch, one tensor (or None) per parameter."""
+    """Reduce, normalise and unscale; return the gradient of the batch, one tensor (or None) per parameter.
+
+    Args:
+        rule: has the scaler.
+        gradient_sum: the sum over the micro-batches of this rank.
+        sync: the ranks.
+        owned: the parameters.
+        divisor: `normalize.divisor` of the window.
+        announced: `announced` of each rank, summed over the ranks.
+
+    Raises:
+        OptimizerError: no parameter received a gradient.
+    """
     parameters = [entry.parameter for entry in owned]
     gradients = sync.reduce(gradient_sum.close(), parameters, gradient_sum.zeros, announced)
     if divisor != 1.0:
@@ -159,15 +171,15 @@ def _is_python(call: Callable[[], Any]) -> bool:
 class OptimizerSteps:
     """All steps of one update, in order: momentum buffers, each optimizer, the scaler.
 
-    An update cannot stop halfway. After an error between two steps the remaining steps are still made, and
-    then it is raised; lack of memory is not raised if the retry succeeds.
+    An update must not stop halfway. After an error between two steps, the remaining steps are made before the
+    error is raised. An out-of-memory error is not raised if the retry succeeds.
 
     Args:
         rule: has the optimizers.
         gradients: gradient sum of the window, in ``.grad``.
-        before: state of the optimizers before the step.
-        agree: raises if another rank has failed. It is called once, after the pre-hooks of the first
-            optimizer's step and before everything else. None: no other rank shares the window.
+        before: snapshot of the optimizers before the step.
+        agree: function that raises if another rank has failed. It is called once, after the pre-hooks of the
+            first optimizer and before its step. None: no other rank shares the window.
     """
 
     def __init__(
@@ -184,7 +196,7 @@ class OptimizerSteps:
         self._watched: list[WatchedStep] = []
         if isinstance(gradients, MomentumGradientSum):
             self._calls.append(gradients.apply)
-        # With a sum in momentum buffers there is no gradient left; a step then runs hooks and counters only.
+        # With a sum in momentum buffers no gradient is left, so the step only runs hooks and counters.
         scaler: Any = rule.scaler if rule.scaling else None
         self._optimizers = rule.optimizers if scaler is None else _with_gradient(rule.optimizers)
         for each in self._optimizers:
@@ -208,20 +220,20 @@ class OptimizerSteps:
         """Make the steps that were not yet made.
 
         Returns:
-            The reason why no update was made although all optimizers were called; None if it was made.
+            The reason why no update was made although all optimizers were called; None if one was made.
 
         Raises:
-            BaseException: the error of an optimizer's step, or one between two steps.
+            BaseException: an error inside a step, or between two steps.
             OptimizerError: some optimizers have stepped and some have not.
         """
         end_hooks = None
         if self._hooked is not None:
-            self._before.begin(hooks=True)
+            self._before.step_begins(hooks=True)
             end_hooks = after_hooks(self._hooked, self._after_hooks)
         elif self._agree is not None:
             self._after_hooks()
         else:
-            self._before.begin()
+            self._before.step_begins()
         grad = torch.is_grad_enabled()
         try:
             for call in self._calls:
@@ -240,51 +252,56 @@ class OptimizerSteps:
         finally:
             if end_hooks is not None:
                 end_hooks()
-        return self._left_out() if self._watched else None
+        return self._reason_for_no_update() if self._watched else None
 
     @property
-    def begun(self) -> bool:
+    def has_stepped(self) -> bool:
         """True once an optimizer has stepped and changed its parameters."""
-        return any(step.returned for step in self._steps) and self._any_moved(self._idle())
+        return any(step.returned for step in self._steps) and self._any_stepped(self._without_step())
 
     @property
-    def made(self) -> bool:
-        """True once all steps were made, and none was skipped inside."""
-        return all(step.returned for step in self._all_steps()) and not self._idle()
+    def all_made(self) -> bool:
+        """True once all steps were made, and no optimizer skipped its own."""
+        return all(step.returned for step in self._all_steps()) and not self._without_step()
 
-    def _left_out(self) -> str | None:
+    def _reason_for_no_update(self) -> str | None:
         """Return the reason why no update was made although the optimizers were called, or None."""
         if self._agree is not None:  # no step ran, so the vote that other ranks wait for is made here
             self._after_hooks()
-        idle = self._idle()
-        return self._before.not_made(idle, half=self._any_moved(idle)) if idle else None
+        skipped = self._without_step()
+        if not skipped:
+            return None
+        return self._before.reason_for_no_update(skipped, half=self._any_stepped(skipped))
 
     def _after_hooks(self, *_: object) -> None:
-        """Agree with the other ranks, right before the first optimizer's step."""
+        """Vote with the other ranks, immediately before the first optimizer's step."""
         if self._agree is not None:
             agree, self._agree = self._agree, None  # one vote, even if the hooks run twice
             agree()
-        self._before.begin()
+        self._before.step_begins()
 
     def _update_scaler(self) -> None:
         """Update the scale, unless an optimizer skipped its step."""
-        if self._scaler_update is not None and not self._idle():
+        if self._scaler_update is not None and not self._without_step():
             self._scaler_update.take()
 
     def _all_steps(self) -> list[Once]:
         """Return the steps of the optimizers and of the scaler."""
         return self._steps if self._scaler_update is None else [*self._steps, self._scaler_update]
 
-    def _any_moved(self, idle: list[torch.optim.Optimizer]) -> bool:
-        """Return whether an optimizer that has gradients has stepped."""
-        busy = (_with_gradient(self._optimizers) or self._optimizers) if idle else self._optimizers
-        return any(each not in idle for each in busy)
+    def _any_stepped(self, skipped: list[torch.optim.Optimizer]) -> bool:
+        """Return whether any optimizer with gradients is not among those that skipped their step."""
+        # An optimizer without gradients changes no parameter, so its step does not make half an update.
+        able = (_with_gradient(self._optimizers) or self._optimizers) if skipped else self._optimizers
+        return any(each not in skipped for each in able)
 
-    def _idle(self) -> list[torch.optim.Optimizer]:
+    def _without_step(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers that ran no step and whose parameters have not changed."""
-        # Both, because a compiled step runs no hooks but changes the parameters.
+        # Both conditions, because a compiled step runs no hooks but changes the parameters.
         return [
-            each.optimizer for each in self._watched if each.is_idle and self._before.still(each.optimizer)
+            each.optimizer
+            for each in self._watched
+            if each.did_nothing and self._before.is_unchanged(each.optimizer)
         ]
 
 
@@ -307,8 +324,12 @@ def scheduler_steps(rule: UpdateRule, loss: float) -> list[Callable[[], None]]:
 def zero_grad(owned: list[ManagedParameter], until_next: list[Tensor]) -> None:
     """Set the gradients to None; on the CPU their memory is kept until the next window.
 
-    If it were freed here, the operating system would get it back, and the next window would have to map each
-    page again: 3 % of a window of a small transformer. On an accelerator torch's allocator keeps it.
+    Freed memory would return to the operating system, and the next window would map each page again: 3 % of
+    the time of a window of a small transformer. On an accelerator torch's allocator keeps the memory.
+
+    Args:
+        owned: the parameters.
+        until_next: list that keeps the gradients; `OpenWindow` clears it as the next window begins.
     """
     if owned[0].target.device.type == "cpu":
         until_next[:] = [gradient for entry in owned if (gradient := entry.target.grad) is not None]
@@ -316,7 +337,7 @@ def zero_grad(owned: list[ManagedParameter], until_next: list[Tensor]) -> None:
 
 
 def _with_gradient(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that have a gradient; a scaler raises for one that has none."""
+    """Return the optimizers that have a gradient; a GradScaler raises for an optimizer without one."""
     return [
         optimizer
         for optimizer in optimizers

@@ -87,7 +87,7 @@ def own_parameters(
     for index, optimizer in enumerate(optimizers):
         for number, group in enumerate(optimizer.param_groups):
             targets: list[Tensor] = group["params"]
-            for place, target in enumerate(targets):
+            for position, target in enumerate(targets):
                 if target in seen:
                     name = names.get(target)
                     raise OptimizerError(
@@ -100,7 +100,7 @@ def own_parameters(
                 # A frozen parameter is added by `refresh` once it is unfrozen.
                 if not parameter.requires_grad:
                     continue
-                name = names.get(parameter, f"optimizer[{index}].group[{number}].parameter[{place}]")
+                name = names.get(parameter, f"optimizer[{index}].group[{number}].parameter[{position}]")
                 owned.append(ManagedParameter(name, parameter, target, optimizer, number))
     # Without an optimizer for its master a parameter would never change.
     unused = [parameter for parameter, master in (masters or {}).items() if master not in seen]
@@ -124,18 +124,18 @@ def own_parameters(
     return owned
 
 
-def all_parameters(models: Sequence[nn.Module], nothing: Optimizer) -> list[ManagedParameter]:
+def all_parameters(models: Sequence[nn.Module], placeholder: Optimizer) -> list[ManagedParameter]:
     """List all trainable parameters of models, for a gradient without an optimizer.
 
     Args:
-        models: one or several.
-        nothing: a placeholder optimizer that is never stepped, from `no_optimizer`.
+        models: one or several models.
+        placeholder: the optimizer of all entries, from `no_optimizer`; it is never stepped.
 
     Examples:
         >>> [entry.name for entry in all_parameters([nn.Linear(2, 1)], no_optimizer())]
         ['weight', 'bias']
     """
-    return [ManagedParameter(name, each, each, nothing, 0) for each, name in names_of(models).items()]
+    return [ManagedParameter(name, each, each, placeholder, 0) for each, name in names_of(models).items()]
 
 
 def no_optimizer() -> Optimizer:
@@ -151,14 +151,18 @@ def no_optimizer() -> Optimizer:
 
 def has_others(models: Sequence[nn.Module], owned: list[ManagedParameter]) -> bool:
     """Return whether the models have trainable parameters that belong to other optimizers."""
-    mine = {entry.parameter for entry in owned}
-    return any(p.requires_grad and p not in mine for model in models for p in model.parameters())
+    parameters = {entry.parameter for entry in owned}
+    return any(p.requires_grad and p not in parameters for model in models for p in model.parameters())
 
 
 class BackwardWatch:
-    """Watches the first window for parameters that change inside a backward, and restores them.
+    """Participant of the first window that detects parameters which a backward changes, and restores them.
 
-    Parameters are copied only if one of them has hooks, so that an ordinary model costs nothing.
+    A hook may step an optimizer inside the backward, so that an update is made before the sum is complete.
+    Parameters are copied only if one of them has hooks, so an ordinary model has no cost.
+
+    Args:
+        owned: the parameters.
     """
 
     def __init__(self, owned: list[ManagedParameter]) -> None:
@@ -197,7 +201,6 @@ class BackwardWatch:
         self.restore()
 
     def commit(self) -> None:
-        # After the first window, a hook that steps would have been found.
         """Free the copies."""
         self._watched = []
 
@@ -219,7 +222,7 @@ def check_positive(value: object, name: str) -> float | None:
     """Return a positive number as a float, or None.
 
     Raises:
-        InputError: the value is neither.
+        InputError: the value is not a positive number and not None.
 
     Examples:
         >>> check_positive(1, "max_grad_norm")
@@ -253,6 +256,10 @@ def check_choice(value: object, name: str, choices: Any) -> Any:
 def check_momentum(step_optimizers: Sequence[Optimizer], **conflicts: object) -> None:
     """Check that summing gradients in the momentum buffer is exact.
 
+    Args:
+        step_optimizers: the accumulator's optimizers.
+        conflicts: name of an option -> whether the user has set it; each needs the whole gradient.
+
     Raises:
         OptimizerError: the optimizer is not a single SGD with momentum, or uses Nesterov, dampening, or a
             differentiable update.
@@ -279,7 +286,7 @@ def check_momentum(step_optimizers: Sequence[Optimizer], **conflicts: object) ->
 
 def _not_linear(group: Mapping[str, Any]) -> str | None:
     """Return the reason why gradients cannot be summed in a group's momentum buffer, or None."""
-    # With any of these the buffer is not momentum * buffer + gradient, which micro-batches can form in parts.
+    # Micro-batches can be added one by one only if a step computes buffer = momentum * buffer + gradient.
     reasons = {
         "without momentum there is no momentum buffer": not group["momentum"],
         "Nesterov momentum also needs the gradient by itself": group["nesterov"],
@@ -313,6 +320,11 @@ def names_of(models: Iterable[nn.Module]) -> dict[Tensor, str]:
 def _parameters_by_target(
     names: Mapping[Tensor, str], masters: Mapping[Tensor, Tensor]
 ) -> dict[Tensor, Tensor]:
+    """Return the mapping master -> parameter, after checking it.
+
+    Raises:
+        InputError: a key is no parameter of the models, or a master has another shape or a narrower dtype.
+    """
     for parameter, master in masters.items():
         # A frozen parameter may have a master, because it may be unfrozen later.
         known = parameter in names or (isinstance(parameter, Tensor) and not parameter.requires_grad)

@@ -1,4 +1,4 @@
-"""Work of a window: cutting the batch into micro-batches, and running the loss on each.
+"""Work of a window: cut the batch into micro-batches, weigh them, and run the loss on each.
 
 `ByMicrobatch` is the ordinary kind; `coupled_work.Coupled` runs the loss on the whole batch at once.
 """
@@ -13,15 +13,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from superbatch.results.update import Update
 from superbatch.window import Window
 
+from ..loss.records import WindowWeights
+from ..loss.terms import TermWeights, returned_weights
+from ..loss.weighing import Weights
 from ..sizes.auto import AutoSize
 from ..sizes.sizing import Fixed, Sizing, load_sizing, sizing_state
 from .config import Config
 from .lockstep import work_in_step
-from .microbatches import MicrobatchList, Paths, pieces_of
+from .microbatches import MicrobatchList, Paths, split_batch
 from .open_window import OpenWindow
 from .participants import batchnorm as norms
 from .retry import work_through
-from .turns import take_turns
+from .turns import equalize_turns
 
 
 class Work(Protocol):
@@ -34,7 +37,7 @@ class Work(Protocol):
 
     @property
     def watched(self) -> Sizing | None:
-        """Sizing to watch for batches that are too small to be cut; None: watch none."""
+        """Sizing whose batches are watched for being too small to be cut; None: none are watched."""
         ...
 
     @property
@@ -58,7 +61,7 @@ class Work(Protocol):
         """Return the record of a window that is over."""
         ...
 
-    def twin(self) -> Work:
+    def copy(self) -> Work:
         """Return a copy that begins with the same sizes and does not change this one."""
         ...
 
@@ -67,7 +70,7 @@ class Work(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the sizes that were found; after an error none of them has changed."""
+        """Load the sizes that were found; if this raises, none of them has changed."""
         ...
 
 
@@ -86,14 +89,14 @@ class ByMicrobatch:
     ) -> None:
         self.sizing = sizing
         self._config, self._paths, self._batchnorms = config, paths, batchnorms
-        # A Window has sizes of its own, so what lack of memory teaches about them is kept apart.
+        # A Window has the sizes of its loader, so their largest size that fits is learned separately.
         self._of_windows = Fixed(None)
         # Per-sample streams need the position of each sample.
         self._need_samples = config.declared.needs_samples or config.sample_rng
 
     @property
     def watched(self) -> Sizing | None:
-        """Sizing to watch for batches that are too small to be cut."""
+        """Sizing whose batches are watched for being too small to be cut."""
         return self.sizing
 
     @property
@@ -102,10 +105,10 @@ class ByMicrobatch:
         return self._config.loss_fn is not None
 
     def require_allowed(self) -> None:
-        """Check that no BatchNorm would normalise each micro-batch by itself.
+        """Raise if a BatchNorm would normalise each micro-batch by itself.
 
         Raises:
-            CoupledSamplesError: one would.
+            CoupledSamplesError: a BatchNorm is in training mode.
         """
         if self._batchnorms:
             norms.refuse(self._batchnorms)
@@ -123,13 +126,13 @@ class ByMicrobatch:
         sync = self._config.sync
         sizing = self._of_windows if batch is None or isinstance(batch, Window) else self.sizing
         if batch is None and sync.shared:  # a rank without data takes part in the sums over ranks
-            pieces = MicrobatchList([], [], None, self._paths)
+            microbatches = MicrobatchList([], [], None, self._paths)
         else:
-            pieces = pieces_of(batch, sizing, self._paths, sync, need_samples=self._need_samples)
+            microbatches = split_batch(batch, sizing, self._paths, sync, need_samples=self._need_samples)
         # Forwards are collective, so each rank must run the same number.
         if sync.in_step:
-            take_turns(pieces, sync)
-        return pieces, sizing
+            equalize_turns(microbatches, sync)
+        return microbatches, sizing
 
     def run(self, window: OpenWindow[Any]) -> None:
         """Run the loss on every micro-batch, in smaller micro-batches if memory runs out."""
@@ -139,17 +142,38 @@ class ByMicrobatch:
         """Return the record of a window that is over."""
         return window.update
 
-    def twin(self) -> ByMicrobatch:
+    def copy(self) -> ByMicrobatch:
         """Return a copy that begins with the same sizes and does not change this one."""
-        twin = ByMicrobatch(self._config, self.sizing.twin(), self._paths, self._batchnorms)
+        copied = ByMicrobatch(self._config, self.sizing.twin(), self._paths, self._batchnorms)
         # Copied, so that a survey that runs out of memory does not shrink the training's micro-batches.
-        twin.load_state_dict({"sizing": self.state_dict()})
-        return twin
+        copied.load_state_dict({"sizing": self.state_dict()})
+        return copied
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sizes that were found."""
         return sizing_state(self.sizing, self._of_windows)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the sizes that were found; after an error none of them has changed."""
+        """Load the sizes that were found; if this raises, none of them has changed."""
         self._of_windows = load_sizing(state, self.sizing)
+
+
+def weights_of(config: Config, microbatches: list[Any], samples: list[int] | None) -> WindowWeights:
+    """Return the weights of a window's micro-batches.
+
+    Args:
+        config: the accumulator's.
+        microbatches: the micro-batches, on the host.
+        samples: number of samples of each; None if unknown.
+    """
+    declared = config.declared
+    if declared.terms:
+        return TermWeights(
+            declared.terms, microbatches, samples, config.sync, lambda parts: returned_weights(config, parts)
+        )
+    # Other weights are summed over the ranks here. In place of that exchange, this vote shows a failed rank.
+    if config.sync.shared and declared.returned:
+        config.sync.vote(raised=False)
+    return Weights(
+        declared.weigh, declared.reduction, microbatches, samples, config.sync, min_weight=declared.min_weight
+    )

@@ -1,4 +1,4 @@
-"""Optimizers that wrap other optimizers: search for the inner ones, and check that a step reached them."""
+"""Optimizers that wrap other optimizers: find the inner ones, and check that a step reached them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def leaves_of(optimizer: Optimizer) -> list[Optimizer]:
     ZeroRedundancyOptimizer wraps one of this rank's share of the parameters.
 
     Args:
-        optimizer: any.
+        optimizer: any optimizer.
 
     Returns:
         The innermost optimizers in its attributes that update some of its parameters; the optimizer itself if
@@ -97,7 +97,7 @@ class WatchedStep:
         >>> made, left_out = WatchedStep(sgd, sgd.step), WatchedStep(sgd, lambda: None, always=True)
         >>> made.take(), left_out.take()
         (None, None)
-        >>> made.is_idle, left_out.is_idle
+        >>> made.did_nothing, left_out.did_nothing
         (False, True)
     """
 
@@ -108,7 +108,7 @@ class WatchedStep:
         self._handles: list[RemovableHandle] = []
 
     @property
-    def is_idle(self) -> bool:
+    def did_nothing(self) -> bool:
         """True if the step reached no optimizer; False also if that cannot be checked."""
         return self._watching and not self._ran
 

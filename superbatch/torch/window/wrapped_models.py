@@ -14,7 +14,7 @@ INSTEAD = "Or wrap the model in DistributedDataParallel"
 
 
 def sharded_part(models: Iterable[nn.Module]) -> str | None:
-    """Return a sentence about the first module or parameter that is sharded over ranks; None if none is.
+    """Return a clause that names the first sharded module or parameter; None if nothing is sharded.
 
     Args:
         models: the accumulator's.
@@ -62,7 +62,7 @@ def pipelined(model: object) -> InputError:
 
 
 def refuse_comm_hooks(wrappers: Iterable[DistributedDataParallel]) -> None:
-    """Check that DDP wrappers have no communication hooks, which a window would not call.
+    """Raise for DDP wrappers with communication hooks, because a window would not call the hooks.
 
     Args:
         wrappers: the models' DDP wrappers.
@@ -85,13 +85,13 @@ def refuse_comm_hooks(wrappers: Iterable[DistributedDataParallel]) -> None:
 
 
 def refuse_static_graphs(wrappers: Iterable[DistributedDataParallel]) -> None:
-    """Check that no DDP wrapper relies on a static graph.
+    """Raise for DDP wrappers with ``static_graph=True``.
 
     Args:
         wrappers: the models' DDP wrappers.
 
     Raises:
-        InputError: a wrapper has static_graph=True, with which a second backward under no_sync() fails.
+        InputError: a wrapper has static_graph=True: a second backward under no_sync() would fail.
 
     Examples:
         >>> refuse_static_graphs([])

@@ -1,8 +1,8 @@
-"""BatchNorm in micro-batches: an error, frozen, or normalised per micro-batch.
+"""Participants for BatchNorm in micro-batches: an error, frozen, or normalised per micro-batch.
 
 Normalising per micro-batch is a different function from normalising over the batch (its gradient is that of
-"ghost" batch normalisation, arXiv:1705.08741), so the user must ask for it. The running statistics stay
-exact: they move once per update, by the batch's own mean and variance, pooled from the micro-batches (Chan,
+"ghost" batch normalisation, arXiv:1705.08741), so the user must choose it. The running statistics remain
+exact: they change once per update, by the batch's mean and variance, pooled from the micro-batches (Chan,
 Golub, LeVeque 1979)::
 
     n = sum n_i     mean = sum n_i mean_i / n     M2 = sum [ (n_i - 1) var_i + n_i (mean_i - mean)^2 ]
@@ -27,7 +27,7 @@ from superbatch.torch.devices import in_float64
 from ..participant import no_savepoint
 from ..sync.sync import Sync
 
-Seen = tuple[int, Tensor, Tensor]
+CallStatistics = tuple[int, Tensor, Tensor]
 """Values per channel, mean and unbiased variance of one call."""
 
 
@@ -56,7 +56,7 @@ def refuse(batchnorms: dict[str, _BatchNorm]) -> None:
     """
     if not batchnorms:
         return
-    # With running statistics, in evaluation mode, a BatchNorm computes each sample by itself.
+    # In evaluation mode, with running statistics, a BatchNorm normalises each sample by itself.
     coupled = [path for path, module in batchnorms.items() if uses_batch_statistics(module)]
     if coupled:
         named = ", ".join(repr(path) for path in coupled[:3]) + (
@@ -72,7 +72,7 @@ def refuse(batchnorms: dict[str, _BatchNorm]) -> None:
 
 
 def of_windows(batchnorms: dict[str, _BatchNorm], choice: str, sync: Sync) -> Frozen | Pooled | None:
-    """Return the participant for BatchNorms, or None if there is nothing to do for them.
+    """Return the participant for BatchNorms; None if there are none, or if they raise.
 
     Args:
         batchnorms: from `find_batchnorms`.
@@ -147,7 +147,7 @@ class Frozen:
 
 
 class Pooled:
-    """BatchNorms that normalise per micro-batch, and whose running statistics move once per window.
+    """BatchNorms that normalise per micro-batch, and whose running statistics change once per window.
 
     During the window a module's momentum is 1, so that after each call its running statistics are those of
     the call's micro-batch. A module called several times per forward has one pool per call.
@@ -165,16 +165,16 @@ class Pooled:
         self._modules = [module for module in batchnorms.values() if module.track_running_stats]
         self._before: list[dict[str, Any]] = []
         self._hooks: list[RemovableHandle] = []
-        # Off during a backward, so that forwards recomputed by activation checkpointing are not counted
-        # again.
+        # False during a backward, in which activation checkpointing repeats forwards that are pooled already.
         self.watching = False
         self._call: dict[_BatchNorm, int] = {}
-        self._pools: dict[_BatchNorm, list[list[Seen]]] = {}
-        self._moved: dict[_BatchNorm, tuple[Tensor, Tensor, Tensor]] | None = None
+        self._pools: dict[_BatchNorm, list[list[CallStatistics]]] = {}
+        # Mean, variance and number of batches that `commit` sets; None before `prepare`.
+        self._prepared: dict[_BatchNorm, tuple[Tensor, Tensor, Tensor]] | None = None
 
     def begin(self) -> None:
         """Copy the running statistics, set the momentum to 1, and register hooks."""
-        self._moved = None
+        self._prepared = None
         # At each window, because a user may call eval() on some layers between two windows.
         self._pools = {module: [] for module in self._modules if uses_batch_statistics(module)}
         for module in self._pools:
@@ -190,7 +190,7 @@ class Pooled:
             )
             # running = (1 - 1) * running + 1 * new, so a call leaves its own statistics in the buffers.
             module.momentum = 1.0
-            self._hooks.append(module.register_forward_hook(self._observe, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(self._pool_call, with_kwargs=True))
 
     def savepoint(self) -> None:
         """Set the number of calls of each module to zero."""
@@ -226,33 +226,33 @@ class Pooled:
             self._pools[before["module"]] = [list(pool) for pool in saved["pools"]]
 
     def prepare(self) -> None:
-        """Compute the statistics that `commit` sets, while a failure can still discard the window."""
+        """Compute the statistics that `commit` sets, because a failure here can still restore the window."""
         sync = self._sync
         befores = {before["module"]: before for before in self._before}
-        self._moved = {}
+        self._prepared = {}
         with torch.no_grad():
             for module, pools in self._pools.items():
                 before = befores[module]
                 mean, var, batches = before["mean"], before["var"], before["batches"].clone()
                 # A rank of weight 0 has empty pools, but takes part in the sums.
                 for call in range(sync.max(len(pools))):
-                    seen = _pooled(module, pools[call] if call < len(pools) else [], sync)
+                    pooled = _pooled(module, pools[call] if call < len(pools) else [], sync)
                     # With momentum=None torch makes a cumulative average: 1 / (calls so far).
                     batches += 1
                     momentum = 1.0 / float(batches) if before["momentum"] is None else before["momentum"]
-                    mean, var = _towards(mean, seen[0], momentum), _towards(var, seen[1], momentum)
-                self._moved[module] = mean, var, batches
+                    mean, var = _average(mean, pooled[0], momentum), _average(var, pooled[1], momentum)
+                self._prepared[module] = mean, var, batches
 
     def commit(self) -> None:
         """Set the running statistics to those that `prepare` has computed."""
         # First, so that the momentum is restored even if a copy below fails.
         self.restore()
         with torch.no_grad():
-            for module, (mean, var, batches) in (self._moved or {}).items():
+            for module, (mean, var, batches) in (self._prepared or {}).items():
                 _set(module.running_mean, mean)
                 _set(module.running_var, var)
                 _set(module.num_batches_tracked, batches)
-        self._moved, self._pools = None, {}  # last, so that a second `commit` after an error sets the same
+        self._prepared, self._pools = None, {}  # last, so that a second `commit` after an error can repeat it
 
     def restore(self) -> None:
         """Restore the modules' momentum and remove the hooks; `BufferKeeper` restores the statistics."""
@@ -262,7 +262,8 @@ class Pooled:
             before["module"].momentum = before["momentum"]
         self._before = []
 
-    def _observe(self, module: Any, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+    def _pool_call(self, module: Any, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        """Forward hook: add the statistics of this call to the pool of the call's number."""
         # With activation checkpointing, forward hooks run again inside a backward.
         if not self.watching:
             return
@@ -276,7 +277,7 @@ class Pooled:
         pools[call].append((count, module.running_mean.clone(), module.running_var.clone()))
 
 
-def _pooled(module: _BatchNorm, pool: list[Seen], sync: Sync) -> tuple[Tensor, Tensor]:
+def _pooled(module: _BatchNorm, pool: list[CallStatistics], sync: Sync) -> tuple[Tensor, Tensor]:
     """Return the mean and the unbiased variance over all micro-batches and ranks."""
     assert module.running_mean is not None
     # An empty tensor of shape [0, C], because torch.cat needs a tensor on a rank without micro-batches.
@@ -293,7 +294,7 @@ def _pooled(module: _BatchNorm, pool: list[Seen], sync: Sync) -> tuple[Tensor, T
     return mean, m2 / (n - 1)
 
 
-def _towards(running: Tensor, new: Tensor, momentum: float) -> Tensor:
+def _average(running: Tensor, new: Tensor, momentum: float) -> Tensor:
     # The dtype first, because the device may have no float64.
     return running.lerp(new.to(running.dtype).to(running.device), momentum)
 

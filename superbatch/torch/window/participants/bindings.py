@@ -1,4 +1,4 @@
-"""Values of attributes and other bindings: comparing, copying, and holding them during a window."""
+"""Functions to compare, copy and hold the values of attributes and other bindings during a window."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .reached import LONGEST
 
 # Sentinels, because a user may bind None, False or NaN.
 NOTHING: Any = object()  # the name is not bound
-UNHELD: Any = object()  # in place of a result of a forward, whose memory must not be kept
+UNHELD: Any = object()  # stands for a result of a forward, whose memory must not be kept
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -23,7 +23,7 @@ def held(value: Any, *, first: bool) -> Any:
 
     Args:
         value: the bound value.
-        first: it existed before the first window, so it is not a result of a forward, even if it is large.
+        first: whether it existed before the first window: then it is no result of a forward, even if large.
 
     Examples:
         >>> held(3, first=False), held(torch.ones(1, requires_grad=True) * 2, first=True) is UNHELD
@@ -71,7 +71,7 @@ def equal(a: Any, b: Any) -> bool:
         True
     """
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        # nan_to_num, because torch.equal says that NaN differs from NaN.
+        # nan_to_num, because torch.equal returns False for two NaNs.
         return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num())
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
         return len(a) == len(b) and all(map(equal, a, b))
@@ -79,7 +79,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of tensors, lists and tuples, and other objects themselves.
+    """Return a copy of a tensor, list or tuple, and any other object itself.
 
     Examples:
         >>> copied([torch.ones(1), 2])

@@ -55,7 +55,7 @@ class BufferGradientSum:
         self._buffers: dict[str, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
         self._factor = 1.0
-        # True while the window's own backward runs; a hook called outside of it gets a foreign gradient.
+        # True while the window's own backward runs; hooks called outside of it raise.
         self._inside = False
         self._added = False  # since the savepoint
 
@@ -65,7 +65,7 @@ class BufferGradientSum:
         clear(self._owned)
         self._buffers.clear()
         self.savepoint()
-        # No hooks for isolated gradients, which `keep` adds after they were checked.
+        # Isolated gradients need no hooks, because `keep` adds them after they were checked.
         if not self._isolated:
             add_after_gradient(self._owned, self._add, self._hooks)
 
@@ -89,7 +89,7 @@ class BufferGradientSum:
         self._inside = True
         entries = [entry for entry in self._owned if entry.parameter.grad is not None]
         sums = [self._buffers.get(entry.name) for entry in entries]
-        # The fused addition needs a dense sum for each gradient, which the first micro-batch makes.
+        # The fused addition needs a dense sum for each gradient, which exists after the first micro-batch.
         if any(one is None or one.is_sparse for one in sums):
             for entry in entries:
                 self._add(entry)
@@ -103,7 +103,7 @@ class BufferGradientSum:
             entry.parameter.grad = None
 
     def savepoint(self) -> None:
-        """Mark the sums as those before a micro-batch, without a copy."""
+        """Remember the sums as those before a micro-batch, without a copy."""
         self._added = False
 
     def rollback(self) -> bool:
@@ -119,7 +119,7 @@ class BufferGradientSum:
         return [self._buffers.get(entry.name) for entry in self._owned]
 
     def close(self) -> list[Tensor | None]:
-        """Return the sums, one per owned parameter, and keep none of them here."""
+        """Return the sums, one per owned parameter, and remove them from this object."""
         remove(self._hooks)
         require_none(self._owned)
         return [self._buffers.pop(entry.name, None) for entry in self._owned]
@@ -156,7 +156,7 @@ class BufferGradientSum:
         """Return the sums so far."""
         # Cloned, because the window may continue after it was saved.
         gradients = {name: buffer.clone() for name, buffer in self._buffers.items()}
-        return {"gradients": gradients, "held": list(gradients), "yet": 1.0}
+        return {"gradients": gradients, "held": list(gradients), "pending_factor": 1.0}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from saved sums."""
@@ -170,7 +170,7 @@ class BufferGradientSum:
         self._added = True  # first, as in `_add`
         gradients = [take_gradient(entry, inside=self._inside) for entry in entries]
         if any(gradient.is_sparse for gradient in gradients):
-            fastpaths.plain_add(sums, gradients, self._factor)  # the fast one does not support sparse tensors
+            fastpaths.plain_add(sums, gradients, self._factor)  # `add` does not support sparse tensors
         else:
             fastpaths.add(sums, gradients, self._factor)
 

@@ -1,4 +1,4 @@
-"""Copies of the models' buffers before a window: ``take()``, then ``release()`` or ``restore()``."""
+"""Copies of the models' buffers before a window: ``begin()``, then ``commit()`` or ``restore()``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BufferKeeper:
     Examples:
         >>> norm = nn.BatchNorm1d(2)
         >>> keeper = BufferKeeper([norm])
-        >>> keeper.take()
+        >>> keeper.begin()
         >>> _ = norm(torch.randn(4, 2))
         >>> keeper.restore()
         >>> norm.running_mean
@@ -43,36 +43,36 @@ class BufferKeeper:
         for model in models:
             self.add(model.modules())
         self._constant: dict[int, int] = {}
-        self._taken: list[_Taken] = []
+        self._copied: list[_Copied] = []
 
     def add(self, modules: Iterable[nn.Module]) -> None:
-        """Keep the buffers of further modules too, from the next `take` on; each module counts once."""
-        known = set(self.owners)
-        self.owners += [module for module in modules if buffers_of(module) and module not in known]
+        """Add modules, whose buffers are copied from the next `begin` on; each module is added once."""
+        present = set(self.owners)
+        self.owners += [module for module in modules if buffers_of(module) and module not in present]
 
-    def take(self) -> None:
+    def begin(self) -> None:
         """Copy every buffer that may change; earlier copies are freed first."""
-        self._taken = []
+        self._copied = []
         if not self.owners:
             return
         found = [(module, *item) for module in self.owners for item in buffers_of(module).items()]
         copies = _clones([None if self._is_constant(buffer) else buffer for *_, buffer in found])
-        self._taken = [_Taken(*one, copy) for one, copy in zip(found, copies, strict=True)]
+        self._copied = [_Copied(*one, copy) for one, copy in zip(found, copies, strict=True)]
 
-    def release(self) -> None:
+    def commit(self) -> None:
         """Free the copies at the end of a window, and record the large buffers that it has not changed."""
-        for module, name, buffer, copy in self._taken:
+        for module, name, buffer, copy in self._copied:
             if copy is None or buffer is None or buffer.nbytes <= self.ALWAYS_COPIED_BYTES:
                 continue
             if buffers_of(module).get(name) is buffer and torch.equal(buffer, copy):
                 self._constant[id(buffer)] = buffer._version
-        self._taken = []
+        self._copied = []
 
-    def moved(self) -> list[tuple[nn.Module, str]]:
-        """Return the floating-point buffers that have changed since `take`."""
+    def changed_floating(self) -> list[tuple[nn.Module, str]]:
+        """Return the floating-point buffers that have changed since `begin`."""
         return [
             (module, name)
-            for module, name, buffer, copy in self._taken
+            for module, name, buffer, copy in self._copied
             if buffer is not None
             and copy is not None
             and buffer.is_floating_point()
@@ -81,17 +81,17 @@ class BufferKeeper:
         ]
 
     def changed(self) -> bool:
-        """Return whether any buffer has changed since `take`."""
+        """Return whether any buffer has changed since `begin`."""
         return any(
             buffers_of(module).get(name) is not buffer
             or (buffer is not None and copy is not None and not torch.equal(buffer, copy))
             or (buffer is not None and copy is None and not self._is_constant(buffer))
-            for module, name, buffer, copy in self._taken
+            for module, name, buffer, copy in self._copied
         )
 
     def restore(self) -> None:
-        """Restore every buffer at `take`, its identity included."""
-        for module, name, buffer, copy in self._taken:
+        """Restore every buffer as it was at `begin`: the tensor object and its content."""
+        for module, name, buffer, copy in self._copied:
             # In the table, because setattr checks types and may run the user's code.
             buffers_of(module)[name] = buffer
             if buffer is None or copy is None:
@@ -103,11 +103,11 @@ class BufferKeeper:
                 # Through an alias, so that no version counter changes.
                 buffer.data.copy_(copy)
 
-    def lost(self) -> list[tuple[nn.Module, str]]:
-        """Return the buffers that have changed since `take` and cannot be restored without a copy."""
+    def unrestorable(self) -> list[tuple[nn.Module, str]]:
+        """Return the buffers that have changed since `begin` and were not copied."""
         return [
             (module, name)
-            for module, name, buffer, copy in self._taken
+            for module, name, buffer, copy in self._copied
             if buffer is not None and copy is None and not (is_lazy(buffer) or self._is_constant(buffer))
         ]
 
@@ -115,18 +115,18 @@ class BufferKeeper:
         """Return the version counters of the buffers that were not copied."""
         return [buffer._version for buffer in self._uncopied()]
 
-    def pass_over(self, before: list[int]) -> None:
-        """Ignore writes since `counters` returned `before`, because a check made them and restored all."""
+    def ignore_writes_since(self, before: list[int]) -> None:
+        """Ignore writes since `counters` returned `before`: a check made them and restored the content."""
         for buffer, was in zip(self._uncopied(), before, strict=True):
             # Add the check's writes to the recorded counter.
             self._constant[id(buffer)] += buffer._version - was
 
     def _uncopied(self) -> list[Tensor]:
-        found = (taken.buffer for taken in self._taken if taken.copy is None)
+        found = (entry.buffer for entry in self._copied if entry.copy is None)
         return [buffer for buffer in found if buffer is not None and id(buffer) in self._constant]
 
     def covers(self) -> Callable[[Any, Tensor], bool]:
-        """Return a function of an object and its tensor that returns True if they are or lie in a buffer."""
+        """Return a function ``(object, tensor) -> bool``: True if they are a buffer or share its memory."""
         buffers = [buffer for owner in self.owners for buffer in buffers_of(owner).values()]
         same = set(map(id, buffers))
         strided = [buffer for buffer in buffers if buffer is not None and can_be_kept(buffer)]
@@ -136,13 +136,13 @@ class BufferKeeper:
 
     def state(self) -> list[Tensor | None]:
         """Return the copies, in the order of the modules, with None for a buffer that was not copied."""
-        return [taken.copy for taken in self._taken]
+        return [entry.copy for entry in self._copied]
 
     def load_state(self, copies: list[Tensor | None]) -> None:
         """Replace the copies by those of `state`."""
-        self._taken = [
-            _Taken(taken.module, taken.name, taken.buffer, copy)
-            for taken, copy in zip(self._taken, copies, strict=True)
+        self._copied = [
+            _Copied(entry.module, entry.name, entry.buffer, copy)
+            for entry, copy in zip(self._copied, copies, strict=True)
         ]
 
     def _is_constant(self, buffer: Tensor | None) -> bool:
@@ -157,7 +157,7 @@ def _clones(buffers: list[Tensor | None]) -> list[Tensor | None]:
         # A lazy buffer has no content before the first forward.
         if buffer is None or is_lazy(buffer):
             copies.append(None)
-        # Others than dense tensors on an accelerator are cloned one by one.
+        # Only dense tensors on an accelerator are copied by one kernel.
         elif buffer.is_cpu or buffer.is_meta or buffer.layout is not torch.strided or buffer.requires_grad:
             copies.append(buffer.clone())
         else:
@@ -169,7 +169,7 @@ def _clones(buffers: list[Tensor | None]) -> list[Tensor | None]:
     return copies
 
 
-class _Taken(NamedTuple):
+class _Copied(NamedTuple):
     module: nn.Module
     name: str
     buffer: Tensor | None

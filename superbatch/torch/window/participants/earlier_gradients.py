@@ -1,4 +1,7 @@
-"""Participant for gradients in ``.grad`` before a window of a `Gradient`, which adds its own to them."""
+"""Participant for gradients that were in ``.grad`` before a window of a `Gradient`.
+
+The window adds its gradient to them, as ``loss.backward()`` would.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from .gradient_sum import ManagedParameter
 class EarlierGradients:
     """Removes earlier gradients during a window, and adds the window's gradient to them at its end.
 
-    They stay the same tensors, so a flat buffer of which they are views contains the sum too.
+    They remain the same tensor objects, so a flat buffer that they are views of contains the sum too.
 
     Args:
         owned: parameters whose gradients the window sums; the list may change in place.
@@ -50,7 +53,7 @@ class EarlierGradients:
         for parameter, gradient in self._earlier:
             parameter.grad = gradient
 
-    def forget(self) -> None:
+    def free(self) -> None:
         """Free the references to gradients once the window is over."""
         self._earlier, self._sums = [], {}
 
@@ -62,9 +65,9 @@ class EarlierGradients:
             gradients: gradients of the window, one for each owned parameter.
         """
         # By id, because `==` on tensors compares elements.
-        ours = {id(entry.parameter): each for entry, each in zip(self._owned, gradients, strict=True)}
+        new = {id(entry.parameter): each for entry, each in zip(self._owned, gradients, strict=True)}
         for parameter, earlier in self._earlier:
-            gradient = ours.get(id(parameter))
+            gradient = new.get(id(parameter))
             if gradient is not None and not _can_hold(earlier, gradient):
                 gradient = gradient.to(parameter.dtype)
                 # torch has add(dense, sparse), but not add(sparse, dense).

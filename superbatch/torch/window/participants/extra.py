@@ -1,4 +1,4 @@
-"""One participant for all participants of the user."""
+"""Participant that calls all participants of the user."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class Extra:
         self._begun, self._is_open = 0, False
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Restore all after a block of forwards outside of a window, such as those of a check.
+    def outside_window(self) -> Iterator[None]:
+        """Return a context for forwards outside of a window, such as those of a check; restore all after it.
 
-        Inside a window this makes a new savepoint, before the block. Participants with an attribute
-        ``ignores_checks = True`` are left out, because they only count what follows a savepoint.
+        Inside an open window this makes a new savepoint first. Participants with an attribute
+        ``ignores_checks = True`` are left out.
         """
         # Otherwise, for example, a counter of samples would count those of the check.
-        moved = [each for each in self.participants if not getattr(each, "ignores_checks", False)]
+        called = [each for each in self.participants if not getattr(each, "ignores_checks", False)]
         with ExitStack() as stack:  # calls back in reverse order
-            for each in moved:
+            for each in called:
                 if self._is_open:
-                    stack.callback(_undo(each))
+                    stack.callback(_savepoint_of(each))
                 else:
                     stack.callback(each.restore)
                     each.begin()
@@ -56,7 +56,7 @@ class Extra:
             each.savepoint()
 
     def rollback(self) -> bool:
-        """Roll all back; return False at the first that cannot, and the window restarts."""
+        """Roll back all; return False if one of them cannot: the window restarts."""
         return all(each.rollback() for each in reversed(self.participants))
 
     def restart(self) -> None:
@@ -88,7 +88,7 @@ class Extra:
             each.load_state_dict(saved)
 
 
-def _undo(participant: Participant) -> Callable[[], object]:
+def _savepoint_of(participant: Participant) -> Callable[[], object]:
     """Make a savepoint in an open window, and return a function that restores it."""
     participant.savepoint()
     # An immediate rollback shows whether the participant can roll back at all.

@@ -27,7 +27,7 @@ class ForwardState:
     """
 
     def __init__(self, keeper: MovedState) -> None:
-        # Outlives the window: it learns which state changes, and copies only that in later windows.
+        # It outlives the window: it learns which state changes, and copies only that in later windows.
         self._keeper = keeper
 
     def begin(self) -> None:
@@ -48,7 +48,7 @@ class ForwardState:
         self._keeper.restore(discarded=False)
 
     def restore(self) -> None:
-        """Restore the state, identities included."""
+        """Restore the state: the objects that names are bound to, and their content."""
         self._keeper.restore()
 
     def commit(self) -> None:
@@ -91,7 +91,7 @@ class ForwardStateOfEach(ForwardState):
     def savepoint(self) -> None:
         """Copy the state."""
         # In a second keeper, because the first one has the state at the beginning of the window.
-        self._saved = self._keeper.twin()
+        self._saved = self._keeper.new_keeper()
         self._saved.begin()
 
     def rollback(self) -> bool:

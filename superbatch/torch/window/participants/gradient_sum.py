@@ -4,7 +4,7 @@ The implementations are `parameter_gradients`, `buffer_gradients` and `momentum_
 `Participant` of the window, and also has::
 
     backward(loss, factor)        add factor * d loss / d parameters
-    close()                       the sums, one per owned parameter (None: it had no gradient), not normalised
+    close()                       the sums, one per owned parameter (None: no gradient), not normalised
     zeros(index)                  a gradient of zeros for one owned parameter
     attach(gradients)             make them the `.grad` of the targets, for the optimizer
 
@@ -74,7 +74,7 @@ class GradientSum(Protocol):
         ...
 
     def savepoint(self) -> None:
-        """Mark the sums as those before a micro-batch, without a copy."""
+        """Remember the sums as those before a micro-batch, without a copy."""
         ...
 
     def rollback(self) -> bool:
@@ -86,7 +86,7 @@ class GradientSum(Protocol):
         ...
 
     def close(self) -> list[Tensor | None]:
-        """Return the sums, one per owned parameter, and keep none of them here."""
+        """Return the sums, one per owned parameter, and remove them from this object."""
         ...
 
     def zeros(self, index: int) -> Tensor:
@@ -141,12 +141,19 @@ def foreign_gradient(name: str) -> WindowError:
     )
 
 
-def unshare(parameters: Iterable[Tensor], taken: Tensor | None = None) -> bool:
-    """Copy gradients that share memory with each other or with `taken`; return whether one was copied.
+def unshare(parameters: Iterable[Tensor], loss_gradient: Tensor | None = None) -> bool:
+    """Copy gradients that share memory with each other or with `loss_gradient`.
 
     If two parameters are added, autograd gives both the same gradient tensor, and the next micro-batch would
     be added to it twice. A parameter that is a term of the loss gets the loss's own gradient. With a replayed
     graph a gradient has memory that the next replay writes to (see `in_shared_memory`).
+
+    Args:
+        parameters: the parameters.
+        loss_gradient: the gradient of the loss that the backward got; None: there is none.
+
+    Returns:
+        Whether a gradient was copied.
 
     Examples:
         >>> a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
@@ -155,19 +162,19 @@ def unshare(parameters: Iterable[Tensor], taken: Tensor | None = None) -> bool:
         (True, False, False)
     """
     seen: set[int] = set()
-    # The next micro-batch uses the loss's gradient again, and an addition to it would change the factor.
-    if taken is not None:
-        seen.update(_addresses([taken]))
+    # The next backward reuses the loss's gradient; an addition to it would change the factor.
+    if loss_gradient is not None:
+        seen.update(_addresses([loss_gradient]))
     copied = False
     present = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = list(map(_gradient, present))
-    for parameter, gradient, place in zip(present, gradients, _addresses(gradients), strict=True):
+    for parameter, gradient, address in zip(present, gradients, _addresses(gradients), strict=True):
         # Address 0 is that of any empty tensor or wrapper subclass.
-        if (place in seen and place) or in_shared_memory(gradient):
+        if (address in seen and address) or in_shared_memory(gradient):
             parameter.grad = gradient.clone()
             copied = True
         else:
-            seen.add(place)
+            seen.add(address)
     return copied
 
 
@@ -214,10 +221,10 @@ def in_shared_memory(gradient: Tensor | None) -> bool:
 
 
 def require_none(owned: list[ManagedParameter]) -> None:
-    """Check that no parameter has a gradient, because the window removes each at once.
+    """Check that no parameter has a gradient; a window that sums in buffers removes each gradient at once.
 
     Raises:
-        WindowError: other code has computed one.
+        WindowError: a parameter has one, so other code has computed it.
     """
     for entry in owned:
         if entry.parameter.grad is not None:
@@ -232,8 +239,8 @@ def take_gradient(entry: ManagedParameter, *, inside: bool) -> Tensor:
         inside: whether the gradient comes from the window's backward.
 
     Raises:
-        WindowError: it comes from another backward.
-        OptimizerError: another hook has already removed it.
+        WindowError: the gradient comes from another backward.
+        OptimizerError: another hook has already removed the gradient.
     """
     gradient = entry.parameter.grad
     if not inside:

@@ -1,9 +1,9 @@
-"""Copies of tensors to restore, made at once or when an operation is about to write to a tensor."""
+"""Copies of tensors, for restoring them: made at once, or when an operation is about to write to a tensor."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,20 +28,20 @@ class KeptTensor:
         tensor: the tensor, whose content may change.
         alias: a tensor that shares the memory that `tensor` had at that moment.
         version: version counter of the tensor at that moment.
-        frozen: it is a parameter without a gradient; every write counts as a change, even of equal values.
+        frozen: it is a parameter that requires no gradient; each write is a change, even of equal values.
         trained: it requires a gradient, so an optimizer may change it.
-        loose: the loss function refers to it, and no module.
+        of_loss_fn: only the loss function refers to it, and no module.
         array: the NumPy array whose memory `tensor` shares; None for a tensor.
         copy: copy of the content; None if it was not copied.
         head: the first values, if it was not copied.
         sums: sums over the content, if it was not copied and is not too large.
-        written: an operation has written to it while `Writes` was active.
+        written: an operation has written to it while `CopyBeforeWrite` was active.
 
     Examples:
         >>> kept = KeptTensor.of("center", torch.zeros(2))
         >>> kept.copy_now()
         >>> kept.tensor.data = torch.ones(2)
-        >>> kept.moved()
+        >>> kept.has_changed()
         True
         >>> kept.restore()
         >>> kept.tensor
@@ -54,7 +54,7 @@ class KeptTensor:
     version: int
     frozen: bool = False
     trained: bool = False
-    loose: bool = False
+    of_loss_fn: bool = False
     array: Any = None
     copy: Tensor | None = None
     head: Tensor | None = None
@@ -62,8 +62,8 @@ class KeptTensor:
     written: bool = False
 
     @classmethod
-    def of(cls, name: str, value: Any, *, loose: bool = False) -> KeptTensor:
-        """Return the record of a tensor or array that `can_be_kept`, without a copy."""
+    def of(cls, name: str, value: Any, *, of_loss_fn: bool = False) -> KeptTensor:
+        """Return the record of a tensor or array, without a copy; `can_be_kept` must be True for it."""
         tensor = value if isinstance(value, Tensor) else _shared(value)
         parameter = isinstance(tensor, nn.Parameter)
         return cls(
@@ -74,7 +74,7 @@ class KeptTensor:
             version(tensor),
             frozen=parameter and not tensor.requires_grad,
             trained=tensor.requires_grad,
-            loose=loose,
+            of_loss_fn=of_loss_fn,
             array=None if tensor is value else value,
         )
 
@@ -94,25 +94,25 @@ class KeptTensor:
             # From the alias, because `tensor.data = other` may have given the tensor other memory.
             self.copy = self.alias.clone()
 
-    def look_at_head(self) -> None:
+    def record_head(self) -> None:
         """Record the first values."""
         self.head = _head(self.alias).clone()
 
-    def add_up(self) -> None:
+    def record_sums(self) -> None:
         """Record sums of the content, to detect writes through ``.data``, which no version counter shows."""
         self.sums = sums_of(self.alias)
 
-    def rebound(self) -> bool:
-        """Return whether the tensor has other memory now, after ``tensor.data = ...``."""
+    def has_other_memory(self) -> bool:
+        """Return whether the tensor now has other memory, because of ``tensor.data = ...``."""
         now, before = self.tensor, self.alias
         return now.shape != before.shape or now.dtype != before.dtype or now.data_ptr() != before.data_ptr()
 
-    def moved(self) -> bool:
+    def has_changed(self) -> bool:
         """Return whether the content is known to have changed."""
-        # A write of equal values counts too, e.g. by a moving average of two equal models.
+        # A write of equal values is a change too, e.g. by a moving average of two equal models.
         if self.frozen and (self.written or version(self.tensor) != self.version):
             return True
-        if self.rebound():
+        if self.has_other_memory():
             before = self.alias if self.copy is None else self.copy
             # The dtype first, because torch.equal raises for two dtypes.
             return self.tensor.dtype != before.dtype or not torch.equal(self.tensor.data, before)
@@ -120,12 +120,12 @@ class KeptTensor:
             return not torch.equal(self.alias, self.copy)
         return self._written_uncopied()
 
-    def is_lost(self) -> bool:
+    def changed_without_copy(self) -> bool:
         """Return whether the content has changed and was not copied before."""
         return self.copy is None and self._written_uncopied()
 
-    def is_unseen(self) -> bool:
-        """Return whether a write through ``.data`` would not be detected in most of the content."""
+    def is_undetectable(self) -> bool:
+        """Return whether a write through ``.data`` would be missed in most of the content."""
         uncopied = self.copy is None and self.sums is None
         return uncopied and not (self.frozen or self.trained) and self.alias.nbytes > SMALL_BYTES
 
@@ -142,7 +142,7 @@ class KeptTensor:
 
     def restore(self) -> None:
         """Restore the tensor's memory, and the content of that memory."""
-        if self.rebound():
+        if self.has_other_memory():
             # First the memory, because the content is copied into the alias.
             self.tensor.data = self.alias
         if self.copy is not None and not torch.equal(self.alias, self.copy):
@@ -150,6 +150,47 @@ class KeptTensor:
             with torch.no_grad(), torch.inference_mode(self.tensor.is_inference()):
                 self.alias.copy_(self.copy)
         self.written = False
+
+
+def copy_or_trace(
+    tensors: Iterable[KeptTensor],
+    known: Container[int],
+    *,
+    frozen_bytes: int,
+    other_bytes: int,
+    sum_bytes: int,
+) -> None:
+    """Copy small tensors and those that have changed before; record some values, or sums, of the others.
+
+    Args:
+        tensors: the tensors; a trained one is copied only if it has changed before, and never traced.
+        known: ids of the tensors that have changed before.
+        frozen_bytes: bytes of frozen parameters that may be copied.
+        other_bytes: bytes of other small tensors that may be copied.
+        sum_bytes: bytes of large tensors that may be summed.
+
+    Examples:
+        >>> kept = KeptTensor.of("center", torch.zeros(2))
+        >>> copy_or_trace([kept], set(), frozen_bytes=0, other_bytes=64, sum_bytes=0)
+        >>> kept.copy
+        tensor([0., 0.])
+    """
+    left = {True: frozen_bytes, False: other_bytes}
+    # Small tensors come first, so that more of them fit.
+    for kept in sorted(tensors, key=lambda kept: kept.alias.nbytes):
+        size = kept.alias.nbytes
+        if id(kept.holder) in known:
+            kept.copy_now()
+        elif kept.trained:
+            continue
+        elif size <= left[kept.frozen] and (size <= SMALL_BYTES or kept.frozen):
+            left[kept.frozen] -= size
+            kept.copy_now()
+        else:
+            kept.record_head()
+            if SMALL_BYTES < size <= sum_bytes:
+                sum_bytes -= size
+                kept.record_sums()
 
 
 def can_be_kept(value: Any) -> bool:
@@ -229,7 +270,7 @@ def sums_of(tensor: Tensor) -> Tensor | None:
     return torch.cat([parts.sum(1), rest.sum().view(1)])
 
 
-class Writes(TorchDispatchMode):
+class CopyBeforeWrite(TorchDispatchMode):
     """Mode that copies tensors when an operation is about to write to their memory.
 
     Args:
@@ -237,7 +278,7 @@ class Writes(TorchDispatchMode):
 
     Examples:
         >>> kept = KeptTensor.of("teacher.weight", torch.zeros(2))
-        >>> with Writes(lambda: [kept]):
+        >>> with CopyBeforeWrite(lambda: [kept]):
         ...     _ = torch._foreach_add_([kept.tensor.data], 1.0)
         >>> kept.restore()
         >>> kept.tensor
@@ -256,7 +297,7 @@ class Writes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Copy tensors that are about to be written, then run the operation."""
         kwargs = kwargs or {}
-        # For most operations, which write nothing, only this attribute is read.
+        # Most operations write nothing, so for them only this attribute is read.
         if func._schema.is_mutable:
             if self._by_memory is None:
                 # Built at the first write, because many forwards write nothing.
@@ -273,10 +314,10 @@ class Writes(TorchDispatchMode):
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """Yield the tensors that an operation writes to."""
-    for place, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             # Arguments may be passed by position or by keyword; out= is always a keyword.
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
             for tensor in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(tensor, Tensor):
                     yield tensor

@@ -1,4 +1,7 @@
-"""Participant for the scale of a `torch.amp.GradScaler`, which must not change during a window."""
+"""Participant for the scale of a `torch.amp.GradScaler`, which must not change during a window.
+
+All losses of a window are multiplied by one scale, so their gradients can be summed and unscaled once.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ class LossScale:
     Args:
         scaler: a `torch.amp.GradScaler` that is enabled.
         device: device of the losses.
-        scaled_by_host: the user's ``backward=`` scales each loss itself.
-        unscaled: the window unscales its gradient at its end.
+        scaled_by_host: whether the user's ``backward=`` scales each loss itself.
+        unscaled: whether the window unscales its gradient at its end.
 
     Attributes:
         value: the scale at `begin`; None before.
@@ -71,7 +74,7 @@ class LossScale:
         """No-op: the scale does not change."""
 
     def restore(self) -> None:
-        """Make the scaler ready to unscale again if the window failed after unscaling; keep the scale."""
+        """Allow the scaler to unscale again, if the window failed after unscaling; the scale is unchanged."""
         # update() with a number keeps the scale and clears the flag "already unscaled". It raises for a
         # scaler that has not scaled anything.
         if self._unscaled and getattr(self._scaler, "_growth_tracker", 0) is not None:
@@ -85,23 +88,23 @@ class LossScale:
         return {"scale": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that the scale is that of the saved sums.
+        """Check that the present scale is that of the saved sums.
 
         Raises:
-            WindowError: it is not.
+            WindowError: the scales differ.
         """
         require_scale(self.value, state)
 
 
 def require_scale(value: float | None, state: Mapping[str, Any]) -> None:
-    """Check that the scale is that of the saved sums.
+    """Check that a scale is that of the saved sums.
 
     Args:
         value: the present scale; None: losses are not scaled.
         state: state of a saved window.
 
     Raises:
-        WindowError: it is not.
+        WindowError: the scales differ.
     """
     if state["scale"] != value:
         raise WindowError(

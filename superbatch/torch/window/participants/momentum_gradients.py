@@ -26,6 +26,11 @@ class MomentumGradientSum:
     With momentum ``mu``, weight decay ``d`` and the normalised gradient ``g``, SGD computes ``v = mu v + d p
     + g`` and ``p = p - lr v``. ``v`` is linear in ``g``, so adding micro-batches to ``v`` is exact. If the
     window fails, the buffer is restored from a copy on the host.
+
+    Args:
+        owned: the parameters.
+        optimizer: the SGD that updates them.
+        only_owned: restrict the backward to these parameters.
     """
 
     def __init__(
@@ -35,8 +40,9 @@ class MomentumGradientSum:
         self.inputs = [entry.parameter for entry in owned] if only_owned else None
         # The optimizer's own state, whose buffers SGD.step reads too.
         self._state: dict[Any, dict[str, Any]] = optimizer.state
+        # By parameter name: the buffer before the window, on the host; None: there was no buffer.
         self._before: dict[str, Tensor | None] = {}
-        self._moved: list[Tensor] = []
+        self._updated: list[Tensor] = []  # parameters that `apply` has updated
         self._hooks: list[RemovableHandle] = []
         self._factor = 1.0
         self._inside = False
@@ -61,7 +67,7 @@ class MomentumGradientSum:
             self._inside = False
 
     def savepoint(self) -> None:
-        """Mark the sums as those before a micro-batch, without a copy."""
+        """Remember the sums as those before a micro-batch, without a copy."""
         self._added = False
 
     def rollback(self) -> bool:
@@ -93,20 +99,20 @@ class MomentumGradientSum:
 
     def apply(self) -> None:
         """Update each parameter that had a gradient, ``p -= lr v``; a second call continues the first."""
-        touched = self._touched()
+        entries = self._with_sum()
         with torch.no_grad():
-            # `_moved` counts the updated parameters, which a second call after an interrupt skips.
-            while len(self._moved) < len(touched):
-                entry = touched[len(self._moved)]
+            # A second call, after an interrupt, skips the parameters in `_updated`.
+            while len(self._updated) < len(entries):
+                entry = entries[len(self._updated)]
                 buffer, rate = self._state[entry.target]["momentum_buffer"], float(entry.group["lr"])
-                self._moved.append(entry.target.add_(buffer, alpha=-rate))
+                self._updated.append(entry.target.add_(buffer, alpha=-rate))
 
     def restore(self) -> None:
         """Restore the momentum buffers, clear all gradients, and remove the hooks."""
         # Hooks first, so that a later backward does not add to restored buffers.
         remove(self._hooks)
         with torch.no_grad():
-            for entry in self._touched():
+            for entry in self._with_sum():
                 before = self._before[entry.name]
                 if before is None:  # pop's default, because making the buffer may have run out of memory
                     self._state.pop(entry.target, None)
@@ -123,7 +129,7 @@ class MomentumGradientSum:
     def commit(self) -> None:
         """Free the copies."""
         self._before.clear()
-        self._moved.clear()
+        self._updated.clear()
 
     def describe(self) -> str:
         """Return the kind of the sum; a saved window resumes only into an equal one."""
@@ -131,19 +137,20 @@ class MomentumGradientSum:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums so far."""
-        buffers = {e.name: self._state[e.target]["momentum_buffer"].clone() for e in self._touched()}
+        buffers = {e.name: self._state[e.target]["momentum_buffer"].clone() for e in self._with_sum()}
         gradients = {"momentum": buffers, "before": dict(self._before)}
-        return {"gradients": gradients, "held": list(buffers), "yet": 1.0}
+        return {"gradients": gradients, "held": list(buffers), "pending_factor": 1.0}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from saved sums."""
         saved = state["gradients"]
         self._before = dict(saved["before"])
-        for entry in self._touched():
+        for entry in self._with_sum():
             buffer = saved["momentum"][entry.name].to(entry.target.device, copy=True)
             self._state.setdefault(entry.target, {})["momentum_buffer"] = buffer
 
-    def _touched(self) -> list[ManagedParameter]:
+    def _with_sum(self) -> list[ManagedParameter]:
+        """Return the parameters whose momentum buffer contains a sum of this window."""
         return [entry for entry in self._owned if entry.name in self._before]
 
     def _add(self, entry: ManagedParameter) -> None:

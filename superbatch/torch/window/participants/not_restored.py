@@ -11,14 +11,14 @@ from ...warn import warn
 from .reached import Table
 
 
-def warn_of_lost(names: Sequence[str]) -> None:
-    """Warn of state that the window has changed for the first time.
+def warn_of_not_restored(names: Sequence[str]) -> None:
+    """Warn of state that the window has changed for the first time, so that there is no copy.
 
     Args:
-        names: names of the state; without names there is no warning.
+        names: names of the state; if there are none, there is no warning.
 
     Examples:
-        >>> warn_of_lost([])
+        >>> warn_of_not_restored([])
     """
     if names:
         warn(
@@ -27,11 +27,11 @@ def warn_of_lost(names: Sequence[str]) -> None:
         )
 
 
-def may_be_state(unlike: Iterable[tuple[Table, Any, Any]], restored: Collection[str]) -> list[str]:
-    """Return names of bindings that may be state and were not restored.
+def may_be_state(changed: Iterable[tuple[Table, Any, Any]], restored: Collection[str]) -> list[str]:
+    """Return names of bindings that may be state and were not restored; functions are not state.
 
     Args:
-        unlike: bindings that differ from the last inspection: table, key, value. Functions are not state.
+        changed: bindings that differ from the last inspection, as (table, key, value).
         restored: names of bindings that were restored.
 
     Examples:
@@ -40,7 +40,7 @@ def may_be_state(unlike: Iterable[tuple[Table, Any, Any]], restored: Collection[
     """
     found = [
         table.name_of(key)
-        for table, key, value in unlike
+        for table, key, value in changed
         if (isinstance(value, nn.Module) or not callable(value)) and not _is_trained(value)
     ]
     # If "bank" was restored, so were "bank.queue" and "bank[0]".
@@ -53,14 +53,14 @@ def _is_trained(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def warn_of_unsure(names: Sequence[str]) -> None:
-    """Warn of bindings that the window, or the user's loop before it, has changed.
+def warn_of_possibly_changed(names: Sequence[str]) -> None:
+    """Warn of bindings that either the window has changed, or the user's loop before the window.
 
     Args:
-        names: bindings that differ from the last inspection; without names there is no warning.
+        names: bindings that differ from the last inspection; if there are none, there is no warning.
 
     Examples:
-        >>> warn_of_unsure([])
+        >>> warn_of_possibly_changed([])
     """
     if names:
         warn(

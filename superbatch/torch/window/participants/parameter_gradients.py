@@ -1,4 +1,9 @@
-"""Gradient sum in ``.grad``, the ordinary kind."""
+"""Gradient sum in ``.grad``, the ordinary kind.
+
+Autograd itself adds each micro-batch to ``.grad``. The versions of the gradients are recorded after each
+backward of the window. If a version or a tensor has changed before the next one, other code has written to
+the sum, and the window raises.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +29,18 @@ from .gradient_sum import (
 
 
 class ParameterGradientSum:
-    """Sum in ``.grad`` by autograd itself, without more memory or work than plain PyTorch."""
+    """Sum in ``.grad`` by autograd itself, without more memory or work than plain PyTorch.
+
+    Args:
+        owned: the parameters.
+        only_owned: restrict the backward to these parameters.
+        whole: the loss is computed on the whole batch at once; `describe` then differs.
+        run: runs the backward.
+        sync: the ranks; sharded models keep sums outside of ``.grad``.
+
+    Attributes:
+        pending_factor: factor by which the sums must still be multiplied; saved with the window.
+    """
 
     def __init__(
         self,
@@ -42,22 +58,22 @@ class ParameterGradientSum:
         # only if there are such parameters, because reentrant checkpoints do not allow it.
         self.inputs = [entry.parameter for entry in owned] if only_owned else None
         self._factors: dict[tuple[Any, ...], Tensor] = {}
-        self.yet = 1.0  # factor by which the sums must still be multiplied; saved with the window
-        self._marks = GradientVersions(owned)
+        self.pending_factor = 1.0
+        self._versions = GradientVersions(owned)
 
     def begin(self) -> None:
         """Clear all gradients."""
         clear(self._owned)
         self._factors.clear()
-        self.yet = 1.0
-        self._marks.clear()
+        self.pending_factor = 1.0
+        self._versions.clear()
 
     def backward(self, loss: Tensor, factor: float, *, retain_graph: bool = False) -> None:
         """Add ``factor * d loss / d parameters``."""
-        # Before the backward, because afterwards a foreign change could not be distinguished.
-        self._marks.require()
-        # Divided by `yet` now, because the sums are multiplied by `yet` at the end.
-        factor = factor / self.yet
+        # Before the backward, because afterwards a change by other code could not be distinguished.
+        self._versions.require_unchanged()
+        # Divided now, because the sums are multiplied by `pending_factor` at the end.
+        factor = factor / self.pending_factor
         # As the gradient of the loss, the factor costs no multiplication in the graph. Its tensor is reused:
         # a window has one or two factors, because only the last micro-batch may be smaller.
         key = (factor, loss.dtype, loss.device, loss.shape)
@@ -65,61 +81,66 @@ class ParameterGradientSum:
         if gradient is None:
             gradient = self._factors[key] = loss.new_full(loss.shape, factor)
         self._run(loss, gradient, self.inputs, retain_graph=retain_graph)
-        self.took(gradient)
+        self.record(gradient)
 
     def backward_rounded(self, loss: Tensor, factor: float, *, retain_graph: bool = False) -> None:
-        """Add ``factor * d loss / d parameters`` of a loss in bfloat16 or float16.
+        """Add ``factor * d loss / d parameters`` of a bfloat16 or float16 loss, without rounding the factor.
 
-        The gradient of such a loss has its dtype, in which a factor such as 1/3 has an error of 0.2 %. So the
-        factor is split into a power of two, which the backward gets, and a rest between 1/2 and 1. The sums
-        are multiplied by the rest when a factor with another rest comes, and at the end.
+        The gradient of such a loss has the loss's dtype, in which a factor such as 1/3 has an error of 0.2 %.
+        So the factor is split into a power of two, which the backward gets, and a rest between 1/2 and 1. The
+        rest is kept in `pending_factor`. The sums are multiplied by it at the end, or before a micro-batch
+        whose factor has another rest.
         """
         rest, exponent = math.frexp(factor)
-        self._marks.require()
-        if rest != self.yet:
-            present = [gradient for gradient in self._marks.gradients if gradient is not None]
+        self._versions.require_unchanged()
+        if rest != self.pending_factor:
+            present = [gradient for gradient in self._versions.gradients if gradient is not None]
             for gradient in present:
                 # In place, because .grad may be a view of a flat buffer.
-                gradient.mul_(self.yet / rest)
+                gradient.mul_(self.pending_factor / rest)
             # FSDP2 keeps unreduced gradients beside the shards, which need the same factor.
-            self._sync.scale(self.yet / rest)
-            self.yet = rest
+            self._sync.scale(self.pending_factor / rest)
+            self.pending_factor = rest
             if present:
-                self._marks.set()
+                self._versions.record()
         self.backward(loss, math.ldexp(rest, exponent), retain_graph=retain_graph)
 
-    def took(self, of_loss: Tensor | None = None) -> None:
-        """Record the present gradients as the window's own; none may share memory with that of the loss."""
-        if not self._marks.set():
+    def record(self, loss_gradient: Tensor | None = None) -> None:
+        """Record the present gradients as the window's own, after a backward.
+
+        Args:
+            loss_gradient: the gradient of the loss that the backward got; no sum may share its memory.
+        """
+        if not self._versions.record():
             return
         # A clone is another tensor, so its version is recorded again.
-        if unshare(self._marks.parameters, of_loss):
-            self._marks.forget()
-            self._marks.set()
+        if unshare(self._versions.parameters, loss_gradient):
+            self._versions.clear_recorded()
+            self._versions.record()
 
     def savepoint(self) -> None:
-        """Mark the sums as those before a micro-batch, without a copy."""
-        self._marks.savepoint()
+        """Remember the sums as those before a micro-batch, without a copy."""
+        self._versions.savepoint()
 
     def rollback(self) -> bool:
         """Restore the sums of the savepoint; return False if that is impossible, and the window restarts."""
-        return self._marks.rollback()
+        return self._versions.rollback()
 
     def sums(self) -> list[Tensor | None]:
         """Return the sums so far, one per owned parameter."""
-        return self._marks.gradients
+        return self._versions.gradients
 
     def close(self) -> list[Tensor | None]:
-        """Return the sums, one per owned parameter, and keep none of them here."""
-        self._marks.require()
-        gradients = self._marks.gradients
-        if self.yet != 1.0:
+        """Return the sums, one per owned parameter, and remove them from this object."""
+        self._versions.require_unchanged()
+        gradients = self._versions.gradients
+        if self.pending_factor != 1.0:
             for gradient in gradients:
                 if gradient is not None:
-                    gradient.mul_(self.yet)
-            self._sync.scale(self.yet)
-            self.yet = 1.0
-        self._marks.clear()
+                    gradient.mul_(self.pending_factor)
+            self._sync.scale(self.pending_factor)
+            self.pending_factor = 1.0
+        self._versions.clear()
         return gradients
 
     def zeros(self, index: int) -> Tensor:
@@ -132,7 +153,7 @@ class ParameterGradientSum:
 
     def restore(self) -> None:
         """Clear all gradients."""
-        self._marks.clear()
+        self._versions.clear()
         clear(self._owned)
 
     def restart(self) -> None:
@@ -151,17 +172,17 @@ class ParameterGradientSum:
         """Return the sums so far."""
         # FSDP2 reduces first, so that gradients beside the shards are in the saved sums.
         self._sync.flush()
-        self._marks.set()
+        self._versions.record()
         gradients = {
             entry.name: local_part(entry.parameter.grad).clone()
             for entry in self._owned
             if entry.parameter.grad is not None
         }
-        return {"gradients": gradients, "held": list(gradients), "yet": self.yet}
+        return {"gradients": gradients, "held": list(gradients), "pending_factor": self.pending_factor}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from saved sums."""
-        self.yet = state.get("yet", 1.0)
+        self.pending_factor = state.get("pending_factor", 1.0)
         for entry in self._owned:
             gradient = state["gradients"].get(entry.name)
             if gradient is None:
@@ -172,8 +193,8 @@ class ParameterGradientSum:
             else:
                 entry.parameter.grad = torch.zeros_like(entry.parameter, requires_grad=False)
                 local_part(entry.parameter.grad).copy_(gradient)
-        self._marks.forget()
-        self._marks.set()
+        self._versions.clear_recorded()
+        self._versions.record()
 
 
 class GradientVersions:
@@ -189,13 +210,13 @@ class GradientVersions:
     def __init__(self, owned: list[ManagedParameter]) -> None:
         self.parameters = [entry.parameter for entry in owned]
         self._owned = owned
-        # One list for all empty windows, because a new one for each takes measurable time. Never changed.
+        # One list for all windows, never changed, because a new list for each takes measurable time.
         self._none: list[Any] = [None] * len(owned)
         self._gradients: list[Tensor | None] = self._none
         self._versions: list[int | None] = self._none
         self._saved = (self._gradients, self._versions)
 
-    def set(self) -> bool:
+    def record(self) -> bool:
         """Record the present gradients after a backward; return whether a parameter got its first one."""
         before = self._versions
         self._gradients, self._versions = [], []
@@ -230,26 +251,26 @@ class GradientVersions:
         """The recorded gradients, one for each parameter."""
         return self._gradients
 
-    def require(self) -> None:
-        """Check that no other code has changed a gradient since `set`.
+    def require_unchanged(self) -> None:
+        """Check that no other code has changed a gradient since `record`.
 
         Raises:
             WindowError: another backward or zero_grad() has changed a gradient.
         """
-        noted = zip(self.parameters, self._gradients, self._versions, strict=True)
-        for index, (parameter, gradient, version) in enumerate(noted):
+        recorded = zip(self.parameters, self._gradients, self._versions, strict=True)
+        for index, (parameter, gradient, version) in enumerate(recorded):
             now = parameter.grad
             # Identity finds zero_grad(set_to_none=True), the version finds zero_grad(set_to_none=False).
             if now is not gradient or (now is not None and now._version != version):
                 raise foreign_gradient(self._owned[index].name)
 
     def clear(self) -> None:
-        """Forget all recorded gradients, those of the savepoint too."""
+        """Remove all recorded gradients, including those of the savepoint."""
         self._gradients, self._versions = self._none, self._none
         self._saved = (self._none, self._none)
 
-    def forget(self) -> None:
-        """Forget the recorded gradients, but not those of the savepoint."""
+    def clear_recorded(self) -> None:
+        """Remove the recorded gradients, but not those of the savepoint."""
         self._gradients, self._versions = self._none, self._none
 
 

@@ -13,7 +13,7 @@ from .gradient_sum import LOW_PRECISION, GradientSum, host_backward, run_backwar
 from .momentum_gradients import MomentumGradientSum
 from .parameter_gradients import ParameterGradientSum
 
-# Up to here the rounding of a bfloat16 sum stays below that of its terms (K <= 2**8 / 16).
+# With at most this many terms the rounding of a bfloat16 sum is below that of its terms (K <= 2**8 / 16).
 MOST_LOW_PRECISION_MICROBATCHES = 16
 
 
@@ -22,18 +22,18 @@ class Placement:
 
     Args:
         config: the accumulator's.
-        option: dtype that low-precision gradients are summed in; ``"auto"``: float32 for long windows; None:
-            their own; ``"momentum"``: sum into SGD's momentum buffer.
+        option: dtype in which low-precision gradients are summed; ``"auto"``: float32 for long windows;
+            None: their own dtype; ``"momentum"``: the sum is in SGD's momentum buffer.
     """
 
     def __init__(self, config: Config, option: GradientSumOption) -> None:
         self._config, self._option = config, option
         host = config.backward
         self._run = run_backward if host is None else host_backward(host)
-        self._said = False  # the warning is given once
+        self._has_warned = False
 
     def require_allowed(self) -> None:
-        """Check that gradients may still be summed in the momentum buffer, because groups may have changed.
+        """Check that gradients may still be summed in the momentum buffer; parameter groups may have changed.
 
         Raises:
             OptimizerError: an option of a parameter group does not allow it.
@@ -42,7 +42,12 @@ class Placement:
             check_momentum(self._config.rule.optimizers)
 
     def choose(self, microbatches: int, *, only_owned: bool) -> GradientSum:
-        """Return the gradient sum for a window of a number of micro-batches."""
+        """Return the gradient sum of a window.
+
+        Args:
+            microbatches: number of micro-batches of the window.
+            only_owned: whether the backward must leave out parameters of other optimizers.
+        """
         config = self._config
         if self._option == "momentum":
             # At each window, because add_param_group() may have added nesterov or dampening.
@@ -73,8 +78,8 @@ class Placement:
         longest = config.sync.max(microbatches)
         if longest <= MOST_LOW_PRECISION_MICROBATCHES:
             return None
-        if not self._said:
-            self._said = True
+        if not self._has_warned:
+            self._has_warned = True
             warn(
                 f"The gradients of bfloat16/float16 parameters in a window of {longest} micro-batches are "
                 "summed in float32 (4 bytes per parameter), because a long sum in their own dtype stops "

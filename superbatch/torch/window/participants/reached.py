@@ -47,16 +47,16 @@ class Table:
     Attributes:
         name: name of the module or the variable, for messages.
         content: the object with the bindings; a tuple's cannot change, but its tensors may be written.
-        keys: the keys that count, or the slots of an object; None: all keys of a dictionary.
+        keys: the keys to read, or the slots of an object; None: all keys of a dictionary.
         own: True for attributes of a module or an object, False for a container or variables of a function.
-        loose: no module refers to it: a variable of the loss function, or an object that the function uses.
+        of_loss_fn: only the loss function refers to it: its variable, or an object that it uses.
     """
 
     name: str
     content: Any
     keys: frozenset[Any] | None = None
     own: bool = False
-    loose: bool = False
+    of_loss_fn: bool = False
 
     @property
     def can_be_cut(self) -> bool:
@@ -219,53 +219,53 @@ class _Search:
                 if not _is_foreign(type(module)):
                     # The children too, because a forward may replace one.
                     self.tables.append(Table(where, children_of(module), own=True))
-                    self._class(where, type(module), loose=False)
+                    self._class(where, type(module), of_loss_fn=False)
 
-    def _visit(self, name: str, value: Any, depth: int, loose: bool) -> None:
+    def _visit(self, name: str, value: Any, depth: int, of_loss_fn: bool) -> None:
         if isinstance(value, nn.Module):
             self.module(name, value)
         # Imported modules and classes hold code; `_class` reads the class of a user's object.
         elif depth > DEEPEST or isinstance(value, type | ModuleType):
             return
         elif isinstance(value, (functools.partial, FunctionType, MethodType)):
-            if loose and self._enter(
+            if of_loss_fn and self._enter(
                 value
             ):  # a function that a module holds may not be called in its forward
                 self._function(name, value, depth)
         elif isinstance(value, list | deque | dict | tuple):
-            self._container(name, value, depth, loose)
+            self._container(name, value, depth, of_loss_fn)
         elif (slots := _slots_of(value)) is not None and self._enter(value):
-            self._object(name, value, slots, depth, loose)
+            self._object(name, value, slots, depth, of_loss_fn)
 
-    def _object(self, name: str, value: Any, slots: frozenset[str], depth: int, loose: bool) -> None:
+    def _object(self, name: str, value: Any, slots: frozenset[str], depth: int, of_loss_fn: bool) -> None:
         # An object of a class with slots may not support weak references.
         if hasattr(value, "__weakref__"):
             self.objects.append(value)
         shown, attributes = name or type(value).__name__, getattr(value, "__dict__", None)
         if attributes is not None:
-            self._table(Table(shown, attributes, own=True, loose=loose), depth)
+            self._table(Table(shown, attributes, own=True, of_loss_fn=of_loss_fn), depth)
         if slots:
-            self._table(Table(shown, value, slots, own=True, loose=loose), depth)
-        self._class(name, type(value), loose=loose)
+            self._table(Table(shown, value, slots, own=True, of_loss_fn=of_loss_fn), depth)
+        self._class(name, type(value), of_loss_fn=of_loss_fn)
         # If the loss function is a callable object, its __call__ is followed as a function.
         called = getattr(type(value), "__call__", None)  # noqa: B004  (the code itself is needed)
-        if loose and isinstance(called, FunctionType):
-            self._wait("", called, depth + 1, loose=True)
+        if of_loss_fn and isinstance(called, FunctionType):
+            self._wait("", called, depth + 1, of_loss_fn=True)
 
-    def _container(self, name: str, value: Any, depth: int, loose: bool) -> None:
+    def _container(self, name: str, value: Any, depth: int, of_loss_fn: bool) -> None:
         # A longer container is data, such as the samples of a dataset.
         if len(value) > LONGEST or not self._enter(value):
             return
         if isinstance(value, dict):
-            self._table(Table(name, value, loose=loose), depth)
+            self._table(Table(name, value, of_loss_fn=of_loss_fn), depth)
             return
-        self.tables.append(Table(name, value, loose=loose))
+        self.tables.append(Table(name, value, of_loss_fn=of_loss_fn))
         for index, item in enumerate(value):
-            self._wait(f"{name}[{index}]", item, depth + 1, loose=loose)
+            self._wait(f"{name}[{index}]", item, depth + 1, of_loss_fn=of_loss_fn)
 
     def _function(self, name: str, function: Any, depth: int) -> None:
         if isinstance(function, functools.partial):
-            self._wait(name, function.func, depth + 1, loose=True)
+            self._wait(name, function.func, depth + 1, of_loss_fn=True)
             for index, value in enumerate(function.args):
                 self._argument(_argument(function.func, index), value, depth)
             for keyword, value in function.keywords.items():
@@ -273,13 +273,13 @@ class _Search:
             return
         if isinstance(function, MethodType):
             # Both at the same depth, because `loss.compute` is one step to `loss`.
-            self._wait(name, function.__self__, depth, loose=True)
-            self._wait(name, function.__func__, depth, loose=True)
+            self._wait(name, function.__self__, depth, of_loss_fn=True)
+            self._wait(name, function.__func__, depth, of_loss_fn=True)
             return
         if vars(function):
-            self._table(Table(function.__name__, vars(function), own=True, loose=True), depth)
+            self._table(Table(function.__name__, vars(function), own=True, of_loss_fn=True), depth)
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self._table(Table(variable, cell, loose=True), depth)
+            self._table(Table(variable, cell, of_loss_fn=True), depth)
         defaults = function.__defaults__ or ()
         # The defaults belong to the last positional arguments.
         for index, value in enumerate(defaults, function.__code__.co_argcount - len(defaults)):
@@ -288,28 +288,28 @@ class _Search:
             self._argument(keyword, value, depth)
         # Only globals that the code names, because a notebook has many others.
         named = frozenset(_names(function.__code__)) & function.__globals__.keys()
-        self._table(Table("", function.__globals__, named, loose=True), depth)
+        self._table(Table("", function.__globals__, named, of_loss_fn=True), depth)
 
-    def _class(self, name: str, kind: type, *, loose: bool) -> None:
+    def _class(self, name: str, kind: type, *, of_loss_fn: bool) -> None:
         for each in kind.__mro__:
             if not _is_foreign(each) and self._enter(each):
-                self._table(Table(name, each, own=True, loose=loose), 0)
+                self._table(Table(name, each, own=True, of_loss_fn=of_loss_fn), 0)
 
     def _argument(self, name: str, value: Any, depth: int) -> None:
         """Record the binding of an argument, of which only the content can change."""
         # In a new cell, because an argument has no table of its own.
-        self._table(Table(name, CellType(value), loose=True), depth)
+        self._table(Table(name, CellType(value), of_loss_fn=True), depth)
 
     def _table(self, table: Table, depth: int) -> None:
         """Record a table, and queue the values that are bound in it."""
         self.tables.append(table)
         for key, value in table.read().items():
-            self._wait(table.name_of(key), value, depth + 1, loose=table.loose)
+            self._wait(table.name_of(key), value, depth + 1, of_loss_fn=table.of_loss_fn)
 
-    def _wait(self, name: str, value: Any, depth: int, *, loose: bool) -> None:
+    def _wait(self, name: str, value: Any, depth: int, *, of_loss_fn: bool) -> None:
         # These types refer to nothing that could be followed.
         if value is not None and not isinstance(value, Tensor | int | float | str | bytes):
-            self.waiting.append((name, value, depth, loose))
+            self.waiting.append((name, value, depth, of_loss_fn))
 
     def _enter(self, value: Any) -> bool:
         if id(value) in self._entered:

@@ -26,9 +26,8 @@ class SampleStreams:
     def __init__(self, sync: Sync, samples: int) -> None:
         self._sync, self._samples = sync, samples
         self._key: int | None = None
-        self._calls: dict[
-            int, Any
-        ] = {}  # random calls of the first micro-batch; the others must make equal ones
+        # The random calls of the first micro-batch; all micro-batches must make the same calls.
+        self._calls: dict[int, Any] = {}
         self._after_key: Tensor | None = None
         self._last: EnteredOrLeft[None] | None = None
 
@@ -40,10 +39,14 @@ class SampleStreams:
         # The state after the draw, because a restart must not draw a second key.
         self._after_key = torch.get_rng_state()
 
-    def of(self, places: Sequence[int]) -> AbstractContextManager[None]:
-        """Return a context in which the samples at these positions of the effective batch draw."""
+    def of(self, positions: Sequence[int]) -> AbstractContextManager[None]:
+        """Return a context in which each sample draws from its stream.
+
+        Args:
+            positions: position of each sample in the effective batch.
+        """
         assert self._key is not None
-        self._last = sample_stream(self._key, indices=places, calls=self._calls)
+        self._last = sample_stream(self._key, indices=positions, calls=self._calls)
         return self._last
 
     @no_savepoint
@@ -60,8 +63,8 @@ class SampleStreams:
             torch.set_rng_state(self._after_key)
 
     def restore(self) -> None:
-        """Leave a stream that an interrupt has left entered; `RandomKeeper` restores the generators."""
-        # Inside a stream the global generators have a sample's state, which leaving it undoes.
+        """Leave a stream that an interrupt has not left; `RandomKeeper` restores the generators."""
+        # Inside a stream the global generators have a sample's state; leaving the stream restores theirs.
         if self._last is not None:
             self._last.close()
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from superbatch.torch import fastpaths
 from superbatch.torch.devices import generator_states
 
-# Seconds. Before a micro-batch after a shorter one states are not copied: a copy would take up to 1 % of its
-# time, and a window of such micro-batches can begin again without much loss.
+# Seconds. After a micro-batch that took less time, states are not copied: a copy would take up to 1 % of the
+# micro-batch's time, and a window of such micro-batches can begin again at little cost.
 SHORT = 0.05
 
 
@@ -34,75 +34,79 @@ class RandomKeeper:
 
     Attributes:
         devices: devices beside the CPU whose generators are copied.
+        before: the states that `begin` has copied.
     """
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         self.devices = tuple(devices)
+        # The generator's memory at the last copy of its state, and that copy.
         self._numpy: tuple[bytes, Any] = (b"", None)
         self._python: tuple[Any, Any] = (None, None)
-        self.taken: dict[str, Any] = {}
-        self._mark: dict[str, Any] | None = None
-        self._marked = 0.0
+        self.before: dict[str, Any] = {}
+        self._saved: dict[str, Any] | None = None
+        self._saved_at = 0.0
 
     def begin(self) -> None:
         """Copy the states; earlier copies are freed first."""
         # Empty first, so that no old state is restored if the copy below fails.
-        self.taken = {}
-        self.taken = {**torch_random_state(self.devices), "python": self._python_state()}
+        self.before = {}
+        self.before = {**torch_random_state(self.devices), "python": self._python_state()}
         # A program that has not imported NumPy has no state of it.
         if "numpy" in sys.modules:
-            self.taken["numpy"] = self._numpy_state()
+            self.before["numpy"] = self._numpy_state()
 
     def now(self) -> dict[str, Any]:
         """Return the present states."""
         return random_state(self.devices)
 
     def savepoint(self) -> None:
-        """Copy torch's states at the start of a micro-batch, if the last micro-batch was longer than `SHORT`.
+        """Copy torch's states before a micro-batch, if the last micro-batch took longer than `SHORT`.
 
         Python's state is not copied, because that may take longer than a micro-batch.
         """
         now = time.perf_counter()
         # The time between two savepoints is that of the last micro-batch.
-        last, self._marked = self._marked, now
-        self._mark = None  # first, because the copy below may run out of memory
+        last, self._saved_at = self._saved_at, now
+        self._saved = None  # first, because the copy below may run out of memory
         if now - last > SHORT:
-            self._mark = torch_random_state(self.devices)
+            self._saved = torch_random_state(self.devices)
 
     def rollback(self) -> bool:
-        """Restore the states of the savepoint; return False if one without a copy has changed."""
+        """Restore the states of the savepoint; return False if a generator without a copy was used."""
         now = random_state(self.devices, numpy=False)
-        if now["python"] != self.taken["python"]:
+        if now["python"] != self.before["python"]:
             return False
-        if "numpy" in self.taken and not _equal(self.taken["numpy"], sys.modules["numpy"].random.get_state()):
+        if "numpy" in self.before and not _equal(
+            self.before["numpy"], sys.modules["numpy"].random.get_state()
+        ):
             return False
         # Without a copy of the savepoint, no generator may have been used since `begin`.
-        if self._mark is None:
+        if self._saved is None:
             del now["python"]
-            return all(torch.equal(state, self.taken[name]) for name, state in now.items())
-        restore_random_state(self._mark)
+            return all(torch.equal(state, self.before[name]) for name, state in now.items())
+        restore_random_state(self._saved)
         return True
 
     def restore(self) -> None:
         """Restore the states that `begin` copied, and free the copies."""
-        restore_random_state(self.taken)
-        self.taken = {}
+        restore_random_state(self.before)
+        self.before = {}
 
     def restart(self) -> None:
         """Restore the states, and keep the copies."""
-        restore_random_state(self.taken)
+        restore_random_state(self.before)
 
     def commit(self) -> None:
         """Free the copies."""
-        self.taken = {}
+        self.before = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the present states, and those before the window, as tensors and plain containers."""
-        return {"random": as_plain(self.now()), "random_before": as_plain(self.taken)}
+        return {"random": as_plain(self.now()), "random_before": as_plain(self.before)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the states of `state_dict`."""
-        self.taken = state["random_before"]
+        self.before = state["random_before"]
         restore_random_state(state["random"])
 
     def _python_state(self) -> Any:
@@ -116,16 +120,16 @@ class RandomKeeper:
     def _numpy_state(self) -> Any:
         """Return NumPy's state, copied only if it has changed.
 
-        A copy takes longer than everything else at the start of a window. The memory does not contain the
-        second normal number that the generator may have in store, so the state is then always copied.
+        A copy takes longer than everything else at the start of a window. The generator may store a second
+        normal number outside of the memory that is compared. Then the state is always copied.
         """
         numpy_random = sys.modules["numpy"].random
         # Comparing these bytes is faster than get_state(), which copies them into a new array.
         memory = fastpaths.numpy_memory(numpy_random)
         if memory is None:
             return numpy_random.get_state()
-        seen, state = self._numpy
-        if memory != seen or state is None or state[3]:
+        copied_memory, state = self._numpy
+        if memory != copied_memory or state is None or state[3]:
             self._numpy = (memory, numpy_random.get_state())
         return self._numpy[1]
 
@@ -155,7 +159,7 @@ def torch_random_state(devices: Collection[torch.device] = ()) -> dict[str, Any]
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Set generators to a state of `random_state`; lists in place of tuples, as in a file, are allowed.
+    """Set generators to a state that `random_state` returned; tuples may have become lists, as in a file.
 
     Examples:
         >>> restore_random_state(random_state())
@@ -228,7 +232,7 @@ def generator_moved(value: Any, restore: Any) -> bool:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Return whether two states of NumPy's generator are equal; lists in place of arrays are allowed."""
+    """Return whether two states of NumPy's generator are equal; arrays may have become lists in a file."""
     return a[0] == b[0] and list(a[1]) == list(b[1]) and tuple(a[2:]) == tuple(b[2:])
 
 

@@ -12,8 +12,11 @@ Entry = tuple[weakref.ref[Tensor], str, bool]
 """A tensor, its name for messages, and whether only the loss function refers to it."""
 
 
-class Watched:
-    """Tensors to watch; a window reads their version counters once at its beginning and once at its end.
+class WatchedTensors:
+    """Tensors whose version counters a window reads at its beginning and at its end.
+
+    Args:
+        entries: the tensors, by their ids; None: no tensors.
 
     Attributes:
         entries: by the id of each tensor.
@@ -21,8 +24,8 @@ class Watched:
     Examples:
         >>> import torch
         >>> bank = torch.zeros(2)
-        >>> watched = Watched({id(bank): (weakref.ref(bank), "bank", False)})
-        >>> counters = Counters(watched)
+        >>> watched = WatchedTensors({id(bank): (weakref.ref(bank), "bank", False)})
+        >>> counters = VersionCounters(watched)
         >>> _ = bank.add_(1)
         >>> [watched.name_of(tensor) for tensor in counters.written()]
         ['bank']
@@ -49,7 +52,7 @@ class Watched:
     def now(self) -> tuple[list[Tensor], list[int]]:
         """Return the tensors that are alive, and their version counters."""
         tensors = [tensor for reference in self._references if (tensor := reference()) is not None]
-        # In the usual case every tensor lives, and no dictionary is walked.
+        # Usually every tensor is alive, and no dictionary is walked.
         if len(tensors) == len(self._references):
             return tensors, [tensor._version for tensor in tensors]
         self._set({key: entry for key, entry in self.entries.items() if entry[0]() is not None})
@@ -60,15 +63,15 @@ class Watched:
         self._references = [reference for reference, *_ in entries.values()]
 
 
-class Counters:
+class VersionCounters:
     """Version counters of watched tensors at one moment; the object holds the tensors.
 
     Args:
         watched: the tensors; other objects may share it.
     """
 
-    def __init__(self, watched: Watched | None = None) -> None:
-        self._watched = Watched() if watched is None else watched
+    def __init__(self, watched: WatchedTensors | None = None) -> None:
+        self._watched = WatchedTensors() if watched is None else watched
         self._tensors, self._before = self._watched.now()
 
     def read(self) -> list[int]:
@@ -76,7 +79,7 @@ class Counters:
         return [tensor._version for tensor in self._tensors]
 
     def written(self) -> list[Tensor]:
-        """Return the tensors that were written since that moment and are still watched."""
+        """Return the tensors that were written since this object was made and are still watched."""
         now = [tensor._version for tensor in self._tensors]
         # The usual case needs only one comparison of lists, in C.
         if now == self._before:
@@ -84,8 +87,8 @@ class Counters:
         each = zip(self._tensors, self._before, now, strict=True)
         return [tensor for tensor, was, count in each if count != was and tensor in self._watched]
 
-    def pass_over(self, before: list[int]) -> None:
-        """Ignore writes since `read` returned `before`; a check made them and restored the content."""
+    def ignore_writes_since(self, before: list[int]) -> None:
+        """Ignore writes since `read` returned `before`: a check made them and restored the content."""
         each = zip(self._before, before, self.read(), strict=True)
         # Add the check's writes to the recorded counters.
-        self._before = [noted + now - was for noted, was, now in each]
+        self._before = [recorded + now - was for recorded, was, now in each]

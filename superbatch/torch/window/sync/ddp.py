@@ -101,14 +101,14 @@ class DDP(Manual):
         buckets = None if unfit or max(held, default=0.0) >= SPARSE else self._buckets
         if buckets is None or (unready and not buckets.prepare()):
             return super().reduce(gradients, parameters, zeros, held)
-        with self._unanswered():
+        with self._lost_on_error():
             # Gradients of parameters outside of the buckets are summed below.
             missed = [index for index in buckets.reduce(gradients, parameters) if held[index]]
         reduced = [each.grad if ranks else None for each, ranks in zip(parameters, held, strict=True)]
         others = super().reduce(
             [reduced[index] for index in missed],
             [parameters[index] for index in missed],
-            lambda place: zeros(missed[place]),
+            lambda number: zeros(missed[number]),
             [held[index] for index in missed],
         )
         for index, gradient in zip(missed, others, strict=True):

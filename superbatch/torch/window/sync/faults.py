@@ -27,12 +27,13 @@ _OF_TRANSPORT = re.compile(
 )
 
 
-class Told(NamedTuple):
+class RankMessage(NamedTuple):
     """Message of one rank to the others.
 
     Attributes:
         rank: its index.
-        failed: description of its failure, as the rest of a sentence; None: it has not failed.
+        failed: description of its failure, as the rest of a sentence that begins with "Rank 1"; None: it has
+            not failed.
         opened: number of windows that it has begun.
         updates: number of updates that it has made.
     """
@@ -67,9 +68,9 @@ class Position:
         framed = [failed, opened, opened * opened, updates, updates * updates, *numbers]
         return framed + [0.0] * (self.size - len(framed))
 
-    def told(self, failed: str | None) -> Told:
+    def message(self, failed: str | None) -> RankMessage:
         """Return the message of this rank to the others."""
-        return Told(dist.get_rank(), failed, self.opened, self.updates)
+        return RankMessage(dist.get_rank(), failed, self.opened, self.updates)
 
     def lose(self, error: BaseException) -> RankError:
         """Record that the other ranks cannot be reached, and return the error for it."""
@@ -103,18 +104,19 @@ def in_order(frame: Sequence[float], ranks: int) -> bool:
     return opened * opened == ranks * opened_squares and updates * updates == ranks * updates_squares
 
 
-def error_of(every: Sequence[Told]) -> RankError:
+def error_of(every: Sequence[RankMessage]) -> RankError:
     """Return the error for the messages of the ranks.
 
     Args:
-        every: the message of each rank.
+        every: the message of each rank, of which one has failed or differs.
 
     Examples:
-        >>> print(error_of([Told(0, None, 3, 2), Told(1, "failed in micro-batch 1 (KeyError: 'y')", 3, 2)]))
+        >>> first = RankMessage(0, None, 3, 2)
+        >>> print(error_of([first, RankMessage(1, "failed in micro-batch 1 (KeyError: 'y')", 3, 2)]))
         Rank 1 failed in micro-batch 1 (KeyError: 'y'), so no rank makes this update, and ...
-        >>> print(error_of([Told(0, None, 4, 2), Told(1, None, 3, 2)]))
-        Rank 0 is at window 4, but rank 1 is at window 3. Call the accumulator equally often on each rank...
-        >>> print(error_of([Told(0, None, 3, 2), Told(1, None, 3, 1)]))
+        >>> print(error_of([first, RankMessage(1, None, 4, 2)]))
+        Rank 0 is at window 3, but rank 1 is at window 4. Call the accumulator equally often on each rank...
+        >>> print(error_of([first, RankMessage(1, None, 3, 1)]))
         Rank 0 has made 2 updates, but rank 1 has made 1: an update failed on one rank after others had ...
     """
     failed = [each for each in every if each.failed is not None]
@@ -156,7 +158,7 @@ def is_transport(error: BaseException | None) -> bool:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the type and the first line of an error.
+    """Return the type and the first line of an error, for other ranks.
 
     Examples:
         >>> text_of(ValueError("no such label")), text_of(KeyboardInterrupt())

@@ -141,10 +141,10 @@ def _replicas(models: list[nn.Module], device: torch.device) -> Sync:
     named = [each for model in models for each in model.named_parameters()]
     # Sums in float64 instead of all values, because they only have to show a different seed or checkpoint.
     of_each = ranks.gather([(name, tuple(p.shape), float(p.detach().double().sum())) for name, p in named])
-    for mine, *others in zip(*of_each, strict=False):
-        if any(other != mine for other in others) or len(set(map(len, of_each))) > 1:
+    for first, *others in zip(*of_each, strict=False):
+        if any(other != first for other in others) or len(set(map(len, of_each))) > 1:
             raise InputError(
-                f'The parameter {mine[0]!r} differs between ranks, but sync="all_reduce" only sums '
+                f'The parameter {first[0]!r} differs between ranks, but sync="all_reduce" only sums '
                 "gradients. Make all ranks begin with equal parameters: use the same seed, or load one "
                 "checkpoint."
             )

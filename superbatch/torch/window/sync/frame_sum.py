@@ -1,4 +1,4 @@
-"""The sum of a few numbers over the ranks, which each exchange of an update waits for."""
+"""Sum of a few numbers over the ranks, with as few messages as possible."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class FrameSum:
     """A sum over the ranks that has begun.
 
     Args:
-        frame: this rank's numbers, as many on each rank; they are overwritten.
-        group: of the ranks; each of them begins the same sum.
+        frame: this rank's numbers, equally many on each rank; they are overwritten.
+        group: the process group; each of its ranks must begin the same sum.
     """
 
     def __init__(self, frame: Tensor, group: Any) -> None:
         count = dist.get_world_size(group)
-        # Gloo's all-reduce passes a tensor around a ring twice: 2 (count - 1) messages one after the other.
-        # Sent to every rank directly, the numbers arrive in the time of one message: half of it on two ranks.
+        # Gloo's all-reduce passes a tensor around a ring twice: 2 (count - 1) messages, one after the other.
+        # Here each rank sends its numbers to all ranks at once, in the time of one message.
         if dist.get_backend(group) == "gloo":
             self._rows = frame.new_empty(count, len(frame))
             copies = frame.expand(count, -1).contiguous()
@@ -34,7 +34,7 @@ class FrameSum:
         return bool(self._work.is_completed())
 
     def numbers(self) -> list[float]:
-        """Wait for the other ranks, and return the sums: the same on each rank, bit by bit.
+        """Wait for the other ranks, and return the sums, which are bit for bit equal on all ranks.
 
         Raises:
             RuntimeError: another rank cannot be reached.

@@ -146,7 +146,7 @@ class FSDP2:
             return []
         return [float(index in self._used) for index, _ in enumerate(self._parameters())]
 
-    def forget_unused(self, used: Sequence[float]) -> None:
+    def clear_unused(self, used: Sequence[float]) -> None:
         """Remove the zero gradients of parameters that got a gradient on no rank since `watch`.
 
         Args:

@@ -38,10 +38,10 @@ class Local:
         """Return an empty context: parameters are not sharded."""
         return nullcontext()
 
-    def turn(self, *, last: bool, idle: bool = False) -> None:
+    def turn(self, *, last: bool, zero_weight: bool = False) -> None:
         """No-op: there is no other rank."""
 
-    def idle_backward(self, *, again: bool) -> None:
+    def zero_backward(self, *, again: bool) -> None:
         """No-op: there is no other rank."""
 
     def catch_up(self, forwards: Iterable[Callable[[], Tensor]], *, backward: bool = True) -> bool:

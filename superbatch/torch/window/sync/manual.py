@@ -20,7 +20,7 @@ from superbatch.results.ranks import RanksReport
 from ...memory.out_of_memory import out_of_memory
 from ..norm import finite_norm
 from .all_reduce import Exchanges, all_reduced, kind
-from .faults import HEADER, Position, Told, error_of, in_order
+from .faults import HEADER, Position, RankMessage, error_of, in_order
 from .frame_sum import FrameSum
 
 T = TypeVar("T")
@@ -77,10 +77,10 @@ class Manual:
         """Return an empty context: parameters are not sharded."""
         return nullcontext()
 
-    def turn(self, *, last: bool, idle: bool = False) -> None:
+    def turn(self, *, last: bool, zero_weight: bool = False) -> None:
         """No-op: forwards do not communicate."""
 
-    def idle_backward(self, *, again: bool) -> None:
+    def zero_backward(self, *, again: bool) -> None:
         """No-op: backwards do not communicate."""
 
     def catch_up(self, forwards: Iterable[Callable[[], Tensor]], *, backward: bool = True) -> bool:
@@ -114,7 +114,7 @@ class Manual:
         """Report to the other ranks, at their next exchange of numbers, that this rank has left the window.
 
         Args:
-            failed: description of the failure, as the rest of a sentence that begins with the rank.
+            failed: description of the failure, as the rest of a sentence that begins with "Rank 1".
         """
         here = self._position
         if not self.shared or here.lost:
@@ -124,7 +124,7 @@ class Manual:
             while not total.is_completed():  # Ctrl-C can end this wait, but not one in C++
                 time.sleep(0.001)
             total.numbers()
-            self._tell_each(here.told(failed))
+            self._exchange_messages(here.message(failed))
         except RuntimeError as error:  # not raised, because this rank's own error is raised
             if not here.lost:
                 here.lose(error)
@@ -173,7 +173,7 @@ class Manual:
         """Return the message of each rank, in the order of the ranks; it must be possible to pickle it."""
         if not self.shared:
             return [message]
-        self._meet()
+        self._exchange_header()
         messages: list[Any] = [None] * self.count
         self._reach(dist.all_gather_object, messages, message, group=self.group)
         return messages
@@ -197,7 +197,7 @@ class Manual:
         if not self.shared:
             return gradients
         held = self.sum_numbers(map(kind, gradients)) if announced is None else announced
-        with self._unanswered(exchanges := Exchanges(self.group)):
+        with self._lost_on_error(exchanges := Exchanges(self.group)):
             return all_reduced(gradients, parameters, zeros, held, exchanges)
 
     def norm(self, gradients: Sequence[Tensor | None]) -> tuple[float, bool]:
@@ -205,8 +205,8 @@ class Manual:
         return finite_norm(gradients)
 
     @contextmanager
-    def _unanswered(self, exchanges: Exchanges | None = None) -> Iterator[None]:
-        """After an error inside an exchange of tensors, record that the other ranks cannot be reached.
+    def _lost_on_error(self, exchanges: Exchanges | None = None) -> Iterator[None]:
+        """Return a context that, after an error inside an exchange of tensors, records that ranks are lost.
 
         Args:
             exchanges: the exchanges of the block; None: any error may come from inside an exchange.
@@ -218,7 +218,7 @@ class Manual:
                 self._position.lose(error)
             raise
 
-    def _meet(self) -> None:
+    def _exchange_header(self) -> None:
         """Exchange an empty frame, before an exchange that a failed rank could not answer."""
         if self._position.size:
             self._exchange(self._position.frame([]))
@@ -233,15 +233,15 @@ class Manual:
         if here.lost:
             raise RankError(here.lost)
         found = self._reach(lambda: FrameSum(self._tensor(frame), self.group).numbers())
-        # By the sum, because the frame of each rank would take another exchange.
+        # The sum suffices, and needs no second exchange for the frame of each rank.
         if not in_order(found, dist.get_world_size(self.group)):
-            raise error_of(self._tell_each(here.told(None)))
+            raise error_of(self._exchange_messages(here.message(None)))
         return found
 
-    def _tell_each(self, mine: Told) -> list[Told]:
+    def _exchange_messages(self, own: RankMessage) -> list[RankMessage]:
         """Return the messages of all ranks, after a frame that shows a failure; all ranks call this."""
         every: list[Any] = [None] * dist.get_world_size(self.group)
-        self._reach(dist.all_gather_object, every, mine, group=self.group)
+        self._reach(dist.all_gather_object, every, own, group=self.group)
         # Equal numbers from here on, so that a difference is reported only once.
         self._position.opened = max(each.opened for each in every)
         return every
@@ -251,7 +251,7 @@ class Manual:
         return torch.tensor(numbers, dtype=dtype, device=self.device)
 
     def _reach(self, exchange: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Make an exchange, and return what it returns.
+        """Call an exchange and return its result.
 
         Raises:
             RankError: another rank cannot be reached.

@@ -65,7 +65,7 @@ class Sharded(Manual):
         self._why = "samples are coupled, so each rank has all parameters meanwhile" if whole else "as passed"
         self._each = reduced == "microbatch" or (reduced == "auto" and self._is_short())
         self._outputs: list[Tensor] = []
-        self._idle = False
+        self._zero_weight = False
         self._began: dict[str, int] = {}
 
     @property
@@ -139,14 +139,14 @@ class Sharded(Manual):
         self.turn(last=False)
         return stack
 
-    def turn(self, *, last: bool, idle: bool = False) -> None:
+    def turn(self, *, last: bool, zero_weight: bool = False) -> None:
         """Prepare the forward and backward of a micro-batch."""
         self._fsdp.set(scatters=self._each, reduces=self._each and last)
         self._outputs.clear()
-        self._idle = idle
+        self._zero_weight = zero_weight
         self._began = self._fsdp.exchanges()
 
-    def idle_backward(self, *, again: bool) -> None:
+    def zero_backward(self, *, again: bool) -> None:
         """Run a backward of zeros from the outputs of the models."""
         outputs = [each for each in self._outputs if each.requires_grad]
         if not outputs:
@@ -164,7 +164,7 @@ class Sharded(Manual):
         """
         if self._copies > 1:  # exchanges of tensor parallel depend on the size of the failed micro-batch
             return False
-        self._idle = True
+        self._zero_weight = True
         for forward in forwards:
             self._outputs.clear()
             self._fsdp.discard()
@@ -173,7 +173,7 @@ class Sharded(Manual):
                     loss = forward()
                     if backward:
                         loss.backward()
-                except Exception:  # noqa: BLE001 - it may fail again, which does not matter after the models
+                except Exception:  # noqa: BLE001 - any kind: after the models a second failure does not matter
                     if not self._outputs or (backward and not self._zeros_from_outputs()):
                         continue
                 return True
@@ -182,13 +182,13 @@ class Sharded(Manual):
     def _zeros_from_outputs(self) -> bool:
         """Run a backward of zeros; return False if that fails too."""
         try:
-            self.idle_backward(again=False)
+            self.zero_backward(again=False)
         except Exception:  # noqa: BLE001 - the first error of this rank is raised
             return False
         return True
 
     def _keep(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if self._idle:
+        if self._zero_weight:
             self._outputs += [each for each in tree_leaves(output) if isinstance(each, Tensor)]
 
     # -- numbers -------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class Sharded(Manual):
 
     def gather(self, message: Any) -> list[Any]:
         """Return the message of each data-parallel rank; of its copies the first that is not None."""
-        self._meet()
+        self._exchange_header()
         every: list[Any] = [None] * dist.get_world_size(self.group)
         self._reach(dist.all_gather_object, every, (self.index, message), group=self.group)
         found: dict[int, Any] = {}
@@ -244,10 +244,10 @@ class Sharded(Manual):
         if announced is None:
             announced = self.sum_numbers(self.announce(gradients, parameters))
         held, used = len(self._fsdp.held()), len(self._fsdp.used())
-        with self._unanswered():
+        with self._lost_on_error():
             self._fsdp.flush(announced[:held])
         # A parameter that no rank has used must keep the gradient None, as it would in one process.
-        self._fsdp.forget_unused(announced[held : held + used])
+        self._fsdp.clear_unused(announced[held : held + used])
         reduced = [_laid_out(each.grad, each) for each in parameters]
         managed = self._fsdp.managed()
         if self.count > 1:
@@ -276,17 +276,17 @@ class Sharded(Manual):
         announced: Sequence[float],
     ) -> None:
         """Sum the gradients of parameters that `fully_shard` does not manage (its ``ignored_params``)."""
-        places = [index for index, other in enumerate(others) if other]
-        if not places:
+        indices = [index for index, other in enumerate(others) if other]
+        if not indices:
             return
-        gradients = [reduced[index] for index in places]
+        gradients = [reduced[index] for index in indices]
         summed = super().reduce(
             gradients,
-            [parameters[index] for index in places],
-            lambda place: zeros(places[place]),
+            [parameters[index] for index in indices],
+            lambda number: zeros(indices[number]),
             announced,
         )
-        for index, gradient in zip(places, summed, strict=True):
+        for index, gradient in zip(indices, summed, strict=True):
             # The sum is over all ranks, and contains each sample once per copy.
             reduced[index] = gradient if gradient is None else gradient.div_(self._copies)
 

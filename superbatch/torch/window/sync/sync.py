@@ -59,7 +59,7 @@ class Sync(Protocol):
 
     @property
     def reduces(self) -> bool:
-        """False while the user's program postpones the reduction of gradients, as by DDP's ``no_sync``."""
+        """False while the user's program has switched off the reduction of gradients (DDP's ``no_sync``)."""
         ...
 
     # -- the models ----------------------------------------------------------------------------------------
@@ -76,20 +76,20 @@ class Sync(Protocol):
         """Return a context, inside of `no_sync`, in which this rank has all parameters in full."""
         ...
 
-    def turn(self, *, last: bool, idle: bool = False) -> None:
+    def turn(self, *, last: bool, zero_weight: bool = False) -> None:
         """Prepare for the forward and backward of a micro-batch.
 
         Args:
-            last: it is the window's last one.
-            idle: its weight may be 0, so that it has no loss for a backward.
+            last: whether it is the last micro-batch of the window.
+            zero_weight: whether its weight may be 0, so that it may have no loss to run backward on.
         """
         ...
 
-    def idle_backward(self, *, again: bool) -> None:
+    def zero_backward(self, *, again: bool) -> None:
         """Run a backward of zeros for a micro-batch of weight 0, because other ranks wait for a backward.
 
         Args:
-            again: another backward of the same micro-batch follows.
+            again: whether another backward of the same micro-batch follows.
 
         Raises:
             InputError: the forward of the micro-batch did not run the models.
@@ -127,7 +127,7 @@ class Sync(Protocol):
 
         Args:
             updates: number of updates that this rank has made.
-            numbers: the most numbers in one exchange of the window; a longer one takes two exchanges.
+            numbers: largest number of numbers in one exchange; more numbers take two exchanges.
         """
         ...
 
@@ -137,7 +137,7 @@ class Sync(Protocol):
         They raise `RankError` there. This method never raises, even if they cannot be reached.
 
         Args:
-            failed: description of the failure, as the rest of a sentence that begins with the rank.
+            failed: description of the failure, as the rest of a sentence that begins with "Rank 1".
         """
         ...
 

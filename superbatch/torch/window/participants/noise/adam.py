@@ -1,7 +1,7 @@
 """Adam's preconditioner as a metric for gradients: ``|g|^2`` becomes ``sum g^2 / (sqrt(v_hat) + eps)^q``.
 
-The second moments are those of the updates before the window. So one metric measures all micro-batches and
-the batch, and it does not depend on the window's own gradient, which would bias the estimates.
+The second moments ``v_hat`` are those before the window. So one metric measures all micro-batches and the
+batch, and it does not depend on the window's own gradient, which would bias the estimates.
 """
 
 from __future__ import annotations
@@ -40,10 +40,8 @@ def have_second_moments(optimizers: Iterable[Optimizer]) -> bool:
 class Preconditioner:
     """``1 / d`` with ``d = sqrt(v_hat) + eps`` for every parameter, during one window.
 
-    It takes as much memory as the parameters until the window is over.
-
-    Coordinates that have had no gradient yet have no second moment. They are left out of the metric, in the
-    micro-batches and in the batch.
+    It takes as much memory as the parameters, until the window ends. Coordinates that have had no gradient
+    yet have no second moment. They are left out of the metric, in the micro-batches and in the batch.
 
     Args:
         owned: the parameters; their optimizers have second moments.
@@ -53,20 +51,21 @@ class Preconditioner:
         # Before the window, because its own gradient in the moments would bias the estimate below zero.
         self._inverse = [_inverse_of(entry) for entry in owned]
 
-    def norms(self, place: int, gradient: Tensor) -> Norms:
+    def norms(self, index: int, gradient: Tensor) -> Norms:
         """Return ``sqrt(sum g^2 / d^q)`` of one parameter's gradient for q = 1 and 2; NaN if there is no d.
 
         Args:
-            place: index of the parameter among the owned ones.
+            index: index of the parameter in `owned`.
             gradient: gradient of a micro-batch, or of the batch.
         """
-        inverse = self._inverse[place]
+        inverse = self._inverse[index]
         if inverse is None or gradient.is_sparse:
             return UNKNOWN
         elements = _real(gradient).to(inverse.dtype)
-        stepped = elements * inverse
-        half = torch.dot(elements.reshape(-1), stepped.reshape(-1)).sqrt()  # not negative: sum of g^2 / d
-        norms = (half, torch.linalg.vector_norm(stepped))
+        preconditioned = elements * inverse
+        # The dot product is not negative: it is the sum of g^2 / d.
+        first = torch.dot(elements.reshape(-1), preconditioned.reshape(-1)).sqrt()
+        norms = (first, torch.linalg.vector_norm(preconditioned))
         return tuple(norm.item() if norm.is_cpu else norm for norm in norms)
 
     def mean(self) -> float:

@@ -1,4 +1,4 @@
-"""Names and numbers of the parameter groups whose noise is measured."""
+"""Numbers and names of the parameter groups whose noise is measured."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def group_names(optimizers: Iterable[Optimizer]) -> tuple[dict[tuple[int, int], 
     numbers: dict[tuple[int, int], int] = {}
     own: list[Any] = []
     plain: list[str] = []
-    for place, optimizer in enumerate(optimizers):
+    for index, optimizer in enumerate(optimizers):
         for number, group in enumerate(optimizer.param_groups):
             numbers[id(optimizer), number] = len(numbers)
             own.append(group.get("name"))
-            plain.append(f"optimizer {place}, group {number}" if several else f"group {number}")
+            plain.append(f"optimizer {index}, group {number}" if several else f"group {number}")
     # A name is used only if it is unique and cannot be mistaken for the generated one of another group.
     names = [
         name if isinstance(name, str) and own.count(name) == 1 and name not in plain else other

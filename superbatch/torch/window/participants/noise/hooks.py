@@ -22,7 +22,7 @@ from superbatch.noise.meter import POWERS
 
 from ..gradient_sum import LOW_PRECISION, ManagedParameter, values
 from .adam import Norms, Preconditioner
-from .samples import SeenSamples
+from .samples import SampleGradientNorms
 
 IN_PARTS = "a gradient came in several parts, which are added up from the next window on"
 
@@ -42,20 +42,20 @@ class _Row(NamedTuple):
     parts: list[tuple[Norms | Tensor, ...]]
 
 
-class SeenGradients:
-    """``|w_i g_i|^2`` of the micro-batches of one window, per parameter group.
+class MicrobatchGradientNorms:
+    """Measures ``|w_i g_i|^2`` of the micro-batches of one window, per parameter group.
 
     Args:
         owned: the parameters.
-        groups: the parameter group of each, as a number.
+        groups: number of the parameter group of each parameter.
         in_parts: parameters whose gradients are known to come in parts; new ones are added to the set.
-        metric: Adam's preconditioner, to measure by it as well; None: do not.
-        samples: measures the gradients of single samples as well; None: do not.
-        alone: the window has one micro-batch, so only single samples can be measured.
+        metric: Adam's preconditioner, which measures the gradients in a second way; None: do not.
+        samples: also measures the gradients of single samples; None: do not.
+        is_single: the window has one micro-batch, so only single samples can be measured.
 
     Attributes:
-        reason: why the window cannot be measured; None: it can.
-        alone: the argument, even if lack of memory has cut the micro-batch into several.
+        reason: reason why the window cannot be measured; None: it can.
+        is_single: the argument, even if the micro-batch was cut into several after memory ran out.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class SeenGradients:
         groups: Sequence[int],
         in_parts: set[Tensor],
         metric: Preconditioner | None = None,
-        samples: SeenSamples | None = None,
+        samples: SampleGradientNorms | None = None,
         *,
-        alone: bool = False,
+        is_single: bool = False,
     ) -> None:
-        self._metric, self._samples, self.alone = metric, samples, alone
+        self._metric, self._samples, self.is_single = metric, samples, is_single
         self._parameters = [entry.parameter for entry in owned]
         self._groups = groups
         self._in_parts = in_parts
@@ -80,47 +80,47 @@ class SeenGradients:
 
     def open(self) -> None:
         """Register the hooks."""
-        measured = [] if self.alone else zip(self._parameters, self._slots, strict=True)
-        for place, (parameter, slot) in enumerate(measured):
-            kept = self._kept is not None and self._kept[place]
+        measured = [] if self.is_single else zip(self._parameters, self._slots, strict=True)
+        for number, (parameter, slot) in enumerate(measured):
+            kept = self._kept is not None and self._kept[number]
             # A gradient in several parts is kept until its last part has arrived.
-            self._put_on(parameter, slot.append if kept else self._measuring(slot, place))
+            self._register(parameter, slot.append if kept else self._measuring_hook(slot, number))
         if self._samples is None:
             return
         self._samples.open(self._undo)
         for parameter in self._samples.parameters():
-            self._put_on(parameter, partial(self._samples.whole, parameter))
+            self._register(parameter, partial(self._samples.record_gradient, parameter))
 
-    def _put_on(self, parameter: Tensor, hook: Callable[[Tensor], None]) -> None:
+    def _register(self, parameter: Tensor, hook: Callable[[Tensor], None]) -> None:
         if parameter._backward_hooks is None:
             self._undo.append(partial(_without_hooks, parameter))
         self._undo.append(parameter.register_hook(hook).remove)
 
-    def _take_off(self) -> None:
+    def _remove_hooks(self) -> None:
         while self._undo:  # the last hook first
             self._undo[-1]()
             self._undo.pop()
 
     @contextmanager
-    def lifted(self) -> Iterator[None]:
-        """Remove the hooks during the block, and keep their measurements."""
-        self._take_off()
+    def without_hooks(self) -> Iterator[None]:
+        """Return a context in which the hooks are removed; their measurements are kept."""
+        self._remove_hooks()
         try:
             yield
         finally:
             self.open()
 
     def close(self) -> None:
-        """Remove the hooks, and forget their measurements."""
-        self._take_off()
+        """Remove the hooks, and discard their measurements."""
+        self._remove_hooks()
         self._take()
         self.restart()
 
     def before_backward(self) -> None:
-        """Forget gradients that the user's forward has computed itself, e.g. for a gradient penalty."""
+        """Discard gradients that the user's forward has computed itself, e.g. for a gradient penalty."""
         self._take()
         if self._samples is not None:
-            self._samples.begin()
+            self._samples.begin_backward()
 
     def after_backward(self, index: int, factor: float) -> None:
         """Measure the gradient that a backward has added to the sum; call `restart` if memory runs out.
@@ -137,18 +137,18 @@ class SeenGradients:
             if index == self._ended:
                 self.reason = "it was saved between two losses of one micro-batch"
         if self._samples is not None:
-            self._samples.take(index)
+            self._samples.end_backward(index)
         self._last = _Row(index, factor, parts)
 
     def restart(self) -> None:
-        """Forget all measurements, because the window begins again."""
+        """Discard all measurements, because the window begins again."""
         self._last: _Row | None = None
         self._ended: int | None = None
         self._norms: list[tuple[int, int, float, Norms]] = []  # micro-batch, group, factor, norms
         self._per_sample: list[tuple[int, float, Norms]] = []
         self._squares: dict[int, list[float]] = {}
         if self._samples is not None:
-            self._samples.forget()
+            self._samples.clear()
 
     def squares(self) -> dict[int, list[float]]:
         """Return ``|w_i g_i|^2`` by micro-batch.
@@ -171,8 +171,8 @@ class SeenGradients:
                 row[column] += norm * norm  # not norm**2, which raises OverflowError
         for index, factor, norms in self._per_sample:
             assert self._samples is not None
-            seen = self._samples.judge(*(next(on_hosts) for _ in norms))
-            self._squares.setdefault(index, [0.0] * columns)[-1] = factor * seen * (factor * seen)
+            norm = self._samples.checked_norm(*(next(on_hosts) for _ in norms))
+            self._squares.setdefault(index, [0.0] * columns)[-1] = factor * norm * (factor * norm)
         self._norms, self._per_sample = [], []
         return self._squares
 
@@ -185,44 +185,43 @@ class SeenGradients:
         self._squares = {index: list(each) for index, each in squares.items()}
 
     def _take(self) -> list[tuple[Norms | Tensor, ...]]:
-        """Return what the hooks have measured since the last call, and clear it."""
-        seen = [tuple(slot) for slot in self._slots]
+        """Return the hooks' measurements since the last call, and clear them."""
+        measured = [tuple(slot) for slot in self._slots]
         for slot in self._slots:
             slot.clear()
-        return seen
+        return measured
 
     def _end_of_microbatch(self) -> None:
         if self._last is None:
             return
-        index, factor, seen = self._last
-        for place, (parts, group) in enumerate(zip(seen, self._groups, strict=True)):
+        index, factor, measured = self._last
+        for number, (parts, group) in enumerate(zip(measured, self._groups, strict=True)):
             if not parts:
                 continue
-            if self._kept is not None and self._kept[place]:
-                # The parts were kept, because the norm of a sum cannot be computed from the norms of its
-                # parts.
+            if self._kept is not None and self._kept[number]:
+                # The norm of a sum cannot be computed from the norms of its parts, so the parts were kept.
                 gradient = _sum(parts)
                 self._norms.append(
-                    (index, group, factor, (_norm(gradient), *self._by_metric(place, gradient)))
+                    (index, group, factor, (_norm(gradient), *self._by_metric(number, gradient)))
                 )
                 continue
             if len(parts) > 1:
                 # Only norms of the parts are left, so this window has no measurement, and the next one keeps
                 # the parts.
-                self._in_parts.add(self._parameters[place])
+                self._in_parts.add(self._parameters[number])
                 self.reason = IN_PARTS
             for part in parts:
                 assert isinstance(part, tuple)
                 self._norms.append((index, group, factor, part))
         if self._samples is not None:
-            self._per_sample.append((index, factor, self._samples.end()))
+            self._per_sample.append((index, factor, self._samples.end_microbatch()))
         self._last, self._ended = None, index
 
-    def _by_metric(self, place: int, gradient: Tensor) -> Norms:
-        return () if self._metric is None else self._metric.norms(place, gradient)
+    def _by_metric(self, number: int, gradient: Tensor) -> Norms:
+        return () if self._metric is None else self._metric.norms(number, gradient)
 
-    def _measuring(self, slot: list[Norms | Tensor], place: int) -> Callable[[Tensor], None]:
-        parameter, metric = self._parameters[place], self._metric
+    def _measuring_hook(self, slot: list[Norms | Tensor], number: int) -> Callable[[Tensor], None]:
+        parameter, metric = self._parameters[number], self._metric
         dtype = torch.float32 if parameter.dtype in LOW_PRECISION else None
         # On the CPU the norm becomes a float at once. A small tensor that is kept between large ones would
         # fragment the heap, which costs 4 % of the time of a small transformer.
@@ -234,7 +233,7 @@ class SeenGradients:
 
         def by_metric(gradient: Tensor) -> None:
             assert metric is not None
-            slot.append((_norm(gradient), *metric.norms(place, gradient)))
+            slot.append((_norm(gradient), *metric.norms(number, gradient)))
 
         return hook if metric is None else by_metric
 
@@ -272,12 +271,12 @@ def on_host(norms: Sequence[float | Tensor]) -> list[float]:
     """
     found = [0.0 if isinstance(norm, Tensor) else norm for norm in norms]
     by_device: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
-    for place, norm in enumerate(norms):
+    for number, norm in enumerate(norms):
         if isinstance(norm, Tensor):
-            by_device.setdefault((norm.device, norm.dtype), []).append((place, norm))
+            by_device.setdefault((norm.device, norm.dtype), []).append((number, norm))
     for tensors in by_device.values():
         # One copy to the host per device, because each copy waits for the device.
         stacked = torch.stack([norm for _, norm in tensors]).tolist()
-        for (place, _), value in zip(tensors, stacked, strict=True):
-            found[place] = value
+        for (number, _), value in zip(tensors, stacked, strict=True):
+            found[number] = value
     return found

@@ -1,9 +1,9 @@
-"""Per-sample gradients of the scale and shift of normalisation layers, a proxy for the noise.
+"""Per-sample gradients of the scale and shift of normalisation layers, as a proxy for the noise.
 
 With one micro-batch on one rank, a window has no two gradients to compare. But for a LayerNorm or RMSNorm the
-gradient of each *sample* costs little arithmetic: ``sum over positions of x_hat dy`` for the scale, and of
-``dy`` for the shift. The noise scale of these few parameters is proportional to that of the whole model, with
-a factor that depends on the model (Gray et al. 2024, https://arxiv.org/abs/2411.00999).
+gradient of each *sample* costs little arithmetic: the scale's gradient is the sum over positions of ``x_hat
+dy``, the shift's that of ``dy``. The noise scale of these few parameters is proportional to that of the whole
+model, with a factor that depends on the model (Gray et al. 2024, https://arxiv.org/abs/2411.00999).
 """
 
 from __future__ import annotations
@@ -46,30 +46,32 @@ def norm_layers(models: Iterable[nn.Module], owned: Sequence[ManagedParameter]) 
     ]
 
 
-class SeenSamples:
-    """``sum_b |s_b g_b|^2`` over the samples b of each micro-batch; s_b is the sample's share in the loss.
+class SampleGradientNorms:
+    """Measures ``sum_b |s_b g_b|^2`` over the samples b of each micro-batch; s_b is b's share in the loss.
 
     Args:
         layers: from `norm_layers`.
         count: number of samples of a micro-batch, by its index; 0 if they cannot be counted.
 
     Attributes:
-        reason: why this window cannot be measured; None: it can.
+        reason: reason why this window cannot be measured; None: it can.
     """
 
     def __init__(self, layers: Sequence[nn.Module], count: Callable[[int], int]) -> None:
         self._layers, self._count = layers, count
         self.reason: str | None = None
-        self._new: dict[Tensor, Tensor] = {}  # per-sample gradients of the present backward
-        self._of_microbatch: dict[Tensor, Tensor] = {}
-        self._whole: dict[Tensor, Tensor] = {}  # gradients that the parameters get
-        self._new_whole: dict[Tensor, Tensor] = {}
+        # Per-sample gradients, and the gradients that the parameters get, of the present backward.
+        self._new_samples: dict[Tensor, Tensor] = {}
+        self._new_gradients: dict[Tensor, Tensor] = {}
+        # The same, of all backwards of the present micro-batch.
+        self._samples: dict[Tensor, Tensor] = {}
+        self._gradients: dict[Tensor, Tensor] = {}
 
     def open(self, undo: list[Callable[[], None]]) -> None:
         """Register hooks on the layers.
 
         Args:
-            undo: a list to which the functions that remove them are appended.
+            undo: list to which the functions that remove the hooks are appended.
         """
         # A generator, so that each handle is in the list even if registering a later hook fails.
         hooks = (layer.register_forward_hook(self._hook, with_kwargs=True) for layer in self._layers)
@@ -80,17 +82,17 @@ class SeenSamples:
         found = {id(p): p for layer in self._layers for p in _parameters(layer) if p.requires_grad}
         return list(found.values())
 
-    def whole(self, parameter: Tensor, gradient: Tensor) -> None:
+    def record_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Record the tensor that autograd adds to a parameter's gradient."""
         # A copy, because the tensor may become `.grad`, to which the next micro-batch is added in place.
-        _add(self._new_whole, parameter, gradient.detach().clone())
+        _add(self._new_gradients, parameter, gradient.detach().clone())
 
-    def begin(self) -> None:
-        """Begin a backward, and forget gradients that the user's forward has computed since the last one."""
-        self._new.clear()
-        self._new_whole.clear()
+    def begin_backward(self) -> None:
+        """Discard gradients that the user's forward has computed since the last backward."""
+        self._new_samples.clear()
+        self._new_gradients.clear()
 
-    def take(self, index: int) -> None:
+    def end_backward(self, index: int) -> None:
         """Add the gradients of a backward that has ended to those of its micro-batch.
 
         Args:
@@ -100,57 +102,64 @@ class SeenSamples:
         if not samples:
             self.reason = "samples cannot be counted"
         # The first dimension may be tokens instead of samples.
-        elif any(seen.shape[0] != samples for seen in self._new.values()):
+        elif any(each.shape[0] != samples for each in self._new_samples.values()):
             self.reason = NOT_FIRST
         elif self.reason is None:
-            for into, new in ((self._of_microbatch, self._new), (self._whole, self._new_whole)):
-                for parameter, seen in new.items():
-                    _add(into, parameter, seen)
-        self.begin()
+            pairs = ((self._samples, self._new_samples), (self._gradients, self._new_gradients))
+            for table, new in pairs:
+                for parameter, gradient in new.items():
+                    _add(table, parameter, gradient)
+        self.begin_backward()
 
-    def end(self) -> tuple[float | Tensor, ...]:
-        """End a micro-batch and return its three norms, which `judge` takes.
+    def end_microbatch(self) -> tuple[float | Tensor, ...]:
+        """End a micro-batch and return its three norms, the arguments of `checked_norm`.
 
         Returns:
             The norm of the samples' gradients, the norm of the difference between their sum and the gradient,
             and the norm of the gradient.
         """
-        samples, apart, wholes = [], [], []
-        for parameter, whole in self._whole.items():
-            seen = self._of_microbatch.get(parameter)
-            # Another use of the weight, such as tying, adds to `whole` only, and the difference shows it.
-            total = torch.zeros_like(whole) if seen is None else seen.sum(0)
-            samples += [] if seen is None else [seen]
-            apart.append(total - whole)
-            wholes.append(whole)
-        self._of_microbatch.clear()
-        self._whole.clear()
+        samples, differences, gradients = [], [], []
+        for parameter, gradient in self._gradients.items():
+            of_samples = self._samples.get(parameter)
+            # Another use of the weight, such as tying, adds to `gradient` only, and the difference shows it.
+            total = torch.zeros_like(gradient) if of_samples is None else of_samples.sum(0)
+            samples += [] if of_samples is None else [of_samples]
+            differences.append(total - gradient)
+            gradients.append(gradient)
+        self._samples.clear()
+        self._gradients.clear()
         if self.reason is not None:
             return (math.nan,) * 3
-        return tuple(map(_norm, (samples, apart, wholes)))
+        return tuple(map(_norm, (samples, differences, gradients)))
 
-    def judge(self, samples: float, apart: float, whole: float) -> float:
-        """Return the norm over the samples, or NaN and set `reason` if their sum is not the gradient."""
-        if apart > TOLERANCE * math.hypot(samples, whole):
+    def checked_norm(self, samples: float, difference: float, gradient: float) -> float:
+        """Return the norm over the samples; if their sum is not the gradient, set `reason` and return NaN.
+
+        Args:
+            samples: norm of the samples' gradients.
+            difference: norm of the difference between their sum and the gradient.
+            gradient: norm of the gradient.
+        """
+        if difference > TOLERANCE * math.hypot(samples, gradient):
             self.reason = OTHERWISE
             return math.nan
         return samples
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Free all gradients."""
-        self.begin()
-        self._of_microbatch.clear()
-        self._whole.clear()
+        self.begin_backward()
+        self._samples.clear()
+        self._gradients.clear()
 
     def _hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not (isinstance(output, Tensor) and output.requires_grad):
             return  # under no_grad, e.g. in the first forward of a reentrant checkpoint
         given = args[0] if args else kwargs["input" if "input" in kwargs else "x"]
         kept = given.detach()  # takes no memory, because the layer keeps its input for its backward
-        output.register_hook(lambda gradient: self._seen(module, kept, gradient))
+        output.register_hook(lambda gradient: self._add_samples(module, kept, gradient))
 
     @torch.no_grad()
-    def _seen(self, module: Any, given: Tensor, gradient: Tensor) -> None:
+    def _add_samples(self, module: Any, given: Tensor, gradient: Tensor) -> None:
         shape, weight, bias = module.normalized_shape, module.weight, getattr(module, "bias", None)
         # In float32, because products of low-precision values lose too many digits.
         dtype = torch.float32 if {given.dtype, gradient.dtype} & set(LOW_PRECISION) else gradient.dtype
@@ -167,9 +176,9 @@ class SeenSamples:
                 hat = nn.functional.rms_norm(wide, shape, None, eps)
             else:
                 hat = nn.functional.layer_norm(wide, shape, None, None, module.eps)
-            _add(self._new, weight, _over(hat * gradient, positions))
+            _add(self._new_samples, weight, _over(hat * gradient, positions))
         if bias is not None and bias.requires_grad:
-            _add(self._new, bias, _over(gradient, positions))
+            _add(self._new_samples, bias, _over(gradient, positions))
 
 
 def _over(tensor: Tensor, positions: list[int]) -> Tensor:
@@ -187,7 +196,7 @@ def _add(table: dict[Tensor, Tensor], parameter: Tensor, part: Tensor) -> None:
         table[parameter] = part
     elif before.shape == part.shape:
         table[parameter] = before + part
-    else:  # another number of samples: an empty tensor makes `take` set a reason
+    else:  # another number of samples: an empty tensor makes `end_backward` set a reason
         table[parameter] = part.new_empty((0,))
 
 

@@ -6,18 +6,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from .begin_look import BeginLook
-from .last_look import LastLook
+from .bindings_at_begin import BindingsAtBegin
+from .last_inspection import LastInspection
 from .reached import Table
-from .watched import Entry, Watched
+from .watched import Entry, WatchedTensors
 
 
-class Moving(NamedTuple):
+class ChangedState(NamedTuple):
     """A value that a forward has changed.
 
     Attributes:
         name: name for messages.
-        sure: it is certainly state; otherwise it may be a result, a cache or a count that no forward reads.
+        sure: True if it is certainly state. It may otherwise be a result, a cache or a count that no forward
+            reads.
     """
 
     name: str
@@ -25,36 +26,36 @@ class Moving(NamedTuple):
 
 
 @dataclass
-class Known:
+class StateHistory:
     """Record of the state that has changed so far; the keepers of an accumulator share it.
 
     Attributes:
         windows: number of windows that were committed.
-        next_look: number of the next window that inspects everything: 1, 4, 16, 64, ...
-        checked: the first-window check has found the state that a forward changes.
-        bindings: bindings that have changed; True if the binding held a tensor before the first window.
+        next_inspection: number of the next window that inspects everything: 1, 4, 16, 64, ...
+        checked: True once the first-window check has found the state that a forward changes.
+        bindings: bindings that have changed, each as (table, True if it held a tensor before window 1).
         tensors: tensors whose content has changed, with their names.
         watched: tensors that have not changed so far.
         generators: random generators that modules or objects hold.
-        last_look: traces of everything at the end of the last window that inspected everything.
-        begin_look: bindings that this inspection has found, at the beginning of each window.
-        said: names of state that the user has been warned of.
+        last_inspection: traces of everything at the end of the last window that inspected everything.
+        bindings_at_begin: reads the bindings that this inspection has found, at the beginning of each window.
+        warned_of: names of state that the user has been warned of.
     """
 
     windows: int = 0
-    next_look: int = 1
+    next_inspection: int = 1
     checked: bool = False
     # By the id of the content, because two tables may share a name and dictionaries cannot be hashed.
     bindings: dict[tuple[int, Any], tuple[Table, bool]] = field(default_factory=dict)
     tensors: dict[int, Entry] = field(default_factory=dict)
-    watched: Watched = field(default_factory=Watched)
+    watched: WatchedTensors = field(default_factory=WatchedTensors)
     generators: list[Any] = field(default_factory=list)
     # One warning per name, because one per window would flood the log.
-    said: set[str] = field(default_factory=set)
-    last_look: LastLook = field(default_factory=LastLook)
-    begin_look: BeginLook = field(default_factory=BeginLook)
+    warned_of: set[str] = field(default_factory=set)
+    last_inspection: LastInspection = field(default_factory=LastInspection)
+    bindings_at_begin: BindingsAtBegin = field(default_factory=BindingsAtBegin)
 
-    def note(self, table: Table, key: Any, *, state: bool) -> None:
+    def record(self, table: Table, key: Any, *, state: bool) -> None:
         """Record a binding that has changed.
 
         Args:
@@ -62,12 +63,12 @@ class Known:
             key: its key in the table.
             state: whether it held a tensor before the first window.
         """
-        # Only this key, because restoring all would undo changes that the user's loop makes between windows.
+        # Only this key: restoring other keys would undo changes that the user's loop makes between windows.
         only = replace(table, keys=frozenset([key])) if table.can_be_cut else table
         self.bindings.setdefault((id(table.content), key), (only, state))
 
-    def not_said(self, names: Iterable[str]) -> list[str]:
+    def not_warned_of(self, names: Iterable[str]) -> list[str]:
         """Return the names that were not passed to this method before."""
-        new = [name for name in names if name not in self.said]
-        self.said.update(new)
+        new = [name for name in names if name not in self.warned_of]
+        self.warned_of.update(new)
         return new

@@ -1,4 +1,4 @@
-"""Traces of all bindings at the last inspection, compared after a failure to find state without a copy."""
+"""Traces of all bindings at the last inspection; after a failure they show state that has no copy."""
 
 from __future__ import annotations
 
@@ -11,53 +11,61 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .bindings import NOTHING, UNHELD, differs, held, is_content, is_log
-from .bound_names import BoundNames
 from .kept_tensors import SMALL_BYTES, can_be_kept, is_array
 from .reached import LONGEST, Table
+from .recorded_bindings import RecordedBindings
 
 
-class LastLook:
+class LastInspection:
     """Traces of bindings at one moment, which keep no value alive.
+
+    Args:
+        tables: the bindings.
 
     Examples:
         >>> scale = {"value": 1.0}
-        >>> look = LastLook([Table("scale", scale)])
+        >>> inspection = LastInspection([Table("scale", scale)])
         >>> scale["value"] = 2.0
-        >>> [table.name_of(key) for table, key, _ in look.unlike([Table("scale", scale)], BoundNames())]
+        >>> changed = inspection.changed([Table("scale", scale)], RecordedBindings())
+        >>> [table.name_of(key) for table, key, _ in changed]
         ["scale['value']"]
     """
 
     def __init__(self, tables: Iterable[Table] = ()) -> None:
         # By name, because each search makes new tables. Several objects may share a name, hence the lists.
-        self._seen: dict[str, list[Any]] = {}
+        self._traces: dict[str, list[Any]] = {}
         for table in tables:
             for key, value in table.read().items():
-                self._seen.setdefault(table.name_of(key), []).append(_trace(value))
+                self._traces.setdefault(table.name_of(key), []).append(_trace(value))
 
-    def unlike(self, tables: Iterable[Table], noted: BoundNames) -> Iterator[tuple[Table, Any, Any]]:
+    def changed(
+        self, tables: Iterable[Table], recorded: RecordedBindings
+    ) -> Iterator[tuple[Table, Any, Any]]:
         """Yield the changed bindings, except results of a forward, as (table, key, present value).
 
         Args:
-            tables: from the same search as the tables of the inspection.
-            noted: bindings to leave out, with the content of lists in them.
+            tables: the tables of a new search from the same models and functions.
+            recorded: bindings to leave out, with the content of lists in them.
         """
-        places, names = noted.by_place(), noted.names()
-        if not self._seen:
+        left_out, names = recorded.by_table_and_key(), recorded.names()
+        if not self._traces:
             # Before the first inspection there is nothing to compare with.
             return
-        met: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for table in tables:
             for key, value in table.read().items():
                 name = table.name_of(key)
                 # The n-th binding of this name is compared with the n-th at the inspection.
-                number = met[name] = met.get(name, 0) + 1
-                seen = self._seen.get(name, ())
-                was = seen[number - 1] if number <= len(seen) else NOTHING
-                if (id(table.content), key) in places or (key is None and name in names):
+                number = counts[name] = counts.get(name, 0) + 1
+                traces = self._traces.get(name, ())
+                was = traces[number - 1] if number <= len(traces) else NOTHING
+                if (id(table.content), key) in left_out or (key is None and name in names):
                     continue
                 if _same(was, _trace(value)) or held(value, first=was is not NOTHING) is UNHELD:
                     continue
-                if table.loose and (is_log(was, value) or not (is_content(value) or isinstance(was, float))):
+                if table.of_loss_fn and (
+                    is_log(was, value) or not (is_content(value) or isinstance(was, float))
+                ):
                     continue  # a count or a log, which no forward reads
                 yield table, key, value
 
