@@ -68,12 +68,12 @@ def other_orders(samples: int) -> list[tuple[Order, ...]]:
     every = tuple(range(samples))
     half = samples // 2
     first = max(1, half // 2)
-    # Both ends against the middle, another grouping than neighbours or every second sample.
+    # One part has both ends, the other the middle.
     outer = (*every[:first], *every[samples - (half - first) :])
     cuts = [
         (every[::2], every[1::2]),
         (outer, tuple(position for position in every if position not in outer)),
     ]
-    # Neighbours too, which the first two cuts separate: `extremes` sorts samples by their counts.
+    # Keep neighbours together, unlike the first two cuts: `extremes` sorts samples by their counts.
     near = 2 if samples < 6 else 3
     return [*cuts, (every[:near], every[near:])]

@@ -243,7 +243,7 @@ def _choose(microbatches: Sequence[Any], problem: Problem) -> list[Any]:
 
 
 def _check(evaluation: Evaluation, microbatch: Any, turn: int) -> str:
-    """Compare a micro-batch with its parts; return why that reveals no error, or an empty text."""
+    """Compare a micro-batch with its parts; return why that could not reveal an error, else an empty text."""
     problem = evaluation.problem
     planned = plan(microbatch, **problem.paths)
     calls: dict[int, Any] = {}

@@ -28,7 +28,7 @@ class _Stance:
     """
 
     def __init__(self) -> None:
-        # Reentrant: an error while it is released must not deadlock the thread.
+        # Reentrant: the thread can acquire it again if an exception interrupts the release.
         self._lock = threading.RLock()
         self._blocks = 0
         self._eager: Any = None
@@ -73,7 +73,7 @@ class _Unsaid:
 
 @cache
 def _say_it_runs_eagerly() -> None:
-    """Warn once for the process."""
+    """Warn once per process that a compiled model runs eagerly."""
     warn(
         "A compiled model runs eagerly inside virtual_batch, which records its operations; outside it runs "
         "compiled. Pass compile=True to virtual_batch to compile the recorded operations."
