@@ -22,8 +22,8 @@ def first_part(samples: int) -> int:
     """
     # Near a third: with two halves, a mean that ignores the numbers of samples would pass.
     third = -(-samples // 3)
-    # Without a common divisor. Otherwise labels may be equally frequent in a micro-batch and in its parts, so
-    # that a loss with weights by class frequency agrees with a plain mean by chance.
+    # Without a common divisor: otherwise all parts may have the label frequencies of the micro-batch. Then a
+    # loss with weights by class frequency would agree with a plain mean by chance.
     near = (third + sign * distance for distance in range(third) for sign in (-1, 1))
     return next((cut for cut in near if gcd(cut, samples) == 1), 1)
 

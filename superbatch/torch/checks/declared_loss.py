@@ -6,7 +6,7 @@ A declaration (`reduction`, `weight`) fixes how the losses of parts a and b give
 
 Both sides are computed for some micro-batches, each cut in several ways, with the same random numbers for
 each sample on both sides. Gradients are compared parameter by parameter. If they differ by more than the
-measured rounding, the error names the declaration that does hold.
+measured rounding, the error names the declaration that holds, if one is found.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ _STANCE = _Stance()
 class _Unsaid:
     """Filter for torch's warning about hooks of compiled modules, which does not apply to the hooks set here.
 
-    Not `warnings.catch_warnings`: at its end it would undo filters that the program has set meanwhile, and
+    Not `warnings.catch_warnings`: its end would undo filters that the program has set in the meantime. Also,
     warnings that are shown once per line would be shown again.
     """
 

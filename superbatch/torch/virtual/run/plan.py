@@ -2,9 +2,9 @@
 
 A sweep runs all micro-batches once. An operation that reads a batch statistic runs in a sweep after the one
 that sums the statistic. The *stage* of an operation is the number of its first sweep. A result that several
-stages read is stored for all samples if a coupling point reads it (the input of a BatchNorm, an embedding),
-or if more than `PATIENCE` later stages would recompute it. Otherwise it is recomputed. So a contrastive loss
-runs the forward twice, like GradCache, and BatchNorms run it once.
+stages read is either stored for all samples or recomputed. It is stored if a coupling point reads it (the
+input of a BatchNorm, an embedding), or if more than `PATIENCE` later stages would recompute it. So a
+contrastive loss runs the forward twice, like GradCache, and BatchNorms run it once.
 """
 
 from __future__ import annotations
