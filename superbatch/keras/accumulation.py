@@ -70,7 +70,8 @@ def accumulate(
 
     Returns:
         The model on which to call `fit` and `train_on_batch`. A batch of weight 0 (all W are 0) makes no
-        update, and does not count in the mean loss of its epoch.
+        update (on several replicas one with a gradient of 0), and does not count in the mean loss of its
+        epoch.
 
     Raises:
         InputError: an option has a wrong value; the model is not compiled or has a `train_step` of its own;

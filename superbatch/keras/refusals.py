@@ -115,12 +115,12 @@ def _check_masks(model: Any) -> None:
 
 
 def _has_mask(layer: Any) -> bool:
-    """Return whether a layer of a functional model gets a mask; False for a layer that it does not show."""
+    """Return True if a layer of a functional model gets a mask; False for a layer without a single output."""
     try:
         output = layer.output
     except (AttributeError, ValueError):  # a layer of a model with its own `call`, or called several times
         return False
-    # The layer passes its mask on; on its input Keras has removed it.
+    # Keras removes the mask from the layer's input, but the layer passes it on to its output.
     return getattr(output, "_keras_mask", None) is not None
 
 
