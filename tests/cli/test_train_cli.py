@@ -205,7 +205,7 @@ def test_frozen_batchnorm_with_coupled_samples(tmp_path: Path) -> None:
         recipe = load_recipe(f"{own}:recipe")
         model = recipe.model(0).double()
         if frozen:
-            model[1].eval()
+            model.get_submodule("1").eval()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         loss_fn, batches = recipe.loss_fn(model), batches_from(240, 0, 0, 14)
         expected[frozen] = []
