@@ -121,7 +121,7 @@ def _constants(config: SolverConfig, used: str) -> list[str]:
     if "DROPS" in used:
         lines.append(f"DROPS = {list(multistep_drops(config.stepvalue))}")
     if config.clip_gradients >= 0:
-        used += " CLIP_GRADIENTS"  # `used` is without the text of the clip
+        used += " CLIP_GRADIENTS"  # `used` lacks the code that clips
     floats = ("base_lr", "gamma", "power", "momentum", "momentum2", "rms_decay", "delta", "weight_decay")
     for name in (*floats, "clip_gradients"):
         constant = name.upper()

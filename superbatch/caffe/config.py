@@ -53,9 +53,9 @@ class SolverConfig:
     """A solver: Caffe's SolverParameter. Floats are rounded to float32, as Caffe stores them.
 
     Each attribute is the field of the same name, with Caffe's default. None means that the field is not
-    given. `type` also has the value of the old field ``solver_type``, as in Caffe. The fields of nets inside
-    the file (`net_param`, ...) are not checked. `ignored` names the skipped fields that Caffe does not have,
-    such as those of its forks.
+    given. `type` also takes the value of the old field ``solver_type``, as in Caffe. The fields of nets
+    inside the file (`net_param`, ...) are not checked. `ignored` names the skipped fields that Caffe does not
+    have, such as those of its forks.
 
     Raises:
         InputError: a value that Caffe's solver refuses, or that makes every weight NaN.

@@ -6,11 +6,12 @@ With b = base_lr, g = gamma, p = power, all of them float32, and i the update, c
     step       b g^(i // stepsize)
     exp        b g^i
     inv        b (1 + g i)^-p            g i is a float32 product
-    multistep  b g^s                     s rises by at most one per update
+    multistep  b g^s                     s: stepvalues reached, at most one more per update
     poly       b (1 - i / max_iter)^p
     sigmoid    b / (1 + exp(-g (i - stepsize)))
 
-The rest is in double precision, as in ``Solver<double>``; a ``Solver<float>`` rounds the rate to float32.
+All other arithmetic is in double precision, as in ``Solver<double>``; a ``Solver<float>`` rounds the rate to
+float32.
 
 Source: BVLC/caffe 9b891540, src/caffe/solvers/sgd_solver.cpp, `GetLearningRate`.
 """

@@ -26,7 +26,7 @@ def read_solver(path: str | os.PathLike[str], *, ignore_unknown: bool = False) -
     """Read a solver file.
 
     Args:
-        path: of a ``solver.prototxt``. A file that is not valid UTF-8 is read as Latin-1.
+        path: path of a ``solver.prototxt``. A file that is not valid UTF-8 is read as Latin-1.
         ignore_unknown: skip the fields that Caffe does not have, such as those of its forks;
             `SolverConfig.ignored` names them.
 
@@ -256,7 +256,7 @@ def _float(field: Field, value: Scalar) -> float:
 
 
 def _enum(names: tuple[str, ...], values: tuple[str, ...] | None = None) -> _Read:
-    """Read a word or its number; `values` replaces the words."""
+    """Return a reader of a word in `names` or its index; it returns the entry of `values`, if given."""
 
     def read(field: Field, value: Scalar) -> str:
         number = _integer(value)

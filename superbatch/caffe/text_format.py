@@ -75,7 +75,7 @@ def parse(text: str) -> Message:
     """Parse a text; the names of fields are not checked.
 
     Args:
-        text: of the file.
+        text: text of the file.
 
     Returns:
         The fields with their positions.

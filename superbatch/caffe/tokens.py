@@ -27,8 +27,8 @@ class Token:
     Attributes:
         kind: its type; ``"end"`` marks the end of the file.
         text: as it is written.
-        line: of its first character, counted from 1.
-        column: of its first character, counted from 1.
+        line: line of its first character, counted from 1.
+        column: column of its first character, counted from 1.
     """
 
     kind: Kind
@@ -79,7 +79,7 @@ def tokens(text: str) -> Iterator[Token]:
     """Split a text into tokens, without comments and white space.
 
     Args:
-        text: of the file.
+        text: text of the file.
 
     Yields:
         The tokens in order; the last one has the kind ``"end"``.

@@ -152,7 +152,7 @@ class Exact(Trainer):
         return window_loss
 
     def _gradient_of(self, loss: HostLoss, samples: dict[str, Any]) -> WindowGradient | None:
-        """Return the gradient of windows for the divisor of this loss; None if no batch had labels yet.
+        """Return a function that computes the gradient of a window; None if no batch had labels yet.
 
         Raises:
             InputError: the divisor of the loss is not known.
@@ -167,7 +167,7 @@ class Exact(Trainer):
             return coupled(loss, size, **options)
         options |= {"microbatch_size": self.microbatch_size if loss.cuts else None, "check": self._checks}
         options["split"] = split_of(samples)
-        # The divisor of the loss: items, one for each term, `weight_of` of the user, or that of the model.
+        # The divisor of the loss: the Trainer's items, one per term, the user's `weight_of`, or the model's.
         own, is_given = has_own_loss(self), self._has_own_weight()
         by_items = self._adds_up(loss, samples, own=own, is_given=is_given)
         terms = None if own or is_given or by_items else terms_of(loss.model, samples, loss.ranks)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from ..torch.module_tables import buffers_of
-from ..torch.window.participants.kept_tensors import SMALL_BYTES, KeptTensor, Writes, can_be_kept
+from ..torch.window.participants.kept_tensors import SMALL_BYTES, CopyBeforeWrite, KeptTensor, can_be_kept
 
 # Objects of these packages are not restored after a trial: a call of the loss does not change their state.
 _HOSTS = {
@@ -120,7 +120,7 @@ def _untouched(trainer: Trainer) -> Iterator[None]:
         if name not in _DATA:
             snapshot.take(value, 0)
     try:
-        with Writes(lambda: snapshot.large) if snapshot.large else nullcontext():
+        with CopyBeforeWrite(lambda: snapshot.large) if snapshot.large else nullcontext():
             yield
     finally:
         for restore in reversed(snapshot.restores):  # inner contents first

@@ -66,7 +66,7 @@ def _single(loss: HostLoss, samples: Mapping[str, Any]) -> list[Any]:
 
 
 def _halves(loss: HostLoss, samples: list[Any]) -> bool:
-    """Return True if twice the number of items halves the loss of the first sample with a loss."""
+    """Return True if doubling the number of items halves the loss of the first sample whose loss is not 0."""
     for sample in samples[:_MOST]:
         once = float(loss.of(sample, loss.items, loss.model))
         if once and math.isfinite(once):  # a loss of 0 halves to 0, whatever it is divided by

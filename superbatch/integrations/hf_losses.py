@@ -118,7 +118,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def separated(loss: HostLoss, terms: Terms, samples: Samples, **options: Any) -> Gradient:
-    """Return the gradient of a sum of means over a window.
+    """Return a `Gradient` for a loss that is a sum of means over a window.
 
     Args:
         loss: loss of the Trainer.
@@ -141,7 +141,7 @@ def separated(loss: HostLoss, terms: Terms, samples: Samples, **options: Any) ->
 
 
 def summed(loss: HostLoss, **options: Any) -> Gradient:
-    """Return the gradient of a loss that is a sum divided by the number of items of the window.
+    """Return a `Gradient` for a loss that is a sum divided by the number of items of the window.
 
     Args:
         loss: loss of the Trainer.
@@ -178,7 +178,7 @@ def of_windows(
 
 
 def coupled(loss: HostLoss, microbatch_size: Any, **options: Any) -> WindowGradient:
-    """Return the gradient of a loss that couples the samples of a window.
+    """Return a function that computes the gradient of a loss that couples the samples of a window.
 
     Args:
         loss: loss of the Trainer.
@@ -194,7 +194,7 @@ def coupled(loss: HostLoss, microbatch_size: Any, **options: Any) -> WindowGradi
         with virtual_batch(loss.wrapped, microbatch_size or "auto") as virtual:
             window_loss = loss.part(virtual(_joined(taken)))
             loss.trainer.accelerator.backward(window_loss)
-            return window_loss.item()  # inside the block, where the value is still there
+            return window_loss.item()  # inside the block, while the value is available
 
     return of_this_rank
 

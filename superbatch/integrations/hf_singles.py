@@ -1,4 +1,4 @@
-"""Check of the divisor of a loss if micro-batches have one sample each: on samples joined into a batch."""
+"""Check of the divisor of a loss for micro-batches of one sample, by joining samples into a batch."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def sum_dtype(dtype: Any, choice: DTypeChoice = "auto") -> Any:
 
 
 def check_sum_dtype(choice: DTypeChoice) -> DTypeChoice:
-    """Return the choice if it is ``"auto"``, None or a real floating dtype; raises InputError otherwise.
+    """Return the choice if it is ``"auto"``, None or a real floating dtype; raise InputError otherwise.
 
     Examples:
         >>> check_sum_dtype("auto")
@@ -91,7 +91,7 @@ def as_weight(weight: Any, where: str) -> Any:
 
 
 def pairwise_sum(values: Any) -> Any:
-    """Return the sum of a vector, added in pairs; added one by one, a float32 stops counting at 2**24.
+    """Sum a vector in pairs: a running sum of ones in float32 stops at 2**24.
 
     Examples:
         >>> print(pairwise_sum(jnp.arange(1.0, 6.0)))
@@ -151,7 +151,7 @@ def per_weight(total: Any, weight: Any) -> Any:
 def weighted(gradient: Any, dtype: Any, factor: Any = None, keep: Any = None) -> Any:
     """Return an array of gradients in the dtype of the sums, times a factor; zeros if not kept.
 
-    It is cast before it is multiplied: times 1000 tokens a float16 overflows.
+    The cast comes first: a float16 gradient times 1000 tokens overflows.
 
     Examples:
         >>> print(weighted(jnp.float16(100), jnp.float32, jnp.int32(1000)))

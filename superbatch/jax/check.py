@@ -2,9 +2,9 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """Check of the declared reduction and weight of a loss, once for each structure of arguments.
 
-Reduction and weight say how the losses of micro-batches combine to the loss of the batch. Both sides of this
-equation are computed on a few rows, and losses and gradients are compared. If they differ, the error names
-the reduction and weight for which they agree.
+The declared reduction and weight define how the losses of micro-batches combine to the loss of the batch. The
+check evaluates loss and gradient of a few rows at once, and combines those of parts of these rows. If the two
+differ, the error names the reduction and weight with which they agree.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_once(call: Call, checked: Checked) -> None:
     Raises:
         LossSpecError: the loss has another reduction or weight, or an argument must not be split; the text
             names the remedy.
-        CoupledSamplesError: no weights combine the losses of parts to that of the whole.
+        CoupledSamplesError: no weighted sum of the losses of parts of the rows is the loss of all of them.
     """
     if call.samples_of_largest >= call.roles.samples:
         return  # the batch is one micro-batch
@@ -52,7 +52,7 @@ def check_once(call: Call, checked: Checked) -> None:
         return
     programs: Programs = {}
     draws: list[Draw] = ["counts"] if traced else ["real", "counts"]
-    # Labels of -100 show a loss that ignores them; parts without a count show `sum / max(count, 1)`.
+    # "ignored" reveals a loss that ignores labels of -100; "empty" a loss that divides by max(count, 1).
     if any(mode == "rows" and np.issubdtype(leaf.dtype, np.signedinteger) for leaf, mode in _rows_of(call)):
         draws.append("ignored")
     if any(call.options.weight_of(term) is not None for term in call.options.terms or ("",)):
@@ -68,7 +68,7 @@ def _check_on(call: Call, draw: Draw, programs: Programs, doubted: set[str]) -> 
     """Check the call with the values of one draw.
 
     Returns:
-        The terms for which these values contradict the declared weight, but real values may not.
+        The terms whose declared weight is wrong for these values, but may be right for real ones.
 
     Raises:
         LossSpecError, CoupledSamplesError: as `check_once`.
@@ -90,8 +90,8 @@ def _check_on(call: Call, draw: Draw, programs: Programs, doubted: set[str]) -> 
         if draw == "counts":
             excused[term] = counts, error
     for one, (counts, error) in excused.items():
-        # A single weight may be a mask that, in real data, agrees with the count of the loss. But two terms
-        # of which each counts the array that the other's weight reads have their weights interchanged.
+        # A weight may sum a mask whose sum, in real data, is the count of the loss. But if each of two terms
+        # counts the array that the weight of the other one reads, the user has swapped the two weights.
         if any(
             leaves_read(call, one) == {other_counts}
             and leaves_read(call, other) == {counts} != {other_counts}
@@ -112,17 +112,17 @@ def _check_on_empty(call: Call, tried: Tried, programs: Programs, doubted: set[s
 def _may_agree(call: Call, term: str, counts: str, draw: Draw, doubted: set[str]) -> bool:
     """Return True if real values may agree with a weight that made-up values contradict.
 
-    In real data a mask agrees with the number of tokens; if both are made up, it does not. But a weight that
-    reads no array is the number of rows, whatever the values are. And a weight that reads just the array that
-    the loss counts counts it in a different way.
+    A weight may sum a mask, and the loss count labels: equal numbers in real data, but not in made-up data.
+    Real values cannot agree in two cases. A weight that reads no array is constant for each number of rows. A
+    weight that reads only the array that the loss counts must count it in another way.
 
     Args:
         call: the call with the weight.
         term: the name of the term; "" for one loss.
         counts: label of the array that the loss counts; "" for rows, "?" if it is not known.
         draw: the values that contradict the weight.
-        doubted: terms that the draw "counts" (zeros and ones) contradicts. For other terms the negative
-            values of another draw decide nothing: real arrays may have none.
+        doubted: terms whose weight is wrong for the draw "counts" (zeros and ones). A weight that is wrong
+            only for the -100 of the draw "ignored" may be right: real arrays may have no -100.
     """
     if call.options.weight_of(term) is None:
         return False
@@ -170,7 +170,7 @@ def _read(call: Call, term: str) -> tuple[frozenset[int], bool]:
 
 
 def _evidence(call: Call, draw: Draw, programs: Programs) -> Tried | None:
-    """Return the evidence of a few rows, or of true micro-batches if a few rows contradict the weights.
+    """Return the evidence of a few rows; if it contradicts the weights, of micro-batches of the true size.
 
     None if the loss cannot be evaluated, or is not finite.
     """
@@ -180,8 +180,8 @@ def _evidence(call: Call, draw: Draw, programs: Programs) -> Tried | None:
     if usable is not None and not wrong_terms(call, usable.evidence):
         return usable
     if first is not None and usable is None and draw != "real":
-        return None  # with more rows made-up values would not be finite either
-    # Pairs of rows that belong together are cut by a few rows, but not by micro-batches of the true size.
+        return None  # with more rows the loss of made-up values would not be finite either
+    # Small parts may separate two rows that belong together, where micro-batches of the true size do not.
     size, samples = call.samples_of_largest, call.roles.samples
     true = size if size <= MOST_ROWS else 8
     sizes = [true] * max(2, min(samples // true, 8 // true))  # micro-batches of one row may be alike: take 8

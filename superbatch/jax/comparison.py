@@ -1,6 +1,6 @@
 # JAX is an extra. Where it is not installed, pyright cannot resolve it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Comparison of weighted sums of the losses and gradients of parts with those of the whole."""
+"""Comparison of loss and gradient of a few rows ("the whole") with weighted sums over parts of these rows."""
 
 from __future__ import annotations
 

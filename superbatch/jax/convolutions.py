@@ -2,9 +2,9 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """Rewriting of convolutions in the body of a loop to the layout of XLA's fast kernel on the CPU.
 
-The kernel needs the layout (batch, space, features). Outside of loops XLA transposes the operands of other
-convolutions, such as those of a gradient. Inside a loop it does not, and computes them 10 times slower,
-element by element. So the transposes are inserted here.
+The kernel needs the layout (batch, space, features). Convolutions of a gradient have another layout.
+Outside of loops XLA transposes their operands. Inside a loop XLA computes them element by element, 10 times
+slower. So the transposes are inserted here.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from .loop import Call
 from .probe import Draw, Evidence, Programs, evidence_of
 from .roles import is_key, is_legacy_key, leaves_of
 
-# Parts of an array, and counts over them, that may be the divisor of a loss; the texts are as typed.
+# Views of an array, and counts over a view, that may be the divisor of a loss; the text is what to type.
 VIEWS: tuple[tuple[str, Any], ...] = (
     ("", ...),
     ("[:, 1:]", (slice(None), slice(1, None))),  # the labels of a causal language model
@@ -167,7 +167,7 @@ def counted(call: Call, evidence: Evidence, term: str) -> tuple[str, str] | None
 
 
 def _table(call: Call, tried: Tried, programs: Programs) -> str | None:
-    """Return the path of a split leaf if the declared weight is right once this leaf is not split."""
+    """Return the path of a split leaf without whose split the declared weight is right; None without one."""
     number = -1
     by_place = {argument.where: argument for argument in call.roles.others}
     for where, argument in [*enumerate(call.args), *sorted(call.kwargs.items())]:  # as `probe.inputs_of` does
@@ -183,7 +183,7 @@ def _table(call: Call, tried: Tried, programs: Programs) -> str | None:
             if again is None or not again.finite or wrong_terms(call, again):
                 continue
             parts = range(len(tried.sizes))
-            # Otherwise every part computes the loss of this leaf alone, and any weights would do.
+            # If all parts have the loss of the whole, it depends on this leaf alone, and any weights agree.
             if any(_differs(again, part, term) for part in parts for term in again.whole.losses):
                 dotted = jax.tree_util.keystr(path, simple=True, separator=".")
                 return dotted or by_place[where].name or str(where)
@@ -221,7 +221,7 @@ def kept_above_zero(evidence: Evidence, term: str) -> bool:
 def _adds_the_same(call: Call, tried: Tried, term: str, programs: Programs) -> bool:
     """Return True if the sum of k parts exceeds the whole by k - 1 times a constant, for two values of k.
 
-    The constant is a vector: the loss and its gradient that do not depend on the rows.
+    The constant is a vector: loss and gradient of a term that does not depend on the rows, such as a decay.
     """
     sizes = list(tried.sizes)
     fewer = sizes[:-1] if len(sizes) > 2 else [sizes[0]] * 3
@@ -237,7 +237,7 @@ def _adds_the_same(call: Call, tried: Tried, term: str, programs: Programs) -> b
 
 
 def _excess(evidence: Evidence, term: str) -> list[tuple[np.ndarray, float]]:
-    """Return the excess of the parts' sum over the whole per part but one, with the norm of the sum.
+    """Return ``(sum over k parts - whole) / (k - 1)``, with the norm of the sum.
 
     One entry for the loss, then one for each gradient.
     """

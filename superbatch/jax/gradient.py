@@ -62,14 +62,14 @@ def value_and_grad(
         argnums: positions of the arguments to differentiate, as in `jax.value_and_grad`.
         microbatch_size: rows of a micro-batch; the last one may have fewer, without padding.
         steps: the number of near-equal micro-batches, instead of `microbatch_size`.
-        num_real_microbatches: compute only the first micro-batches, this many: an int, or a traced integer
-            (`jax.grad` of the result needs an int). The rows of the others are padding; their entries in aux
-            are zeros. It needs ``layout="contiguous"``.
+        num_real_microbatches: the number of micro-batches to compute, the first ones: an int, or a traced
+            integer (`jax.grad` of the result needs an int). The rows of the others are padding; their entries
+            in aux are zeros. It needs ``layout="contiguous"``.
         weight: the weight of a micro-batch: None for its number of rows; a function of the arguments that
             are split, as `fun` gets them, -> scalar; or ``"returned"``: `fun` returns ``(loss, weight)``.
             For several losses, each divided by its own total weight: a mapping from names to one of these.
             Then `fun` returns a mapping from the same names to losses (to ``(loss, weight)`` where the weight
-            is ``"returned"``). With ``"returned"`` alone, `fun` may also return a mapping from names to
+            is ``"returned"``). With ``weight="returned"``, `fun` may also return a mapping from names to
             ``(loss, weight)``. Returned weights of several losses that depend on the model's output cost a
             second forward.
         reduction: whether `fun` returns a ``"mean"`` or a ``"sum"`` over the rows or tokens that the weight
@@ -102,10 +102,10 @@ def value_and_grad(
             weight out if its loss or gradient is not finite.
         noise: measure the noise of the gradient, and return `Stats` with `a2`, `b2`, `q` (see `add_noise`).
         stats: return `Stats`.
-        check: check weight, reduction and split, once for each structure of arguments: compare losses and
-            gradients of a few rows with the combined ones of their parts. Inside `jax.jit` the values are
-            made up. This compiles two more programs, for 9 rows and for 3. If they differ, the error names
-            the remedy. False skips the check.
+        check: check weight, reduction and split, once for each structure of arguments: compare loss and
+            gradient of a few rows with weighted sums over parts of these rows. If they differ, the error
+            names the remedy. Inside `jax.jit` the values are made up. In most cases this compiles two more
+            programs, for 9 rows and for 3. False skips the check.
 
     Returns:
         A function with the arguments of `fun` that returns ``(value, gradient)``: the value is the loss,
@@ -118,7 +118,7 @@ def value_and_grad(
             scalar.
         SplitError: when called: arrays differ in length, or there are fewer rows than `steps`.
         LossSpecError: when called: `fun` returns another form, reduction or weight than declared.
-        CoupledSamplesError: when called: no weights combine the losses of parts to that of the whole.
+        CoupledSamplesError: when called: no weighted sum of the losses of micro-batches is that of the batch.
 
     Examples:
         >>> def loss(w, batch):
@@ -209,7 +209,7 @@ def computed(call: Call) -> Any:
 
 
 def computed_by_term(call: Call, plan: terms.Plan) -> Any:
-    """Compute the same for several losses; the plan holds their total weights."""
+    """Return the output of `value_and_grad` for several losses; the plan holds their total weights."""
     sums, carry, by_group = loop.gradients(call, functools.partial(terms.body, plan=plan))
     result = terms.finished(call, plan, sums, by_group)
     output = with_state(result.loss, joined_aux(by_group, call), carry, call.options)
@@ -258,7 +258,7 @@ def scalars(by_group: list[PerMicrobatch], call: Call) -> Any:
 
 def with_noise(window: Stats, gradient: Any, sums: list[Any]) -> Stats:
     """Return the stats with the fields of the noise; `sums` are those of `noise_sums`."""
-    # Sums of |w g|^2, w^2 and w^2 / n: over W^2 they are a2, q and the inverse of the effective samples.
+    # Sums of |w g|^2, w^2 and w^2 / n. Divided by W^2: a2, q and the inverse of the effective samples.
     squares, q, per_sample = (arithmetic.per_weight(part, window.weight**2) for part in sums)
     return Stats(
         window.weight,

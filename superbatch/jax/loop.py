@@ -274,8 +274,8 @@ def chosen_of(call: Call) -> Any:
 def without_cotangent(tree: Any, keep: Any) -> Any:
     """Return the same values, with a derivative of 0 if they are not kept.
 
-    The derivative of `where` multiplies the derivative of a value that was left out by 0. If that is NaN, so
-    is the product, for example in a second derivative.
+    `where` alone is not enough: its derivative multiplies the derivative of a discarded value by 0. If that
+    derivative is NaN, as it may be in a second derivative, the product is NaN too.
 
     Examples:
         >>> def root(x, keep):

@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         loss: a scalar; for several losses a dict by name.
-        weight: the returned weight, in the same form; None, or without some names, if it is declared instead.
+        weight: the returned weight, in the same form. None if it is declared; a dict lacks declared weights.
         aux: the aux, or None.
         carry: the state for the next micro-batch, or None.
     """

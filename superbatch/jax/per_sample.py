@@ -67,7 +67,7 @@ class _Leaves:
         leaves = []
         for value, mode in zip(self.values, self.modes, strict=True):
             if mode == "rows":
-                leaves.append(next(given)[None])  # a loss over a batch is given a batch
+                leaves.append(next(given)[None])  # the loss expects a batch, so one row
             elif mode == "key":
                 leaves.append(fold_in(key_of_device(value, self.axes), number))
             else:
@@ -248,7 +248,7 @@ def _over_batch(
     roles: Roles, leaves: _Leaves, microbatch_size: int, sample: Callable[..., Any]
 ) -> tuple[PerSample, Any]:
     """Return the results of all samples, in order, and the sum of the gradients."""
-    # Split like the rows: the key of a sample is folded with its index in the batch.
+    # Indices of the samples, split like the rows: random keys are folded with the index of the sample.
     numbers = _spread_like(jnp.arange(roles.samples), leaves.rows[0])
     divided = groups(roles.samples, microbatch_size=microbatch_size)
     # The shapes of the gradient of one sample, which `transform` may have changed.

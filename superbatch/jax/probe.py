@@ -112,8 +112,9 @@ def made_up(shape: tuple[int, ...], dtype: Any, draw: Draw, *, parameter: bool, 
         shape: the shape.
         dtype: the dtype.
         draw: ``"counts"``: zeros and ones as in masks, labels and token ids, with a one at the start of the
-            last axis. ``"fractions"``: between 0 and 1, integers 1 and 2. ``"ignored"``: counts, with -100 in
-            place of most zeros of signed integers. ``"empty"``: counts; the caller sets a part to zeros.
+            last axis. ``"fractions"``: between 0 and 1, integers 1 and 2. ``"ignored"``: as "counts", with
+            -100 in place of most zeros of signed integers. ``"empty"``: as "counts"; the caller sets the last
+            part to zeros.
         parameter: True for the initial values of a parameter: normal numbers for a floating dtype.
         seed: the seed of the values.
 

@@ -3,7 +3,8 @@
 """Role of every argument of a call: differentiated, split, a random key, a state, or the same for all.
 
 A common silent mistake is an array with one row for each sample that is not split, so that the outputs of a
-micro-batch meet the labels of the whole batch. Such an array raises an error unless it is in `unsplit`.
+micro-batch are compared with the labels of the whole batch. Such an array raises an error unless it is in
+`unsplit`.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ def names(axis_name: AxisName) -> tuple[str, ...]:
 def varying(tree: Any, axis_name: AxisName) -> Any:
     """Mark arrays as varying over axes of `jax.shard_map`.
 
-    JAX reduces the gradient of a parameter that does not vary over devices in every micro-batch. The gradient
-    of a varying one stays on its device, to be reduced once after the loop. Axes of `jax.vmap` have no such
+    If a parameter does not vary over devices, JAX reduces its gradient in every micro-batch. The gradient of
+    a varying one stays on its device, to be reduced once after the loop. Axes of `jax.vmap` have no such
     types.
 
     Examples:

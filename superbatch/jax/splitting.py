@@ -126,7 +126,7 @@ def check_real(real: Any, layout: str) -> None:
 
 
 def refuse_more_than_there_are(real: Any, division: Sequence[Group]) -> None:
-    """Raise if `num_real_microbatches` is larger than the number of micro-batches; a traced one may be.
+    """Raise if `num_real_microbatches` is larger than the number of micro-batches; skip a traced one.
 
     Raises:
         InputError: it is larger, or negative.

@@ -47,6 +47,6 @@ def next_state(new: Any, old: Any, *, alone: bool) -> Any:
                 f"{new_type.shape}, but was given {given_type.dtype} of shape {given_type.shape}. Return the "
                 f"same dtype and shape, as with new.astype({given_type.dtype.name!r})."
             )
-    # A state that the function averaged over devices no longer varies over them by its type; the loop needs
-    # the type of the given one.
+    # If the function averaged the state over devices, its type no longer varies over them. The loop needs the
+    # type of the old state.
     return varying_like(new, old)

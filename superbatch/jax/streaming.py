@@ -102,8 +102,7 @@ def multi_steps(
         every: micro-batches per window: an int, a traced integer, or a function of the number of updates
             made.
         reduction: whether the loss of a micro-batch is a ``"mean"`` or a ``"sum"`` over the rows or tokens
-        that
-            the weight counts, or a ``"total"``, which is not divided.
+            that the weight counts, or a ``"total"``, which is not divided.
         accumulator_dtype: the dtype in which gradients are summed: ``"auto"`` for float32 or wider, None for
             their own dtype, or a dtype.
         nonfinite: ``"propagate"``: the optimizer gets the NaN, but the next window does not;
@@ -275,7 +274,7 @@ def in_dtypes_of(old: Any, new: Any) -> Any:
 
 
 def _added(plan: _Plan, state: MultiStepsState, updates: Any, weight: Any, skip: Any) -> _Window:
-    """Return the open window with one more micro-batch, unless this is to be skipped."""
+    """Return the open window with one more micro-batch, unless that is to be skipped."""
     keep = arithmetic.takes_part(weight, plan.reduction)
     skipped, keep = state.skipped + (skip & keep), keep & ~skip
     weight = jnp.where(skip, jnp.zeros_like(weight), weight)

@@ -86,7 +86,7 @@ class Comparison:
     def agrees(self) -> bool:
         """Return True if the rows have the same predictions and losses at once and in parts."""
         same = _same(self.whole.total, self.apart.total, self.bound)
-        # A single output also shows what is small in the loss. Of several, one may have no loss.
+        # A single output reveals coupling that hardly changes the loss. One of several may have no loss.
         alone = len(self.whole.outputs) == 1
         coupled = alone and self._coupled(self.whole.outputs, self.apart.outputs)
         return same and not coupled and not self._differing() and not self._moved()
@@ -127,7 +127,7 @@ class Comparison:
         return [number for number, pair in enumerate(pairs) if not _same(*pair, self.bound)]
 
     def _moved(self) -> list[str]:
-        """Return the paths of variables with other values after one forward than after those of the parts."""
+        """Return the paths of variables with other values after the forward of all rows than of the parts."""
         whole, apart = self.whole.state, self.apart.state
         return sorted(
             path

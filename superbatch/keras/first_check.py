@@ -27,7 +27,7 @@ from .comparison import Comparison, rows_of
 from .options import Options
 from .probe import Mapping
 
-ROWS = 8  # most rows of a comparison of rows from all over the batch
+ROWS = 8  # most rows of a comparison; they come from all over the batch
 TURNS = 4  # comparisons, each of other rows; half of them at shifted weights
 TRUE_SIZE = 12  # most rows of a micro-batch in a comparison of neighbours: a multiple of 2, 3 and 4
 # Words of torch's and TensorFlow's errors. JAX raises none: it reads NaN for an index out of range.
@@ -115,10 +115,10 @@ def check(model: Any, options: Options, step: Any, first: First) -> bool:
 
 
 def _compare(model: Any, options: Options, step: Any, mapping: Mapping, batch: Any) -> None:
-    """Compare rows from all over the batch; if they differ, decide by true micro-batches of neighbours."""
+    """Compare rows from all over the batch; if they differ, compare micro-batches of the true size."""
     rows, size = int(splitting.leaves(batch)[0].shape[0]), options.microbatch_size
     # Other rows each time, and two settings of the weights: a wrong divisor may be right for a few rows by
-    # chance. The share of a label is the same in two parts of six rows once in three.
+    # chance. For example, a label has the same share in two parts of six rows in one of three cases.
     settings = [probe.shifted(mapping), mapping] * (TURNS // 2)
     comparisons = []
     for turn, values in enumerate(settings):
@@ -128,7 +128,7 @@ def _compare(model: Any, options: Options, step: Any, mapping: Mapping, batch: A
             break
     else:
         return
-    # A wrong declared weight is an error at once: true micro-batches may have equal counts and hide it.
+    # A wrong declared weight is an error now: micro-batches of the true size may hide it by equal counts.
     if not any(each is not None and each.differs_in_declared() for each in comparisons):
         # A loss over pairs of neighbours is exact if no pair is cut. So only micro-batches of the true size,
         # with rows in the true order, decide whether the rows are coupled.

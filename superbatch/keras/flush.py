@@ -80,7 +80,7 @@ class FlushTail(keras.callbacks.Callback):
         for total in optimizer._accumulated_gradients:
             if total is not None:
                 total.assign(ops.convert_to_tensor(total) * (steps / left))  # Keras divides by `steps`
-        # The next micro-batch then ends a window: one of zero gradients makes Keras apply the sums.
+        # With this counter the next call ends a window: zero gradients make Keras apply the sums.
         optimizer._iterations.assign(ops.convert_to_tensor(optimizer._iterations) + (steps - 1 - left))
         weights = self.model.trainable_variables
         with _no_gradients():

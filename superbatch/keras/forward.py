@@ -85,7 +85,7 @@ def data_losses(model: Any) -> list[Any]:
 
 
 def weight_regularization(model: Any) -> Any:
-    """Return the sum of the regularizers of weights, which no data enters; None if there are none."""
+    """Return the sum of the regularizers of weights, which do not depend on data; None if there are none."""
     if owns_compute_loss(model):
         return None  # the model's compute_loss includes it
     losses = model._get_regularization_losses()

@@ -9,8 +9,8 @@
 """Weights and random draws for a comparison of rows at once and in parts.
 
 A loss that separates into rows does so at any weights and for any random draws. So the comparison uses the
-same constant draws for every row, and also weights shifted a little from the present ones: a branch whose
-gate is initialised to 0 has an effect there.
+same constant draws for every row. It also uses weights shifted a little from the present ones: only then a
+branch whose gate is initialised to 0 has an effect.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _CONSTANTS: dict[str, Callable[..., Any]] = {
     "categorical": lambda logits, num_samples, dtype="int32", seed=None: ops.repeat(
         ops.cast(ops.argmax(logits, axis=-1), dtype)[:, None], num_samples, axis=1
     ),
-    # Rows are still moved: a layer that mixes rows couples them, and the comparison must show it.
+    # It still permutes rows: a layer that shuffles rows couples them, and the comparison must show it.
     "shuffle": lambda x, axis=0, seed=None: ops.roll(x, 1, axis=axis),
 }
 

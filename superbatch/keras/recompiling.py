@@ -9,7 +9,8 @@
 """Detection of a `compile` of the original model after `accumulate`.
 
 The original and the accumulating model share layers and weights, but each has the loss and the optimizer of
-its own `compile`. So the accumulating model would still train with the former loss.
+its own `compile`. After a new `compile` of the original, the accumulating model would still train with the
+former loss.
 """
 
 from __future__ import annotations

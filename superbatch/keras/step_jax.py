@@ -175,7 +175,7 @@ def _plan(model: Any, state: State, data: Any, options: Options) -> Plan:
 
 
 def _over(parts: list[Group], one: Callable[[Any, Any], Any], carry: Any, data: Any, *, eager: bool) -> Any:
-    """Run `one` over the micro-batches, in a compiled loop for each group of one size.
+    """Run `one` over the micro-batches, in one compiled loop for each group.
 
     Micro-batch i of a group of k has the rows ``i, i + k, ...`` of the group. If the batch is sharded in
     contiguous blocks, every device then holds its share of every micro-batch. The loop runs over indices and
@@ -200,8 +200,8 @@ def _cutting(group: Group, data: Any, *, whole: bool) -> Callable[[Any], Any]:
         data: the batch.
         whole: whether the group is the whole batch.
     """
-    # A slice of the batch would be a copy, so rows of a part are taken by index. But not sharded rows: XLA
-    # would gather all of them on every device.
+    # If the batch has two groups, a slice for each would be a copy, so rows are taken by index. Sharded rows
+    # are sliced: by index, XLA would gather all of them on every device.
     if not whole and keras.distribution.distribution() is None:
         rows = group.start + group.count * jnp.arange(group.size)
         return lambda number: jax.tree.map(
@@ -270,7 +270,7 @@ def _scaled(model: Any, state: State, loss: Any) -> Any:
 
 
 def _count(batch: Batch, parts: list[Group], data: Any) -> Any:
-    """Return the sums of a pass that only counts weights; XLA keeps only the inputs of masks."""
+    """Return the sums of a pass that only counts weights; XLA removes all that no weight depends on."""
 
     def one(sums: Any, microbatch: Any) -> Any:
         with _scope(batch.model, batch.state):

@@ -96,7 +96,7 @@ def train_step(model: Any, options: Options, data: Any) -> Any:
 
 
 def _length(data: Any) -> Any:
-    """Return the number of rows of a batch; the graph raises if arrays differ in it when it runs."""
+    """Return the number of rows of a batch; if arrays have other lengths, the graph raises when it runs."""
     lengths = tf.stack([tf.shape(leaf)[0] for leaf in splitting.leaves(data)])
     same = tf.debugging.Assert(
         tf.reduce_all(lengths == lengths[0]),
@@ -269,7 +269,7 @@ def _metrics(model: Any, microbatch: Any, y_pred: Any) -> Any:
 
 
 def _count(batch: Batch) -> Any:
-    """Return the sums of a pass that only counts weights; the graph keeps only the inputs of masks."""
+    """Return the sums of a pass that only counts weights; the graph omits all that no weight depends on."""
 
     def one(sums: Any, microbatch: Any) -> Any:
         with survey.scope(batch.model):
@@ -305,7 +305,7 @@ def _finished(batch: Batch, carry: Carry, sums: Any, rows: Any) -> tuple[Values,
 
 
 def _apply(batch: Batch, sums: Any, gradients: Values) -> None:
-    """Call the optimizer once; not at all if the batch has weight 0."""
+    """Call the optimizer once; on a single replica not at all if the batch has weight 0."""
     model, weights = batch.model, batch.model.trainable_weights
     gradients = replicas.ready(model.optimizer, gradients, weights)
 
@@ -313,7 +313,7 @@ def _apply(batch: Batch, sums: Any, gradients: Values) -> None:
         model.optimizer.apply_gradients(zip(gradients, weights, strict=True))
         return tf.constant(0)
 
-    # On several replicas an optimizer cannot run under a condition; the gradient of such a batch is 0 there.
+    # On several replicas an optimizer cannot run under a condition: it gets the gradient 0 of such a batch.
     if batch.plan.may_be_empty and not replicas.several():
         tf.cond(window.counts(sums, batch.plan), apply, lambda: tf.constant(0))
     else:

@@ -91,8 +91,8 @@ def peek(model: Any, arguments: tuple[Any, ...]) -> First:
 def train_function(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return Keras' train function, changed to free the batch before `fit` loads the next one.
 
-    Keras' loop keeps the list that it passes until it has the next one, so two whole batches would be in
-    memory. The batch is taken out of the list instead.
+    Keras' loop passes the batch in a list, and keeps this list until it has loaded the next batch. So two
+    whole batches would be in memory. The returned function therefore removes the batch from the list.
     """
 
     def step_and_free(data: list[Any]) -> Any:
@@ -112,10 +112,10 @@ def free_cycles(generation: int) -> None:
 
 
 class Sink:
-    """Sum of the gradients, in `grad` of each weight or in a tensor beside it.
+    """Sum of the gradients, in `grad` of each weight or in a separate tensor.
 
-    Beside it, if the dtype is bfloat16 or float16, or if a micro-batch may be left out after its backward
-    (`apart`).
+    The tensor is separate if the weight is bfloat16 or float16, or if a micro-batch may be left out after its
+    backward (`apart`).
     """
 
     def __init__(self, weights: list[Any], *, apart: bool) -> None:
@@ -123,7 +123,7 @@ class Sink:
         self.sums: list[Any] = [None] * len(weights)
 
     def take(self, weights: list[Any], *, keep: bool = True) -> None:
-        """Move the gradients of the last backward from `grad` to the sums beside it, or drop them."""
+        """Move the gradients of the last backward from `grad` to the separate sums, or drop them."""
         for number, weight in enumerate(weights):
             if not self.apart[number]:
                 continue

@@ -50,7 +50,7 @@ def _symbolically(model: Any, batch: Any, options: Options) -> Plan:
     def symbolic(*batch: Any) -> Any:
         with scope(model):
             plans.append(inspect(model, batch, options))
-        return batch[0]  # compute_output_spec wants tensors; the plan leaves by the list
+        return batch[0]  # compute_output_spec needs tensors; the plan is in the list
 
     specs = keras.tree.map_structure(
         lambda leaf: (

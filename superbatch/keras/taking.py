@@ -88,7 +88,7 @@ def without_gradient_of_nothing(y_pred: Any, weight: Any) -> Any:
     """Return predictions through which no gradient flows back if the weight is 0.
 
     A loss of weight 0 is 0 / 0, and the total leaves it out by a factor of 0. In the backward this factor
-    would meet the NaN derivative of the loss, and 0 x NaN would be added to the gradients of other terms.
+    would multiply the NaN derivative of the loss, and 0 x NaN would be added to the gradients of other terms.
     """
 
     def cut(leaf: Any) -> Any:

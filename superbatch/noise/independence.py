@@ -49,8 +49,8 @@ MEMORY = 0.9
 JUMP = 1e4
 """The test restarts at a triple whose expected variance exceeds the scale by this factor.
 
-Before it, losses hardly differed: because the last layer starts with zeros, or the rate starts with 0. Sums
-in units of such rounding errors would outweigh all later triples.
+At the start, losses may differ by rounding only: the last layer is zero, or a warm-up starts at rate 0.
+Triples divided by so small a scale would outweigh all later ones.
 """
 
 NOTHING = 1e-6
@@ -167,7 +167,7 @@ class IndependenceTest:
         low = min(low for low, _ in ends)
         high = max(high for _, high in ends[:2])
         d_1, d_2, e_1, e_2 = self._means
-        # The estimate alone is not enough: with few triples of shared noise it is below the limit by chance.
+        # 2 F_0 - F_2 alone is not enough: with few triples of shared noise it can be small by chance.
         moves = _STILL[0] * d_1 + _STILL[1] * d_2 <= SHARED * e_1
         moves = moves and self._interval(*_MOVES, quantile)[0] > 0
         verdict = "even" if high < EVEN * (1 - min(drawn, 1.0)) else None

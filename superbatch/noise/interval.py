@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 CONFIDENCE = 0.95
 
 FEWEST_EFFECTIVE = 2.0
-"""Fewest windows of equal weight to which a long average is equivalent."""
+"""A long average must be equivalent to at least this many windows of equal weight."""
 
 FORGETFUL = "the average remembers fewer than 2 windows: pass a beta above 1/3"
 
@@ -232,8 +232,8 @@ class Moments:
             return Ratio(None, 0.0, math.inf, y, x, FORGETFUL)
         spread = _of_data((*(each / debias**2 for each in self.spread),), data_size)
         if data_size is not None:
-            # Drawn without replacement from D samples, |g|^2 has T / D less noise than the estimate of the
-            # signal subtracts. This adds it again.
+            # If batches are drawn without replacement from D samples, |g|^2 has T / D less noise. The
+            # estimate of the signal subtracted the full noise, so T / D is added back.
             y += x / data_size
         n = worth(beta, self.count)
         factor, correlation = self._long_run(x / y if y > 0 else None, n, beta, data_size)

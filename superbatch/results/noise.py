@@ -55,8 +55,8 @@ class Independence:
         if self.verdict == "shared":
             # While parameters move, a loss that jumps from update to update looks the same.
             jumps = (
-                ". If they are shuffled, the loss jumps between updates: lower the learning rate, or test at "
-                "rest with superbatch.torch.tuning.independence.independence_at_rest()"
+                ". If they already are shuffled, the loss jumps between updates: lower the learning rate, or "
+                "test at rest with superbatch.torch.tuning.independence.independence_at_rest()"
                 if self.by == "losses"
                 else effective
             )
@@ -93,9 +93,9 @@ class NoiseOfGroup:
 
 
 ASSUMED = {
-    0: "Adam evens the curvature out",
-    1: "the curvature is as Adam takes it to be",
-    2: "the curvature is the same everywhere",
+    0: "Adam equalises the curvature",
+    1: "the curvature is the preconditioner's inverse",
+    2: "the curvature is equal in all directions",
 }
 """Power of Adam's preconditioner -> its assumption (see `NoiseOfModel`)."""
 

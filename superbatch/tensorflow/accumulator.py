@@ -118,8 +118,8 @@ class Accumulator(tf.Module):
 
         ``add`` gets only gradients, which do not show a wrong weight, or a layer or loss that couples rows.
         Call this check once before training, eagerly. It compares loss and gradient of at most 8 rows at once
-        with those of two unequal parts, three times with other rows. It makes no update, but the forwards
-        change layers such as BatchNormalization.
+        with those of two unequal parts, and repeats this twice with other parts. It makes no update, but
+        the forwards change layers such as BatchNormalization.
 
         Args:
             loss: a function ``(*batch) -> scalar``: the loss that the loop differentiates, without dropout
@@ -185,7 +185,7 @@ class Accumulator(tf.Module):
             zeros if the weight is 0, and None only for a variable that had no gradient in any window.
 
         Raises:
-            WindowError: the weight of the window is 0, or it is called inside of a strategy.
+            WindowError: the weight of the window is 0 (in eager code), or it is called inside of a strategy.
 
         Examples:
             >>> accumulator = Accumulator([tf.Variable(1.0), tf.Variable(1.0)])

@@ -133,7 +133,7 @@ def add(state: State, microbatch: Microbatch, options: Options) -> None:
 
 
 class _Outcome(NamedTuple):
-    """Facts about the addition of a micro-batch.
+    """Result of adding the gradients of a micro-batch.
 
     Attributes:
         keep: whether it takes part; a bool or a tensor.
@@ -196,7 +196,7 @@ def _count(state: State, microbatch: Microbatch, options: Options, outcome: _Out
     weight = arithmetic.in_dtype(microbatch.weight, tf.float64)
     counted = weight
     if tf.is_tensor(microbatch.weight):
-        # XLA removes assertions. With NaN as its weight, an invalid one still stops the update.
+        # XLA removes assertions. So an invalid weight becomes NaN, which stops the update.
         counted = tf.where(arithmetic.countable(weight), weight, float("nan"))
     factor = normalize.after_forward_scale(microbatch.weight, reduction=options.reduction)
     taking_part = {

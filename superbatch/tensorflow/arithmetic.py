@@ -40,7 +40,7 @@ def sum_dtype(dtype: Any, choice: DTypeChoice = "auto") -> Any:
 
 
 def check_sum_dtype(choice: DTypeChoice) -> DTypeChoice:
-    """Return the choice if it is ``"auto"``, None or a real floating dtype; raises InputError otherwise.
+    """Return the choice if it is ``"auto"``, None or a real floating dtype; raise InputError otherwise.
 
     Examples:
         >>> check_sum_dtype("auto")
@@ -59,9 +59,8 @@ def as_count(value: Any, name: str) -> Any:
 
     Raises:
         InputError: it is not a number, is negative or not finite, or its dtype is too short to count
-        (bfloat16
-            counts to 256, float16 to 2048). A value that is known only when a graph runs is checked there, by
-            `countable`.
+            (bfloat16 counts to 256, float16 to 2048). A value that is known only when a graph runs is checked
+            there, by `countable`.
 
     Examples:
         >>> as_count(tf.constant(3), "weight"), as_count(2.5, "weight")

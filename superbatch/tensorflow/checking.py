@@ -60,7 +60,7 @@ def check_loss(
         try:
             _compare(loss, batch, weight, options, spread, bound)
         except SuperbatchError:
-            # Only now, as tracing takes long: in a short dtype the difference may be rounding.
+            # In a short dtype the difference may be rounding. Look for one only now: the trace takes long.
             bound = _bound_of(loss, _rows_of(batch, spread))
             if bound == BOUND:
                 raise
@@ -99,8 +99,8 @@ def _judge(whole: Part, parts: list[Part], options: Options, bound: float) -> No
     """Raise unless the weighted losses and gradients of the parts are those of the whole.
 
     Raises:
-        CoupledSamplesError: no reduction and weight is known for which they are.
-        LossSpecError: they are with another reduction or weight, or the weights do not add up.
+        CoupledSamplesError: they differ, with every reduction and weight that is tried.
+        LossSpecError: they are equal with another reduction or weight, or the weights do not add up.
     """
     total = sum(part.weight for part in parts)
     if abs(total - whole.weight) > BOUND * max(abs(total), abs(whole.weight)):
@@ -177,7 +177,7 @@ def _evaluated(
     with tf.GradientTape() as tape:
         value = tf.convert_to_tensor(loss(*batch))
     if value.shape.rank:
-        # The tape would differentiate their sum: a larger gradient for a micro-batch of more rows.
+        # The tape would differentiate the sum of the elements, which grows with the rows of a micro-batch.
         raise LossSpecError(
             f"The loss of {rows} rows has the shape {tuple(value.shape)}, and tape.gradient would "
             "differentiate its sum. Return tf.reduce_mean(loss), or tf.reduce_sum(loss) for an accumulator "

@@ -30,7 +30,7 @@ class Totals(NamedTuple):
         sums: the summed gradients, one tensor for each variable.
         counts: the counters, float64 scalars by the names of `NAMES`.
         present: float64: for each variable, the number of micro-batches with weight in which it had a
-        gradient.
+            gradient.
     """
 
     sums: list[Any]

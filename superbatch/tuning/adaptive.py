@@ -248,8 +248,8 @@ class Controller:
         if noise.batch_size is not None and noise.determined:
             steps = self._steps_for(noise.batch_size)
         else:
-            # The interval still excludes batches outside of it. If the steps always stayed here, windows too
-            # short to show the signal would stay too short forever.
+            # Move to the nearer end of the interval. If the steps stayed, a window that is too short to show
+            # the signal would never grow.
             steps = min(max(self._steps, self._steps_for(noise.low)), self._steps_for(noise.high))
         low = max(self._least, math.ceil(self._steps / FACTOR))
         high = min(self._most, self._steps * FACTOR)

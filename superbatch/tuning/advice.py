@@ -4,7 +4,7 @@ A larger batch needs more samples, ``1 + K b R / B_noise`` times the fewest poss
 updates, so a micro-batch costs ``t_micro + t_update / K`` (`superbatch.noise.relative_time`). On one device
 an update takes little time, so accumulation only costs samples (Marek et al. 2025,
 https://arxiv.org/abs/2507.07101). It pays with slow links between ranks, or with a slow or offloaded
-optimizer, which they name as an exception.
+optimizer.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ RIGHT, RUNS = 9, 12
 UNCERTAINTY = (
     f"In {RIGHT} of {RUNS} end-to-end runs to the same loss, with accumulation and without, the measured "
     "time was within the range.",
-    "The samples wasted by a large batch are a lower bound. In runs to the same loss the noise scale "
-    "predicted them to about 25 % up to a batch of its own size; above it the waste was 1.5 to 2 times as "
-    "large.",
+    "The predicted waste of samples is a lower bound. In runs to the same loss it was right to about 25 % "
+    "for batches up to the noise scale; larger batches wasted 1.5 to 2 times as much as predicted.",
     "The noise scale grows during training, so a smaller batch is enough at the start.",
 )
 
@@ -276,14 +275,15 @@ def _reason(verdict: Verdict, asked: Steps, batch: int, noise: NoiseRange, times
         "the time that it takes with one."
     )
     if verdict == "helps":
-        return f"{predicted} An update takes {_times(share)} as long as a micro-batch, and {k} share one."
+        per_update = f"An update takes {_times(share)} as long as a micro-batch"
+        return f"{predicted} {per_update}, and {k} micro-batches share it."
     if verdict == "wasteful":
         # At an infinite noise scale no samples are wasted, so W(K) / W(1) would be at most 1.
         assert noise.high < math.inf
         return (
-            f"{predicted} An update takes {_times(share)} as long as a micro-batch. That is too short to "
-            f"outweigh the samples that a batch of {asked.batch} needs beyond those of {batch}: the noise "
-            f"scale is {_samples(noise)}."
+            f"{predicted} An update takes {_times(share)} as long as a micro-batch. Fewer updates save less "
+            f"time than the additional samples of a batch of {asked.batch} cost, relative to a batch of "
+            f"{batch}: the noise scale is {_samples(noise)}."
         )
     if noise.value is None:
         return f"{predicted} The noise scale is not determined: measure longer, or pass a number."

@@ -368,7 +368,7 @@ def _cap(form: Form, dataset: int | None, largest: int | None, noise: Noise | fl
 
 
 def _momentum_factor(momentum: tuple[float, float] | None) -> float:
-    """Return the factor of the temperature by a change of momentum."""
+    """Return the factor by which a change of momentum multiplies the temperature."""
     if momentum is None:
         return 1.0
     for value in momentum:

@@ -45,8 +45,8 @@ class MemoryCurve:
     """Peak memory as a function of the samples of a micro-batch: linear interpolation between points.
 
     The first and the last line continue beyond the points, but never below 0 bytes. With a single point, the
-    curve is constant before it and proportional after it. If memory is a fixed part plus a part proportional
-    to the samples, both are upper bounds. The curve never falls as samples grow.
+    curve is constant before it and proportional after it: upper bounds if memory is a constant plus a part
+    proportional to the samples. The curve never falls as samples grow.
 
     Attributes:
         points: (samples, bytes), ascending in both.

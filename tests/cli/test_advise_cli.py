@@ -77,7 +77,7 @@ def test_what_is_not_known_is_drawn_and_said_too(tmp_path: Path, capsys: pytest.
     shown = capsys.readouterr().out
     assert "pays is undetermined" in shown
     assert "not determined, at least 100" in shown
-    assert "beta2 becomes its K-th root" in shown
+    assert "replace beta2 by its K-th root" in shown
     assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
     assert read(tmp_path).best is None
 

@@ -53,7 +53,7 @@ def test_table_sentences_and_files(solver: str, capsys: pytest.CaptureFixture[st
     assert lines[0] == (
         "solver.prototxt: 1000 updates of 256 samples (8 micro-batches of 32), SGD, rate multistep"
     )
-    assert re.match(r"Caffe +value +today$", lines[1])
+    assert re.match(r"Caffe +value +PyTorch$", lines[1])
     assert re.search(r"^iter_size +8 +accumulation_steps=8, an effective batch of 256$", shown.out, re.M)
     assert "clip_gradients: Caffe clips the sum over 8 micro-batches" in shown.out
     assert (

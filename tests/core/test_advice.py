@@ -109,7 +109,7 @@ def test_the_verdicts_of_one_device_and_of_a_cluster() -> None:
     assert (alone.verdict, cluster.verdict) == ("wasteful", "helps")
     assert cluster.best == pytest.approx(math.sqrt(10.5 * 4000 / 32))
     assert "wasteful" in verdict_text(alone)
-    assert "too short to outweigh" in alone.reason
+    assert "save less time than the additional samples" in alone.reason
     assert "10.5 times as long as a micro-batch" in cluster.reason
 
 
@@ -168,7 +168,7 @@ def test_everything_that_was_promised_is_said() -> None:
         "3.81 MiB (4 bytes a parameter)",
         "a micro-batch of 32 95.4 MiB fits in 954 MiB (asked for)",
         "16 x 32 in one piece 858 MiB fits: the same update without accumulation",
-        "does not apply where you reproduce hyper-parameters",
+        "does not apply in these cases: you reproduce hyper-parameters",
         "DP-SGD",
         "unless WholeBatch makes the updates",
         "a lower bound",
@@ -266,7 +266,7 @@ def test_models_of_adam_are_shown_and_widen_the_range_where_they_lie_beyond() ->
     (rows,) = [models_table(far).rows]
     assert [row[0] for row in rows] == ["0", "1", "2"]
     assert rows[2][2].startswith("2600 (1300 to 5200)")
-    assert "a factor of 3 beyond it, and Adam's models" in steps_table(far).columns[3].meaning
+    assert "widened by a factor of 3, and Adam's models" in steps_table(far).columns[3].meaning
     assert from_json(Advice, to_json(far)) == far
 
 

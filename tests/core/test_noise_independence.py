@@ -178,7 +178,7 @@ def test_shared_noise_withholds_the_value_and_the_upper_end() -> None:
     assert not shared.determined
     assert shared.reason is not None
     assert "micro-batches of a window share noise" in shared.reason
-    assert ". Shuffle samples over windows. If they are shuffled, the loss jumps" in shared.reason
+    assert ". Shuffle samples over windows. If they already are shuffled, the loss jumps" in shared.reason
     assert shared.summary().startswith(
         f"noise scale at least {shared.low:.4g} samples (losses of whole windows"
     )

@@ -184,7 +184,7 @@ def test_what_would_lower_the_peak() -> None:
     output = 1000 * 64 * 4
     assert saved["gradient checkpoints"] == pytest.approx(5 * output, rel=0.1)
     table = savings_table(report)
-    assert table.title == "Means to lower the peak of micro-batches of 1000"
+    assert table.title == "Ways to lower the peak of micro-batches of 1000"
     assert table.rows[0][0] == binary_text(max(saved.values()))
 
 
@@ -270,7 +270,7 @@ def test_every_recipe_can_be_fitted(name: str) -> None:
 def test_coupled_samples_are_kept_together() -> None:
     report = fit("pairs", QUICK)
     assert report.refused is not None and "samples influence each other" in report.refused
-    assert findings(report)[0].startswith("Keep the batch whole: its samples influence each other")
+    assert findings(report)[0].startswith("Do not split the batch: its samples are coupled")
     assert report.reach == ()
     assert report.beyond is None
 

@@ -200,7 +200,7 @@ def test_noise_that_micro_batches_share_leaves_no_number() -> None:
     assert (found.noise, found.high) == (None, math.inf)
     assert {each.batch_size for each in found.points} == {None}
     assert found.notes[-1].startswith("Losses of whole windows differ ")
-    assert ". Shuffle samples over windows. If they are shuffled, the loss jumps" in found.notes[-1]
+    assert ". Shuffle samples over windows. If they already are shuffled, the loss jumps" in found.notes[-1]
     assert found.notes[-1].endswith("superbatch.torch.tuning.independence.independence_at_rest().")
     assert {row[-1] for row in points_table(found).rows} == {"micro-batches share noise"}
     said = findings(found)

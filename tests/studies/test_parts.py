@@ -254,7 +254,7 @@ def test_length_of_a_quick_run(cost, most: int, length: tuple[int, bool]) -> Non
 def test_a_quick_run_is_timed_and_noted() -> None:
     assert 0.01 <= quick.seconds_of(lambda: time.sleep(0.01)) < 1
     assert quick.note("1,200 samples", fits=True) == (
-        "--quick: 1,200 samples in each run, for all of them to end within a minute on this machine."
+        "--quick: 1,200 samples in each run, so that all runs end within a minute on this machine."
     )
 
 

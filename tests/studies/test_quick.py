@@ -60,7 +60,7 @@ def test_runs_of_a_slow_recipe_are_made_shorter(
     report = study(name, counting(seen), Options(quick=True, runs=2, batch_size=batch_size))
     assert 20 < sum(seen) * each < 60, "seconds, with those that it took to find out"
     (note,) = [note for note in report.notes if "--quick" in note]
-    assert "in each run, for all of them to end within a minute on this machine" in note
+    assert "in each run, so that all runs end within a minute on this machine" in note
     assert "samples" not in report.command, "it was not asked for"
 
 

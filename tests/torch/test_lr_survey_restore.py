@@ -241,17 +241,17 @@ def keep_nothing(*_: Any) -> None:
     pass
 
 
-def twin_that_counts(engine: Engine) -> Engine:
+def copy_that_counts(engine: Engine) -> Engine:
     return engine
 
 
-def twin_with_a_meter(engine: Engine) -> Engine:
-    twin = _twin(engine)
-    twin.config = replace(twin.config, noise=engine.config.noise)
-    return twin
+def copy_with_a_meter(engine: Engine) -> Engine:
+    copy = _copy_for_survey(engine)
+    copy.config = replace(copy.config, noise=engine.config.noise)
+    return copy
 
 
-_twin = Engine.twin
+_copy_for_survey = Engine.copy_for_survey
 
 
 def forget_the_state(optimizer: torch.optim.Optimizer, undo: Any) -> None:
@@ -289,10 +289,10 @@ MUTANTS: dict[str, tuple[Any, str, Any, str, str]] = {
     "optimizer attributes": (survey_state, "_keep_attributes", keep_nothing, "before training", "stepped"),
     "scaler": (survey_state, "_keep_attributes", keep_nothing, "in training", "scale"),
     "loader": (module, "keep_position", keep_nothing, "in training", "'loader'"),
-    "counters and scheduler": (Engine, "twin", twin_that_counts, "in training", "StepLR"),
-    "counter": (Engine, "twin", twin_that_counts, "in training", "updates"),
-    "noise meter": (Engine, "twin", twin_with_a_meter, "in training", "noise"),
-    "first check": (Engine, "twin", twin_that_counts, "before training", "first"),
+    "counters and scheduler": (Engine, "copy_for_survey", copy_that_counts, "in training", "StepLR"),
+    "counter": (Engine, "copy_for_survey", copy_that_counts, "in training", "updates"),
+    "noise meter": (Engine, "copy_for_survey", copy_with_a_meter, "in training", "noise"),
+    "first check": (Engine, "copy_for_survey", copy_that_counts, "before training", "first"),
 }
 
 

@@ -118,8 +118,8 @@ def test_what_is_drawn_in_the_backward_is_read_as_stated_around_it() -> None:
 
 def test_mutant_reads_the_context_of_the_thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def axis(self: Any, key: int, op: str, shape: Any, samples: int, before: Any) -> Any:
-        stated = sample_layout._stated.get()
-        return sample_layout.sample_axis(op, shape, samples, before, stated)
+        declared = sample_layout._declared.get()
+        return sample_layout.sample_axis(op, shape, samples, before, declared)
 
     monkeypatch.setattr(sample_layout.Reading, "axis", axis)
     with pytest.raises(InputError, match=r"More than one dimension of .* could run"):

@@ -78,7 +78,7 @@ def test_what_is_no_number_scales_nothing(arguments: tuple[Any, ...], text: str)
 def test_a_schedule_that_gives_no_number_is_refused(factor: Any) -> None:
     text = "The rate schedule returns .* at sample 0" if callable(factor) else "factor=.* is not callable"
     with pytest.raises(InputError, match=rf"^{text}\. Pass a function of the samples"):
-        grow_batch(factor, batch=4, microbatch=2)
+        grow_batch(factor, batch=4, microbatch=2)  # type: ignore[arg-type]  (that is the case)
 
 
 def test_an_error_inside_a_schedule_is_its_own() -> None:

@@ -17,11 +17,12 @@ def advise(
     out: Annotated[Path | None, out_option("superbatch-advise")] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Decide by the time to the same loss whether accumulation helps, is wasteful, or is undetermined.
+    """Predict whether accumulation reaches the same loss sooner: "helps", "wasteful" or "undetermined".
 
-    Measures times and the noise scale on a recipe, or takes them as options, for example for a cluster.
-    Shows the best number of micro-batches and the settings without accumulation; writes a JSON report, a plot
-    and a page. Exit code: 0 done, 2 wrong input, 130 interrupted (a partial report is written).
+    Measures times and the noise scale on a recipe, or takes them as options, such as the times of a cluster.
+    Shows the best number of micro-batches, and the optimizer settings for training without accumulation;
+    writes a JSON report, a plot and a page. Exit code: 0 done, 2 wrong input, 130 interrupted (a partial
+    report is written).
     """
     folder_for("superbatch-advise", out, as_json=as_json)  # on every rank, before one waits for the others
     from ..studies.exchange import started_on, take_part

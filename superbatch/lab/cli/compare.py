@@ -11,7 +11,7 @@ from .aliases import recipe_of, translated
 from .options import AsJson, option, out_option, recipe_argument
 from .publish import run
 
-Check = Annotated[bool, option("exit code 1 unless every exact arm agrees with the real batch", "--check")]
+Check = Annotated[bool, option("exit code 1 unless every exact split agrees with the real batch", "--check")]
 AverageGradients = Annotated[
     int | None, option("micro-batches per update; --batch-size is then the micro-batch size")
 ]

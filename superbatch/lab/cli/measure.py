@@ -20,8 +20,8 @@ def fit(
 ) -> int:
     """Find the micro-batch size: predict and measure memory, and measure time, for several sizes.
 
-    Shows the largest size that fits, the fastest size, the effective batches within reach and the means that
-    lower the peak; writes a JSON report, a plot and a page. Nothing is trained: the weights do not change.
+    Shows the largest size that fits, the fastest size, the effective batches within reach and ways to lower
+    the peak; writes a JSON report, a plot and a page. Nothing is trained: the weights do not change.
     Exit code: 0 done, 2 wrong input, 130 interrupted (a partial report is written).
     """
     return run("fit", recipe, options, title=f"fit {Path(recipe).name}", out=out, as_json=as_json)
@@ -49,9 +49,11 @@ def survey(
     options: SurveyOptions,
     out: Annotated[Path | None, out_option("superbatch-survey")] = None,
     as_json: AsJson = False,
-    check: Annotated[bool, option("exit code 1 unless paired curves agree to rounding", "--check")] = False,
+    check: Annotated[
+        bool, option("exit code 1 unless curves from the same seed agree to rounding", "--check")
+    ] = False,
 ) -> int:
-    """Survey learning rates with the real batch and with each split of it, and compare the curves.
+    """Survey learning rates (range test) with the real batch and each split of it, and compare the curves.
 
     Each point of a survey is one update; the learning rate grows from point to point. Shows the suggested
     values and the difference of each split from the real batch; writes a JSON report, a plot and a page.

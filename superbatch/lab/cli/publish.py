@@ -79,7 +79,7 @@ def run(
 
 
 def print_page(page: Page, console: Console) -> None:
-    """Print the tables of a page and its sentences; the answer is below the tables unless caveats are."""
+    """Print a page: caveats below the tables and the answer above; without caveats, the answer below."""
     tables = [table for table in page.tables if table.rows]
     answer = [*page.verdict, *page.findings]
     if page.caveats:

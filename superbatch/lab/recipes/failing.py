@@ -13,7 +13,7 @@ _INSTALLED = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
 
 
 def recipe_failure(error: BaseException) -> SuperbatchError | None:
-    """Return a one-line error for an exception that passed the user's code; None if it did not."""
+    """Return a one-line error for an exception with a frame in the user's code, else None."""
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]
     if not own:
         return None

@@ -10,8 +10,8 @@ from superbatch.results.scaling import setting_text
 from .table import Column, Table, range_text, seconds_text, shown, table_of
 
 NOT_MEASURED = (
-    "For Adam the noise scale depends on an assumption about its preconditioner (q = 0, 1, 2). Only a recipe "
-    "allows a measurement of that; here the factor of {:g} stands for it."
+    "For Adam the noise scale depends on an assumption about its preconditioner (q = 0, 1, 2). This effect "
+    "is measured on a recipe only; here it is covered by the factor of {:g} in the range."
 )
 
 COUPLED = (
@@ -19,8 +19,8 @@ COUPLED = (
 )
 
 NO_SETTINGS = (
-    "Without accumulation beta2 becomes its K-th root, which keeps its half-life in samples; rate "
-    "and weight decay are scaled by superbatch.tuning.scaling (give --lr for numbers)."
+    "To train without accumulation, replace beta2 by its K-th root (the same half-life in samples), and "
+    "scale rate and weight decay with superbatch.tuning.scaling. Give --lr to get the numbers."
 )
 
 
@@ -112,7 +112,7 @@ def title_of(report: Advice) -> str:
 def range_said(report: Advice) -> str:
     """Return a description of the range of noise scales for which the verdict holds."""
     adam = ", and Adam's models" if report.band is not None else ""
-    return f"the noise scale's interval, a factor of {report.systematic:g} beyond it{adam}"
+    return f"the noise scale's interval, widened by a factor of {report.systematic:g}{adam}"
 
 
 def answer(report: Advice) -> list[str]:
@@ -136,7 +136,7 @@ def caveats(report: Advice) -> list[str]:
     if report.alternative is not None and report.alternative.optimizer != "sgd" and not report.models:
         found.append(NOT_MEASURED.format(report.systematic))
     if report.verdict != "helps":
-        found.append(f"The verdict does not apply where {'; or '.join(report.exceptions)}.")
+        found.append(f"The verdict does not apply in these cases: {'; '.join(report.exceptions)}.")
     # The first uncertainty is in the answer, beside the verdict.
     return [*found, COUPLED, *report.uncertainty[1:]]
 

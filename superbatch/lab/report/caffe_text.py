@@ -14,7 +14,7 @@ def settings_table(report: CaffeExplained) -> Table:
         report.settings,
         ("Caffe", "the field of the solver file", lambda each: each.field),
         ("value", "in the file, or else Caffe's default", lambda each: each.value),
-        ("today", "the same in PyTorch's terms", lambda each: each.meaning),
+        ("PyTorch", "the same in PyTorch's terms", lambda each: each.meaning),
     )
 
 

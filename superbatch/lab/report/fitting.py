@@ -80,7 +80,7 @@ class Fitting(RunReport):
     beyond: int | None  # the largest batch that would fit, by the curve up to `DRAWN_ON` times the batch
     fastest: int | None  # the fastest of the timed sizes; None if none was timed
     reach: tuple[Reach, ...]  # with micro-batches of the fastest size; empty if batches are not split
-    savings: tuple[Saving, ...]  # means to lower the peak at the fastest size, the largest saving first
+    savings: tuple[Saving, ...]  # ways to lower the peak at the fastest size, the largest saving first
     refused: str | None  # why `Accumulator` does not split this recipe's batches; None if it does
 
     @property

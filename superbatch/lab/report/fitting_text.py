@@ -9,8 +9,8 @@ from .fitting import DRAWN_ON, Fitting, Size
 from .table import Table, seconds_text, shown, table_of
 
 _KEPT_WHOLE = (
-    "Keep the batch whole: its samples influence each other, so superbatch does not split it "
-    "(`superbatch verify` names what does it)."
+    "Do not split the batch: its samples are coupled, so micro-batches would not give its gradient "
+    "(`superbatch verify` names the causes)."
 )
 
 
@@ -65,19 +65,19 @@ def reach_table(report: Fitting) -> Table:
         ("effective batch", "samples of one update", lambda each: str(each.batch)),
         ("micro-batches", "and the samples of one", lambda each: f"{each.microbatches} x {each.samples}"),
         ("peak memory", "with these micro-batches", lambda _: shown(peak, binary_text)),
-        ("in one piece", "what the batch would need, by the curve", lambda each: shown(each.whole, whole)),
+        ("in one piece", "peak of the unsplit batch, by the curve", lambda each: shown(each.whole, whole)),
         ("per update", "time", lambda each: seconds_text(each.seconds)),
     )
 
 
 def savings_table(report: Fitting) -> Table:
-    """Return the means that lower the peak, the largest saving first."""
+    """Return the ways to lower the peak, the largest saving first."""
     samples = report.fastest or max((size.samples for size in report.sizes if size.fits), default=0)
     return table_of(
-        f"Means to lower the peak of micro-batches of {samples}",
+        f"Ways to lower the peak of micro-batches of {samples}",
         report.savings,
         ("saves about", "each by itself", lambda each: binary_text(each.bytes)),
-        ("what", "means to lower the peak", lambda each: each.name),
+        ("what", "way to lower the peak", lambda each: each.name),
         ("how", "in code", lambda each: each.how),
     )
 
@@ -86,11 +86,11 @@ def findings(report: Fitting) -> list[str]:
     """Return the findings of a fit as sentences: the recommended size first."""
     sentences = [*([_recommended(report)] if report.largest else []), _largest(report)]
     if phases := sorted({size.probe.phase for size in report.sizes if size.probe is not None}):
-        sentences.append(f"Most memory is in use in the {' or '.join(phases)}.")
+        sentences.append(f"The peak occurs in the {' or '.join(phases)}.")
     if errors := [abs(size.error) for size in report.sizes if size.error is not None]:
         sentences.append(
-            f"Predicted from {report.how}, without computing: within {100 * max(errors):.1f} % of the "
-            "measurement."
+            f"Peaks predicted from {report.how}, without computing, are within {100 * max(errors):.1f} % of "
+            "the measured ones."
         )
     return [*sentences, *report.notes]
 

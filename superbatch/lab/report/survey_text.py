@@ -106,7 +106,7 @@ def failures(report: Surveys) -> list[str]:
         if not all(pair <= report.tolerance for pair in arm.pairs)
     ]
     if not any(arm.pairs for arm in _claim(report, "exact")):
-        found.append(f"no pair of surveys of {report.recipe} claims to be alike: there is nothing to check")
+        found.append(f"no exact split of {report.recipe} was paired with the real batch: nothing to check")
     return [*found, "the study was interrupted"] if report.partial else found
 
 

@@ -40,7 +40,9 @@ def _failures_of(arm: Arm, report: Comparison) -> list[str]:
     difference = arm.weight_difference
     # `not <=` instead of `>`: a NaN must fail.
     if difference is None or not difference <= report.tolerance:
-        found.append(f"{arm.name}: weights differ by {difference}, rounding explains {report.tolerance:g}")
+        found.append(
+            f"{arm.name}: weights differ by {difference}, but rounding explains {report.tolerance:g}"
+        )
     # Weights that agree to rounding are the proof, so that a test with too few runs is no failure.
     if arm.paired is not None and not abs(arm.paired.difference) < arm.paired.margin:
         said = f"{report.metric} differs by {arm.paired.difference:.3g}, which is not within"

@@ -85,7 +85,7 @@ class _Found:
 
 
 def _given_times(options: Options, noise: NoiseRange | None) -> Times:
-    """Return the times of the options, which without a recipe must give them and the noise scale."""
+    """Return the times that the options give; raise `InputError` if one, or the noise scale, is missing."""
     for flag, value in (
         ("--noise (or --noise-low)", noise),
         ("--micro-seconds", options.microbatch_seconds),

@@ -1,6 +1,6 @@
 """The arms of a comparison on torch: each is a way to make one update from one batch.
 
-By the claim of the arm:
+The claims of the arms:
 
 * ``real``: the batch in one piece, in plain PyTorch. It is the reference, so it shares no code with the
   accumulator.

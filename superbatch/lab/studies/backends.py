@@ -1,7 +1,7 @@
 """Backends of a comparison: torch, or another framework that makes the same updates from the same batches.
 
-The backend NAME is the file `on_NAME` beside this one, whose `BACKEND` is its `Backend`. It is imported when
-it is used, so that a comparison on one framework needs no other.
+The module `on_NAME` of this package defines the backend NAME as its `BACKEND`. It is imported on first use,
+so that a comparison on one framework needs no other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     "keras": ("keras",),
 }
 FRAMEWORKS_OF_KERAS = ("tensorflow", "jax", "torch")
-FLOOR = 1e-3  # least norm of one parameter in relative differences, as a share of the norm of all weights
+FLOOR = 1e-3  # least divisor of a parameter's relative difference, as a share of the norm of all weights
 
 
 @dataclass(frozen=True, kw_only=True)

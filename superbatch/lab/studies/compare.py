@@ -43,7 +43,7 @@ BESIDE = (
 BATCHNORM = {"frozen": "FrozenBatchNorm()", "per_microbatch": "GhostBatchNorm()"}
 ROUNDING = (
     "Differences of about 1e-7 are rounding in float32, and up to 1e-5 if rounding changes the sign of a "
-    "ReLU's input. With --dtype float64, differences by rounding are tiny and errors stay as large."
+    "ReLU's input. With --dtype float64, rounding differences are tiny, but those of a wrong method stay."
 )
 
 

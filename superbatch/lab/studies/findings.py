@@ -31,7 +31,7 @@ class Findings:
     # Size -> seconds per sample of each window. The first window is a warm-up.
     timings: dict[int, list[float]] = field(default_factory=dict)
     updates: list[float] = field(default_factory=list)  # seconds of windows after their last micro-batch
-    savings: tuple[Saving, ...] = ()  # measures that would lower the peak
+    savings: tuple[Saving, ...] = ()  # ways to lower the peak
     refused: str | None = None  # the error with which the accumulator refuses to split a batch
     impossible: set[int] = field(default_factory=set)  # sizes with which the loss function raises an error
     notes: list[str] = field(default_factory=list)  # of the report

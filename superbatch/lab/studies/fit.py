@@ -1,7 +1,7 @@
 """Search for the micro-batch size of a recipe, by its peak of memory and its time.
 
 1. Predict the peak of a few sizes with fake tensors, and fit a curve.
-2. Take the largest size that the curve has under the limit, and its halves.
+2. Take the largest size whose peak is below the limit by the curve, and its halves.
 3. Measure the peak of each, smallest first; skip sizes above the limit by the curve.
 4. Time windows of the sizes in turns, so that a disturbance of the machine affects all of them.
 """
@@ -81,7 +81,7 @@ class _Work:
     found: Findings
     options: Options
     progress: Show
-    room: int  # bytes of this machine, whatever the limit of the options
+    room: int  # free bytes of this machine, which `options.limit` does not change
     end: float = 0.0  # when the measurements must end, by time.monotonic()
     done: int = 0
     last: tuple[int, float] = (0, 0.0)  # the size that was measured last, and the seconds of its measurement
@@ -199,14 +199,14 @@ class _Work:
                 self._tick(f"timed {samples}")
 
     def _save(self) -> None:
-        """Predict the effect of measures that lower the peak of the recommended size."""
+        """Predict the savings of ways to lower the peak of the recommended size."""
         found, samples = self.found, self.found.fastest or self.found.top
         if not samples or not found.probes:
             return
         try:
             found.savings = tuple(self.rehearsal.predicted(savings, samples))
         except PredictionError as error:
-            found.notes.append(f"Measures that lower the peak could not be predicted: {error}")
+            found.notes.append(f"Ways to lower the peak could not be predicted: {error}")
 
     def _hopeless(self, samples: int) -> bool:
         """Return True if a size is so slow that it cannot become the fastest."""

@@ -192,8 +192,8 @@ def _over_run(points: Sequence[NoiseAt], batch_size: int) -> tuple[float | None,
     def mean(values: list[float]) -> float:
         return noise_over_run([max(value, 1e-9) for value in values], batch_size=batch_size)
 
-    # A later point without a noise scale has lost its signal: there the noise scale is mostly larger. So the
-    # upper end is a mean over these points, too; at them it is infinite.
+    # A later point without a noise scale has too little signal, so its noise scale is probably larger. The
+    # mean of the upper ends therefore includes it, with an infinite upper end.
     since = points[points.index(known[0]) :]
     low, high = mean([each.low for each in known]), mean([each.high for each in since])
     return mean([each.batch_size or 0.0 for each in known]), low, high
@@ -202,7 +202,7 @@ def _over_run(points: Sequence[NoiseAt], batch_size: int) -> tuple[float | None,
 def _by_model(points: Sequence[NoiseAt], batch_size: int, run: float | None) -> tuple[float | None, ...]:
     """Return the noise scale of the run under each model of Adam's preconditioner.
 
-    It is the plain one times the ratio of both over the points that have both.
+    It is `run` times the ratio of the model's mean to the plain mean, over the points that have both values.
     """
     count = max((len(each.by_model) for each in points), default=0)
 

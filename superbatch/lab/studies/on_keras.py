@@ -63,7 +63,7 @@ def program(microbatch_size: int | None, optimizer: str, learning_rate: float, d
             layers.Dense(10, dtype=dtype),
         ]
     )
-    # Keras would round a number to float32, but uses the result of a function as it is.
+    # Keras rounds a learning rate given as a number to float32, but not one that a function returns.
     rate = lambda: keras.ops.convert_to_tensor(learning_rate, dtype)  # noqa: E731  (one line says it)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, dtype=dtype)
     model.compile(OPTIMIZERS[optimizer](learning_rate=rate), loss)

@@ -59,7 +59,7 @@ def mean_loss(weights: Mapping[str, Any], images: Any, labels: Any) -> Any:
 def program(way: Way, optimizer: str, learning_rate: float, dtype: str) -> Program:
     """Return the program of a way, with new variables and optimizer."""
     weights = {name: tf.Variable(tf.cast(values, dtype)) for name, values in initial_weights(0).items()}
-    # Keras would round a number to float32, but uses the result of a function as it is.
+    # Keras rounds a learning rate given as a number to float32, but not one that a function returns.
     rule = OPTIMIZERS[optimizer](learning_rate=lambda: tf.constant(learning_rate, dtype))
     rule.build(list(weights.values()))
     make = _whole if way == "real batch" else partial(_in_parts, way=way)

@@ -126,7 +126,8 @@ class AdviseOptions:
     # This value and the two below it are for the batch to judge if the options determine it (`batch_stated`)
     # or there is no recipe; otherwise for the recipe's batch.
     learning_rate: float | None = option(
-        "learning rate for the batch to judge, or else for the recipe's batch (default: the recipe's)",
+        "learning rate: for the batch to judge if the options state it, else for the recipe's batch "
+        "(default: the recipe's)",
         "--lr",
     )
     beta2: float | None = option("beta2 of Adam, for the same batch as --lr")
@@ -154,14 +155,18 @@ class CompareOptions:
         typed=str,
     )
     updates: int | None = option("updates of each run (default: the recipe's)")
-    runs: int = option("number of seeds; each arm is trained once from each", default=10)  # 0, 1, ...
+    runs: int = option(  # seeds 0, 1, ...
+        "number of seeds; the real batch and each split train once from each", default=10
+    )
     dtype: str = option(DTYPE, default="float32")  # in float64, differences by rounding are tiny
     optimizer: str | None = option(OPTIMIZER)
     learning_rate: float | None = option(LEARNING_RATE, "--lr")
     # None: the batch of the splits.
     batch_size: int | None = option("samples of one update; with --average-gradients, of a micro-batch")
     # Each epoch then ends with a short batch: without it the fixed divisor is right.
-    include_wrong: bool = option("add two wrong methods: mean of means, fixed tail divisor", default=False)
+    include_wrong: bool = option(
+        "add two wrong methods: a mean of means, a fixed divisor at the tail", default=False
+    )
     margin: float | None = option(MARGIN)
     backend: str = option("torch; for the recipe digits also jax, tensorflow or keras", default="torch")
     threads: int = option(THREADS_EACH, default=1)  # workers would share the cores
@@ -175,7 +180,7 @@ class FitOptions:
 
     batch_size: int | None = option(BATCH_SIZE)  # the largest micro-batch that is considered
     limit: int | None = option(  # bytes
-        "memory limit, beyond memory in use, such as 2GiB or 500MB (default: the machine's)",
+        "memory limit, on top of the memory in use, such as 2GiB (default: the machine's)",
         typed=str,
         read=parse_bytes,
     )
@@ -245,7 +250,7 @@ class SurveyOptions:
         "KxM or sizes such as 80/15/5, separated by commas (default: 10x10,20x5 for a batch of 100)",
         typed=str,
     )
-    repeats: int = option("surveys of each arm, each from another seed", default=20)
+    repeats: int = option("surveys of the real batch and of each split, each from another seed", default=20)
     updates: int = option("points of the ramp, one update each", default=100)
     what: What = option("quantity to survey: lr, momentum or weight_decay", typed=str, default="lr")
     low: float | None = option("first value (default: 1e-6 for SGD's rate, 1e-7 for others')")
@@ -254,7 +259,7 @@ class SurveyOptions:
     optimizer: str | None = option(OPTIMIZER)
     learning_rate: float | None = option("learning rate, if --what is momentum or weight_decay", "--lr")
     batch_size: int | None = option(BATCH_SIZE)  # None: the batch of the splits, or the recipe's
-    include_wrong: bool = option("add wrong arms: a missing 1/K and other batch sizes", default=False)
+    include_wrong: bool = option("add wrong methods: a missing 1/K and other batch sizes", default=False)
     threads: int = option("torch threads", default=1)
     data: str | Path | None = option(DATA, typed=Path)
 
@@ -303,7 +308,7 @@ class VerifyOptions:
     seed: int = option(SEED, default=0)
     dtype: str = option("own (the model's), float64, or both", default="both")
     against: str = option(
-        "batch, splits (two splits), or auto (splits if the batch does not fit)", default="auto"
+        "reference: batch, splits (another split), or auto (splits if the batch does not fit)", default="auto"
     )
     sample_rng: bool = option(SAMPLE_RNG, default=False)  # makes dropout exact
     data: str | Path | None = option(DATA, typed=Path)

@@ -13,7 +13,7 @@ SECONDS, PILOT = 40.0, 15.0
 
 
 def affordable(cost: Callable[[int], float], *, least: int, most: int, turns: int) -> tuple[int, bool]:
-    """Return the length of a run with which `turns` runs take at most `SECONDS`, and whether there is one.
+    """Return the largest length with which `turns` runs take at most `SECONDS`, and True if one exists.
 
     `cost` takes a length in samples or updates, makes one run, and returns its seconds. The length is between
     `least` and `most`; if `least` takes too long, it is returned with False.
@@ -44,7 +44,7 @@ def seconds_of(run: Callable[[], object]) -> float:
 def note(length: str, *, fits: bool) -> str:
     """Return a note that states the length of the runs and its reason."""
     if fits:
-        return f"--quick: {length} in each run, for all of them to end within a minute on this machine."
+        return f"--quick: {length} in each run, so that all runs end within a minute on this machine."
     return (
         f"--quick: {length} in each run, the fewest that are meaningful. With this recipe they take longer."
     )

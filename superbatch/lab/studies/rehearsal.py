@@ -32,7 +32,7 @@ RATE = 1e-12  # learning rate: the optimizer works as with any other, and the we
 WINDOW_SECONDS = 0.01
 MOST_MICROBATCHES = 64  # in a timed window
 LONG = 0.25  # seconds of a micro-batch from which a timed window has only one
-CPU_BLOCK = 64  # bytes to which the CPU's allocator rounds, as predictions do; CUDA's reports its own peak
+CPU_BLOCK = 64  # CPU allocations are rounded up to multiples of this, as in predictions; CUDA reports peaks
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Trainer:
             model,
             optimizer,
             loss_fn=self.loss_fn,
-            # "auto" would sum the few micro-batches here in low precision, but many in float32.
+            # "auto" would sum these few micro-batches in low precision, those of a long window in float32.
             gradient_sum=torch.float32 if dtype_of(model) in LOW_PRECISION else None,
             check=False,  # the check would run the loss more often; `refusal` has made it before
         )

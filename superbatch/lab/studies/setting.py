@@ -145,7 +145,7 @@ def default_splits(batch_size: int, wanted_counts: tuple[int, ...] = COUNTS) -> 
     """Return the batch in one piece, and a split into equal micro-batches for each wanted count.
 
     A count that does not divide the batch is replaced by the nearest that does. For a batch of 100 the splits
-    are 1x100 and those of the first source: 5x20, 10x10 and 20x5.
+    are 1x100 and those of the first article in docs/sources: 5x20, 10x10 and 20x5.
     """
     counts = {
         min(

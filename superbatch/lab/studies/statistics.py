@@ -14,8 +14,8 @@ neighbouring values: ``step / sqrt(2)`` of a paired difference, ``step / 2`` of 
 
 A true difference as large as the margin is called equivalent in 0 to 6 % of simulated studies (5 % by design;
 2000 studies per cell, tests/studies/test_equivalence_rates.py), with ties and with normal differences. If
-differences are skewed because one seed in many fails, it is 14 to 17 % at 3 to 10 runs: no test on few runs
-excludes rare failures.
+differences are skewed because one seed in many fails, the share is 14 to 17 % at 3 to 10 runs: no test on few
+runs excludes rare failures.
 
 Reference: Schuirmann, J. Pharmacokin. Biopharm. 15 (1987) 657; Lakens, Soc. Psychol. Personal. Sci. 8 (2017)
 355. The floor of the standard deviation is this project's.

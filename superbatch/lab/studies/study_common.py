@@ -33,8 +33,8 @@ COLUMNS = (
 
 Runs = Iterator[tuple[int, StudyRun]]  # the runs of one seed, each with the index of its arm
 
-# Recipe -> learning rate of plain SGD per sample of the batch, where the recipe's own is no guide: that of
-# digits is from the first source, and far smaller than its data allow.
+# Recipe -> learning rate of plain SGD per sample of the batch, in place of the recipe's own rate. That of
+# digits is from the first article in docs/sources, and far smaller than its data allow.
 RATES = {"digits": 0.02}
 
 

@@ -39,7 +39,7 @@ BATCH = 16  # samples of the large batch
 TAIL = 0.25  # share of a run, at its end, over which weights and losses are averaged
 LOOKS = 16  # losses that are measured in the tail: a single one would be as noisy as the weights
 NOISE_MARGIN = 1.5  # equivalence margin of the noise excess, a factor; a batch of 16 changes it by 16
-MOST_AVERAGED = 400  # weights, about, over which the average is taken: more would only take time
+MOST_AVERAGED = 400  # approximate number of weights that are averaged: more would only take time
 EXCESS, THEORY = "noise excess", "lr/(B(1-m)), relative"
 A, B, C, D, E, F, G = "ABCDEFG"
 LIMIT = (
@@ -198,7 +198,7 @@ def find(arms: tuple[StudyArm, ...], *, metric: str, margin: float, recipe: Reci
         return Findings(tests=(*scores, *noises))
     times = of[C].facts[common.UPDATES] / of[D].facts[common.UPDATES]
     large = (of[F].mean(EXCESS) or math.nan) / (of[A].mean(EXCESS) or math.nan)
-    verdict = "Undecided whether momentum 0.99 is a large batch"
+    verdict = "Undecided whether momentum 0.99 acts like a large batch"
     # Geometric mean of the noise excess of batch 1, which is 1 here, and of the large batch by theory.
     between = 1 / math.sqrt(times)
     if not large < between:

@@ -115,7 +115,7 @@ def _listen(processes: Sequence[Any], events: Any, receiver: Receiver, *, runs: 
         try:
             event = events.get(timeout=1.0)
         except queue.Empty:
-            # A worker that the system has killed reports nothing: only its exit code tells.
+            # A worker that the system has killed reports nothing: only its exit code shows it.
             if any(process.exitcode not in (None, 0) for process in processes):
                 codes = [process.exitcode for process in processes]
                 raise SuperbatchError(

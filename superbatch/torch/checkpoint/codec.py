@@ -23,7 +23,7 @@ class Encoder:
     Two tensors with the same memory (tied weights) become one entry, and one tensor again after decoding.
 
     Args:
-        like: returns the name of a parameter with the same sharding as a DTensor; None: there is none.
+        like: function from a DTensor to the name of a parameter with the same sharding, or to None.
 
     Attributes:
         tensors: name -> tensor.
@@ -118,7 +118,7 @@ class Encoder:
 
     def _shards(self, tensor: Any, where: str) -> dict[str, Any]:
         like = self._like(tensor)
-        if like is None:  # its sharding could not be found again when it is loaded
+        if like is None:  # loading takes the sharding from a parameter, and no parameter has this one
             return self._tensor(tensor.full_tensor(), where)
         self.sharded[where] = tensor.detach()
         # With shape and dtype, because the program that loads it may not have this parameter.
@@ -134,7 +134,7 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         tensors: tensors by their names.
 
     Raises:
-        CheckpointError: the JSON value is not one of `Encoder.encode`.
+        CheckpointError: `Encoder.encode` did not make the JSON value.
 
     Examples:
         >>> decode({"dict": [[1, {"tuple": [2.0, {"float": "inf"}]}]]}, {})
@@ -144,7 +144,7 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return [decode(each, tensors) for each in value]
     if not isinstance(value, dict):
         return value
-    # Each tagged value is a dict of one known key, which comes first.
+    # The first key of a dict is its tag, such as "tuple".
     kind = next(iter(value), "")
     read = _READ.get(kind)
     try:

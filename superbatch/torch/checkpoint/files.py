@@ -64,7 +64,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         # safetensors writes raw bytes, so conjugation and negation are resolved.
         contiguous = tensor.cpu().resolve_conj().resolve_neg().contiguous()
         storage = contiguous.untyped_storage()
-        # safetensors raises for tensors that share a storage, and for parts of one.
+        # safetensors raises for tensors that share a storage, or use only a part of theirs.
         if storage.data_ptr() in storages or storage.nbytes() != contiguous.nbytes:
             contiguous = contiguous.clone()
         storages.add(contiguous.untyped_storage().data_ptr())

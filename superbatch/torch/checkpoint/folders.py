@@ -79,7 +79,7 @@ def read_head(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is not a checkpoint: it has no {HEAD}. Pass the path that save_checkpoint() returned."
         )
-    # The format before the version, which another program's file may have too.
+    # The format first, because a file of another program may have a version too.
     head = read_json(file)
     if not isinstance(head, dict) or head.get("format") != FORMAT:
         raise CheckpointError(f"{file} was not written by save_checkpoint(). Pass a folder that it returned.")
@@ -95,7 +95,7 @@ def read_head(path: Path) -> dict[str, Any]:
 
 def publish(temporary: Path, final: Path) -> None:
     """Rename a complete checkpoint to its final name, and wait until that is on disk."""
-    # The names in the folder must be on disk before it has its final name.
+    # The folder's list of files must be on disk before the folder gets its final name.
     flush(temporary)
     temporary.rename(final)
     # The rename is on disk once the parent is flushed.

@@ -67,7 +67,7 @@ class Group:
 
 def group_of(sync: Sync, models: Sequence[nn.Module]) -> Group:
     """Return the ranks that share a model: all ranks if it is sharded, else those that share a window."""
-    # With shards, because each rank must write its own.
+    # If parameters are sharded, all ranks, because each must write its own shards.
     sharded = any(hasattr(p, "device_mesh") for model in models for p in model.parameters())
     if not sharded:
         return Group(sync.index, sync.count, sync.gather)

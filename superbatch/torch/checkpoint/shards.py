@@ -18,7 +18,7 @@ FOLDER = "shards"
 
 
 def sharding_names(models: Sequence[nn.Module]) -> Callable[[Tensor], str | None]:
-    """Return a function that returns the name of a parameter with the sharding of a DTensor, or None.
+    """Return a function from a DTensor to the name of a parameter with the same sharding, or to None.
 
     Examples:
         >>> sharding_names([nn.Linear(1, 1)])(torch.ones(1)) is None
@@ -67,14 +67,14 @@ def read_shards(
         else:
             # Without such a parameter each rank reads the full tensor.
             tensors[name] = torch.empty(entry["shape"], dtype=dtype)
-    with warnings.catch_warnings():  # one process may read what several have written
+    with warnings.catch_warnings():  # without a process group torch warns, but one process may load
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         load(tensors, checkpoint_id=str(folder / FOLDER), no_dist=not dist.is_initialized())
     return tensors
 
 
 def placed(value: Any, here: Any) -> Any:
-    """Return a full tensor with the sharding of another one; any other value unchanged.
+    """Shard a full tensor as `here` is sharded; return any other value unchanged.
 
     Examples:
         >>> placed(torch.ones(1), torch.zeros(1))

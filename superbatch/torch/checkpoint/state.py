@@ -56,7 +56,9 @@ def check_shared(engine: Engine, saved: Mapping[str, Any]) -> None:
     ):
         # First, because the error of zip(strict=True) is less clear.
         if len(saved[kind]) != len(here):
-            raise _other(f"The checkpoint has {len(saved[kind])} {kind}, but the Accumulator has {len(here)}")
+            raise _mismatch(
+                f"The checkpoint has {len(saved[kind])} {kind}, but the Accumulator has {len(here)}"
+            )
     for number, (model, state) in enumerate(zip(config.models, saved["models"], strict=True)):
         where = f"model {number}" if len(config.models) > 1 else "the model"
         _check_model(where, _model_state(model)["state"], state["state"])
@@ -69,7 +71,7 @@ def check_shared(engine: Engine, saved: Mapping[str, Any]) -> None:
         _check_kind("scheduler", scheduler, state["kind"])
     if (saved["scaler"] is None) != (config.rule.scaler is None):
         has, lacks = ("a scaler", "none") if config.rule.scaler is None else ("no scaler", "one")
-        raise _other(f"The checkpoint has {has}, but the Accumulator has {lacks}")
+        raise _mismatch(f"The checkpoint has {has}, but the Accumulator has {lacks}")
 
 
 def load_shared(engine: Engine, saved: Mapping[str, Any]) -> None:
@@ -94,7 +96,7 @@ def masters_here(engine: Engine, saved: Mapping[str, Tensor] | None) -> dict[str
     names, found = _plain_master_names(engine.config), dict(saved)
     here = engine.state_dict()["masters"] or {}
     for name, master in here.items():
-        # Others keep their names, and `load_state_dict` raises for them.
+        # Masters with other names remain in `found`, so that `load_state_dict` raises for them.
         if names[name] in found:
             found[name] = placed(found.pop(names[name]), master)
     return found
@@ -157,7 +159,7 @@ def _names(config: Config) -> dict[Tensor, str]:
 
 
 def _plain_master_names(config: Config) -> dict[str, str]:
-    """Return name in the accumulator's state -> plain name, of each master."""
+    """Return for each master: name in the accumulator's state -> plain name."""
     found: dict[str, str] = {}
     for number, model in enumerate(config.models):
         names = [name for name, _ in model.named_parameters()]
@@ -185,7 +187,7 @@ def _kind(one: object) -> str:
 def _check_model(where: str, here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     for name in here.keys() ^ saved.keys():
         only = "the checkpoint" if name in saved else "this program"
-        raise _other(f"Only {only} has {name!r} of {where}")
+        raise _mismatch(f"Only {only} has {name!r} of {where}")
     for name, value in here.items():
         other = saved[name]
         if isinstance(value, Tensor) and isinstance(other, Tensor):
@@ -193,38 +195,38 @@ def _check_model(where: str, here: Mapping[str, Any], saved: Mapping[str, Any]) 
             for form in ("shape", "dtype"):
                 one, two = getattr(other, form), getattr(value, form)
                 if one != two:
-                    raise _other(
-                        f"{name!r} of {where} has the {form} {_shown(one)} in the checkpoint, but "
-                        f"{_shown(two)} in this program"
+                    raise _mismatch(
+                        f"{name!r} of {where} has the {form} {_as_text(one)} in the checkpoint, but "
+                        f"{_as_text(two)} in this program"
                     )
 
 
-def _shown(form: Any) -> str:
+def _as_text(form: Any) -> str:
     return str(tuple(form)) if hasattr(form, "numel") else str(form)
 
 
 def _check_kind(what: str, here: object, saved: str) -> None:
     if _kind(here) != saved:
-        raise _other(f"The checkpoint has the {what} {saved}, but the Accumulator has a {_kind(here)}")
+        raise _mismatch(f"The checkpoint has the {what} {saved}, but the Accumulator has a {_kind(here)}")
 
 
 def _check_groups(here: list[list[str]], saved: list[list[str]]) -> None:
     if [len(group) for group in here] != [len(group) for group in saved]:
         sizes = [len(group) for group in saved], [len(group) for group in here]
-        raise _other(
+        raise _mismatch(
             f"An optimizer has groups of {sizes[0]} parameters in the checkpoint, but of {sizes[1]} in this "
             "program"
         )
     # By name and in order, because torch's load_state_dict assigns states by position alone.
     for one, two in zip(chain(*saved), chain(*here), strict=True):
         if one != two:
-            raise _other(
+            raise _mismatch(
                 f"An optimizer has {one!r} in the checkpoint, but {two!r} at the same position in this "
                 "program"
             )
 
 
-def _other(text: str) -> CheckpointError:
+def _mismatch(text: str) -> CheckpointError:
     return CheckpointError(
         f"{text}. Nothing has changed. Load the checkpoint into the program that wrote it."
     )

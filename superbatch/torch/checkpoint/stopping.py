@@ -52,7 +52,7 @@ class StopSignals:
             raise WindowError("This StopSignals context is already entered. Make a new StopSignals().")
         self.exit_code = 0
         for number in SIGNALS:
-            # One by one, so that after an error those that were set can be restored.
+            # One by one, so that after an error `_earlier` has exactly the handlers that were replaced.
             self._earlier[number] = signal.signal(number, self._handle)
         return self
 

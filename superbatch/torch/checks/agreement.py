@@ -1,4 +1,4 @@
-"""Compare the loss and gradient of a micro-batch with those that a declaration predicts from its parts."""
+"""Comparison of the loss and gradient of a micro-batch with those predicted from its parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from superbatch import normalize
 
 SURE = 30.0  # a difference larger than this many times the measured rounding is an error
-CANCELLED = 1e-14  # share of the largest parameter gradient that float64 leaves where terms cancel
+CANCELLED = 1e-14  # rounding where terms cancel in float64, as a share of the largest gradient
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Evaluated:
 
     Args:
         loss: value of the loss.
-        weight: weight by the declaration.
+        weight: weight of the micro-batch, as declared by `weight`.
         gradient: sums of each parameter's gradient (`sketch`), shape (parameters, sums); None if it is
             unknown.
     """
@@ -135,7 +135,7 @@ class Cut:
         counted = [(factor, part) for factor, part in zip(factors, self.parts, strict=True) if factor]
         # fsum rounds once: a sum over many parts that cancel must not add rounding.
         predicted = math.fsum(factor * part.loss for factor, part in counted)
-        # Relative to the largest term: beside a union near 0, rounding would be a large share.
+        # Relative to the largest term: relative to a union near 0, rounding would look like a large error.
         largest = max([abs(self.union.loss), *(abs(part.loss) for _, part in counted)])
         error = abs(self.union.loss - predicted)
         loss = error / largest if largest else error

@@ -16,7 +16,7 @@ from ..weights import class_weights, count_tokens, sample_weights
 from .generators import held_by, reachable
 from .probing.problem import Problem
 
-_IGNORED = (-100, 0, -1, 255)  # of PyTorch, of masks and padding, of scikit-learn, of segmentation maps
+_IGNORED = (-100, 0, -1, 255)  # used by PyTorch, masks and padding, scikit-learn, segmentation maps
 
 
 class Candidate(NamedTuple):
@@ -44,8 +44,9 @@ def weight_candidates(problem: Problem, batch: Any) -> list[Candidate]:
         batch: batch whose leaves are inspected.
 
     Returns:
-        Counts of labels without PyTorch's `ignore_index` or that of a loss module, and class weights; then
-        masks; then counts of integers without a value that may be padding, positive labels, and lengths.
+        First sums of class weights or floating-point weights, and counts of labels that skip PyTorch's
+        `ignore_index` or that of a loss module. Then masks, and counts that skip a likely padding value. Then
+        counts of positive labels or of list entries, and sums of lengths.
 
     Examples:
         >>> problem = Problem(nn.Linear(1, 1), lambda batch: batch["x"].sum())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from superbatch.errors import InputError
 
-# Without "routine", which states of older versions lack. "microbatches" is saved beside the record.
+# Required keys of a saved state: "routine" is missing in older versions, "microbatches" is not in the record.
 _KEYS = ("compared", "seen", "unverified", "microbatches", "spent", "said")
 
 
@@ -17,10 +17,10 @@ class CheckRecord:
 
     Attributes:
         compared: losses other than 0 were compared.
-        seen: largest contrast of each count that was compared, by the name of the count.
+        seen: largest contrast (`sample_counts.contrast`) of each count that was compared, by its name.
         unverified: first update made without a check that could have found an error; None if there is none.
         spent: calls of `loss_fn` for checks after the first window.
-        said: names of the features that were checked once regardless of the budget.
+        said: names of the features that were checked; a further check of one needs room in the budget.
         routine: number of the last window that was checked again.
     """
 

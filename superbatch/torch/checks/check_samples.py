@@ -71,8 +71,8 @@ def _several_samples(window: MicrobatchList, chosen: list[Any]) -> Any:
     the four samples share a label, if the window has such samples.
 
     Returns:
-        The micro-batch. None for a window of fewer than three samples; or if a chosen one has four samples,
-        and there are no labels or it repeats some of them.
+        The micro-batch; None if the window has fewer than three samples. Also None if a chosen micro-batch
+        has four samples or more, and either repeats some of its labels or the window has no labels.
     """
     if sum(window.samples or ()) < 3:
         return None
@@ -120,7 +120,7 @@ def _is_label(value: Any) -> bool:
 
 
 def _unequal_samples(window: MicrobatchList, chosen: list[Any]) -> Any:
-    """Return the samples that differ most in a count, if those in the chosen micro-batches hardly do."""
+    """Return the samples with the most unequal counts, if counts in the chosen micro-batches are alike."""
     parts, paths = window.parts(), window.paths
     found = counts_in(parts[0], unsplit=paths.get("unsplit", ()), per_sample=paths.get("per_sample", ()))
     for count, values, _ in uneven(found, parts):

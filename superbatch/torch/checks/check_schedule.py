@@ -40,7 +40,7 @@ from .unchecked_feature import UncheckedFeature, unequal_weights
 CALLS = 8
 """Calls of `loss_fn` in a check of a few samples."""
 WINDOWS = 100
-"""Per this many windows, later checks may cost as much as one window, and all counts are inspected once."""
+"""Period in windows: in each one, later checks may cost one window, and one window inspects all counts."""
 ROUTINE = 10
 """First window that may be checked without an unchecked feature."""
 
@@ -73,7 +73,7 @@ class CheckSchedule:
 
     def __init__(self, config: Config, batchnorms: Iterable[Any], *, check: bool) -> None:
         self._config, self._frozen = config, list(batchnorms)
-        # A BatchNorm without running statistics couples samples in every mode, which the user has accepted.
+        # Without running statistics a BatchNorm couples samples in every mode, so the loss cannot be checked.
         bare = any(module.running_mean is None for module in self._frozen)
         self._can_check = check_bool(check, "check") and config.loss_fn is not None and not bare
         self._to_warn = check and config.loss_fn is None and not config.whole
@@ -86,7 +86,7 @@ class CheckSchedule:
         self._feature: UncheckedFeature | None = None  # reason for this window's check
         self._lengths: list[str] = []  # leaves whose sample length may differ between micro-batches
         self._shared: set[str] = set()  # names of counts and lengths that all ranks have
-        self._current = self._committed = CheckRecord()  # with the present window, and up to the last update
+        self._current = self._committed = CheckRecord()  # including the present window; as of the last update
         self._microbatches = self._pending = 0  # micro-batches in updates made, and in the present window
 
     def open(self, window: MicrobatchList, first: Callable[..., Checked | None] | None, updates: int) -> None:
@@ -138,9 +138,8 @@ class CheckSchedule:
             said = [found.name, _NO_LOSS] if 0.0 in shown.losses else [found.name]
             self._current, self._feature = replace(now, said=(*now.said, *said)), found
             return True
-        if (
-            now.unverified is None
-        ):  # some counts are inspected in few windows, so they may have differed before
+        # Only some windows inspect all counts, so the samples may have differed in earlier windows.
+        if now.unverified is None:
             first = max(self.updates // 2, self.updates - WINDOWS) + 1 if every else self.updates
             self._current = replace(now, unverified=first)
         return False
@@ -207,7 +206,7 @@ class CheckSchedule:
         self._set_counts(self._all_counts)
 
     def _is_due(self, count: int) -> bool:
-        """Return whether a routine check is due; afterwards the budget must allow one more check."""
+        """Return whether a routine check is due and the budget allows another check after it."""
         now = self._current
         if not now.compared or self.updates + 1 < max(ROUTINE, 2 * now.routine):
             return False
@@ -276,7 +275,7 @@ class CheckSchedule:
         return UncheckedFeature(_LENGTHS) if ragged(shown.pieces.parts(), self._lengths) else None
 
     def _levels(self, shown: Shown) -> dict[str, float]:
-        """Return the counts of this rank's first sample, without those compared between ranks before."""
+        """Return the counts of this rank's first sample that were not yet compared between ranks."""
         if self._config.reduction != "mean" or not self._shared or not shown.pieces.microbatches:
             return {}
         part = shown.pieces.parts()[0]
@@ -289,7 +288,7 @@ class CheckSchedule:
         }
 
     def _from_ranks(self, shown: Shown, unchanged: bool) -> Pair | None:
-        """Return two samples: of the rank with the lowest count and of that with the highest; or None."""
+        """Return a sample of the rank with the lowest count and one of the rank with the highest; or None."""
         ranks = self._config.sync
         # `_shared` is equal on all ranks, so either all of them call the collective below or none.
         if not self._shared:
@@ -324,7 +323,7 @@ class CheckSchedule:
         return UncheckedFeature(best.name, best.contrast, samples, best.sure and best.contrast >= _FAINT)
 
     def _contrast_of_weights(self, microbatch: Any, window: MicrobatchList) -> float:
-        """Return the relative difference of the weights on both sides of the cut near a third."""
+        """Return the relative difference of the weights per sample on both sides of the cut near a third."""
         weigh = self._config.weigh
         if not callable(weigh):  # with "returned", the check compares the returned weights
             return 1.0
@@ -336,7 +335,7 @@ class CheckSchedule:
         return float(abs(first - rest) / max(first, rest)) if max(first, rest) > 0 else 0.0
 
     def _choose(self, shown: Shown) -> list[Any]:
-        """Return micro-batches of the samples with the unchecked feature, or chosen by their losses."""
+        """Return micro-batches to check: samples with the unchecked feature, or some chosen by loss."""
         found, window = self._feature or self._find(shown, every=False), shown.pieces
         samples = with_repeated_label(found.samples, window) if found is not None and found.samples else []
         picked = window.pick(samples) if samples else None
@@ -349,7 +348,7 @@ class CheckSchedule:
             picked = window.pick(window.firsts(order))
             if picked is not None:
                 return [picked]
-        # Samples with loss 0 and others together: only they reveal a mean over the nonzero losses.
+        # Join samples with loss 0 and others: only such a micro-batch reveals a mean over nonzero losses.
         mixed = window.pick(window.of_two(order[0], order[-1], 2)) if order[1:] and window.samples else None
         alone = window.count(order[-1]) == 1  # a single sample cannot be cut
         return [

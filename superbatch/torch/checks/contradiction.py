@@ -14,7 +14,7 @@ Kind = Literal["sum", "mean", "weight", "batch_size", "coupled_loss"]
 
 
 class ContradictedError(Exception):
-    """Evidence against a declaration; its receiver searches for a remedy.
+    """Evidence against a declaration; the caller that catches it searches for a remedy.
 
     Args:
         planned: the micro-batch.

@@ -174,7 +174,7 @@ def probe_coupling(
         choices = ((torch.float64, 1e-10), (None, 1e-3))
         own_alone = held_parameter(problem.model) is not None
         own_alone = own_alone or not all(map(has_float64, accelerators([problem.model])))
-        # choices[True:] leaves float64 out: DDP holds a parameter, or a device has no float64.
+        # choices[True:] skips float64: DDP holds a parameter, or a device does not support float64.
         for dtype, tolerance in choices[own_alone:]:
             with untouched(problem.model, dtype=dtype) as reset:
                 # probe=probe, because a closure would use the last probe of the loop.
@@ -207,8 +207,8 @@ def _probed(probe: Probe) -> Iterator[Finding]:
     base = probe.watch(probe.base())
     stateful = {finding.module: finding for finding in _stateful(model, before, module_state(model))}
     mixing = innermost(find_mixing(probe, base), coupled_modules(model))
-    # A later finding about a module replaces an earlier one. For state the measured finding is kept; for
-    # mixing that by type, because the type gives the remedy.
+    # One finding per module. If the module changes state, keep the measured finding. If it mixes samples,
+    # keep the finding by type, because the type gives the remedy.
     by_type = {finding.module: finding for finding in _by_type(model, mixing)}
     state = {
         path: stateful.get(path, finding) for path, finding in by_type.items() if finding.kind == "state"

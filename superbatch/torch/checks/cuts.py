@@ -22,8 +22,8 @@ def first_part(samples: int) -> int:
     """
     # Near a third: with two halves, a mean that ignores the numbers of samples would pass.
     third = -(-samples // 3)
-    # Without a common divisor. Otherwise labels may be equally frequent in a micro-batch and in its parts, so
-    # that a loss with weights by class frequency agrees with a plain mean by chance.
+    # Without a common divisor: otherwise all parts may have the label frequencies of the micro-batch. Then a
+    # loss with weights by class frequency would agree with a plain mean by chance.
     near = (third + sign * distance for distance in range(third) for sign in (-1, 1))
     return next((cut for cut in near if gcd(cut, samples) == 1), 1)
 
@@ -68,12 +68,12 @@ def other_orders(samples: int) -> list[tuple[Order, ...]]:
     every = tuple(range(samples))
     half = samples // 2
     first = max(1, half // 2)
-    # Both ends against the middle, another grouping than neighbours or every second sample.
+    # One part has both ends, the other the middle.
     outer = (*every[:first], *every[samples - (half - first) :])
     cuts = [
         (every[::2], every[1::2]),
         (outer, tuple(position for position in every if position not in outer)),
     ]
-    # Neighbours too, which the first two cuts separate: `extremes` sorts samples by their counts.
+    # Keep neighbours together, unlike the first two cuts: `extremes` sorts samples by their counts.
     near = 2 if samples < 6 else 3
     return [*cuts, (every[:near], every[near:])]

@@ -6,7 +6,7 @@ A declaration (`reduction`, `weight`) fixes how the losses of parts a and b give
 
 Both sides are computed for some micro-batches, each cut in several ways, with the same random numbers for
 each sample on both sides. Gradients are compared parameter by parameter. If they differ by more than the
-measured rounding, the error names the declaration that does hold.
+measured rounding, the error names the declaration that holds, if one is found.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def _choose(microbatches: Sequence[Any], problem: Problem) -> list[Any]:
 
 
 def _check(evaluation: Evaluation, microbatch: Any, turn: int) -> str:
-    """Compare a micro-batch with its parts; return why that reveals no error, or an empty text."""
+    """Compare a micro-batch with its parts; return why that could not reveal an error, else an empty text."""
     problem = evaluation.problem
     planned = plan(microbatch, **problem.paths)
     calls: dict[int, Any] = {}

@@ -142,6 +142,6 @@ def _divisions(node: Any) -> Iterator[Division]:
 
 
 def _follows(pair: Division, far: Division, length: int, other: int) -> bool:
-    """Return whether two divisors have the ratio of two lengths, both minus the same number or not."""
+    """Return whether two divisors are proportional to two lengths, or to the lengths minus one number."""
     proportional = pair.number * other == far.number * length
     return proportional or pair.number / 2 - length == far.number / 2 - other

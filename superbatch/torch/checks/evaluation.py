@@ -129,7 +129,7 @@ class Evaluation:
                 return None
             parts.append(part)
             ended.append(self._generators.now() == self._end)
-            # Code that has drawn as much as for the union draws once per call, so its generator is reset.
+            # A generator that ends where the union's ended serves code that draws once per call: reset it.
             self._generators.rewind(self._start, self._end)
         # Numbers drawn sample after sample equal those of the union only in the order of the union.
         cut = Cut(union, tuple(parts), tuple(spans))

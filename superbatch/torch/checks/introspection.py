@@ -28,7 +28,7 @@ class _Stance:
     """
 
     def __init__(self) -> None:
-        # Reentrant: an error while it is released must not deadlock the thread.
+        # Reentrant: the thread can acquire it again if an exception interrupts the release.
         self._lock = threading.RLock()
         self._blocks = 0
         self._eager: Any = None
@@ -54,7 +54,7 @@ _STANCE = _Stance()
 class _Unsaid:
     """Filter for torch's warning about hooks of compiled modules, which does not apply to the hooks set here.
 
-    Not `warnings.catch_warnings`: at its end it would undo filters that the program has set meanwhile, and
+    Not `warnings.catch_warnings`: its end would undo filters that the program has set in the meantime. Also,
     warnings that are shown once per line would be shown again.
     """
 
@@ -73,7 +73,7 @@ class _Unsaid:
 
 @cache
 def _say_it_runs_eagerly() -> None:
-    """Warn once for the process."""
+    """Warn once per process that a compiled model runs eagerly."""
     warn(
         "A compiled model runs eagerly inside virtual_batch, which records its operations; outside it runs "
         "compiled. Pass compile=True to virtual_batch to compile the recorded operations."

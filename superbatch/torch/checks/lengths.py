@@ -1,4 +1,4 @@
-"""Check of losses whose samples differ in length between micro-batches or ranks, but not in a micro-batch.
+"""Check of losses whose samples have one length within a micro-batch, but not across micro-batches or ranks.
 
 In a micro-batch of equal lengths, a mean over all entries equals a mean over samples. The divisors in the
 graph of the loss show which of the two it is.
@@ -93,7 +93,7 @@ def check_lengths(problem: Problem, pair: Pair, *, frozen: Sequence[nn.Module]) 
     entries = entries_per_sample(seen[0], seen[1], seen[2], list(apart.values()))
     if entries is None:
         return
-    # Labels first: most losses are means over labels. Of several leaves the last one.
+    # Prefer labels, because most losses are means over labels; of several leaves take the last one.
     labels = [path for path in apart if not get(pair[0], path).is_floating_point()]
     path = (labels or list(apart))[-1]
     if callable(problem.weight):

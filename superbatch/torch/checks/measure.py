@@ -26,8 +26,8 @@ from .probing.untouched import seed_all, state_restorer
 BatchNormChoice = Literal["per_microbatch", "frozen"]
 Size = int | TokenBudget | None
 
-# A parameter's difference is relative to the norm of its gradient, at least to this share of the norm of all
-# gradients: some are zero up to rounding, e.g. that of a bias before a normalisation.
+# A parameter's difference is divided by the norm of its gradient, or by this share of the norm of all
+# gradients if that is larger: some are zero up to rounding, e.g. that of a bias before a normalisation.
 _FLOOR = 1e-3
 # Added to a seed, it gives other random numbers.
 _OTHER = 1 << 20
@@ -89,7 +89,7 @@ def whole(setting: Setting) -> Measured:
     Returns:
         The loss and the gradients, normalised by reduction and weight.
     """
-    if setting.streams:  # the accumulator has the streams; with one micro-batch it makes a single pass
+    if setting.streams:  # only the accumulator draws from streams; None makes one micro-batch
         return accumulated(setting, None)
     setting.begin()
     loss, weight = evaluate(setting.problem, setting.batch)

@@ -50,7 +50,10 @@ def digest(levels: Levels) -> int:
 
 
 def apart(every: Sequence[Levels], seen: Levels) -> tuple[list[str], tuple[int, int] | None]:
-    """Return the counts in which ranks differ, and two ranks with the lowest and highest value of one.
+    """Return the counts that differ between ranks, and the two ranks to compare.
+
+    These ranks have the lowest and the highest value of the most unequal count; None if no contrast exceeds
+    twice that of earlier checks.
 
     Args:
         every: levels of each rank.

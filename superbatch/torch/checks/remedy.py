@@ -72,7 +72,7 @@ def worst_parameter(
         problem: problem with the model and the declaration.
         cut: cut of a micro-batch.
         rounding: largest differences that rounding explains.
-        besides: parameters whose gradient is smaller are skipped, shape (parameters,).
+        besides: norms, shape (parameters,); a parameter whose gradient has a smaller norm is skipped.
     """
     difference = cut.difference(problem.reduction)
     beyond = difference.beyond(rounding)
@@ -229,7 +229,7 @@ def _ratio(cuts: Sequence[Cut], rounding: Rounding) -> str:
     counted: list[tuple[float, Evaluated]] = []
     for cut in cuts:
         factors = find_weights([cut, *(each for each in cuts if each is not cut)], rounding).factors
-        # Smaller factors are a weight of 0 with rounding.
+        # A smaller factor is a weight of 0, up to rounding.
         least = 1e-6 * max(factors, default=0.0)
         counted = [(f, part) for f, part in zip(factors, cut.parts, strict=False) if f > least]
         if len(counted) > 1:

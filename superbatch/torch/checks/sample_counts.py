@@ -21,7 +21,7 @@ from superbatch.batch.tree import get, leaves
 from .cuts import first_part
 
 _IGNORED = (-100, -1, 0)  # labels that losses ignore
-_OF_IMAGES = 255  # the same in label maps of images
+_OF_IMAGES = 255  # label that losses ignore in label maps of images
 _SMALL = 1 << 12  # elements: below, the overhead of an operation exceeds its work
 _BY_CHANCE = 1e-3  # equal labels at the end of a row are padding if they are less likely than this by chance
 
@@ -133,7 +133,7 @@ class Uneven(NamedTuple):
     Attributes:
         kind: the count.
         values: value for each sample.
-        likely: a loss is likely to divide by it. The count of labels other than 0 is, if 0 pads rows.
+        likely: a loss is likely to divide by it. False for the count of nonzero labels, unless 0 pads rows.
     """
 
     kind: Count
@@ -235,7 +235,7 @@ def spread(counts: Tensor) -> float:
 
 
 def extremes(counts: Tensor, rows: int) -> list[int]:
-    """Return the samples with the smallest counts, then those with the largest: each cut separates them.
+    """Return the samples with the smallest counts, then those with the largest, so that a cut separates them.
 
     Samples with count 0 are left out if the others differ: a mean over nothing is NaN.
 
@@ -375,7 +375,7 @@ def _unpadded(value: Any) -> Tensor | None:
     most = torch.maximum(behind, before)
     low, high = value.aminmax()  # padding mostly has a label of its own: the smallest or the largest
     pads = torch.where(behind > before, last[:, 0], first[:, 0])
-    chance = (float(high) - float(low) + 1) ** (1.0 - most)  # of so long a run of equal labels
+    chance = (float(high) - float(low) + 1) ** (1.0 - most)  # probability of a run of this length
     padded = (chance < _BY_CHANCE) & ((pads == low) | (pads == high))
     return 1 - torch.where(padded, most, 0).cpu().double() / width
 

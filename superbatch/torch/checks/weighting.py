@@ -71,7 +71,7 @@ def find_weights(cuts: Sequence[Cut], rounding: Rounding) -> Weighting:
         # Some change of the weights has an effect smaller than rounding.
         if smallest < _SHOWS:
             return Weighting("open")
-        # Shares are known to within 1 / smallest; below three times that a share may be 0.
+        # The error of a share is up to 1 / smallest, so a share below three times that may be 0.
         least = max(_NONE, 3 / smallest)
         counted = zip(families, weights, strict=True)
         if not any(_counts_nothing(family, those, least) for family, those in counted):
@@ -85,7 +85,7 @@ def find_weights(cuts: Sequence[Cut], rounding: Rounding) -> Weighting:
 
 
 def _families(cuts: Sequence[Cut]) -> list[Cut]:
-    """Return the cuts, and as further cuts each part that the parts of another cut fill."""
+    """Return the cuts, and a further cut for each part that consists of several parts of another cut."""
     found = {(frozenset(sum(cut.spans, ())), frozenset(cut.spans)): cut for cut in cuts}
     for outer in cuts:
         for part, span in zip(outer.parts, outer.spans, strict=True):

@@ -61,12 +61,12 @@ def cached_gradients(
     the large batch do. Afterwards buffers and random state are as after one forward.
 
     Args:
-        encode: from a micro-batch to its embeddings: tensors with one row per sample, in any nesting. Labels
-            that the loss needs are returned with them. For several encoders with different numbers of samples
-            (queries, documents), pass a mapping of names to encoders.
-        loss_fn: from the embeddings of all samples, in the same structure (a dict of them for several
-            encoders), to one loss of any kind, which is not averaged. A dict of losses raises: return their
-            sum.
+        encode: function of a micro-batch that returns its embeddings: tensors with one row per sample, in any
+            nesting. It also returns labels that the loss needs. For several encoders with different numbers
+            of samples (queries, documents), pass a mapping of names to encoders.
+        loss_fn: function of the embeddings of all samples, in the same structure (a dict of them for several
+            encoders). It returns one loss of any kind, which is not averaged. A dict of losses raises:
+            return their sum.
         batch: the batch, any nested structure; for several encoders a mapping of the same names.
             Micro-batches are moved to the device of their encoder. The micro-batches of a Window (`windows`)
             are taken as they are.
@@ -305,7 +305,7 @@ def _check_loss(loss: Any) -> None:
 
 
 def _check_agreement(losses: list[float]) -> None:
-    """Raise if the ranks have computed different losses: each uses its part of the gradient of one loss."""
+    """Raise if the ranks have computed different losses; each back-propagates its part of a single loss."""
     # NaN is not an error here: it is returned as the loss.
     if any(not math.isclose(loss, losses[0], rel_tol=1e-3) for loss in losses if loss == loss):
         raise InputError(

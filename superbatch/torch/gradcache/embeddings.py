@@ -1,9 +1,9 @@
 """Embeddings of all micro-batches from one encoder, joined for the loss.
 
-The joined embeddings have the structure of the encoder's output, with all samples in the order of the batch
-(and of all ranks, one after the other). Each micro-batch's part is a leaf of the loss's graph, so the loss's
-backward computes its gradient. The joined tensors are not leaves, so a loss may change them in place, as it
-may in the large batch.
+The joined embeddings have the structure of the encoder's output. They contain all samples of all ranks, rank
+after rank, in the order of each rank's batch. Each micro-batch's part is a leaf of the loss's graph, so the
+loss's backward computes its gradient. The joined tensors are not leaves, so a loss may change them in place,
+as it may in the large batch.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def tensors_of(output: Any, where: str) -> tuple[PathTensors, dict[str, Any]]:
             scalars[path] = leaf
         else:
             raise InputError(
-                f"An output of {where}{_at(path)} is of type {type(leaf).__name__}, but only tensors can be "
-                "joined. Return tensors, or dicts, lists, tuples or dataclasses of them."
+                f"An output of {where}{_at_path(path)} is of type {type(leaf).__name__}, but only tensors "
+                "can be joined. Return tensors, or dicts, lists, tuples or dataclasses of them."
             )
     return tensors, scalars
 
@@ -110,8 +110,8 @@ class Embeddings:
         """
         tensors, scalars = tensors_of(output, self._where)
         self._check_rows(tensors)
-        # Copied, because an output may be the input itself, memory that the next forward writes to, or a view
-        # of a much larger tensor (the first token of each sample).
+        # Copied, because an output may be the input itself, or a view of a larger tensor (the first token of
+        # each sample). The next forward may also write to its memory.
         copies = [(path, tensor.detach().clone()) for path, tensor in tensors]
         if self._outputs:
             self._check_like_first(copies, scalars)
@@ -201,7 +201,7 @@ class Embeddings:
         for path, tensor in tensors:
             if tensor.layout is not torch.strided or not tensor.ndim or len(tensor) != rows:
                 raise InputError(
-                    f"An output of {self._where}{_at(path)} has the shape {tuple(tensor.shape)} (layout "
+                    f"An output of {self._where}{_at_path(path)} has the shape {tuple(tensor.shape)} (layout "
                     f"{tensor.layout}) for a micro-batch of {rows} samples, so the samples are not its first "
                     "dimension. Return one row per sample (several vectors of a sample as (samples, several, "
                     "size)), and compute values of the whole batch in loss_fn."
@@ -230,5 +230,5 @@ def _form(tensors: list[tuple[str, torch.dtype, torch.Size]], scalars: dict[str,
     return "; ".join([*shown, *(f"{path}={value!r}" for path, value in scalars.items())])
 
 
-def _at(path: str) -> str:
+def _at_path(path: str) -> str:
     return f" at path {path!r}" if path else ""

@@ -33,7 +33,7 @@ class Encoder:
 
     Args:
         where: its name, for errors.
-        encode: from a micro-batch to embeddings.
+        encode: function of a micro-batch that returns its embeddings.
         batch: the batch to split.
         microbatch_size: most samples of a micro-batch, or a TokenBudget; not used for a Window.
         paths: `unsplit` and `per_sample` declarations, relative to its batch.
@@ -72,7 +72,7 @@ class Encoder:
         # Embeddings of the last micro-batch, to compare with the second pass.
         self._last: list[Tensor] = []
         # Output of the only micro-batch, with its graph.
-        self._kept: Any = None
+        self._only_output: Any = None
         self._gradients: list[dict[int, Tensor]] = []
         self.embeddings = Embeddings(where, counts, order)
 
@@ -112,7 +112,7 @@ class Encoder:
                     [tensor for _, tensor in tensors_of(output, self._where)[0] if tensor.requires_grad]
                 )
             if keep:
-                self._kept = output
+                self._only_output = output
             del output  # and its graph, before the next forward
         # With micro-batches of one size, a buffer that counts samples looks like one that counts calls.
         if buffers.moved and len(self) > 1 and len(set(self._counts)) == 1:
@@ -139,9 +139,9 @@ class Encoder:
         for index in range(len(self)):
             # Removed from the list, so that it is freed after its backward.
             gradients, self._gradients[index] = self._gradients[index], {}
-            backward(*self._again(index, gradients), first=not index)
+            backward(*self._second_forward(index, gradients), first=not index)
 
-    def _again(self, index: int, gradients: dict[int, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def _second_forward(self, index: int, gradients: dict[int, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         tensors = [tensor for _, tensor in tensors_of(self._repeat(index), self._where)[0]]
         # Only the last micro-batch is compared, because more comparisons need more embeddings in memory.
         if index + 1 == len(self) and not _repeated(self._last, tensors):
@@ -157,9 +157,9 @@ class Encoder:
         return [tensors[number] for number in numbers], [gradients[number] for number in numbers]
 
     def _repeat(self, index: int) -> Any:
-        if self._kept is not None:
-            kept, self._kept = self._kept, None
-            return kept
+        if self._only_output is not None:
+            output, self._only_output = self._only_output, None
+            return output
         assert self._buffers is not None and self._replay is not None
         self._buffers.rewind()
         self._replay.back_to(index)
@@ -181,7 +181,7 @@ class Encoder:
             # With one sample in place of several, a count of samples differs, but not a count of calls.
             self._encode(take(self._transfer.take(self._microbatches, 0), 0, 1, **self._paths))
         buffers.check(-1)
-        # To the state at the end of the first pass.
+        # The generators return to their state at the end of the first pass.
         replay.back_to(-1)
 
     def _not_repeated(self, what: str) -> InputError:
@@ -207,7 +207,7 @@ def _fresh(node: Any) -> Any:
 
 
 def _repeated(first: list[Tensor], second: list[Tensor]) -> bool:
-    """Return whether embeddings equal those of the first pass, up to rounding without a graph."""
+    """Return whether embeddings equal those of the first pass, up to rounding."""
     for before, now in zip(first, second, strict=True):
         if before.shape != now.shape:
             return False
@@ -217,7 +217,7 @@ def _repeated(first: list[Tensor], second: list[Tensor]) -> bool:
             return False
         # A NaN in both is no difference.
         before, now = before.nan_to_num(), now.detach().nan_to_num()
-        # Half of the digits. Another kernel differs by less, another dropout mask by more.
+        # The first half of the digits must agree: another kernel changes less, another dropout mask more.
         rounding = torch.finfo(now.dtype).eps ** 0.5
         if not torch.linalg.vector_norm(now - before) <= rounding * torch.linalg.vector_norm(before):
             return False

@@ -58,7 +58,7 @@ class NewGradients:
         return leaf in self._before
 
     def unshare(self, others: Iterable[Tensor] = ()) -> None:
-        """Copy gradients that share memory, after a backward that has made new ones."""
+        """Copy gradients of the models and of `others` that share memory, after a backward."""
         unshare([*self._before, *others])
 
     def reduce(self, sync: Sync) -> None:

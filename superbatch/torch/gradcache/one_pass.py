@@ -53,7 +53,7 @@ class OnePass:
         self._keeper = BufferKeeper(models)
         self._keeper.begin()
         self._versions = self._read_versions()
-        self._after: dict[str, Tensor] | None = None
+        self._first_changes: dict[str, Tensor] | None = None
         self.moved = False
 
     def rewind(self) -> None:
@@ -82,11 +82,11 @@ class OnePass:
         """
         changed = self._changed()
         self.moved = self.moved or bool(changed)
-        if self._after is None:
+        if self._first_changes is None:
             # Copied, because the next micro-batch writes to the same buffers.
-            self._after = {path: buffer.clone() for path, buffer in changed.items()}
+            self._first_changes = {path: buffer.clone() for path, buffer in changed.items()}
             return
-        for path, buffer in _differing(changed, self._after):
+        for path, buffer in _differing(changed, self._first_changes):
             raise _refusal(path, buffer, "fewer samples" if index < 0 else f"micro-batch {index}")
 
     def _changed(self) -> dict[str, Tensor]:
@@ -140,7 +140,7 @@ def refuse_batch_statistics(models: Sequence[nn.Module]) -> None:
         models: the models, in the mode (train or eval) of the forward.
 
     Raises:
-        CoupledSamplesError: a module would; the error names it and the choices.
+        CoupledSamplesError: a module would do so; the error names it and the options.
 
     Examples:
         >>> refuse_batch_statistics([nn.BatchNorm1d(2).eval(), nn.GroupNorm(1, 2)])

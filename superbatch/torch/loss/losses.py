@@ -55,7 +55,7 @@ class Losses:
         self._on_device = self._on_device or isinstance(total, Tensor)
 
     def finite(self, index: int, *, on_host: bool = False) -> bool:
-        """Return whether a micro-batch's loss is finite; with `on_host`, True for one on a device."""
+        """Return whether a micro-batch's loss is finite; with `on_host`, one on a device counts as finite."""
         value = self._values[index]
         return (on_host and isinstance(value, Tensor)) or math.isfinite(value)
 
@@ -141,11 +141,11 @@ def over_ranks(
         mark: number that must be equal on all ranks (see `NoiseOfWindows.configuration_number`).
         news: whether this rank has an unchecked feature of the loss (see `check_schedule`), and a hash of the
             counts of its samples (see `rank_counts`); different hashes are an unchecked feature too.
-        ahead: returns numbers whose sums a later step needs.
+        ahead: function that returns further numbers to sum in the same exchange, for a later step.
 
     Returns:
-        The sums over all ranks; whether any rank has a loss that is not finite; whether a check is due; and
-        the sums of the numbers of `ahead`, or None without other ranks.
+        The sums over all ranks; whether any rank has a loss that is not finite; whether the declared loss
+        must be checked; and the sums of the numbers of `ahead`, or None without other ranks.
 
     Raises:
         InputError: the ranks do not agree on measuring the noise. It is raised on every rank, because a rank
@@ -187,7 +187,7 @@ def over_ranks(
 
 
 NUMBERS = 6
-"""Count of the numbers that `over_ranks` exchanges, without three for each loss and those of `ahead`."""
+"""Numbers that `over_ranks` exchanges in addition to three for each loss and those of `ahead`."""
 
 
 def _squared(*numbers: int) -> list[int]:
@@ -196,7 +196,7 @@ def _squared(*numbers: int) -> list[int]:
 
 
 def _differ(total: float, squares: float, ranks: int) -> bool:
-    """Return whether numbers differ between ranks, from their sum and that of their squares."""
+    """Return whether a number differs between ranks, from its sum and the sum of its squares."""
     return int(total) ** 2 != ranks * int(squares)  # by Cauchy-Schwarz, equal only if all numbers are
 
 

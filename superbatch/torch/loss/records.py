@@ -70,7 +70,7 @@ class WindowWeights(Protocol):
         ...
 
     def loss_of(self, losses: Any, index: int) -> tuple[float, str]:
-        """Return the loss of a micro-batch, and the name of its term."""
+        """Return the loss of a micro-batch and its term; of several terms, the first that is not finite."""
         ...
 
     def each(self, losses: Any) -> list[float]:
@@ -100,7 +100,7 @@ class WindowLosses(Protocol):
         ...
 
     def finite(self, index: int, *, on_host: bool = False) -> bool:
-        """Return whether a micro-batch's loss is finite; with `on_host`, True for one on a device."""
+        """Return whether a micro-batch's loss is finite; with `on_host`, one on a device counts as finite."""
         ...
 
     def on_device(self, index: int) -> list[Tensor]:

@@ -37,7 +37,7 @@ Forward = Callable[[list[Any]], list[Mapping[str, Number]]]
 
 
 class TermWeights:
-    """Weights of all terms of a loss, as `Weights` for a single loss.
+    """Weights of all terms of a loss; `Weights` is the class for a single loss.
 
     Args:
         terms: declarations of the terms, by name.
@@ -166,7 +166,7 @@ class TermWeights:
         """Return the loss of the batch, and each term's, from the sums over all ranks.
 
         Raises:
-            LossSpecError: the losses of a term do not sum to 0, but their weight is 0.
+            LossSpecError: a loss of a term is not 0, but the weight of the term is.
         """
         found = {
             name: term.result([one]) for (name, term), one in zip(self._terms.items(), sums, strict=True)
@@ -182,7 +182,7 @@ class TermWeights:
         )
 
     def loss_of(self, losses: Mapping[str, list[float]], index: int) -> tuple[float, str]:
-        """Return the loss of a micro-batch, and the term that is not finite, if one is not."""
+        """Return the loss of a term that is not finite, and its name; if all are finite, their sum and ""."""
         for name, term in self._terms.items():
             # A NaN in a term of weight 0 is in no sum.
             if not math.isfinite(losses[name][index]) and not term.has_none(index):
@@ -239,7 +239,7 @@ def _form(value: object) -> str:
 
 
 class TermLosses:
-    """Losses of all terms, by micro-batch, as `Losses` for a single loss.
+    """Losses of all terms, by micro-batch; `Losses` is the class for a single loss.
 
     Args:
         names: names of the terms.
@@ -265,7 +265,7 @@ class TermLosses:
             each.add(index, total[name])
 
     def finite(self, index: int, *, on_host: bool = False) -> bool:
-        """Return whether a micro-batch's losses are finite; with `on_host`, True for those on a device."""
+        """Return whether the losses are all finite; with `on_host`, one on a device counts as finite."""
         return all(each.finite(index, on_host=on_host) for each in self._of.values())
 
     def on_device(self, index: int) -> list[Tensor]:

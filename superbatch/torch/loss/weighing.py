@@ -29,7 +29,7 @@ class Weights:
         sync: the ranks that share the batch; the total weight is summed over them once, before the first
             backward.
         min_weight: lower bound of the total.
-        ahead: weights and their total over all ranks, if they were computed with those of other terms.
+        ahead: weights and their total over all ranks, if `weigh_ahead` was already called for all terms.
         term: name of the loss among several.
     """
 
@@ -147,7 +147,7 @@ class Weights:
             self.ahead = weights
             return
         before, now = normalize.total_weight(self.ahead), normalize.total_weight(weights)
-        # A user's sum in float32 may be rounded; the window divides by the new weights at its end.
+        # Sums in float32 may differ by rounding. The end of the window divides by the new total.
         tolerance = 0.0 if isinstance(before, int) and isinstance(now, int) else 1e-5
         if not math.isclose(before, now, rel_tol=tolerance):
             raise LossSpecError(
@@ -199,7 +199,7 @@ class Weights:
         """Return the loss of the batch from the sums over all ranks.
 
         Raises:
-            LossSpecError: the sum of losses is not 0, but their weight is.
+            LossSpecError: a loss is not 0, but the weight of the window is.
         """
         (found,) = sums
         weight = self._divided_by(found.weight)
@@ -235,7 +235,7 @@ class Weights:
 
 
 def no_divisor(found: Sum, term: str) -> LossSpecError:
-    """Return the error for a sum over a window of weight 0."""
+    """Return the error for a window of weight 0 in which a loss is not 0."""
     name = f" of the term {term!r}" if term else ""
     bound = f"weight={{{term!r}: at_least(1, ...)}}" if term else "weight=at_least(1, ...)"
     return LossSpecError(

@@ -32,8 +32,8 @@ def memory_limit(device: torch.device) -> Limit:
       `torch.cuda.set_per_process_memory_fraction`. Holes beside used memory do not count, because no large
       tensor fits into them. (Not run on a GPU.)
 
-    Call it after a prediction, which loads some modules, and with the memory as it is before a window. On the
-    CPU it takes about 0.5 ms.
+    Call it after a prediction, which imports modules, and before a window allocates memory. On the CPU it
+    takes about 0.5 ms.
 
     Args:
         device: one device.
@@ -59,7 +59,7 @@ class PeakMeter:
     """Measures the peak memory of the work between `start` and `stop`, as `memory_limit` counts it.
 
     * CPU: on Linux the highest address space, or the highest resident memory if the address space had been
-      larger before; on other systems nothing. It resets the process's ``VmHWM``.
+      larger before; on other systems nothing. `start` resets the process's ``VmHWM``.
     * CUDA: the growth of the memory that torch's allocator has reserved, holes included; nothing if it has
       not grown. The allocator's peak statistics are not reset, because the user may use them. (Not run on a
       GPU.)

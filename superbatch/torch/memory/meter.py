@@ -24,9 +24,9 @@ def peak_bytes(fn: Callable[[], object], *, device: torch.device | str = "cpu") 
 
     Args:
         fn: the function to measure; its result is not returned.
-        device: one device. On the CPU only storages of tensors are counted that operations make. Memory that
-            a kernel allocates and frees inside one operation does not count, and storages of
-            ``torch.load``, ``copy.deepcopy`` or kernels compiled by ``torch.compile`` do not either.
+        device: one device. On the CPU only tensor storages that operations return are counted. Not counted
+            are: memory that a kernel allocates and frees inside one operation; storages made by
+            ``torch.load``, ``copy.deepcopy`` or kernels compiled by ``torch.compile``.
 
     Returns:
         Bytes.

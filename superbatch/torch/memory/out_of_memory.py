@@ -110,7 +110,7 @@ def _is_scarce_on_cuda() -> bool:
     """Return whether a GPU that this process uses has hardly any memory left."""
     if not torch.cuda.is_initialized():
         return False
-    # Only these, because reading the memory of others takes some of it.
+    # Only GPUs in use, because a query of another GPU would allocate memory there.
     in_use = {torch.cuda.current_device()}
     in_use |= {index for index in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(index)}
     for index in in_use:

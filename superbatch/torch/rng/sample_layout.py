@@ -3,7 +3,8 @@
 A random operation has a shape, but no names of dimensions. The dimension of the samples is, in this order:
 
 1. the one declared with `samples_along`;
-2. the one that grows with the number of samples, if the same call of the window had another number before;
+2. the one that grows with the number of samples, if a micro-batch with another number of samples has made the
+   same call before;
 3. by convention the first dimension, if its size is the number of samples; else the only dimension of that
    size; else the first, if its size is a multiple (``(B*T, C)``, batch outermost); else none, which means one
    draw for the whole batch.
@@ -152,7 +153,7 @@ def sample_axis(
     if not isinstance(declared, str):
         axis = _check_declared(op, shape, samples, declared)
     elif before is not None and before.samples != samples and len(before.shape) == len(shape):
-        axis = _seen(op, shape, samples, before)
+        axis = _grown_dimension(op, shape, samples, before)
     else:
         axis = _convention(op, shape, samples)
     if before is not None and not _agree(shape, samples, axis, before):
@@ -174,7 +175,7 @@ def _check_declared(op: str, shape: tuple[int, ...], samples: int, dim: int | No
     return axis
 
 
-def _seen(op: str, shape: tuple[int, ...], samples: int, before: Call) -> int | None:
+def _grown_dimension(op: str, shape: tuple[int, ...], samples: int, before: Call) -> int | None:
     # A shape that does not depend on the number of samples is one draw for the whole batch.
     if shape == before.shape:
         return None

@@ -63,8 +63,9 @@ def sample_stream(
         key: key of the window, equal for all its micro-batches. Draw it once per window.
         first_sample: position of the micro-batch's first sample in the effective batch (of all ranks).
         samples: number of samples of the micro-batch, at least 1.
-        indices: in place of these two, if the samples are not consecutive (a window sorted by length): the
-            position of each sample in the effective batch (of all ranks), in the micro-batch's order.
+        indices: position of each sample in the effective batch (of all ranks), in the micro-batch's order.
+            Pass it in place of `first_sample` and `samples` if the samples are not consecutive (a window
+            sorted by length).
         calls: a dict, empty at first, that all micro-batches of a window share, to compare their calls.
         unruled: a set, for a check that must not raise. An operation that cannot be drawn per sample is then
             drawn from the window's key, and its name is added to the set. A permutation becomes the identity,

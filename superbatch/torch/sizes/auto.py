@@ -261,8 +261,8 @@ class AutoSize(Sizing):
         largest = sizes[0]
         if largest > allowed:
             return _begin_with(allowed, left, largest)
-        # Few different sizes, because each new one needs memory for kernels: the last ones of this split,
-        # or its largest size and a rest.
+        # Each new size needs memory for kernels, so use the last sizes of this split if they add up to
+        # `left`, otherwise its largest size and a rest.
         while sum(sizes) > left:
             del sizes[0]
         if sum(sizes) == left:
@@ -390,7 +390,7 @@ class AutoSize(Sizing):
 
 
 def _needs_no_run(history: SizeHistory, size: int) -> bool:
-    """Return whether a size was measured already, or too many other sizes were."""
+    """Return whether a size was already measured, or _MOST_SIZES others were."""
     return size in history.runs or len(history.runs) >= _MOST_SIZES
 
 

@@ -36,8 +36,8 @@ class PredictionError(SuperbatchError, RuntimeError):
 def faked(models: Sequence[nn.Module], ledger: Ledger) -> Iterator[Callable[[Any], Any]]:
     """Run models, losses and optimizers on fake tensors inside the context.
 
-    Afterwards, also after an exception, Python attributes, containers and training flags of the modules and
-    the random state of torch, Python and NumPy are restored. Parameters, buffers and `.grad` do not change.
+    Afterwards, also after an exception, these are restored: Python attributes, containers and training flags
+    of the modules; random state of torch, Python and NumPy. Parameters, buffers and `.grad` do not change.
 
     Args:
         models: models whose parameters and buffers are replaced on entry; other tensors at their first use.

@@ -67,7 +67,7 @@ class Room:
         self._state = 0  # bytes of optimizer state that does not exist yet
         self._state_is_new = False  # the state exists, but the limit was not read since
         self._held = 0  # bytes of the last window's gradients, which are kept until the next window
-        self._kept: list[int] = []  # bytes that new sizes below others have left in use: their kernels
+        self._kept: list[int] = []  # bytes that each new size below the largest keeps, for its kernels
         self._holed = False
         self._share = 1.0  # share of the total that may be used
         self._calm = 0  # windows since the last retry
@@ -85,7 +85,7 @@ class Room:
         return int(self.total * self._share * (1 - margin)) - LEAST_MARGIN
 
     def _bound(self) -> int:
-        """Return the bytes that a size in use may need, with a part of the margin, because readings vary."""
+        """Return the bytes that a size in use may need: `top` and 2/3 of the margin, as readings vary."""
         assert self.total is not None
         return self.top() if self._holed else (2 * int(self.total * self._share) + self.top()) // 3
 
@@ -105,14 +105,14 @@ class Room:
         return history.largest
 
     def with_new(self, history: SizeHistory, sizes: Sequence[int]) -> int:
-        """Return the largest of these sizes; a smaller one if the memory that new sizes keep does not fit."""
+        """Return the largest of these sizes if it fits beside the memory of new sizes; else a smaller one."""
         keep = sum(self._keeps(history, size) for size in set(sizes))
         if history.demand().at(max(sizes)) + keep <= self._bound():
             return max(sizes)
         return self._largest_new(history)  # one new size at a time: the next search follows it
 
     def _largest_new(self, history: SizeHistory) -> int:
-        """Return the largest size that fits if it is new, including the memory that it keeps."""
+        """Return the largest size that fits together with the memory that a new size keeps."""
         demand = history.demand()
 
         def needs(samples: int) -> int:

@@ -20,7 +20,7 @@ from superbatch.tuning.search import APART, MemoryCurve, corrected, fit_curve
 # Share of the total that the first trial may need by the prediction: it may need twice as much and still fit.
 _UNMEASURED = 0.5
 
-# The same after one small micro-batch, which has shown the memory that is needed once.
+# The same share after one small micro-batch, which has measured the memory that is allocated only once.
 _MEASURED = 0.6
 
 # The next trial goes this share of the way from the largest measured size to the limit. It goes all the way
@@ -48,7 +48,8 @@ class SizeHistory:
         first: predicted bytes of a window's first micro-batch, when there are no gradients yet.
         gradients: bytes of a window's gradients.
         needed: bytes that real micro-batches needed, by samples.
-        rough: sizes in `needed` from first micro-batches of windows, whose gradients are estimated.
+        rough: sizes whose `needed` was measured in the first micro-batch of a window, with the bytes of
+            gradients estimated.
         runs: number of measured micro-batches, by samples.
         measured: measured peaks beyond the memory in use before, by samples; for reports.
         sizes: sizes to time, ascending.
@@ -56,8 +57,8 @@ class SizeHistory:
         size: final size of the search; 0 during the search.
         total: available bytes when the search ended.
         largest: last estimate of the largest size that fits; 0 before the first estimate.
-        kept_beyond: bytes that the last size larger than all others kept, and by how many samples it was
-            larger.
+        kept_beyond: bytes kept by the last size that exceeded all earlier ones, and the number of samples
+            by which it exceeded them.
     """
 
     peaks: list[Peak]
@@ -155,8 +156,8 @@ class SizeHistory:
         """Return an estimate of the bytes that a size larger than all others keeps in buffers of libraries.
 
         Buffers grow in steps, so a slightly larger size is estimated to keep as much as the last one, and a
-        much larger one in proportion. After the very first size the estimate is at most twice its bytes,
-        because most of these serve all sizes.
+        much larger one in proportion. After the very first size the estimate is at most twice the bytes that
+        it kept, because most of these bytes serve all sizes.
         """
         (kept, by), most = self.kept_beyond, max(self.runs, default=0)
         growth = max(1.0, (samples - most) / by)
@@ -186,7 +187,7 @@ class SizeHistory:
         self.needed[samples] = max(needed, self.needed.get(samples, 0)) if runs > 2 else needed
         if first:
             self.rough.add(samples)
-            # The slope from a smaller size is unknown if gradients have hidden the bytes of that size.
+            # A smaller size gives no slope if gradients may have exceeded the rest of its memory.
             self._drop(other for other in self.rough if other < samples and self._is_hidden(other))
             return
         self.rough.discard(samples)
@@ -225,7 +226,7 @@ class SizeHistory:
             share = 0.8 / max(ratio, 1.0) if ratio else _UNMEASURED
             return max(1, self.curve.largest(int(min(top, share * total)) - at_first, self.farthest()))
         highest = max(self.needed.values())
-        # One small micro-batch has shown the memory that is needed once, e.g. for kernels.
+        # One small micro-batch has measured the memory that is allocated only once, e.g. for kernels.
         if highest < 0.3 * total:
             budget = _MEASURED * total
         elif top - highest <= _NEAR * total or (highest > _FAR * total and self._rises_as_predicted(each)):

@@ -56,7 +56,7 @@ class Dial:
         self.ratios = (1.0,) * len(self._groups) if what == "momentum" else _ratios(self._groups, what)
 
     def turn(self, value: float) -> None:
-        """Set the value of the group with the largest one, and scale those of the others by their ratios."""
+        """Set the option of each group to `value` times the group's ratio."""
         for group, ratio in zip(self._groups, self.ratios, strict=True):
             self._set(group, value * ratio)
 

@@ -124,7 +124,7 @@ class _Windows:
         return math.fsum(self._samples) / len(self._samples)
 
     def noise_scale(self) -> float | None:
-        """Return ``N D / (mean |g|^2 - D)``, D the variance between windows; shared noise is no bias."""
+        """Return ``N D / (mean |g|^2 - D)``, D the variance between windows; unbiased by shared noise."""
         between, length, samples = (
             math.fsum(each) / len(each) for each in (self._between, self._lengths, self._samples)
         )

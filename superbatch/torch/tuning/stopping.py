@@ -1,7 +1,7 @@
 """Update from a window that ends when its gradient has little noise.
 
 Such a window ends early if the noise happens to agree with the gradient, so the *mean* over the window is
-biased: by 2 % of the signal if the noise has 100 dimensions, by half of it if it has one. By Wald's identity
+biased: by 2 % of the signal for noise in 100 dimensions, by 50 % for noise in one. By Wald's identity
 the *sum* is unbiased: ``E[sum of K gradients] = E[K] G`` for every rule that does not use future gradients.
 So the sum is divided by a number that is fixed in advance, and a longer window makes a longer update. Adam
 would undo that, because its step does not grow with the gradient.

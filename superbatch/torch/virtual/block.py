@@ -138,15 +138,14 @@ def virtual_batch(
 
     Ranks: each rank opens the block with its own samples; numbers of samples and micro-batches may differ.
     `torch.nn.SyncBatchNorm`, and every BatchNorm with ``group``, uses the statistics of all ranks, on any
-    device, with one all-gather per layer and one all-reduce in its backward. They are issued in program order
-    when a rank reads numbers. FSDP2 parameters are gathered for the block, in which FSDP2 and
-    DistributedDataParallel do not communicate. At the end of the block, ``.grad`` of all parameters is
+    device. Each layer makes one all-gather, and one all-reduce in its backward. These collectives are issued
+    in program order when a rank reads numbers. FSDP2 parameters are gathered for the block. Inside it FSDP2
+    and DistributedDataParallel do not communicate. At the end of the block, ``.grad`` of all parameters is
     averaged over the ranks once, as in DDP (equal weight per rank; not inside ``no_sync``; without DDP's
     communication hooks). Collectives that the program calls on virtual tensors
-    (``torch.distributed.nn.functional.all_gather``) materialize them. If a rank fails before its first
-    collective, while it computes the input of a collective of the program, or at the end of the block, the
-    other ranks raise. If it fails elsewhere after reading numbers, the other ranks wait for the time-out of
-    the group, as with DDP.
+    (``torch.distributed.nn.functional.all_gather``) materialize them. The other ranks raise if a rank fails
+    before its first collective, while it computes the input of a program's collective, or at the end of the
+    block. If it fails elsewhere after reading numbers, they wait for the time-out of the group, as with DDP.
 
     After an exception, gradients (of the models and of all leaves that the block used), buffers and random
     state (of torch, Python and NumPy) are restored. Writes into parameters (an averaged teacher) and into

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from superbatch.torch.interrupts import DeferredInterrupts
 
-OBJECTS = 50_000  # more than a block of a large model allocates, at some hundred bytes each
+OBJECTS = 50_000  # more than a block of a large model allocates, at a few hundred bytes each
 
 
 class _Threshold:

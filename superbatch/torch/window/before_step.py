@@ -52,13 +52,13 @@ class BeforeStep:
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], owned: list[ManagedParameter]) -> None:
-        # Both: the hooks run on the wrapper that the user steps, the tensors belong to the wrapped
-        # optimizers.
+        # Two lists, because hooks run on the wrapper that the user steps, and the wrapped optimizers hold
+        # the tensors.
         self._stepped = list(optimizers)
         self._optimizers = [leaf for optimizer in optimizers for leaf in leaves_of(optimizer)]
         self._owned = owned
         self._all = list(dict.fromkeys((*self._stepped, *self._optimizers)))
-        self._contents: dict[int, Contents] = {}  # by identity: not torch's, or with hooks
+        self._contents: dict[int, Contents] = {}  # by the optimizer's id, if it is not torch's or has hooks
         self._states = [_States() for _ in self._optimizers]
         self._groups: list[list[dict[str, Any]]] = []
         self._targets: list[Tensor] = []
@@ -158,7 +158,7 @@ class BeforeStep:
                 f"{names}, but another optimizer stepped: half of the update was made. "
                 "Load a checkpoint, and pass optimizers that step at every call."
             )
-        self._rollback_states()  # a wrapper's own count of calls stays
+        self._rollback_states()  # not `rollback`, which would also reset a wrapper's own count of calls
         return f"the optimizer did not step: {names}"
 
     def free(self) -> None:
@@ -267,7 +267,7 @@ class _States:
         self._are_tensors: list[bool] = []
         self._references: list[weakref.ref[Tensor]] = []
         self._versions: list[int] = []
-        self._others: list[Any] = []
+        self._plain_values: list[Any] = []
 
     def record(self, state: Mapping[Any, Any]) -> None:
         """Take the snapshot.
@@ -280,7 +280,7 @@ class _States:
         self._versions = []
         # Flat empty lists cost nothing, and SGD without momentum takes this path in every window.
         if not states:  # before the first step, and of SGD without momentum
-            self._names, self._are_tensors, self._references, self._others = [], [], [], []
+            self._names, self._are_tensors, self._references, self._plain_values = [], [], [], []
             self.is_opaque = False
             return
         # An optimizer whose state is not a dict per parameter cannot be compared.
@@ -293,8 +293,8 @@ class _States:
         tensors = [value for value in values if isinstance(value, Tensor)]
         # Weak: a strong reference would keep the old tensor alive where an optimizer replaces it.
         self._references = [weakref.ref(tensor) for tensor in tensors]
-        self._others = [value for value in values if not isinstance(value, Tensor)]
-        self.is_opaque = not all(isinstance(other, PLAIN) for other in self._others)
+        self._plain_values = [value for value in values if not isinstance(value, Tensor)]
+        self.is_opaque = not all(isinstance(other, PLAIN) for other in self._plain_values)
         try:
             self._versions = [tensor._version for tensor in tensors]
         except RuntimeError:  # made in inference mode
@@ -302,11 +302,11 @@ class _States:
 
     def free(self) -> None:
         """Free the values that are not tensors; the weak references keep no tensor alive."""
-        self._others = []
+        self._plain_values = []
 
     def by_key(self) -> dict[Any, dict[str, Any]]:
         """Return each parameter's state: name -> value, or (weak reference, version) for a tensor."""
-        tensors, others = zip(self._references, self._versions, strict=True), iter(self._others)
+        tensors, others = zip(self._references, self._versions, strict=True), iter(self._plain_values)
         values = (next(tensors) if is_tensor else next(others) for is_tensor in self._are_tensors)
         return {
             key: {name: next(values) for name in names}

@@ -153,7 +153,7 @@ def engine_of(
     # After the config, because some exclusions depend on its ranks and weight.
     options.check_combinations(config, gradient_sum=given.gradient_sum)
     if isinstance(work.sizing, Fixed):
-        # Not for a searched size, which uses almost all memory, so freed memory must be returned.
+        # Only for a fixed size. A searched size uses almost all memory, so freed memory must be returned.
         fastpaths.keep_freed_memory(entry.parameter.device for entry in parameters.entries)
     return Engine(
         config,

@@ -30,7 +30,7 @@ from .update_rule import UpdateRule
 NonFinite = Literal["raise", "skip_microbatch", "skip_update"]
 
 
-# Frozen, because all windows share it, and the engine reads it before, in and after each of them.
+# Frozen, because all windows share it, and the engine reads it before, during and after each window.
 @dataclass(frozen=True)
 class Config:
     """The checked options of an accumulator, and objects that its windows share.
@@ -46,7 +46,7 @@ class Config:
         sample_rng: True if each sample has its own random stream (`PerSampleRandom`).
         norms: participant for BatchNorm; None: there is none.
         random: participant that restores the random generators.
-        loss_fn: the loss of a micro-batch; None if the loss cannot be called with one.
+        loss_fn: the loss of a micro-batch; None if it needs the whole batch, or the user's loop computes it.
         state: restores buffers and other state that a forward changes.
         transfer: moves micro-batches to `device`; None: they are not moved.
         reserve: checks that there is memory for the update.
@@ -86,7 +86,7 @@ class Config:
     extra: Extra | None = None
 
     def outside_window(self) -> AbstractContextManager[None]:
-        """Return a context for forwards outside of a window, such as a check's: it restores `extra`."""
+        """Return a context for forwards that belong to no window, e.g. in a check; it restores `extra`."""
         return nullcontext() if self.extra is None else self.extra.outside_window()
 
     @property

@@ -76,8 +76,8 @@ def scaled(loss: Tensor, factor: float) -> Tensor:
 class Parts(NamedTuple):
     """The count that this rank's loss is divided by, and the weight of the rank.
 
-    If the loss is a mean over counted elements such as labels, the means of the ranks add up to the mean over
-    all ranks only if each rank's weight is proportional to its count.
+    The loss may be a mean over counted elements, such as labels. Then the weighted means of the ranks add up
+    to the mean over all ranks only if each rank's weight is proportional to its count.
 
     Attributes:
         counted: number of elements that the loss is divided by; 0 if it is not divided by a count.

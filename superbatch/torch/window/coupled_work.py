@@ -73,13 +73,13 @@ class Coupled:
         self._rng: Rng = rng
         self._run = run_backward if config.backward is None else host_backward(config.backward)
         self._size: Size | None = size
-        self._now: Size = "auto"  # size for the current window
+        self._current_size: Size = "auto"  # size for the current window
         self._parts = Parts(0.0, 0.0)
         self._is_unsplit = False  # True if loss_fn does not use the virtual batch
 
     @property
     def watched(self) -> None:
-        """None, because a batch in one micro-batch is no mistake here."""
+        """None: a batch in one micro-batch is no mistake, because the loss needs the whole batch."""
 
     @property
     def can_run(self) -> bool:
@@ -113,10 +113,10 @@ class Coupled:
             batch = joined(microbatches)
         samples = _samples_of(batch)
         given = None if size == "auto" else size
-        self._now = "auto"
+        self._current_size = "auto"
         if size != "auto" or self.sizing.most is not None:
             # filter removes None and, for an empty batch, 0.
-            self._now = min(filter(None, (given, self.sizing.most, samples)))
+            self._current_size = min(filter(None, (given, self.sizing.most, samples)))
         return MicrobatchList([batch], [samples], None, {}), self.sizing
 
     def copy(self) -> Coupled:
@@ -146,7 +146,7 @@ class Coupled:
         for batch in window:
             # Each failure reduces the size, so the loop ends at one sample at the latest.
             while (failure := self._until_failure(window, batch)) is not None:
-                self._go_on_smaller(window, failure)
+                self._continue_smaller(window, failure)
 
     def record(self, window: OpenWindow[Any]) -> Update:
         """Return the record of a window that is over, with the number of micro-batches in the report."""
@@ -203,7 +203,7 @@ class Coupled:
             weight = float(normalize.total_weight(progress.weights.counted([])))
             declared = config.declared.weigh != "samples"
             self._parts = require_every_rank(begun[0], weight, declared=declared)
-        # A memory bank may now hold virtual tensors of the forward; a copy of one is a real tensor.
+        # A memory bank may now hold virtual tensors of the forward; deepcopy makes them real.
         config.state.replace_tensors(VirtualTensor, deepcopy)
         gradients.record()
         progress.losses.load_state({0: value.item()})
@@ -217,7 +217,7 @@ class Coupled:
     ) -> Tensor:
         """Record forward and backward; return the loss without its graph."""
         loss = _checked(self._loss_fn(virtual(batch)))
-        # A loss that was read from sums of the virtual batch (`sweeps`) is real, but uses the batch.
+        # A real tensor may still depend on the virtual batch, if loss_fn has read virtual values (`sweeps`).
         self._is_unsplit = not isinstance(loss, VirtualTensor) and not virtual.report().sweeps
         ((_, factor),) = window.transaction.progress.weights.scaled(0, loss, None)
         part, scale = scaled(loss, factor), window.transaction.scale
@@ -229,7 +229,7 @@ class Coupled:
         sync, device = self._config.sync, self._config.device
         where = checked_device(device, (parameter for each in models for parameter in each.parameters()))
         return Options(
-            size=self._now,
+            size=self._current_size,
             device=where,
             rng=self._rng,
             device_budget=None,
@@ -241,7 +241,7 @@ class Coupled:
             reduces=False,
         )
 
-    def _go_on_smaller(self, window: OpenWindow[Any], failure: Failure) -> None:
+    def _continue_smaller(self, window: OpenWindow[Any], failure: Failure) -> None:
         transaction = window.transaction
         config = transaction.config
 
@@ -258,12 +258,12 @@ class Coupled:
         on_all_ranks(config.sync, shrink)
         transaction.restart()
         # `sizes` is empty on a rank that had enough memory.
-        for failed, self._now in sizes:
+        for failed, self._current_size in sizes:
             transaction.progress.failures += 1
             config.reserve.tight = True
             warn(
                 f"memory ran out with {failed} samples at a time; the batch is computed again with at most "
-                f"{self._now}. The update is the same{retry_condition(transaction)}. "
+                f"{self._current_size}. The update is the same{retry_condition(transaction)}. "
                 f"({failure.text.splitlines()[0]})"
             )
 
@@ -275,11 +275,11 @@ class Coupled:
         """
         samples = sum(transaction.progress.microbatches.samples or ())
         # virtual_batch chooses the size; if memory ran out before it had, the size was the whole batch.
-        if self._now == "auto":
+        if self._current_size == "auto":
             parts = self.report.microbatches if self.report is not None else 0
             failed = -(-samples // (parts or 1))
         else:
-            failed = near_equal(samples, self._now)[0]
+            failed = near_equal(samples, self._current_size)[0]
         most = transaction.sizing.failed(failed)
         if not most:
             raise OutOfMemoryError(
@@ -371,7 +371,7 @@ _UNSPLIT = (
 
 
 def _holder_of_others(models: tuple[nn.Module, ...], owned: list[ManagedParameter]) -> list[nn.Module]:
-    """Return a module of the parameters outside of the models, such as a learnt temperature; [] if none."""
+    """Return a module that holds the parameters outside of the models, in a list; [] if there are none."""
     # By id, because `in` on tensors compares elements.
     inside = {id(parameter) for model in models for parameter in model.parameters()}
     outside = [entry for entry in owned if id(entry.parameter) not in inside]

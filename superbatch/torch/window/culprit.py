@@ -17,7 +17,7 @@ from .transfer import to_device
 
 
 def by_loss(window: Transaction, losses: Any, bad: list[int]) -> Culprit:
-    """Return the first of the micro-batches `bad`, whose losses are not finite; other ranks have none."""
+    """Describe the first micro-batch of `bad`, whose losses are not finite; `bad` is empty on other ranks."""
     # The advice must not name an option that other options exclude.
     droppable = _can_drop(window)
     if not bad:
@@ -31,7 +31,7 @@ def by_loss(window: Transaction, losses: Any, bad: list[int]) -> Culprit:
 
 
 def by_gradient(window: Transaction, losses: Any, gradients: list[Tensor | None]) -> Culprit:
-    """Run the micro-batches once more, and return the first whose gradient is not finite."""
+    """Run the micro-batches once more, and describe the first whose gradient is not finite."""
     config = window.config
     in_step = config.sync.in_step
     if in_step:
@@ -42,8 +42,8 @@ def by_gradient(window: Transaction, losses: Any, gradients: list[Tensor | None]
         return Culprit(0, losses[0], parameter, whole=True)
     if config.loss_fn is None:  # a loop of the user's own cannot be run again
         return Culprit(parameter=parameter, droppable=_can_drop(window))
-    # Generators and buffers as at the beginning, so that the forwards compute the same again. `restart` keeps
-    # what the window needs to be restored once more.
+    # Restore generators and buffers, so that the forwards give the same losses. `restart` keeps its copies,
+    # because the window is restored once more.
     config.random.restart()
     config.state.restore()
     took_part = window.progress.weights.took_part(window.progress.dropped)

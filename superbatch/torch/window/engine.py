@@ -293,7 +293,7 @@ class Engine:
         if self._window is not None:
             raise misuse.second_window()
         if window.is_over:
-            raise self._over()
+            raise self._entered_twice()
         self._make_ready()
         self.work.require_allowed()
         self._placement.require_allowed()
@@ -304,7 +304,7 @@ class Engine:
         self._schedule.updates = self.updates
         self._set_open(window)
 
-    def _over(self) -> WindowError:
+    def _entered_twice(self) -> WindowError:
         """Return the error for entering a window twice, and tell other ranks, which expect a new window."""
         error, sync = misuse.over(), self.config.sync
         if sync.shared:

@@ -119,7 +119,7 @@ def catch_up(window: Transaction, error: BaseException | None) -> None:
 
     Args:
         window: the window; afterwards it is left or begins again.
-        error: the error of this rank; None: it leaves the window without one.
+        error: the error of this rank; None: it leaves the window without an error.
     """
     config, progress = window.config, window.progress
     # After a RankError or a broken connection no rank waits.

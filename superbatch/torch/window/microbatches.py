@@ -343,7 +343,7 @@ def microbatches_of(
     microbatches = list(batch) if isinstance(batch, Window) else [batch]
     if not microbatches:
         raise misuse.empty_window()
-    # Declared leaves have another length than the number of samples.
+    # Without declared paths, the length of each tensor is the number of samples.
     if not any(paths.values()):
         lengths = [_length_of_tensors(microbatch) for microbatch in microbatches]
         if all(lengths):

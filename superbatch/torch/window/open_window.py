@@ -64,8 +64,9 @@ class OpenWindow(Generic[T]):
         resume: dict[str, Any] | None,
         watch: BackwardWatch | None,
         check_schedule: CheckSchedule | None,
-        # Functions of the engine: open this window, forget the saved state that it has loaded, and return the
-        # functions that close it (True: it has made an update).
+        # Functions of the engine. `on_enter` opens this window. `on_resume` frees the saved state that the
+        # engine has loaded. `closing_steps` returns the functions that close the window; its second argument
+        # is True if the window has made an update.
         on_enter: Callable[[OpenWindow[Any]], None],
         on_resume: Callable[[], None],
         closing_steps: Callable[[OpenWindow[Any], bool], list[Callable[[], None]]],
@@ -240,7 +241,7 @@ class OpenWindow(Generic[T]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            with DeferredInterrupts():  # no Ctrl-C between "as before the window" and "as after the update"
+            with DeferredInterrupts():  # no Ctrl-C in a state between that before and that after the update
                 self._close(kind, error)
         except BaseException as raised:
             self.abandon(raised)  # an interrupt may come before signals are deferred
@@ -284,7 +285,7 @@ class OpenWindow(Generic[T]):
             self._ending.complete()
             return
         before = self._config.before_step
-        # False if an optimizer has stepped, or if its tensors may have changed: the update is torn then.
+        # If an optimizer has stepped or may have written to tensors, the update is torn.
         as_before = not self._ending.has_stepped and before.rollback()
         if as_before:
             self._discard(raised)

@@ -86,7 +86,7 @@ class Structure:
             for table_of in (children_of, parameters_of)
         ]
         # The objects are held, because the id of a freed object may be reused.
-        self._held = [tuple(table.values()) for table in self._tables]
+        self._objects = [tuple(table.values()) for table in self._tables]
         self._recorded = self._identities()
 
     def _identities(self) -> list[int]:

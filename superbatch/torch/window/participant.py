@@ -49,7 +49,7 @@ class Participant(Protocol):
         ...
 
     def commit(self) -> None:
-        """Keep the window's changes, and free what was remembered. Called a second time as `restore` is.
+        """Keep the window's changes, and free the copies. Like `restore`, it may be called a second time.
 
         The update is already made. An error here is raised after all other participants have committed.
         """

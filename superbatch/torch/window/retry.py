@@ -4,8 +4,8 @@ A micro-batch that failed must leave no changes behind:
 
 * If no gradient has arrived, and random state and buffers are unchanged or can be restored, the window
   continues at this micro-batch, in smaller ones.
-* Otherwise (part of a gradient is in the sum, or a buffer was written) the state before the window is
-  restored, and the window begins again. A copy of all gradients before each micro-batch would avoid this, but
+* Otherwise (part of a gradient is in the sum, or a buffer was written) the window restores the state before
+  it and begins again. A copy of all gradients before each micro-batch would avoid this, but
   would take the memory that is missing.
 """
 
@@ -58,7 +58,7 @@ def work_through(window: OpenWindow) -> None:
         index = progress.next if progress.current is None else progress.current
         # The iterator refers to the micro-batch that failed, which must be freed.
         window.end_iteration()
-        # A forward that failed inside autocast or no_grad() may not have left it.
+        # A failed forward may have left autocast or grad mode changed.
         window.transaction.modes.restore()
         _continue_smaller(window.transaction, index, failure)
 
@@ -213,7 +213,7 @@ def give_up(window: Transaction, index: int, samples: int | None, failure: str) 
     Raises:
         OutOfMemoryError: always.
     """
-    # The first reason that applies has the remedy that helps.
+    # Only the first reason that applies names a remedy that helps.
     # A GhostBatchNorm normalises over the micro-batch, so its size must not change.
     if window.pooled is not None:
         wrong = "With GhostBatchNorm the update would change in smaller micro-batches"

@@ -96,8 +96,8 @@ def check_fit(state: Mapping[str, Any], expected: Expected) -> None:
         expected: description of the window in which it is resumed.
 
     Raises:
-        WindowError: another rank or another number of ranks saved it, its position or its gradients do not
-            fit the window, or it was changed after it was saved.
+        WindowError: another rank or another number of ranks saved it; its position or its gradients do not
+            fit the window; or it was changed after it was saved.
 
     Examples:
         >>> here = Expected(2, {"weight": torch.Size([1])}, rank=0, ranks=1)

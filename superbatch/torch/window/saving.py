@@ -61,7 +61,7 @@ def check_state(window: Transaction, state: dict[str, Any]) -> None:
 
 
 def _identity(window: Transaction) -> list[str]:
-    """Return what must be equal to resume a window: kind of gradient sum, options, names of parameters."""
+    """Return values that must be equal on resuming: kind of gradient sum, options, names of parameters."""
     config = window.config
     # A weight function cannot be compared; `check_state` compares the weights that it returned.
     weigh = config.weigh if isinstance(config.weigh, str) else "counted"

@@ -51,7 +51,7 @@ class SideStream:
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
         self._stream: Any = None
-        self._held: tuple[Any, Tensor] | None = None
+        self._copy_source: tuple[Any, Tensor] | None = None
 
     def beside(self, *, after_computation: bool = False) -> AbstractContextManager[Any]:
         """Return a context whose copies overlap with the computation.
@@ -84,8 +84,8 @@ class SideStream:
         would run ahead and run out of memory, because tensors that wait for their copy stay allocated.
         """
         # The event comes after the copy from `source`, which is already launched.
-        held, event = self._held, self.event()
-        self._held = None if event is None else (event, source)
+        held, event = self._copy_source, self.event()
+        self._copy_source = None if event is None else (event, source)
         if held is not None:
             torch.cuda.current_stream(self._device).wait_event(held[0])
 
@@ -99,7 +99,7 @@ class SideStream:
         """Make the computation wait for all copies launched so far."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
-            self._held = None
+            self._copy_source = None
 
     def hand_over(self, copy: Any) -> None:
         """Make the computation wait for a copy, and keep the copy's memory until it was read."""

@@ -109,7 +109,7 @@ def ready(
 
 def clip(rule: UpdateRule, gradients: list[Tensor | None], norm: float) -> None:
     """Clip the normalised gradient in place, by norm and then by the user's function."""
-    # torch.nn.utils.clip_grad_norm_ also multiplies by one, a pass over all gradients.
+    # torch.nn.utils.clip_grad_norm_ multiplies by 1 for smaller norms, which costs a pass over all gradients.
     if rule.max_grad_norm is not None and norm + 1e-6 > rule.max_grad_norm:
         factor = rule.max_grad_norm / (norm + 1e-6)
         fastpaths.multiply(elements_of(gradients), factor)
@@ -211,7 +211,7 @@ class OptimizerSteps:
         if scaler is not None:
             self._scaler_update = Once(scaler.update)
             self._calls.append(self._update_scaler)
-        # Not with sums in momentum buffers, which are applied before any hook runs.
+        # Sums in momentum buffers are applied before any hook runs, so there the ranks agree earlier.
         if agree is not None and self._optimizers and not isinstance(gradients, MomentumGradientSum):
             first = self._optimizers[0]
             self._hooked = first if before.has_hooks(first) else None

@@ -171,7 +171,8 @@ def weights_of(config: Config, microbatches: list[Any], samples: list[int] | Non
         return TermWeights(
             declared.terms, microbatches, samples, config.sync, lambda parts: returned_weights(config, parts)
         )
-    # Other weights are summed over the ranks here. In place of that exchange, this vote shows a failed rank.
+    # Weights known before the forward are summed over the ranks, which shows a failed rank. Returned weights
+    # are not, so the ranks vote instead.
     if config.sync.shared and declared.returned:
         config.sync.vote(raised=False)
     return Weights(

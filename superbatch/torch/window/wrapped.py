@@ -50,7 +50,7 @@ def leaves_of(optimizer: Optimizer) -> list[Optimizer]:
 
 def _leaves(optimizer: Optimizer, seen: set[int]) -> list[Optimizer]:
     inner: list[Optimizer] = []
-    for each in _held(optimizer):
+    for each in _optimizers_in(optimizer):
         # `seen` ends the recursion if wrappers refer to each other.
         if id(each) not in seen:
             seen.add(id(each))
@@ -59,7 +59,7 @@ def _leaves(optimizer: Optimizer, seen: set[int]) -> list[Optimizer]:
     return inner or [optimizer]
 
 
-def _held(optimizer: Optimizer) -> list[Optimizer]:
+def _optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
     found: list[Any] = []
     for name, held in vars(optimizer).items():
         # Most attributes are options. This runs at each update, so they are skipped first.
@@ -134,7 +134,7 @@ def _watched(optimizer: Optimizer, *, always: bool) -> list[Optimizer]:
     """Return the optimizers that a step should reach; none if there is nothing to watch."""
     # A `step` in the instance's __dict__ was replaced, e.g. by a scheduler or a profiler.
     hides = "step" in vars(optimizer) or _is_hidden(optimizer)
-    if not (always or hides or _held(optimizer)):  # the usual case
+    if not (always or hides or _optimizers_in(optimizer)):  # the usual case
         return []
     leaves = leaves_of(optimizer)
     return [] if leaves == [optimizer] and not (always or hides) else leaves

@@ -103,7 +103,7 @@ def fairness() -> CoupledRecipe:
         lower_is_better=False,
         mechanism="the square of a mean over m samples is the square of the mean plus variance / m",
         limits=(
-            "The unbiased penalty corrects the bias for this loss only, and requires to know its formula.",
+            "The unbiased penalty corrects the bias of this loss only, and needs the formula of the loss.",
             "A micro-batch, or a half of one, without samples of one group has no penalty.",
         ),
     )

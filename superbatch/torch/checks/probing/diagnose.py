@@ -82,7 +82,7 @@ def diagnose(setting: Setting, size: Size, *, tolerance: float) -> Diagnosis:
     if evidence > tolerance:
         if not largest(first, whole(setting)) > _NOISE * evidence:
             return Diagnosis((_nondeterminism(evidence),), (), ())
-        # The largest difference that sums in another order of threads explain.
+        # Threads that add in another order explain differences up to this tolerance.
         tolerance = _NOISE * evidence
     causes: list[Finding] = []
     # Random numbers first: they would hide the effect of a changed buffer.
@@ -154,7 +154,7 @@ def _remove_state(setting: Setting, size: Size, tolerance: float) -> tuple[Setti
     evaluate(setting.problem, setting.batch)
     batchnorms = {path for path, module in model.named_modules() if isinstance(module, _BatchNorm)}
     changed = changed_state(before, module_state(model))
-    # Running statistics change by design; participants handle them.
+    # Running statistics change by design; the accumulator's `participants` handle them.
     changed = [path for path in changed if path.rpartition(".")[0] not in batchnorms]
     restored = setting.but(restore_state=True)
     evidence = largest(accumulated(restored, size), accumulated(setting, size)) if changed else 0.0

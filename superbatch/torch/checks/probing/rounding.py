@@ -14,8 +14,8 @@ from superbatch.torch.devices import accelerators, generator_states
 from ..measure import Measured, Setting, largest, whole
 from .resample import select
 
-# (Relative difference that a correct accumulation may have; largest difference that counts as rounding if the
-# large batch itself is that far from a more precise gradient, e.g. because of activations near a kink).
+# Two relative differences: the usual rounding of a correct accumulation, and the upper bound of rounding. The
+# bound applies if the large batch's own gradient is that inexact, e.g. because of activations near a kink.
 ROUNDING = {torch.float32: (1e-5, 1e-2), torch.bfloat16: (3e-2, 0.3), torch.float16: (5e-3, 0.1)}
 _TF32 = (2e-3, 1e-2)  # products of numbers with 10 bits; the kernel depends on the batch size
 _EIGHT_BITS = (0.25, 0.8)  # floats with a mantissa of two or three bits

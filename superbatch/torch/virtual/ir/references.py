@@ -1,7 +1,7 @@
 """References for paranoid mode: operations on full tensors, computed without the rules.
 
-For kernels that cannot be called again on full tensors, because the state that they save for the backward is
-missing or in a private form.
+Some kernels cannot be called again on full tensors: the state that they save for the backward is missing, or
+in a private form. These functions compute their results by another method.
 """
 
 from __future__ import annotations

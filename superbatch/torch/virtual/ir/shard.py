@@ -54,7 +54,7 @@ REPLICATE: Final = None
 """Placement of an input that each micro-batch reads in full."""
 
 PARTIAL: Final = None
-"""Placement of an output that the micro-batches are reduced to."""
+"""Placement of an output that is reduced over the micro-batches."""
 
 
 class BatchSlice(NamedTuple):

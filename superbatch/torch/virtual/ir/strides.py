@@ -1,10 +1,10 @@
 """Canonical strides for kernels that misread the strides of a dimension of size one.
 
 PyTorch allows any stride in a dimension of size one, but some kernels choose their memory format by that
-stride. A gradient of one image with strides ``(C, 1, W * C, C)`` is in channels-last order for
-`Tensor.is_contiguous`, which skips dimensions of size one, but in the usual order for
-`suggest_memory_format`, which does not. So the kernel reads it in the wrong order. A batch never has such
-strides; a micro-batch of one sample often has.
+stride. An example is a gradient of one image with strides ``(C, 1, W * C, C)``. `Tensor.is_contiguous` skips
+dimensions of size one, and finds channels-last order. `suggest_memory_format` does not skip them, and finds
+the usual order. So the kernel reads the gradient in the wrong order. A batch never has such strides; a
+micro-batch of one sample often has.
 """
 
 from __future__ import annotations

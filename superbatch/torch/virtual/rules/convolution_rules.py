@@ -44,7 +44,7 @@ def _convolution(call: Call) -> OpStrategy | None:
 
 
 def _backward(call: Call) -> OpStrategy | None:
-    """Rule for a backward: each channel of input and weight gets its gradient from the full output's."""
+    """Rule for a backward: each channel's gradients are computed from the full gradient of the output."""
     grad, x, weight = call.tensors
     shard = _channels(x, weight, call)
     if shard is None or grad.shard is not None or call.argument("output_mask")[2]:

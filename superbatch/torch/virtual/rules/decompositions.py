@@ -19,8 +19,8 @@ IMMEDIATE = {
     aten.mkldnn_rnn_layer_backward.default,
 }
 
-# Not decomposed: batch norm and cumsum would become many small operations, dropout would draw its numbers in
-# another order, and the decomposition of `view` loses the shape of an empty tensor.
+# Not decomposed. Batch norm and cumsum would become many small operations. Dropout would draw its numbers in
+# another order. The decomposition of `view` loses the shape of an empty tensor.
 _NOT_DECOMPOSED = {
     aten.native_batch_norm,
     aten.index_put,

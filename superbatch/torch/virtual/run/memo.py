@@ -1,9 +1,9 @@
 """Cache of recorded operations, keyed by operator, arguments, shapes, dtypes and batch dimension.
 
-Every update records the same operations. The strategy of an operation and the shapes of its results depend on
-the operator, the arguments that are not tensors, and the shape, strides, dtype, device and sharding of each
-tensor, never on numbers. So both are cached for the process. Rules are called with stand-ins, so that an
-entry holds no numbers and no values of a block.
+Every update records the same operations. So the strategy of an operation and the shapes of its results are
+cached for the process. They depend on the operator, on the arguments that are not tensors, and on the shape,
+strides, dtype, device and sharding of each tensor; never on numbers. Rules are called with stand-ins, so that
+an entry holds no numbers and no values of a block.
 """
 
 from __future__ import annotations

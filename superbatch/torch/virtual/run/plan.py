@@ -2,9 +2,9 @@
 
 A sweep runs all micro-batches once. An operation that reads a batch statistic runs in a sweep after the one
 that sums the statistic. The *stage* of an operation is the number of its first sweep. A result that several
-stages read is stored for all samples if a coupling point reads it (the input of a BatchNorm, an embedding),
-or if more than `PATIENCE` later stages would recompute it. Otherwise it is recomputed. So a contrastive loss
-runs the forward twice, like GradCache, and BatchNorms run it once.
+stages read is either stored for all samples or recomputed. It is stored if a coupling point reads it (the
+input of a BatchNorm, an embedding), or if more than `PATIENCE` later stages would recompute it. So a
+contrastive loss runs the forward twice, like GradCache, and BatchNorms run it once.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def plan(targets: Iterable[Value], readable: Iterable[Value], *, by_rows: bool =
     """
     targets, readable = set(targets), set(readable)
     others = [value for value in readable if not value.materialized and value not in targets]
-    # With the values that may be read later: for a running mean alone, the plan would miss that samples wait
-    # for the same statistic.
+    # Include values that may be read later. From a running mean alone, the plan would not know that samples
+    # wait for the same statistic.
     everything = _ancestors([*targets, *others])
     cut = cut_to_rows(everything, targets | readable) if by_rows else {}
     # Computed again, because cut_to_rows changes operands.
@@ -68,10 +68,11 @@ def plan(targets: Iterable[Value], readable: Iterable[Value], *, by_rows: bool =
     coupling: dict[Value, set[int]] = {}  # stages in which a coupling point reads a value
     stored: dict[Value, int] = {}
     moved = False
-    for node in reversed(nodes):  # readers first: the stages that read a value are those that compute it
+    for node in reversed(nodes):  # readers first: the stages that read a value also compute it
         if node.once:
             continue
-        if id(node) not in coupling_ids:  # a logged loss, for example, joins a sweep that computes its inputs
+        # No sample waits for such a node, e.g. a logged loss: it joins a sweep that computes its inputs.
+        if id(node) not in coupling_ids:
             earliest = stage[node]
             stage[node] = _stage_with_inputs(node, earliest, wanted)
             moved |= stage[node] != earliest

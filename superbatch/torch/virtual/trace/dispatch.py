@@ -44,7 +44,7 @@ def _dispatched(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: d
     kind = _kind_of(func)
     if kind.handler is not None:
         return kind.handler(recording, *args, **kwargs)
-    if kind.composite:  # in a decomposition; those of the program are decomposed before dispatch
+    if kind.composite:  # called by a decomposition; torch decomposes the program's composites
         return func.decompose(*args, **kwargs)
     if kind.writes:
         return _write(recording, func, args, kwargs)

@@ -28,7 +28,7 @@ DEFINED: dict[Any, Any] = {
 
 aten: Any = torch.ops.aten
 
-# (operator, index of the result) of state that a kernel saves, and the rule of its backward recomputes.
+# (operator, index of a result): state that the kernel saves and that the rule of its backward recomputes.
 UNREAD = {
     (aten._ctc_loss, 1),
     (aten._scaled_dot_product_flash_attention, 1),

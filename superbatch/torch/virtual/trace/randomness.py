@@ -31,7 +31,7 @@ class Randomness:
 
     def __init__(self, how: Literal["microbatch", "batch"]) -> None:
         self._how = how
-        # Seeds of attention by its logsumexp, a result that the backward reads.
+        # Seed of each attention call, by its logsumexp: a result of the forward that the backward reads.
         self._seeds: WeakKeyDictionary[Value, int] = WeakKeyDictionary()
 
     @property

@@ -287,7 +287,7 @@ class Recording:
         refuse_hollow(tensor)
         for leaf in () if isinstance(tensor, VirtualTensor) else self.leaves.new(tensor):
             if leaf.grad is not None and leaf.grad.layout is torch.strided:
-                # Autograd accumulates in place, and into a real tensor only by materializing the gradient.
+                # Autograd adds the new gradient in place, which would materialize it if `.grad` were real.
                 leaf.grad = self.wrap(self.from_real(leaf.grad))
 
     def values(self, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,9 +1,8 @@
 """Participants for BatchNorm in micro-batches: an error, frozen, or normalised per micro-batch.
 
-Normalising per micro-batch is a different function from normalising over the batch (its gradient is that of
-"ghost" batch normalisation, arXiv:1705.08741), so the user must choose it. The running statistics remain
-exact: they change once per update, by the batch's mean and variance, pooled from the micro-batches (Chan,
-Golub, LeVeque 1979)::
+Normalising per micro-batch ("ghost" batch normalisation, arXiv:1705.08741) computes another function than
+normalising over the batch, so the user must choose it. The running statistics remain exact: they change once
+per update, by the batch's mean and variance, pooled from the micro-batches (Chan, Golub, LeVeque 1979)::
 
     n = sum n_i     mean = sum n_i mean_i / n     M2 = sum [ (n_i - 1) var_i + n_i (mean_i - mean)^2 ]
     running_mean = (1 - momentum) running_mean + momentum mean

@@ -61,7 +61,7 @@ class BindingsAtBegin:
         self, found: Reached | None = None, known: Mapping[tuple[int, Any], Any] | None = None
     ) -> None:
         self._owners: list[Any] = []
-        self._known = {} if known is None else known
+        self._recorded_elsewhere = {} if known is None else known
         self._set([])
         if found is None:
             return
@@ -93,7 +93,7 @@ class BindingsAtBegin:
         self._sized = [one.table.content for one, kind in kinds if kind is not None]
         # Sizes are compared first, because that is cheap and itemgetter does not find an added key.
         self._sizes = list(map(len, self._sized))
-        self._others = [one for one, kind in kinds if kind is None]
+        self._read_in_full = [one for one, kind in kinds if kind is None]
         self._lists = [one.table.content for one, kind in kinds if kind is list]
         self._getters: list[tuple[Any, Any]] = []
         held: list[Any] = []
@@ -103,7 +103,7 @@ class BindingsAtBegin:
                 # The first key twice, because itemgetter returns a tuple only for two keys or more.
                 self._getters.append((itemgetter(keys[0], *keys), table.content))
                 held += [values[key] for key in (keys[0], *keys)]
-        self._held = held + list(chain.from_iterable(self._lists))
+        self._held_values = held + list(chain.from_iterable(self._lists))
 
     def _is_same(self) -> bool:
         """Return whether all names are bound to the same objects as before.
@@ -116,15 +116,15 @@ class BindingsAtBegin:
             now = [get(content) for get, content in self._getters]
         except KeyError:  # a key was deleted since the last window
             return False
-        if not all(map(is_, chain.from_iterable((*now, *self._lists)), self._held)):
+        if not all(map(is_, chain.from_iterable((*now, *self._lists)), self._held_values)):
             return False
-        return all(_same(one.table.read(), one.values) for one in self._others)
+        return all(_same(one.table.read(), one.values) for one in self._read_in_full)
 
     def _hold(self, table: Table) -> RecordedTable:
         identity = id(table.content)
         # Bindings that have changed before are recorded elsewhere.
         values = {
-            key: value if _is_small(value) and (identity, key) not in self._known else UNHELD
+            key: value if _is_small(value) and (identity, key) not in self._recorded_elsewhere else UNHELD
             for key, value in table.read().items()
         }
         contents = {key: content_key(value) for key, value in values.items()}

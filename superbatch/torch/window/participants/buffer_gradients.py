@@ -80,7 +80,7 @@ class BufferGradientSum:
             self._inside = False
 
     def isolated_is_finite(self, others: Sequence[Tensor] = ()) -> bool:
-        """Return whether the isolated gradient of the last micro-batch and the other tensors are finite."""
+        """Return whether the isolated gradient of the last micro-batch and all of `others` are finite."""
         gradients = [entry.parameter.grad for entry in self._owned if entry.parameter.grad is not None]
         return all_finite([*others, *gradients])
 

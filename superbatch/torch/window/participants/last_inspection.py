@@ -1,4 +1,4 @@
-"""Traces of all bindings at the last inspection; after a failure they show state that has no copy."""
+"""Traces of all bindings at the last inspection; after a failure they show which state has no copy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """State that a forward changes, other than trained parameters; restored if a window is discarded.
 
-This state is in buffers of all modules, frozen parameters (the teacher of a moving average), tensors and
-numbers in plain attributes, containers and objects, and the closure of the loss function (see `reached`).
+This state is in buffers of all modules and in frozen parameters (the teacher of a moving average). It is also
+in plain attributes, containers and objects, and in the closure of the loss function (see `reached`).
 
 Copying all of it in every window would be slow, so the cost depends on the state that has changed so far:
 
@@ -337,8 +337,8 @@ class MovedState:
     def _copy(self, *, check: bool) -> None:
         """Copy or trace the recorded tensors.
 
-        Frozen parameters are copied only in a first window without a check, up to the size of the trained
-        parameters, because the teacher of a moving average is as large as its student.
+        Frozen parameters are copied only in a first window without a check. The limit is the size of the
+        trained parameters, because the teacher of a moving average is as large as its student.
         """
         unknown = not (self.history.windows or self.history.checked or check)
         trained = (p for model in self._models for p in model.parameters() if p.requires_grad)

@@ -78,7 +78,7 @@ class Table:
         if isinstance(self.content, list | deque | tuple):
             return {None: tuple(self.content)}
         content = self.content
-        # Of a class only what may be state, because it may have a hundred methods and annotations.
+        # Only values that may be state, because a class may have a hundred methods and annotations.
         if isinstance(content, type):
             return {key: value for key, value in vars(content).items() if isinstance(value, _OF_CLASSES)}
         if not isinstance(content, dict):
@@ -186,7 +186,7 @@ def reach(models: Iterable[nn.Module], functions: Iterable[Callable[..., Any]]) 
     # Models first, so that a teacher inside a model is not listed as `outside`.
     search.descend()
     for function in functions:
-        search.waiting.append(("", function, 0, True))
+        search.queue.append(("", function, 0, True))
     search.descend()
     return Reached(search.tables, search.outside, search.names, search.objects)
 
@@ -199,12 +199,12 @@ class _Search:
         self.outside: list[tuple[str, nn.Module]] = []
         self.names: dict[nn.Module, str] = {}
         self.objects: list[Any] = []
-        self.waiting: deque[tuple[str, Any, int, bool]] = deque()
+        self.queue: deque[tuple[str, Any, int, bool]] = deque()
         self._entered: dict[int, Any] = {}  # objects are held, because the id of a freed one may be reused
 
     def descend(self) -> None:
-        while self.waiting:
-            self._visit(*self.waiting.popleft())
+        while self.queue:
+            self._visit(*self.queue.popleft())
 
     def module(self, name: str, root: nn.Module, *, inside: bool = False) -> None:
         for path, module in root.named_modules():
@@ -250,7 +250,7 @@ class _Search:
         # If the loss function is a callable object, its __call__ is followed as a function.
         called = getattr(type(value), "__call__", None)  # noqa: B004  (the code itself is needed)
         if of_loss_fn and isinstance(called, FunctionType):
-            self._wait("", called, depth + 1, of_loss_fn=True)
+            self._queue("", called, depth + 1, of_loss_fn=True)
 
     def _container(self, name: str, value: Any, depth: int, of_loss_fn: bool) -> None:
         # A longer container is data, such as the samples of a dataset.
@@ -261,20 +261,20 @@ class _Search:
             return
         self.tables.append(Table(name, value, of_loss_fn=of_loss_fn))
         for index, item in enumerate(value):
-            self._wait(f"{name}[{index}]", item, depth + 1, of_loss_fn=of_loss_fn)
+            self._queue(f"{name}[{index}]", item, depth + 1, of_loss_fn=of_loss_fn)
 
     def _function(self, name: str, function: Any, depth: int) -> None:
         if isinstance(function, functools.partial):
-            self._wait(name, function.func, depth + 1, of_loss_fn=True)
+            self._queue(name, function.func, depth + 1, of_loss_fn=True)
             for index, value in enumerate(function.args):
                 self._argument(_argument(function.func, index), value, depth)
             for keyword, value in function.keywords.items():
                 self._argument(keyword, value, depth)
             return
         if isinstance(function, MethodType):
-            # Both at the same depth, because `loss.compute` is one step to `loss`.
-            self._wait(name, function.__self__, depth, of_loss_fn=True)
-            self._wait(name, function.__func__, depth, of_loss_fn=True)
+            # At the method's own depth, so that `loss.compute` counts as `loss` itself.
+            self._queue(name, function.__self__, depth, of_loss_fn=True)
+            self._queue(name, function.__func__, depth, of_loss_fn=True)
             return
         if vars(function):
             self._table(Table(function.__name__, vars(function), own=True, of_loss_fn=True), depth)
@@ -304,12 +304,12 @@ class _Search:
         """Record a table, and queue the values that are bound in it."""
         self.tables.append(table)
         for key, value in table.read().items():
-            self._wait(table.name_of(key), value, depth + 1, of_loss_fn=table.of_loss_fn)
+            self._queue(table.name_of(key), value, depth + 1, of_loss_fn=table.of_loss_fn)
 
-    def _wait(self, name: str, value: Any, depth: int, *, of_loss_fn: bool) -> None:
+    def _queue(self, name: str, value: Any, depth: int, *, of_loss_fn: bool) -> None:
         # These types refer to nothing that could be followed.
         if value is not None and not isinstance(value, Tensor | int | float | str | bytes):
-            self.waiting.append((name, value, depth, of_loss_fn))
+            self.queue.append((name, value, depth, of_loss_fn))
 
     def _enter(self, value: Any) -> bool:
         if id(value) in self._entered:

@@ -19,8 +19,8 @@ def replace_in(
 ) -> None:
     """Replace tensors of a class in all tables and buffers.
 
-    A large tensor stays if its name was not bound to a tensor of that shape before, because it is then
-    probably a result of the forward.
+    A large tensor stays if its name was not bound to a tensor of that shape before. It is then probably a
+    result of the forward.
 
     Args:
         found: result of the search for state.

@@ -28,8 +28,8 @@ class Buckets:
 
     def __init__(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         self._wrappers: list[Any] = list(wrappers)
-        self._known: frozenset[int] = frozenset()
-        self._broken = False
+        self._prepared_for: frozenset[int] = frozenset()
+        self._is_unusable = False
 
     @staticmethod
     def usable(wrappers: Sequence[DistributedDataParallel]) -> bool:
@@ -38,7 +38,7 @@ class Buckets:
         return all(
             wrapper.gradient_as_bucket_view
             and not wrapper.static_graph
-            # With it the reducer would warn, because our backward reaches all parameters.
+            # With this option the reducer would warn, because our backward reaches all parameters.
             and not wrapper.find_unused_parameters
             and wrapper.mixed_precision is None
             and not getattr(wrapper, "_use_python_reducer", False)
@@ -50,7 +50,7 @@ class Buckets:
     @property
     def ready(self) -> bool:
         """True if `prepare` was called for the parameters that require a gradient now."""
-        return self._known == frozenset(map(id, self._parameters()))
+        return self._prepared_for == frozenset(map(id, self._parameters()))
 
     def fit(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> bool:
         """Return whether the reducers can reduce the gradients, which must be in ``.grad``.
@@ -59,7 +59,7 @@ class Buckets:
             gradients: one for each parameter.
             parameters: the window's parameters; they must include all of the wrappers'.
         """
-        if self._broken or not {id(each) for each in parameters}.issuperset(map(id, self._parameters())):
+        if self._is_unusable or not {id(each) for each in parameters}.issuperset(map(id, self._parameters())):
             return False
         if any(getattr(parameter, "_backward_hooks", None) for parameter in parameters):
             return False  # the hooks would be called with None in place of a gradient
@@ -83,13 +83,13 @@ class Buckets:
         try:
             self._run()
         except RuntimeError:
-            self._broken = True
+            self._is_unusable = True
         finally:
             for parameter, gradient in zip(own, kept, strict=True):
                 parameter.grad = gradient
         # Parameters that are unfrozen later need another try.
-        self._known = frozenset(map(id, own))
-        return not self._broken
+        self._prepared_for = frozenset(map(id, own))
+        return not self._is_unusable
 
     def reduce(self, gradients: list[Tensor | None], parameters: Sequence[Tensor]) -> list[int]:
         """Sum gradients over the ranks, and leave them in ``.grad``.
@@ -128,8 +128,8 @@ class Buckets:
                 root.backward()
                 reducer._check_reducer_finalized()
             finally:
-                # Otherwise the next forward would rebuild the buckets, which communicates, and the ranks
-                # would wait for one of weight 0, which has no forward.
+                # Otherwise the next forward would rebuild the buckets, which communicates. The ranks would
+                # wait for a rank of weight 0, which has no forward.
                 reducer._reset_state()
 
     def _parameters(self) -> list[Tensor]:

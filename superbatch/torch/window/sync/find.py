@@ -73,7 +73,7 @@ def find_sync(
             f"{part}, and is also wrapped in DistributedDataParallel. Remove the wrapper, and replicate the "
             "model by fully_shard over a mesh of two dimensions (HSDP) instead."
         )
-    _check_option(sync, wrapped=bool(wrappers), part=part, each=sharded == "split")
+    _check_option(sync, wrapped=bool(wrappers), part=part, per_microbatch=sharded == "split")
     refuse_comm_hooks(wrappers)
     if no_sync:
         refuse_static_graphs(wrappers)
@@ -88,18 +88,18 @@ def find_sync(
     if sync == "all_reduce":
         return _replicas(models, device)
     if not groups:
-        return _alone(sync)
+        return _single_process(sync)
     return DDP(wrappers, device, in_buckets=in_buckets) if wrappers else Manual(group, device)
 
 
-def _check_option(sync: object, *, wrapped: bool, part: str | None, each: bool) -> None:
+def _check_option(sync: object, *, wrapped: bool, part: str | None, per_microbatch: bool) -> None:
     """Check that a choice of `sync` fits the models.
 
     Args:
         sync: the choice.
         wrapped: whether the models are wrapped in DDP.
         part: result of `sharded_part`; None: no parameter is sharded.
-        each: whether sharded gradients can be reduced after each micro-batch.
+        per_microbatch: whether sharded gradients can be reduced after each micro-batch.
 
     Raises:
         InputError: the choice does not fit.
@@ -107,8 +107,8 @@ def _check_option(sync: object, *, wrapped: bool, part: str | None, each: bool) 
     if sync in ("auto", "warn") or (sync == "window" and (wrapped or part)):
         return
     # Only a sharded model can be reduced after each micro-batch.
-    each = each and part is not None
-    if sync == "microbatch" and each:
+    per_microbatch = per_microbatch and part is not None
+    if sync == "microbatch" and per_microbatch:
         return
     if sync in (None, "all_reduce") and not wrapped and part is None:
         return
@@ -123,7 +123,10 @@ def _check_option(sync: object, *, wrapped: bool, part: str | None, each: bool) 
         if wrapped
         else "The model is not wrapped and not sharded"
     )
-    fits = '"window" or "microbatch"' if each else '"window"' if wrapped or part else '"all_reduce" or None'
+    if per_microbatch:
+        fits = '"window" or "microbatch"'
+    else:
+        fits = '"window"' if wrapped or part else '"all_reduce" or None'
     raise InputError(f"{what}, so sync={sync!r} is not possible. Remove sync=, or pass {fits}.")
 
 
@@ -151,8 +154,8 @@ def _replicas(models: list[nn.Module], device: torch.device) -> Sync:
     return ranks
 
 
-def _alone(sync: object) -> Sync:
-    """Return this process alone.
+def _single_process(sync: object) -> Sync:
+    """Return the `Sync` of a single process.
 
     Raises:
         InputError: there are other ranks, and `sync` is ``"auto"``.

@@ -69,7 +69,7 @@ class FSDP2:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Gather all parameters at the start of the block, and keep them until `flush`, or until it fails."""
+        """Gather all parameters at the start of the block; `flush`, or an error in the block, frees them."""
         with ExitStack() as stack:
             for group in self._groups():
                 # Without both settings FSDP2 would free the gathered parameters after the forward or the
@@ -78,7 +78,7 @@ class FSDP2:
                     stack.callback(setattr, group, name, getattr(group, name))
                     setattr(group, name, value)
             for group in self._groups():
-                # Normally the first forward does this, but it comes later.
+                # FSDP2 does this in the first forward, which comes later.
                 group.lazy_init()
                 group.unshard()
                 group.wait_for_unshard()
@@ -121,7 +121,7 @@ class FSDP2:
             group.reduce_grads, group.all_reduce_grads = scatters, reduces
 
     def watch(self, stack: ExitStack) -> None:
-        """Record the parameters that get a gradient, until the stack is closed; others reduce zeros.
+        """Until the stack is closed, record the parameters that get a gradient; the others reduce zeros.
 
         Otherwise ranks that use different parameters would reduce different gradients in one exchange.
         """
@@ -137,8 +137,8 @@ class FSDP2:
                 group._to_sharded()
         for index, each in enumerate(self._parameters()):
             if each.sharded_param.requires_grad:
-                note = partial(_note, self._used, index)
-                stack.callback(each._unsharded_param.register_post_accumulate_grad_hook(note).remove)
+                record_used = partial(_record_used, self._used, index)
+                stack.callback(each._unsharded_param.register_post_accumulate_grad_hook(record_used).remove)
 
     def used(self) -> list[float]:
         """Return 1 for each parameter that got a gradient since `watch`, else 0; empty before `watch`."""
@@ -308,7 +308,7 @@ def _groups_of(state: Any) -> Sequence[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def _note(used: set[int], index: int, parameter: Tensor) -> None:
+def _record_used(used: set[int], index: int, parameter: Tensor) -> None:
     used.add(index)
 
 

@@ -97,7 +97,7 @@ class Manual:
         """No-op: each rank has its own buffers."""
 
     def begin_window(self, updates: int, numbers: int) -> None:
-        """Begin a window with the largest number of numbers in an exchange."""
+        """Begin a window; see `Sync.begin_window`."""
         self._position.begin(updates, HEADER + numbers)
 
     def sum_numbers(self, numbers: Iterable[float]) -> list[float]:
@@ -170,7 +170,7 @@ class Manual:
         return torch.stack(rows)
 
     def gather(self, message: Any) -> list[Any]:
-        """Return the message of each rank, in the order of the ranks; it must be possible to pickle it."""
+        """Return the messages of all ranks, in their order; a message must be picklable."""
         if not self.shared:
             return [message]
         self._exchange_header()
@@ -242,7 +242,7 @@ class Manual:
         """Return the messages of all ranks, after a frame that shows a failure; all ranks call this."""
         every: list[Any] = [None] * dist.get_world_size(self.group)
         self._reach(dist.all_gather_object, every, own, group=self.group)
-        # Equal numbers from here on, so that a difference is reported only once.
+        # All ranks continue with the same window number, so that a difference is reported only once.
         self._position.opened = max(each.opened for each in every)
         return every
 

@@ -62,8 +62,9 @@ class Sharded(Manual):
         if whole and (self._copies > 1 or self._is_split()):
             raise InputError(_SPLIT)
         self._whole = whole
-        self._why = "samples are coupled, so each rank has all parameters meanwhile" if whole else "as passed"
-        self._each = reduced == "microbatch" or (reduced == "auto" and self._is_short())
+        coupled = "samples are coupled, so each rank has all parameters meanwhile"
+        self._reason = coupled if whole else "as passed"
+        self._after_each = reduced == "microbatch" or (reduced == "auto" and self._is_short())
         self._outputs: list[Tensor] = []
         self._zero_weight = False
         self._began: dict[str, int] = {}
@@ -92,10 +93,10 @@ class Sharded(Manual):
         return RanksReport(
             kind,
             self.count,
-            "microbatch" if self._each else "window",
+            "microbatch" if self._after_each else "window",
             kept=kept,
             shards=0 if self._whole else shards,
-            why=self._why,
+            why=self._reason,
         )
 
     def _is_split(self) -> bool:
@@ -110,11 +111,11 @@ class Sharded(Manual):
         try:
             free = memory_limit(self.device)
         except InputError:
-            self._why = "the memory of the device is unknown"
+            self._reason = "the memory of the device is unknown"
             return False
         # By a vote, because all ranks must choose the same.
         short = self.vote(10 * kept > free.bytes)
-        self._why = f"{'more' if short else 'less'} than a tenth of a rank's memory, here {free}"
+        self._reason = f"{'more' if short else 'less'} than a tenth of a rank's memory, here {free}"
         return short
 
     # -- the models ----------------------------------------------------------------------------------------
@@ -132,7 +133,7 @@ class Sharded(Manual):
         stack = self._fsdp.settings()
         stack.callback(self._fsdp.discard)
         stack.callback(self._outputs.clear)
-        if self._each:
+        if self._after_each:
             self._fsdp.watch(stack)
         for model in self._models:
             stack.callback(model.register_forward_hook(self._keep).remove)
@@ -141,7 +142,7 @@ class Sharded(Manual):
 
     def turn(self, *, last: bool, zero_weight: bool = False) -> None:
         """Prepare the forward and backward of a micro-batch."""
-        self._fsdp.set(scatters=self._each, reduces=self._each and last)
+        self._fsdp.set(scatters=self._after_each, reduces=self._after_each and last)
         self._outputs.clear()
         self._zero_weight = zero_weight
         self._began = self._fsdp.exchanges()
@@ -213,7 +214,7 @@ class Sharded(Manual):
     # -- tensors -------------------------------------------------------------------------------------------
 
     def gather(self, message: Any) -> list[Any]:
-        """Return the message of each data-parallel rank; of its copies the first that is not None."""
+        """Return one message per data-parallel rank: of ranks with equal data, the first that is not None."""
         self._exchange_header()
         every: list[Any] = [None] * dist.get_world_size(self.group)
         self._reach(dist.all_gather_object, every, (self.index, message), group=self.group)
@@ -226,11 +227,11 @@ class Sharded(Manual):
     def count_announced(self, parameters: Sequence[Tensor]) -> int:
         """Return the number of numbers that `announce` returns."""
         managed = len(self._fsdp.held())
-        return managed * (2 if self._each else 1) + len(self._others(parameters))
+        return managed * (2 if self._after_each else 1) + len(self._unmanaged(parameters))
 
     def announce(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[float]:
         """Return a number for each gradient that FSDP2 holds, has reduced, or does not manage."""
-        others = [each.grad for each in self._others(parameters)]
+        others = [each.grad for each in self._unmanaged(parameters)]
         return [*self._fsdp.held(), *self._fsdp.used(), *super().announce(others, [])]
 
     def reduce(
@@ -251,9 +252,9 @@ class Sharded(Manual):
         reduced = [_laid_out(each.grad, each) for each in parameters]
         managed = self._fsdp.managed()
         if self.count > 1:
-            # FSDP2 does not reduce parameters that it does not manage (ignored ones, or those outside of it).
+            # FSDP2 does not reduce parameters in `ignored_params` or outside of its modules.
             others = [id(each) not in managed for each in parameters]
-            self._reduce_others(reduced, others, parameters, zeros, announced[held + used :])
+            self._reduce_unmanaged(reduced, others, parameters, zeros, announced[held + used :])
         if not self._fsdp.sums:
             # FSDP2 could only form means over the ranks here.
             means = [
@@ -262,12 +263,12 @@ class Sharded(Manual):
             fastpaths.multiply([local_part(each) for each in means], self.count)
         return reduced
 
-    def _others(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+    def _unmanaged(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Return the parameters that `fully_shard` does not manage, if several ranks have data."""
         managed = self._fsdp.managed()
         return [each for each in parameters if id(each) not in managed] if self.count > 1 else []
 
-    def _reduce_others(
+    def _reduce_unmanaged(
         self,
         reduced: list[Tensor | None],
         others: list[bool],
@@ -299,7 +300,7 @@ class Sharded(Manual):
         self._fsdp.scale(factor)
 
     def norm(self, gradients: Sequence[Tensor | None]) -> tuple[float, bool]:
-        """Return the 2-norm of the whole gradient, with each element counted once, and if it is finite."""
+        """Return the 2-norm of the whole gradient, and True if all elements are finite; each counts once."""
         # Grouped by the number of ranks that hold the same elements, which are counted once.
         kinds: dict[int, list[Tensor]] = {}
         for gradient in gradients:

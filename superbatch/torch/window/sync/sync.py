@@ -52,8 +52,9 @@ class Sync(Protocol):
     def in_step(self) -> bool:
         """True if a forward or a backward under `no_sync` communicates.
 
-        All ranks then run the same number of micro-batches (`turns`, `agree_size`), vote after the last one
-        whether one has failed (`lockstep`), and take part in each other's checks (`checks.in_step`).
+        All ranks then run the same number of micro-batches (`turns`, `agree_size`). After the last one they
+        vote whether a rank has failed (`lockstep`). They also take part in each other's checks
+        (`checks.in_step`).
         """
         ...
 
@@ -123,11 +124,11 @@ class Sync(Protocol):
     # -- failures ------------------------------------------------------------------------------------------
 
     def begin_window(self, updates: int, numbers: int) -> None:
-        """Begin a window, whose number and failures each exchange of numbers then includes.
+        """Begin a window. Each exchange of numbers in it also carries the window's number and a failure flag.
 
         Args:
             updates: number of updates that this rank has made.
-            numbers: largest number of numbers in one exchange; more numbers take two exchanges.
+            numbers: most numbers that one exchange carries; more take two exchanges.
         """
         ...
 
@@ -155,7 +156,7 @@ class Sync(Protocol):
         """Return the sums over the ranks, in float64 (exact for whole numbers below 2**53).
 
         Raises:
-            RankError: a rank has failed, is at another window or has made other updates, or has ended.
+            RankError: a rank has failed or ended, or has another number of windows or updates.
         """
         ...
 
@@ -176,7 +177,7 @@ class Sync(Protocol):
         ...
 
     def turns(self, microbatches: int, samples: Sequence[int] | None) -> list[int]:
-        """Return the number of micro-batches of each rank; of this rank only if forwards do not communicate.
+        """Return the number of micro-batches of each rank, or only this rank's if no forward communicates.
 
         Args:
             microbatches: number of micro-batches of this rank.
@@ -199,7 +200,7 @@ class Sync(Protocol):
         ...
 
     def gather(self, message: Any) -> list[Any]:
-        """Return the message of each rank, in the order of the ranks; it must be possible to pickle it."""
+        """Return the messages of all ranks, in their order; a message must be picklable."""
         ...
 
     def count_announced(self, parameters: Sequence[Tensor]) -> int:
@@ -207,7 +208,7 @@ class Sync(Protocol):
         ...
 
     def announce(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[float]:
-        """Return numbers whose sums over the ranks `reduce` needs; the caller exchanges them with others.
+        """Return numbers for the caller to sum over the ranks with its own; `reduce` needs the sums.
 
         Args:
             gradients: as for `reduce`; the number of numbers does not depend on them.

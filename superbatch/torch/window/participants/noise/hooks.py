@@ -72,7 +72,7 @@ class MicrobatchGradientNorms:
         self._parameters = [entry.parameter for entry in owned]
         self._groups = groups
         self._in_parts = in_parts
-        self._kept = [parameter in in_parts for parameter in self._parameters] if in_parts else None
+        self._keeps_parts = [parameter in in_parts for parameter in self._parameters] if in_parts else None
         self._slots: list[list[Norms | Tensor]] = [[] for _ in self._parameters]
         self._undo: list[Callable[[], None]] = []
         self.reason: str | None = None
@@ -82,7 +82,7 @@ class MicrobatchGradientNorms:
         """Register the hooks."""
         measured = [] if self.is_single else zip(self._parameters, self._slots, strict=True)
         for number, (parameter, slot) in enumerate(measured):
-            kept = self._kept is not None and self._kept[number]
+            kept = self._keeps_parts is not None and self._keeps_parts[number]
             # A gradient in several parts is kept until its last part has arrived.
             self._register(parameter, slot.append if kept else self._measuring_hook(slot, number))
         if self._samples is None:
@@ -198,7 +198,7 @@ class MicrobatchGradientNorms:
         for number, (parts, group) in enumerate(zip(measured, self._groups, strict=True)):
             if not parts:
                 continue
-            if self._kept is not None and self._kept[number]:
+            if self._keeps_parts is not None and self._keeps_parts[number]:
                 # The norm of a sum cannot be computed from the norms of its parts, so the parts were kept.
                 gradient = _sum(parts)
                 self._norms.append(
