@@ -4,7 +4,7 @@ A larger batch needs more samples, ``1 + K b R / B_noise`` times the fewest poss
 updates, so a micro-batch costs ``t_micro + t_update / K`` (`superbatch.noise.relative_time`). On one device
 an update takes little time, so accumulation only costs samples (Marek et al. 2025,
 https://arxiv.org/abs/2507.07101). It pays with slow links between ranks, or with a slow or offloaded
-optimizer, which they name as an exception.
+optimizer; the authors name such exceptions.
 """
 
 from __future__ import annotations

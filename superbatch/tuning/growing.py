@@ -368,7 +368,7 @@ def _cap(form: Form, dataset: int | None, largest: int | None, noise: Noise | fl
 
 
 def _momentum_factor(momentum: tuple[float, float] | None) -> float:
-    """Return the factor of the temperature by a change of momentum."""
+    """Return the factor by which a change of momentum raises the temperature."""
     if momentum is None:
         return 1.0
     for value in momentum:
@@ -381,7 +381,7 @@ def _momentum_factor(momentum: tuple[float, float] | None) -> float:
 
 
 def _factor_at(factor: Callable[[float], float], samples: float) -> float:
-    """Return the factor of the rate after `samples` samples; raise InputError if it is no valid number."""
+    """Return the factor of the rate after `samples` samples; raise InputError if it is not a valid number."""
     if not callable(factor):
         raise InputError(
             f"factor={factor!r} is not callable. Pass a function of the samples seen that returns a number."

@@ -52,7 +52,7 @@ def noise_range(noise: Noise | float | None) -> NoiseRange:
         not distinguishable from zero.
 
     Raises:
-        InputError: `noise` is neither of these, or not positive.
+        InputError: `noise` is none of these, or not positive.
 
     Examples:
         >>> noise_range(1500.0)

@@ -73,7 +73,7 @@ class VirtualBatch:
         return self._session.report()
 
     def logged_points(self) -> list[LoggedPoint]:
-        """Return the coupling points of the forward so far, with results that are single numbers."""
+        """Return the forward's coupling points so far, each with its result if that is a single number."""
         return self._session.log.logged_points()
 
     @property
@@ -138,8 +138,8 @@ def virtual_batch(
 
     Ranks: each rank opens the block with its own samples; numbers of samples and micro-batches may differ.
     `torch.nn.SyncBatchNorm`, and every BatchNorm with ``group``, uses the statistics of all ranks, on any
-    device, with one all-gather per layer and one all-reduce in its backward. They are issued in program order
-    when a rank reads numbers. FSDP2 parameters are gathered for the block, in which FSDP2 and
+    device, with one all-gather per layer and one all-reduce in its backward. When a rank reads numbers,
+    they are issued in program order. FSDP2 parameters are gathered for the block, in which FSDP2 and
     DistributedDataParallel do not communicate. At the end of the block, ``.grad`` of all parameters is
     averaged over the ranks once, as in DDP (equal weight per rank; not inside ``no_sync``; without DDP's
     communication hooks). Collectives that the program calls on virtual tensors
@@ -149,7 +149,7 @@ def virtual_batch(
     the group, as with DDP.
 
     After an exception, gradients (of the models and of all leaves that the block used), buffers and random
-    state (of torch, Python and NumPy) are restored. Writes into parameters (an averaged teacher) and into
+    state (of torch, Python and NumPy) are restored. Writes into parameters (of an averaged teacher) and into
     plain attributes are not restored. Make them after the block, or use `superbatch.torch.WholeBatch`, which
     restores them too. Compiled models run eagerly in the block.
 
