@@ -148,6 +148,6 @@ def listed_paths(batch: Any, path: str = "") -> str:
     """
     paths = list(all_paths(batch, path))
     if not paths:
-        return f"{path!r} itself, without parts"
+        return f"{path!r} only, which has no parts"
     more = f" and {len(paths) - _LISTED} more" if len(paths) > _LISTED else ""
     return ", ".join(repr(path) for path in paths[:_LISTED]) + more

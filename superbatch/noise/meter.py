@@ -151,8 +151,8 @@ class NoiseMeter:
         numbers = [samples, *(number for one in estimates.values() for number in one)]
         if not estimates or samples <= 0 or not all(map(math.isfinite, numbers)):
             raise InputError(
-                f"The window has the estimates {dict(estimates)} and {samples} samples, but estimates must "
-                "be finite, and samples finite and positive. Leave the window out."
+                f"The window has the estimates {dict(estimates)} and {samples} samples, which must be finite "
+                "and positive samples. Leave the window out."
             )
         self._windows += 1
         self._samples = self.beta * self._samples + (1 - self.beta) * samples

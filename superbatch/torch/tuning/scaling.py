@@ -98,11 +98,11 @@ def rescale(
     if schedulers:
         rates = {scaling.rate for scaling in scalings}
         changes += [partial(_scale_scheduler, each, rates) for each in schedulers]
-        # Schedulers have one base rate for each group, but other rates, such as eta_min, for all groups.
+        # Schedulers have one base rate for each group, but other rates for all groups together.
         if len(rates) > 1:
             raise InputError(
                 f"The rates of parameter groups change by different factors ({sorted(rates)}), but a "
-                "scheduler has rates that all groups share. Pass one rule= for all groups."
+                "scheduler has some rates for all groups together. Pass one rule= for all groups."
             )
     # From here on nothing can fail.
     for change in changes:
