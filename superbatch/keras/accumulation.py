@@ -74,8 +74,9 @@ def accumulate(
 
     Raises:
         InputError: an option has a wrong value; the model is not compiled or has a `train_step` of its own;
-            a layer is stateful, a SpectralNormalization, or a BatchNormalization with ``renorm=True``; when
-            training begins: a forward changes variables of layers, or `model` was compiled again.
+            a layer is stateful, a SpectralNormalization, or a BatchNormalization with ``renorm=True``
+            or (with ``batchnorm="per_microbatch"``) a mask; when training begins: a forward changes
+            variables of layers, or `model` was compiled again.
         CoupledSamplesError: the model has BatchNormalization in training; when training begins: a layer or
             a loss couples rows.
         OptimizerError: the optimizer accumulates by itself.

@@ -58,10 +58,12 @@ def check_layers(model: Any, options: Options) -> None:
 
     Raises:
         CoupledSamplesError: the model has BatchNormalization in training, and ``batchnorm="error"``.
-        InputError: the forward of a layer depends on its previous forward.
+        InputError: the forward of a layer depends on its previous forward, or a BatchNormalization with
+            ``batchnorm="per_microbatch"`` has a mask.
     """
     _check_forwards(model)
     if options.batchnorm == "per_microbatch":
+        _check_masks(model)
         return
     names = [layer.name for layer in batchnorms(model)]
     if names:
@@ -98,6 +100,28 @@ def _check_forwards(model: Any) -> None:
             "than the whole batch. Pass renorm=False to the layer, freeze it (layer.trainable = False), or "
             "train with whole batches."
         )
+
+
+def _check_masks(model: Any) -> None:
+    """Raise for BatchNormalization with a mask, whose moments are means over the unmasked positions."""
+    # `batchnorm.py` weights the moments of micro-batches by their rows. It cannot read the masks.
+    masked = [layer.name for layer in batchnorms(model) if _has_mask(layer)]
+    if masked:
+        raise InputError(
+            f"The model has BatchNormalization with a mask ({', '.join(masked)}), whose moving statistics "
+            "would count rows instead of unmasked positions. Use LayerNormalization, freeze it "
+            "(layer.trainable = False), or leave the mask out (mask_zero=False)."
+        )
+
+
+def _has_mask(layer: Any) -> bool:
+    """Return whether a layer of a functional model gets a mask; False for a layer that it does not show."""
+    try:
+        output = layer.output
+    except (AttributeError, ValueError):  # a layer of a model with its own `call`, or called several times
+        return False
+    # The layer passes its mask on; on its input Keras has removed it.
+    return getattr(output, "_keras_mask", None) is not None
 
 
 def batchnorms(model: Any) -> list[Any]:

@@ -115,7 +115,8 @@ def test_memory_and_time_are_drawn_against_the_size_of_the_batch(measured):
 def test_an_unknown_work_is_refused_with_the_known_ones():
     result = run("coupled.py", "--work", "resnet")
     assert result.returncode == 2
-    assert "--work 'resnet' has an unknown name. Pass some of resnet20, convnet, views, towers" in result.stderr
+    words = "--work 'resnet' has an unknown name. Pass some of resnet20, convnet, views, towers"
+    assert words in result.stderr
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from superbatch.lab.recipes import load_recipe
 from superbatch.lab.studies.train import batches_from
 from tests.cli.commands import PLANE, ROOT, process, run
 from tests.studies.own_recipe import plane
@@ -176,6 +177,46 @@ def test_coupled_samples_and_bf16() -> None:
     assert run("train", "digits-bn", "--updates", "2", "--batch-size", "20", "--microbatch-size", "8") == 0
     assert run("train", PLANE, "--updates", "3", "--precision", "bf16") == 0
     assert run("train", "digits-bn", "--noise") == 2
+
+
+FROZEN = """
+import torch
+from torch import nn
+from tests.studies import own_recipe
+
+def recipe():
+    def model(seed):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+    def loss_fn(model):
+        return lambda batch: (model(batch["x"])[:, 0] - batch["y"]).square().mean().sqrt()
+    return own_recipe.plane(model=model, loss_fn=loss_fn, coupled="exact", batchnorm="frozen")
+"""
+
+
+def test_frozen_batchnorm_with_coupled_samples(tmp_path: Path) -> None:
+    own, log = tmp_path / "own.py", tmp_path / "log.jsonl"
+    own.write_text(FROZEN, encoding="utf-8")
+    how = ("--optimizer", "sgd", "--learning-rate", "0.05", "--precision", "float64", "--batch-size", "14")
+    more = ("--microbatch-size", "3", "--updates", "6", "--every", "1", "--log-file", str(log))
+    assert run("train", f"{own}:recipe", *how, *more) == 0
+    expected = {}
+    for frozen in (True, False):
+        recipe = load_recipe(f"{own}:recipe")
+        model = recipe.model(0).double()
+        if frozen:
+            model[1].eval()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        loss_fn, batches = recipe.loss_fn(model), batches_from(240, 0, 0, 14)
+        expected[frozen] = []
+        for _ in range(6):
+            loss = loss_fn({name: leaf.double() for name, leaf in recipe.batch(next(batches)).items()})
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            expected[frozen].append(loss.item())
+    assert [row["loss"] for row in rows(log)] == pytest.approx(expected[True], rel=1e-12)
+    assert expected[True] != pytest.approx(expected[False], rel=1e-2), "premise: freezing matters"
 
 
 def torchrun(

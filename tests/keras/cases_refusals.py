@@ -112,6 +112,37 @@ def renormed(*, renorm: bool = True, trainable: bool = True) -> Any:
     return model
 
 
+def masked(*, mask_zero: bool = True, pooled: bool = False) -> Any:
+    inputs = keras.Input((6,), dtype="int32")
+    hidden = keras.layers.Embedding(20, 4, mask_zero=mask_zero)(inputs)
+    if pooled:  # the mask ends at the pooling
+        hidden = keras.layers.GlobalAveragePooling1D()(hidden)
+    hidden = keras.layers.BatchNormalization(name="norm")(hidden)
+    if not pooled:
+        hidden = keras.layers.GlobalAveragePooling1D()(hidden)
+    model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    return model
+
+
+def case_batchnorm_with_mask() -> None:
+    raises(
+        InputError,
+        "BatchNormalization with a mask (norm), whose moving statistics would count rows",
+        lambda: accumulate(masked(), microbatch_size=4, batchnorm="per_microbatch"),
+    )
+    # What would be wrong without the error: the mean of two halves is not that of the batch, over tokens.
+    ids = np.array([[3, 0, 0, 0, 0, 0], [7, 2, 9, 4, 1, 5]])
+    means = []
+    for rows in (ids, ids[:1], ids[1:]):
+        model = masked()
+        model(rows, training=True)
+        means.append(array(model.get_layer("norm").moving_mean))
+    assert np.abs((means[1] + means[2]) / 2 - means[0]).max() > 0.1 * np.abs(means[0]).max(), "the premise"
+    for options in ({"mask_zero": False}, {"pooled": True}):
+        accumulate(masked(**options), microbatch_size=4, batchnorm="per_microbatch")
+
+
 def case_batchnorm_with_renorm() -> None:
     for options in ({}, {"batchnorm": "per_microbatch"}):
         raises(

@@ -271,14 +271,14 @@ def test_mutant_one_turn_misses_what_agrees_by_chance(monkeypatch: pytest.Monkey
         check(program)
     shares = []
     for turn in range(checking.TURNS):
-        spread = checking._spread(ROWS, turn)
+        spread = checking.spread_rows(ROWS, checking.ROWS, turn, checking.TURNS)
         shares.append([float(labels[some].mean()) for some in (spread[:5], spread[5:])])
     assert any(one != other for one, other in shares)
     monkeypatch.setattr(checking, "TURNS", 1)
-    monkeypatch.setattr(checking, "_spread", lambda rows, turn: [0, 1, 4, 5, 6, 2, 7, 8])
+    monkeypatch.setattr(checking, "spread_rows", lambda *_: [0, 1, 4, 5, 6, 2, 7, 8])
     with pytest.raises(LossSpecError):
         check(program)  # one of five and one of three
-    monkeypatch.setattr(checking, "_spread", lambda rows, turn: [1, 4, 5, 6, 7, 8, 9, 10])
+    monkeypatch.setattr(checking, "spread_rows", lambda *_: [1, 4, 5, 6, 7, 8, 9, 10])
     check(program)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("tensorflow", reason="tensorflow is not installed (extra: tensorflow)")
+from superbatch import normalize
 from superbatch.tensorflow import adding, arithmetic, boundary
 from tests.tensorflow import checks, test_edges
 from tests.tensorflow.helpers import tf
@@ -41,7 +42,7 @@ def each_clipped(gradients: Any, norm: Any, finite: Any, scale: Any, options: An
 
 
 MUTANTS: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
-    "a mean of means": (adding, "_factor", lambda weight, options: 1, checks.windows),
+    "a mean of means": (normalize, "after_forward_scale", lambda weight, reduction: 1, checks.windows),
     "divided by 3": (arithmetic, "per_weight", by_microbatches, checks.windows),
     "each variable clipped by itself": (
         boundary,

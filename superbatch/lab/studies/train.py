@@ -27,7 +27,7 @@ from superbatch.results.noise import Noise
 from superbatch.results.update import Update
 from superbatch.torch import Accumulator, WholeBatch
 from superbatch.torch.checkpoint import Checkpoint, StopSignals, load_checkpoint, save_checkpoint
-from superbatch.torch.options import PerSampleRandom
+from superbatch.torch.options import FrozenBatchNorm, PerSampleRandom
 from superbatch.torch.process_group import join_process_group
 
 from ..recipes import Recipe
@@ -197,7 +197,8 @@ def _accumulator(
     if recipe.coupled == "exact":
         # WholeBatch has no "largest": its "auto" takes as many samples as fit into memory.
         size = "auto" if options.microbatch_size == "largest" else options.microbatch_size
-        return WholeBatch(model, optimizer, loss_fn, microbatch_size=size, **common)
+        norms = [FrozenBatchNorm()] if recipe.batchnorm == "frozen" else []
+        return WholeBatch(model, optimizer, loss_fn, microbatch_size=size, participants=norms, **common)
     return accumulator(
         recipe,
         model,

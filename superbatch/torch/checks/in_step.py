@@ -62,7 +62,7 @@ def _in_turn(problem: Problem, spare: Any, sync: Sync, microbatch: Any) -> Any:
     sync.turn(last=False, zero_weight=True)
     try:
         return problem.loss_fn(microbatch)
-    except Exception as error:
+    except Exception as error:  # any kind, because it is raised again
         if out_of_memory(error):
             traceback.clear_frames(error.__traceback__)
         # The other ranks wait in this forward, so one sample completes it for them.
