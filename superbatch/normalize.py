@@ -79,7 +79,8 @@ def check_accumulator_dtype(choice: Any, is_floating: Callable[[Any], bool], oth
 
     Args:
         choice: the argument `accumulator_dtype` of the user.
-        is_floating: tells real floating dtypes of the framework; it raises TypeError for what is no dtype.
+        is_floating: function that returns True for a real floating dtype of the framework. It raises
+            TypeError if its argument is not a dtype.
         others: the choices besides ``"auto"``, for the error text.
 
     Raises:
@@ -246,7 +247,7 @@ def loss_sum(losses: Iterable[float], weights: Iterable[Number], *, reduction: R
         reduction: the reduction of the loss that ``loss_fn`` returns.
 
     Returns:
-        The sum; infinite where it is beyond the largest float64 (1.8e308), as the sum of an array is.
+        The sum; infinite if it exceeds the largest float64 (1.8e308), like the sum of a NumPy array.
 
     Examples:
         >>> loss_sum([1.0, 1.0, 6.0], [4, 4, 2], reduction="mean")

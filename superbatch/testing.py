@@ -27,21 +27,22 @@ def assert_split_invariant(
     participants: Sequence[Any] = (),
     split: Split = NOT_DECLARED,
 ) -> None:
-    """Assert that micro-batches of several sizes give the gradient of the whole batch; by `verify`.
+    """Assert that micro-batches of several sizes give the gradient of the whole batch, using `verify`.
 
     Afterwards the model, its gradients, the random state and the state that `loss_fn` reaches are restored.
     The pytest fixture of the same name is this function.
 
     Args:
         loss_fn: a function of a micro-batch that calls the models and returns the loss.
-        batch: at least two samples as in training, with unequal lengths and padding.
+        batch: a batch as in training, of two samples or more. Unequal lengths and padding reveal wrong
+            weights.
         models: the model or models, in the mode used for training.
         sizes: samples of a micro-batch; ``"half"`` is half of the batch. Sizes that are not smaller than the
             batch are ignored.
         weight: the weight of a micro-batch, as passed to the Accumulator.
         reduction: the reduction of the loss, as passed to the Accumulator.
         participants: as in `verify`: `PerSampleRandom` for dropout, `FrozenBatchNorm`.
-        split: how to split leaves that are not tensors with the samples first, as in the Accumulator.
+        split: how to split parts that are not tensors with the samples in dimension 0, as in the Accumulator.
 
     Raises:
         AssertionError: a split gives another gradient. The text names the size, the parameter, the relative

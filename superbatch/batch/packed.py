@@ -28,7 +28,7 @@ LONGEST = frozenset(f"{name}{suffix}" for name in ("max_seqlen", "max_length") f
 
 # The samples of a micro-batch: a range, or a list of positions in the batch.
 Samples = range | list[int]
-# take(samples, longest) returns the part of a micro-batch; `trim` leaves it `longest` positions.
+# take(samples, longest) returns these samples of a part; `trim` keeps their first `longest` positions.
 Take = Callable[[Samples, int | None], Any]
 
 
@@ -52,7 +52,7 @@ class Packed:
     offsets: Mapping[str, tuple[int, ...]]
 
     def by_total(self) -> dict[int, tuple[int, ...]]:
-        """Return the offsets by number of tokens; `read_packed` has refused two with the same number."""
+        """Return the offsets by number of tokens; `read_packed` raises if this is ambiguous."""
         return {offsets[-1]: offsets for offsets in self.offsets.values()}
 
 
@@ -148,7 +148,7 @@ def offsets_take(value: Any) -> Take:
         value: the offsets, as in the batch.
 
     Returns:
-        take(samples, longest) over sequences.
+        A function `Take`, whose samples are sequences.
 
     Examples:
         >>> take = offsets_take([0, 2, 5, 9])
@@ -178,7 +178,7 @@ def tokens_take(value: Any, dimension: int, offsets: Sequence[int]) -> Take:
         offsets: where each sequence begins.
 
     Returns:
-        take(samples, longest) over sequences.
+        A function `Take`, whose samples are sequences.
 
     Examples:
         >>> bytes(tokens_take(memoryview(b"aabbbc"), 0, [0, 2, 5, 6])(range(1, 3), None))
@@ -205,7 +205,7 @@ def longest_take(value: Any, name: str, packed: Packed) -> Take:
         packed: the group's offsets.
 
     Returns:
-        take(samples, longest) over sequences.
+        A function `Take`, whose samples are sequences.
 
     Examples:
         >>> packed = read_packed("", {"cu_seqlens": [0, 2, 5, 6]})

@@ -33,7 +33,7 @@ class Packing:
     Args:
         order: positions in the batch, micro-batch after micro-batch; None: the order of the batch.
         sizes: the number of samples of each micro-batch.
-        reach: positions that each sample needs, in the order of the batch; None: nothing is trimmed.
+        reach: number of positions to keep of each sample, in the order of the batch; None: no trimming.
 
     Examples:
         >>> packing = Packing([2, 0, 1], [1, 2], [3, 1, 9])
@@ -46,7 +46,7 @@ class Packing:
     reach: list[int] | None = None
 
     def longest(self, start: int, stop: int) -> int | None:
-        """Return the positions that trimming keeps for samples start..stop of the order; None: all."""
+        """Return how many positions trimming keeps for samples start..stop of the order; None: all."""
         if self.reach is None:
             return None
         return max(self.reach[i] for i in self.indices(start, stop))
@@ -95,7 +95,7 @@ def pack(batch: Any, samples: int, budget: TokenBudget) -> Packing:
     Args:
         batch: the batch; the budget reads the lengths from it.
         samples: the number of its samples.
-        budget: most tokens of a micro-batch, and whether samples may be sorted and padding trimmed.
+        budget: largest number of tokens in a micro-batch, and whether to sort samples and trim padding.
 
     Returns:
         Order, sizes and lengths.
@@ -132,20 +132,20 @@ def pack(batch: Any, samples: int, budget: TokenBudget) -> Packing:
 def near_equal_cost(costs: Sequence[int], budget: int, *, padded: bool = False) -> list[int]:
     """Divide samples, in order, into the fewest micro-batches under a budget, near-equal in cost.
 
-    Of all divisions into consecutive samples with cost <= budget for each micro-batch, those with the fewest
-    micro-batches; of these, the one whose costliest micro-batch costs least. A micro-batch costs the sum of
-    its samples' costs; with `padded`, the number of its samples times the largest cost.
+    Micro-batches are consecutive samples, and each costs at most `budget`. Their number is as small as
+    possible; given this number, the cost of the most expensive one is as low as possible. A micro-batch costs
+    the sum of its samples' costs; with `padded`, the number of its samples times the largest cost.
 
     Args:
         costs: cost of each sample (for example its tokens), ints >= 0, at least one sample.
-        budget: most cost of a micro-batch, at least 1.
+        budget: largest cost of a micro-batch, at least 1.
         padded: every sample of a micro-batch costs as much as the largest.
 
     Returns:
         The number of samples of each micro-batch; their sum is len(costs).
 
     Raises:
-        InputError: when costs or budget are anything else.
+        InputError: when `costs` or `budget` is not as described.
         SplitError: when one sample alone is above the budget.
 
     Examples:

@@ -20,7 +20,7 @@ ABSENT: Final = object()  # returned by `find` when there is no such part, as No
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A part of a batch that is cut or kept whole, not walked further.
+    """A part of a batch that is cut into samples or kept whole; its entries are not parts.
 
     Args:
         path: its path, "" for the batch itself.
@@ -47,7 +47,7 @@ def get(batch: Any, path: str) -> Any:
         The part.
 
     Raises:
-        InputError: when there is no such path; the text lists the paths there are.
+        InputError: when there is no such path; the text lists the paths of the batch.
 
     Examples:
         >>> get({"inputs": [10, 20], 7: "seven"}, "inputs.1"), get({7: "seven"}, "7")
@@ -148,6 +148,6 @@ def listed_paths(batch: Any, path: str = "") -> str:
     """
     paths = list(all_paths(batch, path))
     if not paths:
-        return f"{path!r} itself, without parts"
+        return f"{path!r} only, which has no parts"
     more = f" and {len(paths) - _LISTED} more" if len(paths) > _LISTED else ""
     return ", ".join(repr(path) for path in paths[:_LISTED]) + more

@@ -25,8 +25,8 @@ def near_equal(samples: int, microbatch_size: int) -> list[int]:
     wastes the device.
 
     Args:
-        samples: samples of the batch, at least 1.
-        microbatch_size: most samples of a micro-batch, at least 1.
+        samples: number of samples in the batch, at least 1.
+        microbatch_size: largest number of samples in a micro-batch, at least 1.
 
     Returns:
         The sizes, K of them; their sum is `samples`.
@@ -45,8 +45,8 @@ def sizes_of(samples: int, most: int) -> list[int]:
     """Return `near_equal` without checking the arguments.
 
     Args:
-        samples: of the batch.
-        most: samples of a micro-batch.
+        samples: number of samples in the batch.
+        most: largest number of samples in a micro-batch.
 
     Examples:
         >>> sizes_of(10, 4)
@@ -68,7 +68,7 @@ def split(
 
     Args:
         batch: any nested batch (see `superbatch.batch.tree.plan`).
-        microbatch_size: most samples of a micro-batch, or a TokenBudget.
+        microbatch_size: largest number of samples in a micro-batch, or a TokenBudget.
         unsplit: paths of parts that every micro-batch gets whole.
         per_sample: paths of lists of any objects with one entry for each sample.
 
@@ -97,7 +97,7 @@ def sizes(batch: Any, samples: int, microbatch_size: int | TokenBudget) -> list[
     Args:
         batch: the batch; a TokenBudget reads the lengths from it.
         samples: the number of its samples.
-        microbatch_size: most samples of a micro-batch, or a TokenBudget.
+        microbatch_size: largest number of samples in a micro-batch, or a TokenBudget.
 
     Returns:
         The sizes; their sum is `samples`.
@@ -118,7 +118,7 @@ def packing_of(batch: Any, samples: int, microbatch_size: int | TokenBudget) -> 
     Args:
         batch: the batch; a TokenBudget reads the lengths from it.
         samples: the number of its samples.
-        microbatch_size: most samples of a micro-batch, or a TokenBudget.
+        microbatch_size: largest number of samples in a micro-batch, or a TokenBudget.
 
     Returns:
         Order and sizes.

@@ -1,4 +1,4 @@
-"""Choice of a few rows from all over a batch, for checks that compare rows at once and in parts."""
+"""Choice of a few rows spread over a batch, for checks that compare one call with calls on parts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from __future__ import annotations
 
 
 def spread_rows(rows: int, count: int, turn: int, turns: int) -> list[int]:
-    """Return `count` rows at equal distances, other rows in each turn.
+    """Return `count` rows at equal distances; each turn returns different rows.
 
-    The list begins at another row in each turn. So if a batch is so small that every turn takes all of its
-    rows, the first part of the list still has other rows.
+    In a small batch every turn may return all rows. The list then begins at a different row in each turn, so
+    the first part of the list still differs.
 
     Args:
-        rows: the rows of the batch.
+        rows: number of rows in the batch.
         count: how many to choose, at most `rows`.
         turn: the turn, from 0 on.
         turns: the number of turns.

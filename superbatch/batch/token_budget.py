@@ -44,7 +44,7 @@ class TokenBudget:
     same for every budget, up to rounding.
 
     Args:
-        tokens: most tokens (with `padded`: positions, padding included) of a micro-batch.
+        tokens: largest number of tokens in a micro-batch (with `padded`: of positions, padding included).
         lengths: the tokens n_j of each sample. Either the path of a part of the batch (a 1-d array or list of
             lengths; a (samples, tokens) mask of zeros and ones; offsets of packed sequences, such as
             "cu_seqlens") or a function of the batch that returns one int for each sample. None: the part
@@ -55,8 +55,8 @@ class TokenBudget:
             fill micro-batches evenly. With `PerSampleRandom` each sample keeps its own random stream.
         trim: paths of arrays of shape (samples, length, ...), such as ``("input_ids", "labels",
             "attention_mask")``. Each micro-batch gets their positions up to the end of its longest sample.
-            Only padding is cut off (in a mask, the positions after the last 1). For models whose result does
-            not depend on padding at the end.
+            Only padding is cut off (in a mask, the positions after the last 1). Use this only if the model's
+            result does not depend on padding at the end.
 
     Raises:
         InputError: when tokens is not a positive int, lengths is not a path or a function, or another

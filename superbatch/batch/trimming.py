@@ -24,7 +24,7 @@ def trim_take(node: Any, path: str, rows: Rows) -> Take:
     Args:
         node: an array of shape (samples, length, ...).
         path: its path in the batch.
-        rows: rows(array, samples) takes samples out of an array.
+        rows: function rows(array, samples) that returns these samples of an array.
 
     Returns:
         take(samples, longest).

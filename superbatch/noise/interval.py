@@ -150,8 +150,8 @@ class Moments:
     * Windows with correlated noise: the variances are multiplied by the ratio of long-run variance to the
       variance of one window. It is estimated from averages of squared differences at lags 1, 2 and 4, for an
       AR(1) process.
-    * Rare, very noisy micro-batches: the upper end assumes half a further window like the noisiest so far,
-      which is forgotten ten times as slowly as others.
+    * Rare, very noisy micro-batches: the upper end is computed as if half a further window like the noisiest
+      had been measured. The noisiest window is forgotten ten times as slowly as the others.
 
     Args:
         values: 15 numbers: mean x and mean y (not debiased); their variances and covariance xx, yy, xy;

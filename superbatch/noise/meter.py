@@ -125,7 +125,7 @@ class NoiseMeter:
 
     @property
     def due(self) -> bool:
-        """True if the next window is to be measured."""
+        """True if the next window should be measured."""
         return self.passed % (self.every or 1) == 0
 
     @property

@@ -126,8 +126,8 @@ class Advice:
         versions: versions of the software by name.
         command: arguments of the command by name.
         notes: remarks on the numbers.
-        models: the noise scale under models of Adam's preconditioner, the one used first; empty unless it was
-            measured with Adam.
+        models: the noise scale under models of Adam's preconditioner; the first is the one in `noise`. Empty
+            unless it was measured with Adam.
     """
 
     verdict: Verdict

@@ -24,9 +24,9 @@ class CouplingPoint:
     Attributes:
         module: path of the module, "" outside every module (in the loss function).
         operation: the operator.
-        kind: "statistic": a sum over samples flows back into them. "gathered": the operator needs an input
-            for the whole batch. "unknown": superbatch has no rule for the operator and runs it on the whole
-            batch.
+        kind: "statistic": each sample's result uses a sum over samples. "gathered": the operator needs an
+            input for the whole batch. "unknown": superbatch has no rule for the operator and runs it on the
+            whole batch.
         kept: bytes stored for all samples because later operations read them.
         gathered: bytes of micro-batches concatenated into tensors of the whole batch.
 
@@ -51,7 +51,7 @@ class WholeValue:
         operation: the operator.
         backward: True if it ran in a backward pass.
         times: number of such values.
-        nbytes: their bytes in total; `CouplingReport.whole_on_device` is the largest number at a time.
+        nbytes: their bytes in total. `CouplingReport.whole_on_device` is the peak of such bytes.
 
     Examples:
         >>> WholeValue("head", "aten.sort.default", backward=False, times=1, nbytes=4096).nbytes
@@ -82,11 +82,11 @@ class CouplingReport:
         kept_on_host: largest number of bytes stored for all samples at a time, in the host's memory.
         unknown: operators without a rule whose results affect no sample (such as a metric), in order, with
             the bytes gathered for them.
-        whole: values that grow with the batch and existed in one tensor, forward and backward: rows taken
+        whole: values for the whole batch that existed as one tensor, in a forward or backward: rows taken
             out of the batch, gathered embeddings and their gradient, inputs and results of operators that run
             on the whole batch.
-        whole_on_device: largest number of bytes of these at a time. They stay on the device even beyond its
-            budget, and reduce the budget for stored values.
+        whole_on_device: largest number of bytes of `whole` at a time. These values stay on the device even
+            beyond its budget, and reduce the budget for stored values.
 
     Examples:
         >>> report = CouplingReport(8, 2, (), 0, 1, 10, 20, 0, 0, 0)

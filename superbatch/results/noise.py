@@ -23,11 +23,11 @@ class Independence:
             and F_0 (see `superbatch.noise.independence`), so that a falling loss does not count; 1 for
             independent draws; infinite if micro-batches are copies; None if not known.
         low: smallest lower end of the intervals of the test (see `superbatch.noise.independence`).
-        high: largest upper end of these intervals.
+        high: largest upper end of the intervals of F_1 and F_2.
         triples: number of triples of windows compared; a verdict needs 20.
         by: the compared quantity.
-        updates_see: the noise scale that is effective for updates with these windows, in samples; None if not
-            known, as for ``by="losses"``.
+        updates_see: noise scale from differences between whole windows, in samples, which includes the shared
+            noise; None if not known, as for ``by="losses"``.
     """
 
     verdict: Literal["shared", "even"] | None

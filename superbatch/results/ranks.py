@@ -19,15 +19,16 @@ class RanksReport:
         kind: how the ranks share the model: ``"alone"`` (one rank), replicas (``"all_reduce"``, ``"DDP"``),
             or shards (``"FSDP2"``, ``"HSDP"``, ``"tensor parallel"``, ``"FSDP2 x tensor parallel"``).
         ranks: number of ranks whose data makes one batch.
-        reduced: when gradients are reduced: once per ``"window"``, or after each ``"microbatch"``.
+        reduced: when gradients are reduced: once per ``"window"``, after each ``"microbatch"``, or
+            ``"never"``.
         kept: bytes of unreduced gradients on this rank if they are reduced once per window.
         shards: bytes of gradients on this rank if they are reduced after each micro-batch; 0 if that is
             impossible.
         why: the reason for the choice.
 
     Examples:
-        >>> print(RanksReport("FSDP2", 8, "window", kept=2**30, shards=2**27, why="stated"))
-        FSDP2 over 8 ranks: gradients are reduced once in a window (stated); 1.00 GiB of them until then...
+        >>> print(RanksReport("FSDP2", 8, "window", kept=2**30, shards=2**27, why="as passed"))
+        FSDP2 over 8 ranks: gradients are reduced once in a window (as passed); 1.00 GiB of them until then...
     """
 
     kind: str

@@ -56,9 +56,9 @@ class ParameterDifference:
         name: the parameter, as in `model.named_parameters()`.
         norm: Euclidean norm of the reference gradient.
         difference: Euclidean norm of accumulated minus reference.
-        relative: `difference / max(norm, 1e-3 * norm of the whole reference gradient)`; the second value
-            prevents a large ratio for a gradient that is zero up to rounding (a bias before a
-            normalisation).
+        relative: `difference / max(norm, 1e-3 * norm of the whole reference gradient)`. The second argument
+            of `max` prevents a large ratio for a gradient that is zero up to rounding, such as that of a
+            bias before a normalisation.
 
     Examples:
         >>> ParameterDifference("weight", norm=2.0, difference=0.5, relative=0.25).relative

@@ -43,18 +43,19 @@ class Accumulator:
             optimizer of float32 copies of low-precision parameters in `MasterWeights`.
         loss_fn: ``loss_fn(microbatch) -> loss``, a closure over the model. Not needed if you only use
             `window`.
-        microbatch_size: samples per micro-batch at most, or a `TokenBudget`; ``"auto"`` finds the fastest
-            size that fits in memory, ``"largest"`` the largest. None computes the batch unsplit.
+        microbatch_size: largest number of samples in a micro-batch, or a `TokenBudget`. ``"auto"`` finds the
+            fastest size that fits in memory, ``"largest"`` the largest. None computes the batch unsplit.
         reduction: how `loss_fn` reduces: to the ``"mean"`` over the micro-batch (PyTorch's default), to a
             ``"sum"`` that is divided by the weight of the batch, or to a ``"total"`` that is not divided.
-        weight: how much a micro-batch counts: None for its samples; a function micro-batch -> number
+        weight: weight of a micro-batch: None for its number of samples; a function micro-batch -> number
             (`count_tokens`, `sample_weights`, `class_weights`); or ``"returned"`` if `loss_fn` returns
             ``(loss, weight)``. `at_least` gives the sum of the weights a lower bound. For several losses with
             weights of their own, pass a mapping name -> weight; `loss_fn` returns a mapping name -> loss.
         max_grad_norm: clip the normalised gradient to this 2-norm, once per window.
         clip: a function that changes a list of gradients in place, called once per window after
             `max_grad_norm` is applied: `ClipValue`, or your own.
-        scheduler: a learning-rate scheduler, or a list of them, stepped once per update that was made.
+        scheduler: a learning-rate scheduler, or a list of them, stepped after each update, but not after a
+            skipped one.
         scaler: a `torch.amp.GradScaler`; an overflow skips the update and the scheduler.
         nonfinite: what to do with NaN and infinity: ``"raise"``; ``"skip_microbatch"`` leaves a micro-batch
             and its weight out (its gradient is checked before it is added); ``"skip_update"`` discards the
@@ -63,22 +64,23 @@ class Accumulator:
         gradient_sum: dtype in which gradients of bfloat16/float16 parameters are summed. ``"auto"``: float32
             if a window has more than 16 micro-batches. None: the parameters' dtype. ``"momentum"`` sums
             directly in SGD's momentum buffer (exact).
-        participants: `FrozenBatchNorm` or `GhostBatchNorm`, one of which BatchNorm in training mode needs;
-            `PerSampleRandom`; objects of your own that are restored with a window
-            (`superbatch.torch.window.participant.Participant`).
+        participants: objects whose state is restored if a window fails. BatchNorm in training mode needs
+            `FrozenBatchNorm` or `GhostBatchNorm`. `PerSampleRandom` gives each sample a random stream. Your
+            own objects implement `superbatch.torch.window.participant.Participant`.
         observers: a `superbatch.NoiseMeter` that measures how noisy the gradient is.
-        split: declares the leaves of a batch that are not tensors with the samples first.
-        check: compare losses of micro-batches with losses of their parts on the first window, and on a later
-            one with new evidence (the first loss that is not 0, the first unequal counts of labels).
-            A wrong `reduction` or `weight` raises before the update. The check calls `loss_fn` a few times.
+        split: a `Split` for the parts of a batch that are not tensors with the samples in dimension 0.
+        check: compare the loss of micro-batches with the losses of their parts; each check calls `loss_fn` a
+            few times. A wrong `reduction` or `weight` raises before the update. The first window is checked,
+            and later ones that allow a new comparison (the first loss that is not 0, the first unequal counts
+            of labels). From window 10 on, a check may follow each time the number of windows has doubled.
         sync: how ranks share a window. ``"auto"`` follows the model's wrapper or sharding, and raises if
-            several ranks are initialised and the model is not wrapped and not sharded. ``"all_reduce"`` sums
+            several ranks are initialised and the model is neither wrapped nor sharded. ``"all_reduce"`` sums
             the gradients of such a model over all ranks, once per window. None: this rank trains alone. For
             `fully_shard`: ``"window"`` reduces gradients once per window and keeps them unsharded until then;
             ``"microbatch"`` reduces them after each micro-batch. The attribute `sync` reports the choice.
 
     Attributes:
-        engine: the object that opens windows, for tools that make updates of their own.
+        engine: internal object that opens and runs the windows; integrations with other libraries use it.
 
     Raises:
         InputError: an argument has the wrong type or value, or two of them exclude each other.
@@ -148,7 +150,7 @@ class Accumulator:
 
     @property
     def sync(self) -> RanksReport:
-        """Report on the ranks that share a window: how they synchronise, and the bytes that it takes."""
+        """Report on the ranks that share a window: how and when gradients are reduced, and their bytes."""
         return self.engine.config.sync.report
 
     @property
@@ -174,7 +176,8 @@ class Accumulator:
 
         Raises:
             InputError, SplitError: the batch cannot be split; nothing has changed.
-            LossSpecError, CoupledSamplesError: the loss is not what was declared; nothing has changed.
+            LossSpecError: the loss does not have the declared `reduction` or `weight`; nothing has changed.
+            CoupledSamplesError: the loss or the model couples samples; nothing has changed.
             NonFiniteError: a loss or gradient is not finite (with ``nonfinite="raise"``); nothing has
                 changed.
         """
@@ -186,7 +189,7 @@ class Accumulator:
     @overload
     def window(self, batch: T) -> OpenWindow[T]: ...
     def window(self, batch: Any) -> OpenWindow[Any]:
-        """Return a window to iterate over in a loop that owns its forward and backward.
+        """Return a window of micro-batches, for a loop with a forward and backward of your own.
 
         Args:
             batch: as for a call.
@@ -242,11 +245,11 @@ class Accumulator:
         """Resume from a saved state; the next call or `window` resumes a window that was open.
 
         Args:
-            state: from `state_dict`. Load the model and the optimizer from the same moment, in any order. If
-                a window was open, pass its batch next.
+            state: from `state_dict`. Also load the model and the optimizer as they were saved at that time,
+                in any order. If a window was open, pass its batch next.
 
         Raises:
-            InputError: `state` is not from `state_dict`, its noise was averaged with another setting, or its
+            InputError: `state` is not from `state_dict`, its noise was measured with another `beta`, or its
                 master weights do not fit.
             WindowError: a window is open.
         """

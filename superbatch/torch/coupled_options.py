@@ -26,7 +26,7 @@ def check_coupled(
         microbatch_size: samples, ``"auto"`` or None.
         rng: ``"microbatch"`` or ``"batch"``.
         nonfinite: ``"raise"`` or ``"skip_update"``.
-        participants: the user's.
+        participants: the option of the user.
         weight: a function from a rank's batch to its weight; None: the number of its samples.
 
     Raises:

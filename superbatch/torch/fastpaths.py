@@ -1,4 +1,4 @@
-"""Fast paths: private functions of torch and memory of other libraries, used only for speed.
+"""Fast paths: private functions of torch, and direct reads of NumPy's and Python's memory, only for speed.
 
 Each path has a plain version beside it, which does the same with public functions; `PLAIN` pairs them.
 `tests/torch/test_fastpaths.py` compares both, and `benchmarks/fastpaths.py` measures the gain of each path.
@@ -110,7 +110,7 @@ _PYTHON_WORDS = 1 + 624  # CPython: RandomObject after its head: int index; uint
 
 
 def python_memory() -> tuple[bytes, float | None] | None:
-    """Return the state of Python's global generator: its bytes and the normal number that it stores.
+    """Return the state of Python's global generator: its bytes, and its spare normal number or None.
 
     Returns None if its memory does not have the expected layout.
 
@@ -191,7 +191,7 @@ def plain_multiply(tensors: list[Tensor], factor: float) -> None:
 
 
 def add(targets: list[Tensor], sources: list[Tensor], factor: float) -> None:
-    """Add tensors times a factor to others, in place.
+    """Add `factor` times each source to its target, in place.
 
     Examples:
         >>> one = torch.ones(2)
@@ -203,7 +203,7 @@ def add(targets: list[Tensor], sources: list[Tensor], factor: float) -> None:
 
 
 def plain_add(targets: list[Tensor], sources: list[Tensor], factor: float) -> None:
-    """Add tensors times a factor to others, one by one."""
+    """Add `factor` times each source to its target, in place, one by one."""
     for target, source in zip(targets, sources, strict=True):
         target.add_(source, alpha=factor)
 

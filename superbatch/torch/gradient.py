@@ -37,13 +37,14 @@ class Gradient:
 
     The result is that of ``loss.backward()`` on the real large batch: the gradient is normalised by the
     weight of the batch, summed over the ranks of DistributedDataParallel, and not clipped. No optimizer
-    steps. The loss is checked, out-of-memory is recovered from, and low-precision gradients are summed in
-    float32, as in an `Accumulator`. A failure leaves ``.grad`` and everything else as before.
+    steps. As in an `Accumulator`, the loss is checked, a micro-batch that runs out of memory is repeated in
+    smaller ones, and low-precision gradients are summed in float32. A failure leaves ``.grad`` and everything
+    else as before.
 
     Args:
         models: the model, or a list of models; the gradients of all their trainable parameters are added.
         loss_fn: ``loss_fn(microbatch) -> loss``, a closure over the models; None if you only use `window`.
-        microbatch_size: as the `Accumulator`'s; so are `reduction`, `weight`, `nonfinite`, `device`,
+        microbatch_size: as in `Accumulator`, like `reduction`, `weight`, `nonfinite`, `device`,
             `gradient_sum` (without ``"momentum"``), `participants`, `observers`, `split`, `check` and `sync`.
         scaler: a `torch.amp.GradScaler` that scales each loss. The gradient stays scaled, as after
             ``scaler.scale(loss).backward()``, and an overflow stays in it for ``scaler.step()`` to find.
@@ -52,7 +53,7 @@ class Gradient:
             that as `scaler` too.
 
     Attributes:
-        engine: the object that opens windows, for tools that make gradients of their own.
+        engine: internal object that opens and runs the windows; integrations with other libraries use it.
 
     Raises:
         InputError: an argument has the wrong type or value, or no parameter needs a gradient.
@@ -110,7 +111,7 @@ class Gradient:
 
     @property
     def sync(self) -> RanksReport:
-        """Report on the ranks that share a window: how they synchronise, and the bytes that it takes."""
+        """Report on the ranks that share a window: how and when gradients are reduced, and their bytes."""
         return self.engine.config.sync.report
 
     @property
@@ -130,11 +131,12 @@ class Gradient:
             batch: as the `Accumulator`'s.
 
         Returns:
-            The record: loss, weight, samples, norm of the gradient that was added; no learning rates.
+            The record, without learning rates. Its `grad_norm` is the norm of the gradient that was added.
 
         Raises:
             InputError, SplitError: the batch cannot be split; nothing has changed.
-            LossSpecError, CoupledSamplesError: the loss is not what was declared; nothing has changed.
+            LossSpecError: the loss does not have the declared `reduction` or `weight`; nothing has changed.
+            CoupledSamplesError: the loss or the model couples samples; nothing has changed.
             NonFiniteError: a loss or gradient is not finite (with ``nonfinite="raise"``); nothing has
                 changed.
         """
@@ -145,7 +147,7 @@ class Gradient:
     @overload
     def window(self, batch: T) -> OpenWindow[T]: ...
     def window(self, batch: Any) -> OpenWindow[Any]:
-        """Return a window for a loop that owns its forward and backward; see `Accumulator.window`.
+        """Return a window for a loop with a forward and backward of your own; see `Accumulator.window`.
 
         Args:
             batch: as for a call.
@@ -166,7 +168,10 @@ class Gradient:
         self.engine.discard()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sizes and checks so far, and the open window, as tensors and plain containers."""
+        """Return the state to save, in tensors and plain containers.
+
+        It holds the micro-batch sizes found, the checks of the loss so far, and an open window.
+        """
         return self.engine.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -187,8 +192,8 @@ def gradient(
 ) -> Update:
     """Add the gradient of one batch to ``.grad``, as one call of a `Gradient` does.
 
-    For a training loop, make a `Gradient` before the loop: it searches the micro-batch size and checks the
-    loss only once. This function does both in each call.
+    For a training loop, make a `Gradient` before the loop: it searches for the micro-batch size once, and
+    checks the loss only in a few calls. This function does both in each call.
 
     Args:
         models: as for `Gradient`.
@@ -207,7 +212,7 @@ def gradient(
 
 
 class WholeGradient:
-    """Adds to ``.grad`` the gradient of a batch whose samples are coupled, in the memory of micro-batches.
+    """Adds to ``.grad`` the gradient of a batch whose samples are coupled, computed in micro-batches.
 
     Use it in place of `Gradient` for BatchNorm in training mode and contrastive losses, as you use
     `WholeBatch` in place of `Accumulator`.
@@ -221,7 +226,7 @@ class WholeGradient:
         backward: as `Gradient`'s.
 
     Attributes:
-        engine: the object that opens windows, for tools that make gradients of their own.
+        engine: internal object that opens and runs the windows; integrations with other libraries use it.
 
     Raises:
         InputError: an argument has the wrong type or value, or no parameter needs a gradient.
@@ -269,7 +274,7 @@ class WholeGradient:
 
     @property
     def coupling(self) -> CouplingReport | None:
-        """Coupling points of the last batch; None before the first."""
+        """Report on the last batch, with the operators that coupled its samples; None before the first."""
         # For pyright: with the option `coupled` the engine's work is a Coupled.
         assert isinstance(self.engine.work, Coupled)
         return self.engine.work.report
@@ -281,7 +286,7 @@ class WholeGradient:
             batch: as `WholeBatch`'s.
 
         Returns:
-            The record, as `Gradient`'s; its weight is 1, because there is one loss.
+            The record, as from `Gradient`.
 
         Raises:
             InputError, SplitError: the batch cannot be split; nothing has changed.
@@ -295,7 +300,7 @@ class WholeGradient:
         self.engine.discard()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sizes so far: tensors and plain containers."""
+        """Return the state to save, the micro-batch sizes found, in tensors and plain containers."""
         return self.engine.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -312,6 +317,6 @@ class WholeGradient:
 
 
 def _size(microbatch_size: Any, loss_fn: object) -> Any:
-    """Return None in place of ``"auto"`` if there is no `loss_fn` to try sizes with: no batch is split."""
+    """Return None in place of ``"auto"`` if there is no `loss_fn` to try sizes with: batches stay unsplit."""
     # No error: "auto" is the default, so the user may not have asked for it.
     return None if loss_fn is None and microbatch_size == "auto" else microbatch_size

@@ -1,8 +1,8 @@
 """Tables of a module: its own parameters, buffers and children by name.
 
 torch's public functions build a new list in each call: ``named_buffers(recurse=False)`` takes 25 times as
-long, and it is needed for each module in each update. They also leave out names without a tensor, and a copy
-cannot be written to.
+long, and it is needed for each module in each update. They also omit a name whose
+value is None, and a write to such a list does not change the module.
 """
 
 from __future__ import annotations

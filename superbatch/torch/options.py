@@ -77,10 +77,10 @@ class PerSampleRandom:
 
 @dataclass(frozen=True)
 class Split:
-    """Declaration of the leaves of a batch that are not tensors with the samples first.
+    """Declaration of the parts of a batch that are not tensors with the samples in dimension 0.
 
     Args:
-        unsplit: paths of leaves that every micro-batch gets unsplit. All get the same object: do not change
+        unsplit: paths of parts that every micro-batch gets unsplit. All get the same object: do not change
             it in place.
         per_sample: paths of lists that hold one object per sample.
 

@@ -71,8 +71,9 @@ def coupled_gradient(
     Args:
         parameters: tensors to differentiate with respect to.
         microbatches: the micro-batches of the batch.
-        encode: from a micro-batch to its embeddings, samples first; each sample by itself.
-        loss_fn: from the embeddings of the whole batch to its loss.
+        encode: function from a micro-batch to its embeddings, with the samples in dimension 0. A sample's
+            embedding must not depend on other samples.
+        loss_fn: function from the embeddings of the whole batch to its loss.
 
     Examples:
         >>> w = torch.tensor([2.0], requires_grad=True)

@@ -39,14 +39,15 @@ def verify(
     dtype: Dtype = "both",
     tolerance: float = TOLERANCE,
 ) -> Verification:
-    """Compare the accumulated gradient with that of the whole batch, and name what breaks exactness.
+    """Compare the accumulated gradient with that of the whole batch, and find the causes of a difference.
 
-    Every parameter's gradient is compared by ``|accumulated - reference| / max(|reference|, 1e-3 |all|)``.
-    In float64 the difference may be `tolerance`. In the model's own dtype it may be as large as the rounding
-    of the large batch, measured against the float64 gradient. If the gradients differ, each possible cause is
-    removed in turn: a loss that is not repeatable, random numbers, state that a forward changes, wrong
-    weights, samples that influence each other. The declared `reduction` and `weight` are also checked as on
-    the Accumulator's first window, because gradients under one split may agree by chance.
+    The difference of a parameter's gradient is ``|accumulated - reference| / max(|reference|, 1e-3 |all|)``,
+    where `all` is the reference gradient of all parameters. In float64 it may be up to `tolerance`. In the
+    model's own dtype it may be as large as the rounding error of the whole batch's gradient, measured against
+    float64. If the gradients differ, each possible cause is removed in turn: a loss that is not repeatable,
+    random numbers, state that a forward changes, wrong weights, samples that influence each other. The
+    declared `reduction` and `weight` are also checked as on the Accumulator's first window, because gradients
+    may agree by chance for one split.
 
     Model, gradients, random state and the state that `loss_fn` reaches are restored bit for bit.
 
@@ -54,13 +55,13 @@ def verify(
         model: the model, or several, in the mode (train or eval) of the training.
         loss_fn: ``loss_fn(microbatch) -> loss``, a closure over the model.
         batch: a batch of the training, on the host; two samples or more.
-        microbatch_size: samples (or a TokenBudget) of a micro-batch, smaller than the batch.
-        reduction: what `loss_fn` returns, as the Accumulator's.
-        weight: how micro-batches are weighted, as the Accumulator's. Each term of a loss with several terms
-            is verified by itself, so that a large term does not hide an error in another.
-        participants: as the Accumulator's. `PerSampleRandom` gives each sample a random stream in both
-            passes; `FrozenBatchNorm` freezes BatchNorm in both. Others have no effect.
-        split: leaves that are not tensors with the samples first, as the Accumulator's.
+        microbatch_size: samples of a micro-batch, fewer than the batch has; or a `TokenBudget`.
+        reduction: how `loss_fn` reduces, as in `Accumulator`.
+        weight: weight of a micro-batch, as in `Accumulator`. Each term of a loss with several terms is
+            verified by itself, so that a large term does not hide an error in another.
+        participants: as in `Accumulator`. `PerSampleRandom` gives each sample a random stream in both
+            passes; `FrozenBatchNorm` freezes BatchNorm in both. Other participants have no effect.
+        split: as in `Accumulator`, for parts that are not tensors with the samples in dimension 0.
         against: the reference: ``"batch"``, the whole batch; ``"splits"``, another split, for a batch that
             does not fit in memory; ``"auto"``, the whole batch unless it runs out of memory.
         dtype: `"own"` (the model's), `"float64"`, or `"both"`.
@@ -70,10 +71,10 @@ def verify(
         The report. `print` shows the verdict, the causes with their remedies, and a row for each parameter.
 
     Raises:
-        InputError: an argument has the wrong type or value, or the batch is not larger than a micro-batch.
+        InputError: an argument has the wrong type or value, the batch is not larger than a micro-batch, or
+            the model has no parameters that need a gradient.
         SplitError: the batch cannot be split.
         NonFiniteError: the loss or a gradient is not finite.
-        OptimizerError: the model has no parameters that need a gradient.
 
     Examples:
         >>> import torch

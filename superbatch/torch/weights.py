@@ -18,7 +18,7 @@ Where = str | Callable[[Any], Any]
 
 
 def count_tokens(where: Where, *, ignore_index: int = -100, shift: bool = False) -> Weight:
-    """Weigh a micro-batch by the number of tokens in its loss: the weight of a cross entropy per token.
+    """Weigh a micro-batch by the number of tokens in its loss, for a cross entropy averaged over tokens.
 
     ``w = #{labels != ignore_index}``
 
@@ -165,13 +165,14 @@ class AtLeast:
 
 
 def at_least(minimum: float, weight: Weight | Literal["returned"] | None = None) -> AtLeast:
-    """Set a lower bound for the weight that a batch is divided by, as DETR divides by at least 1 box.
+    """Set a lower bound for the weight by which a batch's loss is divided; DETR divides by at least 1 box.
 
     ``W = max(minimum, sum w_i)``, over the micro-batches of all ranks.
 
     Args:
         minimum: lower bound of the total.
-        weight: of a micro-batch, as the ``weight=`` option: None for its samples, a function, ``"returned"``.
+        weight: weight of a micro-batch, as the ``weight=`` option: None for its number of samples, a
+            function, or ``"returned"``.
 
     Returns:
         A value for ``weight=``, or for one term of it.

@@ -1,4 +1,4 @@
-"""`WholeBatch`: updates by a loss that couples samples, in the memory of micro-batches."""
+"""`WholeBatch`: updates by a loss that couples samples, computed in micro-batches."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ from .window.update_rule import Clip
 
 
 class WholeBatch:
-    """Updates a model by a loss whose samples are coupled, in the memory of micro-batches.
+    """Updates a model by a loss whose samples are coupled, computed in micro-batches that fit in memory.
 
     Use it for BatchNorm in training mode, contrastive losses, or a loss of a batch's hardest samples.
     `loss_fn` is called once, with the whole batch; below autograd each operator runs in micro-batches (see
-    `virtual_batch`). The update is that of the real large batch. No weights are needed, and the loss is not
-    checked.
+    `virtual_batch`). The update is that of the real large batch. Micro-batches need no weights, and the loss
+    is not checked.
 
     Args:
         model: the model, or a list of models, that `loss_fn` uses and the optimizer updates.
         optimizer: as the `Accumulator`'s.
         loss_fn: ``loss_fn(batch) -> loss``, a closure over the model.
-        microbatch_size: samples computed at a time, at most; ``"auto"``: as many as fit in memory; None: all.
-            The update does not depend on it.
+        microbatch_size: largest number of samples in a micro-batch; ``"auto"``: as many as fit in memory;
+            None: all. The update does not depend on it.
         rng: ``"microbatch"``: random operators draw anew for each micro-batch; ``"batch"``: they draw the
             numbers that the large batch would get.
         max_grad_norm: as the `Accumulator`'s; so are `clip`, `scheduler`, `scaler` and `device`.
         nonfinite: a loss or gradient that is not finite: ``"raise"``, or ``"skip_update"``.
         participants: `FrozenBatchNorm`, and objects of your own.
-        weight: on several ranks, a function of this rank's batch that returns how much the batch counts, such
-            as ``count_tokens("labels")``; None: its samples.
-        sync: as the `Accumulator`'s, without ``"microbatch"``. Models sharded by FSDP2 gather parameters
-            for a window. BatchNorm in training mode uses the samples of all ranks. `loss_fn` gets the samples
+        weight: on several ranks, a function from this rank's batch to its weight, such as
+            ``count_tokens("labels")``; None: its number of samples.
+        sync: as the `Accumulator`'s, without ``"microbatch"``. FSDP2 parameters are all-gathered for the
+            window. BatchNorm in training mode uses the samples of all ranks. `loss_fn` gets the samples
             of this rank; if it couples samples itself, it must exchange them between ranks itself.
 
     Attributes:
-        engine: the object that opens windows, for tools that make updates of their own.
+        engine: internal object that opens and runs the windows; integrations with other libraries use it.
 
     Raises:
-        InputError: an argument has the wrong type or value, or a model is split by tensor parallel.
+        InputError: an argument has the wrong type or value, or a model uses tensor parallelism.
         OptimizerError: the optimizer cannot be used, or does not own the model's parameters.
 
     Examples:
@@ -109,12 +109,12 @@ class WholeBatch:
 
     @property
     def sync(self) -> RanksReport:
-        """Report on the ranks that share a batch: how they synchronise, and the bytes that it takes."""
+        """Report on the ranks that share a batch: how and when gradients are reduced, and their bytes."""
         return self.engine.config.sync.report
 
     @property
     def coupling(self) -> CouplingReport | None:
-        """Coupling points of the last window; None before the first."""
+        """Report on the last window, with the operators that coupled its samples; None before the first."""
         # For pyright: with the option `coupled` the engine's work is a Coupled.
         assert isinstance(self.engine.work, Coupled)
         return self.engine.work.report
@@ -124,7 +124,7 @@ class WholeBatch:
 
         Args:
             batch: any nesting of tensors with one row for each sample, on the host; or a `Window`, whose
-                micro-batches are joined.
+                micro-batches are concatenated.
 
         Returns:
             The record of the update.
@@ -133,7 +133,8 @@ class WholeBatch:
             InputError, SplitError: the batch cannot be split; nothing has changed.
             NonFiniteError: the loss or gradient is not finite (with ``nonfinite="raise"``); nothing has
                 changed.
-            CoupledSamplesError: `loss_fn` couples the samples of this rank, but not those of other ranks.
+            CoupledSamplesError: on several ranks, `loss_fn` couples the samples of this rank but not those of
+                other ranks, or divides by a count that is not proportional to the rank's weight.
         """
         return self.engine.update(batch)
 

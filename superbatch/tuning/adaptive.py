@@ -114,7 +114,7 @@ def expected_cosine(ratio: float) -> float:
         ratio: rho of the whole batch.
 
     Returns:
-        The cosine, for noise in many directions.
+        The cosine. The formula assumes that the noise has many directions.
 
     Examples:
         >>> round(expected_cosine(0.1), 3), round(expected_cosine(1.0), 3)
@@ -165,10 +165,10 @@ def naive_ratio(ratio: float) -> float:
 class Controller:
     """Controller that chooses the accumulation steps of each window from the noise of the windows before it.
 
-    The steps are ``K = ceil(B_noise / (target x microbatch))``, within a factor of 2 of the steps before, and
-    between `least` and `most`. They change only by more than 10 %. Without a determined noise scale, they
-    stay if the batch is within the interval of the noise scale. Otherwise they move towards the nearer end of
-    the interval, so a window that is too short to show the signal grows until it does.
+    The steps are ``K = ceil(B_noise / (target x microbatch))``, within a factor of 2 of the previous steps,
+    and between `least` and `most`. A change of 10 % or less is not made. Without a determined noise scale,
+    the steps stay if the batch is within the interval of the noise scale. Otherwise they move towards the
+    nearer end of the interval, so a window that is too short to show the signal grows until it does.
 
     Pass it to `windows` as the accumulation steps; `windows` calls it once per window, on every rank.
 

@@ -381,7 +381,7 @@ def _momentum_factor(momentum: tuple[float, float] | None) -> float:
 
 
 def _factor_at(factor: Callable[[float], float], samples: float) -> float:
-    """Return the factor of the rate after `samples` samples; raise InputError if it is no valid number."""
+    """Return the factor of the rate after `samples` samples; raise InputError if it is not a valid number."""
     if not callable(factor):
         raise InputError(
             f"factor={factor!r} is not callable. Pass a function of the samples seen that returns a number."

@@ -32,7 +32,7 @@ def test_get_lists_the_paths_there_are(path: str) -> None:
 
 
 def test_get_of_a_tensor_says_that_it_has_no_parts() -> None:
-    with pytest.raises(InputError, match=r"path 'labels'.*'' itself, without parts"):
+    with pytest.raises(InputError, match=r"path 'labels'.*'' only, which has no parts"):
         get(x(), "labels")
 
 

@@ -48,7 +48,8 @@ def save_checkpoint(
         folder: folder of the checkpoints of one training; each is a folder in it, ``000007-update-1200``.
         accumulate: an `Accumulator` or a `WholeBatch`, between windows or after a ``backward`` of a window.
         samples: number of samples that all ranks together have used, to find the position in the data.
-        extra: more state: numbers, strings, tensors, lists, tuples and dicts, equal on all ranks.
+        extra: a dict of further state, equal on all ranks. Its values are numbers, strings, tensors, lists,
+            tuples and dicts.
         generators: the program's own random generators, by names.
         keep: number of checkpoints to keep; older ones are deleted when the new one is complete.
 

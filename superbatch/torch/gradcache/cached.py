@@ -70,7 +70,8 @@ def cached_gradients(
         batch: the batch, any nested structure; for several encoders a mapping of the same names.
             Micro-batches are moved to the device of their encoder. The micro-batches of a Window (`windows`)
             are taken as they are.
-        microbatch_size: most samples of a micro-batch, or a TokenBudget; for several encoders also a mapping.
+        microbatch_size: largest number of samples in a micro-batch, or a TokenBudget; for several encoders
+            also a mapping.
             None only for a Window.
         models: every module that encoders and loss use; not needed if these are modules or their methods.
             For parameters outside of modules pass ``nn.ParameterList([p])``.

@@ -35,7 +35,7 @@ class Encoder:
         where: its name, for errors.
         encode: function of a micro-batch that returns its embeddings.
         batch: the batch to split.
-        microbatch_size: most samples of a micro-batch, or a TokenBudget; not used for a Window.
+        microbatch_size: largest number of samples in a micro-batch, or a TokenBudget; not used for a Window.
         paths: `unsplit` and `per_sample` declarations, relative to its batch.
         device: device to move micro-batches to; None: they are not moved.
 

@@ -51,7 +51,7 @@ def lr_survey(
         accumulator: the accumulator of the training, or (model, optimizer, loss_fn) to create one.
         batches: batches for the accumulator: a DataLoader or another iterable that can start again, or a
             function that returns an iterator. An iterator itself raises, because its position cannot be
-            restored. A generator of a loader inside such a function is not restored.
+            restored. If the function makes a DataLoader, the loader's generator is not restored.
         what: option that grows: ``"lr"``, ``"weight_decay"``, or ``"momentum"`` (SGD's momentum m or Adam's
             first beta, with 1 - m falling exponentially).
         low: first value; None for 1e-6 (SGD's rate, weight decay), 1e-7 (other rates) or 0 (momentum).
@@ -62,8 +62,8 @@ def lr_survey(
         progress: function to call with (points done, number of points) after each point.
 
     Returns:
-        The curve, and suggested values. Parameter groups keep their ratios, and the values are those of the
-        group with the largest one; `Survey.of_groups` returns the values of all groups.
+        The curve, and suggested values. Parameter groups keep their ratios. The values are those of the
+        group with the largest value; `Survey.of_groups` returns the values of all groups.
 
     Raises:
         InputError: the range is not increasing, there are fewer than 12 updates, or the batches are an

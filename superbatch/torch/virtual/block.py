@@ -73,7 +73,7 @@ class VirtualBatch:
         return self._session.report()
 
     def logged_points(self) -> list[LoggedPoint]:
-        """Return the coupling points of the forward so far, with results that are single numbers."""
+        """Return the forward's coupling points so far, each with its result if that is a single number."""
         return self._session.log.logged_points()
 
     @property
@@ -148,7 +148,7 @@ def virtual_batch(
     block. If it fails elsewhere after reading numbers, they wait for the time-out of the group, as with DDP.
 
     After an exception, gradients (of the models and of all leaves that the block used), buffers and random
-    state (of torch, Python and NumPy) are restored. Writes into parameters (an averaged teacher) and into
+    state (of torch, Python and NumPy) are restored. Writes into parameters (of an averaged teacher) and into
     plain attributes are not restored. Make them after the block, or use `superbatch.torch.WholeBatch`, which
     restores them too. Compiled models run eagerly in the block.
 

@@ -1,7 +1,7 @@
 """Protocol of a window's participants: one object for each kind of state that the window may change.
 
-Every participant can return to two moments: "before the window" (`restart`, `restore`) and "before this
-micro-batch" (`rollback`). After the optimizer step only `commit` is called.
+Every participant can restore two states: that before the window (`restart`, `restore`), and that before the
+current micro-batch (`rollback`). After the optimizer step only `commit` is called.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Participant(Protocol):
     """
 
     def begin(self) -> None:
-        """Remember "before the window"."""
+        """Record the state before the window."""
         ...
 
     def savepoint(self) -> None:
-        """Remember "before this micro-batch". Copy nothing large: `rollback` may return False instead."""
+        """Record the state before a micro-batch. Copy nothing large: `rollback` may return False instead."""
         ...
 
     def rollback(self) -> bool:
@@ -38,14 +38,14 @@ class Participant(Protocol):
         ...
 
     def restart(self) -> None:
-        """Restore "before the window", and keep what `begin` remembered, because the window runs again.
+        """Restore the state before the window, and keep the record of `begin`, because the window runs again.
 
         Allocate no tensors and call no collectives: memory has run out, perhaps on this rank only.
         """
         ...
 
     def restore(self) -> None:
-        """Restore "before the window". Called a second time if this or another participant raises."""
+        """Restore the state before the window. Called again if this or another participant raises."""
         ...
 
     def commit(self) -> None:
