@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from superbatch.errors import CheckpointError, InputError, SuperbatchError
+from superbatch.errors import CheckpointError, SuperbatchError
 
 from ..interrupts import DeferredInterrupts
 from ..window.engine import Engine
 from . import files, folders
+from .arguments import check_common
 from .codec import decode, sharded_in
 from .group import Group, group_of
 from .random_state import check_generators, restore_random
@@ -66,7 +67,7 @@ def load_checkpoint(
         The checkpoint; None if the folder has none yet, at the start of a training.
 
     Raises:
-        InputError: `accumulate` is not an accumulator.
+        InputError: an argument has the wrong type.
         CheckpointError: the checkpoint is damaged, of a newer version, or of another program. Nothing has
             changed. Pass the path of an older checkpoint to load it instead.
         WindowError: a window is open.
@@ -79,10 +80,7 @@ def load_checkpoint(
         >>> load_checkpoint("a folder without checkpoints", accumulate) is None
         True
     """
-    if not isinstance(getattr(accumulate, "engine", None), Engine):
-        raise InputError(
-            f"accumulate is a {type(accumulate).__name__}. Pass the Accumulator or the WholeBatch."
-        )
+    check_common(accumulate, path, generators)
     engine, own_generators = accumulate.engine, generators or {}
     group = group_of(engine.config.sync, engine.config.models)
     # Rank 0 chooses, because on a shared disk ranks may see a new folder at different times.

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import torch
 
 from superbatch import _version
-from superbatch.errors import InputError
 
 from ..window.engine import Engine
 from . import files, folders
+from .arguments import check_common, check_saving
 from .codec import Encoder
 from .group import Group, group_of
 from .random_state import random_state
@@ -79,7 +79,8 @@ def save_checkpoint(
 
     Source: https://huggingface.co/docs/safetensors
     """
-    _check(accumulate, samples, keep)
+    check_common(accumulate, folder, generators)
+    check_saving(samples, extra, keep)
     engine = accumulate.engine
     group = group_of(engine.config.sync, engine.config.models)
     # On every rank before the first collective, because one may lack the package.
@@ -117,21 +118,6 @@ def save_checkpoint(
             shutil.rmtree(temporary, ignore_errors=True)
         raise
     return final
-
-
-def _check(accumulate: object, samples: object, keep: object) -> None:
-    if not isinstance(getattr(accumulate, "engine", None), Engine):
-        raise InputError(
-            f"accumulate is a {type(accumulate).__name__}. Pass the Accumulator or the WholeBatch."
-        )
-    if not isinstance(samples, int) or isinstance(samples, bool) or samples < 0:
-        raise InputError(
-            f"samples={samples!r} is not a number of samples. Pass the number of samples used so far, an int."
-        )
-    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
-        raise InputError(
-            f"keep={keep!r} is not a number of checkpoints. Pass how many checkpoints to keep, 1 or more."
-        )
 
 
 def _of_rank(
