@@ -301,7 +301,7 @@ def test_too_few_surveys_are_not_blamed_on_the_splits(digits: Surveys) -> None:
 
 def test_a_fall_that_noise_may_make_is_said() -> None:
     tiny = survey(own_recipe.plane(), replace(SMALL, splits="1x20", low=1e-9, high=1e-7, updates=60))
-    assert "no further than noise alone may make it fall" in suggestion(tiny)
+    assert "the loss fell no further than noise alone can explain" in suggestion(tiny)
     far = survey(own_recipe.plane(), replace(SMALL, splits="1x20", high=30.0, updates=60))
     assert "noise" not in suggestion(far)
 

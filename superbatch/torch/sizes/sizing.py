@@ -26,6 +26,8 @@ class Sizing:
     Attributes:
         measures: `measure` measures, so `rest` may change the sizes.
         most: largest number of samples of a micro-batch after memory ran out; None: no such limit.
+        learns: `closed` must be called at the end of the window. It is an attribute, not a property, because
+            each window reads it.
 
     Examples:
         >>> sizing = Sizing()
@@ -38,14 +40,10 @@ class Sizing:
 
     def __init__(self) -> None:
         self.most: int | None = None
+        self.learns = self.measures
         self._wait = self.FIRST_WAIT
         self._until = 0
         self._failed = False  # in this window
-
-    @property
-    def learns(self) -> bool:
-        """True if `closed` must be called at the end of the window."""
-        return self.measures or self.most is not None
 
     def rest(self, left: int) -> list[int] | None:
         """Return new sizes for the remaining samples after a micro-batch; None: as planned."""
@@ -61,7 +59,7 @@ class Sizing:
         if samples == 1:
             return 0
         half = (samples + 1) // 2
-        self.most = half if self.most is None else min(self.most, half)
+        self.most, self.learns = half if self.most is None else min(self.most, half), True
         if not self._failed:  # once per window: further halvings belong to the search for a size that fits
             self._until, self._wait, self._failed = self._wait, 2 * self._wait, True
         return self.most
@@ -73,7 +71,7 @@ class Sizing:
         if self.most is not None and made:
             self._until -= 1
             if self._until <= 0:
-                self.most = None
+                self.most, self.learns = None, self.measures
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sizes found so far; here the limit, and the number of updates for which it holds."""
@@ -86,6 +84,7 @@ class Sizing:
         if not all(isinstance(number, int) for number in (1 if most is None else most, wait, until)):
             raise TypeError("numbers of samples and updates are not integers")
         self.most, self._wait, self._until = most, wait, until
+        self.learns = self.measures or most is not None
 
     def report(self) -> MemoryReport | None:
         """Return a report on the sizes found; None without measurements."""

@@ -177,7 +177,8 @@ class Coupled:
         virtual = begun[0] if begun else None
         # The other ranks wait in an exchange of the block, and this rank's vote would not reach them.
         if failed is not None and not is_answered(failed, virtual):
-            window.report.suppress()
+            if window.report is not None:
+                window.report.suppress()
             raise failed
         return failure_of_any(failed, virtual, self._parts, sync)
 

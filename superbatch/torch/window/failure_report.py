@@ -44,12 +44,12 @@ class FailureReport:
     """Report of a failure of this rank in one window, which is sent at most once.
 
     Args:
-        sync: the ranks that share the window.
+        sync: the ranks that share the window, two or more.
         progress: position in the window.
     """
 
     def __init__(self, sync: Sync, progress: Progress) -> None:
-        self._sync = sync if sync.shared else None  # None once no other rank waits for this one
+        self._sync: Sync | None = sync  # None once no other rank waits for this one
         self._progress = progress
         self._position: tuple[str, str] | None = None
 

@@ -80,7 +80,8 @@ class OpenWindow(Generic[T]):
         self._progress = Progress(microbatches, weights, weights.new_losses())
         self.transaction = Transaction(config, gradients, self._progress, sizing, watch)
         self._ending = Ending(self.transaction, check_schedule, started)
-        self.report = FailureReport(config.sync, self._progress)
+        # None on one rank, where nobody waits for a report.
+        self.report = FailureReport(config.sync, self._progress) if config.sync.shared else None
         self._noise = self.transaction.noise
         self._pooled = self.transaction.pooled
         if resume is not None:
@@ -142,12 +143,13 @@ class OpenWindow(Generic[T]):
                         self._discard(error)
                 finally:  # otherwise no other window could be opened
                     self._free()
-        self.report.send(error, agreed=self._ending.is_agreed)
+        if self.report is not None:
+            self.report.send(error, agreed=self._ending.is_agreed)
 
     def _catch_up(self, error: BaseException | None) -> None:
         """Take part in the remaining collectives of the window, if forward and backward are collective."""
-        config = self._config
-        if self.report.is_possible and config.sync.in_step and not config.whole:
+        config, waiting = self._config, self.report is not None and self.report.is_possible
+        if waiting and config.sync.in_step and not config.whole:
             lockstep.catch_up(self.transaction, error)
 
     def __iter__(self) -> Iterator[T]:
@@ -246,7 +248,8 @@ class OpenWindow(Generic[T]):
         except BaseException as raised:
             self.abandon(raised)  # an interrupt may come before signals are deferred
             raise
-        self.report.send(error, agreed=self._ending.is_agreed)
+        if self.report is not None:
+            self.report.send(error, agreed=self._ending.is_agreed)
 
     def _close(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
         if not self.is_open:
@@ -257,7 +260,8 @@ class OpenWindow(Generic[T]):
                 self._config.before_step.savepoint()
                 self.end_iteration()
                 self._ending.finish()
-                self.report.suppress()
+                if self.report is not None:
+                    self.report.suppress()
             else:
                 self._catch_up(error)
                 if error is not None and out_of_memory(error):
@@ -306,7 +310,8 @@ class OpenWindow(Generic[T]):
         update = self._ending.update
         made = update is not None and update.skipped is None
         transfer = self._config.transfer
-        self.report.keep_position()
+        if self.report is not None:
+            self.report.keep_position()
         take_each(
             self._config.before_step.free,
             self._progress.microbatches.clear,
