@@ -66,7 +66,9 @@ def mean_and_range(
     axes.plot(xs, means, solid_capstyle="round", label=label, **line)
     if len(curves) > 1:
         low, high = [min(values) for _, values in points], [max(values) for _, values in points]
-        axes.fill_between(xs, low, high, color=style.colour, alpha=0.08, linewidth=0)
+        # No band down to 0: a logarithmic axis would show it as a block.
+        shown = [value > 0 for value in low]
+        axes.fill_between(xs, low, high, shown, color=style.colour, alpha=0.08, linewidth=0)
     return means
 
 
