@@ -31,6 +31,6 @@ def test_a_torn_update_of_one_rank_is_refused_on_both_until_a_state_is_loaded(
     assert (whole[0], torn[0]) == ("made", "made")
     assert "torn" in torn[1], "premise: a hook before the step has written to a parameter"
     assert whole[1].startswith("RankError: Rank 1 failed at the end of its window (OptimizerError: ")
-    assert whole[2].startswith(OTHER.format(1, "OptimizerError: The last update broke"))
+    assert whole[2].startswith(OTHER.format(1, "OptimizerError: The last update failed"))
     assert "torn" in torn[2]
     assert (whole[3], torn[3]) == ("made", "made")

@@ -26,8 +26,8 @@ from .participants.gradient_sum import ManagedParameter
 from .wrapped import describe, leaves_of
 
 _TORN = (
-    "The last update failed inside the optimizer's step, so some parameters or states have changed, and "
-    "others have not. Load the model, the optimizer and this Accumulator from a checkpoint."
+    "The last update failed inside the optimizer's step and is torn: some parameters or states have changed, "
+    "and others have not. Load the model, the optimizer and this Accumulator from a checkpoint."
 )
 
 
