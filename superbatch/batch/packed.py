@@ -124,8 +124,8 @@ def read_offsets(path: str, value: Any) -> tuple[int, ...]:
         return tuple(host)
     raise SplitError(
         f"The offsets of packed sequences at path {path!r} are invalid: {wrong}. Pass the cumulative "
-        f"lengths [0, n1, n1+n2, ...]. If the entry means something else, declare unsplit=({path!r},) or "
-        f"per_sample=({path!r},)."
+        f"lengths [0, n1, n1+n2, ...], or, for an entry that means something else, declare "
+        f"unsplit=({path!r},) or per_sample=({path!r},)."
     )
 
 

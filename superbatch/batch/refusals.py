@@ -58,8 +58,8 @@ def agreed_length(leaves: Sequence[Leaf]) -> int:
     if not lengths:
         unsplit = ", ".join(repr(leaf.path) for leaf in leaves) or "none"
         raise SplitError(
-            "The batch has nothing to split. It has only these scalars, 0-d arrays and parts in unsplit=: "
-            f"{unsplit}. Pass at least one array or list with one entry for each sample."
+            "The batch has nothing to split, only scalars, 0-d arrays and entries in unsplit= "
+            f"({unsplit}). Pass at least one array or list with one entry for each sample."
         )
     if len({length for _, length in lengths}) > 1:
         raise SplitError(

@@ -126,8 +126,8 @@ def _encode(forward: Any, size: int, features: dict[str, Any], **options: Any) -
     flat = {"cu_seq_lens_q", "offsets"} & features.keys()
     if flat:
         raise InputError(
-            f"cached() needs padded inputs, but these are flattened: they have {flat.pop()!r}. Make the "
-            "model with Transformer(..., unpad_inputs=False). A StaticEmbedding needs no cached()."
+            f"cached() needs padded inputs, but these have {flat.pop()!r}, so they are flattened. Make the "
+            "model with Transformer(..., unpad_inputs=False), or remove cached() around a StaticEmbedding."
         )
 
     def embed(microbatch: dict[str, Any]) -> dict[str, Any]:

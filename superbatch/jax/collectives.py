@@ -37,8 +37,8 @@ def refuse_own_reductions(call: Call) -> None:
             raise LossSpecError(
                 f"The loss reduces over the axis {axis!r} itself ({primitive}), but axis_name={axis!r} "
                 "reduces loss and gradient once more after the loop. Remove jax.lax.pmean, psum or "
-                "all_gather from the function, so that it returns the loss of the device's own rows. For "
-                "synchronised BatchNorm, pass check=False."
+                "all_gather from the function, so that it returns the loss of the device's own rows, or pass "
+                "check=False for synchronised BatchNorm."
             )
 
 

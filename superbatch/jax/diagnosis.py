@@ -127,16 +127,16 @@ def _not_of_weights(
         )
     if (key := _legacy_key(call)) is not None:
         return InputError(
-            f"{key} looks like a legacy random key (uint32 of shape (2,) or (4,)). The check cannot draw the "
-            f"same numbers from it for every row, and no weight explains the {name}: {given}. Make the key "
-            "with jax.random.key(seed), or pass check=False."
+            f"No weight explains the {name} ({given}), and the check cannot draw the same numbers for "
+            f"every row from {key}, which looks like a legacy random key (uint32 of shape (2,) or (4,)). "
+            "Make the key with jax.random.key(seed), or pass check=False."
         )
     return CoupledSamplesError(
-        f"No weight explains the {name}: {given}. Samples influence each other (BatchNorm in training, "
+        f"No weight explains the {name} ({given}): samples influence each other (BatchNorm in training, "
         "pmean under jax.vmap, contrastive losses, balancing of experts), or the function draws random "
-        "numbers without a key argument, or it adds means over different counts. For a loss over embeddings "
-        'use remat_map. Return means over different counts by name, as in {"tokens": (sum, count), "rows": '
-        '(mean, rows)}, with weight="returned". To train with the loss of each micro-batch, pass check=False.'
+        "numbers without a key argument or adds means over different counts. Use remat_map for a loss over "
+        'embeddings, pass weight="returned" and return each mean by name ({"tokens": (sum, count), '
+        '"rows": (mean, rows)}), or pass check=False to train with the loss of each micro-batch.'
     )
 
 

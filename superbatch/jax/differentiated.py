@@ -34,9 +34,9 @@ def refuse_what_has_no_gradient(position: int, argument: Any) -> None:
         what = f"a {type(leaf).__name__}" if is_state or not is_array(leaf) else f"of dtype {leaf.dtype}"
         raise InputError(
             f"argument {position}{jax.tree_util.keystr(path)} is {what}, which has no gradient. Pass the "
-            "parameters alone. flax.nnx: graphdef, params, rest = nnx.split(model, nnx.Param, ...), and in "
-            "the function model = nnx.merge(graphdef, params, rest, copy=True). Equinox: params, rest = "
-            "eqx.partition(model, eqx.is_inexact_array), and model = eqx.combine(params, rest)."
+            "parameters alone: with flax.nnx, graphdef, params, rest = nnx.split(model, nnx.Param, ...), and "
+            "in the function model = nnx.merge(graphdef, params, rest, copy=True); with Equinox, "
+            "params, rest = eqx.partition(model, eqx.is_inexact_array), model = eqx.combine(params, rest)."
         )
 
 

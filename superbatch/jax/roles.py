@@ -223,8 +223,8 @@ def _refuse_doubled(taken: Sequence[Where]) -> None:
     doubled = [where for where in taken if taken.count(where) > 1]
     if doubled:
         raise InputError(
-            f"Argument {doubled[0]!r} has two roles. It can be differentiated, split, a random key or a "
-            "state, but only one of these. Change argnums, batch_argnums, rng_argnum or carry_argnum."
+            f"Argument {doubled[0]!r} has two roles, but it can only be one of differentiated, split, a "
+            "random key or a state. Change argnums, batch_argnums, rng_argnum or carry_argnum."
         )
 
 
@@ -270,8 +270,8 @@ def _mode(leaf: Any, label: str, split: bool) -> Mode:
     if is_legacy_key(leaf):
         raise InputError(
             f"{label} looks like a legacy random key (uint32 of shape {tuple(leaf.shape)}), from which every "
-            "micro-batch would draw the same numbers. Make it with jax.random.key(seed), or pass its "
-            "position as rng_argnum. If it is not a key, add it to unsplit= or give it another dtype."
+            "micro-batch would draw the same numbers. Make it with jax.random.key(seed) or pass its position "
+            "as rng_argnum, or, if it is not a key, add it to unsplit= or give it another dtype."
         )
     if is_array(leaf) and leaf.shape and split:
         return "rows"

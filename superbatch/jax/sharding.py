@@ -88,8 +88,8 @@ def refuse_unbound(axis_name: AxisName) -> None:
         except NameError as error:  # noqa: PERF203  (one or two axes)
             raise InputError(
                 f"axis_name={axis_name!r}, but no axis {name!r} is bound where the function is called. Call "
-                f"it inside jax.shard_map over a mesh with this axis, or jax.vmap(..., axis_name={name!r}). "
-                "Under jax.jit alone leave axis_name out."
+                f"it inside jax.shard_map over a mesh with this axis, or jax.vmap(..., axis_name={name!r}), "
+                "or leave axis_name out under jax.jit alone."
             ) from error
 
 

@@ -46,5 +46,5 @@ def _refused(reason: str) -> LossSpecError:
     return LossSpecError(
         f"{reason}, so it is a state, but a micro-batch does not get the aux of the one before. "
         "Pass the state by position, pass this position as carry_argnum= and return (loss, state), or "
-        "(loss, (aux, state)) with has_aux. To stack aux nevertheless, pass check=False."
+        "(loss, (aux, state)) with has_aux; or pass check=False to stack aux nevertheless."
     )

@@ -17,7 +17,7 @@ from .terms import Term
 
 CLOSE = 1e-3  # relative difference of two losses that are the same but for rounding
 MIXING = ("MixUp", "CutMix")  # augmentations of keras.layers that blend each row with another one
-WAY_OUT = "Pass check=False to accumulate to train with another update than that of the whole batch."
+WAY_OUT = "or pass check=False to accumulate to train with another update than that of the whole batch."
 
 
 def coupled_layer(model: Any, layer: Any | None, rows: list[int]) -> CoupledSamplesError:
@@ -27,13 +27,12 @@ def coupled_layer(model: Any, layer: Any | None, rows: list[int]) -> CoupledSamp
         return CoupledSamplesError(
             f"The output of {source} for a row depends on the other rows of the batch: it mixes rows, and a "
             "micro-batch has other rows to mix. Take the layer out of the model and apply it to whole "
-            f"batches in the data pipeline, as in dataset.batch(n).map(layer). {WAY_OUT}"
+            f"batches in the data pipeline, as in dataset.batch(n).map(layer), {WAY_OUT}"
         )
     return CoupledSamplesError(
         f"The output of {source} for a row depends on the other rows of the batch: it differs between "
         f"{sum(rows)} rows at once and micro-batches of {_listed(rows)}. Compute it from each row alone "
-        "(for a normalisation: LayerNormalization, GroupNormalization), or train with whole batches. "
-        + WAY_OUT
+        f"(for a normalisation: LayerNormalization, GroupNormalization), train with whole batches, {WAY_OUT}"
     )
 
 
@@ -53,9 +52,9 @@ def wrong_term(
     by_rows = sum(value * count for value, count in zip(parts, rows, strict=True)) / sum(rows)
     if term.name == "add_loss":
         remedy = (
-            "It is a sum over rows: divide it by the number of rows, keras.ops.shape(x)[0]. "
+            "It is a sum over rows: divide it by the number of rows, keras.ops.shape(x)[0], "
             if _close(sum(parts), whole)
-            else "Add a mean over rows; pass a mean over tokens or other weights as a loss to compile(). "
+            else "Add a mean over rows, pass a mean over tokens or other weights as a loss to compile(), "
         )
         return LossSpecError(
             f"add_loss is not a mean over the rows of the batch: {values}. {remedy}{WAY_OUT}"
@@ -63,21 +62,21 @@ def wrong_term(
     if not term.stated:
         return CoupledSamplesError(
             f"The loss {term.name!r} of a row depends on the other rows of the batch: {values}. Use a loss "
-            f"that is computed from each row alone, or train with whole batches. {WAY_OUT}"
+            f"that is computed from each row alone, train with whole batches, {WAY_OUT}"
         )
     if _close(sum(parts), whole):
         remedy = (
             'It is a sum: return one number for each sample from a loss with reduction="sum", without '
-            "loss_weight. "
+            "loss_weight, "
         )
     elif _close(by_rows, whole):
         remedy = (
-            "It is a mean over rows: pass loss_weight=lambda x, y, sample_weight: keras.ops.shape(y)[0]. "
+            "It is a mean over rows: pass loss_weight=lambda x, y, sample_weight: keras.ops.shape(y)[0], "
         )
     else:
         remedy = (
-            "Return from loss_weight the number that the loss is divided by. If there is no such number, "
-            "return one loss for each sample. "
+            "Return from loss_weight the number that the loss is divided by, or, if there is none, one loss "
+            "for each sample, "
         )
     return LossSpecError(
         f"loss_weight is not the divisor of the loss {term.name!r}: {values}. {remedy}{WAY_OUT}"
@@ -89,7 +88,7 @@ def moved_state(paths: list[str], rows: list[int]) -> InputError:
     return InputError(
         f"Each forward in training changes {', '.join(repr(path) for path in paths[:3])}: {sum(rows)} rows "
         f"at once leave another value than micro-batches of {_listed(rows)}. Freeze the layer, update the "
-        f"variable in a callback after each batch, or train with whole batches. {WAY_OUT}"
+        f"variable in a callback after each batch, or train with whole batches, {WAY_OUT}"
     )
 
 
@@ -104,9 +103,9 @@ def rows_out_of_range(rows: int) -> InputError:
 def no_predictions(rows: int) -> InputError:
     """Return the error for a model that predicts NaN for a few rows of the batch."""
     return InputError(
-        f"The model predicts NaN for {rows} rows of the first batch. If it reads other rows by their index, "
-        "as a graph network does, train with whole batches: a micro-batch does not have these rows. "
-        f"Otherwise check the data. {WAY_OUT}"
+        f"The model predicts NaN for {rows} rows of the first batch. Train with whole batches if it reads "
+        "other rows by their index, as a graph network does, because a micro-batch does not have these rows; "
+        f"otherwise check the data, {WAY_OUT}"
     )
 
 
@@ -114,7 +113,7 @@ def wrong_total(whole: float, apart: float, rows: list[int]) -> LossSpecError:
     """Return the error for a total loss of Keras that is not the sum of the terms."""
     return LossSpecError(
         f"Keras computes the loss {whole:.6g} for {sum(rows)} rows at once, but the terms of micro-batches "
-        f"of {_listed(rows)} give {apart:.6g}. Report this model as a bug of superbatch. {WAY_OUT}"
+        f"of {_listed(rows)} give {apart:.6g}. Report this model as a bug of superbatch, {WAY_OUT}"
     )
 
 

@@ -39,8 +39,8 @@ def check(model: Any) -> None:
         )
     if forward.owns_compute_loss(model):
         raise InputError(
-            f"The model {model.name!r} overrides compute_loss and trains on several replicas. It is not "
-            "known whether the override divides by the number of replicas. Compile a loss instead."
+            f"The model {model.name!r} overrides compute_loss and trains on several replicas, and it is "
+            "not known whether the override divides by their number. Compile a loss instead."
         )
 
 

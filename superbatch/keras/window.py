@@ -89,8 +89,8 @@ def plan_of(terms: list[Term], options: Options, *, scaled: bool) -> Plan:
     if options.nonfinite == "skip_microbatch":
         if counting or len(set(kinds)) > 1:
             raise InputError(
-                'nonfinite="skip_microbatch" needs a loss of one term: the divisors of several terms are '
-                "fixed before it is known which micro-batches are left out. This loss has "
+                'nonfinite="skip_microbatch" needs a loss of one term, because the divisors of several terms '
+                "are fixed before it is known which micro-batches are left out, but this loss has "
                 f"{', '.join(f'{term.name} ({term.kind})' for term in terms)}. Use "
                 'nonfinite="propagate".'
             )

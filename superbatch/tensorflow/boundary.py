@@ -179,15 +179,15 @@ def _no_gradient() -> OptimizerError:
 
 def _no_divisor() -> LossSpecError:
     return LossSpecError(
-        "The losses of this window are sums with a gradient, but its weight is 0, so they cannot be divided. "
-        "Nothing was updated, and the window was dropped. Pass weights that are not all 0."
+        "The losses of this window are sums with a gradient, but its weight is 0, so they cannot be divided; "
+        "nothing was updated, and the window was dropped. Pass weights that are not all 0."
     )
 
 
 def _unknown_pattern() -> WindowError:
     return WindowError(
         "The window has gradients for a set of variables that no call of add() had when apply() was traced, "
-        "so the graph of apply() has no branch for it. Nothing was updated, and the window was dropped. Call "
+        "so the graph of apply() has no branch for it; nothing was updated, and the window was dropped. Call "
         "each function that calls add() once before the first call of the function that calls apply()."
     )
 
@@ -199,7 +199,7 @@ def _not_finite(totals: Totals | None, some: list[int], options: Options) -> Non
         name = options.name_of(bad[0]) if bad else ""
         where = f" (the first variable with a non-finite gradient is {name!r})" if bad else ""
     return NonFiniteError(
-        f"The gradient of this window is not finite{where}. Nothing was updated, and the window was dropped. "
+        f"The gradient of this window is not finite{where}; nothing was updated, and the window was dropped. "
         'Check its micro-batches, or pass nonfinite="skip_microbatch" to leave such a micro-batch and its '
         'weight out, or nonfinite="skip_update" to drop the window without an error.'
     )

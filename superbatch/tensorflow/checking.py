@@ -130,19 +130,19 @@ def _judge(whole: Part, parts: list[Part], options: Options, bound: float) -> No
     if options.reduction == "mean" and all(part.weight == part.rows for part in parts):
         raise LossSpecError(
             f"The loss is not a mean over rows: {described}. For a mean over tokens pass their number, "
-            "weight=tf.reduce_sum(mask). If the loss or a layer couples the rows (contrastive losses, "
+            "weight=tf.reduce_sum(mask); if the loss or a layer couples the rows (contrastive losses, "
             "BatchNormalization), train with whole batches."
         )
     if options.reduction == "sum":
         raise CoupledSamplesError(
             f"The losses of micro-batches do not add up to that of the batch: {described}. Leave out terms "
-            "that are no sum over rows: a regularizer in model.losses would count once for each micro-batch. "
-            "If the loss or a layer couples the rows (contrastive losses, BatchNormalization), train with "
-            "whole batches."
+            "that are no sum over rows, as a regularizer in model.losses, which would count once for each "
+            "micro-batch; if the loss or a layer couples the rows (contrastive losses, BatchNormalization), "
+            "train with whole batches."
         )
     raise CoupledSamplesError(
         f"The loss of the batch is not the mean of those of micro-batches with this weight: {described}. "
-        "Pass the divisor of the loss as weight. If the loss or a layer couples the rows (contrastive "
+        "Pass the divisor of the loss as weight, or, if the loss or a layer couples the rows (contrastive "
         "losses, BatchNormalization), train with whole batches."
     )
 

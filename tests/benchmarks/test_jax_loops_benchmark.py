@@ -46,6 +46,6 @@ def test_a_faster_loop_and_a_wrong_gradient_are_beyond_the_bounds():
     done = run("-c", BEYOND)
     assert done.stdout.splitlines() == [
         "[]",
-        "['conv, scan: 0.30 of the time of superbatch']",
+        "['conv, scan: faster than superbatch, in 0.30 of its time']",
         "['conv, host: gradient error 2.0e-01']",
     ], done.stderr

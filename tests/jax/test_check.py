@@ -85,8 +85,8 @@ WRONG: dict[str, Any] = {
         r"11 rows have the weight 1, their parts 1 \+ 1 \+ 1",
     ),
     "table": (looked_up, TABLE, {}, LossSpecError, r"'table' is split .* Pass unsplit=\('table',\)"),
-    "batch norm": (normalised, ROWS, {}, CoupledSamplesError, "Samples influence each other"),
-    "contrastive": (contrastive, ROWS, {}, CoupledSamplesError, "Samples influence each other"),
+    "batch norm": (normalised, ROWS, {}, CoupledSamplesError, "samples influence each other"),
+    "contrastive": (contrastive, ROWS, {}, CoupledSamplesError, "samples influence each other"),
     "balance": (balanced, ROWS, {}, CoupledSamplesError, "No weight explains the loss"),
     "single rows": (
         balanced,

@@ -90,12 +90,12 @@ def test_a_window_goes_on_from_a_checkpoint(found: Any) -> None:
         ),
         (
             "add outside",
-            "WindowError: add() was called outside of strategy.run, and the variables are on 2 replicas",
+            "WindowError: add() was called outside of strategy.run, but the variables are on 2 replicas",
         ),
         ("apply inside", "WindowError: apply() was called inside of strategy.run or strategy.scope()"),
         (
             "plain variables",
-            "WindowError: add() was called in a replica, and the variables of the accumulator are not",
+            "WindowError: add() was called in a replica, but the variables of the accumulator are not",
         ),
     ],
 )

@@ -57,7 +57,7 @@ class Stream(IterableDataset):  # pyright: ignore[reportMissingTypeArgument]
         (
             DataLoader(TensorDataset(BATCH["x"]), batch_size=4),
             r"A DataLoader is not a batch\. Loop over it: for batch in loader: "
-            r"accumulate\(batch\)\. If it yields micro-batches: for window in windows\(loader, accum",
+            r"accumulate\(batch\); if it yields micro-batches: for window in windows\(loader, accum",
         ),
         (iter([BATCH]), "A list_iterator is not a batch. Loop over it"),
         ((each for each in [BATCH]), "A generator is not a batch. Loop over it"),

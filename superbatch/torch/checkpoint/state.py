@@ -227,6 +227,4 @@ def _check_groups(here: list[list[str]], saved: list[list[str]]) -> None:
 
 
 def _mismatch(text: str) -> CheckpointError:
-    return CheckpointError(
-        f"{text}. Nothing has changed. Load the checkpoint into the program that wrote it."
-    )
+    return CheckpointError(f"{text}; nothing was loaded. Load the checkpoint into the program that wrote it.")

@@ -108,8 +108,8 @@ def check_lengths(problem: Problem, pair: Pair, *, frozen: Sequence[nn.Module]) 
     )
     raise LossSpecError(
         f"loss_fn returns a mean over all entries of a micro-batch, but samples of {path!r} have {few} "
-        f"entries in one micro-batch and {many} in another. With equal weights per sample, entries of short "
-        f"samples would weigh more. Instead pass weight={remedy}; or, to keep equal weights per sample, a "
+        f"entries in one micro-batch and {many} in another, so with equal weights per sample, entries of "
+        f"short samples would weigh more. Pass weight={remedy}, or, to keep equal weights per sample, a "
         "function that returns the number of samples."
     )
 

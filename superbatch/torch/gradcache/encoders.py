@@ -188,8 +188,8 @@ class Encoder:
         return InputError(
             f"The second pass of {self._where} returned {what}, but it must repeat the first pass, to which "
             "the cached gradients belong. Make encode depend only on its micro-batch, the models and the "
-            "global generators (torch, Python, NumPy). Remove its own torch.Generator or counter, and "
-            "operations in place on the micro-batch."
+            "global generators (torch, Python, NumPy), without a torch.Generator or counter of its own and "
+            "without operations in place on the micro-batch."
         )
 
 

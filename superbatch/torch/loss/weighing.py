@@ -240,7 +240,7 @@ def no_divisor(found: Sum, term: str) -> LossSpecError:
     bound = f"weight={{{term!r}: at_least(1, ...)}}" if term else "weight=at_least(1, ...)"
     return LossSpecError(
         f"The losses{name} in this window sum to {found.total:g}, but the weight of the window is 0, so the "
-        f"sum cannot be divided. No update was made. Pass a lower bound of the weight, such as {bound}."
+        f"sum cannot be divided; no update was made. Pass a lower bound of the weight, such as {bound}."
     )
 
 

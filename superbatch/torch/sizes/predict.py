@@ -263,5 +263,5 @@ def _unpredictable(error: Exception) -> PredictionError:
     text = " ".join(str(error).split())
     return PredictionError(
         f"The model or the loss cannot run on fake tensors ({type(error).__name__}: {text[:300]}). Measure "
-        "small micro-batches instead. If a real run raises this error too, correct it first."
+        "small micro-batches instead, or, if a real run raises this error too, correct it first."
     )

@@ -285,7 +285,7 @@ class Coupled:
         if not most:
             raise OutOfMemoryError(
                 f"Memory ran out in a batch of {samples} samples, even with a single sample at a time "
-                f"({failure}). No update was made, and everything is as before the window. Make the batch or "
+                f"({failure}); no update was made, and everything is as before the window. Make the batch or "
                 "the samples smaller, use gradient checkpointing or a lower precision."
             )
         return failed, most

@@ -9,7 +9,7 @@ def second_window() -> WindowError:
     """Return the error for opening a window while another one is open."""
     return WindowError(
         "Another window of this accumulator is open, and both would sum into the same gradients. Leave the "
-        "first `with` block, or use one Accumulator per optimizer. If an interrupt left the first window "
+        "first `with` block, use one Accumulator per optimizer, or, if an interrupt left the first window "
         "open, call discard()."
     )
 
@@ -17,8 +17,8 @@ def second_window() -> WindowError:
 def empty_window() -> InputError:
     """Return the error for a `Window` that has no micro-batches."""
     return InputError(
-        "The Window contains no micro-batches. Pass a Window with at least one. If only this rank has no "
-        "data, call accumulate(None)."
+        "The Window contains no micro-batches. Pass a Window with at least one, or call accumulate(None) if "
+        "only this rank has no data."
     )
 
 
@@ -93,5 +93,5 @@ def without_backward(index: int) -> WindowError:
     """Return the error for a micro-batch without a backward."""
     return WindowError(
         f"window.backward(loss) was not called for micro-batch {index}. Call it for each micro-batch, in "
-        "place of loss.backward(). To leave a micro-batch out, give it the weight 0."
+        "place of loss.backward(), or give a micro-batch that is left out the weight 0."
     )

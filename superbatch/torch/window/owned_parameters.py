@@ -176,7 +176,7 @@ def _in_no_optimizer(names: list[str]) -> OptimizerError:
     return OptimizerError(
         f"The parameter {names[0]!r}{others} was added after the Accumulator was made and is in none of its "
         'optimizers, so it would never be updated. Add it with optimizer.add_param_group({"params": ...}), '
-        "or freeze it with requires_grad_(False). If another optimizer updates it, make the Accumulator "
+        "freeze it with requires_grad_(False), or, if another optimizer updates it, make the Accumulator "
         "again."
     )
 

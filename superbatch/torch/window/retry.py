@@ -118,8 +118,8 @@ def _continue_smaller(window: Transaction, index: int, failure: str) -> None:
         cut_large(microbatches, progress.next, most)
     except SplitError as error:
         raise OutOfMemoryError(
-            f"Memory ran out in micro-batch {index} ({failure}), which cannot be cut into smaller ones. "
-            f"{error} {_DO}."
+            f"Memory ran out in micro-batch {index} ({failure}), which cannot be cut into smaller ones: "
+            f"{error}"
         ) from None
     # The recorded versions are those of the larger micro-batch.
     progress.remove_versions(index)
@@ -152,7 +152,7 @@ def require_inputs(progress: Progress, first: int, last: int, failure: str) -> N
     if index is not None:
         raise OutOfMemoryError(
             f"Memory ran out in micro-batch {last} ({failure}), and the window cannot be run again, because "
-            f"loss_fn has changed micro-batch {index} in place. Parameters and state are as before the "
+            f"loss_fn has changed micro-batch {index} in place; parameters and state are as before the "
             "window. Copy the tensors of the micro-batch in loss_fn before changing them, or pass a smaller "
             "microbatch_size."
         )
@@ -174,7 +174,7 @@ def require_restorable(window: Transaction, failed: str) -> None:
         others = f" and {len(lost) - 1} more" if lost[1:] else ""
         raise OutOfMemoryError(
             f"The window cannot begin again after {failed}, because it has changed the state "
-            f"{lost[0]!r}{others} for the first time, and there is no copy to restore. No update was made, "
+            f"{lost[0]!r}{others} for the first time, and there is no copy to restore; no update was made, "
             "and everything else is as before the window. Load that state, for example from a checkpoint, "
             "and call again: from now on it is copied."
         )
@@ -216,18 +216,18 @@ def give_up(window: Transaction, index: int, samples: int | None, failure: str) 
     # Only the first reason that applies names a remedy that helps.
     # A GhostBatchNorm normalises over the micro-batch, so its size must not change.
     if window.pooled is not None:
-        wrong = "With GhostBatchNorm the update would change in smaller micro-batches"
+        wrong = "with GhostBatchNorm the update would change in smaller micro-batches"
         do = "Pass a smaller microbatch_size"
     elif samples is None:
-        wrong = "The micro-batch cannot be cut, because its samples cannot be counted"
+        wrong = "the micro-batch cannot be cut, because its samples cannot be counted"
         do = "Pass smaller micro-batches"
     else:
-        wrong, do = "A micro-batch of one sample cannot be cut", _DO
+        wrong, do = "a micro-batch of one sample cannot be cut", _DO
     held = _bytes_of_state(window)
     raise OutOfMemoryError(
         f"Memory ran out in micro-batch {index} of {'some' if samples is None else samples} samples "
-        f"({failure}) beside {held / 2**20:.1f} MiB of parameters and gradients. {wrong}. No update was "
-        f"made, and everything is as before the window. {do}."
+        f"({failure}) beside {held / 2**20:.1f} MiB of parameters and gradients, and {wrong}; no update "
+        f"was made, and everything is as before the window. {do}."
     )
 
 

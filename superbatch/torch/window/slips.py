@@ -150,7 +150,7 @@ def refuse_no_batch(batch: object) -> None:
         raise InputError(
             f"A {type(batch).__name__} is not a batch. Loop over "
             f"{'a DataLoader of it' if isinstance(batch, Dataset) else 'it'}: for batch in loader: "
-            f"accumulate(batch). If it yields micro-batches: {_WINDOWS}."
+            f"accumulate(batch); if it yields micro-batches: {_WINDOWS}."
         )
 
 

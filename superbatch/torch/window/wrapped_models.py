@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from superbatch.errors import InputError
 
-INSTEAD = "Or wrap the model in DistributedDataParallel"
+INSTEAD = "or wrap the model in DistributedDataParallel"
 
 
 def sharded_part(models: Iterable[nn.Module]) -> str | None:
@@ -39,7 +39,7 @@ def sharded_part(models: Iterable[nn.Module]) -> str | None:
             if "FullyShardedDataParallel" in names:
                 raise InputError(
                     f"The model {where}is wrapped in FullyShardedDataParallel (FSDP1), whose flat parameters "
-                    f"cannot be accumulated here. Use torch.distributed.fsdp.fully_shard (FSDP2). {INSTEAD}."
+                    f"cannot be accumulated here. Use torch.distributed.fsdp.fully_shard (FSDP2), {INSTEAD}."
                 )
             if type(module).__module__.startswith("torch.distributed.pipelining"):
                 raise pipelined(module)

@@ -135,9 +135,9 @@ def foreign_gradient(name: str) -> WindowError:
     """Return the error for a gradient that the window's backward has not computed."""
     return WindowError(
         f"The gradient of {name!r} was changed inside a window, but not by window.backward(loss), so the "
-        "window's sum is wrong. Remove zero_grad() and other backward calls from the window. If two windows "
-        "are open at the same time (a GAN), pass both models to both accumulators, as [generator, critic], "
-        "so that each window changes only the gradients of its own optimizer."
+        "window's sum is wrong. Remove zero_grad() and other backward calls from the window, or, if two "
+        "windows are open at the same time (a GAN), pass both models to both accumulators, as [generator, "
+        "critic], so that each window changes only the gradients of its own optimizer."
     )
 
 

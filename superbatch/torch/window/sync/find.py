@@ -66,7 +66,7 @@ def find_sync(
     if part is not None and sharded is None:
         raise InputError(
             f"{part}, which only Accumulator, Gradient, WholeBatch, WholeGradient and virtual_batch support. "
-            f"Use one of these. {INSTEAD}."
+            f"Use one of these, {INSTEAD}."
         )
     if part is not None and wrappers:
         raise InputError(
@@ -166,7 +166,7 @@ def _single_process(sync: object) -> Sync:
             f"{count} ranks are initialised, but the model is not wrapped and not sharded, so each rank "
             "would train apart. Pass the model wrapped in DistributedDataParallel (not its .module), or "
             "sharded by "
-            'fully_shard. Or pass sync="all_reduce" to sum gradients over the ranks, or sync=None to train '
+            'fully_shard, or pass sync="all_reduce" to sum gradients over the ranks, or sync=None to train '
             "each rank apart."
         )
     if count > 1 and sync == "warn":
