@@ -58,7 +58,7 @@ def share(value: Any) -> Any:
     return value / tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, value.dtype)
 
 
-def ready(optimizer: Any, gradients: list[Any], weights: list[Any]) -> list[Any]:
+def gradients_to_apply(optimizer: Any, gradients: list[Any], weights: list[Any]) -> list[Any]:
     """Return the gradients to pass to the optimizer on this replica.
 
     Keras' optimizer clips the gradient of each replica and sums afterwards. If it clips, the gradient is

@@ -307,7 +307,7 @@ def _finished(batch: Batch, carry: Carry, sums: Any, rows: Any) -> tuple[Values,
 def _apply(batch: Batch, sums: Any, gradients: Values) -> None:
     """Call the optimizer once; on a single replica not at all if the batch has weight 0."""
     model, weights = batch.model, batch.model.trainable_weights
-    gradients = replicas.ready(model.optimizer, gradients, weights)
+    gradients = replicas.gradients_to_apply(model.optimizer, gradients, weights)
 
     def apply() -> Any:
         model.optimizer.apply_gradients(zip(gradients, weights, strict=True))

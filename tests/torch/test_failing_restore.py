@@ -12,8 +12,8 @@ from superbatch.torch import Accumulator, WholeBatch
 from superbatch.torch.window.participants import (
     batchnorm,
     forward_state,
+    forward_state_keeper,
     loss_scale,
-    moved_state,
     parameter_gradients,
     snapshot,
 )
@@ -153,7 +153,12 @@ def test_coupled_samples_and_a_state_that_cannot_be_restored_at_once(
             times=1,
         )
         failing = Failing(
-            patch, moved_state.MovedState, "restore", ValueError("cannot"), works=False, times=1
+            patch,
+            forward_state_keeper.ForwardStateKeeper,
+            "restore",
+            ValueError("cannot"),
+            works=False,
+            times=1,
         )
         with pytest.raises(ValueError, match="cannot"):
             accumulate(BATCHES[1])

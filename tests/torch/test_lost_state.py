@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from superbatch.errors import OutOfMemoryError
 from superbatch.torch import Accumulator, WholeBatch
-from superbatch.torch.window.participants import kept_tensors, moved_state
+from superbatch.torch.window.participants import forward_state_keeper, kept_tensors
+from superbatch.torch.window.participants.forward_state_keeper import ForwardStateKeeper
 from superbatch.torch.window.participants.kept_tensors import KeptTensor
-from superbatch.torch.window.participants.moved_state import MovedState
 
 F64 = torch.float64
 SAMPLES, ROWS = 8, 200_000  # the bank is above the size up to which all is copied
@@ -199,10 +199,10 @@ class Counting(nn.Module):
         return self.layer(x)
 
 
-def _watching(size: int, *functions: Any) -> tuple[Any, MovedState]:
+def _watching(size: int, *functions: Any) -> tuple[Any, ForwardStateKeeper]:
     """Return a layer and a keeper in its second window: nothing has moved in the first."""
     model = Counting(size)
-    keeper = MovedState([model], functions)
+    keeper = ForwardStateKeeper([model], functions)
     for _ in range(2):
         keeper.begin()
         model(torch.ones(1, 2, dtype=F64))
@@ -214,7 +214,7 @@ def _watching(size: int, *functions: Any) -> tuple[Any, MovedState]:
 def test_a_view_of_a_buffer_is_restored_with_it() -> None:
     model = Counting(3)
     seen = model.seen.detach()
-    keeper = MovedState([model], [lambda x: model(x) * seen.sum()])
+    keeper = ForwardStateKeeper([model], [lambda x: model(x) * seen.sum()])
     for window in range(2):
         keeper.begin()
         if window:
@@ -268,7 +268,7 @@ def test_a_buffer_that_begins_to_move_is_restored_or_told(size: int) -> None:
 
 
 def test_what_is_too_large_to_be_looked_at_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moved_state, "MOST_SUMMED", 0)
+    monkeypatch.setattr(forward_state_keeper, "MOST_SUMMED", 0)
     program = Program(_data, ["now", "later"])
     with pytest.warns(UserWarning, match=r"same, .*unless loss_fn writes to '.*bank' through"):
         program.accumulator(microbatch_size=4)(batch())
@@ -287,7 +287,7 @@ def test_a_constant_beside_the_model_is_no_reason_to_stop() -> None:
 @pytest.mark.parametrize(
     ("place", "method", "mutant", "write"),
     [
-        (MovedState, "unrestorable", lambda self: [], "in place"),
+        (ForwardStateKeeper, "unrestorable", lambda self: [], "in place"),
         (KeptTensor, "record_sums", lambda self: None, "through .data"),
     ],
     ids=["what is lost is not asked for", "only versions and the first values are compared"],

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.torch import Accumulator, WholeBatch, Window, verify
-from superbatch.torch.window.participants import moved_state
+from superbatch.torch.window.participants import forward_state_keeper
 from superbatch.torch.window.participants.kept_tensors import KeptTensor
 from superbatch.torch.window.participants.reached import Reached
 from tests.torch.moving_programs import F64, FEATURES, PROGRAMS, Program, batches, frozen, linear
@@ -149,8 +149,8 @@ def test_large_state_is_copied_once_it_is_seen_to_move(
     name: str, test: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No copy is made beforehand: the check copies what is about to be written."""
-    monkeypatch.setattr(moved_state, "SMALL_BYTES", 0)
-    monkeypatch.setattr(moved_state, "MOST_BYTES", 0)
+    monkeypatch.setattr(forward_state_keeper, "SMALL_BYTES", 0)
+    monkeypatch.setattr(forward_state_keeper, "MOST_BYTES", 0)
     if test == "check":
         test_the_check_does_not_change_a_training(name)
     else:
@@ -166,8 +166,8 @@ def with_backbone() -> tuple[nn.Module, nn.Module, Tensor]:
 
 @pytest.mark.parametrize("check", [True, False])
 def test_what_stays_as_it_is_is_not_copied(check: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moved_state, "SMALL_BYTES", 1 << 18)
-    monkeypatch.setattr(moved_state, "MOST_BYTES", 1 << 19)
+    monkeypatch.setattr(forward_state_keeper, "SMALL_BYTES", 1 << 18)
+    monkeypatch.setattr(forward_state_keeper, "MOST_BYTES", 1 << 19)
     copied: list[str] = []
     copy_now = KeptTensor.copy_now
     monkeypatch.setattr(KeptTensor, "copy_now", lambda self: (copied.append(self.name), copy_now(self)))
@@ -226,7 +226,7 @@ def test_mutant_that_keeps_the_models_buffers_alone(name: str, monkeypatch: pyte
     def blind(models: Any, functions: Any) -> Reached:
         return Reached([], [], {module: path for model in models for path, module in model.named_modules()})
 
-    monkeypatch.setattr(moved_state, "reach", blind)
+    monkeypatch.setattr(forward_state_keeper, "reach", blind)
     if name != "average by lerp":  # whose teacher is the student in the check
         with pytest.raises((AssertionError, UserWarning)):  # or the check sees a loss that does not repeat
             test_the_check_does_not_change_a_training(name)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.torch import Accumulator, Gradient
+from superbatch.torch.window.participants.forward_state_keeper import ForwardStateKeeper
 from superbatch.torch.window.participants.kept_tensors import KeptTensor
-from superbatch.torch.window.participants.moved_state import MovedState
 
 F64 = torch.float64
 Loss = Callable[[Tensor], Tensor]
@@ -188,7 +188,7 @@ def test_a_frozen_backbone_is_not_copied_by_a_look(monkeypatch: pytest.MonkeyPat
     copied: list[str] = []
     copy_now = KeptTensor.copy_now
     monkeypatch.setattr(KeptTensor, "copy_now", lambda self: (copied.append(self.name), copy_now(self)))
-    keeper = MovedState([model], [lambda x: model(x).mean()])
+    keeper = ForwardStateKeeper([model], [lambda x: model(x).mean()])
     keeper.begin(check=True)
     keeper.learn()
     keeper.end_check()
@@ -243,7 +243,7 @@ def test_the_training_loop_that_a_module_holds_is_not_searched(
     monkeypatch.setattr(Trainer, "__module__", package)
     model: Any = Counts()
     model.trainer = Trainer([])
-    keeper = MovedState([model])
+    keeper = ForwardStateKeeper([model])
     keeper.begin(check=True)
     model.trainer.loss = 1.0
     model.trainer.logged.append(1.0)

@@ -161,16 +161,16 @@ def sum_never_divided(patch: Patch) -> None:
 
 
 def clip_before_normalising(patch: Patch) -> None:
-    ready = update_rule.ready
+    batch_gradient = update_rule.batch_gradient
 
     def clipped_first(
         step: Any, place: Any, ranks: Any, owned: Any, divisor: float, announced: Any
     ) -> list[Tensor | None]:
-        summed = ready(step, place, ranks, owned, 1.0, announced)
+        summed = batch_gradient(step, place, ranks, owned, 1.0, announced)
         update_rule.clip(step, summed, finite_norm(summed)[0])
         return [None if gradient is None else gradient / divisor for gradient in summed]
 
-    patch.setattr(update_rule, "ready", clipped_first)
+    patch.setattr(update_rule, "batch_gradient", clipped_first)
 
 
 def clip_forgotten(patch: Patch) -> None:

@@ -27,7 +27,7 @@ from tests.torch.two_ranks import found_by_both
 
 TOLERANCE = 1e-12
 TEXT = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate"
-Parts = Sequence[Any]
+CountAndWeight = Sequence[Any]
 
 
 def by_hand(
@@ -88,7 +88,7 @@ PARTS = cut(BATCH, *SIZES)
 
 def measured(
     model: nn.Module,
-    parts: Parts,
+    parts: CountAndWeight,
     loss: Callable[[Any], Any],
     *,
     optimizer: torch.optim.Optimizer | None = None,

@@ -31,7 +31,7 @@ from tests.torch.statement_cases import (
 )
 
 REFUSED = (LossSpecError, CoupledSamplesError)
-Parts = Callable[[nn.Module, dict[str, Tensor]], Tensor]
+CountAndWeight = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 
 
 # -- small parts of the gradient ----------------------------------------------------------------------
@@ -55,14 +55,14 @@ class Mixture(Tokens):
         return 4 * (chosen.mean(0) * routing.mean(0)).sum()
 
 
-def balanced(share: float) -> Parts:
+def balanced(share: float) -> CountAndWeight:
     def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
         return token_mean(model(batch["ids"]), batch) + share * model.balance()
 
     return loss
 
 
-def mean_per_sample_beside(share: float) -> Parts:
+def mean_per_sample_beside(share: float) -> CountAndWeight:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         each = each_token(model(batch["ids"]), batch)
         return each.sum() / batch["lengths"].sum() + share * (each.sum(1) / batch["lengths"]).mean()
@@ -106,7 +106,7 @@ def spread_of_batch(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return token_mean(out, batch) + 1e-2 * out.float().mean(1).std(0).mean().to(out.dtype)
 
 
-HIDDEN: dict[str, tuple[Callable[[], nn.Module], Parts]] = {
+HIDDEN: dict[str, tuple[Callable[[], nn.Module], CountAndWeight]] = {
     "load balance of 0.02": (Mixture, balanced(0.02)),
     "load balance of 0.001": (Mixture, balanced(0.001)),
     "0.001 of a mean per sample": (lambda: Tokens(Attention), mean_per_sample_beside(0.001)),

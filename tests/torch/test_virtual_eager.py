@@ -30,9 +30,9 @@ Kind = Callable[["Any", "list[Any]"], Any]
 @pytest.fixture(autouse=True)
 def not_yet_said() -> Iterator[None]:
     """What is said once for a process is said once for each test."""
-    introspection._say_it_runs_eagerly.cache_clear()
+    introspection._warn_of_eager_run.cache_clear()
     yield
-    introspection._say_it_runs_eagerly.cache_clear()
+    introspection._warn_of_eager_run.cache_clear()
 
 
 class Head(nn.Module):

@@ -434,7 +434,7 @@ def test_a_parameter_that_is_written_after_its_use() -> None:
 def test_a_compiled_model_runs_eagerly() -> None:
     ours = make()
     compiled = torch.compile(ours, backend="eager")
-    introspection._say_it_runs_eagerly.cache_clear()
+    introspection._warn_of_eager_run.cache_clear()
     said = pytest.warns(UserWarning, match="A compiled model runs eagerly")
     with said, virtual_batch(ours, 4) as batch:
         loss_of(compiled, batch(X)).backward()

@@ -173,12 +173,12 @@ def train(model: Net, end: str, error: BaseException | None) -> None:
 @pytest.fixture(autouse=True)
 def said() -> Iterator[None]:
     """That a compiled model runs eagerly was said before."""
-    introspection._say_it_runs_eagerly.cache_clear()
+    introspection._warn_of_eager_run.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        introspection._say_it_runs_eagerly()
+        introspection._warn_of_eager_run()
     yield
-    introspection._say_it_runs_eagerly.cache_clear()
+    introspection._warn_of_eager_run.cache_clear()
 
 
 @pytest.mark.parametrize("end", ENDS)
@@ -254,7 +254,7 @@ LEFT: dict[str, Callable[[Net], Iterator[None]]] = {
     "a buffer": leave_change(lambda net: net.norm.register_buffer("left", torch.ones(1))),
     "a flag": leave_change(lambda net: net.frozen.requires_grad_()),
     "a mode of the model": leave_change(lambda net: net.eval()),
-    "a filter": leave_context(lambda: introspection._Unsaid()),
+    "a filter": leave_context(lambda: introspection._IgnoreHookWarning()),
     "a dispatch mode": leave_context(UnusedDispatch),
     "a function mode": leave_context(Unused),
     "a stance": leave_context(lambda: torch.compiler.set_stance("force_eager")),

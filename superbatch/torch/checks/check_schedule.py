@@ -23,7 +23,7 @@ from superbatch.errors import CoupledSamplesError, InputError, LossSpecError, Sp
 from ..warn import warn
 from ..window.config import Config
 from ..window.joining import joined
-from ..window.microbatches import MicrobatchList, Shown
+from ..window.microbatches import CheckedWindow, MicrobatchList
 from ..window.options import check_bool
 from .candidates import clues_of
 from .check_record import CheckRecord, check_saved_checks
@@ -112,30 +112,30 @@ class CheckSchedule:
         if checked is not None:
             self._add_to_record(window, checked, first_microbatches(window))
 
-    def needs_check(self, shown: Shown) -> tuple[bool, int]:
+    def needs_check(self, window: CheckedWindow) -> tuple[bool, int]:
         """Return whether a window has an unchecked feature and the budget allows a check.
 
         Returns:
             True if a check is needed, and a hash of the counts of this rank's samples.
         """
-        if not self._checked or not shown.pieces.microbatches:  # a rank without data
+        if not self._checked or not window.microbatches.microbatches:  # a rank without data
             return False, 0
-        return self._needs_check(shown), digest(self._levels(shown)) if self._shared else 0
+        return self._needs_check(window), digest(self._levels(window)) if self._shared else 0
 
-    def _needs_check(self, shown: Shown) -> bool:
-        count = len(shown.pieces)
-        # Added to the budget in `left`, after the update: a discarded window earns none.
+    def _needs_check(self, window: CheckedWindow) -> bool:
+        count = len(window.microbatches)
+        # Added to the budget in `close`, after the update: a discarded window earns none.
         self._pending, self._feature = count, None
         if count < 2 and not self._config.sync.shared:  # nothing is averaged
             return False
         every = in_full(self.updates)
-        found = self._find(shown, every=every)
+        found = self._find(window, every=every)
         if found is None:
             return self._is_due(count)
         now, allowed = self._current, max(count, self._microbatches // WINDOWS)
         # A sure feature is checked once regardless of the budget; others wait until the budget has grown.
         if now.spent + CALLS <= allowed or (found.sure and found.name not in now.said):
-            said = [found.name, _NO_LOSS] if 0.0 in shown.losses else [found.name]
+            said = [found.name, _NO_LOSS] if 0.0 in window.losses else [found.name]
             self._current, self._feature = replace(now, said=(*now.said, *said)), found
             return True
         # Only some windows inspect all counts, so the samples may have differed in earlier windows.
@@ -144,25 +144,27 @@ class CheckSchedule:
             self._current = replace(now, unverified=first)
         return False
 
-    def check_now(self, shown: Shown, *, unchanged: bool) -> None:
+    def check_now(self, window: CheckedWindow, *, unchanged: bool) -> None:
         """Check the loss on samples of a window; all ranks call it if one of them needs a check.
 
         Args:
-            shown: losses, weights and micro-batches of the window.
+            window: losses, weights and micro-batches of the window.
             unchanged: the forward has not written into the micro-batches.
 
         Raises:
             LossSpecError, CoupledSamplesError: the loss contradicts its declaration.
         """
-        parts, pairs = shown.pieces.parts(), [self._from_ranks(shown, unchanged)]
-        chosen = self._choose(shown) if unchanged and parts else []  # a rank without data has none
+        parts, pairs = window.microbatches.parts(), [self._from_ranks(window, unchanged)]
+        chosen = self._choose(window) if unchanged and parts else []  # a rank without data has none
         if unchanged and parts and (longest := ragged(parts, self._lengths)):
             pairs.append((parts[longest[0]], parts[longest[1]]))
         try:
             # Samples of two lengths cannot be joined; `check_pairs` compares them.
             chosen = [*chosen, *_united(pairs[0])]
-            checked = check_later_window(self._config, shown.pieces, chosen, frozen=self._frozen)
-            check_pairs(self._config, shown.pieces, [pair for pair in pairs if pair], frozen=self._frozen)
+            checked = check_later_window(self._config, window.microbatches, chosen, frozen=self._frozen)
+            check_pairs(
+                self._config, window.microbatches, [pair for pair in pairs if pair], frozen=self._frozen
+            )
         except (LossSpecError, CoupledSamplesError) as error:
             routine = self._current.unverified is None and self._feature is None
             first = max(1, self._current.routine) if routine else self._first_unverified()
@@ -171,9 +173,9 @@ class CheckSchedule:
             raise type(error)(f"{error} {shown_by} {missed}") from None
         spent = self._current.spent + CALLS * max(1, len(chosen))
         self._current = replace(self._current, spent=spent, routine=self.updates + 1)
-        self._add_to_record(shown.pieces, checked, chosen)
+        self._add_to_record(window.microbatches, checked, chosen)
 
-    def left(self, *, made: bool) -> None:
+    def close(self, *, made: bool) -> None:
         """End a window: commit its record if the update was made, otherwise discard it."""
         if made:
             self._committed = self._current
@@ -258,61 +260,63 @@ class CheckSchedule:
         self._counts = [count for count in counts if now.seen.get(str(count), 0.0) < ENOUGH]
         self._urgent = [count for count in self._counts if str(count) not in now.said]
 
-    def _find(self, shown: Shown, *, every: bool) -> UncheckedFeature | None:
+    def _find(self, window: CheckedWindow, *, every: bool) -> UncheckedFeature | None:
         """Return an unchecked feature, or None; with `every`, all counts are inspected."""
         if not self._current.compared:
             return (
-                UncheckedFeature(_LOSS) if any(shown.losses[index] for index in shown.took_part()) else None
+                UncheckedFeature(_LOSS) if any(window.losses[index] for index in window.took_part()) else None
             )
         # Losses of 0 beside others reveal a mean over the nonzero losses only.
-        if 0.0 in shown.losses and _NO_LOSS not in self._current.said:
-            losses = [shown.losses[index] for index in shown.took_part()]
+        if 0.0 in window.losses and _NO_LOSS not in self._current.said:
+            losses = [window.losses[index] for index in window.took_part()]
             if any(losses) and not all(losses):
                 return UncheckedFeature(_NO_LOSS)
-        found = self._unequal(shown, every=every) if self._config.reduction == "mean" else None
-        if found is not None or shown.pieces.cut_from_one or _LENGTHS in self._current.said:
+        found = self._unequal(window, every=every) if self._config.reduction == "mean" else None
+        if found is not None or window.microbatches.cut_from_one or _LENGTHS in self._current.said:
             return found
-        return UncheckedFeature(_LENGTHS) if ragged(shown.pieces.parts(), self._lengths) else None
+        return UncheckedFeature(_LENGTHS) if ragged(window.microbatches.parts(), self._lengths) else None
 
-    def _levels(self, shown: Shown) -> dict[str, float]:
+    def _levels(self, window: CheckedWindow) -> dict[str, float]:
         """Return the counts of this rank's first sample that were not yet compared between ranks."""
-        if self._config.reduction != "mean" or not self._shared or not shown.pieces.microbatches:
+        if self._config.reduction != "mean" or not self._shared or not window.microbatches.microbatches:
             return {}
-        part = shown.pieces.parts()[0]
+        part = window.microbatches.parts()[0]
         levels = levels_of(self._counts, part)
-        lengths = lengths_in(part, shown.pieces.paths) if self._lengths else {}
+        lengths = lengths_in(part, window.microbatches.paths) if self._lengths else {}
         levels |= {_length_of(path): float(length) for path, length in lengths.items()}
         shared, said = self._shared, self._current.said
         return {
             name: value for name, value in levels.items() if name in shared and _of_ranks(name) not in said
         }
 
-    def _from_ranks(self, shown: Shown, unchanged: bool) -> Pair | None:
+    def _from_ranks(self, window: CheckedWindow, unchanged: bool) -> Pair | None:
         """Return a sample of the rank with the lowest count and one of the rank with the highest; or None."""
         ranks = self._config.sync
         # `_shared` is equal on all ranks, so either all of them call the collective below or none.
         if not self._shared:
             return None
-        names, chosen = apart(ranks.gather(self._levels(shown)), self._current.seen)
+        names, chosen = apart(ranks.gather(self._levels(window)), self._current.seen)
         self._current = replace(self._current, said=(*self._current.said, *map(_of_ranks, names)))
         if chosen is None:
             return None
         # Only two ranks send a sample: a gather delivers everything to every rank.
         sends = unchanged and ranks.index in chosen
-        samples = ranks.gather(first_sample(shown.pieces.parts()[0], shown.pieces.paths) if sends else None)
+        samples = ranks.gather(
+            first_sample(window.microbatches.parts()[0], window.microbatches.paths) if sends else None
+        )
         least, most = (samples[rank] for rank in chosen)
         return None if least is None or most is None else (least, most)
 
-    def _unequal(self, shown: Shown, *, every: bool) -> UncheckedFeature | None:
+    def _unequal(self, window: CheckedWindow, *, every: bool) -> UncheckedFeature | None:
         """Return the most unequal count of a window, if its contrast exceeds twice that of earlier checks."""
         counts = self._counts if every else self._urgent
         found: list[UncheckedFeature] = []
         values_of: dict[str, Any] = {}
-        for count, values, likely in uneven(counts, shown.pieces.parts(), unlikely=every):
+        for count, values, likely in uneven(counts, window.microbatches.parts(), unlikely=every):
             found.append(UncheckedFeature(str(count), spread(values), sure=likely))
             values_of[str(count)] = values
         if callable(self._config.weigh) and self._current.seen.get(_WEIGHT, 0.0) < ENOUGH:
-            found += unequal_weights(shown, _WEIGHT)
+            found += unequal_weights(window, _WEIGHT)
         if not found:  # nearly every window
             return None
         new = [each for each in found if each.contrast > 2 * self._current.seen.get(each.name, 0.0)]
@@ -334,26 +338,28 @@ class CheckSchedule:
         rest = weigh(planned.take(cut, planned.samples)) / (planned.samples - cut)
         return float(abs(first - rest) / max(first, rest)) if max(first, rest) > 0 else 0.0
 
-    def _choose(self, shown: Shown) -> list[Any]:
+    def _choose(self, window: CheckedWindow) -> list[Any]:
         """Return micro-batches to check: samples with the unchecked feature, or some chosen by loss."""
-        found, window = self._feature or self._find(shown, every=False), shown.pieces
-        samples = with_repeated_label(found.samples, window) if found is not None and found.samples else []
-        picked = window.pick(samples) if samples else None
+        found, batches = self._feature or self._find(window, every=False), window.microbatches
+        samples = with_repeated_label(found.samples, batches) if found is not None and found.samples else []
+        picked = batches.pick(samples) if samples else None
         if picked is not None:
             return [picked]
-        order = sorted(shown.took_part(), key=lambda index: abs(shown.losses[index]))
+        order = sorted(window.took_part(), key=lambda index: abs(window.losses[index]))
         if not order:
             return []
-        if found is None and window.samples is not None:
-            picked = window.pick(window.firsts(order))
+        if found is None and batches.samples is not None:
+            picked = batches.pick(batches.firsts(order))
             if picked is not None:
                 return [picked]
         # Join samples with loss 0 and others: only such a micro-batch reveals a mean over nonzero losses.
-        mixed = window.pick(window.of_two(order[0], order[-1], 2)) if order[1:] and window.samples else None
-        alone = window.count(order[-1]) == 1  # a single sample cannot be cut
+        mixed = (
+            batches.pick(batches.of_two(order[0], order[-1], 2)) if order[1:] and batches.samples else None
+        )
+        alone = batches.count(order[-1]) == 1  # a single sample cannot be cut
         return [
             microbatch
-            for microbatch in (mixed, None if alone else window.microbatches[order[-1]])
+            for microbatch in (mixed, None if alone else batches.microbatches[order[-1]])
             if microbatch is not None
         ]
 

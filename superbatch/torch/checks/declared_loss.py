@@ -27,7 +27,7 @@ from ..devices import accelerators
 from ..memory.out_of_memory import out_of_memory
 from ..warn import warn
 from ..window.participants.changed_state_warning import warn_of_changed_state
-from ..window.participants.moved_state import MovedState
+from ..window.participants.forward_state_keeper import ForwardStateKeeper
 from ..window.participants.snapshot import RandomKeeper
 from . import divisions
 from .agreement import Cut, Evaluated
@@ -126,7 +126,9 @@ def divisions_of(
 
 
 @contextmanager
-def prepared(problem: Problem, frozen: Sequence[nn.Module] = ()) -> Iterator[tuple[Evaluation, MovedState]]:
+def prepared(
+    problem: Problem, frozen: Sequence[nn.Module] = ()
+) -> Iterator[tuple[Evaluation, ForwardStateKeeper]]:
     """Yield the evaluation of a problem and the keeper of its state; restore everything at the end.
 
     Args:
@@ -134,7 +136,7 @@ def prepared(problem: Problem, frozen: Sequence[nn.Module] = ()) -> Iterator[tup
         frozen: modules to run in evaluation mode.
     """
     # A second keeper: a later window is checked while it is open, and its savepoint must survive.
-    original = problem.state or MovedState([problem.model], [problem.loss_fn])
+    original = problem.state or ForwardStateKeeper([problem.model], [problem.loss_fn])
     keeper = original.new_keeper()
     keeper.begin(check=True)
     random = RandomKeeper(accelerators([problem.model]))
@@ -181,7 +183,7 @@ def _holds(evaluation: Evaluation, microbatches: Sequence[Any], problem: Problem
 
 
 def _warn_unchecked(
-    checked: Checked, reasons: Sequence[str], evaluation: Evaluation, keeper: MovedState
+    checked: Checked, reasons: Sequence[str], evaluation: Evaluation, keeper: ForwardStateKeeper
 ) -> None:
     """Warn once for each reason why a wrong declaration could have passed."""
     if ROUNDED in reasons:

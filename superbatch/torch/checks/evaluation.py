@@ -21,7 +21,7 @@ from ..loss.losses import check_loss
 from ..memory.limits import memory_limit
 from ..memory.out_of_memory import out_of_memory
 from ..rng.sample_rng import sample_stream
-from ..window.participants.moved_state import MovedState
+from ..window.participants.forward_state_keeper import ForwardStateKeeper
 from .agreement import Cut, Evaluated
 from .cuts import Order
 from .generators import Generators
@@ -53,7 +53,7 @@ class Evaluation:
             share.
     """
 
-    def __init__(self, problem: Problem, keeper: MovedState) -> None:
+    def __init__(self, problem: Problem, keeper: ForwardStateKeeper) -> None:
         self.problem = problem
         self.unruled: set[str] = set()
         self.failure = ""
@@ -228,7 +228,7 @@ class Evaluation:
                 self._keeper.restore()
                 stack.enter_context(untouched(own.model, dtype=torch.float64))
                 stack.callback(setattr, self, "_keeper", self._keeper)
-                self._keeper = MovedState([own.model], [own.loss_fn])
+                self._keeper = ForwardStateKeeper([own.model], [own.loss_fn])
                 self._keeper.begin(check=True)
                 stack.callback(self._keeper.end_check)
                 stack.enter_context(self._keeper.watching())

@@ -51,7 +51,7 @@ class _Stance:
 _STANCE = _Stance()
 
 
-class _Unsaid:
+class _IgnoreHookWarning:
     """Filter for torch's warning about hooks of compiled modules, which does not apply to the hooks set here.
 
     Not `warnings.catch_warnings`: its end would undo filters that the program has set in the meantime. Also,
@@ -72,7 +72,7 @@ class _Unsaid:
 
 
 @cache
-def _say_it_runs_eagerly() -> None:
+def _warn_of_eager_run() -> None:
     """Warn once per process that a compiled model runs eagerly."""
     warn(
         "A compiled model runs eagerly inside virtual_batch, which records its operations; outside it runs "
@@ -81,12 +81,12 @@ def _say_it_runs_eagerly() -> None:
 
 
 @contextmanager
-def _saying_so() -> Iterator[None]:
+def _warning_of_eager_runs() -> Iterator[None]:
     thread = threading.get_ident()  # the global hook is called in other threads too
 
     def warn_if_compiled(module: nn.Module, inputs: object) -> None:
         if threading.get_ident() == thread and is_compiled(module):
-            _say_it_runs_eagerly()
+            _warn_of_eager_run()
 
     # On all modules: a compiled one may be called anywhere inside the model.
     handle = all_modules.register_module_forward_pre_hook(warn_if_compiled)
@@ -108,11 +108,11 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 @contextmanager
-def run_eagerly(*, say: bool = False) -> Iterator[None]:
+def run_eagerly(*, warns: bool = False) -> Iterator[None]:
     """Run compiled models eagerly inside the context, so that unusual sizes and probe hooks are not compiled.
 
     Args:
-        say: warn when a compiled model is called, once per process.
+        warns: warn when a compiled model is called, once per process.
 
     Examples:
         >>> with run_eagerly():
@@ -126,9 +126,9 @@ def run_eagerly(*, say: bool = False) -> Iterator[None]:
     _STANCE.begin()
     try:
         with ExitStack() as stack:
-            if say:
-                stack.enter_context(_Unsaid())
-                stack.enter_context(_saying_so())
+            if warns:
+                stack.enter_context(_IgnoreHookWarning())
+                stack.enter_context(_warning_of_eager_runs())
             yield
     finally:
         _STANCE.end()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..window.microbatches import Shown
+from ..window.microbatches import CheckedWindow
 
 
 class UncheckedFeature(NamedTuple):
@@ -25,14 +25,14 @@ class UncheckedFeature(NamedTuple):
     sure: bool = True
 
 
-def unequal_weights(shown: Shown, name: str) -> list[UncheckedFeature]:
+def unequal_weights(window: CheckedWindow, name: str) -> list[UncheckedFeature]:
     """Return a feature if samples of two micro-batches have different weights; else an empty list.
 
     Args:
-        shown: micro-batches and weights of a window.
+        window: micro-batches and weights of a window.
         name: name of the feature.
     """
-    samples, weights = shown.pieces.samples, shown.weights
+    samples, weights = window.microbatches.samples, window.weights
     some = [index for index, weight in enumerate(weights) if weight]
     if samples is None or not some:
         return []
@@ -41,4 +41,4 @@ def unequal_weights(shown: Shown, name: str) -> list[UncheckedFeature]:
     # Equal weights may differ by the rounding of the division.
     if not each[least] < each[most] * (1 - 1e-9):
         return []
-    return [UncheckedFeature(name, 1 - each[least] / each[most], shown.pieces.of_two(least, most, 1))]
+    return [UncheckedFeature(name, 1 - each[least] / each[most], window.microbatches.of_two(least, most, 1))]

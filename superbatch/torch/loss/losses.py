@@ -127,25 +127,25 @@ def over_ranks(
     sums: list[Sum],
     sync: Sync,
     *,
-    bad: bool,
-    mark: int = 0,
-    news: tuple[bool, int] = (False, 0),
-    ahead: Callable[[], list[float]] = list,
+    nonfinite: bool,
+    configuration: int = 0,
+    unchecked: tuple[bool, int] = (False, 0),
+    announce: Callable[[], list[float]] = list,
 ) -> tuple[list[Sum], bool, bool, list[float] | None]:
     """Exchange the numbers of a window with all ranks, at its end.
 
     Args:
         sums: sums of this rank, one for each term.
         sync: the ranks to sum over.
-        bad: whether this rank has a loss that is not finite.
-        mark: number that must be equal on all ranks (see `NoiseOfWindows.configuration_number`).
-        news: whether this rank has an unchecked feature of the loss (see `check_schedule`), and a hash of the
-            counts of its samples (see `rank_counts`); different hashes are an unchecked feature too.
-        ahead: function that returns further numbers to sum in the same exchange, for a later step.
+        nonfinite: whether this rank has a loss that is not finite.
+        configuration: number that must be equal on all ranks (see `NoiseOfWindows.configuration_number`).
+        unchecked: whether this rank has an unchecked feature of the loss (see `check_schedule`), and a hash
+            of the counts of its samples (see `rank_counts`); different hashes are an unchecked feature too.
+        announce: function that returns further numbers to sum in the same exchange, for a later step.
 
     Returns:
         The sums over all ranks; whether any rank has a loss that is not finite; whether the declared loss
-        must be checked; and the sums of the numbers of `ahead`, or None without other ranks.
+        must be checked; and the sums of the numbers of `announce`, or None without other ranks.
 
     Raises:
         InputError: the ranks do not agree on measuring the noise. It is raised on every rank, because a rank
@@ -153,21 +153,21 @@ def over_ranks(
 
     Examples:
         >>> from superbatch.torch.window.sync.local import Local
-        >>> over_ranks([Sum(4.0, 2, nonzero=True)], Local(), bad=False)
+        >>> over_ranks([Sum(4.0, 2, nonzero=True)], Local(), nonfinite=False)
         ([Sum(total=4.0, weight=2, nonzero=True)], False, False, None)
     """
     if not sync.shared:
-        return sums, bad, news[0], None
+        return sums, nonfinite, unchecked[0], None
     # One all-reduce of a flat list with total, weight and nonzero of each term, then the flags.
     mine = [number for one in sums for number in (one.total, one.weight, one.nonzero)]
-    has_news, count = news
-    found = sync.sum_numbers([*mine, bad, has_news, *_squared(mark, count), *ahead()])
+    is_unchecked, counts = unchecked
+    found = sync.sum_numbers([*mine, nonfinite, is_unchecked, *_squared(configuration, counts), *announce()])
     numbers, rest = found[: len(mine)], found[len(mine) :]
-    bad_ranks, news_of, *rest = rest
-    # Numbers 0 and 1 belong to the mark, 2 and 3 to the hash of the counts.
-    marks_differ, counts_differ = (_differ(rest[at], rest[at + 1], sync.count) for at in (0, 2))
-    later = rest[4:]
-    if marks_differ:
+    nonfinite_ranks, unchecked_ranks, *rest = rest
+    # Numbers 0 and 1 belong to the configuration, 2 and 3 to the hash of the counts.
+    configurations_differ, counts_differ = (_differ(rest[at], rest[at + 1], sync.count) for at in (0, 2))
+    announced = rest[4:]
+    if configurations_differ:
         raise InputError(
             f"The {sync.count} ranks measure the noise in different windows, because only some have loaded a "
             "state, or have a NoiseMeter. Load the same state_dict() on every rank, and make every "
@@ -180,14 +180,14 @@ def over_ranks(
             Sum(total, int(weight) if weight.is_integer() else weight, nonzero=bool(nonzero))
             for total, weight, nonzero in columns
         ],
-        bool(bad_ranks),
-        bool(news_of) or counts_differ,
-        later,
+        bool(nonfinite_ranks),
+        bool(unchecked_ranks) or counts_differ,
+        announced,
     )
 
 
 NUMBERS = 6
-"""Numbers that `over_ranks` exchanges in addition to three for each loss and those of `ahead`."""
+"""Numbers that `over_ranks` exchanges in addition to three for each loss and those of `announce`."""
 
 
 def _squared(*numbers: int) -> list[int]:

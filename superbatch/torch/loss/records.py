@@ -31,7 +31,7 @@ class WindowWeights(Protocol):
         """Return whether a micro-batch is known to contribute nothing, so that its forward can be skipped."""
         ...
 
-    def may_be_idle(self, index: int) -> bool:
+    def may_have_zero_weight(self, index: int) -> bool:
         """Return whether the weight of a micro-batch may be 0, so that it has no loss for a backward."""
         ...
 

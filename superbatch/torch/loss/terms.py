@@ -90,9 +90,9 @@ class TermWeights:
         """Return whether a micro-batch contributes to no term."""
         return all(term.has_none(index) for term in self._terms.values())
 
-    def may_be_idle(self, index: int) -> bool:
+    def may_have_zero_weight(self, index: int) -> bool:
         """Return whether a micro-batch may have a term of weight 0."""
-        return any(term.may_be_idle(index) for term in self._terms.values())
+        return any(term.may_have_zero_weight(index) for term in self._terms.values())
 
     def scaled(self, index: int, loss: Any, weight: Any) -> list[tuple[Tensor, float]]:
         """Return the sum of all terms to run backward on, with its factor.

@@ -75,7 +75,7 @@ class Weights:
         # A sum of weight 0 may have a loss, but a mean has none.
         return not normalize.takes_part(weights[index], reduction=self.reduction)
 
-    def may_be_idle(self, index: int) -> bool:
+    def may_have_zero_weight(self, index: int) -> bool:
         """Return whether the weight of a micro-batch may be 0, so that it has no loss for a backward."""
         return self.ahead is None or not self.ahead[index]
 

@@ -122,11 +122,11 @@ class AutoSize(Sizing):
         # Trials whose time was not read yet: history, size to try, samples, start, end.
         self._unread: list[tuple[SizeHistory, int, int, Any, Any]] = []
 
-    def twin(self) -> AutoSize:
+    def fresh_copy(self) -> AutoSize:
         """Return a new object with the same settings and without measurements."""
-        twin = copy(self)
-        twin.begin_search()
-        return twin
+        other = copy(self)
+        other.begin_search()
+        return other
 
     # -- calls of a window -------------------------------------------------------------------------------
 

@@ -107,7 +107,7 @@ class Fixed(Sizing):
         super().__init__()
         self.size = size
 
-    def twin(self) -> Fixed:
+    def fresh_copy(self) -> Fixed:
         """Return a new object with the same size."""
         return Fixed(self.size)
 

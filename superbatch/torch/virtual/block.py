@@ -194,7 +194,7 @@ def open_block(models: Sequence[nn.Module], chosen: options.Options) -> Iterator
         with session.ranks.models_prepared(), rarely_collecting():
             with ExitStack() as stack:
                 # Dynamo would trace into the recording, so compiled models run eagerly, with a warning.
-                stack.enter_context(run_eagerly(say=True))
+                stack.enter_context(run_eagerly(warns=True))
                 # After an in-place write, autograd replays the view's own function. It would call as_strided,
                 # for which the sharding of the samples is unknown.
                 stack.enter_context(_force_original_view_tracking(mode=True))

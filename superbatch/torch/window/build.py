@@ -41,7 +41,7 @@ from .participant import Participant
 from .participants import batchnorm as norms
 from .participants.earlier_gradients import EarlierGradients
 from .participants.extra import Extra
-from .participants.moved_state import MovedState
+from .participants.forward_state_keeper import ForwardStateKeeper
 from .participants.noise.windows import noise_of
 from .participants.placement import Placement
 from .participants.snapshot import RandomKeeper
@@ -202,7 +202,7 @@ def _config(
         sample_rng=participants.sample_rng,
         norms=norms.of_windows(batchnorms, participants.batchnorm, sync),
         # loss_fn too: its closure may hold a teacher or a memory bank that is not in `models`.
-        state=MovedState(models, [loss_fn]),
+        state=ForwardStateKeeper(models, [loss_fn]),
         # The generators of the CPU, and of the accelerators that hold the models.
         random=RandomKeeper(accelerators(models, *parameters, device)),
         # A coupled loss cannot be called with a micro-batch, so checks must not call it.

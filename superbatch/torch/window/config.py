@@ -19,8 +19,8 @@ from .before_step import BeforeStep
 from .participants.batchnorm import Frozen, Pooled
 from .participants.earlier_gradients import EarlierGradients
 from .participants.extra import Extra
+from .participants.forward_state_keeper import ForwardStateKeeper
 from .participants.gradient_sum import ManagedParameter
-from .participants.moved_state import MovedState
 from .participants.noise.windows import NoiseOfWindows
 from .participants.snapshot import RandomKeeper
 from .sync.sync import Sync
@@ -70,7 +70,7 @@ class Config:
     nonfinite: NonFinite
     sample_rng: bool
     norms: Frozen | Pooled | None
-    state: MovedState
+    state: ForwardStateKeeper
     random: RandomKeeper
     loss_fn: Callable[[Any], Any] | None
     transfer: Transfer | None

@@ -73,7 +73,7 @@ def scaled(loss: Tensor, factor: float) -> Tensor:
     return (loss.float() if loss.dtype in LOW_PRECISION else loss) * factor
 
 
-class Parts(NamedTuple):
+class CountAndWeight(NamedTuple):
     """The count that this rank's loss is divided by, and the weight of the rank.
 
     The loss may be a mean over counted elements, such as labels. Then the weighted means of the ranks add up
@@ -100,15 +100,17 @@ class Parts(NamedTuple):
             sums: `squares`, summed over the ranks.
 
         Examples:
-            >>> Parts.proportional([4 + 16, 2 + 8, 1 + 4]), Parts.proportional([4 + 16, 4 + 4, 4 + 1])
-            (True, False)
+            >>> CountAndWeight.proportional([4 + 16, 2 + 8, 1 + 4])
+            True
+            >>> CountAndWeight.proportional([4 + 16, 4 + 4, 4 + 1])
+            False
         """
         counts, products, weights = sums
         # 1e-12 for the rounding of float64 sums, whose order may differ.
         return math.isclose(counts * weights, products**2, rel_tol=1e-12)
 
 
-def require_every_rank(virtual: VirtualBatch, weight: float, *, declared: bool) -> Parts:
+def require_every_rank(virtual: VirtualBatch, weight: float, *, declared: bool) -> CountAndWeight:
     """Check that the loss couples the samples of all ranks; return this rank's count and weight.
 
     The virtual batch itself computes BatchNorm over all ranks. For other coupling `loss_fn` must communicate.
@@ -124,7 +126,7 @@ def require_every_rank(virtual: VirtualBatch, weight: float, *, declared: bool) 
     count = 0.0
     # loss_fn communicates, so the coupling is over all ranks.
     if virtual.ranks.communicates:
-        return Parts(0.0, weight)
+        return CountAndWeight(0.0, weight)
     _warn_of_unknown(virtual.report().unknown)
     for point, number, counts in virtual.logged_points():
         # The virtual batch sums BatchNorm's statistics over the ranks.
@@ -143,7 +145,7 @@ def require_every_rank(virtual: VirtualBatch, weight: float, *, declared: bool) 
             "the loss is not that of the whole batch. Gather embeddings in loss_fn by "
             "torch.distributed.nn.functional.all_gather, or sum statistics by its all_reduce."
         )
-    return Parts(count, weight)
+    return CountAndWeight(count, weight)
 
 
 def _warn_of_unknown(points: Sequence[CouplingPoint]) -> None:
@@ -170,7 +172,7 @@ def is_answered(error: Exception | None, virtual: VirtualBatch | None) -> bool:
 
 
 def failure_of_any(
-    error: Exception | None, virtual: VirtualBatch | None, parts: Parts, sync: Sync
+    error: Exception | None, virtual: VirtualBatch | None, parts: CountAndWeight, sync: Sync
 ) -> Failure | None:
     """Return the failure if memory ran out on any rank; None if no rank has failed.
 
@@ -201,7 +203,7 @@ def failure_of_any(
     if lacking:
         return Failure("on another rank", here=False)
     # Last, because a rank that ran out of memory has no count.
-    if squares[0] and not Parts.proportional(squares):
+    if squares[0] and not CountAndWeight.proportional(squares):
         raise CoupledSamplesError(
             f"loss_fn divides by a count over this rank's samples ({parts.counted:g}), but this rank has the "
             f"weight {parts.weight:g}, and over the ranks weights are not proportional to counts. Pass the "

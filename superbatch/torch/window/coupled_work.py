@@ -35,7 +35,7 @@ from ..virtual.trace.tensor import VirtualTensor
 from ..warn import warn
 from . import misuse
 from .config import Config
-from .coupled_ranks import Parts, failure_of_any, is_answered, require_every_rank, scaled
+from .coupled_ranks import CountAndWeight, failure_of_any, is_answered, require_every_rank, scaled
 from .joining import joined
 from .lockstep import Failure, on_all_ranks
 from .microbatches import MicrobatchList
@@ -74,7 +74,7 @@ class Coupled:
         self._run = run_backward if config.backward is None else host_backward(config.backward)
         self._size: Size | None = size
         self._current_size: Size = "auto"  # size for the current window
-        self._parts = Parts(0.0, 0.0)
+        self._parts = CountAndWeight(0.0, 0.0)
         self._is_unsplit = False  # True if loss_fn does not use the virtual batch
 
     @property
@@ -160,7 +160,7 @@ class Coupled:
         """
         sync, begun = self._config.sync, list[VirtualBatch]()
         failed: Exception | None = None
-        self._parts = Parts(0.0, 0.0)
+        self._parts = CountAndWeight(0.0, 0.0)
         try:
             self._compute(window, batch, begun)
         except Exception as error:  # any kind, because the other ranks wait for this rank's vote

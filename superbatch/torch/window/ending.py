@@ -26,7 +26,7 @@ from ..checks.check_schedule import CheckSchedule
 from ..loss.losses import Sum, WindowLoss, over_ranks
 from ..modes import kept_modes
 from . import culprit, update_rule
-from .microbatches import Shown
+from .microbatches import CheckedWindow
 from .nonfinite import Culprit
 from .participants.gradient_sum import clear
 from .participants.momentum_gradients import MomentumGradientSum
@@ -88,18 +88,23 @@ class Ending:
         losses = progress.losses.on_host(len(progress.microbatches))
         weights, dropped = progress.weights, progress.dropped
         bad, sums = weights.not_finite(losses, dropped), weights.sums(losses, dropped)
-        checkable, news = None, (False, 0)
+        checkable, unchecked = None, (False, 0)
         if self._check_schedule is not None:
             took_part = partial(weights.took_part, dropped)
-            checkable = Shown(
+            checkable = CheckedWindow(
                 progress.microbatches, weights.each(losses), weights.counted(dropped), took_part
             )
-            news = self._check_schedule.needs_check(checkable)
+            unchecked = self._check_schedule.needs_check(checkable)
         configuration = 0 if noise is None else noise.configuration_number()
         announce = partial(update_rule.announced, window.gradients, config.sync, config.owned)
         # One exchange for sums, flags and announcements, because each costs a round trip.
         sums, bad_ranks, check_due, announced = over_ranks(
-            sums, config.sync, bad=bool(bad), mark=configuration, news=news, ahead=announce
+            sums,
+            config.sync,
+            nonfinite=bool(bad),
+            configuration=configuration,
+            unchecked=unchecked,
+            announce=announce,
         )
         # The loss of some rank is not finite, so no rank makes the update.
         if bad_ranks:
@@ -115,7 +120,9 @@ class Ending:
         if window.scale is not None:
             window.scale.require()
         divisor = found.divisor
-        gradients = update_rule.ready(rule, window.gradients, config.sync, config.owned, divisor, announced)
+        gradients = update_rule.batch_gradient(
+            rule, window.gradients, config.sync, config.owned, divisor, announced
+        )
         # After the reduction, because a check of a sharded model frees gradients that are not yet reduced.
         if check_due and checkable is not None:
             self._check_again(checkable)
@@ -275,7 +282,7 @@ class Ending:
             weight, divisor, counted, took_part, samples, sums, window.scaled_by, window.config.sync
         )
 
-    def _check_again(self, checkable: Shown) -> None:
+    def _check_again(self, checkable: CheckedWindow) -> None:
         """Run the scheduled check of the loss, without noise hooks and pooling of statistics."""
         assert self._check_schedule is not None
         window, progress = self._window, self._window.progress

@@ -347,7 +347,7 @@ class Engine:
         if config.noise is not None:
             steps.append(partial(config.noise.end_window, made=made))
         if not self._schedule.idle:
-            steps.append(partial(self._schedule.left, made=made))
+            steps.append(partial(self._schedule.close, made=made))
         if config.earlier is not None:
             steps.append(config.earlier.free)
         if sizing.learns:

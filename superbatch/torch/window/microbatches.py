@@ -227,17 +227,17 @@ class MicrobatchList:
             self.samples[index : index + 1] = sizes
 
 
-class Shown(NamedTuple):
+class CheckedWindow(NamedTuple):
     """Facts of a window for the loss check, after the forward of all of its micro-batches.
 
     Attributes:
-        pieces: the micro-batches.
+        microbatches: the micro-batches.
         losses: the loss of each micro-batch.
         weights: the weight of each micro-batch; 0 for one that was dropped.
         took_part: returns the indices of the micro-batches whose losses are in the sum.
     """
 
-    pieces: MicrobatchList
+    microbatches: MicrobatchList
     losses: Sequence[float]
     weights: Sequence[Number]
     took_part: Callable[[], Sequence[int]]

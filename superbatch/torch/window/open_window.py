@@ -329,7 +329,7 @@ class OpenWindow(Generic[T]):
             if in_step:  # other ranks wait for this forward and backward, also if its weight is 0
                 progress.turns += 1
                 last = index == len(microbatches.microbatches) + microbatches.extra_turns - 1
-                config.sync.turn(last=last, zero_weight=progress.weights.may_be_idle(index))
+                config.sync.turn(last=last, zero_weight=progress.weights.may_have_zero_weight(index))
             elif progress.weights.has_none(index):  # weight 0: skipped, so that it adds no NaN
                 continue
             progress.current = index

@@ -138,16 +138,6 @@ def check_fit(state: Mapping[str, Any], expected: Expected) -> None:
         raise WindowError(f"The saved window was changed after it was saved. {_SOURCE}")
 
 
-def held(gradients: Mapping[str, Any]) -> list[str]:
-    """Return the names of the parameters that have a saved sum.
-
-    Examples:
-        >>> held({"momentum": {"weight": torch.zeros(1)}, "before": {}})
-        ['weight']
-    """
-    return list(_gradients({"gradients": gradients}))
-
-
 def _gradients(state: Mapping[str, Any]) -> Mapping[str, Any]:
     found = state.get("gradients", {})
     # A momentum sum is saved together with the buffers' copies from before the window.

@@ -5,8 +5,8 @@
 reduce -> normalise -> unscale -> finite check -> clip
        -> optimizer -> scaler -> masters -> scheduler -> zero_grad
 
-The norm is that of the reduced, normalised, unscaled gradient (`ready`). The finite check is part of the norm
-(`Sync.norm`), and `Ending.finish` acts on it. A scheduler steps once per update.
+The norm is that of the reduced, normalised, unscaled gradient (`batch_gradient`). The finite check is
+part of the norm (`Sync.norm`), and `Ending.finish` acts on it. A scheduler steps once per update.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class UpdateRule:
 
 
 def announced(gradient_sum: GradientSum, sync: Sync, owned: list[ManagedParameter]) -> list[float]:
-    """Return this rank's announcement (`Sync.announce`); its sums over the ranks are passed to `ready`."""
+    """Return this rank's announcement (`Sync.announce`); `batch_gradient` gets its sums over the ranks."""
     return sync.announce(gradient_sum.sums(), [entry.parameter for entry in owned])
 
 
-def ready(
+def batch_gradient(
     rule: UpdateRule,
     gradient_sum: GradientSum,
     sync: Sync,

@@ -144,7 +144,7 @@ class ByMicrobatch:
 
     def copy(self) -> ByMicrobatch:
         """Return a copy that begins with the same sizes and does not change this one."""
-        copied = ByMicrobatch(self._config, self.sizing.twin(), self._paths, self._batchnorms)
+        copied = ByMicrobatch(self._config, self.sizing.fresh_copy(), self._paths, self._batchnorms)
         # Copied, so that a survey that runs out of memory does not shrink the training's micro-batches.
         copied.load_state_dict({"sizing": self.state_dict()})
         return copied

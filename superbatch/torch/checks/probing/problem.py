@@ -15,7 +15,7 @@ from superbatch.errors import InputError
 from superbatch.normalize import Number, Reduction, check_weight
 from superbatch.torch.loss.declared import Declared, read_terms
 from superbatch.torch.loss.losses import pair_of
-from superbatch.torch.window.participants.moved_state import MovedState
+from superbatch.torch.window.participants.forward_state_keeper import ForwardStateKeeper
 from superbatch.torch.window.slips import without_tensor
 
 from .resample import converted
@@ -57,7 +57,7 @@ class Problem:
     unsplit: Collection[str] = ()
     per_sample: Collection[str] = ()
     dtype: torch.dtype | None = None
-    state: MovedState | None = None
+    state: ForwardStateKeeper | None = None
     terms: Mapping[str, Declared] = field(default_factory=dict)
     announce: Callable[[], object] | None = None
 

@@ -17,7 +17,7 @@ from superbatch.results.coupling import CouplingPoint
 from superbatch.results.verification import Finding, GradientComparison, Verification, united
 
 from ...memory.out_of_memory import out_of_memory
-from ...window.participants.moved_state import MovedState
+from ...window.participants.forward_state_keeper import ForwardStateKeeper
 from ..coupling import probe_coupling
 from ..introspection import FloatingDtypes
 from ..measure import BatchNormChoice, Measured, Setting, accumulated, differences, largest, whole
@@ -77,7 +77,7 @@ class Request:
 def _state_as_before(problem: Problem) -> Iterator[None]:
     """Run the body, then restore the state that it has changed, except large tensors outside the model."""
     # `untouched` restores the model; the loss function may change state of its own.
-    keeper = MovedState([problem.model], [problem.loss_fn])
+    keeper = ForwardStateKeeper([problem.model], [problem.loss_fn])
     keeper.begin()
     try:
         yield

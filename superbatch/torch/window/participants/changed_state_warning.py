@@ -8,12 +8,12 @@ from torch import Tensor
 
 from ...warn import warn
 from .bindings import equal
-from .moved_state import MovedState
+from .forward_state_keeper import ForwardStateKeeper
 
 _SHOWN = 5  # names
 
 
-def warn_of_changed_state(keeper: MovedState, run: Callable[[], float | None]) -> None:
+def warn_of_changed_state(keeper: ForwardStateKeeper, run: Callable[[], float | None]) -> None:
     """Warn of state that a forward changes: it would change once per micro-batch, not once per update.
 
     A tensor that a forward writes to is such state. A value that a forward assigns may also be a result (the

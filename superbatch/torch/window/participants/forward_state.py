@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..participant import no_savepoint
-from .moved_state import MovedState
+from .forward_state_keeper import ForwardStateKeeper
 
 
 class ForwardState:
@@ -18,7 +18,7 @@ class ForwardState:
     Examples:
         >>> import torch
         >>> model = torch.nn.BatchNorm1d(2)
-        >>> state = ForwardState(MovedState([model]))
+        >>> state = ForwardState(ForwardStateKeeper([model]))
         >>> state.begin()
         >>> _ = model(torch.ones(3, 2))
         >>> state.restore()
@@ -26,7 +26,7 @@ class ForwardState:
         [0.0, 0.0]
     """
 
-    def __init__(self, keeper: MovedState) -> None:
+    def __init__(self, keeper: ForwardStateKeeper) -> None:
         # It outlives the window: it learns which state changes, and copies only that in later windows.
         self._keeper = keeper
 
@@ -70,7 +70,7 @@ class ForwardStateOfEach(ForwardState):
     Examples:
         >>> import torch
         >>> model = torch.nn.BatchNorm1d(2)
-        >>> state = ForwardStateOfEach(MovedState([model]))
+        >>> state = ForwardStateOfEach(ForwardStateKeeper([model]))
         >>> state.begin()
         >>> state.savepoint()
         >>> _ = model(torch.ones(3, 2))
@@ -78,10 +78,10 @@ class ForwardStateOfEach(ForwardState):
         (True, [0.0, 0.0])
     """
 
-    def __init__(self, keeper: MovedState) -> None:
+    def __init__(self, keeper: ForwardStateKeeper) -> None:
         super().__init__(keeper)
         # None until the first savepoint of a window.
-        self._saved: MovedState | None = None
+        self._saved: ForwardStateKeeper | None = None
 
     def begin(self) -> None:
         """Record the present state."""

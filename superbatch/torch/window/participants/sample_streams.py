@@ -35,7 +35,7 @@ class SampleStreams:
         """Draw the key; a collective."""
         # From the global generator, so that torch.manual_seed determines it; all ranks use rank 0's.
         self._key = self._sync.first(int(torch.randint(1 << 52, ())))
-        self.first_sample = self._sync.before(self._samples)
+        self.first_sample = self._sync.sum_before(self._samples)
         # The state after the draw, because a restart must not draw a second key.
         self._after_key = torch.get_rng_state()
 

@@ -75,7 +75,7 @@ class Local:
         """Return the number."""
         return number
 
-    def before(self, number: int) -> int:
+    def sum_before(self, number: int) -> int:
         """Return 0: no rank comes before this one."""
         return 0
 

@@ -137,7 +137,7 @@ class Manual:
         """Return rank 0's number (below 2**53) on every rank."""
         return int(self.sum_numbers([number if self.index == 0 else 0])[0])
 
-    def before(self, number: int) -> int:
+    def sum_before(self, number: int) -> int:
         """Return the sum of the numbers on the ranks before this one."""
         return int(sum(self._of_each(number)[: self.index]))
 

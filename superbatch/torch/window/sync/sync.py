@@ -164,7 +164,7 @@ class Sync(Protocol):
         """Return rank 0's number (below 2**53) on every rank."""
         ...
 
-    def before(self, number: int) -> int:
+    def sum_before(self, number: int) -> int:
         """Return the sum of the numbers on the ranks before this one."""
         ...
 

@@ -36,7 +36,7 @@ MOST_SUMMED = 1 << 28  # bytes of tensors that are summed, because a write by `.
 _NONE = VersionCounters()
 
 
-class MovedState:
+class ForwardStateKeeper:
     """Keeper of the state that a forward may change: ``begin()``, then ``commit()`` or ``restore()``.
 
     Args:
@@ -56,7 +56,7 @@ class MovedState:
         ...         self.center = 0.9 * self.center + 0.1 * x.mean()
         ...         return x - self.center
         >>> model = Centered()
-        >>> keeper = MovedState([model])
+        >>> keeper = ForwardStateKeeper([model])
         >>> keeper.begin()
         >>> _ = model(torch.ones(3))
         >>> keeper.changed()
@@ -71,7 +71,7 @@ class MovedState:
         models: Iterable[nn.Module],
         functions: Iterable[Callable[..., Any] | None] = (),
         *,
-        original: MovedState | None = None,
+        original: ForwardStateKeeper | None = None,
     ) -> None:
         self._models = tuple(models)
         self._functions = tuple(function for function in functions if function is not None)
@@ -84,9 +84,9 @@ class MovedState:
         self._bindings = RecordedBindings()
         self._clear()
 
-    def new_keeper(self) -> MovedState:
+    def new_keeper(self) -> ForwardStateKeeper:
         """Return another keeper of the same state, for one micro-batch or for a check in an open window."""
-        return MovedState(self._models, self._functions, original=self)
+        return ForwardStateKeeper(self._models, self._functions, original=self)
 
     def replace_tensors(self, kind: type[Tensor], make: Callable[[Tensor], Tensor]) -> None:
         """Replace tensors of a class in all bindings, e.g. those of a virtual batch by real ones."""
