@@ -1,8 +1,8 @@
-"""An accelerator that computes on the CPU: tensors say they are elsewhere, each read by the host is recorded.
+"""Fake accelerator that computes on the CPU and records each transfer to the host.
 
-``Elsewhere`` wraps a tensor of the CPU and names a device whose type is neither "cpu" nor "meta". Autograd,
-parameters, optimizers and in-place operations work on it. What comes to the host is recorded: each is a wait
-for the device on a real one. Storages are not stood in for: what asks for memory addresses gets 0.
+``Elsewhere`` wraps a CPU tensor and reports a device whose type is neither "cpu" nor "meta". Autograd,
+parameters, optimizers and in-place operations work on it. Each operator that copies a value to the host is
+recorded in `READS`: a real device would synchronize there. Storages are not emulated: a data pointer is 0.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch.utils._pytree import tree_map
 
 from superbatch.torch import devices
 
-DEVICE = torch.device("lazy", 0)  # a kind of torch that nothing here has
+DEVICE = torch.device("lazy", 0)  # a device type that no test machine has
 
 READS: list[str] = []
-"""The operators that brought something to the host, in their order."""
+"""Operators that copied a value to the host, in call order."""
 
 FLOAT64 = [True]
-"""Whether the device has float64; MPS has not."""
+"""False emulates MPS, which has no float64."""
 
 _READING = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "allclose"}
 
 
 class Elsewhere(Tensor):
-    """A tensor that says it is on `DEVICE`."""
+    """Tensor that reports the device `DEVICE`."""
 
     held: Tensor
 
@@ -85,7 +85,7 @@ def _outer(item: Any) -> Any:
 
 
 class _Factories(TorchDispatchMode):
-    """Makes the tensors that are asked for on `DEVICE`, and moves them there."""
+    """Redirect tensor factories from `DEVICE` to the CPU, and wrap their results."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -98,7 +98,7 @@ class _Factories(TorchDispatchMode):
 
 @contextmanager
 def stand_in(*, float64: bool = True) -> Iterator[None]:
-    """Let tensors be made on `DEVICE` for as long as the context lasts."""
+    """Allow tensors on `DEVICE` inside the context."""
     before, FLOAT64[0] = FLOAT64[0], float64
     READS.clear()
     known = set(devices.NO_FLOAT64)
@@ -113,7 +113,7 @@ def stand_in(*, float64: bool = True) -> Iterator[None]:
 
 
 def elsewhere(model: nn.Module) -> nn.Module:
-    """Move a module's parameters and buffers there, in place."""
+    """Move a module's parameters and buffers to `DEVICE`, in place."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:

@@ -1,4 +1,4 @@
-"""What each of two gloo ranks does for `test_adaptive_ranks`: `python -m ... RANK FOLDER`."""
+"""Worker for one of the two gloo ranks of `test_adaptive_ranks`: `python -m ... RANK FOLDER`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from superbatch.torch import Accumulator, windows
 from superbatch.torch.tuning import controller
 
 SCALES = ([400.0, 400.0, 400.0, 90.0], [20.0, 4000.0, 15.0, 4000.0])
-"""What each rank would decide by, were it alone."""
+"""Noise scale that each rank measures in each window."""
 
 
 def disagreeing(rank: int, model: nn.Module) -> list[int]:
-    """Lengths of windows where the ranks know of different noise."""
+    """Return window lengths where the ranks measure different noise scales."""
     scales = iter(SCALES[rank])
 
     def noise() -> Noise:
@@ -46,7 +46,7 @@ def disagreeing(rank: int, model: nn.Module) -> list[int]:
 
 
 def measured(rank: int, model: nn.Module) -> list[int]:
-    """Lengths of windows by the noise that is measured, each rank with data of its own."""
+    """Return window lengths that follow the measured noise, with different data on each rank."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     accumulate = Accumulator(
         model, optimizer, lambda x: model(x).mean(), check=False, observers=[NoiseMeter(beta=0.9, every=1)]
@@ -59,7 +59,7 @@ def measured(rank: int, model: nn.Module) -> list[int]:
 
 
 def main(rank: int, folder: Path) -> None:
-    """Run both, and leave what came out in the folder."""
+    """Run both cases, and write the results into the folder."""
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder / 'store'}",

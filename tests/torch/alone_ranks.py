@@ -1,4 +1,4 @@
-"""Two gloo ranks, each of which couples its own samples or none: `python -m ... RANK FOLDER`."""
+"""Two gloo ranks, whose loss couples the samples of one rank or none: `python -m ... RANK FOLDER`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Batch = dict[str, Tensor]
 
 
 class Bag(nn.Module):
-    """Mean of word embeddings, by an operator without a rule."""
+    """Mean of word embeddings by `nn.EmbeddingBag`, an operator without a batching rule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,8 +31,6 @@ class Bag(nn.Module):
 
 
 class Net(nn.Module):
-    """Two layers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
@@ -42,18 +40,18 @@ class Net(nn.Module):
 
 
 def contrast(z: Tensor, _: Batch) -> Tensor:
-    """Tell each row from the others."""
+    """Contrastive loss within a rank: the next row is the positive of each row."""
     z = F.normalize(z, dim=1)
     return F.cross_entropy(z @ z.T / 0.1, (torch.arange(len(z)) + 1) % len(z))
 
 
 def errors(z: Tensor, batch: Batch) -> Tensor:
-    """Errors of the samples."""
+    """Return the cross entropy of each sample."""
     return F.cross_entropy(z, batch["y"], reduction="none")
 
 
 def hardest(z: Tensor, batch: Batch) -> Tensor:
-    """Error of the sample with the largest."""
+    """Return the largest cross entropy of a sample."""
     each = errors(z, batch)
     return each[each.detach().argmax()]
 
@@ -81,7 +79,7 @@ SEPARATE: dict[str, tuple[type[nn.Module], Loss]] = {
 
 
 def batch_of(rank: int) -> Batch:
-    """Samples of a rank."""
+    """Return the samples of a rank."""
     generator = torch.Generator().manual_seed(rank)
     return {
         "x": torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64),
@@ -92,7 +90,7 @@ def batch_of(rank: int) -> Batch:
 
 
 def outcome(rank: int, name: str, size: int) -> str:
-    """Make an update; return "raises", the text of the warning, or "" if nothing is said."""
+    """Run one update. Return "raises", the text of the warnings, or "" without either."""
     torch.manual_seed(1)
     kind, loss = (COUPLED | SEPARATE)[name]
     model = kind().double()
@@ -113,7 +111,7 @@ def outcome(rank: int, name: str, size: int) -> str:
 
 
 def main(rank: int, folder: Path) -> None:
-    """Run all programs."""
+    """Run all cases."""
     join(rank, folder, 2)
     cells = [(name, size) for name in COUPLED | SEPARATE for size in SIZES]
     leave({f"{name}, {size}": outcome(rank, name, size) for name, size in cells}, rank, folder)

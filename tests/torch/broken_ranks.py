@@ -1,4 +1,4 @@
-"""Two gloo ranks of a sharded model, of which one fails in every backward: `python -m ... RANK FOLDER`."""
+"""Two gloo ranks of a sharded model; one raises in every backward: `python -m ... RANK FOLDER`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def main(rank: int, folder: Path) -> None:
     )
     try:
         accumulate(task.data(rank)[0])
-    except Exception as error:  # noqa: BLE001 - the test looks at it
+    except Exception as error:  # noqa: BLE001 - the test checks it
         (folder / f"{rank}.json").write_text(json.dumps([type(error).__name__, str(error)]))
     end_rank()
 

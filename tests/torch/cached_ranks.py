@@ -1,4 +1,4 @@
-"""What each of two gloo ranks does for `test_cached_gradients_ranks`; `ddp_worker` runs it."""
+"""Cases of `test_cached_gradients_ranks` on each of two gloo ranks; `ddp_worker` runs them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ COUNTS = (5, 8)  # samples of each rank
 QUERIES, DOCUMENTS = (3, 4), (9, 2)
 
 
-def part(batch: Any, rank: int, counts: tuple[int, int] = COUNTS) -> Any:
-    """A rank's samples of a batch."""
+def shard(batch: Any, rank: int, counts: tuple[int, int] = COUNTS) -> Any:
+    """Return a rank's samples of a batch."""
     if isinstance(batch, dict):
-        return {name: part(value, rank, counts) for name, value in batch.items()}
+        return {name: shard(value, rank, counts) for name, value in batch.items()}
     return batch.split(list(counts))[rank]
 
 
@@ -32,14 +32,14 @@ def head() -> nn.Linear:
 
 
 class Clip(Pair):
-    """A pair that is wrapped in DDP: its forward encodes."""
+    """`Pair` with a forward, which DDP needs."""
 
     def forward(self, batch: Any) -> dict[str, Tensor]:
         return self.encode(batch)
 
 
-class Count:
-    """Counts all-reduces by their elements."""
+class AllReduceSizes:
+    """Context manager that lists the number of elements of each all-reduce."""
 
     def __enter__(self) -> list[int]:
         self.seen: list[int] = []
@@ -57,7 +57,7 @@ class Count:
 
 
 def wrapped(rank: int, group: Any) -> dict[str, Any]:
-    """One model in DDP; its own reduction must not run, and ours once."""
+    """Wrap one model in DDP: its own reduction must not run, and that of `cached_gradients` runs once."""
     clip = Clip()
     model = DistributedDataParallel(clip, process_group=group)
     own: list[int] = []
@@ -68,34 +68,34 @@ def wrapped(rank: int, group: Any) -> dict[str, Any]:
         future.set_result(bucket.buffer())
         return future
 
-    # Below DDP's register_comm_hook, which is refused.
+    # Not by DDP's register_comm_hook: a model with such a hook is refused.
     dist._register_comm_hook(model.reducer, None, hook)  # pyright: ignore[reportPrivateImportUsage]
-    with Count() as seen:
-        loss = cached_gradients(model, clip.loss, part(pairs(13), rank), 3)
+    with AllReduceSizes() as seen:
+        loss = cached_gradients(model, clip.loss, shard(pairs(13), rank), 3)
     parameters = sum(parameter.numel() for parameter in clip.parameters())
     reduced = sum(numel >= parameters for numel in seen)
     return {"loss": loss, "gradients": gradients(clip), "own": len(own), "reduced": reduced}
 
 
 def in_group(rank: int, group: Any) -> dict[str, Any]:
-    """Two encoders without DDP, unequal counts, and dtypes that not every backend sums."""
+    """Two encoders without DDP, with unequal counts and dtypes that some backends cannot reduce."""
     query, document, last = tower(6), tower(5, seed=4), head()
     temperature = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
     for parameter in query.parameters():
         parameter.grad = torch.full_like(parameter, 0.5)
     batch = {
-        "query": part(normal(7, 6), rank, QUERIES),
+        "query": shard(normal(7, 6), rank, QUERIES),
         "document": (
-            part(normal(11, 5, seed=2), rank, DOCUMENTS),
-            part(torch.arange(11) % 2 == 0, rank, DOCUMENTS),
-            part(torch.arange(11).to(torch.bfloat16), rank, DOCUMENTS),
+            shard(normal(11, 5, seed=2), rank, DOCUMENTS),
+            shard(torch.arange(11) % 2 == 0, rank, DOCUMENTS),
+            shard(torch.arange(11).to(torch.bfloat16), rank, DOCUMENTS),
         ),
     }
-    forms: list[Any] = []
+    layouts: list[Any] = []
 
     def loss(z: Any) -> Tensor:
         documents, even, numbers = z["document"]
-        forms.append((tuple(documents.shape), even.tolist(), numbers.tolist(), str(numbers.dtype)))
+        layouts.append((tuple(documents.shape), even.tolist(), numbers.tolist(), str(numbers.dtype)))
         return info_nce(last(z["query"]), documents * (1 + even.unsqueeze(1)), temperature.exp())
 
     found = cached_gradients(
@@ -110,12 +110,12 @@ def in_group(rank: int, group: Any) -> dict[str, Any]:
         "loss": found,
         "gradients": gradients(query, document, last),
         "temperature": temperature.grad,
-        "forms": forms,
+        "forms": layouts,
     }
 
 
 def counted_on_every_rank(rank: int, group: Any) -> dict[str, Any]:
-    """The wrong way: every rank's gradient of the loss's parameters is summed."""
+    """Mutant: the gradient of the loss's parameters is summed over all ranks."""
     kept = NewGradients.drop_parameters
     NewGradients.drop_parameters = lambda self: None
     try:
@@ -125,13 +125,13 @@ def counted_on_every_rank(rank: int, group: Any) -> dict[str, Any]:
 
 
 def fails(rank: int, group: Any, *, where: str) -> dict[str, Any]:
-    """One rank fails; both must be as before, soon."""
+    """Raise on one rank, and return the gradients of both ranks before and after."""
     clip = Clip()
     model = DistributedDataParallel(clip, process_group=group)
     for parameter in clip.parameters():
         parameter.grad = torch.ones_like(parameter)
     before, calls = fingerprint(clip), []
-    batch = part(pairs(13), rank)
+    batch = shard(pairs(13), rank)
 
     def encode(b: Any) -> Any:
         calls.append(1)
@@ -149,19 +149,19 @@ def fails(rank: int, group: Any, *, where: str) -> dict[str, Any]:
         batch = {name: value[:0] for name, value in batch.items()}
     try:
         cached_gradients(encode, loss, batch, 3, models=model)
-    except Exception as error:  # noqa: BLE001  (the test looks at it)
+    except Exception as error:  # noqa: BLE001  (the test checks it)
         return {"error": f"{type(error).__name__}: {error}", "before": before, "after": fingerprint(clip)}
     return {"error": None}
 
 
 def a_parameter_outside(rank: int, group: Any) -> dict[str, Any]:
-    """Its gradient could not be summed over the ranks."""
+    """A parameter outside `models`, whose gradient cannot be all-reduced."""
     model, shift = tower(), torch.zeros(4, dtype=torch.float64, requires_grad=True)
     try:
         cached_gradients(
             lambda b: model(b) + shift,
             lambda z: z.sum(),
-            part(normal(13, 6), rank),
+            shard(normal(13, 6), rank),
             3,
             models=model,
             group=group,
@@ -172,13 +172,13 @@ def a_parameter_outside(rank: int, group: Any) -> dict[str, Any]:
 
 
 def losses_that_differ(rank: int, group: Any) -> dict[str, Any]:
-    """Dropout in the loss: every rank has random numbers of its own."""
+    """Dropout in the loss, with different random numbers on each rank."""
     torch.manual_seed(rank)
     clip = Clip()
     torch.manual_seed(rank)
     dropped = lambda z: clip.loss({name: nn.functional.dropout(x) for name, x in z.items()})  # noqa: E731
     try:
-        cached_gradients(clip, dropped, part(pairs(13), rank), 3, group=group)
+        cached_gradients(clip, dropped, shard(pairs(13), rank), 3, group=group)
     except ValueError as error:
         return {"error": str(error)}
     return {"error": None}

@@ -1,4 +1,4 @@
-"""What each of two gloo ranks does for `test_check_ranks`: `python -m ... RANK FOLDER`."""
+"""Worker for one of the two gloo ranks of `test_check_ranks`: `python -m ... RANK FOLDER`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.torch.helpers import sgd, tiny_lm, token_mean, tokens
 
 
 def sample_mean(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-    """The mean over samples of the means over their tokens."""
+    """Return the mean over samples of each sample's mean over tokens."""
     logits, labels = model(batch["ids"]).transpose(1, 2), batch["labels"]
     each = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
     return (each.sum(1) / (labels != -100).sum(1)).mean()
 
 
 def train(rank: int, **options: Any) -> dict[str, Any]:
-    """Three windows that count alike, then one that does not, on rank 1 alone."""
+    """Run three windows with equal token counts, then windows with unequal counts on rank 1 only."""
     model = DistributedDataParallel(tiny_lm())
     calls: list[int] = []
 
@@ -35,7 +35,7 @@ def train(rank: int, **options: Any) -> dict[str, Any]:
         return token_mean(model, microbatch)
 
     accumulate = Accumulator(model, sgd(model.parameters()), loss_fn, microbatch_size=2, **options)
-    of_windows, error = [], ""
+    calls_per_window, error = [], ""
     for window in range(5):
         uneven = rank == 1 and window > 2
         batch = tokens([7, 1, 7, 7] if uneven else [7] * 4, seed=2 * window + rank)
@@ -46,17 +46,17 @@ def train(rank: int, **options: Any) -> dict[str, Any]:
             error = str(raised)
             assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
             break
-        of_windows.append(len(calls) - first)
+        calls_per_window.append(len(calls) - first)
     return {
         "updates": accumulate.updates,
         "error": error,
-        "calls": of_windows,
+        "calls": calls_per_window,
         "sums": [float(p.detach().double().sum()) for p in model.parameters()],
     }
 
 
-def train_apart(rank: int, case: str, **options: Any) -> dict[str, Any]:
-    """Windows whose samples count alike on each rank, and from the third one on otherwise on rank 1."""
+def train_with_unequal_ranks(rank: int, case: str, **options: Any) -> dict[str, Any]:
+    """Run windows with equal counts per sample on each rank; from the third window, rank 1 differs."""
     torch.manual_seed(0)
     model = DistributedDataParallel(tiny_lm())
     calls: list[int] = []
@@ -66,7 +66,7 @@ def train_apart(rank: int, case: str, **options: Any) -> dict[str, Any]:
         return (token_mean if "samples" not in case else sample_mean)(model, microbatch)
 
     accumulate = Accumulator(model, sgd(model.parameters()), loss_fn, microbatch_size=2, **options)
-    of_windows, error = [], ""
+    calls_per_window, error = [], ""
     for window in range(5):
         batch = tokens(
             [3 if rank and window > 1 and "lengths" not in case else 7] * 4, seed=2 * window + rank
@@ -79,9 +79,9 @@ def train_apart(rank: int, case: str, **options: Any) -> dict[str, Any]:
         except LossSpecError as raised:
             error = str(raised)
             break
-        of_windows.append(len(calls) - first)
+        calls_per_window.append(len(calls) - first)
     sums = [float(p.detach().double().sum()) for p in model.parameters()]
-    return {"updates": accumulate.updates, "error": error, "calls": of_windows, "sums": sums}
+    return {"updates": accumulate.updates, "error": error, "calls": calls_per_window, "sums": sums}
 
 
 def main(rank: int, folder: Path) -> None:
@@ -95,10 +95,10 @@ def main(rank: int, folder: Path) -> None:
     )
     found = {"wrong": train(rank), "right": train(rank, weight=count_tokens("labels"))}
     for case in ("labels", "lengths", "labels of samples", "lengths of samples"):
-        found[case] = train_apart(rank, case)
+        found[case] = train_with_unequal_ranks(rank, case)
     for case in ("labels", "lengths"):
-        found[f"{case}, declared"] = train_apart(rank, case, weight=count_tokens("labels"))
-        found[f"{case}, unchecked"] = train_apart(rank, case, check=False)
+        found[f"{case}, declared"] = train_with_unequal_ranks(rank, case, weight=count_tokens("labels"))
+        found[f"{case}, unchecked"] = train_with_unequal_ranks(rank, case, check=False)
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Some gloo ranks that save and load checkpoints: `python -m ... RANK FOLDER COUNT SAVED ACTION ...`."""
+"""Gloo ranks that save and load checkpoints: `python -m ... RANK FOLDER COUNT SAVED ACTION ...`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ HOW = ("DDP", "FSDP2")
 
 
 def net() -> nn.Module:
-    """Return a model."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(4, 7), nn.Tanh(), nn.Sequential(nn.Linear(7, 5), nn.Tanh()), nn.Linear(5, 3)
@@ -34,13 +33,13 @@ def net() -> nn.Module:
 
 
 def rows(update: int, rank: int, count: int) -> Tensor:
-    """Return a rank's share of the samples of an update, whose number does not depend on the ranks."""
+    """Return a rank's shard of an update's 13 samples, which are the same for any number of ranks."""
     generator = torch.Generator().manual_seed(update)
     return torch.randn(13, 4, generator=generator, dtype=torch.float64).tensor_split(count)[rank]
 
 
 class Training:
-    """A model that is wrapped in one way, with AdamW and a schedule."""
+    """Model with AdamW and a scheduler, on one rank or under one wrapper."""
 
     def __init__(self, how: str, *, noisy: bool = False, by_sample: bool = False) -> None:
         self.rank, self.count = (dist.get_rank(), dist.get_world_size()) if how != "alone" else (0, 1)
@@ -63,17 +62,16 @@ class Training:
         )
 
     def loss(self, batch: Tensor) -> Tensor:
-        """Return a mean over samples."""
         x = nn.functional.dropout(batch, 0.3) if self.noisy else batch
         return self.model(x).square().mean()
 
     def run(self, first: int, last: int) -> None:
-        """Make some updates."""
+        """Run the updates from `first` to `last - 1`."""
         for update in range(first, last):
             self.accumulate(rows(update, self.rank, self.count))
 
     def save_in_flight(self, folder: Path) -> None:
-        """Save after the first micro-batch of the next update, and leave it."""
+        """Save after the first micro-batch of the next update, then leave the window."""
         batch = rows(self.accumulate.updates, self.rank, self.count)
         with self.accumulate.window(batch) as window:
             for index, microbatch in enumerate(window):
@@ -83,12 +81,12 @@ class Training:
                     break
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return all parameters."""
+        """Return all parameters, unsharded."""
         return {name.removeprefix("module."): full(each) for name, each in self.model.named_parameters()}
 
 
 def error_of(action: Callable[[], object]) -> str:
-    """Return the error that an action raises."""
+    """Return the type and the text of the error that an action raises, or "none"."""
     try:
         action()
     except (SuperbatchError, OSError) as error:
@@ -97,7 +95,7 @@ def error_of(action: Callable[[], object]) -> str:
 
 
 def save_all(folder: Path) -> dict[str, Any]:
-    """Save in every way, with what a training that was never stopped ends with."""
+    """Save in every way, and return the final parameters of the uninterrupted trainings."""
     found: dict[str, Any] = {}
     for how in HOW:
         training = Training(how)
@@ -117,7 +115,7 @@ def save_all(folder: Path) -> dict[str, Any]:
 
 
 def in_flight(how: str, folder: Path) -> dict[str, Any]:
-    """Resume within a window, with dropout, in new objects of the same ranks."""
+    """Resume inside a window, with dropout, in new objects on the same ranks."""
     torch.manual_seed(dist.get_rank())
     straight = Training(how, noisy=True)
     torch.manual_seed(dist.get_rank())
@@ -146,7 +144,7 @@ def failed(folder: Path) -> dict[str, Any]:
 
 
 def load_all(folder: Path) -> dict[str, Any]:
-    """Load what other numbers of ranks have saved, into models that are wrapped otherwise too."""
+    """Load checkpoints of another number of ranks, also into the other wrapper."""
     found: dict[str, Any] = {}
     for saved in (*HOW, "alone"):
         for how in HOW:

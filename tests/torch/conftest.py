@@ -1,4 +1,4 @@
-"""What the tests of the PyTorch part share."""
+"""Fixtures of the PyTorch tests."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 
 @pytest.fixture(scope="module", autouse=True)
 def small_heap() -> None:
-    """Let a collection of garbage look at what this file makes, not at all that was loaded before it.
+    """Exclude all objects made before a test module from garbage collection.
 
-    After a failure superbatch collects garbage, which takes the longer the more libraries are loaded: a
-    quarter of a second with all of them, beside a millisecond for a window of a test's model.
+    superbatch collects garbage after a failure. With all libraries loaded that takes a quarter of a second; a
+    window of a test model takes a millisecond.
     """
     gc.collect()
     gc.freeze()

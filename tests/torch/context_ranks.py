@@ -1,4 +1,4 @@
-"""Each of four gloo ranks of `test_context_parallel`: two data ranks, whose sequences two ranks share.
+"""Worker for one of the four gloo ranks of `test_context_parallel`: 2 data ranks of 2 sequence ranks each.
 
 python -m tests.torch.context_ranks RANK FOLDER
 """
@@ -22,15 +22,15 @@ from tests.torch.sharded_training import Place, fully, join, leave, run, trained
 HALVES = 2
 
 
-class Gathered(torch.autograd.Function):
-    """All parts of a sequence, in their order. (`torch.distributed.nn` gathers in the first group alone.)"""
+class AllGather(torch.autograd.Function):
+    """All-gather of a sequence's shards. (That of `torch.distributed.nn` works in the default group only.)"""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        parts = [torch.empty_like(part) for _ in range(HALVES)]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        return torch.cat(parts, 1)
+        shards = [torch.empty_like(shard) for _ in range(HALVES)]
+        dist.all_gather(shards, shard.contiguous(), group=group)
+        return torch.cat(shards, 1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -40,7 +40,7 @@ class Gathered(torch.autograd.Function):
 
 
 class Attention(nn.Module):
-    """Causal attention; where ranks share a sequence, keys and values of all its parts are gathered."""
+    """Causal attention; all-gathers keys and values if ranks share a sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,14 +48,14 @@ class Attention(nn.Module):
         self.group: dist.ProcessGroup | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend to all earlier places."""
+        """Attend to this position and all earlier ones."""
         query, key, value = self.project(x).chunk(3, -1)
         first = 0
         if self.group is not None:
             first = x.shape[1] * self.group.rank()
-            key, value = (Gathered.apply(each, self.group) for each in (key, value))
-        places = torch.arange(first, first + x.shape[1])
-        later = torch.arange(key.shape[1]) > places[:, None]
+            key, value = (AllGather.apply(each, self.group) for each in (key, value))
+        positions = torch.arange(first, first + x.shape[1])
+        later = torch.arange(key.shape[1]) > positions[:, None]
         weights = (query @ key.mT).masked_fill(later, -torch.inf).softmax(-1)
         return x + self.out(weights @ value)
 
@@ -68,25 +68,23 @@ class Model(nn.Module):
         self.embed, self.attend, self.head = nn.Embedding(11, 6), Attention(), nn.Linear(6, 11)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return logits."""
         return self.head(self.attend(self.embed(ids)))
 
 
 def model() -> nn.Module:
-    """Return the model of the task."""
     torch.manual_seed(0)
     return Model().double()
 
 
 def padded(rank: int) -> list[Any]:
-    """Return sequences of 8 tokens, which two ranks can share."""
+    """Return sequences padded to 8 tokens, so that two ranks can share them."""
     pad = {"ids": 0, "labels": -100}
     batches = sentences(rank)
     return [{k: nn.functional.pad(v, (0, 1), value=pad[k]) for k, v in batch.items()} for batch in batches]
 
 
 def loss(of: nn.Module, batch: Any) -> Tensor:
-    """Return the mean over labels; NaN where there is none."""
+    """Return the mean over labels; NaN without labels."""
     return nn.functional.cross_entropy(of(batch["ids"]).flatten(0, 1), batch["labels"].flatten())
 
 
@@ -95,31 +93,31 @@ TASK = Task(
 )
 
 
-def part(batches: Any, rank: int, half: int) -> list[Any]:
+def shard(batches: Any, rank: int, half: int) -> list[Any]:
     """Return a rank's half of each sequence."""
     return [{name: each.chunk(HALVES, 1)[half] for name, each in batch.items()} for batch in batches(rank)]
 
 
-def shared(of: nn.Module, mesh: Any, group: Any) -> nn.Module:
-    """Shard the model over all ranks, which share sequences in pairs."""
+def sharded(of: nn.Module, mesh: Any, group: Any) -> nn.Module:
+    """Shard the model over all ranks; pairs of ranks share sequences."""
     attend: Any = of.get_submodule("attend")
     attend.group = group
     return fully(of, mesh)
 
 
 def main(rank: int, folder: Path) -> None:
-    """Train with shared sequences, and leave what came out in the folder."""
+    """Train with shared sequences, and write the results into the folder."""
     join(rank, folder, 4)
     both = init_device_mesh("cpu", (2, HALVES), mesh_dim_names=("dp", "cp"))
     mesh = init_device_mesh("cpu", (4,))
-    data = partial(part, padded, half=rank % HALVES)
+    data = partial(shard, padded, half=rank % HALVES)
     options = TASK.options
     mine = Task(make=model, loss=loss, data=lambda _: data(rank // HALVES), options=options)
-    place = Place(partial(shared, mesh=mesh, group=both.get_group("cp")), rank)
+    place = Place(partial(sharded, mesh=mesh, group=both.get_group("cp")), rank)
     each = {"once": partial(trained, mine, place), "each": partial(trained, mine, place, sync="microbatch")}
     alike = Task(
         make=model,
-        loss=lambda of, batch: loss(of, batch).nan_to_num(),  # parts without a label count as the others
+        loss=lambda of, batch: loss(of, batch).nan_to_num(),  # halves without a label get the same weight
         data=mine.data,
         options={"microbatch_size": 1},
     )

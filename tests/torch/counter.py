@@ -1,4 +1,4 @@
-"""A participant of the user's own, for tests."""
+"""User-defined participant for tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Counter:
-    """Number of forwards that count, as a logger keeps it."""
+    """Counter of forwards, as a logger keeps it; records its method calls."""
 
     def __init__(self) -> None:
         self.value, self.calls = 0, list[str]()

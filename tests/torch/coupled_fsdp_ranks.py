@@ -43,7 +43,7 @@ OF_FOUR = ((5, 9, 4, 6), (7, 3, 2, 5))
 
 
 class Checkpointed(nn.Sequential):
-    """Layers whose activations are computed again in the backward, but for the first."""
+    """Layers whose activations are recomputed in the backward, except those of the first."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the output."""
@@ -53,12 +53,12 @@ class Checkpointed(nn.Sequential):
 
 
 def checkpointed() -> nn.Module:
-    """Return the model without BatchNorm, checkpointed."""
+    """Return the model without BatchNorm, with activation checkpointing."""
     return Checkpointed(*plain().children())
 
 
 def sharded(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
-    """Give each linear layer to `fully_shard`, and the model."""
+    """Apply `fully_shard` to each linear layer, then to the model."""
     for layer in model.children():
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh, **options)
@@ -67,19 +67,19 @@ def sharded(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
 
 
 def parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Split two layers over ranks, by outputs and then by inputs."""
+    """Split two layers over ranks: column-wise, then row-wise."""
     return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
 def trained(rank: int, loss: Any = error_of, counts: Any = COUNTS, **options: Any) -> Found:
-    """Train; report what is sharded afterwards."""
+    """Train, and count the elements of the local shards."""
     training = Training(rank, loss, **options)
     found = training.run(data(rank, counts))
     return {**found, "elements": sum(local(each).numel() for each in training.inner.parameters())}
 
 
 def mixed(rank: int, wrap: Callable[[nn.Module], nn.Module], *, by_hand: bool = False) -> Found:
-    """Train in float32 whose forward is in bfloat16, by the library or in one backward of each rank."""
+    """Train a model of float32 parameters, with `WholeBatch` or by one backward per rank."""
     model = wrap(plain().float())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss = partial(error_of, model)
@@ -99,7 +99,7 @@ def mixed(rank: int, wrap: Callable[[nn.Module], nn.Module], *, by_hand: bool = 
 
 
 def refused(rank: int, shard: Callable[[nn.Module], nn.Module], **options: Any) -> Found:
-    """Return the error of an object that cannot be made."""
+    """Return the error raised when the training is constructed."""
     try:
         Training(rank, make=plain, wrap=shard, **options)
     except SuperbatchError as error:
@@ -107,8 +107,8 @@ def refused(rank: int, shard: Callable[[nn.Module], nn.Module], **options: Any) 
     return {"error": None}
 
 
-def by_block(rank: int, wrap: Callable[[nn.Module], nn.Module], how: str = "") -> Found:
-    """Add up gradients by `virtual_batch`, of ranks that count the same; the first block may fail."""
+def by_virtual_batch(rank: int, wrap: Callable[[nn.Module], nn.Module], how: str = "") -> Found:
+    """Return gradients of `virtual_batch` for ranks with equal counts; an error may end the first block."""
     model = wrap(net())
     gradients: list[dict[str, torch.Tensor]] = []
     for batch in data(rank, EVEN):
@@ -124,8 +124,8 @@ def by_block(rank: int, wrap: Callable[[nn.Module], nn.Module], how: str = "") -
     return {"gradients": gradients, "whole": whole}
 
 
-def not_gathered(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> Found:
-    """Train with parameters that each layer frees after its forward: a mutant."""
+def without_all_gather(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> Found:
+    """Mutant: each layer frees its unsharded parameters after its forward."""
     with mock.patch.object(Sharded, "gathered", return_value=nullcontext()):
         try:
             return {"error": None, **trained(rank, wrap=wrap)}
@@ -168,16 +168,16 @@ def cells(rank: int, count: int) -> dict[str, Callable[[], Found]]:
         "bfloat16": partial(mixed, rank, by_bfloat16),
         "bfloat16, by hand": partial(mixed, rank, by_bfloat16, by_hand=True),
         "float32": partial(mixed, rank, fsdp),
-        "block": partial(by_block, rank, fsdp),
-        "block after an error": partial(by_block, rank, fsdp, "error"),
-        "mutant: not gathered": partial(not_gathered, rank, fsdp),
+        "block": partial(by_virtual_batch, rank, fsdp),
+        "block after an error": partial(by_virtual_batch, rank, fsdp, "error"),
+        "mutant: not gathered": partial(without_all_gather, rank, fsdp),
         "tensor parallel": partial(refused, rank, partial(parallel, mesh=mesh)),
         "each micro-batch": partial(refused, rank, fsdp, sync="microbatch"),
     }
 
 
 def main(rank: int, folder: Path, count: int, chosen: list[str]) -> None:
-    """Run the cells, and leave what came out in the folder."""
+    """Run the cells, and write the results into the folder."""
     join(rank, folder, count)
     leave(run(cells(rank, count), chosen), rank, folder)
 

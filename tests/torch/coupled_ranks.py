@@ -1,6 +1,6 @@
 """Coupled batches on two gloo ranks, for `test_coupled_ranks`: `python -m ... RANK FOLDER [CELL ...]`.
 
-The models are small, with BatchNorm; each rank has its own, unequal number of samples.
+The models are small; most have BatchNorm. Each rank has its own, unequal number of samples.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EVEN = ((6, 6), (4, 4))
 def net(*, synchronised: bool = False) -> nn.Module:
     """Return a model with two BatchNorms."""
     torch.manual_seed(0)
-    # Without biases, whose gradient is zero before a BatchNorm: AdamW would make steps of its rounding.
+    # No biases before BatchNorm: their gradient is a rounded zero, which AdamW would scale up to a step.
     layers = [nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh()]
     layers += [nn.Linear(6, 5, bias=False), nn.BatchNorm1d(5)]
     model = nn.Sequential(*layers, nn.Linear(5, 3)).double()
@@ -49,7 +49,7 @@ def plain() -> nn.Module:
 
 
 def rows(rank: int, update: int, samples: int) -> Batch:
-    """Return samples with labels, one of which is none."""
+    """Return samples with labels; one sample has no label."""
     generator = torch.Generator().manual_seed(10 * update + rank)
     x = torch.randn(samples, 4, generator=generator, dtype=torch.float64) + rank
     labels = (torch.arange(samples) + update) % 3
@@ -58,27 +58,27 @@ def rows(rank: int, update: int, samples: int) -> Batch:
 
 
 def data(rank: int, counts: Any = COUNTS) -> list[Batch]:
-    """Return one batch of a rank for each update."""
+    """Return the batches of a rank, one for each update."""
     return [rows(rank, update, each[rank]) for update, each in enumerate(counts)]
 
 
 def error_of(model: Callable[..., Tensor], batch: Batch) -> Tensor:
-    """Return a mean over samples."""
+    """Return a mean squared error over samples."""
     return (model(batch["x"]) - batch["y"][:, :3]).square().mean()
 
 
 def of_labels(model: Callable[..., Tensor], batch: Batch) -> Tensor:
-    """Return a mean over the samples that have a label."""
+    """Return a mean over the samples with a label."""
     return F.cross_entropy(model(batch["x"]), batch["labels"], ignore_index=-100)
 
 
 def of_all_labels(model: Callable[..., Tensor], batch: Batch) -> Tensor:
-    """Return a mean over the samples, each of which has a label."""
+    """Return a mean over all samples; each has a label."""
     return F.cross_entropy(model(batch["x"]), batch["labels"].clamp(min=0), ignore_index=-100)
 
 
 def logits(mine: Tensor, every: Tensor) -> Tensor:
-    """Return how alike embeddings are."""
+    """Return scaled cosine similarities of embeddings."""
     return 3 * F.normalize(mine, dim=1) @ F.normalize(every, dim=1).T
 
 
@@ -93,13 +93,13 @@ def contrastive(model: Callable[..., Tensor], batch: Batch) -> Tensor:
 
 
 def own_negatives(model: Callable[..., Tensor], batch: Batch) -> Tensor:
-    """Return a contrastive loss over the embeddings of one process."""
+    """Return a contrastive loss over the embeddings of one rank."""
     z, other = model(batch["x"]), model(batch["y"])
     return F.cross_entropy(logits(z, other), torch.arange(len(z)))
 
 
 def balanced(model: Callable[..., Tensor], batch: Batch, *, alone: bool = False) -> Tensor:
-    """Return an error, and how unevenly the samples of all ranks use the outputs."""
+    """Return an error plus a penalty on uneven use of the outputs by the samples of all ranks."""
     outputs = model(batch["x"])
     use = outputs.softmax(1).sum(0)
     count = torch.tensor(float(len(outputs)), dtype=torch.float64)
@@ -112,7 +112,7 @@ def balanced(model: Callable[..., Tensor], batch: Batch, *, alone: bool = False)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer whose steps depend on the scale of each element."""
+    """Return AdamW, whose steps depend on the scale of each gradient element."""
     return torch.optim.AdamW(model.parameters(), lr=0.02)
 
 
@@ -143,7 +143,7 @@ class Training:
         self.updates: list[Any] = []
 
     def run(self, batches: list[Batch]) -> Found:
-        """Make the updates, and return what the test compares."""
+        """Run the updates, and return the results that the tests compare."""
         self.updates += [self.accumulate(batch) for batch in batches]
         return {
             "state": {name: full(value) for name, value in self.inner.state_dict().items()},
@@ -157,7 +157,7 @@ class Training:
 
 
 def resumed(rank: int, **options: Any) -> Found:
-    """Continue with a new model after the first update."""
+    """Resume in new objects after the first update."""
     first = Training(rank, **options)
     first.run(data(rank)[:1])
     second = Training(rank, **options)
@@ -169,20 +169,20 @@ def resumed(rank: int, **options: Any) -> Found:
 
 
 class BrokenError(Exception):
-    """An error of the user's program."""
+    """Error in user code."""
 
 
 def failing(
     rank: int, where: str, how: str, loss: Any = error_of, counts: Any = COUNTS, **options: Any
 ) -> Found:
-    """Train, and go on after rank 1 has failed in the first window.
+    """Train, and retry a window after rank 1 failed in it.
 
     Args:
-        rank: this one.
-        where: ``"loss"``; or ``"sweep"``: of what is kept for a later one.
+        rank: this rank.
+        where: ``"loss"``; or ``"sweep"``: where a value is stored for a later sweep.
         how: ``"memory"`` or ``"error"``.
-        loss: of a rank's batch.
-        counts: of the samples.
+        loss: loss of a rank's batch.
+        counts: numbers of samples.
         options: of `Training`.
     """
     armed = [rank == 1]
@@ -199,10 +199,10 @@ def failing(
 
     keep = Store.keep
 
-    def keeping(self: Store, piece: Tensor) -> Any:
+    def keeping(self: Store, value: Tensor) -> Any:
         if where == "sweep":
             fail()
-        return keep(self, piece)
+        return keep(self, value)
 
     training, outcome, before = Training(rank, broken, **options), [], {}
     with mock.patch.object(Store, "keep", keeping), warnings.catch_warnings():
@@ -220,7 +220,7 @@ def failing(
 
 
 def refused(rank: int, loss: Any = error_of, counts: Any = EVEN, **options: Any) -> Found:
-    """Return the error of a training that is none of the large batch's."""
+    """Return the error of a training that would differ from the large batch's."""
     model, before = net(), net().state_dict()  # the same
     try:
         Training(rank, loss, make=lambda: model, **options).run(data(rank, counts))
@@ -236,7 +236,7 @@ def infinite(rank: int) -> Found:
 
 
 def of_gradient(rank: int, wrap: Callable[[nn.Module], nn.Module] = DistributedDataParallel) -> Found:
-    """Add up the gradients of all batches, without a step."""
+    """Accumulate the gradients of all batches without a step."""
     inner = net()
     model = wrap(inner)
     gradient_of = WholeGradient(model, partial(error_of, model), microbatch_size=2)
@@ -246,7 +246,7 @@ def of_gradient(rank: int, wrap: Callable[[nn.Module], nn.Module] = DistributedD
 
 
 def halves(loss: Tensor, factor: float) -> Tensor:
-    """Let each rank count the same: a mutant."""
+    """Mutant: give each rank the same weight."""
     return loss / 2
 
 
@@ -263,7 +263,7 @@ def cells(rank: int) -> dict[str, Callable[[], Found]]:
 
         return run
 
-    within = coupled_work.Coupled._options
+    original_options = coupled_work.Coupled._options
     return {
         "DDP": trained(),
         "SyncBatchNorm": trained(make=partial(net, synchronised=True), wrap=None, sync="all_reduce"),
@@ -278,7 +278,9 @@ def cells(rank: int) -> dict[str, Callable[[], Found]]:
         "gradient": lambda: of_gradient(rank),
         "mutant: ranks count the same": mutated(coupled_work, "scaled", halves),
         "mutant: BatchNorm within a rank": mutated(
-            coupled_work.Coupled, "_options", lambda self, models: within(self, models)._replace(group=None)
+            coupled_work.Coupled,
+            "_options",
+            lambda self, models: original_options(self, models)._replace(group=None),
         ),
         "memory in the loss": lambda: failing(rank, "loss", "memory"),
         "memory in a sweep": lambda: failing(rank, "sweep", "memory"),
@@ -294,7 +296,7 @@ def cells(rank: int) -> dict[str, Callable[[], Found]]:
 
 
 def main(rank: int, folder: Path, chosen: list[str]) -> None:
-    """Run the cells, and leave what came out in the folder."""
+    """Run the cells, and write the results into the folder."""
     join(rank, folder, 2)
     every = cells(rank)
     leave({name: every[name]() for name in chosen or every}, rank, folder)

@@ -1,7 +1,7 @@
-"""Kernels of CUDA as they are on the outside, written by their schemas for a CPU.
+"""CUDA kernels emulated on the CPU, with the signatures of their schemas.
 
-They return the shapes of the schemas, and check what the real ones do. What they keep for their backward says
-of which forward it is, and the backward refuses that of another.
+They return tensors of the schemas' shapes, and assert the preconditions of the real kernels. A forward saves
+a fingerprint of its tensors; a backward fails for that of another forward.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-CALLED: list[tuple[str, int]] = []  # which kernel, and with how many samples
+CALLED: list[tuple[str, int]] = []  # kernel and number of samples of each call
 
 
 def _gradients(
     function: Callable[..., Any], inputs: list[Tensor], grads: list[Tensor | None]
 ) -> list[Tensor]:
-    """Autograd's; it is off in a kernel, but not in another thread."""
+    """Return autograd's gradients, computed in a thread: autograd is off only in the kernel's own thread."""
 
     def work() -> Any:
         given = [x.detach().requires_grad_() for x in inputs]
@@ -36,15 +36,15 @@ def _gradients(
         ]
 
 
-def _mark(*tensors: Tensor) -> Tensor:
-    """Bytes that say which tensors these are."""
+def _fingerprint(*tensors: Tensor) -> Tensor:
+    """Return a fingerprint of tensors as bytes."""
     return torch.stack([x.detach().contiguous().sum() for x in tensors]).view(torch.uint8)
 
 
 # -- attention ----------------------------------------------------------------------------------------------
 
 
-MASKS: list[Tensor] = []  # of dropout, as forwards drew them
+MASKS: list[Tensor] = []  # dropout masks drawn by forwards
 
 
 def attention(
@@ -56,30 +56,30 @@ def attention(
     scale: Any = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output, and the logarithms of the sums."""
+    """Return the output, and the log-sum-exp of the scores."""
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if bias is not None:
         scores = scores + bias
     if causal:
         scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
-    shares = scores.softmax(-1)
-    return (shares if mask is None else shares * mask) @ v, scores.logsumexp(-1)
+    weights = scores.softmax(-1)
+    return (weights if mask is None else weights * mask) @ v, scores.logsumexp(-1)
 
 
-def _mask(q: Tensor, k: Tensor, p: float) -> tuple[Tensor | None, Tensor]:
-    """Dropout's mask, drawn by the generator of the device, and the generator's state before."""
+def _draw_mask(q: Tensor, k: Tensor, p: float) -> tuple[Tensor | None, Tensor]:
+    """Draw a dropout mask from the device's generator; return it with the generator's earlier state."""
     state = torch.default_generator.get_state()
     if not p:
         return None, state
     return (torch.rand(*q.shape[:3], k.shape[2], dtype=q.dtype) >= p) / (1 - p), state
 
 
-def _mask_again(state: Tensor, q: Tensor, k: Tensor, p: float) -> Tensor | None:
-    """The mask of a forward, from what it kept."""
+def _redraw_mask(state: Tensor, q: Tensor, k: Tensor, p: float) -> Tensor | None:
+    """Draw the mask of a forward again, from its saved generator state."""
     now = torch.default_generator.get_state()
     if p:
         torch.default_generator.set_state(state)
-    mask, _ = _mask(q, k, p)
+    mask, _ = _draw_mask(q, k, p)
     torch.default_generator.set_state(now)
     return mask
 
@@ -87,7 +87,7 @@ def _mask_again(state: Tensor, q: Tensor, k: Tensor, p: float) -> Tensor | None:
 def _checked(name: str, tensors: list[Tensor], bias: Tensor | None, aligned: int) -> None:
     CALLED.append((name, len(tensors[0])))
     assert all(x.dim() == 4 and x.stride(-1) == 1 for x in tensors)
-    assert len({len(x) for x in tensors}) == 1, "as many samples in each"
+    assert len({len(x) for x in tensors}) == 1, "inputs of different batch sizes"
     if bias is not None:
         assert bias.stride(-1) == 1
         assert all(step % aligned == 0 for step in bias.stride()[:-1])
@@ -98,10 +98,10 @@ def _flash(
     q: Tensor, k: Tensor, v: Tensor, p: float = 0.0, causal: bool = False, *rest: Any, scale: Any = None
 ) -> Any:
     _checked("flash", [q, k, v], None, 1)
-    mask, state = _mask(q, k, p)
+    mask, state = _draw_mask(q, k, p)
     MASKS.extend([] if mask is None else [mask])
     out, sums = attention(q, k, v, None, causal, scale, mask)
-    drawn = _mark(q, k, v, out), state
+    drawn = _fingerprint(q, k, v, out), state
     return out, sums, None, None, q.shape[2], k.shape[2], *drawn, torch.empty(0, dtype=q.dtype)
 
 
@@ -111,9 +111,9 @@ def _flash_back(
 ) -> Any:  # fmt: skip
     _checked("flash backward", [g, q, k, v], None, 1)
     assert cq is None and ck is None and (mq, mk) == (q.shape[2], k.shape[2])
-    assert torch.equal(seed, _mark(q, k, v, out)), "of another forward"
+    assert torch.equal(seed, _fingerprint(q, k, v, out)), "saved tensors of another forward"
     assert torch.equal(sums, attention(q, k, v, None, causal, scale)[1])
-    mask = _mask_again(offset, q, k, p)
+    mask = _redraw_mask(offset, q, k, p)
     return tuple(
         _gradients(lambda q, k, v: attention(q, k, v, None, causal, scale, mask)[:1], [q, k, v], [g])
     )
@@ -124,11 +124,11 @@ def _efficient(
     *, scale: Any = None,
 ) -> Any:  # fmt: skip
     _checked("efficient", [q, k, v], bias, 8)
-    mask, state = _mask(q, k, p)
+    mask, state = _draw_mask(q, k, p)
     MASKS.extend([] if mask is None else [mask])
     out, found = attention(q, k, v, bias, causal, scale, mask)
     found = F.pad(found, (0, -found.shape[-1] % 32), value=torch.nan) if sums else found[..., :0]
-    return out, found, _mark(q, k, v, out), state
+    return out, found, _fingerprint(q, k, v, out), state
 
 
 def _efficient_back(
@@ -136,11 +136,11 @@ def _efficient_back(
     offset: Tensor, p: float, wanted: list[bool], causal: bool = False, *, scale: Any = None,
 ) -> Any:  # fmt: skip
     _checked("efficient backward", [g, q, k, v], bias, 8)
-    assert torch.equal(seed, _mark(q, k, v, out)), "of another forward"
+    assert torch.equal(seed, _fingerprint(q, k, v, out)), "saved tensors of another forward"
     assert sums.shape[-1] % 32 == 0
     assert torch.equal(sums[..., : q.shape[2]], attention(q, k, v, bias, causal, scale)[1])
     inputs = [q, k, v, *([] if bias is None else [bias])]
-    mask = _mask_again(offset, q, k, p)
+    mask = _redraw_mask(offset, q, k, p)
     found = _gradients(lambda q, k, v, b=None: attention(q, k, v, b, causal, scale, mask)[:1], inputs, [g])
     return (*found[:3], found[3] if bias is not None and wanted[3] else None)
 
@@ -150,11 +150,11 @@ def _cudnn(
     debug: bool = False, *, scale: Any = None,
 ) -> Any:  # fmt: skip
     _checked("cudnn", [q, k, v], bias, 1)
-    mask, state = _mask(q, k, p)
+    mask, state = _draw_mask(q, k, p)
     MASKS.extend([] if mask is None else [mask])
     out, found = attention(q, k, v, bias, causal, scale, mask)
-    # Not of the shape that torch says in all releases.
-    return out, found, None, None, q.shape[2], k.shape[2], _mark(q, k, v, out), state, None
+    # In some torch releases the meta kernel gives the log-sum-exp another shape.
+    return out, found, None, None, q.shape[2], k.shape[2], _fingerprint(q, k, v, out), state, None
 
 
 def _cudnn_back(
@@ -163,9 +163,9 @@ def _cudnn_back(
 ) -> Any:  # fmt: skip
     _checked("cudnn backward", [g, q, k, v], bias, 1)
     assert cq is None and ck is None and (mq, mk) == (q.shape[2], k.shape[2])
-    assert torch.equal(seed, _mark(q, k, v, out)), "of another forward"
+    assert torch.equal(seed, _fingerprint(q, k, v, out)), "saved tensors of another forward"
     assert torch.equal(sums, attention(q, k, v, bias, causal, scale)[1])
-    mask = _mask_again(offset, q, k, p)
+    mask = _redraw_mask(offset, q, k, p)
     return tuple(
         _gradients(lambda q, k, v: attention(q, k, v, bias, causal, scale, mask)[:1], [q, k, v], [g])
     )
@@ -173,63 +173,67 @@ def _cudnn_back(
 
 # -- recurrent layers ---------------------------------------------------------------------------------------
 
-LSTM, GRU = 2, 3  # of `mode`
+LSTM, GRU = 2, 3  # values of `mode`
 
 
 def layers(
-    x: Tensor, hx: Tensor, cx: Tensor | None, weights: list[Tensor], biases: int, **told: Any
+    x: Tensor, hx: Tensor, cx: Tensor | None, weights: list[Tensor], biases: int, **arguments: Any
 ) -> tuple[Tensor, ...]:
-    """Return the output and the last states."""
-    told = {"dropout": 0.0, "train": False, **told}
+    """Return the output and the final states."""
+    arguments = {"dropout": 0.0, "train": False, **arguments}
     if cx is None:
-        return torch.gru(x, hx, weights, biases == 4, **told)
-    return torch.lstm(x, (hx, cx), weights, biases == 4, **told)
+        return torch.gru(x, hx, weights, biases == 4, **arguments)
+    return torch.lstm(x, (hx, cx), weights, biases == 4, **arguments)
 
 
 _RNN = [argument.name for argument in torch.ops.aten._cudnn_rnn.default._schema.arguments]
 _RNN_BACK = [argument.name for argument in torch.ops.aten._cudnn_rnn_backward.default._schema.arguments]
 
 
-def _run_layers(told: dict[str, Any]) -> Callable[..., Any]:
-    batch_sizes, names = told["batch_sizes"], ("num_layers", "bidirectional", "batch_first")
-    options = {name: told[name] for name in names}
+def _run_layers(arguments: dict[str, Any]) -> Callable[..., Any]:
+    batch_sizes, names = arguments["batch_sizes"], ("num_layers", "bidirectional", "batch_first")
+    options = {name: arguments[name] for name in names}
     assert not batch_sizes
-    return lambda x, hx, cx, *weights: layers(x, hx, cx, list(weights), told["weight_stride0"], **options)
+    return lambda x, hx, cx, *weights: layers(
+        x, hx, cx, list(weights), arguments["weight_stride0"], **options
+    )
 
 
 def _rnn(*args: Any) -> Any:
-    told = dict(zip(_RNN, args, strict=True))
-    x, hx, cx, weights = (told[name] for name in ("input", "hx", "cx", "weight"))
-    samples = x.shape[0 if told["batch_first"] else 1]
+    arguments = dict(zip(_RNN, args, strict=True))
+    x, hx, cx, weights = (arguments[name] for name in ("input", "hx", "cx", "weight"))
+    samples = x.shape[0 if arguments["batch_first"] else 1]
     CALLED.append(("rnn", samples))
     assert hx.is_contiguous() and (cx is None or cx.is_contiguous())
-    assert hx.shape[1] == samples and (told["mode"] == LSTM) == (cx is not None)
+    assert hx.shape[1] == samples and (arguments["mode"] == LSTM) == (cx is not None)
     flat = torch.cat([weight.reshape(-1) for weight in weights])
-    assert told["weight_buf"] is None or torch.equal(told["weight_buf"], flat)
-    out, hy, *cy = _run_layers(told)(x, hx, cx, *weights)
-    if told["batch_first"]:
+    assert arguments["weight_buf"] is None or torch.equal(arguments["weight_buf"], flat)
+    out, hy, *cy = _run_layers(arguments)(x, hx, cx, *weights)
+    if arguments["batch_first"]:
         out = out.transpose(0, 1).contiguous().transpose(0, 1)
-    kept = _mark(x, hx, out) if told["train"] else torch.empty(0, dtype=torch.uint8)
+    kept = _fingerprint(x, hx, out) if arguments["train"] else torch.empty(0, dtype=torch.uint8)
     return out, hy, cy[0] if cy else torch.empty(0, dtype=x.dtype), kept, flat
 
 
 def _rnn_back(*args: Any) -> Any:
-    told = dict(zip(_RNN_BACK, args, strict=True))
-    x, hx, cx, weights = (told[name] for name in ("input", "hx", "cx", "weight"))
-    CALLED.append(("rnn backward", x.shape[0 if told["batch_first"] else 1]))
-    assert told["train"], "only in training"
+    arguments = dict(zip(_RNN_BACK, args, strict=True))
+    x, hx, cx, weights = (arguments[name] for name in ("input", "hx", "cx", "weight"))
+    CALLED.append(("rnn backward", x.shape[0 if arguments["batch_first"] else 1]))
+    assert arguments["train"], "backward needs train mode"
     assert hx.is_contiguous() and (cx is None or cx.is_contiguous())
-    assert torch.equal(told["reserve"], _mark(x, hx, told["output"])), "of another forward"
-    assert torch.equal(told["weight_buf"], torch.cat([weight.reshape(-1) for weight in weights]))
-    told["reserve"].zero_()  # it is used up
-    run = _run_layers(told)
-    grads = [told["grad_output"], told["grad_hy"], *([] if cx is None else [told["grad_cy"]])]
+    assert torch.equal(arguments["reserve"], _fingerprint(x, hx, arguments["output"])), (
+        "saved tensors of another forward"
+    )
+    assert torch.equal(arguments["weight_buf"], torch.cat([weight.reshape(-1) for weight in weights]))
+    arguments["reserve"].zero_()  # the backward consumes it
+    run = _run_layers(arguments)
+    grads = [arguments["grad_output"], arguments["grad_hy"], *([] if cx is None else [arguments["grad_cy"]])]
     if cx is None:
         dx, dhx, *dw = _gradients(lambda x, hx, *w: run(x, hx, None, *w), [x, hx, *weights], grads)
         dcx = None
     else:
         dx, dhx, dcx, *dw = _gradients(run, [x, hx, cx, *weights], grads)
-    mask = told["output_mask"]
+    mask = arguments["output_mask"]
     return (
         dx,
         dhx if mask[1] else torch.empty(0),
@@ -297,7 +301,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
 
 @contextmanager
 def stand_ins() -> Iterator[None]:
-    """The kernels are those of the CPU for as long as the context lasts."""
+    """Replace CPU operators by the emulated kernels inside the context."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         for name, kernel in _KERNELS.items():
             library.impl(name, kernel, "CPU")

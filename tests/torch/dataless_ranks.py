@@ -1,4 +1,4 @@
-"""Gloo ranks that have no data in some windows: `python -m ... RANK FOLDER RANKS`."""
+"""Gloo ranks without data in some windows: `python -m ... RANK FOLDER RANKS`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from superbatch.torch.options import Split
 from tests.torch.fault_ranks import FaultError, error_of, net, rows
 from tests.torch.sharded_training import fully, join, leave, run, whole
 
-NONE = {  # rank and window, by the number of ranks
+NONE = {  # (rank, window) pairs without data, by the number of ranks
     2: {(1, 0), (1, 2), (0, 3), (0, 4), (1, 4)},
     3: {(0, 0), (2, 0), (1, 1), (2, 1), (0, 3), (0, 4), (1, 4), (2, 4)},
 }
 WINDOWS = 6
 SMALL: dict[str, Any] = {"microbatch_size": 2, "max_grad_norm": 0.1}
-CASES: dict[str, dict[str, Any]] = {  # options, and how batches are given
+CASES: dict[str, dict[str, Any]] = {  # options of the Accumulator
     "DDP": SMALL,
     "all_reduce": SMALL | {"sync": "all_reduce"},
     "FSDP2": SMALL,
@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {  # options, and how batches are given
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
-    """Return the mean over samples, or over those that a mask leaves."""
+    """Return the mean over samples, or over those that the mask selects."""
     if isinstance(batch, Tensor):
         return error_of(model, batch)
     errors = (model(batch["x"]) - batch["x"][:, :3].cos()).square().mean(1)
@@ -45,14 +45,14 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
 
 
 class Unpicklable:
-    """An object that no other process can have."""
+    """Object that cannot be sent to another process."""
 
     def __reduce__(self) -> Any:
         raise TypeError("it has no pickle")
 
 
 def batch_of(case: str, rank: int, window: int) -> Any:
-    """Return the batch of a rank as a case gives it."""
+    """Return the batch of a rank in the form of a case."""
     x = rows(rank, window)
     if case == "FSDP2, windows":
         return Window(x.split([1, 3, len(x) - 4]))
@@ -81,7 +81,7 @@ def trained(rank: int, ranks: int, case: str, *, check: bool) -> dict[str, Any]:
 
 
 def failing(rank: int, ranks: int, where: str) -> dict[str, Any]:
-    """Make three updates; in the second one a rank fails, and rank 0 has no data."""
+    """Run three updates; in the second, a rank fails and rank 0 has no data."""
     model: Any = fully(net(), init_device_mesh("cpu", (ranks,)))
     window = 0
 

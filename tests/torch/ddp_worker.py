@@ -1,8 +1,7 @@
-"""What each of two gloo ranks does for `test_ddp`: cases, and the program that runs them all in one process.
+"""Cases of `test_ddp` for two gloo ranks, and the program that runs all of them in one process.
 
-A case says what data each rank has; the test builds the large batch from the data of both. Every case has
-a process group of its own with a short time-out, so that a collective without its partner fails that case
-alone.
+A case defines the data of each rank; the test builds the large batch from both. Each case has its own process
+group with a short timeout, so that a collective without its partner fails only that case.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ from tests.torch import cached_ranks, virtual_ranks
 from tests.torch.helpers import TinyLM, mlp, rows, sgd, tiny_lm, token_mean, tokens
 
 TIMEOUT = 8.0  # seconds that a rank waits for the other
-Data = Sequence[Sequence[Any]]  # one sequence of micro-batches per update; () for none
+Data = Sequence[Sequence[Any]]  # for each update, its micro-batches; () without data
 
 
 @dataclass
 class Case:
-    """One training run on two ranks.
+    """Training on two ranks.
 
     Attributes:
-        make: the model, the same on both ranks.
-        loss: of a micro-batch.
-        data: per rank, per update: the micro-batches, or a list of one batch that `microbatch_size` splits.
-        objective: the loss of the large batch, where it is not `loss`.
-        options: of the `Accumulator`.
-        wrap: of `DistributedDataParallel`.
+        make: builds the model, the same on both ranks.
+        loss: loss of a micro-batch.
+        data: for each rank and update: micro-batches, or a list of one batch that `microbatch_size` splits.
+        objective: loss of the large batch (default: `loss`).
+        options: options of the `Accumulator`.
+        wrap: options of `DistributedDataParallel`.
     """
 
     make: Callable[[], nn.Module]
@@ -60,7 +59,7 @@ class Case:
 
 
 def cut(batch: Any, *sizes: int) -> list[Any]:
-    """Micro-batches of given sizes (a size of 0 is left out)."""
+    """Split a batch into micro-batches of given sizes."""
     if isinstance(batch, dict):
         columns = {key: value.split([*sizes]) for key, value in batch.items()}
         return [{key: columns[key][i] for key in batch} for i in range(len(sizes))]
@@ -81,7 +80,7 @@ def mse_per_sample(model: nn.Module, batch: Any) -> Tensor:
 
 
 def weighted(model: nn.Module, batch: Any) -> Tensor:
-    """A mean by sample weights, by hand: NaN (gradient too) where no sample has weight."""
+    """Mean weighted by hand; loss and gradient are NaN if no sample has weight."""
     x, y, w = batch
     return ((model(x) - y).square().mean(1) * w).sum() / w.sum()
 
@@ -91,7 +90,7 @@ def token_mean_and_count(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def background_sum(model: nn.Module, batch: Any) -> Tensor:
-    """A sum over tokens, and one over all positions, which is there without any token too."""
+    """Sum over labelled tokens, plus a sum over all positions, which needs no token."""
     logits = model(batch["ids"])
     counted = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
     return counted + 0.1 * logits.square().sum()
@@ -114,7 +113,7 @@ def sum_of_terms(model: nn.Module, batch: Any) -> Tensor:
 
 
 class TwoHeads(nn.Module):
-    """The second head is used by samples with a positive flag only."""
+    """The second head is used only by samples with a positive flag; the third is unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +127,7 @@ class TwoHeads(nn.Module):
         y = self.heads[0](h)
         if flags.any():
             y = y + self.heads[1](h) * flags.unsqueeze(1)
-        return y  # heads[2] is used by nobody
+        return y  # heads[2] is unused
 
 
 def two_heads_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -137,7 +136,7 @@ def two_heads_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def normalised() -> nn.Module:
-    """The first layer is a BatchNorm, so that what it sees does not depend on the micro-batches."""
+    """The first layer is a BatchNorm: its input does not depend on the micro-batches."""
     torch.manual_seed(6)
     return nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
 
@@ -152,13 +151,13 @@ def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 TOKENS = "labels"
-# Three updates; token counts and numbers of micro-batches differ between the ranks, and one micro-batch has
-# no token.
+# Three updates. Token counts and numbers of micro-batches differ between the ranks; one micro-batch of each
+# update has no token.
 UNEQUAL: tuple[Data, Data] = (
     [cut(tokens([7, 1, 0, 0, 2], seed=s), 2, 2, 1) for s in (10, 11, 12)],
     [cut(tokens([3, 5, 6, 7, 7, 1, 4], seed=s), 1, 1, 2, 2, 1) for s in (20, 21, 22)],
 )
-# The second rank has no weight in the first and the last window.
+# Rank 1 has no weight in the first and the last window.
 LOPSIDED: tuple[Data, Data] = (
     [cut(tokens([7, 1, 4], seed=s), 2, 1) for s in (13, 14, 15)],
     [cut(tokens([0, 0, 0], seed=23), 1, 2), cut(tokens([3, 5], seed=24), 1, 1), cut(tokens([0], seed=25), 1)],
@@ -181,7 +180,7 @@ FLAGS: tuple[Data, Data] = (flagged(32, flags=False), flagged(33, flags=True))
 
 
 def with_weights(data: Data, *weights: float) -> list[Any]:
-    """Give every sample of micro-batch i of every window the weight i."""
+    """Give each sample of micro-batch i the weight `weights[i]`, in every window."""
     return [
         [
             (x, y, torch.full((len(x),), w, dtype=torch.float64))
@@ -224,7 +223,7 @@ EXACT: dict[str, Case] = {
     "tokens_returned": Case(
         tiny_lm, token_mean_and_count, UNEQUAL, objective=token_mean, options={"weight": "returned"}
     ),
-    # Without the check of the statement: on a rank without weight it has nothing to check, and says so.
+    # Without the check of the loss: a rank without weight has nothing to check, and reports that.
     "rank_without_weight": Case(
         tiny_lm, token_mean, LOPSIDED, options={"weight": count_tokens(TOKENS), "check": False}
     ),
@@ -331,7 +330,7 @@ def gather_case(case: Case, rank: int, group: Any) -> dict[str, Any]:
     accumulate = Accumulator(wrapped, stepped, lambda mb: case.loss(wrapped, mb), **case.options)
     split = "microbatch_size" in case.options
     with warnings.catch_warnings():
-        # One rank says which dtype it has chosen by itself, and only that one has so many micro-batches.
+        # Only one rank has enough micro-batches to report its choice of dtype.
         warnings.filterwarnings("ignore", message="The gradients of bfloat16")
         updates = [accumulate(window[0] if split else Window(window)) for window in case.data[rank]]
     return {
@@ -344,7 +343,7 @@ def gather_case(case: Case, rank: int, group: Any) -> dict[str, Any]:
 
 
 def mutant(case: Case, wrapped: DistributedDataParallel, rank: int) -> dict[str, Tensor]:
-    """A wrong loop: each rank divides by its own weight, or only the first micro-batch is reduced."""
+    """Mutant: each rank divides by its own weight, or only the first micro-batch is all-reduced."""
     optimizer = case.optimizer(wrapped.parameters())
     for window in case.data[rank]:
         optimizer.zero_grad()
@@ -379,7 +378,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def spoil(data: Data, update: int, microbatch: int, value: float = float("nan")) -> list[list[Any]]:
-    """Make the first input of one micro-batch not finite."""
+    """Set the first input of one micro-batch to a non-finite value."""
     spoiled = [list(window) for window in data]
     x, *rest = spoiled[update][microbatch]
     x = x.clone()
@@ -389,7 +388,7 @@ def spoil(data: Data, update: int, microbatch: int, value: float = float("nan"))
 
 
 def nonfinite(rank: int, group: Any, policy: Any, **options: Any) -> dict[str, Any]:
-    """The second of three windows has a NaN on rank 1, in micro-batch 1."""
+    """Train on three windows; in the second, micro-batch 1 of rank 1 has a NaN."""
     model = mlp()
     wrapped = DistributedDataParallel(model, process_group=group)
     optimizer = sgd(wrapped.parameters())
@@ -411,7 +410,7 @@ def nonfinite(rank: int, group: Any, policy: Any, **options: Any) -> dict[str, A
 
 
 def whole_rank_dropped(rank: int, group: Any) -> dict[str, Any]:
-    """Every micro-batch of rank 1 is left out, and what remains weighs 2.45 x 3: no whole number."""
+    """All micro-batches of rank 1 are left out; the remaining weight is 5.15, not an integer."""
     model = mlp()
     wrapped = DistributedDataParallel(model, process_group=group)
     accumulate = Accumulator(
@@ -427,7 +426,7 @@ def whole_rank_dropped(rank: int, group: Any) -> dict[str, Any]:
 
 
 def batchnorm_dropped(rank: int, group: Any) -> dict[str, Any]:
-    """Every micro-batch of rank 1 is left out, so that it has no statistics to pool."""
+    """All micro-batches of rank 1 are left out: it has no statistics to pool."""
     model = normalised()
     wrapped = DistributedDataParallel(model, process_group=group)
     accumulate = Accumulator(
@@ -457,21 +456,21 @@ def nobody_has_weight(rank: int, group: Any) -> dict[str, Any]:
 
 
 def collectives(rank: int, group: Any) -> dict[str, Any]:
-    """The order of forwards, backwards and collectives in two windows."""
+    """Record the order of forwards, backwards and collectives in two windows."""
     events: list[str] = []
     model = mlp()
     wrapped = DistributedDataParallel(model, process_group=group)
 
-    def reduced_by_ddp(state, bucket):  # torch refuses annotations that are strings
+    def reduced_by_ddp(state, bucket):  # torch rejects annotations that are strings
         events.append("DDP reduction")
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
 
-    # Below DDP's register_comm_hook, which an Accumulator refuses.
+    # Not by DDP's register_comm_hook: an Accumulator refuses a model with such a hook.
     dist._register_comm_hook(wrapped.reducer, None, reduced_by_ddp)  # pyright: ignore[reportPrivateImportUsage]
     handle = next(model.parameters()).register_hook(lambda _: events.append("backward"))
-    original, directly = dist.all_reduce, dist.all_to_all_single
+    original, original_all_to_all = dist.all_reduce, dist.all_to_all_single
 
     def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         events.append(f"all_reduce {tensor.numel()}")
@@ -479,7 +478,7 @@ def collectives(rank: int, group: Any) -> dict[str, Any]:
 
     def all_to_all_single(rows: Tensor, *args: Any, **kwargs: Any) -> Any:
         events.append(f"numbers {rows[0].numel()}")
-        return directly(rows, *args, **kwargs)
+        return original_all_to_all(rows, *args, **kwargs)
 
     def loss_fn(microbatch: Any) -> Tensor:
         events.append("forward")
@@ -492,7 +491,7 @@ def collectives(rank: int, group: Any) -> dict[str, Any]:
             accumulate(Window(window))
             events.append("end")
     finally:
-        dist.all_reduce, dist.all_to_all_single = original, directly
+        dist.all_reduce, dist.all_to_all_single = original, original_all_to_all
         handle.remove()
     parameters = list(model.parameters())
     announced = accumulate.engine.config.sync.count_announced(parameters)
@@ -509,7 +508,7 @@ def in_buckets(
     hooked: str = "",
     mutant: bool = False,
 ) -> dict[str, Any]:
-    """Train in DDP's buckets, and count the gradients that share their memory when the optimizer steps."""
+    """Train in DDP's buckets; at each step, count the gradients that share one storage."""
     model, found = mlp(), []
     if ignored:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [ignored])
@@ -521,14 +520,14 @@ def in_buckets(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = sgd(trained)
     if mutant:
-        Buckets.reduce = of_means
+        Buckets.reduce = mean_over_ranks
 
-    def note(*_: Any) -> None:
-        places = [p.grad.untyped_storage().data_ptr() for p in trained if p.grad is not None]
-        found.append(max(map(places.count, places)))
-        assert len(places) == len(trained), "premise: all have gradients"
+    def count_shared(*_: Any) -> None:
+        addresses = [p.grad.untyped_storage().data_ptr() for p in trained if p.grad is not None]
+        found.append(max(map(addresses.count, addresses)))
+        assert len(addresses) == len(trained), "premise: all have gradients"
 
-    optimizer.register_step_pre_hook(note)
+    optimizer.register_step_pre_hook(count_shared)
     accumulate = Accumulator(wrapped, optimizer, lambda mb: mse(wrapped, mb))
     try:
         updates = [accumulate(Window(window)) for window in ROWS_CUT[rank]]
@@ -542,8 +541,8 @@ def in_buckets(
 reduce_in_buckets = Buckets.reduce
 
 
-def of_means(self: Buckets, gradients: Any, parameters: Any) -> list[int]:
-    """Leave the means over the ranks that DDP makes, as a mutant would."""
+def mean_over_ranks(self: Buckets, gradients: Any, parameters: Any) -> list[int]:
+    """Mutant: leave the mean over the ranks, as DDP computes it."""
     missed = reduce_in_buckets(self, gradients, parameters)
     for each in parameters:
         each.grad.div_(2)
@@ -551,7 +550,7 @@ def of_means(self: Buckets, gradients: Any, parameters: Any) -> list[int]:
 
 
 def overflow(rank: int, group: Any) -> dict[str, Any]:
-    """A scale that overflows on rank 1 only: both skip, both lower the scale, both go on alike."""
+    """A scale overflows on rank 1 only: both ranks skip the update and lower the scale."""
     model = mlp()
     wrapped = DistributedDataParallel(model, process_group=group)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
@@ -579,7 +578,7 @@ def overflow(rank: int, group: Any) -> dict[str, Any]:
 
 
 def scaler_without_weight(rank: int, group: Any) -> dict[str, Any]:
-    """Rank 1 has no weight in the first window, so it has scaled no loss when the gradients are unscaled."""
+    """Rank 1 has no weight in the first window: it has scaled no loss when gradients are unscaled."""
     model = tiny_lm()
     wrapped = DistributedDataParallel(model, process_group=group)
     accumulate = Accumulator(
@@ -596,8 +595,8 @@ def scaler_without_weight(rank: int, group: Any) -> dict[str, Any]:
 def forward_between(rank: int, group: Any) -> dict[str, Any]:
     """A model with buffers, no weight on rank 1, and a forward with a graph between windows.
 
-    DDP broadcasts buffers in the forward after one that may be followed by a reduction; a rank that has
-    nothing to compute would not take part.
+    After a forward that may be followed by a reduction, DDP broadcasts buffers in the next forward. A rank
+    without micro-batches to compute would not join the broadcast.
     """
     model = normalised()
     wrapped = DistributedDataParallel(model, process_group=group)
@@ -612,12 +611,12 @@ def forward_between(rank: int, group: Any) -> dict[str, Any]:
     updates = []
     for window in WEIGHTED[rank]:
         updates.append(accumulate(Window(window)))
-        wrapped(window[0][0])  # with a graph: what validation code without no_grad does
+        wrapped(window[0][0])  # with a graph, as in validation code without no_grad
     return {"updates": updates, "parameters": state_of(model)}
 
 
 def wrong_statement(rank: int, group: Any) -> dict[str, Any]:
-    """The loss of rank 1 is a sum over its samples, that of rank 0 a mean: neither may go on."""
+    """The loss is a sum on rank 1 and a mean on rank 0: both ranks must raise."""
     model = mlp()
     wrapped = DistributedDataParallel(model, process_group=group)
     before = state_of(model)
@@ -635,7 +634,7 @@ def wrong_statement(rank: int, group: Any) -> dict[str, Any]:
 
 
 def dropout(rank: int, group: Any) -> dict[str, Any]:
-    """Streams per sample do not depend on the rank that a sample is on."""
+    """Random streams per sample do not depend on the sample's rank."""
     model = mlp(dropout=0.4)
     wrapped = DistributedDataParallel(model, process_group=group)
     accumulate = Accumulator(
@@ -645,7 +644,7 @@ def dropout(rank: int, group: Any) -> dict[str, Any]:
         participants=[PerSampleRandom()],
         microbatch_size=2,
     )
-    torch.manual_seed(5 + rank)  # ranks need not agree on a seed
+    torch.manual_seed(5 + rank)  # ranks may have different seeds
     return {"updates": [accumulate(window[0]) for window in ROWS[rank]], "parameters": state_of(model)}
 
 
@@ -683,9 +682,9 @@ SPECIAL: dict[str, Callable[[int, Any], dict[str, Any]]] = {
 
 
 def main(rank: int, folder: Path, names: Sequence[str] = ()) -> None:
-    """Run the cases in order and write what each gave, or its traceback, into `folder`, one file per case.
+    """Run the cases in order; write each result or traceback into `folder`, one file per case.
 
-    A collective that does not fit its partner's makes gloo abort the process: what is written stays.
+    Mismatched collectives make gloo abort the process; files already written remain.
     """
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), 2)  # pyright: ignore[reportPrivateImportUsage]  (documented)
@@ -699,11 +698,11 @@ def main(rank: int, folder: Path, names: Sequence[str] = ()) -> None:
             run = SPECIAL.get(name) or cached_ranks.CASES.get(name) or virtual_ranks.CASES.get(name)
             case = EXACT.get(name) or OTHER.get(name)
             result: dict[str, Any] = run(rank, group) if run else gather_case(case, rank, group)  # type: ignore[arg-type]
-        except Exception:  # noqa: BLE001  (the test shows it, whatever it is)
+        except Exception:  # noqa: BLE001  (the test reports it)
             result = {"traceback": traceback.format_exc()}
         result["seconds"] = time.perf_counter() - started
         torch.save(result, folder / f"{name}.{rank}.pt")
-    # Without joining threads: a case that failed may have left one waiting.
+    # Without joining threads: a failed case may have left one waiting.
     sys.stdout.flush()
     os._exit(0)
 

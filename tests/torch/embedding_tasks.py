@@ -1,4 +1,4 @@
-"""Encoders, losses and batches for `cached_gradients`, and the one comparison with the real large batch."""
+"""Encoders, losses and batches for `cached_gradients`, and its comparison with the large batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tower(inputs: int = 6, size: int = 4, *, seed: int = 3, dropout: float = 0.0
 
 
 class Pair(nn.Module):
-    """A CLIP-like pair: two towers and a learnt temperature."""
+    """CLIP-like pair of two towers with a learnt temperature."""
 
     def __init__(self, *, dropout: float = 0.0) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def pairs(samples: int, *, seed: int = 5) -> dict[str, Tensor]:
 
 
 def info_nce(a: Tensor, b: Tensor, scale: Tensor | float = 5.0) -> Tensor:
-    """Both directions; row i of `a` belongs to row i of `b`, which may have more rows (hard negatives)."""
+    """Symmetric InfoNCE: row i of `b` is the positive of row i of `a`; further rows are hard negatives."""
     logits = scale * nn.functional.normalize(a, dim=-1) @ nn.functional.normalize(b, dim=-1).T
     target = torch.arange(len(a))
     return (
@@ -57,7 +57,7 @@ def info_nce(a: Tensor, b: Tensor, scale: Tensor | float = 5.0) -> Tensor:
 
 
 def gradients(*models: nn.Module) -> dict[str, Tensor | None]:
-    """Gradients by name."""
+    """Return gradients by name."""
     return {
         f"{number}.{name}": None if parameter.grad is None else parameter.grad.detach().clone()
         for number, model in enumerate(models)
@@ -72,13 +72,13 @@ def assert_same_gradients(
     *,
     zero: Sequence[str] = (),
 ) -> None:
-    """Fail with the list of all that differ, relative to each parameter's own gradient.
+    """Fail with a list of all differences, relative to each parameter's own gradient.
 
     Args:
-        expected: of the large batch; each must be there and not zero, but for those in `zero`.
-        actual: of what is under test.
+        expected: gradients of the large batch; each must be nonzero, except those in `zero`.
+        actual: gradients under test.
         tolerance: largest relative error in the 2-norm.
-        zero: names that have no gradient, or one of zeros, in both.
+        zero: names whose gradients are missing or zero in both.
     """
     assert expected.keys() == actual.keys() and expected
     failures = []
@@ -118,14 +118,14 @@ def check(
 
     Args:
         models: copied for the large batch.
-        encode: from models and a micro-batch to embeddings.
-        loss: from models and all embeddings to the loss.
+        encode: maps models and a micro-batch to embeddings.
+        loss: maps models and all embeddings to the loss.
         batch: the whole batch.
-        microbatch_size: for `cached_gradients`.
+        microbatch_size: of `cached_gradients`.
         tolerance, zero: as `assert_same_gradients`.
         options: of `cached_gradients`.
     """
-    references = copy.deepcopy(list(models))  # in one go, so that what they share stays shared
+    references = copy.deepcopy(list(models))  # in one call, so that shared tensors stay shared
     state = torch.get_rng_state()
     expected = loss(references, encode(references, batch))
     expected.backward()

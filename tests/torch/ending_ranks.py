@@ -17,11 +17,11 @@ from tests.torch.fault_ranks import error_of, net, rows
 from tests.torch.sharded_training import join, leave, whole
 
 COUNTS = (5, 2)
-"""Batches of each rank."""
+"""Number of batches of each rank."""
 
 
 def trained(rank: int) -> dict[str, Any]:
-    """Train until both ranks have ended."""
+    """Train until no rank has batches left."""
     model = net()
     accumulate = Accumulator(
         model,
@@ -36,7 +36,7 @@ def trained(rank: int) -> dict[str, Any]:
 
 
 def failing(rank: int) -> str:
-    """Load batches that fail on rank 1; return the error's text."""
+    """Load batches; loading fails on rank 1. Return the number of batches and the error."""
 
     def batches() -> Iterator[Tensor]:
         yield rows(rank, 0)
@@ -48,13 +48,13 @@ def failing(rank: int) -> str:
     try:
         for _ in until_all_end(batches()):
             taken += 1
-    except Exception as error:  # noqa: BLE001  (the test reads it)
+    except Exception as error:  # noqa: BLE001  (the test checks it)
         return f"{taken}: {type(error).__name__}: {error}"
     return f"{taken}: no error"
 
 
 def main(rank: int, folder: Path) -> None:
-    """Run all cells."""
+    """Run all cases."""
     join(rank, folder, 2)
     none = list(until_all_end([]))
     leave({"trained": trained(rank), "failing": failing(rank), "none": none}, rank, folder)

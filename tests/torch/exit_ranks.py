@@ -1,6 +1,6 @@
-"""Two gloo ranks of which one leaves a window before its first exchange: `python -m ... RANK FOLDER BAD`.
+"""Two gloo ranks; one leaves a window before its first collective: `python -m ... RANK FOLDER BAD`.
 
-Both ranks catch every error and continue with the next batch, as a loop with a ``try`` does.
+Both ranks catch every error and continue with the next batch, as a loop with ``try`` does.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tests.torch.sharded_training import full, fully, join, leave, run
 
 
 class Loop:
-    """A training on four batches, of which one goes wrong on one rank.
+    """Training on four batches; one window fails on one rank.
 
     Args:
         how: ``"DDP"``, ``"FSDP2"`` or ``"WholeBatch"``.
-        case: what goes wrong.
-        here: it does on this rank.
+        case: cause of the failure.
+        here: True on the failing rank.
     """
 
     def __init__(self, how: str, case: str, *, here: bool) -> None:
@@ -49,24 +49,24 @@ class Loop:
         self.old: Any = None
 
     @property
-    def is_wrong(self) -> bool:
-        """True in the window that goes wrong, on the rank where it does."""
-        # The check is in the first window that makes an update, so that it is looked at from the beginning.
+    def fails_now(self) -> bool:
+        """True in the failing window, on the failing rank."""
+        # The check runs in the first window that makes an update; its failure therefore comes at the start.
         return self.here and self.batch == (0 if self.case == "check" else FAILS_AT)
 
     def weigh(self, x: Tensor) -> Any:
-        """Return the samples, or something that is no weight."""
-        return torch.ones(2) if self.is_wrong and self.case == "weight" else len(x)
+        """Return the number of samples, or an invalid weight."""
+        return torch.ones(2) if self.fails_now and self.case == "weight" else len(x)
 
     def loss(self, x: Tensor) -> Tensor:
         """Return the loss, or fail."""
-        if self.is_wrong and self.case == "check":
+        if self.fails_now and self.case == "check":
             raise FaultError("no such label")
         return error_of(self.model, x)
 
     def update(self, x: Tensor) -> Any:
-        """Make an update, or the mistake."""
-        if not self.is_wrong:
+        """Make an update, or fail."""
+        if not self.fails_now:
             return self.owned(x) if self.case in OWNED else self.accumulate(x)
         wrong: dict[str, Any] = {
             "None": None,
@@ -81,21 +81,21 @@ class Loop:
         return self.owned(x) if self.case in OWNED else self.accumulate(wrong.get(self.case, x))
 
     def owned(self, x: Tensor) -> Any:
-        """Make an update in a loop of the user's own."""
-        if self.is_wrong and self.case == "used twice":
+        """Make an update in a user-defined loop."""
+        if self.fails_now and self.case == "used twice":
             with self.old:
                 raise AssertionError("it was entered")
         with self.accumulate.window(x) as self.old:
             for microbatch in self.old:
                 self.old.backward(self.loss(microbatch))
-            if self.is_wrong and self.case == "inside":
+            if self.fails_now and self.case == "inside":
                 self.accumulate(x)
-            if self.is_wrong and self.case == "inside, caught":
+            if self.fails_now and self.case == "inside, caught":
                 try:
                     self.accumulate(x)
                 except SuperbatchError:
-                    return None  # which leaves the block in the ordinary way
-            if self.is_wrong and self.case == "after":
+                    return None  # leaves the block without an exception
+            if self.fails_now and self.case == "after":
                 raise FaultError("behind the loop")
         return None
 
@@ -112,7 +112,7 @@ CASES = {
 
 
 def trained(rank: int, bad: int, how: str, case: str) -> dict[str, Any]:
-    """Train on all batches; return how each ended, and the parameters after it."""
+    """Train on all batches; return the outcome of each, and the parameters after it."""
     loop = Loop(how, case, here=rank == bad)
     outcomes: list[str] = []
     states: list[dict[str, Tensor]] = []
@@ -132,7 +132,7 @@ def cells(rank: int, bad: int) -> dict[str, Callable[[], dict[str, Any]]]:
 
 
 def main(rank: int, folder: Path, bad: int, chosen: list[str]) -> None:
-    """Run the cells, and leave what came out in the folder."""
+    """Run the cells, and write the results into the folder."""
     join(rank, folder, 2)
     leave(run(cells(rank, bad), chosen), rank, folder)
 

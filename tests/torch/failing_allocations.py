@@ -1,4 +1,4 @@
-"""Memory that runs out at the n-th allocation of a window: every n, once and from then on."""
+"""Out-of-memory errors at the n-th allocation of a window, for every n: once, or from then on."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ TEXT = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate 
 
 
 class FailingAllocations(TorchDispatchMode):
-    """Raises what torch's allocator raises, at the n-th operation that makes a new tensor.
+    """Raises the error of torch's allocator at the n-th operation that creates a tensor.
 
     Args:
-        at: n; None: at none, they are counted.
-        on: fail from then on, not once.
+        at: n; with None, only count the operations.
+        on: fail at all later operations too.
     """
 
     def __init__(self, at: int | None, *, on: bool = False) -> None:
@@ -47,7 +47,7 @@ class FailingAllocations(TorchDispatchMode):
 
 
 def _allocates(func: Any) -> bool:
-    """Whether an operation returns a tensor of its own: neither a view, nor one of its arguments."""
+    """Return True if an operation returns a new tensor: neither a view nor an argument."""
     returns = func._schema.returns
     return any(
         isinstance(r.type, torch._C.TensorType | torch._C.ListType) and not r.alias_info for r in returns
@@ -62,11 +62,11 @@ class Cell:
     """One model in one mode.
 
     Attributes:
-        model: makes the model.
-        batches: three; memory runs out in the second.
-        accumulator: made from the model, with its optimizer.
-        loop: makes an update.
-        tolerance: of an update in smaller micro-batches, relative to the change of each parameter.
+        model: builds the model.
+        batches: three batches; memory runs out in the second.
+        accumulator: builds the accumulator from the model; returns optimizers and master weights too.
+        loop: runs an update.
+        tolerance: error of an update in smaller micro-batches, relative to the change of a parameter.
     """
 
     model: Callable[[], nn.Module]
@@ -80,14 +80,14 @@ class Cell:
 
 @dataclass
 class Found:
-    """How a sweep went: the number of allocations, and what came of failing each.
+    """Results of a sweep: the number of allocations, and the outcomes of failing each.
 
     Attributes:
-        same: updates that went on to the same result.
-        as_before: errors that left everything as before.
-        torn: errors that said that the optimizer had begun.
-        unreached: allocations that there were not in that run.
-        wrong: descriptions of updates, or states after an error, that were not what they were said to be.
+        same: updates that gave the same result.
+        as_before: errors that left all state unchanged.
+        torn: errors that reported a partial step of the optimizer.
+        unreached: allocations that did not occur in that run.
+        wrong: descriptions of wrong updates, and of wrong states after an error.
     """
 
     allocations: int = 0
@@ -101,26 +101,30 @@ class Found:
 def sweep(
     cell: Cell, *, on: bool, stride: int = 1, most: int | None = None, until: str | None = None
 ) -> Found:
-    """Let the n-th allocation of the second window fail, for each n, or until that is found wrong."""
+    """Fail the n-th allocation of the second window, for each n or until a result contains `until`."""
     with _quiet():
-        whole = _Run(cell)
-        count = whole.second(None, on=False)[1].count
-        assert whole.error is None and whole.update is not None and whole.update.made, "premise: it trains"
-        whole.finish()
-        assert all(not torch.equal(a, b) for a, b in zip(whole.start, whole.end, strict=True)), "premise"
+        reference = _Run(cell)
+        count = reference.second(None, on=False)[1].count
+        assert reference.error is None and reference.update is not None and reference.update.made, (
+            "premise: it trains"
+        )
+        reference.finish()
+        assert all(not torch.equal(a, b) for a, b in zip(reference.start, reference.end, strict=True)), (
+            "premise"
+        )
         found = Found(count)
         for at in range(0, count, stride)[:most]:
-            _one(cell, whole, at, on, found)
+            _fail_one(cell, reference, at, on, found)
             if until is not None and any(until in each for each in found.wrong):
                 break
     return found
 
 
-def _one(cell: Cell, whole: _Run, at: int, on: bool, found: Found) -> None:
+def _fail_one(cell: Cell, reference: _Run, at: int, on: bool, found: Found) -> None:
     run = _Run(cell)
     before, failing = run.second(at, on=on)
     where = f"allocation {at} ({failing.first}){' and from then on' if on else ''}"
-    if not failing.failed:  # sizes that are found by the clock differ from run to run
+    if not failing.failed:  # sizes chosen by measured time differ from run to run
         found.unreached += 1
         return
     if run.error is None:
@@ -129,7 +133,7 @@ def _one(cell: Cell, whole: _Run, at: int, on: bool, found: Found) -> None:
             found.wrong.append(f"{where}: no error, no update: {run.update.skipped}")
             return
         run.finish()
-        error = _distance(whole, run)
+        error = _distance(reference, run)
         if error > cell.tolerance:
             found.wrong.append(f"{where}: an update {error:.1e} off, called right")
         found.same += 1
@@ -139,12 +143,12 @@ def _one(cell: Cell, whole: _Run, at: int, on: bool, found: Found) -> None:
         found.wrong.append(f"{where}: {type(run.error).__name__}: {text[:300]}")
     elif "Load a checkpoint" in text:
         found.torn += 1
-    elif (moved := run.moved_since(before)) is not None:
+    elif (moved := run.changed_since(before)) is not None:
         found.wrong.append(f"{where}: {moved} has moved, and the error does not say so: {text[:300]}")
     else:
         found.as_before += 1
-        run.again()
-        error = _distance(whole, run)
+        run.retry()
+        error = _distance(reference, run)
         if error > cell.tolerance:
             found.wrong.append(f"{where}: the window after the error is {error:.1e} off")
 
@@ -169,7 +173,7 @@ class _Run:
         with FailingAllocations(at, on=on) as failing:
             try:
                 self.update = self._make(1)
-            except Exception as error:  # noqa: BLE001  (judged afterwards)
+            except Exception as error:  # noqa: BLE001  (evaluated later)
                 self.error = error
         return before, failing
 
@@ -177,12 +181,12 @@ class _Run:
         assert self._make(2).made
         self.end = self._values()
 
-    def again(self) -> None:
-        """Repeat the window that failed, and go on."""
+    def retry(self) -> None:
+        """Repeat the failed window, then finish."""
         assert self._make(1).made
         self.finish()
 
-    def moved_since(self, before: dict[str, Any]) -> str | None:
+    def changed_since(self, before: dict[str, Any]) -> str | None:
         now = self._state()
         return next((name for name in before | now if not _equal(before.get(name), now.get(name))), None)
 
@@ -204,10 +208,10 @@ class _Run:
         return state
 
 
-def _distance(whole: _Run, run: _Run) -> float:
+def _distance(reference: _Run, run: _Run) -> float:
     distances = [
         float((got - expected).double().norm() / (expected - start).double().norm())
-        for start, expected, got in zip(whole.start, whole.end, run.end, strict=True)
+        for start, expected, got in zip(reference.start, reference.end, run.end, strict=True)
     ]
     return max(distances)
 
@@ -226,7 +230,7 @@ def _equal(a: Any, b: Any) -> bool:
 @contextmanager
 def _quiet() -> Iterator[None]:
     gc.collect()
-    gc.freeze()  # a window collects garbage when memory runs out: hundreds of times here
+    gc.freeze()  # each out-of-memory error collects garbage: hundreds of times here
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "memory ran out")

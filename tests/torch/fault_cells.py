@@ -21,7 +21,7 @@ SAMPLES, MICROBATCH = 6, 2
 
 
 class Mlp(nn.Module):
-    """Two layers, and two parameters that autograd hands one gradient."""
+    """Two layers, and two parameters that receive the same gradient tensor from autograd."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Convolutions(nn.Module):
 
 
 class Transformer(nn.Module):
-    """An attention block; dropout where samples have random numbers of their own."""
+    """Attention block; its dropout is for per-sample random numbers."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Transformer(nn.Module):
 
 
 class Tied(nn.Module):
-    """Token embeddings that are the last layer as well; another table with sparse gradients."""
+    """Token embedding tied to the last layer; another embedding has sparse gradients."""
 
     def __init__(self, *, sparse: bool = True) -> None:
         super().__init__()
@@ -119,11 +119,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def _called(accumulate: Accumulator | WholeBatch, batch: Any) -> Update:
+def _call(accumulate: Accumulator | WholeBatch, batch: Any) -> Update:
     return accumulate(batch)
 
 
-def _owned(accumulate: Accumulator | WholeBatch, batch: Any, *, model: Any) -> Update:
+def _run_owned(accumulate: Accumulator | WholeBatch, batch: Any, *, model: Any) -> Update:
     assert isinstance(accumulate, Accumulator)
     with accumulate.window(batch) as window:
         for microbatch in window:
@@ -137,24 +137,24 @@ def _owned(accumulate: Accumulator | WholeBatch, batch: Any, *, model: Any) -> U
 
 
 _SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-_ROUGH = partial(torch.optim.SGD, lr=0.5)  # so that parameters move by more than bfloat16 rounds
+_LARGE_STEPS = partial(torch.optim.SGD, lr=0.5)  # moves parameters by more than the rounding of bfloat16
 _ADAM = partial(torch.optim.Adam, lr=0.01, foreach=False)
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to make an update.
+    """Options of an update.
 
     Attributes:
-        options: of the Accumulator; observers and scaler: made anew for each.
-        optimizer: made from the parameters.
-        dtype: of the model.
-        tolerance: of an update in other micro-batches.
-        not_for: models that it is not for.
-        masters: with float32 copies.
-        returned: the weight comes with the loss.
-        owned: the loop is the user's.
-        whole: samples may be coupled, in a WholeBatch.
+        options: options of the Accumulator; observers and scaler are factories.
+        optimizer: builds the optimizer from parameters.
+        dtype: dtype of the model.
+        tolerance: error of an update in other micro-batches.
+        not_for: models that do not support the mode.
+        masters: use float32 master weights.
+        returned: loss_fn returns the weight too.
+        owned: update in a user-defined loop.
+        whole: use WholeBatch, for coupled samples.
     """
 
     options: dict[str, Any]
@@ -174,7 +174,7 @@ MODES: dict[str, Mode] = {
     "adam": Mode({}, optimizer=_ADAM, not_for=("tied",)),
     "buffers": Mode(
         {"gradient_sum": torch.float32},
-        optimizer=_ROUGH,
+        optimizer=_LARGE_STEPS,
         dtype=torch.bfloat16,
         tolerance=0.3,
         not_for=("tied",),
@@ -203,12 +203,12 @@ MODES: dict[str, Mode] = {
 
 
 def cells() -> Iterable[tuple[str, str]]:
-    """The pairs of model and mode that there are."""
+    """Return all pairs of model and mode."""
     return [(model, mode) for mode, how in MODES.items() for model in MODELS if model not in how.not_for]
 
 
 def cell(model_name: str, mode_name: str) -> Cell:
-    """Return one model in one mode."""
+    """Return the cell of a model and a mode."""
     mode = MODES[mode_name]
     make = (
         partial(Transformer, 0.3)
@@ -244,7 +244,7 @@ def cell(model_name: str, mode_name: str) -> Cell:
         return accumulate, [optimizer], [] if masters is None else list(masters.values())
 
     def loop(accumulate: Accumulator | WholeBatch, batch: Any) -> Update:
-        return _called(accumulate, batch)
+        return _call(accumulate, batch)
 
     generator = torch.Generator().manual_seed(3)
     batches = [
@@ -257,17 +257,17 @@ def cell(model_name: str, mode_name: str) -> Cell:
     found: Loop = loop
     if mode.owned:
         found = _OwnedLoop()
-        return Cell(found.keeping(model), batches, accumulator, found, mode.tolerance)
+        return Cell(found.recording(model), batches, accumulator, found, mode.tolerance)
     return Cell(model, batches, accumulator, found, mode.tolerance)
 
 
 class _OwnedLoop:
-    """A loop of the user's over the model that was made last."""
+    """User-defined loop over the model that was built last."""
 
     model: nn.Module
 
-    def keeping(self, make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        """Make models, and remember the last one."""
+    def recording(self, make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        """Return a builder that also stores the model."""
 
         def made() -> nn.Module:
             self.model = make()
@@ -276,4 +276,4 @@ class _OwnedLoop:
         return made
 
     def __call__(self, accumulate: Accumulator | WholeBatch, batch: Any) -> Update:
-        return _owned(accumulate, batch, model=self.model)
+        return _run_owned(accumulate, batch, model=self.model)

@@ -1,6 +1,6 @@
-"""Two gloo ranks of which one fails once in a phase of a window: `python -m ... RANK FOLDER BAD [CELL ...]`.
+"""Two gloo ranks; one fails once in a phase of a window: `python -m ... RANK FOLDER BAD [CELL ...]`.
 
-Both ranks catch every error and go on with the next batch, as a loop with a ``try`` does.
+Both ranks catch every error and continue with the next batch, as a loop with ``try`` does.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from tests.torch.sharded_training import full, fully, join, leave, run
 
 FAILS_AT = 1  # the second of four batches
 BATCHES = 4
-NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate"  # as torch's allocator says
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate"  # text of torch's allocator
 
 
 class FaultError(Exception):
-    """The error of the rank that fails."""
+    """Error of the failing rank."""
 
 
 class Fault:
-    """Raises once in one phase of the window of one batch; for lack of memory each time."""
+    """Raises once in a phase of one batch's window; an out-of-memory error repeats."""
 
     def __init__(self, phase: str, *, here: bool) -> None:
         self.phase, self.batch, self.armed, self.fired = phase, -1, here, False
 
     def at(self, phase: str) -> None:
-        """Raise if this is the phase."""
+        """Raise if `phase` is the phase that fails."""
         if not self.armed or self.phase != phase or self.batch != FAILS_AT:
             return
         self.fired = True
@@ -55,30 +55,29 @@ class Fragile(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fault: Fault) -> Tensor:
-        """Return the same."""
+        """Return the input."""
         ctx.fault = fault
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Return the same, or fail."""
+        """Return the gradient, or fail."""
         ctx.fault.at("backward")
         return gradients[0], None
 
 
 class FragileSGD(torch.optim.SGD):
-    """SGD whose step may fail, before it has written anything."""
+    """SGD whose step may fail before it writes anything."""
 
     fault: Fault
 
     def step(self, closure: Any = None) -> Any:
-        """Step, or fail."""
         self.fault.at("step")
         return super().step(closure)
 
 
 class FailingReduction(TorchDispatchMode):
-    """Has no memory for the buffer of a reduction, into which gradients are put together."""
+    """Runs out of memory for the flat buffer of an all-reduce."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__()
@@ -94,7 +93,6 @@ class FailingReduction(TorchDispatchMode):
 
 
 def net() -> nn.Module:
-    """Return a model."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
 
@@ -106,7 +104,7 @@ def rows(rank: int, batch: int) -> Tensor:
 
 
 def batch_of(fault: Fault, rank: int) -> Any:
-    """Return the batch of a rank, or one that cannot be cut."""
+    """Return the batch of a rank; a fault makes its lengths unequal, or the batch empty."""
     try:
         fault.at("split")
     except FaultError:
@@ -124,13 +122,13 @@ def error_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def weight_of(fault: Fault, x: Tensor) -> int:
-    """Return the samples, or fail."""
+    """Return the number of samples, or fail."""
     fault.at("weight")
     return len(x)
 
 
 def owned(accumulate: Accumulator, loss_fn: Callable[[Tensor], Tensor], fault: Fault, batch: Any) -> str:
-    """Make an update in a loop that may be left in its second turn."""
+    """Make an update in a user-defined loop, which may be left at its second micro-batch."""
     with accumulate.window(batch) as window:
         for index, microbatch in enumerate(window):
             if index == 1:
@@ -144,7 +142,7 @@ def owned(accumulate: Accumulator, loss_fn: Callable[[Tensor], Tensor], fault: F
 
 
 def wrapped(how: str) -> Any:
-    """Return the model as the ranks share it."""
+    """Return the model, wrapped for its ranks."""
     if how == "DDP":
         return DistributedDataParallel(net())
     return fully(net(), init_device_mesh("cpu", (2,))) if how == "FSDP2" else net()
@@ -152,7 +150,7 @@ def wrapped(how: str) -> Any:
 
 def optimizer_of(model: nn.Module, fault: Fault) -> torch.optim.Optimizer:
     """Return an optimizer whose step or hook may fail."""
-    # What a failure leaves in torch's own SGD can be restored; in another class it cannot be known.
+    # torch's own SGD can be restored after a failure; the state of a subclass cannot be known.
     kind = FragileSGD if fault.phase == "step" else torch.optim.SGD
     optimizer = kind(model.parameters(), lr=0.1, momentum=0.9)
     if isinstance(optimizer, FragileSGD):
@@ -162,8 +160,8 @@ def optimizer_of(model: nn.Module, fault: Fault) -> torch.optim.Optimizer:
     return optimizer
 
 
-def faulty(rank: int, bad: int, how: str, phase: str) -> dict[str, Any]:
-    """Train on four batches; return what each came to, and the parameters after each."""
+def train_with_fault(rank: int, bad: int, how: str, phase: str) -> dict[str, Any]:
+    """Train on four batches; return each outcome, and the parameters after each."""
     fault = Fault(phase, here=rank == bad)
     model = wrapped(how)
     optimizer = optimizer_of(model, fault)
@@ -172,7 +170,7 @@ def faulty(rank: int, bad: int, how: str, phase: str) -> dict[str, Any]:
         for one in ("forward", "interrupt"):
             fault.at(one)
         loss = error_of(model, x)
-        fault.at("memory")  # behind the model: other ranks wait for its forward on one sample
+        fault.at("memory")  # after the forward, for which the other rank waits
         return Fragile.apply(loss, fault)
 
     def clip(gradients: Any) -> None:
@@ -223,11 +221,11 @@ PHASES = (
 def cells(rank: int, bad: int) -> dict[str, Callable[[], dict[str, Any]]]:
     """Return all cells by name."""
     cells = [(how, phase) for how in HOW for phase in PHASES] + [(how, "reduction") for how in REPLICATED]
-    return {f"{how}, {phase}": partial(faulty, rank, bad, how, phase) for how, phase in cells}
+    return {f"{how}, {phase}": partial(train_with_fault, rank, bad, how, phase) for how, phase in cells}
 
 
 def main(rank: int, folder: Path, bad: int, chosen: list[str]) -> None:
-    """Run the cells, and leave what came out in the folder."""
+    """Run the cells, and write the results into the folder."""
     join(rank, folder, 2)
     leave(run(cells(rank, bad), chosen), rank, folder)
 

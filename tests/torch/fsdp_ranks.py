@@ -1,4 +1,4 @@
-"""What each of two gloo ranks does for `test_fsdp`: `python -m ... RANK FOLDER [CELL ...]`."""
+"""Worker for one of the two gloo ranks of `test_fsdp`: `python -m ... RANK FOLDER [CELL ...]`."""
 
 from __future__ import annotations
 
@@ -46,30 +46,33 @@ from tests.torch.sharded_training import (
 )
 
 
-def left_alone(self: FSDP2) -> ExitStack:
-    """Let FSDP2 take the mean over the ranks: a mutant."""
+def averaging(self: FSDP2) -> ExitStack:
+    """Mutant: let FSDP2 average over the ranks."""
     return ExitStack()
 
 
 def own_norm(self: Sharded, gradients: Any) -> tuple[float, bool]:
-    """Return the norm of this rank's shards: a mutant."""
+    """Mutant: return the norm of this rank's shards."""
     return finite_norm([None if g is None else local(g) for g in gradients])
 
 
-def idle_adds(self: Sharded, *, again: bool) -> None:
-    """Run a backward that adds something: a mutant."""
+def nonzero_idle_backward(self: Sharded, *, again: bool) -> None:
+    """Mutant: a rank without a micro-batch runs a backward with nonzero gradients."""
     torch.autograd.backward(self._outputs, [torch.ones_like(each) for each in self._outputs])
 
 
 MUTANTS: dict[str, tuple[str, Callable[[], Any]]] = {
-    "mean over the ranks": ("samples", lambda: mock.patch.object(FSDP2, "settings", left_alone)),
+    "mean over the ranks": ("samples", lambda: mock.patch.object(FSDP2, "settings", averaging)),
     "norm of one rank": ("clipped", lambda: mock.patch.object(Sharded, "norm", own_norm)),
-    "idle turns that add": ("windows", lambda: mock.patch.object(Sharded, "zero_backward", idle_adds)),
+    "idle turns that add": (
+        "windows",
+        lambda: mock.patch.object(Sharded, "zero_backward", nonzero_idle_backward),
+    ),
 }
 
 
 def mutated(name: str, place: Place) -> Found:
-    """Train with something wrong."""
+    """Train with a mutant."""
     task, change = MUTANTS[name]
     with change():
         return trained(TASKS[task], place)
@@ -88,11 +91,11 @@ def compiled(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 REPLICATED = ("returned", "counted", "dropout", "checkpointed", "fused", "terms", "auto")
-"""Tasks of models that every rank has whole, beside those of `bare`."""
+"""Tasks that `not_sharded` trains too, besides those that it lists."""
 
 
 def kept_gathered(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Shard a model whose parameters stay gathered until the end of a window."""
+    """Shard a model; its parameters stay all-gathered until the end of a window."""
     sharded = fully(model, mesh, reshard_after_forward=False)
     cast(FSDPModule, sharded).set_reshard_after_backward(False)
     return sharded
@@ -109,7 +112,7 @@ POLICIES = {
 
 
 def with_policies(mesh: DeviceMesh, rank: int) -> dict[str, Callable[[], Found]]:
-    """Return the cells of sharded models with other options, by name."""
+    """Return the cells of other FSDP options, by name."""
     found: dict[str, Callable[[], Found]] = {}
     for name, policy in POLICIES.items():
         place = Place(partial(fully, mesh=mesh, mp_policy=policy), rank)
@@ -130,13 +133,13 @@ def with_policies(mesh: DeviceMesh, rank: int) -> dict[str, Callable[[], Found]]
 
 
 def with_ignored(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Shard all but two parameters, which each rank has whole."""
+    """Shard all parameters except two, which are replicated."""
     ignored = {model.get_parameter(name) for name in ("last.weight", "first.bias")}
     return fully(model, mesh, ignored_params=ignored)
 
 
-def bare(rank: int) -> dict[str, Callable[[], Found]]:
-    """Return the cells of models that nothing wraps, by name."""
+def not_sharded(rank: int) -> dict[str, Callable[[], Found]]:
+    """Return the cells of models that are not sharded, by name."""
     place = Place(lambda model: model, rank)
     found: dict[str, Callable[[], Found]] = {
         f"all_reduce/{task}": partial(trained, TASKS[task], place, sync="all_reduce")
@@ -175,7 +178,7 @@ def bare(rank: int) -> dict[str, Callable[[], Found]]:
 
 
 def refused(place: Place, sync: Any, *, seed: int = 0) -> Found:
-    """Return the text of the error for an Accumulator that cannot be made."""
+    """Return the error raised when an Accumulator is constructed."""
     model = place.shard(net())
     with torch.no_grad():
         model.get_parameter("first.bias").add_(seed)
@@ -187,7 +190,7 @@ def refused(place: Place, sync: Any, *, seed: int = 0) -> Found:
 
 
 def counted(place: Place) -> Found:
-    """Count forwards by a participant of one's own, where one rank has fewer micro-batches."""
+    """Count forwards by a user-defined participant; one rank has fewer micro-batches."""
     counter, task = Counter(), TASKS["windows"]
 
     def loss(batch: Any) -> Any:
@@ -201,7 +204,7 @@ def counted(place: Place) -> Found:
 
 
 def by_fsdp2(task: Task, place: Place) -> Found:
-    """Train with the large batch, the same on both ranks, by FSDP2 itself."""
+    """Train on the large batch, the same on both ranks, by FSDP2 alone."""
     model = place.shard(task.make())
     optimizer = task.optimizer(model.parameters())
     for batch in large_batches(task, 2):
@@ -212,7 +215,7 @@ def by_fsdp2(task: Task, place: Place) -> Found:
 
 
 def cells(place: Place) -> dict[str, Callable[[], Found]]:
-    """Return all cells by name; behind a slash stands the task that the reference trains."""
+    """Return all cells by name; the part after the slash is the task of the reference."""
     found = {name: partial(trained, task, place) for name, task in TASKS.items()}
     found |= {
         "by hand/samples": partial(by_hand, TASKS["samples"], place),
@@ -257,10 +260,10 @@ def cells(place: Place) -> dict[str, Callable[[], Found]]:
 
 
 def main(rank: int, folder: Path, chosen: list[str]) -> None:
-    """Run all cells, and leave what came out in the folder."""
+    """Run the cells, and write the results into the folder."""
     join(rank, folder, 2)
     mesh = init_device_mesh("cpu", (2,))
-    every = cells(Place(partial(fully, mesh=mesh), rank)) | with_policies(mesh, rank) | bare(rank)
+    every = cells(Place(partial(fully, mesh=mesh), rank)) | with_policies(mesh, rank) | not_sharded(rank)
     leave(run(every, chosen), rank, folder)
 
 

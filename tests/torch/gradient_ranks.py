@@ -1,4 +1,4 @@
-"""Gradients of a model in DistributedDataParallel, for `test_gradient_ranks`: `python -m ... RANK FOLDER`."""
+"""Gradients of a DistributedDataParallel model, for `test_gradient_ranks`: `python -m ... RANK FOLDER`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from superbatch.errors import NonFiniteError
 from superbatch.torch import Gradient, count_tokens
 from tests.torch.helpers import mlp, mse, rows, tiny_lm, token_mean, tokens
 
-LENGTHS = ([5, 2, 7], [1, 4, 3])  # tokens of the sequences of each rank: their weights differ
+LENGTHS = ([5, 2, 7], [1, 4, 3])  # tokens of the sequences of each rank: the weights of the ranks differ
 
 
 def sentences(rank: int) -> dict[str, Tensor]:
@@ -37,7 +37,7 @@ def of_tokens(rank: int) -> dict[str, Any]:
     model = DistributedDataParallel(tiny_lm())
     record = Gradient(
         model,
-        lambda part: token_mean(model, part),
+        lambda microbatch: token_mean(model, microbatch),
         microbatch_size=2 if rank else 1,
         weight=count_tokens("labels"),
         check=False,
@@ -45,21 +45,24 @@ def of_tokens(rank: int) -> dict[str, Any]:
     return {"gradients": gradients(model), "loss": record.loss, "weight": record.weight}
 
 
-def after_an_earlier_one(rank: int) -> dict[str, Any]:
-    """Added to what DDP's own backward has left."""
+def after_a_ddp_backward(rank: int) -> dict[str, Any]:
+    """Add to the gradient of an earlier backward of DDP."""
     model = DistributedDataParallel(mlp())
     mse(model, numbers(rank)).backward()
-    Gradient(model, lambda part: mse(model, part), microbatch_size=4)(numbers(rank, seed=1))
+    Gradient(model, lambda microbatch: mse(model, microbatch), microbatch_size=4)(numbers(rank, seed=1))
     return {"gradients": gradients(model)}
 
 
-def a_failure(rank: int) -> dict[str, Any]:
-    """A rank's loss is NaN: every rank keeps what it had."""
+def nan_on_one_rank(rank: int) -> dict[str, Any]:
+    """The loss of one rank is NaN: every rank keeps its earlier gradient."""
     model = DistributedDataParallel(mlp())
     mse(model, numbers(rank)).backward()
     before = gradients(model)
     gradient_of = Gradient(
-        model, lambda part: mse(model, part) * (float("nan") if rank else 1.0), microbatch_size=3, check=False
+        model,
+        lambda microbatch: mse(model, microbatch) * (float("nan") if rank else 1.0),
+        microbatch_size=3,
+        check=False,
     )
     error = ""
     try:
@@ -70,7 +73,7 @@ def a_failure(rank: int) -> dict[str, Any]:
     return {"error": error, "as before": all(torch.equal(before[name], after[name]) for name in before)}
 
 
-CASES = {"tokens": of_tokens, "earlier": after_an_earlier_one, "failure": a_failure}
+CASES = {"tokens": of_tokens, "earlier": after_a_ddp_backward, "failure": nan_on_one_rank}
 
 
 def main(rank: int, folder: Path) -> None:

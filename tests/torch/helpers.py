@@ -1,4 +1,4 @@
-"""The real large batch, the one comparison with it that all tests share, and small tasks to train."""
+"""The large-batch reference, the comparison with it, and small training tasks, for all tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float32: 1e-6}
 
 
 def start_of(*models: nn.Module) -> dict[str, Tensor]:
-    """Copies of all parameters, to tell later whether they moved."""
+    """Return copies of all parameters, to detect changes later."""
     return {name: value.detach().clone() for name, value in _named(models)}
 
 
@@ -41,18 +41,18 @@ def assert_same_parameters(
     start: Mapping[str, Tensor],
     still: Sequence[str] = (),
 ) -> None:
-    """Compare every named parameter, and fail with the list of all that differ.
+    """Compare all named parameters, and fail with a list of all differences.
 
-    The error is the 2-norm of the difference, relative in float64 to the reference's *change* since `start`;
-    in float32 to the parameter, since its own rounding is large beside a small change.
+    The error is the 2-norm of the difference. In float64 it is relative to the reference's *change* since
+    `start`; in float32 to the parameter if that is larger, because its rounding exceeds a small change.
 
     Args:
-        reference: trained by the real large batch.
-        model: trained by what is under test.
+        reference: trained on the real large batch.
+        model: trained by the code under test.
         tolerance: largest relative error.
-        start: parameters before training (`start_of`): each of the reference must have moved since, or two
-            models that were never trained would compare equal.
-        still: names of parameters that must not have moved, in either.
+        start: parameters before training (`start_of`). Each must have changed in the reference: two
+            untrained models would compare equal.
+        still: names of parameters that must not change in either model.
     """
     references, models = _as_sequence(reference), _as_sequence(model)
     ours = dict(_named(models))
@@ -80,7 +80,7 @@ def _as_sequence(model: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
 
 @dataclass
 class LargeBatch:
-    """What `large_batch` saw, one entry per update."""
+    """Records of `large_batch`, one entry per update."""
 
     losses: list[float]
     norms: list[float]
@@ -96,7 +96,7 @@ def large_batch(
     clip: ClipValue | None = None,
     scheduler: Any = None,
 ) -> LargeBatch:
-    """Train with each whole batch in one forward and backward: the reference of every comparison."""
+    """Train on each whole batch in one forward and backward: the reference of all comparisons."""
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
     parameters = [p for one in optimizers for group in one.param_groups for p in group["params"]]
     seen = LargeBatch([], [], [])
@@ -128,7 +128,7 @@ def large_batch(
 
 @dataclass
 class Both:
-    """A reference and a model from the same start, trained by the large batch and by the accumulator."""
+    """Reference and model from the same start, trained on the large batch and by the accumulator."""
 
     reference: nn.Module
     model: nn.Module
@@ -138,7 +138,7 @@ class Both:
     accumulate: Accumulator
 
     def check(self, tolerance: float | None = None, *, still: Sequence[str] = ()) -> None:
-        """Parameters, losses, norms and learning rates are those of the large batch."""
+        """Assert that parameters, losses, norms and learning rates are those of the large batch."""
         dtype = next(iter(self.start.values())).dtype
         tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
         assert_same_parameters(self.reference, self.model, tolerance, start=self.start, still=still)
@@ -168,18 +168,18 @@ def train_both(
     clip: ClipValue | None = None,
     **options: Any,
 ) -> Both:
-    """Train twins: `large_batch` on each of `batches`, and an `Accumulator` on the same.
+    """Train two copies of a model on `batches`: by `large_batch`, and by an `Accumulator`.
 
     Args:
-        make: makes the model; called once, then copied.
-        loss: what `loss_fn` computes of a micro-batch.
+        make: builds the model; called once, then copied.
+        loss: loss of a micro-batch, for `loss_fn`.
         batches: one whole batch per update.
-        make_optimizer: from parameters.
-        objective: the loss of a whole batch; None: `loss` itself, since it is a mean.
-        scheduler: from an optimizer, or None.
-        windows: what the accumulator gets instead of `batches`.
-        max_grad_norm, clip: clipping, for both.
-        options: of the `Accumulator`.
+        make_optimizer: builds an optimizer from parameters.
+        objective: loss of a whole batch (default: `loss`, which is then a mean).
+        scheduler: builds a scheduler from an optimizer, or returns None.
+        windows: replace `batches` for the accumulator.
+        max_grad_norm, clip: clipping of both.
+        options: options of the `Accumulator`.
     """
     reference = make()
     model = copy.deepcopy(reference)
@@ -222,7 +222,7 @@ def mlp(dtype: torch.dtype = torch.float64, *, dropout: float = 0.0) -> nn.Seque
 def rows(
     samples: int, updates: int = 3, dtype: torch.dtype = torch.float64, *, seed: int = 2
 ) -> list[tuple[Tensor, Tensor]]:
-    """Batches (x, y) for `mlp` and `mse`, of very unequal samples, so that a wrong weight shows."""
+    """Return batches (x, y) for `mlp` and `mse`; samples differ in scale, so that a wrong weight shows."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -238,7 +238,7 @@ def mse(model: nn.Module, batch: Any) -> Tensor:
 
 
 def squared_sum(model: nn.Module, batch: Any) -> Tensor:
-    """A sum over samples; its objective is the mean per sample."""
+    """Sum over samples; the loss of the large batch is the mean per sample."""
     x, y = batch
     return (model(x) - y).square().sum()
 
@@ -266,7 +266,7 @@ def tiny_lm(dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def tokens(lengths: Sequence[int], *, seed: int = 4, width: int = 7) -> dict[str, Tensor]:
-    """A batch of sequences; labels beyond each length are -100 (length 0: a sample without any token)."""
+    """Return a batch of sequences; labels beyond each length are -100 (length 0: no token)."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, 11, (len(lengths), width), generator=generator)
     labels = torch.randint(0, 11, (len(lengths), width), generator=generator)

@@ -1,4 +1,4 @@
-"""Two gloo ranks whose optimizers have hooks before the step: `python -m ... RANK FOLDER`."""
+"""Two gloo ranks whose optimizers have step pre-hooks: `python -m ... RANK FOLDER`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CASES = ("fails, scaler", "removes itself", "removes itself, scaler")
 
 
 def trained(rank: int, case: str) -> dict[str, Any]:
-    """Train on four batches; return what each came to, and the parameters after each."""
+    """Train on four batches; return each outcome, and the parameters after each."""
     model: Any = DistributedDataParallel(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     batch, calls = 0, 0

@@ -1,4 +1,4 @@
-"""Program of each of two gloo ranks for `test_noise_independence`: the test at rest."""
+"""Worker for one of the two gloo ranks of `test_noise_independence`: the test of a model at rest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS, SIZE, WINDOWS = 32, 4, 60
 
 
 def windows(first: int, last: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Rows `first` to `last` of windows that share noise."""
+    """Yield rows `first` to `last` of windows that share noise."""
     draw = torch.Generator().manual_seed(2)
     while True:
         x = torch.randn(ROWS, 3, generator=draw, dtype=torch.float64)
@@ -43,7 +43,7 @@ def judged(how: str, first: int = 0, last: int = ROWS) -> dict[str, Any]:
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     found = independence_at_rest(
         model,
-        lambda part: nn.functional.mse_loss(model(part[0]), part[1]),
+        lambda microbatch: nn.functional.mse_loss(model(microbatch[0]), microbatch[1]),
         itertools.islice(windows(first, last), WINDOWS),
         microbatch_size=SIZE,
     )
@@ -51,17 +51,17 @@ def judged(how: str, first: int = 0, last: int = ROWS) -> dict[str, Any]:
 
 
 def main(rank: int, folder: Path) -> None:
-    """Write what was found."""
+    """Run both cases, and write the results into the folder."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), 2)  # pyright: ignore[reportPrivateImportUsage]  (documented)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     half = ROWS // 2
-    said: dict[str, Any] = {"DDP": judged("DDP", rank * half, (rank + 1) * half)}
+    results: dict[str, Any] = {"DDP": judged("DDP", rank * half, (rank + 1) * half)}
     try:
         judged("FSDP2")
     except InputError as error:
-        said["FSDP2"] = str(error)
-    leave(said, rank, folder)
+        results["FSDP2"] = str(error)
+    leave(results, rank, folder)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Windows in several modes, and something that happens at the n-th line of the library that they run."""
+"""Windows in several modes, and an event at the n-th line of the library that they run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BATCHES = rows(7, 3)
 
 
 class Model(nn.Module):
-    """BatchNorm, dropout, a buffer that counts, and draws from Python and NumPy."""
+    """BatchNorm, dropout, a counting buffer, and random numbers from Python and NumPy."""
 
     def __init__(self, *, norm: bool = True, draws: bool = True, counts: bool = True) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Model(nn.Module):
 
 
 def _adamw(parameters: Any) -> list[torch.optim.Optimizer]:
-    """AdamW with two groups."""
+    """Return AdamW with two parameter groups."""
     body, *rest = parameters
     return [torch.optim.AdamW([{"params": [body], "lr": 0.1}, {"params": rest}], lr=0.01, foreach=False)]
 
@@ -63,7 +63,7 @@ def _two(parameters: Any) -> list[torch.optim.Optimizer]:
 
 @dataclass(frozen=True)
 class Mode:
-    """Options of an accumulator, or of a `WholeBatch`, and what it trains."""
+    """Options of an `Accumulator` or a `WholeBatch`, and of the model that it trains."""
 
     options: dict[str, Any] = field(default_factory=dict)
     optimizers: Callable[[Any], list[torch.optim.Optimizer]] = _adamw
@@ -97,7 +97,7 @@ MODES: dict[str, Mode] = {
 
 
 class Run:
-    """A training in one mode, made the same each time."""
+    """Training in one mode, identical each time."""
 
     def __init__(self, name: str, *, draws: bool = True) -> None:
         mode = MODES[name] if draws else replace(MODES[name], draws=False)
@@ -134,13 +134,13 @@ class Run:
         return loss
 
     def reseed(self) -> None:
-        """Set all random generators."""
+        """Seed all random generators."""
         torch.manual_seed(0)
         random.seed(0)
         np.random.seed(0)
 
     def update(self, number: int) -> None:
-        """Make the update of a batch."""
+        """Run the update of a batch."""
         self._losses = 0
         batch = tuple(each.to(self.dtype) for each in BATCHES[number])
         if not self.owned:
@@ -152,31 +152,31 @@ class Run:
                 window.backward(self.loss(microbatch))
 
     def state(self) -> dict[str, Any]:
-        """Describe everything, apart from where it lies in memory; copies."""
-        things = [self.model, *self.optimizers, *self.schedulers, self.accumulate]
+        """Return copies of all state, without memory addresses."""
+        objects = [self.model, *self.optimizers, *self.schedulers, self.accumulate]
         if self.scaler is not None:
-            things.append(self.scaler)
-        found = {key: value for key, value in fingerprint(*things).items() if not key.endswith("identity")}
+            objects.append(self.scaler)
+        found = {key: value for key, value in fingerprint(*objects).items() if not key.endswith("identity")}
         for number, master in enumerate((self.masters or {}).values()):
             found[f"master {number}"] = master.detach()
         return {key: value.clone() if isinstance(value, Tensor) else value for key, value in found.items()}
 
 
 def interrupt() -> None:
-    """Press Ctrl-C."""
+    """Send SIGINT, as Ctrl-C does."""
     signal.raise_signal(signal.SIGINT)
 
 
 class AtLine:
-    """Something that happens at the n-th line of the library that runs inside the block.
+    """Call a function at the n-th line of the library that runs inside the block.
 
     Attributes:
-        lines: that ran.
-        place: where it happened.
+        lines: number of lines that ran.
+        place: line of the call.
     """
 
     def __init__(self, number: int, happens: Callable[[], None] = interrupt) -> None:
-        """Count the lines, and let it happen at one of them; 0: at none."""
+        """Call `happens` at line `number`; with 0, only count the lines."""
         self.number, self.happens, self.lines, self.place = number, happens, 0, ""
 
     def __enter__(self) -> AtLine:

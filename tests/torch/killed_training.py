@@ -1,4 +1,4 @@
-"""A training that saves after each update: `python -m ... FOLDER UPDATES FILE`; FILE gets the parameters."""
+"""Training that saves after each update: `python -m ... FOLDER UPDATES FILE`; FILE gets the parameters."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import nn
 from superbatch.torch import Accumulator
 from superbatch.torch.checkpoint import StopSignals, load_checkpoint, save_checkpoint
 
-SAMPLES = 12  # of an update
+SAMPLES = 12  # of each update
 
 
 class Training:
-    """A model with dropout, whose data is a function of the number of samples so far."""
+    """Model with dropout; the number of samples so far determines its data."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -28,13 +28,13 @@ class Training:
         return self.model(batch).square().mean()
 
     def update(self, samples: int) -> None:
-        """Make the update that comes after so many samples."""
+        """Run the update that follows the given number of samples."""
         generator = torch.Generator().manual_seed(samples)
         self.accumulate(torch.randn(SAMPLES, 32, generator=generator))
 
 
 def main(folder: Path, updates: int, file: Path) -> int:
-    """Train to the end, or until a signal; return the exit code."""
+    """Train to the end or to a signal; return the exit code."""
     torch.set_num_threads(1)
     training = Training()
     found = load_checkpoint(folder, training.accumulate)

@@ -1,6 +1,6 @@
-"""Two gloo ranks whose labels leave entries out from the second window on: `python -m ... RANK FOLDER`.
+"""Two gloo ranks with ignored labels from the second window on: `python -m ... RANK FOLDER`.
 
-So the check of the loss is made again inside a later window, whose gradients are summed by then.
+The check of the loss runs again in a later window, after some of its gradients are summed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from superbatch.torch import Accumulator
 from tests.torch.sharded_training import fully, join, leave, run, whole
 
 WINDOWS, SAMPLES = 5, 6
-NONE = {"FSDP2, a rank without data": (0, 1), "FSDP2, auto": (1, 2)}  # rank and window
+NONE = {"FSDP2, a rank without data": (0, 1), "FSDP2, auto": (1, 2)}  # rank and window without data
 OPTIONS: dict[str, dict[str, Any]] = {
     "DDP": {},
     "FSDP2": {},
@@ -39,7 +39,7 @@ def net() -> nn.Module:
 
 
 def batch_of(rank: int, window: int) -> dict[str, Tensor]:
-    """Return the samples of a rank; labels that do not count come from the second window on."""
+    """Return the samples of a rank; from the second window on, some labels are ignored."""
     generator = torch.Generator().manual_seed(10 * window + rank)
     x = torch.randn(SAMPLES, 4, generator=generator, dtype=torch.float64)
     labels = torch.randint(0, 3, (SAMPLES,), generator=generator)
@@ -49,17 +49,17 @@ def batch_of(rank: int, window: int) -> dict[str, Tensor]:
 
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the mean over the labels that count."""
+    """Return the mean over the labels that are not ignored."""
     return nn.functional.cross_entropy(model(batch["x"]), batch["labels"])
 
 
 def counted(batch: dict[str, Tensor]) -> int:
-    """Return how many labels count."""
+    """Return the number of labels that are not ignored."""
     return int((batch["labels"] != -100).sum())
 
 
 def wrapped(how: str) -> Any:
-    """Return the model as the ranks share it."""
+    """Return the model, wrapped for its ranks."""
     model: Any = net()
     if how == "DDP":
         return DistributedDataParallel(model)
@@ -95,7 +95,7 @@ def trained(rank: int, how: str) -> dict[str, Any]:
 
 
 def main(rank: int, folder: Path) -> None:
-    """Run the cells, and leave what came out in the folder."""
+    """Run the cells, and write the results into the folder."""
     join(rank, folder, 2)
     leave(run({how: partial(trained, rank, how) for how in OPTIONS}, []), rank, folder)
 

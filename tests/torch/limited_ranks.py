@@ -1,4 +1,4 @@
-"""Training with ``"auto"`` where one rank has little memory: `python -m ... RANK FOLDER`."""
+"""Training with ``"auto"``; one rank has little memory: `python -m ... RANK FOLDER`."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from tests.torch.sharded_training import fully, join, leave, whole
 SAMPLES, WIDTH, LAYERS = 96, 64, 4
 POSITIONS = 512
 MIB = 2**20
-ROOM = 160 * MIB  # of rank 1; the whole batch takes some 800
+ROOM = 160 * MIB  # additional memory of rank 1; the whole batch takes about 800 MiB
 
 
 class Block(nn.Module):
-    """A layer whose activations take most of the memory."""
+    """Layer whose activations take most of the memory."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output."""
         return x + self.down(torch.tanh(self.up(x)))
 
 
@@ -53,13 +52,13 @@ def error_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def trained(rank: int, how: str, *, limited: bool = True) -> dict[str, Any]:
-    """Make two updates; rank 1 may take little more memory than it has."""
+    """Run two updates; the memory of rank 1 may be limited to little more than it uses."""
     mesh = init_device_mesh("cpu", (2,))
     model = fully(net(), mesh) if how == "FSDP2" else DistributedDataParallel(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     accumulate = Accumulator(model, optimizer, partial(error_of, model), microbatch_size="auto")
     batches = [rows(rank, update) for update in range(2)]
-    error_of(model, batches[0][:1]).backward()  # what is loaded once is loaded
+    error_of(model, batches[0][:1]).backward()  # runs all lazy initialization before the limit
     optimizer.zero_grad()
     limit = resource.getrlimit(resource.RLIMIT_AS)
     if limited and rank == 1:
@@ -79,7 +78,7 @@ def trained(rank: int, how: str, *, limited: bool = True) -> dict[str, Any]:
 
 
 def main(rank: int, folder: Path) -> None:
-    """Train, and leave what came out in the folder."""
+    """Train, and write the results into the folder."""
     join(rank, folder, 2)
     leave({how: trained(rank, how) for how in ("DDP", "FSDP2")}, rank, folder)
 

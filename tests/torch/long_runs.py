@@ -1,4 +1,4 @@
-"""Long trainings in every main mode: `python -m ... MODE WINDOWS FILE`; FILE gets what grew, as JSON."""
+"""Long trainings in each main mode: `python -m ... MODE WINDOWS FILE`; FILE gets measurements as JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from superbatch.torch import Accumulator, WholeBatch
 from superbatch.torch.options import PerSampleRandom
 
 MODES = ("plain", "auto", "coupled", "sample_rng", "noise", "DDP", "own loop")
-PARTS = 5  # the first is warming up
+SECTIONS = 5  # sections of a run; the first is a warm-up
 
 
 def net(*, norm: bool = False) -> nn.Module:
@@ -34,7 +34,7 @@ def net(*, norm: bool = False) -> nn.Module:
 
 
 def training(mode: str) -> Callable[[Tensor], object]:
-    """Return what makes an update of a batch."""
+    """Return a function that makes an update of a batch."""
     model = net(norm=mode == "coupled")
     if mode == "DDP":
         store = f"file://{tempfile.mkdtemp()}/store"
@@ -67,12 +67,12 @@ def training(mode: str) -> Callable[[Tensor], object]:
 
 
 def resident() -> int:
-    """Return the bytes of memory of this process."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def measured() -> dict[str, float]:
-    """Return what may grow."""
+    """Return the quantities that may grow."""
     gc.collect()
     return {
         "bytes": resident(),
@@ -83,13 +83,13 @@ def measured() -> dict[str, float]:
 
 
 def main(mode: str, windows: int) -> dict[str, list[float]]:
-    """Train, and measure after each part; the shape of a batch changes all the time."""
+    """Train, and measure after each section; the batch size changes all the time."""
     torch.set_num_threads(1)
     update, data = training(mode), torch.randn(12, 8)
     found: dict[str, list[float]] = {"seconds": []}
-    for _ in range(PARTS):
+    for _ in range(SECTIONS):
         times: list[float] = []
-        for index in range(windows // PARTS):
+        for index in range(windows // SECTIONS):
             start = time.process_time()
             update(data[: 9 + index % 4])
             times.append(time.process_time() - start)
@@ -101,4 +101,4 @@ def main(mode: str, windows: int) -> dict[str, list[float]]:
 
 if __name__ == "__main__":
     Path(sys.argv[3]).write_text(json.dumps(main(sys.argv[1], int(sys.argv[2]))))
-    os._exit(0)  # without the destructors of DDP, which may wait for ever
+    os._exit(0)  # without the destructors of DDP, which may wait forever

@@ -1,4 +1,4 @@
-"""Two gloo ranks of which one ends or hangs in or before a window: `python -m ... RANK FOLDER HOW FAULT`."""
+"""Two gloo ranks; one ends or hangs in or before a window: `python -m ... RANK FOLDER HOW FAULT`."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ TIMEOUT = 5.0  # seconds
 
 
 class Fault:
-    """What rank 1 does in its second window, once.
+    """Failure of rank 1 in its second window, once.
 
     Args:
-        kind: ``"killed"``, or where it hangs.
-        here: it does on this rank.
+        kind: ``"killed"``, or the place where it hangs.
+        here: True on the failing rank.
     """
 
     def __init__(self, kind: str, *, here: bool) -> None:
         self.kind, self.here, self.updates = kind, here, 0
 
     def at(self, *places: str) -> None:
-        """End or hang if this is the place."""
+        """End or hang if the failure belongs to one of the places."""
         if not self.here or not self.updates or self.kind not in places:
             return
         self.here = False
@@ -59,7 +59,7 @@ class Fault:
 
 
 def main(rank: int, folder: Path, how: str, fault: str) -> None:
-    """Make an update, lose rank 1 in the next one, and leave what rank 0 raised and when."""
+    """Make an update, lose rank 1 in the next one, and write errors and seconds into the folder."""
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder / 'store'}",
@@ -70,24 +70,24 @@ def main(rank: int, folder: Path, how: str, fault: str) -> None:
     model: Any = net()
     model = DistributedDataParallel(model) if how == "DDP" else fully(model, init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    place = Fault(fault, here=rank == 1)
-    next(model.modules()).register_forward_pre_hook(lambda *_: place.at("forward hook"))
-    optimizer.register_step_pre_hook(lambda *_: place.at("step hook"))
+    failure = Fault(fault, here=rank == 1)
+    next(model.modules()).register_forward_pre_hook(lambda *_: failure.at("forward hook"))
+    optimizer.register_step_pre_hook(lambda *_: failure.at("step hook"))
 
     def loss_fn(x: Tensor) -> Tensor:
-        place.at("killed", "hangs", "handler")
+        failure.at("killed", "hangs", "handler")
         return error_of(model, x)
 
     accumulate = Accumulator(model, optimizer, loss_fn, microbatch_size=2, check=False)
     accumulate(rows(rank, 0))
-    place.updates = 1
+    failure.updates = 1
     began, found = time.monotonic(), []
     for _ in range(2):
-        batches = place.batches(rank)
+        batches = failure.batches(rank)
         try:
             for batch in until_all_end(batches) if fault == "until all end" else batches:
                 accumulate(batch)
-        except Exception as error:  # noqa: BLE001 - the test looks at each
+        except Exception as error:  # noqa: BLE001 - the test checks each
             found.append([type(error).__name__, str(error)])
     seconds = time.monotonic() - began
     (folder / f"{rank}.json").write_text(json.dumps({"errors": found, "seconds": seconds}))

@@ -1,4 +1,4 @@
-"""A machine that is made up, on which automatic sizes are tried: every byte and second of it is known."""
+"""Simulated machine for automatic sizes: every byte and second of it is known."""
 
 from __future__ import annotations
 
@@ -24,28 +24,26 @@ class OutOfMemory(RuntimeError):
 
 @dataclass
 class Machine:
-    """Memory and time of a training: what a micro-batch needs, what there is, how long it takes."""
+    """Memory and time of a training: the need of a micro-batch, the limit, the duration."""
 
     limit: int = 1000 * MIB
-    alive: int = 0  # by others
-    each: int = MIB  # bytes per sample, truly
-    once: int = 0  # bytes taken at the first micro-batch for good
-    kernels: int = 0  # bytes taken by every new size for good
-    buffers: int = 0  # bytes per sample of the largest size so far, taken for good
+    alive: int = 0  # bytes in use by others
+    each: int = MIB  # bytes per sample, actual
+    once: int = 0  # bytes allocated at the first micro-batch and kept
+    kernels: int = 0  # bytes allocated at every new size and kept
+    buffers: int = 0  # bytes per sample of the largest size so far, kept
     gradients: int = 20 * MIB
     state: int = 40 * MIB
-    state_guessed: float = 1.0  # prediction / truth of the optimizer's state
-    wrong: float = 1.0  # prediction / truth of what a sample needs
+    state_guessed: float = 1.0  # predicted / actual bytes of the optimizer's state
+    wrong: float = 1.0  # predicted / actual bytes of a sample
     predictable: bool = True
     by: str = "RLIMIT_AS of this machine"
     speed: Callable[[int], float] = lambda n: 1e-3  # seconds per sample
     holes: int = 0
     retries: int = 0
     cleaned: int = 0
-    retries_if_not_clean: int = (
-        0  # of the allocator, in each run of a size that the cache holds no blocks for
-    )
-    # what happens
+    retries_if_not_clean: int = 0  # of the allocator, at each run of a size without cached blocks
+    # state of the simulation
     time: float = 0.0
     summed: bool = False
     updated: bool = False
@@ -101,7 +99,7 @@ class Machine:
         return max(int(self.each_of(microbatch) * len(microbatch)), self.gradients)
 
     def true_largest(self, sizes: int = 0) -> int:
-        """The largest size that fits in the long run, after so many sizes have made their kernels."""
+        """Return the largest size that fits after `sizes` sizes have allocated their kernels."""
         kept = self.once + self.kernels * sizes + self.gradients + self.state
         return (self.limit - self.alive - kept) // (self.each + self.buffers)
 
@@ -144,7 +142,7 @@ def sizing_on(machine: Machine, mode: Mode = "largest", optimizers: Sequence[Any
 
 
 def window(sizing: AutoSize, machine: Machine, samples: int, *, width: int = 8) -> list[int]:
-    """One window as an Accumulator works through it; returns the sizes that went through."""
+    """Run one window as an Accumulator does; return the sizes that succeeded."""
     batch = torch.zeros(samples, width)
     sizes = sizing.plan(batch, samples)
     machine.held = False

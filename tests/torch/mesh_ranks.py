@@ -1,4 +1,4 @@
-"""What each of four gloo ranks does for `test_meshes`: `python -m ... RANK FOLDER [CELL ...]`."""
+"""Worker for one of the four gloo ranks of `test_meshes`: `python -m ... RANK FOLDER [CELL ...]`."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from tests.torch.sharded_training import (
 
 
 def parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Split the layers of each block over ranks, by outputs and then by inputs."""
+    """Split the layers of each block over ranks: column-wise, then row-wise."""
     plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
     return parallelize_module(model, mesh, plan)
 
 
-def both(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
-    """Split layers over one dimension, and shard everything over the other."""
+def fsdp_and_tp(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    """Apply tensor parallelism over one mesh dimension, and FSDP2 over the other."""
     return fully(parallel(model, mesh["tp"]), mesh["dp"], **options)
 
 
@@ -63,12 +63,12 @@ def places(rank: int) -> dict[str, Place]:
     return {
         "HSDP": Place(partial(fully, mesh=replicas), rank),
         "TP": Place(partial(parallel, mesh=init_device_mesh("cpu", (4,))), 0),
-        "FSDP2 x TP": Place(partial(both, mesh=mixed), rank // 2),
+        "FSDP2 x TP": Place(partial(fsdp_and_tp, mesh=mixed), rank // 2),
     }
 
 
 def counted_twice(self: Sharded, numbers: Iterable[float]) -> list[float]:
-    """Sum over all ranks as if each had data of its own: a mutant."""
+    """Mutant: sum over all ranks, as if each had its own data."""
     return Manual.sum_numbers(self, numbers)
 
 
@@ -95,11 +95,11 @@ QUICK = (
     "HSDP, memory in the forward/samples",
     "HSDP, error in the backward/samples",
 )
-"""Cells that the default run has; the others are slow."""
+"""Cells of the default run; the others are slow."""
 
 
 def mutated(name: str, place: Place) -> Found:
-    """Train with something wrong."""
+    """Train with a mutant."""
     cell, change = MUTANTS[name]
     with change():
         try:
@@ -109,13 +109,13 @@ def mutated(name: str, place: Place) -> Found:
 
 
 def cells(rank: int) -> dict[str, Callable[[], Found]]:
-    """Return all cells by name; behind a slash stands the task that the reference trains."""
+    """Return all cells by name; the part after the slash is the task of the reference."""
     every = places(rank)
     found: dict[str, Callable[[], Found]] = {}
     for kind, place in every.items():
         tasks = ("clipped", "windows", "counted", "terms", "checkpointed", "dropout", "checked", "foreach")
         for task in (*tasks, "autocast"):
-            if (kind, task) != ("TP", "foreach"):  # torch takes no lists with DTensors beside others
+            if (kind, task) != ("TP", "foreach"):  # no foreach step takes DTensors and plain tensors
                 found[f"{kind}/{task}"] = partial(trained, TASKS[task], place)
         for inside in (False, True):
             name = f"{kind}, resumed {'inside' if inside else 'between'}/clipped"
@@ -141,7 +141,7 @@ def cells(rank: int) -> dict[str, Callable[[], Found]]:
 
 
 def main(rank: int, folder: Path, chosen: list[str]) -> None:
-    """Run all cells, and leave what came out in the folder."""
+    """Run the cells, and write the results into the folder."""
     join(rank, folder, 4)
     if chosen == ["quick"]:
         chosen = [name for name in cells(rank) if name in QUICK or name.startswith("mutant")]

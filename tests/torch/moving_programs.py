@@ -1,6 +1,6 @@
-"""Training programs whose loss moves state that is no buffer of the model, each in another place.
+"""Training programs whose loss changes state that is not a buffer of the model, each in another place.
 
-Every program is float64, draws nothing, and makes its state anew from a seed.
+Every program is float64, draws no random numbers, and creates its state from a seed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ SAMPLES, FEATURES, WIDTH, KEPT = 12, 6, 4, 36
 
 @dataclass
 class Program:
-    """A program.
+    """Training program.
 
     Attributes:
-        model: that is trained.
-        loss_fn: of a micro-batch, which moves the state.
-        state: returns everything that it moves, the objects themselves.
-        names: by which the warning calls it.
+        model: the trained model.
+        loss_fn: loss of a micro-batch; changes the state.
+        state: returns all objects that `loss_fn` changes.
+        names: names of the state in the warning.
     """
 
     model: nn.Module
@@ -35,39 +35,39 @@ class Program:
     names: tuple[str, ...]
 
     def contents(self) -> list[Any]:
-        """Copies of the state."""
+        """Return copies of the state."""
         return [item.detach().clone() if isinstance(item, Tensor) else item for item in self.state()]
 
 
 def batches(count: int = 3) -> list[Tensor]:
-    """Draw batches."""
+    """Return random batches."""
     generator = torch.Generator().manual_seed(5)
     return [torch.randn(SAMPLES, FEATURES, generator=generator, dtype=F64) for _ in range(count)]
 
 
 def linear(seed: int) -> nn.Linear:
-    """Make a layer from a seed."""
+    """Return a layer, initialized from a seed."""
     torch.manual_seed(seed)
     return nn.Linear(FEATURES, WIDTH, dtype=F64)
 
 
 def frozen(seed: int) -> nn.Linear:
-    """Make a teacher from a seed."""
+    """Return a frozen teacher, initialized from a seed."""
     return linear(seed).requires_grad_(requires_grad=False)
 
 
 def unit(x: Tensor) -> Tensor:
-    """Normalise rows."""
+    """Normalize rows."""
     return nn.functional.normalize(x, dim=1)
 
 
 def start() -> Tensor:
-    """Make a queue from a seed."""
+    """Return a queue, initialized from a seed."""
     return unit(torch.randn(KEPT, WIDTH, generator=torch.Generator().manual_seed(3), dtype=F64))
 
 
 def contrast(q: Tensor, k: Tensor, queue: Tensor) -> Tensor:
-    """InfoNCE of each sample against its key and a queue: separable while the queue stands still."""
+    """InfoNCE of each sample against its key and a queue: separable while the queue is constant."""
     logits = torch.cat([(q * k).sum(1, keepdim=True), q @ queue.T], 1) / 0.2
     return nn.functional.cross_entropy(logits, torch.zeros(len(q), dtype=torch.long))
 
@@ -86,7 +86,7 @@ def _lerp(p: Tensor, q: Tensor) -> None:
 
 
 def average(how: str) -> Program:
-    """BYOL: a teacher that is a frozen part of the model, moved in the forward."""
+    """BYOL: the forward updates a teacher, which is a frozen submodule."""
 
     class Byol(nn.Module):
         def __init__(self) -> None:
@@ -112,7 +112,7 @@ def average(how: str) -> Program:
 
 
 def moco() -> Program:
-    """MoCo: a teacher and a loss module with a queue, neither of them given as a model."""
+    """MoCo: a teacher and a loss module with a queue; neither is passed as a model."""
 
     class Queue(nn.Module):
         queue: Tensor
@@ -146,7 +146,7 @@ def moco() -> Program:
 
 
 def center(where: str) -> Program:
-    """DINO: a center of the targets, in a loss module or in an attribute of the model."""
+    """DINO: a center of the targets, in a buffer or an attribute of a loss module."""
 
     class Dino(nn.Module):
         def __init__(self) -> None:
@@ -164,12 +164,12 @@ def center(where: str) -> Program:
 
     model, teacher = linear(0), frozen(1)
     dino = Dino()
-    loss_fn = lambda x: dino(model(x), teacher(x))  # noqa: E731  (a lambda's closure is what is tried)
+    loss_fn = lambda x: dino(model(x), teacher(x))  # noqa: E731  (the test needs the closure of a lambda)
     return Program(model, loss_fn, lambda: [dino.center], ("dino.center",))
 
 
 def attributes() -> Program:
-    """A list, a dictionary, a dataclass and a count in attributes of the model."""
+    """State in a list, a dictionary, a dataclass and a counter, as attributes of the model."""
 
     @dataclass
     class Statistics:
@@ -213,7 +213,7 @@ def attributes() -> Program:
 
 
 def hidden_teacher() -> Program:
-    """A teacher in a list, so that the model does not own it."""
+    """A teacher in a list, which makes it no submodule."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -231,7 +231,7 @@ def hidden_teacher() -> Program:
 
 
 class Bank:
-    """A memory bank that is no module."""
+    """Memory bank that is not a module."""
 
     def __init__(self) -> None:
         self.queue, self.pointer = start(), 0
@@ -245,13 +245,13 @@ class Bank:
 
 
 class Trainer:
-    """A loss function that is a method of an object."""
+    """Object whose method is the loss function."""
 
     def __init__(self) -> None:
         self.model, self.bank = linear(0), Bank()
 
     def loss(self, x: Tensor) -> Tensor:
-        """Compare with the bank."""
+        """Return the loss against the bank, and enqueue the keys."""
         q = unit(self.model(x))
         loss = contrast(q, q.detach(), torch.cat([self.bank.queue, *self.bank.last]))
         self.bank.add(q.detach())
@@ -259,7 +259,7 @@ class Trainer:
 
 
 def method() -> Program:
-    """A bound method, whose object has a bank with a pointer and a deque."""
+    """A bound method; its object has a bank with a pointer and a deque."""
     trainer = Trainer()
     bank = trainer.bank
     names = ("Trainer.bank.queue", "Trainer.bank.pointer", "Trainer.bank.last")
@@ -267,7 +267,7 @@ def method() -> Program:
 
 
 def variables() -> Program:
-    """A variable of the function around the loss, bound anew, and a pointer beside it."""
+    """Two variables of the enclosing function, which the loss rebinds."""
     model, queue, pointer = linear(0), start(), 0
 
     def loss_fn(x: Tensor) -> Tensor:
@@ -289,7 +289,7 @@ def _with_queue(model: nn.Module, queue: Tensor, x: Tensor) -> Tensor:
 
 
 def arguments() -> Program:
-    """An argument of a partial."""
+    """An argument of a `functools.partial`."""
     model, queue = linear(0), start()
     return Program(model, functools.partial(_with_queue, model, queue), lambda: [queue], ("queue",))
 
@@ -299,7 +299,7 @@ MODEL = linear(0)
 
 
 def _global_loss(x: Tensor) -> Tensor:
-    global QUEUE  # noqa: PLW0603  (a global is what is tried)
+    global QUEUE  # noqa: PLW0603  (the test needs a global)
     q = unit(MODEL(x))
     loss = contrast(q, q.detach(), QUEUE)
     QUEUE = torch.cat([q.detach(), QUEUE])[:KEPT]
@@ -307,8 +307,8 @@ def _global_loss(x: Tensor) -> Tensor:
 
 
 def global_variable() -> Program:
-    """A global that the code of the loss names."""
-    global QUEUE  # noqa: PLW0603  (a global is what is tried)
+    """A global variable that the loss uses."""
+    global QUEUE  # noqa: PLW0603  (the test needs a global)
     QUEUE = start()
     MODEL.load_state_dict(linear(0).state_dict())
     return Program(MODEL, _global_loss, lambda: [QUEUE], ("QUEUE",))

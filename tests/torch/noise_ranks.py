@@ -1,4 +1,4 @@
-"""What each of two gloo ranks does for `test_noise`: three micro-batches a window, and then one."""
+"""Worker for one of the two gloo ranks of `test_noise`: a window of three micro-batches, then of one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALONE = ((9,), (8,))
 
 
 class Recorder(NoiseMeter):
-    """Keeps what each window said."""
+    """Records the estimates and losses of a window."""
 
     def add(self, estimates: dict[str, Estimate], *, samples: float) -> None:  # type: ignore[override]
         self.said = (dict(estimates), samples)
@@ -32,7 +32,7 @@ class Recorder(NoiseMeter):
 
 
 def leave(said: Any, rank: int, folder: Path) -> None:
-    """Hand over what a rank has to say, and end its process."""
+    """Write the results of a rank, and end its process."""
     torch.save(said, folder / f"{rank}.pt")
     dist.barrier()
     sys.stdout.flush()
@@ -40,7 +40,7 @@ def leave(said: Any, rank: int, folder: Path) -> None:
 
 
 def parts(sizes: tuple[int, ...], first: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Micro-batches of the one batch of 17 samples."""
+    """Return micro-batches of the single batch of 17 samples."""
     x, y = rows(17, 1)[0]
     found = []
     for size in sizes:
@@ -50,7 +50,7 @@ def parts(sizes: tuple[int, ...], first: int = 0) -> list[tuple[torch.Tensor, to
 
 
 def main(rank: int, folder: Path) -> None:
-    """Write what was measured."""
+    """Measure both cases, and write the results."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), 2)  # pyright: ignore[reportPrivateImportUsage]  (documented)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -59,7 +59,10 @@ def main(rank: int, folder: Path) -> None:
         model = DistributedDataParallel(mlp())
         meter = Recorder(every=1)
         accumulate = Accumulator(
-            model, sgd(model.parameters()), lambda part, model=model: mse(model, part), observers=[meter]
+            model,
+            sgd(model.parameters()),
+            lambda microbatch, model=model: mse(model, microbatch),
+            observers=[meter],
         )
         accumulate(Window(parts(sizes[rank], sum(sizes[0]) if rank else 0)))
         estimates, samples = meter.said

@@ -1,4 +1,4 @@
-"""What each of two gloo ranks does for `test_noise_state_ranks`: a state of the noise on one rank only."""
+"""Worker for one of the two gloo ranks of `test_noise_state_ranks`: noise state on one rank only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.torch.noise_ranks import ALONE, SIZES, leave, parts
 
 
 def windows(accumulate: Accumulator, rank: int, count: int) -> list[str]:
-    """So many windows; the text of what was raised, by window."""
+    """Run windows; return the error text of each."""
 
     def one() -> str:
         try:
@@ -32,16 +32,16 @@ def windows(accumulate: Accumulator, rank: int, count: int) -> list[str]:
 
 
 def make(*observers: NoiseMeter) -> tuple[Accumulator, torch.nn.Module]:
-    """A model in DDP."""
+    """Return an accumulator and its model in DDP."""
     model = DistributedDataParallel(mlp())
     accumulate = Accumulator(
-        model, sgd(model.parameters()), lambda part: mse(model, part), observers=observers
+        model, sgd(model.parameters()), lambda microbatch: mse(model, microbatch), observers=observers
     )
     return accumulate, model
 
 
-def case(rank: int, every: int, where: str) -> dict[str, Any]:
-    """Three windows, saved; then a new accumulator, whose ranks do not all load that; then all do."""
+def restore_case(rank: int, every: int, where: str) -> dict[str, Any]:
+    """Save after three windows. Restore on some of the ranks, then on all of them."""
     accumulate, _ = make(NoiseMeter(every=every))
     assert windows(accumulate, rank, 3) == ["", "", ""]
     state = accumulate.state_dict()
@@ -60,13 +60,13 @@ def case(rank: int, every: int, where: str) -> dict[str, Any]:
 
 
 def beside(rank: int) -> dict[str, Any]:
-    """Windows of one micro-batch on each rank, by Adam's preconditioner and by single samples' gradients."""
+    """Run windows of one micro-batch per rank; return noise by Adam's preconditioner and by sample."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 3)).double()
     wrapped = DistributedDataParallel(model)
     adam = torch.optim.Adam(wrapped.parameters(), lr=0.01)
     meter = Recorder()
-    accumulate = Accumulator(wrapped, adam, lambda part: mse(wrapped, part), observers=[meter])
+    accumulate = Accumulator(wrapped, adam, lambda microbatch: mse(wrapped, microbatch), observers=[meter])
     batch = Window(parts(ALONE[rank], sum(ALONE[0]) if rank else 0))
     accumulate(batch)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
@@ -76,7 +76,7 @@ def beside(rank: int) -> dict[str, Any]:
 
 
 class Recorder(NoiseMeter):
-    """Keeps what each window said beside the plain noise."""
+    """Records the estimates of each window, besides the plain noise."""
 
     def __init__(self) -> None:
         super().__init__(every=1, preconditioned=True, proxy=True)
@@ -92,13 +92,13 @@ class Recorder(NoiseMeter):
 
 
 def main(rank: int, folder: Path) -> None:
-    """Write what was said."""
+    """Run all cases, and write the results."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), 2)  # pyright: ignore[reportPrivateImportUsage]  (documented)
     timeout = datetime.timedelta(seconds=20)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
     said = {
-        f"{where}, every {every}": case(rank, every, where)
+        f"{where}, every {every}": restore_case(rank, every, where)
         for every, where in ((2, "state"), (1, "state"), (1, "option"))
     }
     said |= {"beside": beside(rank)}

@@ -1,4 +1,4 @@
-"""One of two ranks cannot make a window, for `test_refusing_ranks`: `python -m ... RANK FOLDER`."""
+"""Two gloo ranks for `test_refusing_ranks`; one cannot run a window: `python -m ... RANK FOLDER`."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def weighted(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
     return mse(model, batch), len(batch[0])
 
 
-def a_bad_batch(rank: int, *, returned: bool, check: bool) -> list[str]:
-    """A batch whose parts have other lengths; then good ones."""
+def unequal_lengths_on_one_rank(rank: int, *, returned: bool, check: bool) -> list[str]:
+    """Run a batch of tensors with unequal lengths on one rank, then good batches; first on rank 1."""
     model = DistributedDataParallel(mlp())
     accumulate = Accumulator(
         model,
         sgd(model.parameters()),
-        lambda part: weighted(model, part) if returned else mse(model, part),
+        lambda microbatch: weighted(model, microbatch) if returned else mse(model, microbatch),
         microbatch_size=2,
         weight="returned" if returned else None,
         check=check,
@@ -48,11 +48,13 @@ def a_bad_batch(rank: int, *, returned: bool, check: bool) -> list[str]:
     return [*found, outcome(accumulate, good if rank else bad), outcome(accumulate, good)]
 
 
-def a_torn_update(rank: int) -> list[str]:
-    """An optimizer breaks in the middle of its step, on one rank."""
+def partial_step_on_one_rank(rank: int) -> list[str]:
+    """An optimizer fails in the middle of its step, on one rank."""
     model = DistributedDataParallel(mlp())
     optimizer = sgd(model.parameters())
-    accumulate = Accumulator(model, optimizer, lambda part: mse(model, part), microbatch_size=2, check=False)
+    accumulate = Accumulator(
+        model, optimizer, lambda microbatch: mse(model, microbatch), microbatch_size=2, check=False
+    )
     batch = rows(4, 1, seed=rank)[0]
     found = [outcome(accumulate, batch)]
     saved = (model.state_dict(), optimizer.state_dict(), accumulate.state_dict())
@@ -85,10 +87,10 @@ def main(rank: int, folder: Path) -> None:
         timeout=datetime.timedelta(seconds=30),
     )
     found = {
-        "counted": a_bad_batch(rank, returned=False, check=False),
-        "returned": a_bad_batch(rank, returned=True, check=False),
-        "checked": a_bad_batch(rank, returned=False, check=True),
-        "torn": a_torn_update(rank),
+        "counted": unequal_lengths_on_one_rank(rank, returned=False, check=False),
+        "returned": unequal_lengths_on_one_rank(rank, returned=True, check=False),
+        "checked": unequal_lengths_on_one_rank(rank, returned=False, check=True),
+        "torn": partial_step_on_one_rank(rank),
     }
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()

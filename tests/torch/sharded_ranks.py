@@ -1,4 +1,4 @@
-"""What each of two gloo ranks does for `test_sharded_ranks`: `python -m ... RANK FOLDER`."""
+"""Worker for one of the two gloo ranks of `test_sharded_ranks`: `python -m ... RANK FOLDER`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.torch.helpers import mlp, mse, rows, sgd
 from tests.torch.sharded_sync import OwnNorm, Sharded, ShardedSync
 
 SAMPLES = ((7, 4), (5, 6), (8, 4))
-"""Of each update, on each rank."""
+"""Number of samples of each update, on each rank."""
 
 CLIP = 0.05
 
@@ -33,19 +33,19 @@ def batches(rank: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def equal(rank: int) -> tuple[Tensor, Tensor]:
-    """Return a batch of as many samples on each rank."""
+    """Return a batch of the same size on each rank."""
     return rows(6, 1, seed=20 + rank)[0]
 
 
 def weighted_samples(rank: int) -> list[tuple[Tensor, ...]]:
-    """Return micro-batches with the weights of their samples; two of rank 1 have none."""
+    """Return micro-batches of one weighted sample each; two of rank 1 have weight 0."""
     x, y = rows(3, 1, seed=30 + rank)[0]
     weight = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 5.0]][rank], dtype=torch.float64)
     return list(zip(x.split(1), y.split(1), weight.split(1), strict=True))
 
 
 def weighted(model: nn.Module, batch: Any) -> Tensor:
-    """Return a mean by sample weights."""
+    """Return a mean, weighted by sample."""
     x, y, weight = batch
     return ((model(x) - y).square().mean(-1) * weight).sum() / weight.sum()
 
@@ -53,7 +53,7 @@ def weighted(model: nn.Module, batch: Any) -> Tensor:
 def trained(
     group: Any, kind: type[ShardedSync], data: list[Any], loss: Any, **options: Any
 ) -> dict[str, Any]:
-    """Train a sharded model through an `Accumulator` that knows nothing of shards."""
+    """Train a sharded model by an `Accumulator` that does not support shards itself."""
     module = Sharded(mlp(), group)
     sync = kind(module)
     with mock.patch("superbatch.torch.window.build.find_sync", return_value=sync):
@@ -85,18 +85,18 @@ def trained(
 
 
 def unequal_on_one_rank(rank: int) -> list[tuple[Tensor, ...]]:
-    """Return samples that weigh alike on rank 0, and not on rank 1."""
+    """Return samples with equal weights on rank 0, and with unequal weights on rank 1."""
     x, y = rows(6, 1, seed=40 + rank)[0]
     weight = torch.tensor([[1.0] * 6, [1.0, 4.0, 0.5, 1.0, 3.0, 0.25]][rank], dtype=torch.float64)
     return [(x, y, weight)]
 
 
 class BrokenLossError(Exception):
-    """An error of the user's loss."""
+    """Error in the user's loss."""
 
 
 def fits_on_rank_0(rank: int, most: int) -> Any:
-    """Return a loss for which rank 0 has memory for so many samples; the other rank has enough."""
+    """Return a loss that runs out of memory on rank 0 above `most` samples."""
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         value = mse(model, batch)
@@ -108,7 +108,7 @@ def fits_on_rank_0(rank: int, most: int) -> Any:
 
 
 def breaks_on_rank_1(rank: int) -> Any:
-    """Return a loss that raises an error of its own on rank 1."""
+    """Return a loss that raises a user error on rank 1."""
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         value = mse(model, batch)
@@ -120,12 +120,12 @@ def breaks_on_rank_1(rank: int) -> Any:
 
 
 BAD = 2
-"""The micro-batch of rank 1 that is not finite."""
+"""Micro-batch of rank 1 with a non-finite value."""
 
 
 def not_finite(rank: int, *, gradient: bool) -> Any:
-    """Return a loss that is not finite, or whose gradient alone is not, for one micro-batch of rank 1."""
-    first = batches(1)[0][0][BAD]  # cut into single samples, as rank 0 has four micro-batches
+    """Return a loss that is non-finite, or whose gradient is, in one micro-batch of rank 1."""
+    first = batches(1)[0][0][BAD]  # micro-batches of one sample, because rank 0 has four micro-batches
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         value = mse(model, batch)
@@ -137,16 +137,16 @@ def not_finite(rank: int, *, gradient: bool) -> Any:
 
 
 class OneInfinity(ShardedSync):
-    """Ranks of whose gradient the last element is infinite, as after an overflow in one micro-batch."""
+    """Ranks whose last gradient element is infinite, as after an overflow in one micro-batch."""
 
     def no_sync(self) -> ExitStack:
-        """Let the first gradient have the element."""
+        """Set the element before the first backward."""
         self.module.unsharded["2.bias"] = torch.tensor([0.0, 0.0, math.inf], dtype=torch.float64)
         return super().no_sync()
 
 
 def main(rank: int, folder: Path) -> None:
-    """Run all cases, and leave what came out in the folder."""
+    """Run all cases, and write the results into the folder."""
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder / 'store'}",

@@ -1,4 +1,4 @@
-"""A stand-in for FSDP2: rows of parameters on each rank, gathered in the forward, and the `Sync` for it."""
+"""Stand-in for FSDP2: shards of parameters, all-gathered in the forward, and their `Sync`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from superbatch.torch.window.sync.manual import Manual
 
 
 class Sharded(nn.Module):
-    """A model of which each rank holds an equal part of every parameter, flattened and padded.
+    """Model with an equal shard of every parameter on each rank, flattened and padded.
 
-    As under FSDP2's ``set_requires_gradient_sync(False)``, a backward leaves no gradient of the shards: those
-    of the gathered parameters add up beside, until they are reduced and scattered.
+    As under FSDP2's ``set_requires_gradient_sync(False)``, a backward sets no gradient of the shards.
+    Gradients of the gathered parameters accumulate in `unsharded` until they are reduced and scattered.
     """
 
     def __init__(self, model: nn.Module, group: Any) -> None:
@@ -36,25 +36,25 @@ class Sharded(nn.Module):
         self.bare = (copy.deepcopy(model).to("meta"),)  # in a tuple: its parameters are not the model's
 
     def shard(self, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor."""
+        """Return this rank's shard of a tensor."""
         count = dist.get_world_size(self.group)
         padded = torch.cat([whole.flatten(), whole.new_zeros(-whole.numel() % count)])
         return padded.chunk(count)[dist.get_rank(self.group)].clone()
 
     def name_of(self, shard: Tensor) -> str:
-        """Name of the parameter that a shard is of."""
+        """Return the name of a shard's parameter."""
         return next(name for name, one in self.shards.items() if one is shard).replace("/", ".")
 
     def gather(self, name: str) -> Tensor:
-        """The parameter of all ranks' parts."""
+        """All-gather a parameter."""
         self.gathers += 1
         shard = self.shards[name.replace(".", "/")].detach()
-        parts = [torch.empty_like(shard) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(parts, shard, group=self.group)
-        return torch.cat(parts)[: self.shapes[name].numel()].view(self.shapes[name])
+        shards_of_ranks = [torch.empty_like(shard) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(shards_of_ranks, shard, group=self.group)
+        return torch.cat(shards_of_ranks)[: self.shapes[name].numel()].view(self.shapes[name])
 
     def forward(self, *args: Any) -> Any:
-        """Gather the parameters, and run the model."""
+        """All-gather the parameters, and run the model."""
         whole = {name: _Gather.apply(self.shards[name.replace(".", "/")], self, name) for name in self.shapes}
         return torch.func.functional_call(self.bare[0], whole, args)
 
@@ -63,7 +63,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, module: Sharded, name: str) -> Tensor:
         ctx.module, ctx.name = module, name
-        if isinstance(shard, FakeTensor):  # a prediction of memory, which other ranks need not make
+        if isinstance(shard, FakeTensor):  # a prediction of memory, which other ranks may not run
             return shard.new_empty(module.shapes[name])
         return module.gather(name)
 
@@ -75,7 +75,7 @@ class _Gather(torch.autograd.Function):
 
 
 class ShardedSync(Manual):
-    """Ranks with a part of every parameter each."""
+    """`Sync` for ranks with a shard of every parameter."""
 
     in_step = True
 
@@ -84,43 +84,43 @@ class ShardedSync(Manual):
         self.module, self.reductions = module, 0
         self.own: list[float] = []  # norms of this rank's shards
         self.began = 0
-        self.raised = 0  # how often this rank has raised its hand
+        self.raised = 0  # number of times that this rank has voted True
 
     def vote(self, raised: bool) -> bool:
-        """Count the raised hands."""
+        """Count the votes of this rank."""
         self.raised += raised
         return super().vote(raised)
 
     def no_sync(self) -> ExitStack:
-        """Let the gradients add up beside the shards; what was not reduced is dropped at the end."""
+        """Let the gradients accumulate in `unsharded`; drop those that were not reduced."""
         stack = ExitStack()
         stack.callback(self.module.unsharded.clear)
         return stack
 
     def turn(self, *, last: bool, zero_weight: bool = False) -> None:
-        """Note how many gathers there were before."""
+        """Record the number of gathers so far."""
         self.began = self.module.gathers
 
     def catch_up(self, forwards: Iterable[Callable[[], Tensor]], *, backward: bool = True) -> bool:
-        """Run a forward in a turn that has had none here; a backward gathers nothing."""
+        """Run a forward if this rank had none in this turn; a backward gathers nothing."""
         if self.module.gathers == self.began:
             with suppress(Exception):
                 next(iter(forwards))()
         return True
 
     def turns(self, microbatches: int, samples: Sequence[int] | None) -> list[int]:
-        """Return the micro-batches of each rank: each forward gathers from all of them."""
+        """Return the micro-batches of each rank: each forward gathers from all ranks."""
         windows = self.gather((microbatches, microbatches if samples is None else sum(samples)))
         if max(count for count, _ in windows) > min(reach for _, reach in windows):
             raise InputError(f"The ranks have windows of {windows} micro-batches (now, at most).")
         return [count for count, _ in windows]
 
     def agree_size(self, samples: int) -> int:
-        """Return the smallest size that was found."""
+        """Return the smallest size of all ranks."""
         return min(self.gather(samples))
 
     def announce(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[float]:
-        """Return whether there is a gradient, for each."""
+        """Return for each parameter whether this rank has a gradient of it."""
         return [self.module.name_of(parameter) in self.module.unsharded for parameter in parameters]
 
     def reduce(
@@ -130,7 +130,7 @@ class ShardedSync(Manual):
         zeros: Callable[[int], Tensor],
         announced: Sequence[float] | None = None,
     ) -> list[Tensor | None]:
-        """Reduce and scatter what has added up."""
+        """Reduce and scatter the accumulated gradients."""
         assert gradients == [None] * len(parameters), "premise: the backward left nothing in `.grad`"
         self.reductions += 1
         sums = self.module.unsharded
@@ -147,7 +147,7 @@ class ShardedSync(Manual):
         ]
 
     def norm(self, gradients: Sequence[Tensor | None]) -> tuple[float, bool]:
-        """Return the root of the shards' squares, summed over the ranks."""
+        """Return the norm of the shards of all ranks."""
         norm, finite = finite_norm(gradients)
         self.own.append(norm)
         square, broken = self.sum_numbers([norm**2 if finite else 0.0, not finite])
@@ -155,8 +155,8 @@ class ShardedSync(Manual):
 
 
 class OwnNorm(ShardedSync):
-    """A mutant: the norm of this rank's shards alone."""
+    """Mutant: the norm of this rank's shards."""
 
     def norm(self, gradients: Sequence[Tensor | None]) -> tuple[float, bool]:
-        """Return this rank's part of the norm."""
+        """Return the norm of this rank's shards."""
         return finite_norm(gradients)

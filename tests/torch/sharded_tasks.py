@@ -1,4 +1,4 @@
-"""Trainings of models that are sharded over ranks, and the large batches that they are compared with."""
+"""Trainings of models that are sharded over ranks, and their large-batch references."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from superbatch.torch.options import PerSampleRandom
 from tests.torch.helpers import LargeBatch, large_batch, mse, rows, sgd, tiny_lm, token_mean, tokens
 
 SAMPLES = ((7, 4, 3, 5), (5, 6, 6, 2), (8, 1, 3, 4))
-"""Of each update, on each data-parallel rank: unequal, with tails, and one too few for as many turns."""
+"""Number of samples of each update, on each data-parallel rank: unequal, with short tails."""
 
 
 class Block(nn.Module):
-    """Two layers, as a transformer's feed-forward; its activations may be computed again in the backward."""
+    """Feed-forward block of a transformer; its activations may be recomputed in the backward."""
 
     def __init__(self, *, checkpointed: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Block(nn.Module):
         self.checkpointed = checkpointed
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add what the layers make of the input."""
+        """Run the layers, checkpointed or not."""
         if self.checkpointed:
             return checkpoint(self.mix, x, use_reentrant=False)
         return self.mix(x)
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class Fragile(nn.Module):
-    """The identity, which fails as it is told."""
+    """Identity whose forward or backward may fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,14 +65,14 @@ class _Identity(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """Blocks between two layers; numbers of rows that several ranks do not divide."""
+    """Blocks between two layers; some row counts are not divisible by the number of ranks."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
         self.blocks = nn.ModuleList([Block(**options) for _ in range(2)])
         self.fragile = Fragile()
-        self.spare = nn.Linear(3, 3)  # which no forward uses
+        self.spare = nn.Linear(3, 3)  # no forward uses it
 
     def forward(self, x: Tensor) -> Tensor:
         """Run all but the spare layer."""
@@ -99,7 +99,7 @@ LENGTHS = (
     ([3, 3], [7, 1, 2, 5], [4]),
     ([0], [2, 2], [1, 1, 3]),
 )
-"""Labels of the sequences of each rank: one rank has none in the second update, few in the third."""
+"""Number of labels of the sequences of each rank and update; some batches have none."""
 
 
 def sentences(rank: int) -> list[Any]:
@@ -108,7 +108,7 @@ def sentences(rank: int) -> list[Any]:
 
 
 def labelled(lengths: Sequence[int], *, seed: int) -> dict[str, Tensor]:
-    """Return sequences of which only as many tokens have a label."""
+    """Return sequences with labels for their first tokens only; length 0 means no label."""
     batch = tokens([max(1, length) for length in lengths], seed=seed)
     for row, length in enumerate(lengths):
         if not length:
@@ -117,7 +117,7 @@ def labelled(lengths: Sequence[int], *, seed: int) -> dict[str, Tensor]:
 
 
 def with_count(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-    """Return the mean over the labels, and how many there are."""
+    """Return the mean over the labels, and their number."""
     return token_mean(model, batch), (batch["labels"] != -100).sum()
 
 
@@ -127,39 +127,39 @@ def marked(batch: Any) -> Tensor:
 
 
 def two_terms(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-    """Return an error, and the mean size of the outputs of marked samples: NaN where there are none."""
+    """Return an error, and the mean squared norm of the outputs of marked samples (NaN without any)."""
     outputs = model(batch[0])
     size = outputs[batch[0][:, 0] > 0.5].square().sum() / marked(batch)
     return {"error": (outputs - batch[1]).square().mean(), "size": size}
 
 
 def marked_mean(model: nn.Module, batch: Any) -> Tensor:
-    """Return the mean size of the outputs of marked samples: NaN where there are none."""
+    """Return the mean squared norm of the outputs of marked samples (NaN without any)."""
     return two_terms(model, batch)["size"]
 
 
 def autocast_mse(model: nn.Module, batch: Any) -> Tensor:
-    """Return the error of a forward in bfloat16, where the model is in float32."""
+    """Return the error of a bfloat16 forward of a float32 model."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         outputs = model(batch[0])
     return (outputs.to(batch[1].dtype) - batch[1]).square().mean()
 
 
 def both_terms(model: nn.Module, batch: Any) -> Tensor:
-    """Return the sum of the terms of a large batch."""
+    """Return the sum of both terms on a large batch."""
     terms = two_terms(model, batch)
     return terms["error"] + terms["size"]
 
 
 class Forked(Net):
-    """A model that uses one of two layers."""
+    """Model with two additional layers, of which it uses one at most."""
 
     def __init__(self) -> None:
         super().__init__()
         self.only = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Use the second layer for some inputs that one rank alone has."""
+        """Use the second layer for inputs that only one rank has."""
         y = super().forward(x)
         return torch.where(x[:, :1] > 1.5, self.only[1](y), y) if (x[:, 0] > 1.5).any() else y
 
@@ -171,23 +171,23 @@ def forked() -> nn.Module:
 
 
 def adamw(parameters: Iterable[Any]) -> torch.optim.Optimizer:
-    """Return an optimizer whose steps depend on the scale of each element."""
+    """Return AdamW, whose steps depend on the scale of each gradient element."""
     return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1)
 
 
 @dataclass(frozen=True)
 class Task:
-    """A training.
+    """Training of a model.
 
     Attributes:
-        make: makes the model.
-        loss: of a micro-batch.
-        data: batches of a rank.
-        objective: loss of a large batch; None: `loss`.
-        optimizer: from parameters.
-        options: of the `Accumulator`.
-        pieces: samples of each micro-batch of a `Window`; 0: batches are cut by the library.
-        alone: the reference is an `Accumulator` of one process, which draws the same random numbers.
+        make: builds the model.
+        loss: loss of a micro-batch.
+        data: returns the batches of a rank.
+        objective: loss of a large batch (default: `loss`).
+        optimizer: builds the optimizer from parameters.
+        options: options of the `Accumulator`.
+        window_size: samples per micro-batch of a `Window`; 0: the library splits the batches.
+        alone: the reference is an `Accumulator` in one process, with the same random numbers.
     """
 
     make: Callable[[], nn.Module] = net
@@ -196,7 +196,7 @@ class Task:
     objective: Callable[[nn.Module, Any], Tensor] | None = None
     optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] = sgd
     options: dict[str, Any] = field(default_factory=lambda: {"microbatch_size": 2})
-    pieces: int = 0
+    window_size: int = 0
     alone: bool = False
 
 
@@ -204,7 +204,7 @@ CLIP = {"microbatch_size": 2, "max_grad_norm": 0.05}
 
 TASKS: dict[str, Task] = {
     "clipped": Task(options=CLIP, optimizer=adamw),
-    "windows": Task(pieces=2),
+    "windows": Task(window_size=2),
     "tokens": Task(
         make=tiny_lm,
         loss=token_mean,
@@ -243,7 +243,7 @@ TASKS: dict[str, Task] = {
         loss=autocast_mse,
         data=lambda rank: [tuple(each.float() for each in batch) for batch in samples(rank)],
     ),
-    # A factor such as 2/11 is wrong by 0.2 % in bfloat16, and the gradient of such a loss is.
+    # A factor such as 2/11 is wrong by 0.2 % in bfloat16, and so is the gradient of the loss.
     "bfloat16 loss": Task(
         make=lambda: net().float(),
         loss=lambda model, batch: mse(model, batch).bfloat16(),
@@ -257,19 +257,19 @@ TASKS: dict[str, Task] = {
 
 
 def joined(batches: Sequence[Any]) -> Any:
-    """Return one batch of the samples of several."""
+    """Concatenate batches."""
     if isinstance(batches[0], dict):
         return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
     return tuple(map(torch.cat, zip(*batches, strict=True)))
 
 
 def large_batches(task: Task, ranks: int) -> list[Any]:
-    """Return the batches of all ranks together, one for each update."""
+    """Return the batches of all ranks, concatenated for each update."""
     return [joined(batches) for batches in zip(*(task.data(rank) for rank in range(ranks)), strict=True)]
 
 
 def reference(task: Task, ranks: int) -> tuple[nn.Module, LargeBatch]:
-    """Return the model that the large batches have trained, and what was seen."""
+    """Return the model trained on the large batches, and the records."""
     from superbatch.torch import Accumulator
 
     model = task.make().double()
@@ -288,7 +288,7 @@ def reference(task: Task, ranks: int) -> tuple[nn.Module, LargeBatch]:
 
 
 def rounded(task: Task, ranks: int) -> dict[str, Tensor]:
-    """Return the parameters that the large batches train in the task's own precision."""
+    """Return the parameters trained on the large batches in the task's own precision."""
     model = task.make()
     large_batch(task.optimizer(model.parameters()), lambda b: task.loss(model, b), large_batches(task, ranks))
     return {name: each.detach() for name, each in model.named_parameters()}
@@ -299,7 +299,7 @@ def _in_float64(batch: Any) -> Any:
 
 
 def errors(parameters: dict[str, Tensor], trained: nn.Module, start: nn.Module) -> dict[str, float]:
-    """Return the error of each parameter, relative to how far the reference has moved: some must not move."""
+    """Return the error of each parameter, relative to the reference's change (inf if that is zero)."""
     before = start.state_dict()
     found: dict[str, float] = {}
     assert any(not torch.equal(each, before[name]) for name, each in trained.state_dict().items()), "premise"

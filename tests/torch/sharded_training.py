@@ -1,4 +1,4 @@
-"""Trainings of sharded models on each of several ranks, and what the tests read of them."""
+"""Trainings of sharded models on each rank, and the results that the tests read."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True)
 class Place:
-    """How models are sharded, and whose data this rank has.
+    """Sharding of a model, and the data of this rank.
 
     Attributes:
         shard: shards a model.
-        rank: among those that have data of their own.
+        rank: index among the ranks with data of their own.
     """
 
     shard: Callable[[nn.Module], nn.Module]
@@ -42,9 +42,9 @@ class Place:
 
 
 def fully(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
-    """Give each module that has layers of its own to `fully_shard`, and the model."""
+    """Apply `fully_shard` to each module with submodules, then to the model."""
     inner = dict(options)
-    if "mp_policy" in options:  # the outputs of the model alone have its dtype
+    if "mp_policy" in options:  # only the outputs of the model get this dtype
         inner["mp_policy"] = replace(options["mp_policy"], output_dtype=None)
     for module in list(model.modules())[:0:-1]:
         if list(module.children()) and not isinstance(module, nn.ModuleList):
@@ -54,22 +54,22 @@ def fully(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Return all of a tensor."""
+    """Return a tensor, unsharded."""
     every = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return every.detach().clone()
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters."""
+    """Return all parameters, unsharded."""
     return {name.removeprefix("module."): full(each) for name, each in model.named_parameters()}
 
 
 def batches(task: Task, rank: int) -> list[Any]:
-    """Return the batches of a rank, or windows over them."""
+    """Return the batches of a rank, or windows of their micro-batches."""
     found = task.data(rank)
-    if not task.pieces:
+    if not task.window_size:
         return found
-    return [Window(list(zip(*(t.split(task.pieces) for t in batch), strict=True))) for batch in found]
+    return [Window(list(zip(*(t.split(task.window_size) for t in batch), strict=True))) for batch in found]
 
 
 class Training:
@@ -95,7 +95,7 @@ class Training:
         self.exchanges.append(exchanges(self.model) - before)
 
     def found(self) -> Found:
-        """Return what the test compares."""
+        """Return the results that the tests compare."""
         return {
             "parameters": whole(self.model),
             "losses": [u.loss for u in self.updates],
@@ -111,12 +111,12 @@ class Training:
 
 
 def local(tensor: Any) -> Tensor:
-    """Return this rank's part of a tensor."""
+    """Return this rank's shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def exchanges(model: nn.Module) -> int:
-    """Return how many exchanges there have been among the ranks that share parameters."""
+    """Return the number of collectives so far among the ranks that share parameters."""
     return sum(FSDP2([model]).exchanges().values())
 
 
@@ -129,7 +129,7 @@ def trained(task: Task, place: Place, **options: Any) -> Found:
 
 
 def by_hand(task: Task, place: Place) -> Found:
-    """Train in a loop of one's own, with a forward without gradient after each update."""
+    """Train in a user-defined loop, with a forward under no_grad after each update."""
     training = Training(task, place)
     for batch in batches(task, place.rank):
         with training.accumulate.window(batch) as window:
@@ -142,7 +142,7 @@ def by_hand(task: Task, place: Place) -> Found:
 
 
 def of_gradient(task: Task, place: Place) -> Found:
-    """Add up the gradients of all batches, and make one step."""
+    """Accumulate the gradients of all batches, and make one step."""
     model = place.shard(task.make())
     optimizer = task.optimizer(model.parameters())
     gradient_of = Gradient(model, partial(task.loss, model), microbatch_size=2, check=False)
@@ -153,14 +153,14 @@ def of_gradient(task: Task, place: Place) -> Found:
 
 
 def resumed(task: Task, place: Place, *, inside: bool, at: int = 1, **options: Any) -> Found:
-    """Save before an update, or inside it after two turns, and resume with a new model.
+    """Save before an update, or inside it after two micro-batches; resume in new objects.
 
     Args:
         task: the training.
-        place: of the model.
-        inside: whether the window has begun.
-        at: the update.
-        options: of the `Accumulator`.
+        place: sharding of the model.
+        inside: save inside the window.
+        at: index of the update.
+        options: options of the `Accumulator`.
     """
     first, data = Training(task, place, **options), batches(task, place.rank)
     for batch in data[:at]:
@@ -185,24 +185,24 @@ def resumed(task: Task, place: Place, *, inside: bool, at: int = 1, **options: A
 
 
 class BrokenError(Exception):
-    """An error of the user's program."""
+    """Error in user code."""
 
 
 class Fails:
-    """Lets one rank fail where it has more than two samples.
+    """Makes one rank fail on more than two samples.
 
     Args:
-        where: ``"loss"``, ``"forward"`` or ``"backward"``, the latter two in the middle of the model.
+        where: ``"loss"``, ``"forward"`` or ``"backward"``; the latter two fail in the middle of the model.
         how: ``"memory"`` or ``"error"``.
-        here: this is the rank.
+        here: True on the failing rank.
     """
 
     def __init__(self, where: str, how: str, *, here: bool) -> None:
         self.where, self.how, self.armed = where, how, here
-        self.inside = 0  # how often the model has come there
+        self.inside = 0  # number of calls at `where`
 
     def __call__(self, x: Tensor, where: str) -> None:
-        """Fail there."""
+        """Fail if `where` is the place."""
         self.inside += where == self.where
         if self.armed and where == self.where and len(x) > 2:
             raise (
@@ -213,7 +213,7 @@ class Fails:
 
 
 def failing(place: Place, where: str, how: str, bad: int, **options: Any) -> Found:
-    """Train, and go on after one rank has failed in the first window."""
+    """Train; after an error of one rank, repeat the window."""
     task, fails = Task(options={"microbatch_size": 4}), Fails(where, how, here=place.rank == bad)
 
     def loss(batch: Any) -> Tensor:
@@ -229,7 +229,7 @@ def failing(place: Place, where: str, how: str, bad: int, **options: Any) -> Fou
         before = whole(model)
         try:
             training.run(batch)
-        except Exception as error:  # noqa: BLE001 - the test looks at it
+        except Exception as error:  # noqa: BLE001 - the test checks it
             same = all(torch.equal(value, before[name]) for name, value in whole(model).items())
             outcome.append((type(error).__name__, str(error), same, training.found()["gradients"]))
             fails.armed = False
@@ -238,7 +238,7 @@ def failing(place: Place, where: str, how: str, bad: int, **options: Any) -> Fou
 
 
 def stopped(place: Place, loss: Any, **options: Any) -> Found:
-    """Return the error of a training's first update, and whether everything is as before."""
+    """Return the error of the first update, and True if the parameters are unchanged."""
     task = Task(options={"microbatch_size": 2})
     model = place.shard(task.make())
     optimizer = task.optimizer(model.parameters())
@@ -246,14 +246,14 @@ def stopped(place: Place, loss: Any, **options: Any) -> Found:
     before = whole(model)
     try:
         accumulate(batches(task, place.rank)[0])
-    except Exception as error:  # noqa: BLE001 - the test looks at it
+    except Exception as error:  # noqa: BLE001 - the test checks it
         same = all(torch.equal(value, before[name]) for name, value in whole(model).items())
         return {"outcome": (type(error).__name__, str(error), same)}
     return {"outcome": None}
 
 
 def not_finite(model: nn.Module, batch: Any, *, gradient: bool, rank: int) -> Tensor:
-    """Return a loss that is not finite on one rank, or whose gradient alone is not."""
+    """Return a loss that is non-finite on one rank, or whose gradient is."""
     value = mse(model, batch)
     if rank:
         return value + (value * 0).sqrt() if gradient else value * math.nan
@@ -261,7 +261,7 @@ def not_finite(model: nn.Module, batch: Any, *, gradient: bool, rank: int) -> Te
 
 
 def left_as_set(place: Place) -> Found:
-    """Return what FSDP2 is set to before and after a window, and how it computes without one."""
+    """Return FSDP2's settings before and after a window, and gradients of FSDP2 alone."""
     training = Training(Task(), place)
 
     def settings() -> list[Any]:
@@ -273,7 +273,7 @@ def left_as_set(place: Place) -> Found:
 
     before, batch = settings(), batches(Task(), place.rank)[0]
     training.run(batch)
-    mse(training.model, batch).backward()  # as FSDP2 does it: the mean over the ranks
+    mse(training.model, batch).backward()  # by FSDP2 alone: the mean over the ranks
     gradients = {name: full(p.grad) for name, p in training.model.named_parameters() if p.grad is not None}
     return {"before": before, "after": settings(), "parameters": whole(training.model), "own": gradients}
 
@@ -281,12 +281,12 @@ def left_as_set(place: Place) -> Found:
 def _groups(module: Any) -> list[Any]:
     if not hasattr(module, "_get_fsdp_state"):
         return []
-    state = module._get_fsdp_state()  # of an older torch with one group
+    state = module._get_fsdp_state()  # older torch has one group
     return state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
 
 
 def run(cells: dict[str, Callable[[], Found]], chosen: list[str]) -> dict[str, Found]:
-    """Return what each cell found, and the warnings that it gave."""
+    """Run the chosen cells; return the results and warnings of each."""
     found: dict[str, Found] = {}
     for name, cell in cells.items():
         if not chosen or name in chosen:
@@ -299,7 +299,7 @@ def run(cells: dict[str, Callable[[], Found]], chosen: list[str]) -> dict[str, F
 
 
 def join(rank: int, folder: Path, count: int) -> None:
-    """Make a process group."""
+    """Initialize the process group."""
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder / 'store'}",
@@ -310,7 +310,7 @@ def join(rank: int, folder: Path, count: int) -> None:
 
 
 def leave(found: Any, rank: int, folder: Path) -> None:
-    """Leave what came out in the folder, and end the process."""
+    """Write the results into the folder, and end the process."""
     torch.save(found, folder / f"{rank}.pt")
     dist.barrier()
     end_rank()

@@ -1,4 +1,4 @@
-"""Models whose memory is worth predicting: small, but larger than what is constant."""
+"""Models for predictions of memory: small, but larger than constant overhead."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Transformer(nn.Module):
 
 
 class Tied(nn.Module):
-    """The embedding's weight is the head's."""
+    """Model with tied embedding and head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Checkpointed(nn.Module):
 
 
 class Square(torch.autograd.Function):
-    """A function of the user's own, which no torch function sees."""
+    """Custom autograd function, invisible to overrides of torch functions."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

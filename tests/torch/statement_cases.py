@@ -1,4 +1,4 @@
-"""Models, batches and losses of which correct statements are known, in every precision that is trained in."""
+"""Models, batches and losses with known correct declarations, in every precision of training."""
 
 from __future__ import annotations
 
@@ -25,19 +25,21 @@ WORDS, TIMES, FEATURES, CLASSES = 11, 8, 6, 5
 
 
 def check(
-    model: nn.Module, loss_fn: Callable[[Any], Any], batch: Any, *, size: int = 4, **stated: Any
+    model: nn.Module, loss_fn: Callable[[Any], Any], batch: Any, *, size: int = 4, **declared: Any
 ) -> Checked:
-    """Check a statement on the micro-batches of a batch, as the first window does."""
-    planned = plan(batch)
-    pieces = [planned.take(at, min(at + size, planned.samples)) for at in range(0, planned.samples, size)]
-    return check_declaration(Problem(model, loss_fn, **stated), pieces)
+    """Check a declaration on the micro-batches of a batch, as the first window does."""
+    splitter = plan(batch)
+    microbatches = [
+        splitter.take(at, min(at + size, splitter.samples)) for at in range(0, splitter.samples, size)
+    ]
+    return check_declaration(Problem(model, loss_fn, **declared), microbatches)
 
 
 # -- precisions -------------------------------------------------------------------------------------------
 
 
 class TensorFloat32(TorchDispatchMode):
-    """Rounds the factors of float32 products to 10 bits of mantissa, as a GPU with TF32 does."""
+    """Rounds the factors of float32 products to 10 bits of mantissa, as TF32 does on a GPU."""
 
     PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution")
 
@@ -59,7 +61,7 @@ def round_mantissa(x: Any, bits: int = 10) -> Any:
 
 
 class RoundedProduct(torch.autograd.Function):
-    """A product with factors of 10 bits of mantissa in any dtype: rounding that float64 does not remove."""
+    """Product with factors of 10 bits of mantissa in any dtype: float64 does not remove this rounding."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -86,7 +88,7 @@ class ShortLinear(nn.Linear):
 
 
 class Precision:
-    """A dtype of parameters and batch, and how a loss is computed."""
+    """Dtype of parameters and batch, and the context of the forward."""
 
     def __init__(
         self, dtype: torch.dtype, *, autocast: torch.dtype | None = None, tf32: bool = False
@@ -138,7 +140,7 @@ class Residual(nn.Module):
 
 
 class Images(nn.Module):
-    """Convolutions over rows that are turned into small images."""
+    """Convolutions over rows, reshaped to small images."""
 
     def __init__(self, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
@@ -168,7 +170,7 @@ class Tied(nn.Module):
 
 
 class Complex(nn.Module):
-    """Complex products, whose gradients are complex; in 16 bits there are none."""
+    """Complex products with complex gradients; 16-bit dtypes have none."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -201,7 +203,7 @@ ROW_MODELS: dict[str, Net] = {
     "InstanceNorm images": lambda: Images(lambda c: nn.InstanceNorm2d(c, affine=True)),
     "tied weights": Tied,
     "short products": short_products,
-    "spectral norm": lambda: nn.Sequential(
+    "weight norm": lambda: nn.Sequential(
         nn.utils.parametrizations.weight_norm(nn.Linear(FEATURES, 32)), nn.SiLU(), nn.Linear(32, CLASSES)
     ),
 }  # fmt: skip
@@ -263,7 +265,7 @@ ROW_LOSSES: dict[str, tuple[Callable[[Tensor, Any], Tensor], dict[str, Any]]] = 
 
 
 class Tokens(nn.Module):
-    """An embedding, a body over (samples, times, width), and logits of words."""
+    """Embedding, a body over (samples, times, width), and logits over words."""
 
     def __init__(self, body: Callable[[int], nn.Module], *, tied: bool = False, sparse: bool = False) -> None:
         super().__init__()
@@ -280,7 +282,7 @@ class Tokens(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention with a bias of keys, whose gradient is nothing but rounding."""
+    """Causal attention with a bias of keys, whose gradient is only rounding error."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -297,7 +299,7 @@ class Attention(nn.Module):
 
 
 class Experts(nn.Module):
-    """The best two of four experts for each token."""
+    """Top-2 of four experts for each token."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -307,11 +309,11 @@ class Experts(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         routing = self.gate(h).softmax(-1)
-        best, which = routing.topk(2, -1)
+        best, chosen = routing.topk(2, -1)
         shares = best / best.sum(-1, keepdim=True)
         out = h
         for number, expert in enumerate(self.experts):
-            out = out + (shares * (which == number)).sum(-1, keepdim=True) * expert(h)
+            out = out + (shares * (chosen == number)).sum(-1, keepdim=True) * expert(h)
         return out
 
 
@@ -357,7 +359,7 @@ def mean_per_sample(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 
 def guarded_mean(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """A token mean that is guarded against a division by 0, as many are."""
+    """Token mean with the common guard against division by zero."""
     kept = batch["labels"] != -100
     return each_token(out, batch).sum() / (kept.sum() + 1e-6)
 

@@ -1,4 +1,4 @@
-"""Everything that a window may have changed, as one flat dictionary that can be compared bit for bit."""
+"""All state that a window may change, as one flat dictionary that can be compared bitwise."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
-def fingerprint(*things: Any, generators: bool = True) -> dict[str, Any]:
-    """Describe modules, other things with a state, and the random generators, by name.
+def fingerprint(*objects: Any, generators: bool = True) -> dict[str, Any]:
+    """Return the state of modules, other objects and the random generators, by name.
 
     Args:
-        things: modules, and objects with `state_dict()`.
-        generators: torch's, Python's and NumPy's global generators too.
+        objects: modules, and objects with `state_dict()`.
+        generators: include torch's, Python's and NumPy's global generators.
     """
     found: dict[str, Any] = {}
-    for number, thing in enumerate(things):
-        name = f"{type(thing).__name__} {number}"
-        parts = _of_module(thing) if isinstance(thing, nn.Module) else thing.state_dict()
+    for number, item in enumerate(objects):
+        name = f"{type(item).__name__} {number}"
+        parts = _of_module(item) if isinstance(item, nn.Module) else item.state_dict()
         found.update(_flat(parts, name))
     if generators:
         found["torch generator"] = torch.get_rng_state()
@@ -35,7 +35,7 @@ def fingerprint(*things: Any, generators: bool = True) -> dict[str, Any]:
 
 
 def assert_unchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Fail with the list of all that differs; NaN equals NaN."""
+    """Fail with a list of all differences; NaN equals NaN."""
     gone, new = sorted(before.keys() - after.keys()), sorted(after.keys() - before.keys())
     changed = [name for name in before if name in after and not _same(before[name], after[name])]
     differing = {"gone": gone, "new": new, "changed": changed}
@@ -71,7 +71,7 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _flat(inner, f"{name}.{key}")
-    elif isinstance(value, list | tuple) and len(value) < 100:  # a generator's state is one thing
+    elif isinstance(value, list | tuple) and len(value) < 100:  # keep the state of a generator as one value
         for key, inner in enumerate(value):
             yield from _flat(inner, f"{name}.{key}")
     else:

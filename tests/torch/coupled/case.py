@@ -1,4 +1,4 @@
-"""What a case consists of: a model, a batch, and the loss that a user would write for the real batch."""
+"""Test case of coupled samples: a model, a batch, and the loss that a user would write for the real batch."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model with a loss, whose gradient for the real batch is known from plain PyTorch.
+    """Model with a loss, whose gradient on the real batch is known from plain PyTorch.
 
     Attributes:
-        name: unique; also the seed of the model.
-        build: the model as a user makes it, in the mode that it is trained in. Tests call `make`.
-        data: a batch of n samples, the same at every call: nested tensors, all with n samples first. Tests
+        name: unique; also seeds the model.
+        build: returns the model as a user builds it, in its mode of training. Tests call `make`.
+        data: returns a batch of n samples, the same at every call: nested tensors with n samples first. Tests
             call `batch`.
-        loss: unchanged user code for the whole batch; a scalar. It may call `backward` itself before.
+        loss: unchanged user code for the whole batch; returns a scalar. It may call `backward` itself before.
         coupled: plain accumulation (the mean over micro-batches, weighted by their samples) gives a wrong
-            gradient. A loss that is a sum is no such mean, and counts as coupled.
-        random: the model or the loss draws numbers.
+            gradient. A loss that is a sum over samples is not a mean, and counts as coupled.
+        random: the model or the loss draws random numbers.
         buffers: the forward changes buffers.
-        parameters_still: names of the parameters that get no gradient.
-        n: the number of samples, no multiple of `microbatch`.
-        microbatch: samples of a micro-batch.
-        min_n: the fewest samples that plain PyTorch can run.
-        wrap: "inputs" when the labels (`batch["y"]`) are left plain tensors, "all" when nothing is.
-        tolerance: largest relative error of a gradient, where its condition asks for more than 1e-12.
-        may_refuse: a clear error is as good as the gradient: torch's own subclasses of tensors fail here.
-        note: where the case comes from, or what it is hard for.
+        without_gradient: names of the parameters without a gradient.
+        n: number of samples, not a multiple of `microbatch`.
+        microbatch: number of samples of a micro-batch.
+        min_n: least number of samples that plain PyTorch can run.
+        wrap: "inputs" keeps the labels (`batch["y"]`) plain tensors, "all" wraps every tensor.
+        tolerance: largest relative error of a gradient; above 1e-12 if the gradient is ill-conditioned.
+        may_refuse: a clear error passes too: torch's own tensor subclasses fail here.
+        note: source of the case, or its difficulty.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Case:
     coupled: bool
     random: bool = False
     buffers: bool = False
-    parameters_still: tuple[str, ...] = ()
+    without_gradient: tuple[str, ...] = ()
     n: int = 14
     microbatch: int = 4
     min_n: int = 2
@@ -59,7 +59,7 @@ class Case:
     def make(self) -> nn.Module:
         """Build the model in float64, the same at every call.
 
-        All parameters are moved away from ones and zeros, with which a wrong factor would not show.
+        All parameters are moved away from ones and zeros, which would hide a wrong factor.
         """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(zlib.crc32(self.name.encode()))
@@ -70,14 +70,14 @@ class Case:
         return model
 
     def batch(self, n: int | None = None) -> Any:
-        """Return the batch of n samples (`self.n` of them by default)."""
+        """Return the batch of n samples (default: `self.n`)."""
         n = self.n if n is None else n
         assert n >= self.min_n, f"{self.name} needs {self.min_n} samples"
         return self.data(n)
 
 
 class Apply(nn.Module):
-    """A module made of a function: `forward(*inputs)` is `function(module, *inputs)`."""
+    """Module made from a function: `forward(*inputs)` is `function(module, *inputs)`."""
 
     def __init__(self, function: Callable[..., Any], **parts: nn.Module | nn.Parameter | Tensor) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Every case, by subject and by name."""
+"""All cases, by group and by name."""
 
 from __future__ import annotations
 
@@ -37,4 +37,4 @@ GROUPS: dict[str, list[Case]] = {
 
 ALL = [case for group in GROUPS.values() for case in group]
 CASES: dict[str, Case] = {case.name: case for case in ALL}
-assert len(CASES) == len(ALL), "two cases have one name"
+assert len(CASES) == len(ALL), "two cases have the same name"

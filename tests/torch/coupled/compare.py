@@ -1,4 +1,4 @@
-"""Run a case by a backend, and compare gradients, buffers and loss with those of the real batch."""
+"""Run a case with a backend, and compare gradients, buffers and loss with those of the real batch."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from superbatch.batch import tree
 from tests.torch.coupled.case import Case, Loss
 
 Backend = Callable[[nn.Module, Any, Loss], Tensor]
-"""(model, batch, loss_fn) -> loss; leaves `.grad`. `batch` is what a backend may cut or wrap."""
+"""(model, batch, loss_fn) -> loss; sets `.grad`. A backend may split or wrap `batch`."""
 
-SEED = 20  # of what the model draws in its forward
-ZERO = 1e-10  # a gradient this much smaller than the model's largest is rounding of a zero
+SEED = 20  # of the random numbers in the forward
+ZERO = 1e-10  # a gradient this small relative to the model's largest is a zero with rounding errors
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one forward and backward left behind.
+    """Results of one forward and backward.
 
     Attributes:
         loss: the loss.
-        gradients: `.grad` by name of parameter; None where there is none.
-        buffers: by name, those that are not in the state_dict too.
+        gradients: `.grad` by name of the parameter; None if it has none.
+        buffers: by name, including non-persistent ones.
     """
 
     loss: Tensor
@@ -35,14 +35,14 @@ class Result:
 
 
 def full_batch(model: nn.Module, batch: Any, loss_fn: Loss) -> Tensor:
-    """Forward and backward of the whole batch: the reference."""
+    """Run forward and backward on the whole batch: the reference."""
     loss = loss_fn(model, batch)
     loss.backward()
     return loss
 
 
 def plain_accumulation(microbatch: int) -> Backend:
-    """Mean over micro-batches, weighted by their samples: wrong where samples are coupled."""
+    """Return a backend that averages micro-batches, weighted by samples: wrong if samples are coupled."""
 
     def run(model: nn.Module, batch: Any, loss_fn: Loss) -> Tensor:
         n = tree.count_samples(batch)
@@ -64,10 +64,10 @@ def run_with(
 
     Args:
         case: the case.
-        n: number of samples; None for the case's own.
-        backend: gets the model, the batch and the loss. With `wrap="inputs"` the batch lacks its labels, and
-            the loss puts the plain ones back, as a user does who wraps the inputs alone.
-        wrap: in place of `case.wrap`.
+        n: number of samples (default: the case's own).
+        backend: called with the model, the batch and the loss. With `wrap="inputs"` the batch has no
+            labels: the loss adds the plain ones, as for a user who wraps only the inputs.
+        wrap: overrides `case.wrap`.
     """
     model, batch = case.make(), case.batch(n)
     loss_fn = case.loss
@@ -91,23 +91,24 @@ def run_with(
 
 
 def reference(case: Case, n: int | None = None) -> Result:
-    """The real batch in plain PyTorch."""
+    """Run the real batch in plain PyTorch."""
     return run_with(case, n, full_batch)
 
 
 def assert_equal(reference: Result, other: Result, tolerance: float = 1e-12) -> None:
-    """Compare loss, gradients and buffers, and fail with the list of all that differ.
+    """Compare loss, gradients and buffers; fail with a list of all differences.
 
-    The error of a gradient is the 2-norm of the difference, relative to the reference's; where that is a
-    zero up to rounding (a bias before BatchNorm) relative to the largest gradient of the model. A buffer
-    that is such a zero (the running mean of what is centred) is compared absolutely.
+    The error of a gradient is the 2-norm of the difference, divided by the norm of the reference. If the
+    reference is zero up to rounding (a bias before BatchNorm), the divisor is the largest gradient norm of
+    the model. A buffer that is zero up to rounding (the running mean of centred values) is compared
+    absolutely.
     """
     failures = differences(reference, other, tolerance)
     assert not failures, "not the gradient of the real batch:\n" + "\n".join(failures)
 
 
 def differences(reference: Result, other: Result, tolerance: float) -> list[str]:
-    """One line for each value that differs by more than the tolerance."""
+    """Return one line for each value that differs by more than the tolerance."""
     found = []
     loss, expected = float(other.loss), float(reference.loss)
     if not abs(loss - expected) <= tolerance * max(abs(expected), 1.0):
@@ -127,7 +128,7 @@ def differences(reference: Result, other: Result, tolerance: float) -> list[str]
 
 
 def gradient_error(reference: Result, other: Result) -> float:
-    """Norm of the difference of whole gradients, relative to the reference's."""
+    """Return the norm of the difference of the two gradients, relative to the reference's norm."""
     wrong, size = torch.zeros(()), torch.zeros(())
     for name, expected in reference.gradients.items():
         actual = other.gradients[name]

@@ -1,4 +1,4 @@
-"""Operators of torch.library with a backward, as extensions register them; no engine has a rule for them."""
+"""Custom torch.library operators with a backward, as in extensions; no engine has rules for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _(x: Tensor, slope: float) -> Tensor:
     return torch.empty_like(x)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
     x, ctx.slope = inputs
     ctx.save_for_backward(x)
 
@@ -29,12 +29,12 @@ def _bent_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return grad * (torch.cos(x) + ctx.slope), None
 
 
-bent.register_autograd(_bent_backward, setup_context=_keep)
+bent.register_autograd(_bent_backward, setup_context=_save)
 
 
 @torch.library.custom_op("superbatch_test_cases::centred", mutates_args=())
 def centred(x: Tensor) -> Tensor:
-    """Mixes the batch: x less its mean over dimension 0."""
+    """Coupled: x minus its mean over dimension 0."""
     return x - x.mean(0)
 
 

@@ -1,4 +1,4 @@
-"""Batches: functions n -> nested tensors with n samples first, the same at every call."""
+"""Batches as functions of n: nested tensors with n samples first, the same at every call."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def image_views(n: int) -> dict[str, Tensor]:
 
 
 def tokens(n: int) -> dict[str, Tensor]:
-    """7 tokens out of 11, ragged: `mask` is true on 3 to 7 first ones; 3 classes."""
+    """7 tokens of a vocabulary of 11, padded: `mask` is true on the first 3 to 7; 3 classes."""
     lengths = integers(8, n, seed=1, low=3)
     return {
         "x": integers(11, n, 7),

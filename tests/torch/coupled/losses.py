@@ -8,13 +8,13 @@ from torch.nn import functional as F
 
 
 def info_nce(a: Tensor, b: Tensor, temperature: Tensor | float = 0.2) -> Tensor:
-    """Cross entropy over the rows of the similarities of two views."""
+    """Cross entropy over the rows of the similarity matrix of two views."""
     a, b = F.normalize(a, dim=1), F.normalize(b, dim=1)
     return F.cross_entropy(a @ b.T / temperature, torch.arange(a.shape[0], device=a.device))
 
 
 def clip(a: Tensor, b: Tensor, logit_scale: Tensor) -> Tensor:
-    """CLIP's symmetrical loss, with a learnt temperature."""
+    """CLIP's symmetric loss, with a learnt temperature."""
     a, b = a / a.norm(dim=1, keepdim=True), b / b.norm(dim=1, keepdim=True)
     logits = logit_scale.exp() * a @ b.t()
     labels = torch.arange(logits.shape[0], device=logits.device)
@@ -22,7 +22,7 @@ def clip(a: Tensor, b: Tensor, logit_scale: Tensor) -> Tensor:
 
 
 def nt_xent(a: Tensor, b: Tensor, temperature: float = 0.5) -> Tensor:
-    """SimCLR: 2N views, every other one a negative."""
+    """SimCLR's loss of 2N views; all views but the positive are negatives."""
     z = F.normalize(torch.cat([a, b]), dim=1)
     n = a.size(0)
     similarity = z @ z.T / temperature
@@ -32,7 +32,7 @@ def nt_xent(a: Tensor, b: Tensor, temperature: float = 0.5) -> Tensor:
 
 
 def triplet_hard(z: Tensor, labels: Tensor, margin: float = 0.5) -> Tensor:
-    """Farthest positive and nearest negative of each sample within the batch."""
+    """Triplet loss with the farthest positive and the nearest negative of each sample in the batch."""
     distance = torch.cdist(z, z)
     same = labels[:, None] == labels[None, :]
     positive = distance.masked_fill(~same, float("-inf")).max(dim=1).values
@@ -76,7 +76,7 @@ def _off_diagonal(c: Tensor) -> Tensor:
 
 
 def sup_con(z: Tensor, labels: Tensor, temperature: float = 0.3) -> Tensor:
-    """Supervised contrastive loss; samples without a positive are left out of the mean."""
+    """Supervised contrastive loss; a sample without a positive contributes zero to the mean."""
     z = F.normalize(z, dim=1)
     n = z.shape[0]
     logits = z @ z.T / temperature
@@ -90,7 +90,7 @@ def sup_con(z: Tensor, labels: Tensor, temperature: float = 0.3) -> Tensor:
 
 
 def alignment_and_uniformity(a: Tensor, b: Tensor) -> Tensor:
-    """Wang and Isola; `pdist` over the batch."""
+    """Wang and Isola's loss; `pdist` over the batch."""
     a, b = F.normalize(a, dim=1), F.normalize(b, dim=1)
     align = (a - b).norm(p=2, dim=1).pow(2).mean()
     uniform = sum(torch.pdist(z, p=2).pow(2).mul(-2).exp().mean().log() for z in (a, b))
@@ -106,7 +106,7 @@ def siglip(a: Tensor, b: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
 
 
 def negative_cosine(p: Tensor, z: Tensor) -> Tensor:
-    """SimSiam and BYOL: no gradient through the target."""
+    """Loss of SimSiam and BYOL: no gradient through the target."""
     return -F.cosine_similarity(p, z.detach(), dim=-1).mean()
 
 
@@ -123,7 +123,7 @@ def dice(logits: Tensor, masks: Tensor) -> Tensor:
 
 
 def hsic(a: Tensor, b: Tensor) -> Tensor:
-    """Linear centred kernel alignment of two sets of features."""
+    """One minus the linear centred kernel alignment of two feature matrices."""
     n = a.shape[0]
     centre = torch.eye(n, dtype=a.dtype) - torch.full((n, n), 1 / n, dtype=a.dtype)
     k, q = centre @ (a @ a.T) @ centre, centre @ (b @ b.T) @ centre
@@ -131,7 +131,7 @@ def hsic(a: Tensor, b: Tensor) -> Tensor:
 
 
 def maximum_mean_discrepancy(a: Tensor, b: Tensor) -> Tensor:
-    """Gaussian kernels, with the median distance as the width."""
+    """Squared maximum mean discrepancy; the median squared distance is the width of the Gaussian kernel."""
     z = torch.cat([a, b])
     squares = torch.cdist(z, z).pow(2)
     kernel = torch.exp(-squares / squares.detach().median())
@@ -154,14 +154,14 @@ def concordance(prediction: Tensor, target: Tensor) -> Tensor:
 
 
 def cox(risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
-    """Negative partial likelihood of Cox: who is still at risk is decided by sorting the batch."""
+    """Negative partial log-likelihood of Cox; sorting the batch gives each sample's risk set."""
     order = torch.argsort(time, descending=True)
     risk, event = risk[order], event[order]
     return -((risk - torch.logcumsumexp(risk, dim=0)) * event).sum() / event.sum()
 
 
 def sinkhorn(scores: Tensor, rounds: int = 3) -> Tensor:
-    """SwAV: assignments that use all prototypes alike; no gradient."""
+    """SwAV's assignments, spread evenly over the prototypes; no gradient."""
     with torch.no_grad():
         q = torch.exp(scores / 0.3).t()
         q = q / q.sum()

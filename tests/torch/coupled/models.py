@@ -88,7 +88,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet50(nn.Module):
-    """torchvision's layout (3, 4, 6, 3 bottlenecks), narrow."""
+    """torchvision's layout (3, 4, 6, 3 bottlenecks), with few channels."""
 
     def __init__(self, width: int = 2) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class ResNet50(nn.Module):
 def mlp(
     width: int = 16, *, norm: Callable[[int], nn.Module] = nn.BatchNorm1d, dropout: float = 0
 ) -> nn.Module:
-    """Two hidden layers with a norm, for `data.rows`."""
+    """Two hidden layers with a norm each, for `data.rows`."""
     layers: list[nn.Module] = []
     ins = 6
     for _ in range(2):
@@ -147,7 +147,7 @@ def encoder(norm: str = "batch", *, outs: int = 5) -> nn.Module:
 
 
 def head(ins: int = 5, outs: int = 5) -> nn.Module:
-    """Projection head with BatchNorm, the last one without weights (as in BYOL and SimSiam)."""
+    """Projection head with BatchNorm; the last BatchNorm has no weights (as in BYOL and SimSiam)."""
     return nn.Sequential(
         nn.Linear(ins, 8, bias=False),
         nn.BatchNorm1d(8),
@@ -210,7 +210,7 @@ class UNet(nn.Module):
 
 
 class ConvNeXtBlock(nn.Module):
-    """Depthwise 7x7, LayerNorm over channels last, layer scale, drop-path of samples."""
+    """Depthwise 7x7, LayerNorm over the last dimension (channels), layer scale, drop-path per sample."""
 
     def __init__(self, width: int, drop: float = 0.0) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class ConvNeXtBlock(nn.Module):
 
 
 def drop_path(x: Tensor, drop: float) -> Tensor:
-    """One coin per sample, as timm writes it."""
+    """Drop whole samples at random, as timm writes it."""
     if drop == 0:
         return x
     keep = 1 - drop
@@ -250,12 +250,12 @@ def convnext(drop: float = 0.0) -> nn.Module:
 
 
 class Named(nn.Module):
-    """Several modules and parameters under one roof, to be used by a loss."""
+    """Container of modules and parameters for a loss."""
 
     def __init__(self, **parts: Any) -> None:
         super().__init__()
         for name, part in parts.items():
             setattr(self, name, part)
 
-    def __getattr__(self, name: str) -> Any:  # the parts are of any type
+    def __getattr__(self, name: str) -> Any:  # attributes are of any type
         return super().__getattr__(name)

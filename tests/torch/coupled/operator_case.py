@@ -1,4 +1,4 @@
-"""One operator with its inputs: what a rule for its batch dimension is tested with."""
+"""Test case of an operator's batching rule: the operator and its inputs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Spec = Callable[[int, int], Tensor]  # (n, seed) -> an input
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorCase:
-    """One call of a function.
+    """Call of a function.
 
     Attributes:
         name: unique.
-        function: called with the inputs; gives a tensor, or a tuple of them.
-        specs: makers of the inputs. Tests call `inputs`.
-        virtual: indices of the inputs that have the batch in dimension 0; the others are plain.
-        random: it draws numbers.
-        min_n: the fewest samples that it can run with.
+        function: called with the inputs; returns a tensor or a tuple of tensors.
+        specs: functions that make the inputs. Tests call `inputs`.
+        virtual: indices of the inputs with the batch in dimension 0; the others are plain tensors.
+        random: the function draws random numbers.
+        min_n: least number of samples that the function accepts.
     """
 
     name: str
@@ -40,7 +40,7 @@ class OperatorCase:
         return self.name
 
     def inputs(self, n: int) -> tuple[Tensor, ...]:
-        """Return the inputs for n samples, the same at every call; floating ones ask for a gradient."""
+        """Return the inputs for n samples, the same at every call; they require gradients unless integer."""
         assert n >= self.min_n, f"{self.name} needs {self.min_n} samples"
         seed = zlib.crc32(self.name.encode()) % 10_000
         made = [spec(n, seed + index) for index, spec in enumerate(self.specs)]
@@ -52,11 +52,11 @@ def call(case: OperatorCase, inputs: tuple[Tensor, ...]) -> tuple[list[Tensor], 
 
     Args:
         case: the case.
-        inputs: from `case.inputs`, or what stands for them.
+        inputs: from `case.inputs`, or virtual tensors in their place.
 
     Returns:
-        The outputs, and a scalar that weighs every number of each output differently, for a backward from it;
-        None when no output has a gradient.
+        The outputs, and a scalar to run backward from that weights every element of each output differently;
+        None if no output requires a gradient.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
@@ -71,7 +71,7 @@ def call(case: OperatorCase, inputs: tuple[Tensor, ...]) -> tuple[list[Tensor], 
 
 
 def real(*shape: int) -> Spec:
-    """Normal numbers of a shape in which `N` stands for the samples."""
+    """Normal random numbers; `N` in the shape stands for the number of samples."""
     return lambda n, seed: data.normal(*_sized(shape, n), seed=seed)
 
 
@@ -80,7 +80,7 @@ def positive(*shape: int) -> Spec:
 
 
 def unit(*shape: int) -> Spec:
-    """Strictly between -1 and 1."""
+    """Numbers strictly between -1 and 1."""
     return lambda n, seed: data.normal(*_sized(shape, n), seed=seed).tanh() * 0.95
 
 
@@ -101,7 +101,7 @@ def complex_numbers(*shape: int) -> Spec:
 
 
 def definite(*shape: int) -> Spec:
-    """Symmetrical positive definite matrices; the shape without its last dimension."""
+    """Symmetric positive definite matrices; `shape` omits the last dimension."""
 
     def make(n: int, seed: int) -> Tensor:
         a = data.normal(*_sized((*shape, shape[-1]), n), seed=seed)
@@ -111,7 +111,7 @@ def definite(*shape: int) -> Spec:
 
 
 def order(n: int, seed: int) -> Tensor:
-    """A permutation of the samples; the whole of it, not one index per sample."""
+    """Permutation of the samples: one index tensor for the batch, not one index per sample."""
     return torch.randperm(n, generator=torch.Generator().manual_seed(seed))
 
 
@@ -127,14 +127,14 @@ def operator(
     random: bool = False,
     min_n: int = 1,
 ) -> OperatorCase:
-    """Make a case. Every input with `N` first carries the batch, but those in `plain`."""
-    batched = [index for index, spec in enumerate(specs) if _follows(spec) and index not in plain]
+    """Make a case. All inputs with `N` first carry the batch, except those in `plain`."""
+    batched = [index for index, spec in enumerate(specs) if _batch_first(spec) and index not in plain]
     return OperatorCase(
         name=name, function=function, specs=specs, virtual=tuple(batched), random=random, min_n=min_n
     )
 
 
-def _follows(spec: Spec) -> bool:
-    """Whether the first dimension is the number of samples."""
+def _batch_first(spec: Spec) -> bool:
+    """Return True if the first dimension is the number of samples."""
     small, large = spec(13, 0).shape, spec(17, 0).shape
     return (small[:1], large[:1]) == ((13,), (17,))

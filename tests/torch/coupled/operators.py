@@ -1,4 +1,4 @@
-"""Every operator case, by subject and by name."""
+"""All operator cases, by group and by name."""
 
 from __future__ import annotations
 
@@ -29,4 +29,4 @@ OPERATOR_GROUPS: dict[str, list[OperatorCase]] = {
 
 ALL_OPERATORS = [case for group in OPERATOR_GROUPS.values() for case in group]
 OPERATORS: dict[str, OperatorCase] = {case.name: case for case in ALL_OPERATORS}
-assert len(OPERATORS) == len(ALL_OPERATORS), "two operator cases have one name"
+assert len(OPERATORS) == len(ALL_OPERATORS), "two operator cases have the same name"

@@ -1,4 +1,4 @@
-"""Premises of the cases, in plain PyTorch: what each says of itself is so."""
+"""Each case has its declared properties in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.torch.coupled.compare import (
 
 @cache
 def expected(case: Case) -> Result:
-    """The reference, computed once for all tests here."""
+    """Return the reference, computed once for all tests of this file."""
     return reference(case)
 
 
@@ -32,12 +32,12 @@ each_case = pytest.mark.parametrize("case", ALL, ids=str)
 
 @each_case
 @pytest.mark.sampled(3)
-def test_gradients_and_buffers_are_what_the_case_says_and_every_run_is_the_same(case: Case) -> None:
+def test_declared_gradients_and_buffers_match_and_runs_repeat(case: Case) -> None:
     result, again = expected(case), reference(case)
     assert result.loss.shape == ()
     assert bool(torch.isfinite(result.loss))
     without = tuple(name for name, value in result.gradients.items() if value is None)
-    assert sorted(without) == sorted(case.parameters_still)
+    assert sorted(without) == sorted(case.without_gradient)
     assert all(
         bool(g.coalesce().values().isfinite().all() if g.is_sparse else g.isfinite().all())
         for g in result.gradients.values()
@@ -50,7 +50,7 @@ def test_gradients_and_buffers_are_what_the_case_says_and_every_run_is_the_same(
 
 @pytest.mark.parametrize("case", [case for case in ALL if not case.random], ids=str)
 @pytest.mark.sampled(3)
-def test_plain_accumulation_is_wrong_where_samples_are_coupled(case: Case) -> None:
+def test_plain_accumulation_is_wrong_only_for_coupled_samples(case: Case) -> None:
     assert case.n % case.microbatch, "premise: the last micro-batch is smaller"
     error = gradient_error(
         expected(case), run_with(case, None, plain_accumulation(case.microbatch), wrap="all")
@@ -59,16 +59,16 @@ def test_plain_accumulation_is_wrong_where_samples_are_coupled(case: Case) -> No
 
 
 @pytest.mark.parametrize("case", [case for case in ALL if case.wrap == "inputs"], ids=str)
-def test_labels_may_be_left_out_of_what_is_wrapped(case: Case) -> None:
+def test_separate_labels_give_the_same_result(case: Case) -> None:
     assert_equal(run_with(case, None, full_batch, wrap="all"), run_with(case, None, full_batch), 0.0)
 
 
 @each_case
 @pytest.mark.sampled(3)
-def test_rounding_alone_does_not_move_the_gradient(case: Case) -> None:
-    """A case that is badly conditioned could fail for its own sake; one at a tie or a kink is no case."""
+def test_rounding_of_the_parameters_keeps_the_gradient(case: Case) -> None:
+    """Rejects ill-conditioned cases, and cases at a tie or a kink."""
 
-    def nudged(model: torch.nn.Module, batch: Any, loss_fn: Loss) -> torch.Tensor:
+    def run_perturbed(model: torch.nn.Module, batch: Any, loss_fn: Loss) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -76,4 +76,4 @@ def test_rounding_alone_does_not_move_the_gradient(case: Case) -> None:
                 parameter.mul_(1 + 4e-16 * (noise - 0.5))
         return full_batch(model, batch, loss_fn)
 
-    assert_equal(expected(case), run_with(case, None, nudged), case.tolerance / 4)
+    assert_equal(expected(case), run_with(case, None, run_perturbed), case.tolerance / 4)

@@ -1,4 +1,4 @@
-"""The comparison fails for each way in which a gradient can be wrong."""
+"""The comparison fails for each kind of wrong gradient."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_same_result_passes() -> None:
     assert_equal(reference(CASE), run_with(CASE, None, full_batch), 0.0)
 
 
-def test_a_gradient_that_is_slightly_off_is_named() -> None:
+def test_a_slightly_wrong_gradient_is_named() -> None:
     result = reference(CASE)
     value = result.gradients["last.weight"]
     assert value is not None
@@ -45,24 +45,24 @@ def test_a_missing_gradient_is_named() -> None:
         assert_equal(result, _with(result, "last.weight", None))
 
 
-def test_a_gradient_too_many_is_named() -> None:
+def test_an_extra_gradient_is_named() -> None:
     result = reference(CASE)
     with pytest.raises(AssertionError, match=r"last\.weight: has a gradient"):
         assert_equal(_with(result, "last.weight", None), result)
 
 
-def test_rounding_of_a_zero_is_no_error_and_more_than_that_is() -> None:
+def test_a_zero_gradient_may_differ_by_rounding_only() -> None:
     case = CASES["MLP with BatchNorm"]
     result = reference(case)
     before_norm = result.gradients["0.bias"]
     assert before_norm is not None
-    assert float(before_norm.norm()) < 1e-12, "premise: a bias before BatchNorm has no gradient"
+    assert float(before_norm.norm()) < 1e-12, "premise: a bias before BatchNorm has a zero gradient"
     assert_equal(result, _with(result, "0.bias", before_norm + 1e-15))
     with pytest.raises(AssertionError, match=r"0\.bias: relative error"):
         assert_equal(result, _with(result, "0.bias", before_norm + 1e-9))
 
 
-def test_a_buffer_that_moved_twice_is_named() -> None:
+def test_a_buffer_updated_twice_is_named() -> None:
     def twice(model: nn.Module, batch: Any, loss_fn: Loss) -> Tensor:
         with torch.no_grad():
             loss_fn(model, batch)
@@ -72,7 +72,7 @@ def test_a_buffer_that_moved_twice_is_named() -> None:
         assert_equal(reference(CASE), run_with(CASE, None, twice))
 
 
-def test_another_loss_is_reported() -> None:
+def test_a_wrong_loss_is_reported() -> None:
     result = reference(CASE)
     with pytest.raises(AssertionError, match="for the real batch"):
         assert_equal(result, replace(result, loss=result.loss + 1e-9))

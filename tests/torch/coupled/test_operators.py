@@ -1,4 +1,4 @@
-"""Premises of the operator cases, in plain PyTorch."""
+"""Each operator case has finite values and gradients in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.torch.coupled.operator_case import OperatorCase, call
 from tests.torch.coupled.operators import ALL_OPERATORS
 
 FLAT = {"sign", "floor", "ceil", "round", "trunc", "in place: zero_"}
-"""Constant but for jumps: the derivative is zero."""
+"""Piecewise constant operators: their derivative is zero."""
 
 
 def _run(case: OperatorCase, n: int) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -26,13 +26,13 @@ def _run(case: OperatorCase, n: int) -> tuple[list[Tensor], list[Tensor | None]]
 
 @pytest.mark.parametrize("case", ALL_OPERATORS, ids=str)
 @pytest.mark.sampled(3)
-def test_an_operator_has_values_and_gradients_and_every_run_is_the_same(case: OperatorCase) -> None:
+def test_values_and_gradients_are_finite_and_runs_repeat(case: OperatorCase) -> None:
     for n in (case.min_n, 7):
         (values, gradients), (again, gradients_again) = _run(case, n), _run(case, n)
         for a, b in zip([*values, *gradients], [*again, *gradients_again], strict=True):
             assert (a is None) == (b is None)
             if a is not None and b is not None:
-                # Not bit for bit: LAPACK may round by where in memory a matrix lies.
+                # Not bitwise: LAPACK's rounding may depend on the memory address of a matrix.
                 torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
                 assert bool(torch.isfinite(a).all())
     found = [gradient for gradient in gradients if gradient is not None]

@@ -1,9 +1,9 @@
-"""Compare virtual batches with plain tensors on the operators and inputs that torch tests itself with.
+"""Compare virtual batches with plain tensors on the operators and inputs of torch's own tests.
 
-A program of its own, for torch's list switches off settings of the process that imports it:
-`python -m tests.torch.coupled.torch_operators PLACES PART PARTS [NAME ...]` prints what differs, and fails
-then. PLACES: where the batch is met: "inputs", "gradients" (the outputs are multiplied by it) or "second"
-(inputs, and a gradient of the gradient).
+This is a separate program because importing torch's list changes settings of the process. `python -m
+tests.torch.coupled.torch_operators WHERE PART PARTS [NAME ...]` prints differences, and exits with 1 if there
+are any. WHERE is the place of the virtual tensors: "inputs", "gradients" (outputs are multiplied by a virtual
+tensor) or "second" (inputs, with a second-order gradient).
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from superbatch.torch import virtual_batch
 from superbatch.torch.virtual.trace.tensor import VirtualTensor
 
-# What is not compared, and why.
-MEMORY_AS_FOUND = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+# Operators that are not compared, with reasons.
+UNINITIALIZED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 REFUSED = {"resize_": "a virtual tensor has no memory of its own", "resize_as_": "likewise"}
 READS_MEMORY = {
-    "tensor_split": "reads where to split from a tensor's memory, beneath what can be intercepted"
+    "tensor_split": "reads the split points from a tensor's memory, below the interception of operators"
 }
-# Torch refuses at the end of the block: the gradient that comes of a sparse leaf times the batch is strided.
+# Torch raises at the end of the block: the gradient of a sparse leaf times the batch is strided.
 SPARSE = {"sparse.sampled_addmm"}
-LEFT_OUT = {*MEMORY_AS_FOUND, *REFUSED, *READS_MEMORY, *SPARSE}
+LEFT_OUT = {*UNINITIALIZED, *REFUSED, *READS_MEMORY, *SPARSE}
 
-SECONDS = 12.0  # for one operator; those with hundreds of inputs are not shown all
-INPUTS = 10  # of each operator, spread over torch's list
-LARGEST = 12  # samples
-Places = dict[Any, int]  # by the index of an input, or ("output", index): the dimension of its samples
+SECONDS = 12.0  # time limit of one operator; those with hundreds of inputs are compared in part
+INPUTS = 10  # inputs of each operator, spread over torch's list
+LARGEST = 12  # maximum number of samples
+Places = dict[Any, int]  # index of an input, or ("output", index): its batch dimension
 
 
 def weights_of(output: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def weights_of(output: Tensor) -> Tensor:
 
 
 def scalar_of(outputs: list[Tensor], places: Places, batch: Callable[[Tensor], Tensor]) -> Tensor | None:
-    """A loss that weighs every number differently."""
+    """Return a loss that weights every element differently."""
     terms: list[Tensor] = []
     for index, output in enumerate(outputs):
         if not output.requires_grad:
@@ -61,7 +61,7 @@ def scalar_of(outputs: list[Tensor], places: Places, batch: Callable[[Tensor], T
 def run(
     sample: Any, places: Places, batch: Callable[[Tensor], Tensor], *, second: bool
 ) -> list[Tensor | None]:
-    """Return outputs and gradients; inputs in `places` go through the batch with their samples first."""
+    """Return outputs and leaves (with gradients); inputs in `places` are virtual along that dimension."""
     op, flat, spec = sample
     torch.manual_seed(3)
     given, leaves = list(flat), []
@@ -93,8 +93,10 @@ def run(
     return [*numbers, *leaves]
 
 
-def found(sample: Any, places: Places, microbatch_size: int | None, *, second: bool) -> list[Tensor | None]:
-    """Outputs and gradients, by micro-batches or on plain tensors."""
+def outputs_and_gradients(
+    sample: Any, places: Places, microbatch_size: int | None, *, second: bool
+) -> list[Tensor | None]:
+    """Return outputs and gradients, computed in micro-batches or, with None, on plain tensors."""
     if microbatch_size is None:
         results = run(sample, places, lambda x: x, second=second)
     else:
@@ -106,7 +108,7 @@ def found(sample: Any, places: Places, microbatch_size: int | None, *, second: b
 
 
 def same(ours: Tensor | None, plain: Tensor | None) -> bool:
-    """No gradient is one of zeros, which rounding may have made others of."""
+    """Compare with a tolerance for rounding; a missing gradient equals zeros."""
     if ours is None and plain is None:
         return True
     ours = torch.zeros_like(plain) if ours is None and plain is not None else ours
@@ -126,7 +128,7 @@ def all_same(ours: list[Tensor | None], plain: list[Tensor | None]) -> bool:
 
 
 def in_inputs(flat: list[Any]) -> Iterator[Places]:
-    """Each input's each dimension; alone, and with what has as many rows in that dimension."""
+    """Yield each dimension of each input as the batch, alone and with all inputs of that size there."""
     tensors = {i: t for i, t in enumerate(flat) if isinstance(t, Tensor) and t.layout is torch.strided}
     for index, tensor in tensors.items():
         for dim, rows in enumerate(tensor.shape):
@@ -146,7 +148,7 @@ def in_gradients(outputs: list[Tensor | None]) -> Iterator[Places]:
 
 
 def samples_of(op: Any, *, second: bool) -> Iterator[Any]:
-    """Inputs of an operator: in float64 if it takes that, and complex ones."""
+    """Yield inputs of an operator in float64 and complex128; in int64 and bool if it takes neither."""
     kinds = [kind for kind in (torch.float64, torch.complex128) if op.supports_dtype(kind, "cpu")]
     for kind in kinds or [kind for kind in (torch.int64, torch.bool) if op.supports_dtype(kind, "cpu")]:
         gradient = op.supports_autograd and kind.is_floating_point | kind.is_complex
@@ -158,30 +160,30 @@ def samples_of(op: Any, *, second: bool) -> Iterator[Any]:
             yield op.op, flat, spec
 
 
-def plainly(sample: Any, places: Places, *, second: bool) -> list[Tensor | None] | None:
-    """What torch gives; None where it gives nothing, or not the same twice."""
+def plain_result(sample: Any, places: Places, *, second: bool) -> list[Tensor | None] | None:
+    """Return torch's result; None if torch raises or two runs differ."""
     try:
-        once, again = (found(sample, places, None, second=second) for _ in range(2))
-    except Exception:  # noqa: BLE001  (what torch says of inputs that it does not take)
+        once, again = (outputs_and_gradients(sample, places, None, second=second) for _ in range(2))
+    except Exception:  # noqa: BLE001  (torch may refuse an input)
         return None
     return once if all_same(once, again) else None
 
 
 def compare(op: Any, where: str, count: Counter[str]) -> None:
-    """Compare one operator, and print what differs."""
+    """Compare one operator, and print differences."""
     name, second = ".".join(filter(None, (op.name, op.variant_test_name))), where == "second"
     end = time.monotonic() + SECONDS
     for number, sample in enumerate(samples_of(op, second=second)):
-        whole = plainly(sample, {}, second=second)
+        whole = plain_result(sample, {}, second=second)
         tensors = sum(isinstance(item, Tensor) for item in sample[1])
         outputs = [] if whole is None else whole[: len(whole) - tensors]
         for places in in_gradients(outputs) if where == "gradients" else in_inputs(sample[1]):
-            plain = None if time.monotonic() > end else plainly(sample, places, second=second)
+            plain = None if time.monotonic() > end else plain_result(sample, places, second=second)
             if whole is None or plain is None:
                 count["left out"] += 1
                 continue
             try:
-                right = all_same(found(sample, places, 1 + number % 2, second=second), plain)
+                right = all_same(outputs_and_gradients(sample, places, 1 + number % 2, second=second), plain)
             except Exception as error:  # noqa: BLE001  (each is a finding)
                 count["failed"] += 1
                 print(f"{name}: samples in {places}, input {number}: {type(error).__name__}: {error}")
@@ -192,7 +194,7 @@ def compare(op: Any, where: str, count: Counter[str]) -> None:
 
 
 def main(where: str, part: str, parts: str, *names: str) -> int:
-    # Seconds of import, and settings of the process are switched off: for this program alone.
+    # Imported here because it takes seconds and switches off settings of the process.
     from torch.testing._internal.common_methods_invocations import op_db
 
     warnings.simplefilter("ignore")

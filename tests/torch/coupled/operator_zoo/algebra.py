@@ -16,15 +16,15 @@ from tests.torch.coupled.operator_case import (
     real,
 )
 
-# Autograd looks at how the matrix lies in memory, which in a micro-batch of one may be otherwise.
-_BY_ORDER: dict[str, Callable[[Tensor], Tensor]] = {
+# Autograd's formula depends on the matrix's memory layout, which may differ in a micro-batch of one.
+_LAYOUT_DEPENDENT: dict[str, Callable[[Tensor], Tensor]] = {
     "det": torch.linalg.det,
     "slogdet": lambda a: torch.slogdet(a)[1],
     "solve": lambda a: torch.linalg.solve(a, a[..., :2].cos()),
 }
 
 
-# Leading dimensions are broadcast: the samples of one are then another dimension of the other.
+# These broadcast leading dimensions: the batch of one input aligns with another dimension of the other.
 _BROADCAST: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "solve": torch.linalg.solve,
     "solve_triangular": lambda a, b: torch.linalg.solve_triangular(a.tril(), b, upper=False),
@@ -37,7 +37,7 @@ def _of_pairs(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor,
     return lambda a, x: function(a, x[:, None] * x[None])
 
 
-def _in_each_order(function: Callable[[Tensor], Tensor]) -> dict[str, Callable[[Tensor], Tensor]]:
+def _in_each_layout(function: Callable[[Tensor], Tensor]) -> dict[str, Callable[[Tensor], Tensor]]:
     return {
         "contiguous": lambda x: function(x[:, 0].contiguous()),
         "a slice": lambda x: function(x[:, 0]),
@@ -54,8 +54,8 @@ OPERATORS = [
     ),
     *(
         operator(f"{kind} of matrices that are {order}", of_them, real(N, 3, 4, 4))
-        for kind, function in _BY_ORDER.items()
-        for order, of_them in _in_each_order(function).items()
+        for kind, function in _LAYOUT_DEPENDENT.items()
+        for order, of_them in _in_each_layout(function).items()
     ),
     operator(
         "slogdet of a permuted batch",
@@ -79,7 +79,7 @@ OPERATORS = [
         definite(N, 3),
         real(N, 3, 2),
     ),
-    # The tests have seven samples.
+    # The tests use seven samples.
     *(
         operator(f"{name} with one matrix of seven rows", function, definite(7), real(N, 7, 2))
         for name, function in _BROADCAST.items()
@@ -95,7 +95,7 @@ OPERATORS = [
     operator("solve for a vector of each sample", torch.linalg.solve, definite(N, 3), real(N, 3)),
     operator("eigvalsh", torch.linalg.eigvalsh, definite(N, 3)),
     operator("eigh of the batch's covariance", lambda x: torch.linalg.eigh(x.T @ x / len(x))[0], real(N, 3)),
-    # Its kernel conjugates a tensor by a mark that torch does not see where operators are intercepted.
+    # The kernel sets torch's conjugate bit, which is invisible where operators are intercepted.
     operator("pinv of complex matrices", torch.linalg.pinv, complex_numbers(N, 4, 3)),
     operator(
         "pinv of a complex matrix beside the batch",

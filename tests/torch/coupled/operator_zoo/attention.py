@@ -1,4 +1,4 @@
-"""Attention, recurrent layers, and operators that draw numbers."""
+"""Attention, recurrent layers, and operators that draw random numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _recurrent(kind: Callable[..., Any], gates: int, *, first: bool) -> Callable[..., Any]:
-    """A recurrent layer whose weights are inputs."""
+    """Return a function that runs a recurrent layer with its weights as inputs."""
 
     def function(x: Tensor, *weights: Tensor) -> Any:
         layer = kind(3, 2, batch_first=first)

@@ -88,7 +88,7 @@ _CONVOLUTIONS = [
         real(2, 3, 3),
     ),
     operator(
-        "mkldnn_convolution",  # of whole numbers, so that nothing is rounded
+        "mkldnn_convolution",  # integers, which are not rounded
         lambda x, w: torch.ops.aten.mkldnn_convolution(
             x.detach().round().float(), w.detach().round().float(), None, [1, 1], [1, 1], [1, 1], 1
         ),
@@ -104,7 +104,7 @@ _CONVOLUTIONS = [
 
 
 def _batch_norm(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, ...]:
-    """In train mode; the running statistics are outputs too."""
+    """Batch norm in train mode; returns the running statistics too."""
     mean, var = mean.detach().clone(), var.detach().clone()
     return F.batch_norm(x, mean, var, weight, bias, training=True, momentum=0.2), mean, var
 
@@ -144,7 +144,7 @@ _NORMS = [
     operator("layer_norm", lambda x, w, b: F.layer_norm(x, (4,), w, b), real(N, 3, 4), real(4), real(4)),
     operator("layer_norm of all features", lambda x: F.layer_norm(x, (3, 4)), real(N, 3, 4)),
     operator("layer_norm over the batch", lambda x: F.layer_norm(x.T, (x.shape[0],)), real(N, 3), min_n=2),
-    # The batch comes in later, as the memory of a decoder does.
+    # x is plain; the batch enters with y, as a decoder's memory does.
     operator(
         "layer_norm before there is a batch",
         lambda x, y: F.layer_norm(x, (4,)) * y[:, None],

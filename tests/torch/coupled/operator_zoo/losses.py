@@ -135,7 +135,7 @@ OPERATORS = [
         "cross_entropy of pairs, transposed, some without a label",
         lambda x, y, label, reduction: F.cross_entropy(
             (x @ y.T).t(),
-            # The first always has one: the mean of no loss is nan.
+            # The first sample always has a label: the mean of no losses is NaN.
             torch.where((label < 20) & (torch.arange(len(x)) > 0), -100, label % len(x)),
             reduction=reduction,
         ),

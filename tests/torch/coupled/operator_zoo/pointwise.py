@@ -1,4 +1,4 @@
-"""Elementwise operators: unary, binary with each way of broadcasting, in place, conditions, constructors."""
+"""Elementwise operators: unary, binary with each kind of broadcasting, in-place, conditions, constructors."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ _SIMPLE = [
         lambda z: (torch.conj_physical(z) * 2, torch.ops.aten._neg_view(z.real) * 3, -z.conj().imag),
         complex_numbers(N, 3),
     ),
-    # The operator that returns its result takes the number first.
+    # The out-of-place operator takes the number first.
     operator("polygamma_", lambda x: x.clone().polygamma_(1), positive(N, 3)),
     operator("conjugates of a sum", _conjugates_of_a_sum, complex_numbers(N, 3)),
     operator("_conj_physical", lambda z: torch.ops.aten._conj_physical(z.detach()), complex_numbers(N, 3)),

@@ -1,4 +1,4 @@
-"""Products of matrices, distances and similarities: with weights, within samples, over the batch."""
+"""Matrix products, distances and similarities: with weights, within samples, over the batch."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _OVER: dict[str, Any] = {
 
 
 def _several(name: str, function: Callable[..., Any], *, min_n: int = 1) -> list[OperatorCase]:
-    """A reduction that takes several dimensions, each with and without `keepdim`; and over all."""
+    """Cases of a reduction over one or several dimensions, each with and without `keepdim`."""
     found = []
     for over, dim in _OVER.items():
         for keep in (False, True):
@@ -46,7 +46,7 @@ def _several(name: str, function: Callable[..., Any], *, min_n: int = 1) -> list
 
 
 def _single(name: str, function: Callable[..., Any]) -> list[OperatorCase]:
-    """A reduction over one dimension."""
+    """Cases of a reduction over one dimension."""
     return [
         operator(f"{name} over the batch", lambda x: function(x, dim=0), real(N, 3, 4)),
         operator(f"{name} over features", lambda x: function(x, dim=1), real(N, 3, 4)),
@@ -56,7 +56,7 @@ def _single(name: str, function: Callable[..., Any]) -> list[OperatorCase]:
 
 
 def _along(name: str, function: Callable[..., Any]) -> list[OperatorCase]:
-    """An operator along a dimension that keeps its size."""
+    """Cases of an operator along one dimension; the size of the dimension is unchanged."""
     return [
         operator(f"{name} along the batch", lambda x: function(x, dim=0), positive(N, 3, 4)),
         operator(f"{name} along features", lambda x: function(x, dim=1), positive(N, 3, 4)),
@@ -99,7 +99,7 @@ _SIMPLE = [
         min_n=2,
     ),
     operator("std_mean over features", lambda x: torch.std_mean(x, -1, correction=0), real(N, 4)),
-    # Detached: torch 2.6 has no derivative of it.
+    # Detached: torch 2.6 has no derivative of aminmax.
     operator("aminmax", lambda x: (x, *(m for d in (0, 1) for m in x.detach().aminmax(dim=d))), real(N, 4)),
     operator("_aminmax", _deprecated_aminmax, real(N, 4)),
     operator("nansum and nanmean", lambda x: (x.nansum(0), x.nanmean(1), x.nanmean()), real(N, 4)),

@@ -1,4 +1,4 @@
-"""Operators that move, merge, cut or join dimensions, the batch among them."""
+"""Operators that move, merge, split or join dimensions, including the batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _merged(x: Tensor) -> Tensor:
 
 
 def _merged_second(x: Tensor) -> Tensor:
-    """The batch becomes the fast part of a merged dimension."""
+    """Merge two dimensions; the batch is the faster one."""
     b, t, f = x.shape
     y = x.transpose(0, 1).reshape(t * b, f)
     return (y.cumsum(1)).view(t, b, f).transpose(0, 1)

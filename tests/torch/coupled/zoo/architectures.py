@@ -1,4 +1,4 @@
-"""Whole models of known families, with the losses that they are trained with."""
+"""Complete models of known families, with their training losses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def text_cross_entropy(model: nn.Module, batch: Any) -> Tensor:
 
 
 def pixels(n: int) -> dict[str, Tensor]:
-    """Images with a class for each pixel; some pixels have none."""
+    """Images with a class for each pixel; some pixels are unlabelled."""
     return {"x": data.normal(n, 3, 8, 8), "y": data.integers(2, n, 8, 8, low=-1)}
 
 
@@ -44,7 +44,7 @@ class Recurrent(nn.Module):
 
 
 class TimeFirst(nn.Module):
-    """The batch is dimension 1 inside, as `nn.LSTM` has it by default."""
+    """LSTM with the batch in dimension 1, the default of `nn.LSTM`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class TimeFirst(nn.Module):
 
 
 class CellLoop(nn.Module):
-    """A loop over time in Python, starting from zeros made for the batch."""
+    """LSTM cell in a Python loop over time, from a state of zeros."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class CellLoop(nn.Module):
 
 
 class PixelMlp(nn.Module):
-    """MLP-Mixer: mixes tokens by a transpose of the last two dimensions."""
+    """MLP-Mixer: mixes tokens by transposing the last two dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class VisionTransformer(nn.Module):
 
 
 class SqueezeExcite(nn.Module):
-    """MobileNet-like: depthwise, BatchNorm, hard swish, gates of channels."""
+    """MobileNet-like block: depthwise convolution, BatchNorm, hard swish, channel gates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class SqueezeExcite(nn.Module):
 
 
 class DenseBlocks(nn.Module):
-    """DenseNet: every layer reads the concatenation of all before it."""
+    """DenseNet: every layer reads the concatenation of all earlier features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class DenseBlocks(nn.Module):
 
 
 class Autoencoder(nn.Module):
-    """A variational one: draws noise, BatchNorm in the decoder."""
+    """Variational autoencoder: draws noise; BatchNorm in the decoder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,14 +158,14 @@ class Autoencoder(nn.Module):
         return self.decode(mean + torch.exp(0.5 * log_var) * torch.randn_like(mean)), mean, log_var
 
 
-def evidence(model: nn.Module, batch: Any) -> Tensor:
+def negative_elbo(model: nn.Module, batch: Any) -> Tensor:
     decoded, mean, log_var = model(batch["x"])
     divergence = -0.5 * torch.sum(1 + log_var - mean.pow(2) - log_var.exp())
     return (F.mse_loss(decoded, batch["x"], reduction="sum") + divergence) / batch["x"].size(0)
 
 
 class GraphLayer(nn.Module):
-    """Sums over the neighbours within each sample's graph, BatchNorm over all nodes of all graphs."""
+    """Mean over the neighbours in each sample's graph; BatchNorm over all nodes of all graphs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ CASES = [
         loss=cross_entropy,
         coupled=True,
         buffers=True,
-        note="at micro-batch 1 plain accumulation raises",
+        note="plain accumulation raises with micro-batches of 1",
     ),
     Case(
         name="MLP with LayerNorm",
@@ -261,7 +261,7 @@ CASES = [
         loss=pixel_cross_entropy,
         coupled=True,
         buffers=True,
-        note="users run it at micro-batch 1; the mean over labelled pixels couples too",
+        note="users train it in micro-batches of 1; the mean over labelled pixels couples samples too",
     ),
     Case(
         name="ConvNeXt", build=models.convnext, data=data.images, loss=cross_entropy, coupled=False, min_n=1
@@ -329,7 +329,7 @@ CASES = [
         buffers=True,
         n=7,
         microbatch=5,
-        note="as many samples as time steps: only the position of the batch dimension tells them apart",
+        note="as many samples as time steps: the size does not identify the batch dimension",
     ),
     Case(
         name="LSTM cell in a loop",
@@ -376,7 +376,7 @@ CASES = [
         name="variational autoencoder",
         build=Autoencoder,
         data=data.rows,
-        loss=evidence,
+        loss=negative_elbo,
         coupled=True,
         buffers=True,
         random=True,

@@ -1,4 +1,4 @@
-"""Cases that use autograd: own functions, hooks, checkpoints, several backward calls, frozen layers."""
+"""Cases that use autograd: custom functions, hooks, checkpoints, several backward calls, frozen layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.torch.coupled.zoo.architectures import cross_entropy
 
 
 class Swish(Function):
-    """Separable; saves its input."""
+    """Per-sample function; saves its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class Reversal(Function):
 
 
 class BatchStandard(Function):
-    """Mixes the batch, forward and backward, with a backward by hand."""
+    """Normalization over the batch, with a handwritten backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gamma: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class OwnLinear(Function):
 
 
 class RoundUp(Function):
-    """Two outputs, one of them an integer without a gradient; the gradient goes straight through."""
+    """Two outputs, one of them an integer without a gradient; straight-through gradient of the other."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,7 +100,7 @@ class RoundUp(Function):
 
 
 class ClipByBatch(Function):
-    """Identity whose backward clips by the norm of the gradient of the whole batch."""
+    """Identity; its backward clips by the gradient norm of the whole batch."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -122,14 +122,14 @@ def rounded(net: Any, h: Tensor) -> Tensor:
 
 
 def hook_of_tensor(net: Any, h: Tensor) -> Tensor:
-    """The gradient of a hidden tensor is scaled by a hook."""
+    """A hook changes the gradient of a hidden tensor."""
     h = net.norm(h)
     h.register_hook(lambda grad: 0.5 * grad.clamp(-0.01, 0.01))
     return h.sin()
 
 
 def hook_by_batch(net: Any, h: Tensor) -> Tensor:
-    """A hook that normalises the gradient over the batch."""
+    """A hook divides the gradient by its norm over the batch."""
     h = h.sin()
     h.register_hook(lambda grad: grad / grad.norm())
     return h
@@ -144,7 +144,7 @@ def hooks_of_modules() -> nn.Module:
 
 
 def hooks_of_parameters() -> nn.Module:
-    """Each parameter's gradient is clipped: it must be the whole batch's, once."""
+    """A hook on each parameter clips the gradient: it must run once, on the gradient of the whole batch."""
     model = models.mlp(norm=nn.LayerNorm)
     for parameter in model.parameters():
         parameter.register_hook(lambda grad: grad / (1 + grad.norm()))
@@ -152,7 +152,7 @@ def hooks_of_parameters() -> nn.Module:
 
 
 def features_by_hook(model: Any, batch: Any) -> Tensor:
-    """Features are caught by a forward hook and used in the loss."""
+    """A forward hook captures features for the loss."""
     caught: list[Tensor] = []
     handle = model[2].register_forward_hook(lambda _, __, out: caught.append(out))
     try:
@@ -182,7 +182,7 @@ def in_segments(net: Any, x: Tensor) -> Tensor:
 
 
 def checkpointed_loss(model: Any, batch: Any) -> Tensor:
-    """The loss of all pairs is recomputed as well."""
+    """The loss over all pairs is recomputed too."""
     z1, z2 = model(batch["x1"]), model(batch["x2"])
     loss: Any = checkpoint(losses.info_nce, z1, z2, use_reentrant=False)
     return loss
@@ -195,7 +195,7 @@ def two_backwards(model: Any, batch: Any) -> Tensor:
 
 
 def backward_of_each_head(model: Any, batch: Any) -> Tensor:
-    """The graph is cut at the features; the heads run first, then one backward through the body."""
+    """Cut the graph at the features: backward of each head first, then one backward through the body."""
     h = model.body(batch["x"])
     cut = h.detach().requires_grad_()
     F.cross_entropy(model.first(cut), batch["y"]).backward()
@@ -204,20 +204,20 @@ def backward_of_each_head(model: Any, batch: Any) -> Tensor:
 
 
 def backward_of_vector(model: Any, batch: Any) -> Tensor:
-    """`backward` of a tensor with a gradient given for each sample."""
+    """`backward` of a tensor, with a gradient for each sample."""
     each = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
     each.backward(torch.full_like(each, 0.5 / len(each)), retain_graph=True)
     return each.std()
 
 
 def two_forwards(model: Any, batch: Any) -> Tensor:
-    """Two forwards, the first one's backward before the second forward."""
+    """Two forwards; the backward of the first runs before the second forward."""
     F.cross_entropy(model(batch["x"]), batch["y"]).backward()
     return model(batch["x"] * 2).pow(2).mean()
 
 
 def generator_then_critic(model: Any, batch: Any) -> Tensor:
-    """A GAN's two losses: the critic's on detached fakes first."""
+    """Two losses of a GAN; the critic's runs first, on detached fakes."""
     fake = model.make(batch["z"])
     critic = F.softplus(model.critic(fake.detach())).mean() + F.softplus(-model.critic(batch["x"])).mean()
     critic.backward()
@@ -247,7 +247,7 @@ def no_grad_pass(net: Any, h: Tensor) -> Tensor:
 
 
 def inference_pass(net: Any, h: Tensor) -> Tensor:
-    """The sign of a mean found in inference mode."""
+    """Multiply by the sign of a mean that was computed in inference mode."""
     with torch.inference_mode():
         mean = h.detach().mean(0)
     return h * torch.sign(mean.clone())
@@ -260,7 +260,7 @@ def straight_through(net: Any, h: Tensor) -> Tensor:
 
 
 def frozen_first(*, whole: bool) -> Callable[[], nn.Module]:
-    """Fine-tuning: the first layers have no gradient."""
+    """Fine-tuning with frozen first layers."""
 
     def build() -> nn.Module:
         model = models.conv_net()
@@ -319,7 +319,7 @@ CASES = [
         "checkpoint",
         checkpointed(reentrant=False),
         buffers=True,
-        note="BatchNorm moves twice, as in plain PyTorch",
+        note="BatchNorm updates its buffers twice, as in plain PyTorch",
     ),
     case_of_rows("checkpoint, reentrant", checkpointed(reentrant=True), buffers=True),
     case_of_rows(
@@ -353,7 +353,7 @@ CASES = [
         "a pass without gradients",
         between(no_grad_pass, norm=_norm),
         buffers=True,
-        parameters_still=("norm.weight", "norm.bias"),
+        without_gradient=("norm.weight", "norm.bias"),
     ),
     case_of_rows("a pass in inference mode", between(inference_pass)),
     case_of_rows("straight-through", between(straight_through, norm=_norm), buffers=True),
@@ -362,14 +362,14 @@ CASES = [
         frozen_first(whole=False),
         data=data.images,
         buffers=True,
-        parameters_still=("0.weight", "0.bias", "1.weight", "1.bias"),
+        without_gradient=("0.weight", "0.bias", "1.weight", "1.bias"),
     ),
     case_of_rows(
         "all but the head frozen",
         frozen_first(whole=True),
         data=data.images,
         buffers=True,
-        parameters_still=tuple(
+        without_gradient=tuple(
             name for name, _ in models.conv_net().named_parameters() if not name.startswith("12.")
         ),
     ),
@@ -378,6 +378,6 @@ CASES = [
         two_heads,
         unused_head,
         buffers=True,
-        parameters_still=("second.weight", "second.bias"),
+        without_gradient=("second.weight", "second.bias"),
     ),
 ]

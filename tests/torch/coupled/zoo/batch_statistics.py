@@ -1,4 +1,4 @@
-"""Normalisation over the batch in all its forms: modules, functions, by hand, part of it off."""
+"""Normalization over the batch in all forms: modules, functions, by hand, partly in eval mode."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def by_hand(net: Any, h: Tensor) -> Tensor:
 
 
 def by_sums(net: Any, h: Tensor) -> Tensor:
-    """Sums and sums of squares over all but the channels, as synchronised BatchNorm codes do it."""
+    """Mean and variance from sums and sums of squares, as synchronized BatchNorm computes them."""
     count = h.numel() // h.size(1)
     mean = h.sum(0) / count
     var = (h * h).sum(0) / count - mean * mean
@@ -111,13 +111,13 @@ def unit_over_batch(net: Any, h: Tensor) -> Tensor:
 
 
 def attention_over_batch(net: Any, h: Tensor) -> Tensor:
-    """Samples attend to samples."""
+    """Attention between samples."""
     q, k, v = net.qkv(h).chunk(3, dim=-1)
     return h + F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
 
 
 def renorm(net: Any, h: Tensor) -> Tensor:
-    """Batch renormalisation: r and d have no gradient; running statistics in place."""
+    """Batch renormalization: no gradient through r and d; running statistics updated in place."""
     mean, std = h.mean(0), h.std(0, unbiased=False) + 1e-3
     r = (std.detach() / net.std).clamp(1 / 3, 3)
     d = ((mean.detach() - net.mean) / net.std).clamp(-5, 5)
@@ -135,7 +135,7 @@ def drifting_mean(net: Any, h: Tensor) -> Tensor:
 
 
 def own_norm_of_batch(net: Any, h: Tensor) -> Tensor:
-    """A gate made of batch statistics; also through the feature dimension."""
+    """Gate computed from batch statistics by a linear layer."""
     summary = torch.cat([h.mean(0), h.var(0)])
     return h * torch.sigmoid(net.gate(summary))
 
@@ -155,12 +155,12 @@ def correlation(net: Any, h: Tensor) -> Tensor:
 
 
 def ghost(net: Any, h: Tensor) -> Tensor:
-    """Ghost BatchNorm: the two halves of the batch apart."""
+    """Ghost BatchNorm: each half of the batch is normalized alone."""
     return torch.cat([net.norm(part) for part in h.chunk(2)])
 
 
 def in_groups(net: Any, x: Tensor) -> Tensor:
-    """The minibatch standard deviation of StyleGAN: a feature map made of the spread over the batch."""
+    """Minibatch standard deviation of StyleGAN: a feature map with the spread over the batch."""
     h = net.conv(x)
     spread = (h - h.mean(0, keepdim=True)).square().mean(0).add(1e-8).sqrt().mean()
     h = torch.cat([h, spread.view(1, 1, 1, 1).expand(h.shape[0], 1, h.shape[2], h.shape[3])], 1)
@@ -216,7 +216,7 @@ CASES = [
         loss=cross_entropy,
         coupled=False,
         min_n=1,
-        note="nothing couples: no sweep of its own is needed",
+        note="samples are not coupled: no separate pass is needed",
     ),
     Case(
         name="BatchNorm without running statistics",
@@ -324,6 +324,6 @@ CASES = [
         coupled=False,
         buffers=True,
         min_n=1,
-        note="only its buffers couple",
+        note="only the running statistics couple samples",
     ),
 ]

@@ -1,4 +1,4 @@
-"""State that a forward writes: queues, banks, centres, averages of the weights, codebooks, observers."""
+"""State written by the forward: queues, memory banks, centres, weight averages, codebooks, observers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.torch.coupled.zoo.architectures import cross_entropy
 
 
 class Momentum(nn.Module):
-    """MoCo: a key encoder that follows the query encoder, and a queue of keys."""
+    """MoCo: a momentum key encoder and a queue of keys."""
 
     def __init__(self, norm: str) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def of_views(model: nn.Module, batch: Any) -> Tensor:
 
 
 class Centred(nn.Module):
-    """DINO: the teacher's outputs are centred by an average that the forward moves."""
+    """DINO: the forward updates a moving average that centres the teacher's outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Centred(nn.Module):
 
 
 class Bank(nn.Module):
-    """Instance discrimination: one stored embedding for each sample of the data set, written by index."""
+    """Instance discrimination: a memory bank with one embedding per sample of the data set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def of_index(model: nn.Module, batch: Any) -> Tensor:
 
 
 class Codebook(nn.Module):
-    """VQ-VAE with a codebook that follows the means of what chose its entries."""
+    """VQ-VAE; the codebook is learnt, or follows the means of the vectors assigned to its entries."""
 
     def __init__(self, *, learnt: bool) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def of_x(model: nn.Module, batch: Any) -> Tensor:
 
 
 def observed(net: Any, h: Tensor) -> Tensor:
-    """Quantisation-aware training: a moving range of the batch, rounding with a straight-through gradient."""
+    """Quantization-aware training: moving range of the batch, rounding with a straight-through gradient."""
     with torch.no_grad():
         net.low.copy_(torch.minimum(net.low, h.min()))
         net.high.mul_(0.5).add_(0.5 * h.max())
@@ -149,14 +149,14 @@ def observed(net: Any, h: Tensor) -> Tensor:
 
 
 def observed_before(net: Any, h: Tensor) -> Tensor:
-    """Divides by a running scale that is read first and moved after: only the buffer couples."""
+    """Divide by a running scale, then update it: only the buffer couples samples."""
     out = h / net.scale
     net.scale = 0.9 * net.scale + 0.1 * h.detach().abs().mean()
     return out
 
 
 def counted(net: Any, h: Tensor) -> Tensor:
-    """Counts of samples and of calls, in integers."""
+    """Integer counts of samples, calls and active units."""
     net.samples += h.shape[0]
     net.calls.add_(1)
     net.active += (h > 0).sum(0)
@@ -164,7 +164,7 @@ def counted(net: Any, h: Tensor) -> Tensor:
 
 
 def welford(net: Any, h: Tensor) -> Tensor:
-    """Running moments of all samples seen, as reinforcement learning normalises observations."""
+    """Running moments of all samples, as reinforcement learning normalizes observations."""
     with torch.no_grad():
         mean, var, n = h.mean(0), h.var(0, unbiased=False), h.shape[0]
         delta, total = mean - net.mean, net.count + n
@@ -175,7 +175,7 @@ def welford(net: Any, h: Tensor) -> Tensor:
 
 
 def class_centres(model: Any, batch: Any) -> Tensor:
-    """Centres of classes that move by `index_add_`, read before."""
+    """Class centres: the loss reads them, then `index_add_` updates them."""
     z, y = model.encode(batch["x"]), batch["y"]
     loss = (z - model.centres[y]).pow(2).sum(1).mean() + F.cross_entropy(model.last(z), y)
     with torch.no_grad():
@@ -184,7 +184,7 @@ def class_centres(model: Any, batch: Any) -> Tensor:
 
 
 def followed_weights(model: Any, batch: Any) -> Tensor:
-    """Mean teacher: the average of the weights moves in the loss, and has BatchNorm of its own."""
+    """Mean teacher: the loss updates the weight average, which has its own BatchNorm."""
     with torch.no_grad():
         for slow, fast in zip(model.teacher.parameters(), model.student.parameters(), strict=True):
             slow.lerp_(fast, 0.05)
@@ -194,7 +194,7 @@ def followed_weights(model: Any, batch: Any) -> Tensor:
 
 
 def queue_list(model: Any, batch: Any) -> Tensor:
-    """Embeddings of the batch are stored and used as negatives of the second view at once."""
+    """Store embeddings, and use them in the same forward as negatives."""
     z1, z2 = model.encode(batch["x1"]), model.encode(batch["x2"])
     model.stored = torch.cat([F.normalize(z2.detach(), dim=1), model.stored])[:20]
     logits = torch.cat([F.normalize(z1) @ F.normalize(z2).T, F.normalize(z1) @ model.stored.T], 1) / 0.2
@@ -202,7 +202,7 @@ def queue_list(model: Any, batch: Any) -> Tensor:
 
 
 def barlow_ema(model: Any, batch: Any) -> Tensor:
-    """A moving average of the cross-correlation, with the gradient through the new part."""
+    """Moving average of the cross-correlation; only the new term has a gradient."""
     z1, z2 = model.encode(batch["x1"]), model.encode(batch["x2"])
     c = 0.7 * model.average + 0.3 * (z1 - z1.mean(0)).T @ (z2 - z2.mean(0)) / z1.shape[0]
     model.average = c.detach()
@@ -210,7 +210,7 @@ def barlow_ema(model: Any, batch: Any) -> Tensor:
 
 
 class WithBuffer(nn.Module):
-    """A linear encoder, a head and a named buffer."""
+    """Linear encoder, an optional head, and a named buffer."""
 
     def __init__(self, name: str, buffer: Tensor, *, head: bool = False) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class WithBuffer(nn.Module):
         self.register_buffer(name, buffer)
 
 
-def _still(name: str, model: nn.Module) -> tuple[str, ...]:
+def _parameter_names(name: str, model: nn.Module) -> tuple[str, ...]:
     return tuple(f"{name}.{parameter}" for parameter, _ in model.named_parameters())
 
 
@@ -239,22 +239,22 @@ CASES = [
         lambda: Momentum("batch"),
         of_views,
         data=data.image_views,
-        parameters_still=_still("key", models.encoder("batch")),
+        without_gradient=_parameter_names("key", models.encoder("batch")),
     ),
     _case(
         "MoCo",
         lambda: Momentum("group"),
         of_views,
         data=data.image_views,
-        parameters_still=_still("key", models.encoder("group")),
-        note="no BatchNorm: the queue's and the key encoder's once per forward is all that couples",
+        without_gradient=_parameter_names("key", models.encoder("group")),
+        note="only the queue and the key encoder, updated once per forward, couple samples",
     ),
     _case(
         "DINO",
         Centred,
         of_views,
         data=data.row_views,
-        parameters_still=_still("teacher", models.mlp(norm=nn.LayerNorm)),
+        without_gradient=_parameter_names("teacher", models.mlp(norm=nn.LayerNorm)),
         min_n=1,
     ),
     _case(
@@ -263,7 +263,7 @@ CASES = [
         of_index,
         data=indexed,
         min_n=1,
-        note="plain accumulation reads rows it just wrote",
+        note="plain accumulation reads rows that earlier micro-batches wrote",
     ),
     _case("codebook that follows", lambda: Codebook(learnt=False), of_x, min_n=1),
     Case(
@@ -314,7 +314,7 @@ CASES = [
         lambda: models.Named(student=models.mlp(), teacher=models.mlp().requires_grad_(requires_grad=False)),
         followed_weights,
         data=data.row_views,
-        parameters_still=_still("teacher", models.mlp()),
+        without_gradient=_parameter_names("teacher", models.mlp()),
     ),
     _case(
         "stored embeddings as negatives",

@@ -1,4 +1,4 @@
-"""Losses over pairs of samples, with and without BatchNorm in what makes the embeddings."""
+"""Losses over pairs of samples, of encoders with and without BatchNorm."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def scalar(value: float) -> nn.Parameter:
 
 
 def of_embeddings(pair_loss: Callable[..., Tensor], model: Any, batch: Any) -> Tensor:
-    """One encoder, called for each view."""
+    """Encode each view in a forward of its own."""
     return pair_loss(model(batch["x1"]), model(batch["x2"]))
 
 
 def of_one_forward(pair_loss: Callable[..., Tensor], model: Any, batch: Any) -> Tensor:
-    """Both views in one forward, as SimCLR's repositories do."""
+    """Encode both views in one forward, as SimCLR's repositories do."""
     z1, z2 = model(torch.cat([batch["x1"], batch["x2"]])).chunk(2)
     return pair_loss(z1, z2)
 
@@ -38,7 +38,7 @@ def with_head(norm: str = "batch") -> nn.Module:
 
 
 def stacked_views(model: Any, batch: Any) -> Tensor:
-    """Views in a dimension of their own: (N, 2, C, H, W) -> (2N, C, H, W) -> (N, 2, D)."""
+    """Views in a separate dimension: (N, 2, C, H, W) -> (2N, C, H, W) -> (N, 2, D)."""
     views = torch.stack([batch["x1"], batch["x2"]], dim=1)
     z = model(views.flatten(0, 1)).unflatten(0, (-1, 2))
     return losses.info_nce(z[:, 0], z[:, 1])
@@ -85,7 +85,7 @@ def simsiam(model: Any, batch: Any) -> Tensor:
 
 
 def byol(model: Any, batch: Any) -> Tensor:
-    """The target has gradients off by `no_grad`, and BatchNorm in train mode all the same."""
+    """The target runs under `no_grad`, with BatchNorm in train mode."""
     with torch.no_grad():
         t1, t2 = model.target(batch["x1"]), model.target(batch["x2"])
     p1, p2 = model.predict(model.online(batch["x1"])), model.predict(model.online(batch["x2"]))
@@ -112,7 +112,7 @@ def centre_loss(model: Any, batch: Any) -> Tensor:
 
 
 def prototypes(model: Any, batch: Any) -> Tensor:
-    """Prototypical network: the mean of a class over the batch, by `index_add`."""
+    """Prototypical network: class means over the batch, by `index_add`."""
     z, y = model(batch["x"]), batch["y"]
     total = torch.zeros(3, z.shape[1], dtype=z.dtype).index_add(0, y, z)
     count = torch.zeros(3, dtype=z.dtype).index_add(0, y, torch.ones_like(y, dtype=z.dtype))
@@ -120,7 +120,7 @@ def prototypes(model: Any, batch: Any) -> Tensor:
 
 
 def matching(model: Any, batch: Any) -> Tensor:
-    """ALBEF: binary classification of true pairs and of pairs rolled by one."""
+    """ALBEF: binary classification of true pairs against pairs rolled by one."""
     z1, z2 = model.encode(batch["x1"]), model.encode(batch["x2"])
     joint = torch.cat([torch.cat([z1, z2], 1), torch.cat([z1, z2.roll(1, 0)], 1)], 0)
     labels = torch.cat([torch.ones(z1.shape[0]), torch.zeros(z1.shape[0])]).to(joint.dtype)
@@ -139,7 +139,7 @@ CASES = [
         two_towers_info_nce,
         data=pairs,
         buffers=False,
-        parameters_still=("scale", "bias"),
+        without_gradient=("scale", "bias"),
     ),
     _case(
         "CLIP with a learnt temperature",
@@ -147,10 +147,10 @@ CASES = [
         clip,
         data=pairs,
         buffers=False,
-        parameters_still=("bias",),
+        without_gradient=("bias",),
         note="each micro-batch's gradient of the temperature counts once",
     ),
-    _case("CLIP with BatchNorm", partial(two_towers, "batch"), clip, data=pairs, parameters_still=("bias",)),
+    _case("CLIP with BatchNorm", partial(two_towers, "batch"), clip, data=pairs, without_gradient=("bias",)),
     _case("SigLIP", partial(two_towers, "group"), siglip, data=pairs, buffers=False),
     _case("BERT-like pair with InfoNCE", models.TextEncoder, text_info_nce, data=text_pairs, buffers=False),
     _case(
@@ -225,13 +225,13 @@ CASES = [
             online=with_head(), predict=models.head(), target=with_head().requires_grad_(requires_grad=False)
         ),
         byol,
-        parameters_still=tuple(f"target.{name}" for name, _ in with_head().named_parameters()),
+        without_gradient=tuple(f"target.{name}" for name, _ in with_head().named_parameters()),
     ),
     _case(
         "SwAV",
         lambda: models.Named(encode=with_head(), prototypes=nn.Parameter(torch.randn(4, 5))),
         swav,
-        note="Sinkhorn's normalisation over the batch, without gradients",
+        note="Sinkhorn normalization over the batch, without gradients",
     ),
     _case(
         "ArcFace",

@@ -1,4 +1,4 @@
-"""Samples that are reordered, joined, cut, selected or summed along the batch."""
+"""Samples reordered, joined, split, selected or summed along the batch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def row_of_largest(net: Any, h: Tensor) -> Tensor:
 
 
 def first_row(net: Any, h: Tensor) -> Tensor:
-    """The whole batch against its first sample, and its last."""
+    """Gate every sample by the first sample, and add the last one."""
     return h * torch.sigmoid(h[0]) + h[-1:]
 
 
@@ -67,7 +67,7 @@ def even_and_odd(net: Any, h: Tensor) -> Tensor:
 
 
 def split_and_joined(net: Any, h: Tensor) -> Tensor:
-    """Uneven parts that do not fall on micro-batches."""
+    """Uneven chunks that do not align with micro-batches."""
     parts = h.split([5, len(h) - 5])
     return torch.cat([net.norm(parts[1]), net.norm(parts[0])]).flip(0)
 
@@ -78,7 +78,7 @@ def unbound(net: Any, h: Tensor) -> Tensor:
 
 
 def repeated(net: Any, h: Tensor) -> Tensor:
-    """Each sample three times: the batch is three times as large in the middle."""
+    """Repeat each sample three times, then the batch twice: a larger batch inside the model."""
     many = net.norm(
         h.repeat_interleave(3, dim=0) * torch.arange(1, 4, dtype=h.dtype).repeat(h.shape[0])[:, None]
     )
@@ -98,7 +98,7 @@ def nonzero_rows(net: Any, h: Tensor) -> Tensor:
 
 
 def index_added(net: Any, h: Tensor) -> Tensor:
-    """Sums over clusters that are chosen by the data, and back to rows: message passing."""
+    """Message passing: sum over data-dependent clusters, then gather each row's sum."""
     cluster = h[:, :4].argmax(1)
     total = torch.zeros(4, 8, dtype=h.dtype).index_add_(0, cluster, h)
     return h + total[cluster]
@@ -125,7 +125,7 @@ def differences(net: Any, h: Tensor) -> Tensor:
 
 
 def transposed(net: Any, h: Tensor) -> Tensor:
-    """Features as samples: a linear layer over the batch."""
+    """Transpose the batch, and add a weighted mean over the samples."""
     mix = torch.softmax(torch.arange(h.shape[0], dtype=h.dtype), 0)
     return h + (h.T * mix).sum(1)
 
@@ -139,7 +139,7 @@ def gram_by_einsum(net: Any, h: Tensor) -> Tensor:
 
 
 def pairs_by_broadcast(net: Any, h: Tensor) -> Tensor:
-    """(N, 1, F) and (1, N, F): relation networks."""
+    """Broadcast (N, 1, F) against (1, N, F), as in relation networks."""
     return torch.tanh(h.unsqueeze(1) - h.unsqueeze(0)).mean(1) + h
 
 
@@ -154,7 +154,7 @@ def convolution_over_batch(net: Any, h: Tensor) -> Tensor:
 
 
 def one_to_all(net: Any, h: Tensor) -> Tensor:
-    """A batch of one inside: the samples are its sequence."""
+    """Attention with a batch of one: the samples are its sequence."""
     return net.attend(h[None], h[None], h[None], need_weights=False)[0].squeeze(0)
 
 
@@ -163,7 +163,7 @@ def window_sums(net: Any, h: Tensor) -> Tensor:
 
 
 def padded_batch(net: Any, h: Tensor) -> Tensor:
-    """Rows of zeros fill the batch up to a multiple of 16, and are cut off again."""
+    """Pad the batch with zeros to a multiple of 16, and drop the padding after the norm."""
     more = -h.size(0) % 16
     filled = torch.cat([h, h.new_zeros(more, h.size(1))])
     return net.norm(filled)[: h.size(0)]
@@ -177,21 +177,21 @@ def arange_weights(net: Any, h: Tensor) -> Tensor:
 
 
 def shuffled_norm(model: Any, batch: Any) -> Tensor:
-    """MoCo's shuffled BatchNorm, there and back."""
+    """MoCo's shuffled BatchNorm: shuffle the samples, and restore their order."""
     order = torch.randperm(batch["x"].shape[0])
     z = model(batch["x"][order])[torch.argsort(order)]
     return F.cross_entropy(z, batch["y"])
 
 
 def several_sizes(model: Any, batch: Any) -> Tensor:
-    """Two batches of different sizes in one loss."""
+    """Two forwards with different batch sizes in one loss."""
     x = batch["x"]
     first, second = model(x), model(x[3:] * 0.5)
     return F.cross_entropy(first, batch["y"]) + second.pow(2).mean()
 
 
 def labelled_and_not(model: Any, batch: Any) -> Tensor:
-    """Semi-supervised: some samples have no label, and pseudo-labels where the model is sure."""
+    """Semi-supervised loss: unlabelled samples get pseudo-labels where the model is confident."""
     z, labelled = model(batch["x"]), batch["labelled"]
     chance, guess = z.detach().softmax(1).max(1)
     each = F.cross_entropy(z, guess, reduction="none") * (chance > 0.4) * ~labelled
@@ -206,7 +206,7 @@ def sequences_merged(net: Any, x: Tensor) -> Tensor:
 
 
 def time_merged(net: Any, x: Tensor) -> Tensor:
-    """The same with time first: the batch is the fast dimension of what is merged."""
+    """`sequences_merged` with time first: the batch is the faster of the merged dimensions."""
     h = x.transpose(0, 1)
     t, n, f = h.shape
     h = net.norm(net.first(h.contiguous().view(t * n, f))).tanh()
@@ -221,7 +221,7 @@ def channels_and_batch(net: Any, x: Tensor) -> Tensor:
 
 
 def valid_tokens(model: Any, batch: Any) -> Tensor:
-    """BatchNorm over the valid tokens alone; their number depends on the data."""
+    """BatchNorm over the valid tokens only; their number depends on the data."""
     h = model.words(batch["x"])
     flat = model.norm(h[batch["mask"]])
     h = torch.zeros_like(h).masked_scatter(batch["mask"][..., None].expand_as(h), flat)
@@ -438,7 +438,7 @@ CASES = [
         coupled=True,
         buffers=True,
         n=15,
-        note="the lengths go to the host",
+        note="the lengths are copied to the host",
     ),
     Case(
         name="a dataclass of inputs",

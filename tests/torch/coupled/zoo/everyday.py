@@ -1,4 +1,4 @@
-"""What training code does beside the mathematics: logs, checks, metrics, attributes, containers."""
+"""Other code in a training step: logs, checks, metrics, attributes, containers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def metrics(model: Any, batch: Any) -> Tensor:
 
 
 def checks(net: Any, h: Tensor) -> Tensor:
-    """Assertions about values, as debug code has them."""
+    """Assertions about values, as in debug code."""
     h = net.norm(h)
     assert not torch.isnan(h).any()
     assert torch.isfinite(h).all()
@@ -45,7 +45,7 @@ def checks(net: Any, h: Tensor) -> Tensor:
 
 
 def attributes(net: Any, h: Tensor) -> Tensor:
-    """Everything that code asks a tensor for but its numbers."""
+    """Attributes that code reads from a tensor, without its values."""
     h = net.norm(h)
     assert h.shape == (h.size(0), 8)
     assert h.dim() == h.ndim == 2
@@ -61,7 +61,7 @@ def attributes(net: Any, h: Tensor) -> Tensor:
 
 
 def moved(model: Any, batch: Any) -> Tensor:
-    """The batch moves to the model's device and type, as every training loop writes it."""
+    """Move the batch to the model's device and dtype, as training loops do."""
     like = next(model.parameters())
     x = batch["x"].to(like.device, non_blocking=True).to(like.dtype)
     return F.cross_entropy(model(x.cpu()), batch["y"].to(like.device).long())
@@ -69,7 +69,7 @@ def moved(model: Any, batch: Any) -> Tensor:
 
 @dataclass
 class Output:
-    """transformers' kind of an output."""
+    """Output in the style of transformers."""
 
     loss: Tensor
     logits: Tensor
@@ -77,7 +77,7 @@ class Output:
 
 
 class Classifier(nn.Module):
-    """Computes its own loss, and gives hidden states in a dataclass."""
+    """Computes its own loss; returns hidden states in a dataclass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def own_loss(model: Any, batch: Any) -> Tensor:
 
 
 class Backbone(nn.Module):
-    """torchvision's kind of feature maps by name."""
+    """Named feature maps in the style of torchvision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Backbone(nn.Module):
 
 
 def detector(model: Any, batch: Any) -> Tensor:
-    """RetinaNet's loss: anchors that match, the sums divided by their number."""
+    """RetinaNet's loss: sums over matched anchors, divided by their number."""
     out = model(batch["x"])
     classes, boxes = torch.cat(out["classes"], 1), torch.cat(out["boxes"], 1)
     labels = (torch.arange(classes.shape[1]) + batch["y"][:, None]) % 5
@@ -130,7 +130,7 @@ def detector(model: Any, batch: Any) -> Tensor:
 
 
 class ActNorm(nn.Module):
-    """Glow: the first batch sets scale and shift of an affine layer."""
+    """Glow's ActNorm: the first batch sets scale and shift of an affine layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def actnorm_then_more(model: Any, batch: Any) -> Tensor:
 
 
 class Quantizer(nn.Module):
-    """wav2vec 2.0: hard choices with a soft gradient, a penalty on the average use, negatives."""
+    """wav2vec 2.0: hard choices with soft gradients, a penalty on the mean use, negatives of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,20 +182,20 @@ class Quantizer(nn.Module):
 
 
 def split_norms(net: Any, h: Tensor) -> Tensor:
-    """timm: the first half has its own BatchNorm (adversarial and clean samples)."""
+    """Split BatchNorm of timm: each half has its own norm (adversarial and clean samples)."""
     half = h.shape[0] // 2
     return torch.cat([net.norm(h[:half]), net.other(h[half:])], dim=0)
 
 
 def evolving_norm(net: Any, h: Tensor) -> Tensor:
-    """EvoNorm-B0: the larger of a batch's and a sample's deviation."""
+    """EvoNorm-B0: the maximum of the batch's and the sample's deviation."""
     batch = h.var(0, unbiased=False).add(1e-5).sqrt()
     net.running.copy_(net.running * 0.9 + batch.detach() * 0.1)
     return h / torch.max(batch, net.v * h + h.var(1, keepdim=True).add(1e-5).sqrt())
 
 
 def single_precision(net: Any, h: Tensor) -> Tensor:
-    """A part in another precision, as mixed-precision models write it."""
+    """Softmax in single precision, as in mixed-precision models."""
     return net.norm(h) * torch.softmax(h.float(), dim=-1).type_as(h)
 
 
@@ -216,7 +216,7 @@ def modes_changed(model: Any, batch: Any) -> Tensor:
 
 
 def two_optimisers(model: Any, batch: Any) -> Tensor:
-    """The gradient of one loss is taken away again for a part of the model."""
+    """Clear the gradient of the first loss for one head."""
     z = model.body(batch["x"])
     F.cross_entropy(model.first(z), batch["y"]).backward(retain_graph=True)
     for parameter in model.first.parameters():
@@ -249,7 +249,7 @@ CASES = [
         "initialised by the first batch",
         ActNorm,
         actnorm_then_more,
-        note="the first micro-batch alone would set the parameters",
+        note="plain accumulation would set the parameters from the first micro-batch only",
     ),
     _case(
         "quantizer with negatives of the batch",

@@ -1,4 +1,4 @@
-"""What leaves the tensor: numpy, lists, vmap, strides, sparse matrices. A clear refusal passes too."""
+"""Values outside tensor operators: NumPy, lists, vmap, strides, sparse matrices. A clear error passes too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.torch.coupled.zoo.architectures import cross_entropy
 
 
 def through_numpy(net: Any, h: Tensor) -> Tensor:
-    """A statistic that is computed by numpy."""
+    """Subtract a statistic computed by NumPy."""
     return h - torch.from_numpy(h.detach().cpu().numpy().mean(0))
 
 
@@ -25,7 +25,7 @@ def through_lists(net: Any, h: Tensor) -> Tensor:
 
 
 def matched(model: Any, batch: Any) -> Tensor:
-    """DETR: samples are paired with targets, the nearest pair first."""
+    """DETR: match samples with targets, nearest pair first."""
     z, y = model(batch["x"]), batch["y"]
     cost = torch.cdist(z, y).detach().numpy().copy()
     pairs = []
@@ -46,7 +46,7 @@ def by_vmap_of_pairs(net: Any, h: Tensor) -> Tensor:
 
 
 def by_functional_gradient(net: Any, h: Tensor) -> Tensor:
-    """One descent on an energy of the whole batch."""
+    """One step of gradient descent on an energy of the whole batch."""
     return h - 0.3 * torch.func.grad(lambda z: (z - z.mean(0)).tanh().pow(2).sum())(h)
 
 
@@ -55,14 +55,14 @@ def copied(net: Any, h: Tensor) -> Tensor:
 
 
 def strided(net: Any, h: Tensor) -> Tensor:
-    """Neighbouring rows by strides."""
+    """Products of neighbouring rows, by strides."""
     h = h.contiguous()
     pairs = h.as_strided((h.shape[0] - 1, 16), (8, 1))
     return h + F.pad(pairs[:, 8:] * pairs[:, :8], (0, 0, 1, 0))
 
 
 def sparse(net: Any, h: Tensor) -> Tensor:
-    """A sparse matrix over samples (a graph of the batch)."""
+    """Multiply by a sparse matrix over samples (a graph of the batch)."""
     n = h.shape[0]
     edges = torch.stack([torch.arange(n), (torch.arange(n) + 1) % n])
     graph = torch.sparse_coo_tensor(edges, torch.ones(n, dtype=h.dtype), (n, n), check_invariants=False)
@@ -70,7 +70,7 @@ def sparse(net: Any, h: Tensor) -> Tensor:
 
 
 def nested(model: Any, batch: Any) -> Tensor:
-    """Rows of their own lengths, as a Python list of slices."""
+    """Rows of different lengths, as a Python list of slices."""
     h = model.words(batch["x"])
     rows = [row[:length].mean(0) for row, length in zip(h, batch["lengths"].tolist(), strict=True)]
     return F.cross_entropy(model.last(model.norm(torch.stack(rows))), batch["y"])

@@ -32,7 +32,7 @@ def gradient_penalty(model: Any, batch: Any) -> Tensor:
 
 
 def real_penalty(model: Any, batch: Any) -> Tensor:
-    """R1 (StyleGAN): only the gradient at real samples."""
+    """R1 (StyleGAN): gradient penalty at real samples only."""
     x = batch["x1"].detach().requires_grad_(requires_grad=True)
     score = model(x)
     (grad,) = torch.autograd.grad(outputs=score.sum(), inputs=x, create_graph=True)
@@ -40,14 +40,14 @@ def real_penalty(model: Any, batch: Any) -> Tensor:
 
 
 def adversarial(model: Any, batch: Any) -> Tensor:
-    """FGSM: a first backward to the inputs only, a second forward on what it found."""
+    """FGSM: a backward to the inputs, then a forward of the perturbed inputs."""
     x = batch["x"].clone().requires_grad_()
     (grad,) = torch.autograd.grad(F.cross_entropy(model(x), batch["y"]), x)
     return F.cross_entropy(model((x + 0.1 * grad.sign()).detach()), batch["y"])
 
 
 def inner_update(model: Any, batch: Any) -> Tensor:
-    """MAML: the loss after one update of the weights, with the gradient through that update."""
+    """MAML: loss after one update of the weights; the gradient flows through that update."""
     weights = dict(model.named_parameters())
     first = F.cross_entropy(functional_call(model, weights, (batch["x1"],)), batch["y"])
     grads = torch.autograd.grad(first, list(weights.values()), create_graph=True)
@@ -56,14 +56,14 @@ def inner_update(model: Any, batch: Any) -> Tensor:
 
 
 def gradient_norm_in_loss(model: Any, batch: Any) -> Tensor:
-    """The norm of the weights' own gradient as a penalty (flat minima)."""
+    """Penalty on the norm of the weights' gradient (flat minima)."""
     loss = F.cross_entropy(model(batch["x"]), batch["y"])
     grads = torch.autograd.grad(loss, [p for p in model.parameters() if p.ndim > 1], create_graph=True)
     return loss + 0.1 * torch.sqrt(sum((g.pow(2).sum() for g in grads), torch.zeros(())))
 
 
 def balanced_gradients(model: Any, batch: Any) -> Tensor:
-    """VQGAN: a weight made of the norms of two gradients at the last layer."""
+    """VQGAN: the second loss is weighted by the ratio of two gradient norms at the last layer."""
     h = model.body(batch["x"])
     z = model.first(h)
     a, b = F.cross_entropy(z, batch["y"]), z.var(0).sum()
@@ -73,7 +73,7 @@ def balanced_gradients(model: Any, batch: Any) -> Tensor:
 
 
 def sharpness(model: Any, batch: Any) -> Tensor:
-    """SAM: up along the gradient, then the gradient there, at the old weights."""
+    """SAM: loss after an ascent step, which is constant for the gradient."""
     parameters = list(model.parameters())
     grads = torch.autograd.grad(F.cross_entropy(model(batch["x"]), batch["y"]), parameters)
     norm = torch.stack([g.norm() for g in grads]).norm()
@@ -82,7 +82,7 @@ def sharpness(model: Any, batch: Any) -> Tensor:
 
 
 def energy_forces(model: Any, batch: Any) -> Tensor:
-    """Force fields: the target is the gradient by the positions."""
+    """Force fields: the target is the gradient with respect to the positions."""
     x = batch["x"].clone().requires_grad_()
     energy = model(x).sum(1)
     (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)

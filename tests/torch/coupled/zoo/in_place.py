@@ -45,7 +45,7 @@ def filled(net: Any, h: Tensor) -> Tensor:
 
 
 def shifted_by_batch(net: Any, h: Tensor) -> Tensor:
-    """In place, by a statistic of what is being written."""
+    """Write in place with statistics of the written tensor."""
     h = h.clone()
     h -= h.mean(0, keepdim=True)
     h /= h.detach().std(0) + 0.1
@@ -77,7 +77,7 @@ def written_mask(net: Any, h: Tensor) -> Tensor:
 
 
 def written_view(net: Any, h: Tensor) -> Tensor:
-    """Writes through a view; the base is read after."""
+    """Write through views, then read the base."""
     h = net.norm(h)
     part = h.view(-1, 2, 4)
     part[:, 1].mul_(2.0)
@@ -87,7 +87,7 @@ def written_view(net: Any, h: Tensor) -> Tensor:
 
 
 def written_base(net: Any, h: Tensor) -> Tensor:
-    """Writes into the base; the view is read after."""
+    """Write into the base, then read the view."""
     h = net.norm(h).clone()
     part = h[:, 2:6]
     h.mul_(2.0)
@@ -104,7 +104,7 @@ def written_chunks(net: Any, h: Tensor) -> Tensor:
 
 
 def filled_up(net: Any, h: Tensor) -> Tensor:
-    """An output that is made empty and filled column by column."""
+    """Fill an empty output column by column."""
     out = torch.empty_like(h)
     normed = net.norm(h)
     for column in range(8):
@@ -113,7 +113,7 @@ def filled_up(net: Any, h: Tensor) -> Tensor:
 
 
 def filled_rows(net: Any, h: Tensor) -> Tensor:
-    """Row by row, over the batch."""
+    """Fill an output row by row, over the batch."""
     out = h.new_zeros(h.shape)
     for row in range(h.shape[0]):
         out[row] = h[row] - h[row - 1]
@@ -148,7 +148,7 @@ def addcmul(net: Any, h: Tensor) -> Tensor:
 
 
 def pre_activation(net: Any, x: Tensor) -> Tensor:
-    """Pre-activation ResNet: the in-place ReLU writes into what BatchNorm made."""
+    """Pre-activation ResNet: the in-place ReLU overwrites the output of BatchNorm."""
     h = net.conv(x)
     for norm in (net.norm1, net.norm2):
         h = h + net.inner(F.relu(norm(h), inplace=True))
@@ -156,7 +156,7 @@ def pre_activation(net: Any, x: Tensor) -> Tensor:
 
 
 def inputs_written(net: Any, x: Tensor) -> Tensor:
-    """The model normalises a copy of its input in place."""
+    """Normalize a copy of the input in place."""
     x = x.clone()
     x.sub_(x.mean((0, 2, 3), keepdim=True)).div_(x.std((0, 2, 3), keepdim=True))
     return net.last(net.conv(x).relu_().mean((2, 3)))

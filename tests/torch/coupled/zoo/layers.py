@@ -1,4 +1,4 @@
-"""Layers that keep samples apart, each alone (nothing couples) and with BatchNorm after it (all couples)."""
+"""Layers without coupling: each alone, and followed by BatchNorm, which couples all samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Data = Callable[[int], dict[str, Tensor]]
 
 
 def _cases(name: str, build: Callable[[], nn.Module], batch: Data, *, random: bool = False) -> list[Case]:
-    """The layer, flattened, with a linear head; then the same with BatchNorm before that head."""
+    """Cases of the layer, flattened, with a linear head; the second adds BatchNorm and a second head."""
 
     def alone() -> nn.Module:
         layer = build().double()
@@ -28,7 +28,7 @@ def _cases(name: str, build: Callable[[], nn.Module], batch: Data, *, random: bo
 
     def normed() -> nn.Module:
         layer, flatten, head = alone()  # pyright: ignore[reportGeneralTypeIssues]  # a Sequential
-        norm = nn.BatchNorm1d(3, eps=0.1)  # well conditioned where a layer makes all samples much alike
+        norm = nn.BatchNorm1d(3, eps=0.1)  # well conditioned even if a layer makes the samples nearly equal
         return nn.Sequential(layer, flatten, head, norm, nn.Tanh(), nn.Linear(3, 3))
 
     shared = {"data": batch, "loss": cross_entropy, "random": random}
@@ -43,7 +43,7 @@ def volumes(n: int) -> dict[str, Tensor]:
 
 
 def matrices(n: int) -> dict[str, Tensor]:
-    """Symmetrical positive definite ones, 4 x 4."""
+    """Symmetric positive definite 4 x 4 matrices."""
     a = data.normal(n, 4, 4)
     return {"x": a @ a.mT + torch.eye(4, dtype=a.dtype), "y": data.integers(3, n)}
 
@@ -53,7 +53,7 @@ def ids(n: int) -> dict[str, Tensor]:
 
 
 def _image(function: Callable[..., Any], **parts: Any) -> Callable[[], nn.Module]:
-    """A convolution to 4 channels of 8 x 8, then the function."""
+    """Return a builder of a convolution to 4 channels of 8 x 8, followed by the function."""
 
     def build() -> nn.Module:
         made = {name: part() for name, part in parts.items()}
@@ -64,7 +64,7 @@ def _image(function: Callable[..., Any], **parts: Any) -> Callable[[], nn.Module
 
 
 def _steps(function: Callable[..., Any], **parts: Any) -> Callable[[], nn.Module]:
-    """A linear layer on each of 7 steps (8 features), then the function."""
+    """Return a builder of a linear layer on each of 7 steps (8 features), followed by the function."""
 
     def build() -> nn.Module:
         made = {name: part() for name, part in parts.items()}
@@ -74,7 +74,7 @@ def _steps(function: Callable[..., Any], **parts: Any) -> Callable[[], nn.Module
 
 
 def _matrix(function: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
-    """A learnt congruence of a symmetrical matrix, then the function."""
+    """Return a builder of a learnt congruence of a symmetric matrix, followed by the function."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         return function(net.turn @ x @ net.turn.T)
@@ -102,7 +102,7 @@ def self_attention_time_first(net: Any, h: Tensor) -> Tensor:
 
 
 def causal_attention(net: Any, h: Tensor) -> Tensor:
-    """Rotary-free GPT block as minGPT writes it, by `view` and `transpose`."""
+    """Causal attention of a GPT block as in minGPT, by `view` and `transpose`."""
     b, t, c = h.size()
     q, k, v = net.qkv(h).split(c, dim=2)
     q, k, v = (part.view(b, t, 2, c // 2).transpose(1, 2) for part in (q, k, v))
@@ -117,14 +117,14 @@ def fused_causal_attention(net: Any, h: Tensor) -> Tensor:
 
 
 def masked_attention(net: Any, h: Tensor) -> Tensor:
-    """A mask for each sample, made of its own values."""
+    """Attention with a mask for each sample, computed from its values."""
     keep = (h.mean(-1) > -0.5)[:, None, None, :] | torch.eye(7, dtype=torch.bool)
     q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in net.qkv(h).chunk(3, -1))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=keep, scale=0.3).transpose(1, 2).flatten(2)
 
 
 def rotary(net: Any, h: Tensor) -> Tensor:
-    """Rotary positions; complex numbers, as in LLaMA's reference."""
+    """Rotary positions by complex numbers, as in LLaMA's reference."""
     angles = torch.outer(torch.arange(h.shape[1]), 10.0 ** -torch.arange(4)).to(h.dtype)
     turn = torch.polar(torch.ones_like(angles), angles)
     turned = torch.view_as_complex(h.reshape(*h.shape[:-1], -1, 2)) * turn
@@ -137,7 +137,7 @@ def decoder(net: Any, h: Tensor) -> Tensor:
 
 
 def spectrum(net: Any, h: Tensor) -> Tensor:
-    """FNet and Fourier operators: a learnt filter in the frequency domain."""
+    """Learnt filter in the frequency domain, as in FNet and Fourier operators."""
     return torch.fft.irfft(torch.fft.rfft(h, dim=-1) * torch.view_as_complex(net.filter), n=8, dim=-1)
 
 
@@ -146,7 +146,7 @@ def spectrum_2d(net: Any, h: Tensor) -> Tensor:
 
 
 def activations(net: Any, h: Tensor) -> Tensor:
-    # Not hardsigmoid and hardswish: the vectorised kernels, and only these, round 1/6 to single precision.
+    # Without hardsigmoid and hardswish: only their vectorized kernels round 1/6 to single precision.
     functions: list[Callable[[Tensor], Tensor]] = [
         F.relu, F.relu6, F.elu, F.selu, F.celu, F.leaky_relu, F.gelu, F.silu, F.mish, F.softplus, F.softsign,
         F.tanhshrink, F.hardtanh, F.logsigmoid, F.softshrink, F.hardshrink,
@@ -187,7 +187,7 @@ def scattered(net: Any, h: Tensor) -> Tensor:
 
 
 def shapes(net: Any, h: Tensor) -> Tensor:
-    """(N, 7, 8) through the shapes that models use, and back."""
+    """Reshape (N, 7, 8) in the ways that models do, and restore the shape."""
     n = h.shape[0]
     a = net.last(h.reshape(n * 7, 8)).reshape(n, 7, 8)
     b = h.permute(1, 0, 2).reshape(7, -1).T.reshape(n, 8, 7).mT
@@ -209,7 +209,7 @@ def slices(net: Any, h: Tensor) -> Tensor:
 
 
 def windows(net: Any, h: Tensor) -> Tensor:
-    """Swin: an image cut into windows that become part of the batch, rolled, and put back."""
+    """Swin: split an image into windows, merge them into the batch, and restore the image."""
     n, c, height, width = h.shape
     h = torch.roll(h, shifts=(-1, -1), dims=(2, 3))
     cut = h.view(n, c, height // 4, 4, width // 4, 4).permute(0, 2, 4, 3, 5, 1).reshape(-1, 16, c)

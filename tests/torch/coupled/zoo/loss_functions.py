@@ -1,6 +1,6 @@
-"""The losses of torch.nn.functional with each reduction, and reductions that users write.
+"""Losses of torch.nn.functional with each reduction, and hand-written reductions.
 
-The model has BatchNorm in none of them: what couples is the loss.
+No model here has BatchNorm: only the loss couples samples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _model() -> nn.Module:
 
 
 def targets(n: int) -> dict[str, Tensor]:
-    """Everything that a loss may compare with."""
+    """Targets of all losses."""
     return {
         "x": data.normal(n, 6),
         "x2": data.normal(n, 6, seed=1),
@@ -41,7 +41,7 @@ def targets(n: int) -> dict[str, Tensor]:
 
 
 def kl_div(z: Tensor, t: Any, r: str) -> Tensor:
-    """Its "mean" warns, and everyone uses "batchmean"."""
+    """Use "batchmean" as the mean: torch warns about "mean"."""
     return F.kl_div(F.log_softmax(z, 1), t["chances"], reduction="batchmean" if r == "mean" else r)
 
 
@@ -110,7 +110,7 @@ _SEVERAL: dict[str, Function] = {
 
 
 def _reduced(name: str, function: Function, *, several: bool = False) -> list[Case]:
-    """Mean: right in plain accumulation. Sum: not. None with a mean written by the user: right."""
+    """Cases of each reduction. Plain accumulation is wrong for a sum, and right for a mean."""
 
     def loss(reduction: str) -> Callable[[nn.Module, Any], Tensor]:
         def compute(model: nn.Module, batch: Any) -> Tensor:
@@ -133,7 +133,7 @@ def _reduced(name: str, function: Function, *, several: bool = False) -> list[Ca
 
 
 class Speech(nn.Module):
-    """Log-probabilities of 5 symbols for each of 12 steps, time first as CTC wants it."""
+    """Log-probabilities of 5 symbols for each of 12 steps, with time first as CTC requires."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,13 +161,13 @@ def ctc(reduction: str) -> Callable[[nn.Module, Any], Tensor]:
 
 
 def language(n: int) -> dict[str, Tensor]:
-    """Token ids, shorter rows filled up; the fill is no label."""
+    """Token ids, padded; the padding has no label."""
     batch = data.tokens(n)
     return {"x": batch["x"], "y": batch["x"].masked_fill(~batch["mask"], -100)}
 
 
 class LanguageModel(nn.Module):
-    """The output weights are the embedding's."""
+    """Language model with tied input and output embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ def perplexity(model: nn.Module, t: Any) -> Tensor:
 
 
 def sample_means(model: nn.Module, t: Any) -> Tensor:
-    """The mean over samples of each one's token mean: nothing couples."""
+    """Mean over samples of each sample's token mean: not coupled."""
     each = F.cross_entropy(model(t["x"]).transpose(1, 2), t["y"], reduction="none")
     mask = (t["y"] != -100).to(each.dtype)
     return ((each * mask).sum(1) / mask.sum(1)).mean()
@@ -233,7 +233,7 @@ def spread_and_decay(f: Any, t: Any) -> Tensor:
 
 
 def worst_samples(f: Any, t: Any) -> Tensor:
-    """Hard example mining: the mean of the five largest losses."""
+    """Hard example mining: the mean of the two largest losses."""
     return F.cross_entropy(f(t["x"]), t["label"], reduction="none").topk(2).values.mean()
 
 
@@ -243,7 +243,7 @@ def trimmed(f: Any, t: Any) -> Tensor:
 
 
 def robust(f: Any, t: Any) -> Tensor:
-    """Distributionally robust: weights by a softmax of the losses."""
+    """Distributionally robust loss: the weights are a softmax of the losses."""
     each = F.cross_entropy(f(t["x"]), t["label"], reduction="none")
     return (torch.softmax(each.detach() / 0.3, 0) * each).sum() + 0.2 * torch.logsumexp(each, 0)
 
@@ -254,7 +254,7 @@ def weighted_mean(f: Any, t: Any) -> Tensor:
 
 
 def group_mean(f: Any, t: Any) -> Tensor:
-    """The mean over classes of the mean loss of each: a loop in Python over masks."""
+    """Mean over classes of each class's mean loss, by a Python loop over masks."""
     each = F.cross_entropy(f(t["x"]), t["label"], reduction="none")
     means = [each[t["label"] == c].mean() for c in range(3) if (t["label"] == c).any()]
     return torch.stack(means).mean()
@@ -294,14 +294,14 @@ def concordance(f: Any, t: Any) -> Tensor:
 
 
 def entropy_of_mean(f: Any, t: Any) -> Tensor:
-    """Mutual information: sharp for each sample, even over the batch."""
+    """Mutual information: low entropy of each sample, high entropy of the batch mean."""
     p = f(t["x"]).softmax(1)
     mean = p.mean(0)
     return (mean * mean.log()).sum() - (p * p.log()).sum(1).mean()
 
 
 def advantage(f: Any, t: Any) -> Tensor:
-    """PPO: advantages normalised over the batch, clipped ratios."""
+    """PPO: advantages normalized over the batch, clipped ratios."""
     log_prob = F.log_softmax(f(t["x"]), 1).gather(1, t["label"].unsqueeze(1)).squeeze(1)
     ratio = torch.exp(log_prob - t["chances"].log()[:, 0])
     gain = t["weight"] * log_prob.detach()
@@ -314,7 +314,7 @@ def class_weights(f: Any, t: Any) -> Tensor:
 
 
 def balanced_weights(f: Any, t: Any) -> Tensor:
-    """Class weights by the counts in the batch."""
+    """Class weights from the class counts of the batch."""
     count = F.one_hot(t["label"], 3).sum(0).clamp(min=1)
     return F.cross_entropy(f(t["x"]), t["label"], weight=(len(t["label"]) / count).to(torch.float64))
 
@@ -328,7 +328,7 @@ def dice(f: Any, t: Any) -> Tensor:
 
 
 def normalised_by_positives(f: Any, t: Any) -> Tensor:
-    """Detectors: the sum of losses, divided by the number of positives as a Python number."""
+    """Detector loss: a sum, divided by the number of positives as a Python number."""
     each = F.binary_cross_entropy_with_logits(f(t["x"]), t["binary"], reduction="none")
     return each.sum() / max(t["binary"].sum().item(), 1.0)
 

@@ -1,4 +1,4 @@
-"""Parametrised weights, routing, drop-path, control flow: what acts once per batch, not per sample."""
+"""Parametrized weights, routing, drop-path, control flow: mostly effects per batch, not per sample."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.torch.coupled.zoo.architectures import cross_entropy
 
 
 def spectral(kind: Any, *, norm: bool) -> nn.Module:
-    """Power iteration: a buffer that moves once per forward."""
+    """Spectral norm by power iteration, which updates a buffer once per forward."""
     layers = [
         kind(nn.Linear(6, 8)),
         nn.BatchNorm1d(8) if norm else nn.Identity(),
@@ -31,7 +31,7 @@ def spectral_conv() -> nn.Module:
 
 
 def weight_norm() -> nn.Module:
-    # BatchNorm takes the length of the weights out again but for its eps, which must be felt.
+    # BatchNorm cancels the norm of the weights, except for eps: a large eps keeps its gradient.
     first = parametrizations.weight_norm(nn.Linear(6, 8))
     return nn.Sequential(
         first, nn.BatchNorm1d(8, eps=0.1), nn.Tanh(), parametrizations.weight_norm(nn.Linear(8, 3), dim=1)
@@ -44,24 +44,24 @@ def orthogonal() -> nn.Module:
 
 
 def standardised(net: Any, x: Tensor) -> Tensor:
-    """Weight standardisation: statistics of the weights, not of the batch."""
+    """Weight standardization: statistics of the weights, not of the batch."""
     weight = net.conv.weight
     mean, std = weight.mean((1, 2, 3), keepdim=True), weight.std((1, 2, 3), keepdim=True)
     return net.last(F.relu(F.group_norm(F.conv2d(x, (weight - mean) / std, net.conv.bias), 2)).mean((2, 3)))
 
 
 def dynamic_weights(net: Any, h: Tensor) -> Tensor:
-    """A weight matrix for each sample, made from the sample."""
+    """A weight matrix for each sample, computed from the sample."""
     return torch.bmm(net.weights(h).view(-1, 8, 8), h.unsqueeze(2)).squeeze(2)
 
 
 def weight_of_batch(net: Any, h: Tensor) -> Tensor:
-    """One weight matrix for all, made from the mean of the batch."""
+    """One weight matrix for all samples, computed from the mean of the batch."""
     return F.linear(h, net.weights(h.mean(0)).view(8, 8))
 
 
 class Experts(nn.Module):
-    """Switch transformer: one expert each, a capacity that is filled in the order of the batch."""
+    """Switch transformer: one expert per sample; capacity is filled in batch order."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Experts(nn.Module):
 
 
 class RoutedExperts(nn.Module):
-    """Top two experts, each run on the rows that chose it (as Mixtral's reference does)."""
+    """Top-2 experts, each run on the rows routed to it (as in Mixtral's reference)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def balanced(model: Any, batch: Any) -> Tensor:
 
 
 def expert_choice(net: Any, h: Tensor) -> Tensor:
-    """Experts choose their samples: top-k over the batch."""
+    """Experts choose samples by top-k over the batch."""
     scores = F.softmax(net.gate(h), dim=-1)
     value, row = torch.topk(scores.t(), 5, dim=-1)
     out = h.clone()
@@ -117,7 +117,7 @@ def expert_choice(net: Any, h: Tensor) -> Tensor:
 
 
 class Blocks(nn.Module):
-    """Residual blocks, each dropped by a coin: one for the batch (`whole`), or one for each sample."""
+    """Residual blocks, dropped at random: one draw for the batch (`whole`), or one for each sample."""
 
     def __init__(self, *, whole: bool) -> None:
         super().__init__()
@@ -149,14 +149,14 @@ def branch_on_mean(net: Any, h: Tensor) -> Tensor:
 
 
 def loop_until_small(net: Any, h: Tensor) -> Tensor:
-    """As many rounds as the largest row needs."""
+    """Iterate as often as the largest row needs."""
     while bool((h.norm(dim=1) > 1.5).any()):
         h = h * 0.7 + 0.1 * torch.tanh(h)
     return h
 
 
 def fixed_point(net: Any, h: Tensor) -> Tensor:
-    """Deep equilibrium: iterated without gradients until all rows stand still, then once with."""
+    """Deep equilibrium: iterate to convergence without gradients, then one step with gradients."""
     with torch.no_grad():
         z = torch.zeros_like(h)
         for _ in range(50):
@@ -168,7 +168,7 @@ def fixed_point(net: Any, h: Tensor) -> Tensor:
 
 
 def halting(net: Any, h: Tensor) -> Tensor:
-    """Adaptive computation: rows that are done stop changing."""
+    """Adaptive computation: finished rows stop changing."""
     total = torch.zeros(h.shape[0], dtype=h.dtype)
     for _ in range(4):
         running = total < 0.9
@@ -188,7 +188,7 @@ def mixup(model: Any, batch: Any) -> Tensor:
 
 
 def mixup_by_flip(model: Any, batch: Any) -> Tensor:
-    """timm: the partner is the batch in reverse."""
+    """Mixup of timm: the partner is the reversed batch."""
     x, y = batch["x"], F.one_hot(batch["y"], 3).to(batch["x"].dtype)
     return F.cross_entropy(model(0.7 * x + 0.3 * x.flip(0)), 0.7 * y + 0.3 * y.flip(0))
 
@@ -206,13 +206,13 @@ def manifold_mixup(net: Any, h: Tensor) -> Tensor:
 
 
 def tied_autoencoder(model: Any, batch: Any) -> Tensor:
-    """The decoder's weight is the encoder's transposed."""
+    """Autoencoder whose decoder weight is the transposed encoder weight."""
     code = torch.tanh(model.norm(model.first(batch["x"])))
     return F.mse_loss(F.linear(code, model.first.weight.t()), batch["x"])
 
 
 def sparse_code(model: Any, batch: Any) -> Tensor:
-    """A penalty on the mean activation over the batch."""
+    """Penalty on the mean activation over the batch."""
     code = torch.sigmoid(model.first(batch["x"]))
     mean = code.mean(0)
     penalty = (0.1 * torch.log(0.1 / mean) + 0.9 * torch.log(0.9 / (1 - mean))).sum()
@@ -220,7 +220,7 @@ def sparse_code(model: Any, batch: Any) -> Tensor:
 
 
 def sparse_winners(net: Any, h: Tensor) -> Tensor:
-    """Winner takes all: each feature keeps its largest third of the batch."""
+    """Winner takes all: each feature keeps its largest third over the batch."""
     bar = h.topk(max(h.shape[0] // 3, 1), dim=0).values[-1:]
     return h * (h >= bar)
 
@@ -240,7 +240,7 @@ CASES = [
         lambda: spectral(parametrizations.spectral_norm, norm=False),
         buffers=True,
         min_n=1,
-        note="only the power iteration couples: it moves once per forward",
+        note="only the power iteration couples samples: it runs once per forward",
     ),
     _rows(
         "spectral norm and BatchNorm",
@@ -289,7 +289,7 @@ CASES = [
         lambda: Blocks(whole=True),
         random=True,
         buffers=True,
-        parameters_still=tuple(f"blocks.2.{name}" for name in ("0.weight", "0.bias", "2.weight", "2.bias")),
+        without_gradient=tuple(f"blocks.2.{name}" for name in ("0.weight", "0.bias", "2.weight", "2.bias")),
     ),
     _rows("drop-path, one coin for each sample", lambda: Blocks(whole=False), random=True, buffers=True),
     _rows("branch on the largest activation", between(branch_on_maximum)),
@@ -307,7 +307,7 @@ CASES = [
         between(halting, inner=lambda: nn.Linear(8, 8), halt=lambda: nn.Linear(8, 1)),
         coupled=False,
         min_n=1,
-        note="where() keeps rows that are done as they are",
+        note="where() keeps finished rows unchanged",
     ),
     _rows("mixup", lambda: models.mlp(norm=nn.LayerNorm), loss=mixup, random=True),
     _rows("mixup with the reversed batch", lambda: models.mlp(norm=nn.LayerNorm), loss=mixup_by_flip),
