@@ -1,4 +1,4 @@
-"""What each of two gloo ranks does for `test_lr_survey_ranks`, given its number and a folder."""
+"""Script of each of two gloo ranks for `test_lr_survey_ranks`; arguments: the rank and a folder."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from tests.torch.states import assert_unchanged, fingerprint
 
 POINTS = 30
 BATCHES = (rows(6, 3, seed=11), rows(4, 5, seed=12))
-"""Of each rank: other numbers of samples and of batches, so that each begins again at its own time."""
+"""Batches of each rank: their sizes and numbers differ, so they restart at different points."""
 
 
-class Ends:
-    """One rank's rounding, so to speak: its rule ends the survey at a point, the other's does not."""
+class EndsAt:
+    """Ends the survey of one rank at a point, as different rounding could."""
 
     def __init__(self, at: int) -> None:
         self.at, self.original = at, Sweep.add
 
     def __call__(self, sweep: Sweep, loss: float) -> bool:
-        go_on = self.original(sweep, loss)
-        return go_on and len(sweep._curve.losses) < self.at
+        proceed = self.original(sweep, loss)
+        return proceed and len(sweep._curve.losses) < self.at
 
 
 def survey(rank: int, *, spoil: bool = False, high: float = 10.0) -> dict[str, Any]:
-    """A survey of a model in DDP, and whether it has left anything behind."""
+    """Run a survey of a model in DDP, and assert that it restores all state."""
     model = mlp()
     wrapped = DistributedDataParallel(model)
     optimizer = sgd(wrapped.parameters())
@@ -63,13 +63,13 @@ def main() -> None:
     )
     found = {"plain": survey(rank), "far": survey(rank, high=1e6), "spoiled": survey(rank, spoil=True)}
     if rank == 1:
-        ends = Ends(at=9)
+        ends = EndsAt(at=9)
         Sweep.add = lambda sweep, loss: ends(sweep, loss)  # pyright: ignore[reportAttributeAccessIssue]
     found["one ends"] = survey(rank)
     torch.save(found, folder / f"{rank}.pt")
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads of a group that is taken down may end the process with an error
+    os._exit(0)  # gloo's threads can end the process with an error when a group is destroyed
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A window on an accelerator, stood in for on the CPU: what it reads, its precision, whose memory it uses."""
+"""Windows on a stand-in accelerator on the CPU: reads to the host, precision, shared memory, kernels."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _assert_same(model: nn.Module, reference: nn.Module, start: nn.Module) -> No
     pairs = zip(model.parameters(), reference.parameters(), start.parameters(), strict=True)
     for moved, right, before in pairs:
         assert isinstance(moved.data, Elsewhere)
-        assert (right - before).norm() > 1e-3, "the update moves it"
+        assert (right - before).norm() > 1e-3, "premise: the update changes it"
         assert (moved.data.held - right).norm() <= 1e-5 * (right - before).norm()
 
 
@@ -72,10 +72,10 @@ def _by_hand(reference: nn.Module, data: Any, updates: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3, 7])
-def test_a_window_reads_twice_whatever_its_number_of_microbatches(size: int, device: None) -> None:
+def test_a_window_reads_twice_for_any_number_of_microbatches(size: int, device: None) -> None:
     model, data = elsewhere(_net()), _data()
     accumulate = Accumulator(model, _sgd(model), _loss(model), microbatch_size=size, max_grad_norm=1.0)
-    accumulate(data)  # the first one checks the statement
+    accumulate(data)  # the first window checks the loss
     for _ in range(2):
         READS.clear()
         assert accumulate(data).made
@@ -85,8 +85,8 @@ def test_a_window_reads_twice_whatever_its_number_of_microbatches(size: int, dev
     _assert_same(model, reference, _net())
 
 
-def test_a_read_is_seen(device: None) -> None:
-    """The count can fail: a loop that prints each loss reads once for each micro-batch."""
+def test_every_read_is_counted(device: None) -> None:
+    """A loop that reads each loss adds one read per micro-batch."""
     model, data = elsewhere(_net()), _data(6)
     accumulator = Accumulator(model, _sgd(model), microbatch_size=2, check=False)
     READS.clear()
@@ -112,7 +112,7 @@ def test_a_read_is_seen(device: None) -> None:
             {"nonfinite": "skip_microbatch"},
             False,
             2 + 6,
-        ),  # whether to add it is decided micro-batch by micro-batch
+        ),  # each micro-batch is accepted or dropped by its own read
     ],
     ids=lambda value: str(value).partition(" object at ")[0],
 )
@@ -127,7 +127,7 @@ def test_reads_of_a_window_of_six(options: Any, norm: bool, reads: int, device: 
     assert len(READS) <= reads, READS
 
 
-def test_a_microbatch_is_left_out_by_one_read(device: None) -> None:
+def test_a_nonfinite_microbatch_is_dropped(device: None) -> None:
     model, data = elsewhere(_net()), _data(12)
 
     def loss_fn(mb: Any) -> Tensor:
@@ -143,7 +143,7 @@ def test_a_microbatch_is_left_out_by_one_read(device: None) -> None:
 # -- float64 -----------------------------------------------------------------------------------------------
 
 
-def test_there_is_no_float64(no_float64: None) -> None:
+def test_the_stand_in_has_no_float64(no_float64: None) -> None:
     with pytest.raises(TypeError, match="float64"):
         Elsewhere(torch.ones(2)).double()
     assert torch.equal(Elsewhere(torch.ones(2)).cpu().double(), torch.ones(2).double())
@@ -195,7 +195,7 @@ def test_verify_without_float64(no_float64: None) -> None:
     ],
     ids=["geometric", "bernoulli", "multinomial", "with replacement"],
 )
-def test_streams_draw_alike_without_float64(draw: Any, no_float64: None) -> None:
+def test_streams_draw_the_same_numbers_without_float64(draw: Any, no_float64: None) -> None:
     x = torch.linspace(-1, 1, 20).reshape(4, 5)
     with sample_stream(3, 0, 4):
         right = draw(x)
@@ -206,11 +206,11 @@ def test_streams_draw_alike_without_float64(draw: Any, no_float64: None) -> None
     assert torch.equal(drawn.held, right)
 
 
-# -- memory that a replayed graph writes to again ----------------------------------------------------------
+# -- memory that a replayed graph overwrites ---------------------------------------------------------------
 
 
 class _Replayed(torch.autograd.Function):
-    """Computes ``(x @ w).square().mean()`` as a replayed graph does: always into the same memory."""
+    """Computes ``(x @ w).square().mean()`` always into the same memory, as a replayed graph does."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, x: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
@@ -263,7 +263,7 @@ def test_losses_that_a_replayed_graph_overwrites(device: None) -> None:
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def test_mutant_keeps_the_memory_of_the_graph(device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutant_without_copies_of_graph_memory(device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "superbatch.torch.window.participants.gradient_sum.in_shared_memory", lambda gradient: False
     )
@@ -274,8 +274,8 @@ def test_mutant_keeps_the_memory_of_the_graph(device: None, monkeypatch: pytest.
     assert losses != pytest.approx(expected, rel=1e-2)
 
 
-def test_gradients_of_compiled_replays_are_taken_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their memory has no other tensor: on CUDA, where such graphs were loaded, each first one is copied."""
+def test_cpu_gradients_are_not_copied_with_compiled_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only CUDA gradients can be in the memory of a replayed graph."""
     import sys
     from types import ModuleType
 
@@ -284,14 +284,14 @@ def test_gradients_of_compiled_replays_are_taken_as_such(monkeypatch: pytest.Mon
     gradient = torch.ones(2)
     assert not in_shared_memory(gradient)
     monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", ModuleType("stand-in"))
-    assert not in_shared_memory(gradient), "on the CPU there are no such graphs"
+    assert not in_shared_memory(gradient), "a CPU tensor is not in a CUDA graph"
 
 
 # -- kernels of the norm -----------------------------------------------------------------------------------
 
 
 class _Calls(TorchDispatchMode):
-    """The operators that are called."""
+    """Record of the called operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,7 +311,7 @@ def test_norms_take_one_call_for_each_device_and_dtype(dtype: torch.dtype, devic
         with _Calls() as calls:
             norm, finite = finite_norm(given)
         assert finite
-        assert norm == pytest.approx(exact, rel=1e-5), "in float32, whatever the gradients are in"
+        assert norm == pytest.approx(exact, rel=1e-5), "computed in float32 for every dtype"
         assert calls.names.count("_foreach_norm") <= 1
         assert calls.names.count("linalg_vector_norm") <= 1
 
@@ -330,7 +330,7 @@ def test_norms_over_several_devices_and_dtypes(device: None) -> None:
     assert finite_norm([torch.tensor([float("inf")]), *mixed[1:]])[1] is False
 
 
-# -- few kernels -------------------------------------------------------------------------------------------
+# -- number of kernels -------------------------------------------------------------------------------------
 
 
 def test_buffers_are_copied_by_few_kernels(device: None) -> None:
@@ -340,7 +340,7 @@ def test_buffers_are_copied_by_few_kernels(device: None) -> None:
     with _Calls() as calls:
         keeper.begin()
     assert calls.names.count("clone") == 0
-    assert calls.names.count("_foreach_copy_") == 2, "of floats, and of the numbers of batches"
+    assert calls.names.count("_foreach_copy_") == 2, "one for floats, one for num_batches_tracked"
     for buffer in model.buffers():
         buffer.add_(3)
     assert keeper.changed()
@@ -365,7 +365,7 @@ def test_kept_gradients_are_added_by_one_call(dtype: torch.dtype) -> None:
     )
     with _Calls() as calls:
         update = accumulate(x)
-    assert calls.names.count("_foreach_add_") == 5, "one for each micro-batch but the first"
+    assert calls.names.count("_foreach_add_") == 5, "one per micro-batch except the first"
     reference = reference.double()
     reference(x.double()).square().mean().backward()
     exact = float(torch.cat([p.grad.flatten() for p in reference.parameters() if p.grad is not None]).norm())

@@ -1,4 +1,4 @@
-"""A loss that couples the samples of one rank alone is never trained without a word."""
+"""A loss that couples only the samples of its own rank raises an error or warns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.torch.two_ranks import found_by_both
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """What each rank found."""
+    """Results of each rank."""
     return found_by_both("tests.torch.alone_ranks", tmp_path_factory.mktemp("ranks"))
 
 

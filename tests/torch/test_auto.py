@@ -1,4 +1,4 @@
-"""Automatic sizes on a machine that is made up: every byte and every second of it is known."""
+"""Automatic sizes on a simulated machine, whose memory and time are known exactly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.torch.made_up_machine import MIB, Machine, OutOfMemory, sizing_on, wi
 # ---- the largest size
 
 
-def test_a_batch_that_is_far_from_the_limit_is_one_piece_at_once():
+def test_a_batch_far_below_the_limit_is_one_micro_batch_from_the_start():
     machine = Machine()
     sizing = sizing_on(machine)
     assert window(sizing, machine, 300) == [300]
@@ -36,7 +36,7 @@ def test_the_largest_size_is_found_without_a_failure(wrong: float):
     machine = Machine(wrong=wrong, once=30 * MIB)
     sizing = sizing_on(machine)
     true = machine.true_largest()
-    samples = 8 * true  # so that the split is by nearly the largest size
+    samples = 8 * true  # so that micro-batches are nearly of the largest size
     for _ in range(4):
         window(sizing, machine, samples)
     assert machine.failures == 0
@@ -48,16 +48,16 @@ def test_the_largest_size_is_found_without_a_failure(wrong: float):
     assert len(machine.log[-1]) == -(-samples // report.largest), "no more micro-batches than needed"
 
 
-def test_what_the_optimizer_took_less_than_was_predicted_is_used():
-    machine = Machine(state_guessed=1.9)  # 36 MiB of 1000: less than the 5 % that are looked for otherwise
+def test_memory_that_the_optimizer_did_not_take_is_used():
+    machine = Machine(state_guessed=1.9)  # 36 MiB of 1000: less than the 5 % that start a new search
     sizing = sizing_on(machine)
     true = machine.true_largest()
     for _ in range(3):
-        window(sizing, machine, 7344)  # 9 pieces of 816, so that later windows bring no new size
-        assert sizing.report() is not None, "asked after each window, as a user may"
+        window(sizing, machine, 7344)  # 9 micro-batches of 816, so that later windows bring no new size
+        assert sizing.report() is not None, "a user may ask after each window"
     report = sizing.report()
     assert report is not None and machine.failures == 0
-    assert max(machine.log[0]) < 0.97 * true, "the first window cannot know"
+    assert max(machine.log[0]) < 0.97 * true, "the first window uses the prediction"
     assert 0.97 * true <= report.largest <= true
 
 
@@ -69,10 +69,10 @@ def test_what_the_optimizer_took_less_than_was_predicted_is_used():
     wrong=st.floats(0.75, 1.5),
     once=st.integers(0, 100),
     kernels=st.integers(0, 8),
-    buffers=st.floats(0, 0.5),  # of what a sample needs
+    buffers=st.floats(0, 0.5),  # share of the memory of a sample
     batches=st.lists(st.integers(1, 20_000), min_size=1, max_size=4),
 )
-# Nothing but first micro-batches of windows was run: what a new size keeps is not known yet.
+# Only first micro-batches of windows were run, so the memory that a new size keeps is unknown.
 @example(
     limit=600, each=64, gradients=27, states=0, wrong=1.0, once=8, kernels=7, buffers=0.0, batches=[3, 139]
 )
@@ -88,7 +88,7 @@ def test_no_micro_batch_ever_fails(
     buffers: float,
     batches: list[int],
 ):
-    """Whatever the model needs, and however wrong the prediction within reason."""
+    """The models vary, and predictions are 0.75 to 1.5 times the true memory."""
     machine = Machine(
         limit=limit * MIB,
         each=each * MIB // 8,
@@ -100,7 +100,7 @@ def test_no_micro_batch_ever_fails(
         buffers=int(buffers * each * MIB / 8),
     )
     if machine.true_largest(sizes=20) < 8:
-        return  # so little room that nothing can be learnt
+        return  # too little memory for any measurement
     sizing = sizing_on(machine)
     for samples in batches:
         for _ in range(3):
@@ -109,15 +109,15 @@ def test_no_micro_batch_ever_fails(
     report = sizing.report()
     assert report is not None
     assert window(sizing, machine, report.largest) == [report.largest]
-    if report.largest < batches[-1]:  # a limit, and not only the batch
+    if report.largest < batches[-1]:  # limited by memory, not by the batch
         assert window(sizing, machine, 2 * report.largest) == 2 * [report.largest]
     assert machine.failures == 0
 
 
 @pytest.mark.parametrize("kernels", [0, 1, 4], ids=lambda kernels: f"{kernels} MiB for each size")
 @pytest.mark.parametrize("batch", [1.0, 1.9, 5.3, 40.0], ids=lambda batch: f"{batch} x the limit")
-@pytest.mark.parametrize("pieces", [1, 2, 3])
-def test_the_size_that_is_told_is_run_in_one_piece(kernels: int, batch: float, pieces: int):
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_reported_size_runs_in_one_micro_batch(kernels: int, batch: float, count: int):
     machine = Machine(kernels=kernels * MIB, once=30 * MIB)
     sizing = sizing_on(machine)
     for _ in range(3):
@@ -126,8 +126,8 @@ def test_the_size_that_is_told_is_run_in_one_piece(kernels: int, batch: float, p
     assert report is not None
     true = machine.true_largest(sizes=len(machine.sizes_run))
     assert 0.97 * true <= report.largest <= true
-    assert window(sizing, machine, pieces * report.largest) == pieces * [report.largest]
-    assert window(sizing, machine, pieces * report.largest) == pieces * [report.largest]
+    assert window(sizing, machine, count * report.largest) == count * [report.largest]
+    assert window(sizing, machine, count * report.largest) == count * [report.largest]
     assert machine.failures == 0
 
 
@@ -139,7 +139,7 @@ def test_small_batches_first_do_not_fix_a_small_size():
     assert max(machine.log[-1]) > 0.9 * machine.true_largest()
 
 
-def test_kernels_that_every_size_leaves_behind_are_counted():
+def test_memory_that_each_size_keeps_for_kernels_is_counted():
     machine = Machine(limit=200 * MIB, each=MIB // 5, gradients=MIB, state=MIB, kernels=3 * MIB)
     sizing = sizing_on(machine)
     for _ in range(6):
@@ -157,7 +157,7 @@ def test_kernels_that_every_size_leaves_behind_are_counted():
 @pytest.mark.parametrize("batch", [400, 600, 2048, 6000])
 @pytest.mark.parametrize("once", [0, 4, 12])
 def test_buffers_of_the_largest_size_so_far_are_counted(batch: int, once: int):
-    """A library keeps buffers as large as its largest problem was; smaller sizes say nothing of them."""
+    """A library keeps buffers for the largest size so far. Smaller sizes do not show them."""
     machine = Machine(
         limit=45 * MIB,
         each=MIB * 3 // 16,
@@ -175,10 +175,10 @@ def test_buffers_of_the_largest_size_so_far_are_counted(batch: int, once: int):
     assert report is not None
     true = machine.true_largest(sizes=len(machine.sizes_run))
     assert 0.75 * true <= report.largest <= true
-    assert max(machine.log[-1]) >= near_equal(batch, int(0.7 * true))[0], "no fall back to small ones"
+    assert max(machine.log[-1]) >= near_equal(batch, int(0.7 * true))[0], "no fallback to small sizes"
 
 
-def test_a_split_that_is_near_equal_does_not_use_all_that_fits():
+def test_a_near_equal_split_stays_below_the_largest_size():
     machine = Machine(limit=900 * MIB, gradients=0, state=0)
     sizing = sizing_on(machine)
     for _ in range(4):
@@ -188,7 +188,7 @@ def test_a_split_that_is_near_equal_does_not_use_all_that_fits():
     assert report is not None and report.chosen == 500 and 0.97 * 900 <= report.largest <= 900
 
 
-def test_a_larger_batch_uses_what_a_smaller_one_could_not():
+def test_a_larger_batch_gets_larger_micro_batches():
     machine = Machine()
     sizing = sizing_on(machine)
     for samples in (100, 300, 700, 5000, 5000, 5000):
@@ -198,7 +198,7 @@ def test_a_larger_batch_uses_what_a_smaller_one_could_not():
     assert max(machine.log[-1]) == near_equal(5000, int(0.98 * machine.true_largest()))[0]
 
 
-def test_one_sample_that_does_not_fit_has_nothing_smaller():
+def test_one_sample_that_does_not_fit_raises_out_of_memory():
     machine = Machine(limit=50 * MIB, each=60 * MIB)
     sizing = sizing_on(machine)
     with pytest.raises(OutOfMemory):
@@ -208,7 +208,7 @@ def test_one_sample_that_does_not_fit_has_nothing_smaller():
 # ---- a limit that changes
 
 
-def test_memory_that_others_take_makes_micro_batches_smaller_before_they_fail(
+def test_micro_batches_shrink_before_memory_taken_by_others_makes_them_fail(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr("superbatch.torch.sizes.auto._EVERY", 0.0)
@@ -228,7 +228,7 @@ def test_memory_that_others_take_makes_micro_batches_smaller_before_they_fail(
     assert machine.failures == 0 and max(machine.log[-1]) >= before
 
 
-def test_a_tenth_more_room_is_used(monkeypatch: pytest.MonkeyPatch):
+def test_a_tenth_more_memory_is_used(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("superbatch.torch.sizes.auto._EVERY", 0.0)
     machine = Machine(alive=100 * MIB)
     sizing = sizing_on(machine)
@@ -241,7 +241,7 @@ def test_a_tenth_more_room_is_used(monkeypatch: pytest.MonkeyPatch):
     assert 0.97 * machine.true_largest() <= max(machine.log[-1]) <= machine.true_largest()
 
 
-def test_after_a_failure_sizes_are_halved_and_grow_back_and_each_failure_doubles_the_wait():
+def test_a_failure_halves_the_size_and_doubles_the_wait_until_it_grows_again():
     machine = Machine()
     sizing = sizing_on(machine)
     for _ in range(3):
@@ -273,14 +273,14 @@ def test_allocator_retries_make_micro_batches_smaller():
     assert max(window(sizing, machine, 8000)) < before
 
 
-def test_retries_in_new_sizes_are_no_trouble():
-    """Growing trials touch the limit, and an allocator's blocks of other sizes do not serve them."""
+def test_retries_of_new_sizes_do_not_shrink_micro_batches():
+    """Trials of larger sizes reach the limit, and cached blocks of other sizes do not fit them."""
     quiet, retrying = Machine(), Machine(retries_if_not_clean=1)
     for machine in (quiet, retrying):
         sizing = sizing_on(machine)
         for _ in range(4):
             window(sizing, machine, 8000)
-    assert retrying.retries > 0, "premise: there were some"
+    assert retrying.retries > 0, "premise: the allocator retried"
     assert retrying.log == quiet.log
     assert max(quiet.log[-1]) > 100
 
@@ -291,12 +291,12 @@ def test_each_size_is_measured_with_empty_caches():
     for _ in range(8):
         window(sizing, machine, 8000)
     ran = [size for sizes in machine.log for size in sizes]
-    # The first run of each, and the second where there still was something to learn.
+    # The first run of each size, and the second if the first left something to measure.
     assert len(set(ran)) < machine.cleaned <= sum(min(2, ran.count(size)) for size in set(ran))
-    assert machine.cleaned < len(ran), "premise: sizes ran more often"
+    assert machine.cleaned < len(ran), "premise: sizes also ran without a cleared cache"
 
 
-def test_retries_before_training_are_not_its_own():
+def test_retries_before_training_are_ignored():
     machine, other = Machine(retries=5), Machine()
     for one in (machine, other):
         sizing = sizing_on(one)
@@ -305,7 +305,7 @@ def test_retries_before_training_are_not_its_own():
     assert machine.log == other.log
 
 
-def test_what_was_left_free_after_trouble_is_used_again():
+def test_memory_left_free_after_retries_is_used_again():
     machine = Machine()
     sizing = sizing_on(machine)
     for _ in range(4):
@@ -320,7 +320,7 @@ def test_what_was_left_free_after_trouble_is_used_again():
     assert max(machine.log[-1]) == before
 
 
-def test_where_the_system_ends_the_process_more_is_left_free():
+def test_more_is_left_free_if_the_system_kills_the_process():
     soft, hard = Machine(), Machine(by="memory.max of a control group")
     for machine in (soft, hard):
         sizing = sizing_on(machine)
@@ -329,7 +329,7 @@ def test_where_the_system_ends_the_process_more_is_left_free():
     assert max(hard.log[-1]) < 0.93 * max(soft.log[-1])
 
 
-def test_a_heap_that_falls_to_pieces_gets_room_for_its_holes():
+def test_a_fragmented_heap_gets_room_for_its_holes():
     machine = Machine(holes=400 * MIB)
     sizing = sizing_on(machine)
     for _ in range(4):
@@ -341,7 +341,7 @@ def test_a_heap_that_falls_to_pieces_gets_room_for_its_holes():
 # ---- shapes
 
 
-def test_samples_that_grow_are_predicted_anew_and_smaller_ones_are_not():
+def test_larger_samples_are_predicted_again_and_smaller_ones_are_not():
     machine = Machine()
     sizing = sizing_on(machine)
     for _ in range(3):
@@ -381,8 +381,8 @@ def test_the_fastest_size_is_found_in_real_windows(best: int):
     assert report is not None and "fastest of" in report.why and report.chosen == settled
 
 
-def test_a_fastest_size_that_does_not_fit_is_approached_and_never_run():
-    machine = Machine(speed=lambda n: 1e-3 * (1 + 50 / n))  # a GPU: the larger the faster
+def test_a_fastest_size_that_does_not_fit_is_approached_but_never_run():
+    machine = Machine(speed=lambda n: 1e-3 * (1 + 50 / n))  # as on a GPU, larger sizes are faster
     sizing = sizing_on(machine, "fastest")
     for _ in range(10):
         window(sizing, machine, 8000)
@@ -391,13 +391,13 @@ def test_a_fastest_size_that_does_not_fit_is_approached_and_never_run():
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_what_others_do_meanwhile_counts_only_where_torch_has_several_threads(threads: int):
+def test_waiting_counts_only_if_torch_has_several_threads(threads: int):
     clock = instruments_for(torch.device("cpu"), lambda microbatch, samples: pytest.fail("no prediction"))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         start = clock.now()
-        time.sleep(0.1)  # as where another process has the core
+        time.sleep(0.1)  # as if another process used the core
         waited = clock.seconds(start, clock.now())
         start = clock.now()
         end = time.thread_time() + 0.05
@@ -410,11 +410,11 @@ def test_what_others_do_meanwhile_counts_only_where_torch_has_several_threads(th
     assert worked >= 0.05
 
 
-def test_a_compiled_model_sees_two_sizes():
-    class OptimizedModule(nn.Module):  # by this name torch.compile returns a model
+def test_a_compiled_model_runs_at_most_two_sizes():
+    class OptimizedModule(nn.Module):  # the class name that torch.compile gives a model
         pass
 
-    model = nn.Sequential(OptimizedModule())  # a compiled part is enough
+    model = nn.Sequential(OptimizedModule())  # a compiled submodule is enough
     machine = Machine()
     sizing = AutoSize(
         lambda x: x.sum(), [model], [], device=None, mode="fastest", instruments=machine.instruments()
@@ -429,7 +429,7 @@ def test_a_compiled_model_sees_two_sizes():
 
 
 def test_a_model_that_cannot_be_predicted_is_measured_by_its_first_micro_batches():
-    """The made-up machine makes no tensors, so here a real model counts its own."""
+    """The simulated machine allocates no tensors, so a real model runs here."""
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 4))
     machine = Machine(predictable=False, limit=400 * MIB)
     sizing = AutoSize(
@@ -450,7 +450,7 @@ def test_a_model_that_cannot_be_predicted_is_measured_by_its_first_micro_batches
     assert report.largest == 64
 
 
-# ---- what is stored
+# ---- saved state
 
 
 @pytest.mark.parametrize("mode", ["largest", "fastest"])
@@ -482,8 +482,8 @@ def test_a_resumed_run_on_a_smaller_machine_takes_smaller_sizes():
     assert 0.9 * small.true_largest() <= max(small.log[-1]) <= small.true_largest()
 
 
-def test_a_size_that_was_settled_on_gives_way_to_kernels_of_new_sizes():
-    """Batches of other lengths make micro-batches of new sizes, each of which keeps some memory."""
+def test_a_settled_size_leaves_memory_for_kernels_of_new_sizes():
+    """Batches of other lengths bring new sizes of micro-batches, and each new size keeps some memory."""
     machine = Machine(
         limit=301 * MIB,
         each=MIB // 4,

@@ -1,12 +1,12 @@
-"""What automatic sizes leave free, on the made-up machine."""
+"""Memory that automatic sizes leave free, on a simulated machine."""
 
 from __future__ import annotations
 
 from tests.torch.made_up_machine import MIB, Machine, sizing_on, window
 
 
-def test_on_a_small_machine_more_than_a_share_is_left_free():
-    """Of 20 MiB, 0.5 % are 100 KiB: less than what the heap's own bookkeeping may come to."""
+def test_a_small_machine_keeps_a_least_amount_free():
+    """0.5 % of 20 MiB are 100 KiB, less than the heap's own bookkeeping may take."""
     machine = Machine(limit=20 * MIB, each=MIB // 32, gradients=MIB, state=MIB)
     sizing = sizing_on(machine)
     for _ in range(4):

@@ -1,6 +1,6 @@
-"""Every public entry, given something wrong: a typed error with given, wrong, do; nothing has changed."""
+"""Wrong input to any public function raises a typed error with advice and changes no state."""
 
-# ruff: noqa: PT012  (what raises is the block of a window: the loop in it is the subject)
+# ruff: noqa: PT012  (the error comes from the block of a window, including its loop)
 from __future__ import annotations
 
 import math
@@ -93,12 +93,12 @@ ARGUMENTS: list[tuple[str, Any]] = [
 
 
 def kind(value: object) -> str:
-    """A name that is the same in every process."""
+    """Return a test id that is the same in every process."""
     return repr(value) if value is None or isinstance(value, (int, str)) else type(value).__name__
 
 
 @pytest.mark.parametrize(("name", "value"), ARGUMENTS, ids=lambda value: str(value)[:20])
-def test_an_argument_of_the_accumulator(name: str, value: Any):
+def test_a_wrong_argument_of_the_accumulator(name: str, value: Any):
     model = mlp()
     optimizer = sgd(model.parameters())
     before = fingerprint(model, optimizer)
@@ -113,7 +113,7 @@ def test_an_argument_of_the_accumulator(name: str, value: Any):
 @pytest.mark.parametrize(
     "masters", [5, [torch.zeros(1)], {1: 2}, {torch.zeros(1): torch.zeros(1)}, "auto", None], ids=kind
 )
-def test_no_masters(masters: Any):
+def test_wrong_masters(masters: Any):
     model = mlp()
     optimizer = sgd(model.parameters())
     before = fingerprint(model, optimizer)
@@ -126,27 +126,27 @@ def test_no_masters(masters: Any):
 @pytest.mark.parametrize(
     "model", [None, 5, "model", [], (), [None], [mlp(), 5], lambda x: x, torch.zeros(1)], ids=kind
 )
-def test_no_model(model: Any):
+def test_a_wrong_model(model: Any):
     optimizer = sgd(mlp().parameters())
     with pytest.raises(InputError, match=TEXT):
         Accumulator(model, optimizer)
 
 
 @pytest.mark.parametrize("optimizer", [None, 5, "sgd", [], (), [None], torch.optim.SGD, object()], ids=kind)
-def test_no_optimizer(optimizer: Any):
+def test_a_wrong_optimizer(optimizer: Any):
     with pytest.raises(OptimizerError, match=TEXT):
         Accumulator(mlp(), optimizer)
 
 
 @pytest.mark.parametrize("optimizer", [None, 5, torch.optim.SGD], ids=kind)
-def test_no_optimizer_of_a_whole_batch(optimizer: Any):
+def test_a_wrong_optimizer_of_a_whole_batch(optimizer: Any):
     model = mlp()
     with pytest.raises(OptimizerError, match=TEXT):
         WholeBatch(model, optimizer, lambda batch: mse(model, batch))
 
 
 @pytest.mark.parametrize("optimizer", [None, 5, "sgd", [], torch.optim.SGD], ids=kind)
-def test_masters_of_no_optimizer(optimizer: Any):
+def test_masters_of_a_wrong_optimizer(optimizer: Any):
     model = mlp(torch.bfloat16)
     with pytest.raises(OptimizerError, match=TEXT):
         Accumulator(model, MasterWeights(optimizer, fp32_masters(model)))
@@ -223,7 +223,7 @@ def test_an_optimizer_that_steps_inside_the_backward():
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_momentum_accumulation_excludes(options: dict[str, Any]):
+def test_momentum_accumulation_refuses_an_option(options: dict[str, Any]):
     model = mlp()
     with pytest.raises(InputError, match=TEXT):
         Accumulator(model, sgd(model.parameters()), gradient_sum="momentum", **options)
@@ -275,7 +275,7 @@ BATCHES: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize("microbatch_size", [None, 3])
 @pytest.mark.parametrize(("name", "batch"), BATCHES, ids=[name for name, _ in BATCHES])
-def test_a_batch(name: str, batch: Any, microbatch_size: int | None):
+def test_a_wrong_batch(name: str, batch: Any, microbatch_size: int | None):
     model = mlp()
     optimizer = sgd(model.parameters())
     accumulate = Accumulator(model, optimizer, lambda mb: mse(model, mb), microbatch_size=microbatch_size)
@@ -295,7 +295,7 @@ def test_mismatched_lengths_name_each_path_and_length():
     assert all(part in str(caught.value) for part in ("inputs", "meta.targets", "9", "5"))
 
 
-def test_declared_paths_that_are_not_there():
+def test_declared_paths_missing_from_the_batch():
     model = mlp()
     for split_of in (Split(unsplit=["nowhere"]), Split(per_sample=["nowhere"])):
         accumulate = Accumulator(
@@ -328,7 +328,7 @@ def losses(model: nn.Module) -> dict[str, Callable[[Any], Any]]:
 
 @pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
 @pytest.mark.parametrize("name", list(losses(mlp())))
-def test_what_loss_fn_returns(name: str, check: bool):
+def test_a_wrong_result_of_loss_fn(name: str, check: bool):
     model = mlp()
     optimizer = sgd(model.parameters())
     accumulate = Accumulator(model, optimizer, losses(model)[name], microbatch_size=3, check=check)
@@ -339,7 +339,7 @@ def test_what_loss_fn_returns(name: str, check: bool):
 
 
 @pytest.mark.parametrize("name", list(losses(mlp())))
-def test_what_backward_is_given(name: str):
+def test_a_wrong_argument_of_backward(name: str):
     model = mlp()
     optimizer = sgd(model.parameters())
     accumulate = Accumulator(model, optimizer, microbatch_size=3)
@@ -368,7 +368,7 @@ RETURNED: dict[str, Any] = {
 
 @pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
 @pytest.mark.parametrize("name", list(RETURNED))
-def test_what_loss_fn_returns_with_its_weight(name: str, check: bool):
+def test_a_wrong_returned_weight(name: str, check: bool):
     model = mlp()
     optimizer = sgd(model.parameters())
     accumulate = Accumulator(
@@ -390,7 +390,7 @@ def test_what_loss_fn_returns_with_its_weight(name: str, check: bool):
     [None, -1, math.nan, math.inf, True, "3", torch.ones(2), np.ones(2), [1], 1j, torch.tensor(-1.0)],
     ids=str,
 )
-def test_what_a_weight_function_returns(weight: Any):
+def test_a_wrong_result_of_a_weight_function(weight: Any):
     model = mlp()
     optimizer = sgd(model.parameters())
     accumulate = Accumulator(
@@ -423,7 +423,7 @@ def test_a_call_without_loss_fn():
         Accumulator(model, sgd(model.parameters()))(BATCH)
 
 
-def test_a_weight_where_none_is_expected_and_none_where_one_is():
+def test_an_unexpected_a_missing_and_a_second_weight():
     model = mlp()
     optimizer = sgd(model.parameters())
     before = fingerprint(model, optimizer)
@@ -448,49 +448,49 @@ def test_a_weight_where_none_is_expected_and_none_where_one_is():
     assert_unchanged(before, fingerprint(model, optimizer))
 
 
-# -- the order of things -----------------------------------------------------------------------------------
+# -- order of calls ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def owned() -> tuple[nn.Module, torch.optim.Optimizer, Accumulator]:
+def training() -> tuple[nn.Module, torch.optim.Optimizer, Accumulator]:
     model = mlp()
     optimizer = sgd(model.parameters())
     return model, optimizer, Accumulator(model, optimizer, microbatch_size=3)
 
 
-Own = tuple[nn.Module, torch.optim.Optimizer, Accumulator]
+Training = tuple[nn.Module, torch.optim.Optimizer, Accumulator]
 
 
-def make_update(owned: Own) -> None:
-    model, _, accumulate = owned
+def make_update(training: Training) -> None:
+    model, _, accumulate = training
     with accumulate.window(BATCH) as window:
         for microbatch in window:
             window.backward(mse(model, microbatch))
     assert window.update is not None and window.update.made
 
 
-def test_backward_before_the_loop(owned: Own):
-    model, optimizer, accumulate = owned
+def test_backward_before_the_loop(training: Training):
+    model, optimizer, accumulate = training
     before = fingerprint(model, optimizer, accumulate)
     with pytest.raises(WindowError, match="outside of the loop"), accumulate.window(BATCH) as window:
         window.backward(mse(model, BATCH))
     assert_unchanged(before, fingerprint(model, optimizer, accumulate))
-    make_update(owned)
+    make_update(training)
 
 
-def test_backward_after_the_loop(owned: Own):
-    model, optimizer, accumulate = owned
+def test_backward_after_the_loop(training: Training):
+    model, optimizer, accumulate = training
     before = fingerprint(model, optimizer, accumulate)
     with pytest.raises(WindowError, match="outside of the loop"), accumulate.window(BATCH) as window:
         for microbatch in window:
             window.backward(mse(model, microbatch))
         window.backward(mse(model, BATCH))
     assert_unchanged(before, fingerprint(model, optimizer, accumulate))
-    make_update(owned)
+    make_update(training)
 
 
-def test_backward_after_the_window(owned: Own):
-    model, optimizer, accumulate = owned
+def test_backward_after_the_window(training: Training):
+    model, optimizer, accumulate = training
     with accumulate.window(BATCH) as window:
         for microbatch in window:
             window.backward(mse(model, microbatch))
@@ -501,8 +501,8 @@ def test_backward_after_the_window(owned: Own):
 
 
 @pytest.mark.parametrize("at", [0, 1, 2], ids=["first", "middle", "last"])
-def test_a_microbatch_without_backward(owned: Own, at: int):
-    model, optimizer, accumulate = owned
+def test_a_microbatch_without_backward(training: Training, at: int):
+    model, optimizer, accumulate = training
     before = fingerprint(model, optimizer, accumulate)
     with (
         pytest.raises(WindowError, match=rf"window\.backward\(loss\) was not called for micro-batch {at}\."),
@@ -513,11 +513,11 @@ def test_a_microbatch_without_backward(owned: Own, at: int):
                 continue
             window.backward(mse(model, microbatch))
     assert_unchanged(before, fingerprint(model, optimizer, accumulate))
-    make_update(owned)
+    make_update(training)
 
 
-def test_a_second_window_inside_the_first(owned: Own):
-    model, optimizer, accumulate = owned
+def test_a_second_window_inside_the_first(training: Training):
+    model, optimizer, accumulate = training
     before = fingerprint(model, optimizer, accumulate)
     with pytest.raises(WindowError, match="Another window of this"), accumulate.window(BATCH) as window:
         for microbatch in window:
@@ -525,17 +525,17 @@ def test_a_second_window_inside_the_first(owned: Own):
             with accumulate.window(BATCH):
                 pass
     assert_unchanged(before, fingerprint(model, optimizer, accumulate))
-    make_update(owned)
+    make_update(training)
 
 
-def test_a_window_that_is_never_entered_is_no_open_window(owned: Own):
-    accumulate = owned[2]
+def test_a_window_that_was_never_entered_does_not_block_another(training: Training):
+    accumulate = training[2]
     accumulate.window(BATCH)
-    make_update(owned)
+    make_update(training)
 
 
-def test_a_finished_window_cannot_be_entered_again(owned: Own):
-    model, optimizer, accumulate = owned
+def test_a_finished_window_cannot_be_entered_again(training: Training):
+    model, optimizer, accumulate = training
     with accumulate.window(BATCH) as window:
         for microbatch in window:
             window.backward(mse(model, microbatch))
@@ -543,13 +543,13 @@ def test_a_finished_window_cannot_be_entered_again(owned: Own):
     with pytest.raises(WindowError, match=TEXT), window:
         pass
     assert_unchanged(before, fingerprint(model, optimizer, accumulate))
-    make_update(owned)
+    make_update(training)
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["left out", "tried again"])
-def test_a_backward_that_failed_and_was_caught_cannot_make_an_update(owned: Own, again: bool):
-    """Half of its gradient may be in the sum: there is no update to be made from that."""
-    model, optimizer, accumulate = owned
+@pytest.mark.parametrize("again", [False, True], ids=["skipped", "retried"])
+def test_a_window_with_a_caught_error_of_backward_makes_no_update(training: Training, again: bool):
+    """The failed backward may have added a part of its gradient to the sum."""
+    model, optimizer, accumulate = training
     calls = []
 
     def hook(gradient: Tensor) -> Tensor:
@@ -571,7 +571,7 @@ def test_a_backward_that_failed_and_was_caught_cannot_make_an_update(owned: Own,
     model[0].weight._backward_hooks = None  # type: ignore[index]
     assert len(calls) >= 2
     assert_unchanged(before, fingerprint(model, optimizer, accumulate))
-    make_update(owned)
+    make_update(training)
 
 
 # -- functions ---------------------------------------------------------------------------------------------
@@ -613,7 +613,7 @@ NUMBERS = (0, -1, 1.5, True, "3", None, math.nan, [1])
         "TokenBudget",
     ],
 )
-def test_a_number_that_is_no_positive_int(call: Callable[[Any], Any], value: Any):
+def test_a_number_that_is_not_a_positive_int(call: Callable[[Any], Any], value: Any):
     with pytest.raises(InputError, match=TEXT):
         call(value)
 
@@ -690,6 +690,6 @@ OTHERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", list(OTHERS))
-def test_other_functions(name: str):
+def test_a_wrong_argument_of_another_function(name: str):
     with pytest.raises(SuperbatchError, match=TEXT):
         OTHERS[name]()

@@ -57,7 +57,7 @@ def test_the_error_names_the_modules_and_the_choices_before_any_update():
     assert_unchanged(before, fingerprint(model, optimizer))
 
 
-def test_in_a_second_model_too():
+def test_batchnorm_in_a_second_model_is_refused():
     model, norm = nn.Linear(4, 4).double(), nn.BatchNorm1d(4).double()
     optimizers = [sgd(model.parameters()), sgd(norm.parameters())]
     accumulate = Accumulator(
@@ -70,21 +70,21 @@ def test_in_a_second_model_too():
 @pytest.mark.parametrize(
     "norm", [nn.BatchNorm1d(4), nn.SyncBatchNorm(4), nn.LazyBatchNorm1d(), nn.BatchNorm1d(4, affine=False)]
 )
-def test_every_kind_is_found(norm: nn.Module):
+def test_every_kind_of_batchnorm_is_refused(norm: nn.Module):
     model = net(norm)
-    model(BATCHES[0][0])  # a lazy one becomes what it is
+    model(BATCHES[0][0])  # initializes a lazy module
     with pytest.raises(CoupledSamplesError, match=r"'0'"):
         accumulator(model)(BATCHES[0])
 
 
-def test_without_running_statistics_it_couples_in_evaluation_mode_too():
+def test_batchnorm_without_running_statistics_is_refused_in_evaluation_mode():
     model = net(nn.BatchNorm1d(4, track_running_stats=False)).eval()
     with pytest.raises(CoupledSamplesError, match=r"'0'"):
         accumulator(model)(BATCHES[0])
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_without_running_statistics_it_cannot_be_frozen(check: bool):
+def test_batchnorm_without_running_statistics_cannot_be_frozen(check: bool):
     model = net(nn.BatchNorm1d(4, track_running_stats=False))
     before = fingerprint(model)
     with pytest.raises(
@@ -94,9 +94,9 @@ def test_without_running_statistics_it_cannot_be_frozen(check: bool):
     assert_unchanged(before, fingerprint(model))
 
 
-def test_evaluation_mode_is_exact():
+def test_batchnorm_in_evaluation_mode_is_exact():
     model = net()
-    model(BATCHES[1][0])  # statistics that are not the initial ones
+    model(BATCHES[1][0])  # changes the initial statistics
     model[0].eval()
     reference, start = copy.deepcopy(model), start_of(model)
     updates = list(map(accumulator(model), BATCHES))
@@ -109,11 +109,11 @@ def test_evaluation_mode_is_exact():
 # -- frozen ------------------------------------------------------------------------------------------------
 
 
-def test_frozen_is_the_large_batch_with_running_statistics():
+def test_frozen_batchnorm_is_the_large_batch_with_running_statistics():
     model = net()
     model(BATCHES[1][0])
     reference, start = copy.deepcopy(model), start_of(model)
-    model[2].eval()  # a mode of the user's own
+    model[2].eval()  # a mode that the user has set
     statistics = {name: value.clone() for name, value in model.named_buffers()}
     accumulate = accumulator(model, participants=[FrozenBatchNorm()])
     for batch in BATCHES:
@@ -164,7 +164,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
 
 @pytest.mark.parametrize("microbatch_size", [2, 3, 4, 10])
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_running_statistics_are_the_large_batchs(kind: str, microbatch_size: int):
+def test_running_statistics_are_those_of_the_large_batch(kind: str, microbatch_size: int):
     make, draw = KINDS[kind]
     torch.manual_seed(12)
     model = nn.Sequential(make(), nn.Flatten(1), nn.LazyLinear(3)).double()
@@ -178,14 +178,14 @@ def test_running_statistics_are_the_large_batchs(kind: str, microbatch_size: int
         reference(x)
         assert_statistics(model[0], reference[0])
     after = {key: value for key, value in fingerprint(model, generators=False).items() if "module" in key}
-    assert_unchanged(before, after)  # momentum, hooks, modes, attributes
+    assert_unchanged(before, after)  # momentum, hooks, modes and attributes are restored
     if kind not in ("momentum=0", "no running statistics"):
         assert not torch.equal(reference.get_buffer("0.running_mean"), torch.zeros(4, dtype=torch.float64)), (
-            "premise"
+            "premise: the statistics change"
         )
 
 
-def test_the_gradient_is_that_of_micro_batches_normalised_on_their_own():
+def test_the_gradient_is_that_of_micro_batches_normalised_separately():
     model = net()
     reference, start = copy.deepcopy(model), start_of(model)
     accumulate = accumulator(model, participants=[GhostBatchNorm()], microbatch_size=5)
@@ -199,8 +199,8 @@ def test_the_gradient_is_that_of_micro_batches_normalised_on_their_own():
     assert_same_parameters(reference, model, 1e-12, start=start)
 
 
-def test_deeper_layers_pool_what_they_saw():
-    """Behind the first BatchNorm inputs depend on the micro-batch, so the reference pools them by hand."""
+def test_deeper_layers_pool_the_inputs_of_all_micro_batches():
+    """Inputs after the first BatchNorm depend on the split, so the reference pools them by hand."""
     torch.manual_seed(13)
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
     twin = copy.deepcopy(model)
@@ -212,8 +212,8 @@ def test_deeper_layers_pool_what_they_saw():
     assert int(model.get_buffer("2.num_batches_tracked")) == 1
 
 
-class Twice(nn.Module):
-    """One BatchNorm for two views of a sample, as siamese networks have."""
+class SharedNorm(nn.Module):
+    """One BatchNorm for two views of a sample, as in siamese networks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,8 +226,8 @@ class Twice(nn.Module):
         return self.head(self.norm(x) * self.norm(input=x.square()))
 
 
-def test_called_twice_per_forward():
-    model = Twice()
+def test_a_batchnorm_called_twice_per_forward():
+    model = SharedNorm()
     reference = copy.deepcopy(model)
     accumulate = accumulator(model, participants=[GhostBatchNorm()])
     for batch in BATCHES:
@@ -239,7 +239,7 @@ def test_called_twice_per_forward():
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_counts_a_micro_batch_once(reentrant: bool):
-    """A checkpoint computes its forward again in the backward: the statistics are those without it."""
+    """The forward that a checkpoint recomputes during backward does not change the statistics again."""
     plain, checkpointed = net(), net()
     reference = net()
     one = accumulator(plain, participants=[GhostBatchNorm()])
@@ -265,7 +265,7 @@ def test_gradient_checkpointing_counts_a_micro_batch_once(reentrant: bool):
     assert_same_parameters(plain, checkpointed, 1e-12, start=start)
 
 
-def test_only_layers_in_training_mode_move():
+def test_only_layers_in_training_mode_change_their_statistics():
     model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
     model[1].eval()
     reference = copy.deepcopy(model)
@@ -283,7 +283,7 @@ def test_float32_statistics_are_within_rounding():
     reference = copy.deepcopy(model)
     accumulate = accumulator(model, participants=[GhostBatchNorm()])
     for x, y in rows(10, dtype=torch.float32):
-        x = x + 1000  # a variance that is small beside the mean
+        x = x + 1000  # a variance much smaller than the mean
         accumulate((x, y))
         reference(x)
     assert_statistics(model[0], reference[0], 1e-5)
@@ -291,7 +291,7 @@ def test_float32_statistics_are_within_rounding():
 
 @pytest.mark.parametrize("batchnorm", [GhostBatchNorm(), FrozenBatchNorm()], ids=repr)
 @pytest.mark.parametrize("how", ["forward", "nan", "break", "never iterated", "interrupt"])
-def test_everything_is_put_back_after_a_failure(batchnorm: Any, how: str):
+def test_a_failed_window_restores_everything(batchnorm: Any, how: str):
     model = net()
     model[0].momentum = None  # type: ignore[assignment]
     optimizer = sgd(model.parameters())
@@ -325,7 +325,7 @@ def test_everything_is_put_back_after_a_failure(batchnorm: Any, how: str):
     assert_unchanged(before, fingerprint(model, optimizer))
 
 
-def test_the_check_of_the_statement_leaves_statistics_alone():
+def test_the_check_of_the_first_window_keeps_the_statistics():
     model = net()
     optimizer = sgd(model.parameters())
     accumulate = Accumulator(

@@ -1,4 +1,4 @@
-"""`cached_gradients` against the real large batch."""
+"""`cached_gradients` gives the gradient of the real large batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.torch.embedding_tasks import (
 )
 from tests.torch.states import draw_everywhere
 
-SIZES = [1, 2, 3, 4, 6, 11, 50]  # of 11 samples: one divides, one is the batch, one is beyond it
+SIZES = [1, 2, 3, 4, 6, 11, 50]  # for 11 samples: smaller sizes, the batch itself and a larger size
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def test_two_towers_with_a_learnt_temperature(size: int):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_one_encoder(size: int):
-    """Supervised contrastive: the labels are returned along with the embeddings."""
+    """Supervised contrastive loss: encode returns the labels with the embeddings."""
 
     def loss(_: Any, z: tuple[Tensor, Tensor]) -> Tensor:
         logits = 4 * nn.functional.normalize(z[0]) @ nn.functional.normalize(z[0]).T
@@ -77,7 +77,7 @@ def test_one_encoder_for_two_views(size: int):
 
 
 @pytest.mark.parametrize("size", [1, 3, 20, {"query": 2, "document": 5}])
-def test_queries_and_documents_of_different_numbers(size: Any):
+def test_queries_and_documents_in_different_numbers(size: Any):
     query, document = tower(6), tower(5, seed=4)
     batch = {"query": normal(5, 6), "document": normal(17, 5, seed=2)}
     references = copy.deepcopy([query, document])
@@ -96,11 +96,11 @@ def test_one_module_is_both_encoders_in_a_module_dict():
     reference = copy.deepcopy(shared)
     info_nce(reference(batch["query"]), reference(batch["document"])).backward()
     encoders = nn.ModuleDict({"query": shared, "document": shared})
-    cached_gradients(encoders, lambda z: info_nce(z["query"], z["document"]), batch, 3)  # type: ignore[arg-type]  (a mapping but in name)
+    cached_gradients(encoders, lambda z: info_nce(z["query"], z["document"]), batch, 3)  # type: ignore[arg-type]  (a mapping, but not a subclass)
     assert_same_gradients(gradients(reference), gradients(shared))
 
 
-def test_methods_of_a_model_name_it():
+def test_the_model_is_found_through_its_bound_methods():
     class Clip(Pair):
         def encode_image(self, x: Tensor) -> Tensor:
             return self.image(x)
@@ -119,7 +119,7 @@ def test_methods_of_a_model_name_it():
 
 
 class Text(nn.Module):
-    """Ids and a mask to embeddings, of any length."""
+    """Embeds texts of any length, given by ids and a mask."""
 
     def __init__(self, *, sparse: bool = False) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def test_a_nested_batch_of_hugging_face_form_and_a_dataclass_of_outputs():
 
 
 def test_sorted_and_trimmed_by_a_token_budget():
-    """Samples change places between micro-batches; the loss sees them in the order of the batch."""
+    """The budget reorders samples, but the loss gets their embeddings in the order of the batch."""
     batch = {**texts(11), "partner": normal(11, 5)}
     budget = TokenBudget(21, "mask", padded=True, sort=True, trim=("ids", "mask"))
     shapes: list[Any] = []
@@ -178,7 +178,7 @@ def test_sorted_and_trimmed_by_a_token_budget():
 
 
 def test_a_window_of_micro_batches_from_a_loader():
-    """They are taken as they are, of unequal sizes; the samples are all of theirs."""
+    """The micro-batches keep their unequal sizes, and the loss gets the embeddings of all samples."""
     loader = [
         {name: x[i : i + size] for name, x in pairs(11).items()} for i, size in ((0, 2), (2, 5), (7, 4))
     ]
@@ -190,7 +190,7 @@ def test_a_window_of_micro_batches_from_a_loader():
     assert_same_gradients(gradients(reference), gradients(model))
 
 
-def test_parts_kept_whole_and_lists_by_sample():
+def test_unsplit_entries_and_per_sample_lists():
     batch = {"x": normal(7, 6), "table": normal(3, 6, seed=2), "names": [{"n": n} for n in range(7)]}
 
     def encode(m: Any, b: Any) -> Any:
@@ -201,7 +201,7 @@ def test_parts_kept_whole_and_lists_by_sample():
     check([tower()], encode, lambda _, z: info_nce(*z), batch, 3, unsplit=["table"], per_sample=["names"])
 
 
-def test_declared_paths_of_several_encoders_begin_with_the_name():
+def test_declared_paths_of_several_encoders_begin_with_the_encoder_name():
     model = tower()
     batch = {"a": {"x": normal(4, 6), "table": normal(4, 6)}, "b": {"x": normal(6, 6)}}
 
@@ -222,7 +222,7 @@ def test_declared_paths_of_several_encoders_begin_with_the_name():
     assert_same_gradients(gradients(model), ours)
 
 
-def test_integers_and_bools_are_carried_along():
+def test_outputs_without_a_gradient_reach_the_loss():
     def encode(m: Any, b: Any) -> Any:
         return {"z": m[0](b[0]), "label": b[1], "kept": b[1] > 1, "half": b[1].to(torch.float16)}
 
@@ -235,7 +235,7 @@ def test_integers_and_bools_are_carried_along():
 
 
 def test_outputs_without_a_graph_and_outputs_that_the_loss_ignores():
-    """A frozen tower, and an output whose own head gets no gradient, as in the large batch."""
+    """Cases: a frozen tower with a constant output, and a tower whose output the loss ignores."""
     model = Pair()
     model.text.requires_grad_(requires_grad=False)
     check(
@@ -308,7 +308,7 @@ def test_any_shape(samples: int, size: int, width: int, extra: list[int], depth:
 # -- parameters ----------------------------------------------------------------------------------------------
 
 
-def test_what_was_in_grad_is_added_to_in_place():
+def test_gradients_are_added_in_place_to_existing_ones():
     model = Pair()
     reference = copy.deepcopy(model)
     before = {}
@@ -322,7 +322,7 @@ def test_what_was_in_grad_is_added_to_in_place():
 
 
 def test_a_head_on_all_embeddings_and_a_parameter_of_no_module():
-    """Both get their gradient once, and encoder parameters that the loss uses get both parts."""
+    """Both get their gradient once. Encoder parameters that the loss uses get the sum of both gradients."""
     head = nn.Linear(4, 4).to(F64)
     temperature = torch.tensor(0.7, dtype=F64, requires_grad=True)
     model = tower()
@@ -332,7 +332,7 @@ def test_a_head_on_all_embeddings_and_a_parameter_of_no_module():
         return info_nce(z, m[1](z.roll(1, 0)), temperature.exp()) + 0.1 * decay
 
     check([model, head], lambda m, b: m[0](b), loss, normal(7, 6), 2)
-    both = temperature.grad  # the large batch has added to it, too
+    both = temperature.grad  # gradient of the reference plus that of cached_gradients
     assert both is not None and both
     temperature.grad = None
     cached_gradients(model, lambda z: loss([model, head], z), normal(7, 6), 2, models=head)
@@ -375,7 +375,7 @@ def test_tied_weights_and_sparse_gradients():
 
 
 def test_parameters_whose_gradients_autograd_shares():
-    """Autograd may hand one tensor to two parameters; the next micro-batch would be added to it twice."""
+    """Autograd may give one tensor to two parameters, and the next micro-batch would be added to it twice."""
 
     class Sum(nn.Module):
         def __init__(self) -> None:
@@ -390,9 +390,9 @@ def test_parameters_whose_gradients_autograd_shares():
     shared(x).exp().sum().backward()
     assert shared.a.grad is not None and shared.b.grad is not None
     same = shared.a.grad.untyped_storage().data_ptr() == shared.b.grad.untyped_storage().data_ptr()
-    assert same, "premise: this version of torch shares"
+    assert same, "premise: this version of torch shares the gradient"
     check([Sum()], lambda m, b: m[0](b), lambda _, z: info_nce(z, z.roll(1, 0)), normal(8, 4), 3)
-    # The cached gradient of an embedding, shared with that of a parameter which the encoder uses, too.
+    # The cached gradient of an embedding shares memory with the gradient of an encoder parameter.
     check(
         [Sum()],
         lambda m, b: m[0](b).view(len(b), 2, 2),
@@ -457,20 +457,20 @@ def test_randomness_is_replayed_bit_for_bit(size: int):
         assert not torch.equal(first[0][0], first[0][1]), "premise: there is dropout"
     ours = gradients(model)
 
-    # The same numbers, with the graph of everything: what the large batch is with these masks.
+    # The reference: the same random numbers, and one graph of all samples.
     model.zero_grad()
     torch.set_rng_state(state)
     random.setstate(python)
     np.random.set_state(numpy)
-    pieces = [encode(b) for b in x.tensor_split(count)]
-    loss((torch.cat([a for a, _ in pieces]), torch.cat([b for _, b in pieces]))).backward()
+    outputs = [encode(b) for b in x.tensor_split(count)]
+    loss((torch.cat([a for a, _ in outputs]), torch.cat([b for _, b in outputs]))).backward()
     assert_same_gradients(gradients(model), ours)
     assert torch.equal(after[0], torch.get_rng_state()) and after[1] == random.getstate()
     assert after[2] == np.random.get_state()[1].tolist()  # type: ignore[index]
 
 
 class Stateful(nn.Module):
-    """Counts calls, keeps a moving average of its weights, and a cache, in buffers that samples see."""
+    """Encoder that uses its buffers: a counter of calls, a moving average of its weights, and a cache."""
 
     calls: Tensor
     average: Tensor
@@ -494,10 +494,10 @@ class Stateful(nn.Module):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 5, 8])
-def test_buffers_are_as_after_one_forward_and_every_sample_sees_the_same(size: int):
+def test_buffers_change_as_in_one_forward_of_all_samples(size: int):
     check(
         [Stateful()],
-        lambda m, b: (m[0](b), m[0](b * 2)),  # the second call sees what the first one left
+        lambda m, b: (m[0](b), m[0](b * 2)),  # the second call reads the buffers that the first one wrote
         lambda m, z: info_nce(*z),
         normal(8, 6),
         size,
@@ -506,7 +506,7 @@ def test_buffers_are_as_after_one_forward_and_every_sample_sees_the_same(size: i
 
 def test_buffers_of_several_encoders_and_of_the_loss():
     class Centred(nn.Module):
-        """A loss with a centre that follows the embeddings, as in DINO."""
+        """A loss with a moving average of the embeddings as centre, as in DINO."""
 
         centre: Tensor
 
@@ -555,19 +555,19 @@ def test_gradient_checkpointing():
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_autocast(inside: bool):
-    """bfloat16 embeddings; the whole call in a region of autocast, or only encode and loss, is the same.
+    """Autocast around the whole call, or inside encode and loss_fn, gives the same bfloat16 embeddings.
 
-    Weights that the first pass casts without a graph must not be those of the second.
+    The second pass must not reuse weights that the first pass cast without a graph.
     """
     model = Pair().float()
     batch = {name: x.float() for name, x in pairs(12).items()}
     reference = copy.deepcopy(model)
-    pieces = []
-    for i in (0, 4, 8):  # a region for each: in one, gradients of the weights would be summed in bfloat16
+    outputs = []
+    for i in (0, 4, 8):  # one region each: a shared one would sum the gradients of the weights in bfloat16
         with torch.autocast("cpu", torch.bfloat16):
-            pieces.append(reference.encode({k: v[i : i + 4] for k, v in batch.items()}))
+            outputs.append(reference.encode({k: v[i : i + 4] for k, v in batch.items()}))
     with torch.autocast("cpu", torch.bfloat16):
-        z = {name: torch.cat([piece[name] for piece in pieces]) for name in batch}
+        z = {name: torch.cat([output[name] for output in outputs]) for name in batch}
         expected = reference.loss(z)
     expected.backward()
 
@@ -608,15 +608,15 @@ def test_grad_scaler():
     torch.testing.assert_close(loss, reference.loss(reference.encode(pairs(7))).detach(), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("parts", [2, 4])
-def test_scale_scales_the_whole_gradient_and_calls_add_up(parts: int):
+@pytest.mark.parametrize("calls", [2, 4])
+def test_gradients_of_scaled_calls_add_up(calls: int):
     model = Pair()
-    batches = [pairs(5 + number, seed=number) for number in range(parts)]
-    sum(model.loss(model.encode(batch)) / parts for batch in batches).backward()  # type: ignore[union-attr]
+    batches = [pairs(5 + number, seed=number) for number in range(calls)]
+    sum(model.loss(model.encode(batch)) / calls for batch in batches).backward()  # type: ignore[union-attr]
     expected = gradients(model)
     model.zero_grad()
     for batch in batches:
-        cached_gradients(model.encode, model.loss, batch, 2, scale=1 / parts)
+        cached_gradients(model.encode, model.loss, batch, 2, scale=1 / calls)
     assert_same_gradients(expected, gradients(model))
 
 
@@ -635,7 +635,7 @@ def test_one_micro_batch_takes_one_forward():
 
 
 def wide(width: int) -> tuple[nn.Module, Any]:
-    """An encoder whose activations dwarf its weights, its inputs and its embeddings."""
+    """Return an encoder, with activations much larger than weights, inputs and embeddings, and its class."""
     scale = nn.Parameter(torch.full((width,), 0.01, dtype=F64))
 
     class Wide(nn.Module):
@@ -652,7 +652,7 @@ def wide(width: int) -> tuple[nn.Module, Any]:
     return Wide(), Wide
 
 
-def test_nothing_of_a_micro_batch_outlives_its_turn():
+def test_activations_of_a_micro_batch_are_freed_before_the_next():
     width, size = 2000, 2
     model, _ = wide(width)
 
@@ -663,7 +663,7 @@ def test_nothing_of_a_micro_batch_outlives_its_turn():
 
     one_sample = 8 * width
     two, many = peak(2 * size), peak(16 * size)
-    assert two > 6 * size * one_sample, "premise: activations of a micro-batch are what counts"
+    assert two > 6 * size * one_sample, "premise: activations of a micro-batch dominate"
     embeddings_and_loss = 16 * size * (8 * 2 * 8 + 16 * size * 8 * 8)
     assert many - two <= embeddings_and_loss < one_sample * 8
     model.zero_grad()
@@ -672,7 +672,7 @@ def test_nothing_of_a_micro_batch_outlives_its_turn():
     assert large > 6 * many
 
 
-def test_nothing_is_alive_after_a_call():
+def test_embeddings_are_freed_after_a_call():
     import gc
     import weakref
 
@@ -687,7 +687,7 @@ def test_nothing_is_alive_after_a_call():
         alive.append(weakref.ref(z))
         return info_nce(z, z.roll(1, 0))
 
-    gc.disable()  # counting references must be enough: a cycle would hold a graph for a while
+    gc.disable()  # no reference cycle may keep a graph alive until the next collection
     try:
         cached_gradients(encode, loss, normal(7, 6), 3, models=model)
         assert len(alive) == 7 and not any(ref() is not None for ref in alive)
@@ -695,19 +695,20 @@ def test_nothing_is_alive_after_a_call():
         gc.enable()
 
 
-# -- wrong ways ----------------------------------------------------------------------------------------------
+# -- wrong implementations -----------------------------------------------------------------------------------
 
 
 def test_the_temperature_of_a_loss_per_micro_batch_is_k_times_too_large():
-    """open_clip's accum_freq: the loss over all embeddings is computed again for each micro-batch, with the
-    graph of that micro-batch alone. The towers' gradients are right; the loss's own is counted K times."""
+    """open_clip's accum_freq recomputes the loss over all embeddings for each of K micro-batches.
+
+    The gradients of the towers are right, but that of the temperature is counted K times."""
     model, batch, count = Pair(), pairs(12), 4
-    pieces = [{k: v[i : i + 3] for k, v in batch.items()} for i in range(0, 12, 3)]
+    microbatches = [{k: v[i : i + 3] for k, v in batch.items()} for i in range(0, 12, 3)]
     with torch.no_grad():
-        cached = [model.encode(piece) for piece in pieces]
-    for index, piece in enumerate(pieces):
-        parts = [*cached[:index], model.encode(piece), *cached[index + 1 :]]
-        model.loss({name: torch.cat([part[name] for part in parts]) for name in batch}).backward()
+        cached = [model.encode(microbatch) for microbatch in microbatches]
+    for index, microbatch in enumerate(microbatches):
+        outputs = [*cached[:index], model.encode(microbatch), *cached[index + 1 :]]
+        model.loss({name: torch.cat([output[name] for output in outputs]) for name in batch}).backward()
     wrong = gradients(model)
     model.zero_grad()
     cached_gradients(model.encode, model.loss, batch, 3)
@@ -718,8 +719,8 @@ def test_the_temperature_of_a_loss_per_micro_batch_is_k_times_too_large():
     assert_same_gradients(right, wrong)
 
 
-def test_without_shared_negatives_the_gradient_is_another():
-    """Plain accumulation, the mistake that all this is for: the mean of InfoNCE over micro-batches."""
+def test_plain_accumulation_gives_another_gradient():
+    """The mean of InfoNCE over micro-batches has fewer negatives than InfoNCE over the batch."""
     model, batch = Pair(), pairs(12)
     for i in range(0, 12, 3):
         (model.loss(model.encode({k: v[i : i + 3] for k, v in batch.items()})) / 4).backward()
@@ -739,13 +740,13 @@ def test_without_shared_negatives_the_gradient_is_another():
         ("gradcache.cached.torch.clear_autocast_cache", lambda: None, "autocast"),
     ],
 )
-def test_a_missing_part_is_noticed(name: str, replacement: Any, case: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_mechanism_fails(name: str, replacement: Any, case: str, monkeypatch: pytest.MonkeyPatch):
     cases: dict[str, Any] = {
         "randomness": lambda: test_randomness_is_replayed_bit_for_bit(3),
-        "buffers": lambda: test_buffers_are_as_after_one_forward_and_every_sample_sees_the_same(2),
+        "buffers": lambda: test_buffers_change_as_in_one_forward_of_all_samples(2),
         "shared": test_parameters_whose_gradients_autograd_shares,
         "autocast": lambda: test_autocast(inside=False),
     }
     monkeypatch.setattr(f"superbatch.torch.{name}", replacement)
-    with pytest.raises(Exception):  # noqa: B017  (refused, or another gradient)
+    with pytest.raises(Exception):  # noqa: B017  (an error of the library, or a wrong gradient)
         cases[case]()

@@ -1,4 +1,4 @@
-"""`cached_gradients`: what is refused, what is restored, and uses at the edge of what is meant."""
+"""`cached_gradients`: errors, restored state, and unusual encoders and losses."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def ring(z: Tensor) -> Tensor:
 def refused(
     kind: type[Exception], match: str, encode: Any, loss_fn: Any, batch: Any, size: Any = 3, **options: Any
 ) -> None:
-    """Expect an error, whose text says what was given, what is wrong and what to do, and no change."""
+    """Expect an error of the usual form, and no change of the models."""
     models = options.get("models", [encode] if isinstance(encode, nn.Module) else [])
     models = [models] if isinstance(models, nn.Module) else models
     for model in models:
@@ -61,7 +61,7 @@ def refused(
     assert_unchanged(before, fingerprint(*models))
 
 
-# -- what is refused -----------------------------------------------------------------------------------------
+# -- errors --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_batch_norm_is_refused_by_name_with_the_three_choices(norm: nn.Module):
 
 
 def test_frozen_batch_norm_and_group_norm_are_exact():
-    # One group: of two numbers a group norm leaves little but signs, and of the gradient little but rounding.
+    # One group of 4: with two numbers per group, only signs and gradients of rounding errors would remain.
     norm = nn.BatchNorm1d(4).to(F64)
     norm(normal(9, 4))
     model = nn.Sequential(tower(), norm.eval(), nn.GroupNorm(1, 4).to(F64), nn.Linear(4, 3).to(F64))
@@ -87,14 +87,14 @@ def test_frozen_batch_norm_and_group_norm_are_exact():
 
 
 class Running(nn.Module):
-    """A hand-written normalisation by a running mean that follows the samples."""
+    """Subtracts a running mean of the samples, or only updates it."""
 
     mean: Tensor
 
-    def __init__(self, *, seen: bool = True, counts: bool = False) -> None:
+    def __init__(self, *, used: bool = True, counts: bool = False) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 4).to(F64)
-        self.seen, self.counts = seen, counts
+        self.used, self.counts = used, counts
         self.register_buffer("mean", torch.zeros(4, dtype=F64))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -103,20 +103,20 @@ class Running(nn.Module):
             self.mean += len(x)
         else:
             self.mean.lerp_(h.detach().mean(0), 0.1)
-        return h - self.mean if self.seen else h
+        return h - self.mean if self.used else h
 
 
 @pytest.mark.parametrize("size", [1, 3, 5])
-@pytest.mark.parametrize("seen", [True, False])
-def test_a_buffer_that_takes_up_samples_is_refused_by_name(seen: bool, size: int):
-    model = nn.Sequential(Running(seen=seen), nn.Tanh())
+@pytest.mark.parametrize("used", [True, False])
+def test_a_buffer_that_depends_on_samples_is_refused_by_name(used: bool, size: int):
+    model = nn.Sequential(Running(used=used), nn.Tanh())
     text = r"of the module '0' changes the buffer 'mean' depending on.*virtual_batch.*eval\(\).*GroupNorm"
     refused(CoupledSamplesError, text, model, ring, normal(7, 6), size)
 
 
 @pytest.mark.parametrize("samples", [6, 7])
 def test_a_buffer_that_counts_samples_is_refused(samples: int):
-    """Also where every micro-batch has the same number of them, and leaves the same count."""
+    """The error is raised for equal and for unequal micro-batches."""
     refused(
         CoupledSamplesError,
         "changes the buffer 'mean' depending on the samples",
@@ -126,7 +126,7 @@ def test_a_buffer_that_counts_samples_is_refused(samples: int):
     )
 
 
-def test_running_statistics_that_no_version_counter_shows():
+def test_running_statistics_without_a_version_counter_are_refused():
     model = nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()).to(F64)
     refused(
         CoupledSamplesError,
@@ -196,16 +196,16 @@ def test_losses_that_have_no_gradient(loss: Any, match: str):
     refused(InputError, match, tower(), loss, normal(7, 6))
 
 
-def test_nothing_to_train():
+def test_a_frozen_encoder_is_refused():
     refused(InputError, "without a graph", tower().requires_grad_(requires_grad=False), ring, normal(7, 6))
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, True, None, "auto"])
-def test_sizes(size: Any):
+def test_wrong_sizes(size: Any):
     refused(InputError, "microbatch_size=", tower(), ring, normal(7, 6), size)
 
 
-def test_batches_and_arguments():
+def test_wrong_batches_and_arguments():
     model = tower()
     refused(SplitError, "sample", model, ring, normal(0, 6))
     refused(SplitError, "samples", lambda b: model(b[0]), ring, (normal(7, 6), normal(6, 6)), models=model)
@@ -250,17 +250,17 @@ def test_batches_and_arguments():
     refused(InputError, "the batch is", {}, ring, {}, models=model)
 
 
-def test_an_optimizer_inside_the_backward():
+def test_an_optimizer_inside_the_backward_is_refused():
     model = tower()
     model[0].weight._in_backward_optimizers = [torch.optim.SGD([model[0].weight])]  # type: ignore[attr-defined]  (as torch.distributed marks it)
     with pytest.raises(OptimizerError, match=r"'0\.weight'.*inside the backward"):
         cached_gradients(model, ring, normal(7, 6), 3)
 
 
-# -- a second pass that is another ---------------------------------------------------------------------------
+# -- a second pass that differs ------------------------------------------------------------------------------
 
 
-def test_a_generator_of_its_own_is_noticed():
+def test_an_encoder_with_its_own_generator_is_refused():
     model, own = tower(), torch.Generator().manual_seed(1)
     refused(
         InputError,
@@ -272,7 +272,7 @@ def test_a_generator_of_its_own_is_noticed():
     )
 
 
-def test_a_counter_of_its_own_is_noticed():
+def test_an_encoder_that_depends_on_its_calls_is_refused():
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -286,7 +286,7 @@ def test_a_counter_of_its_own_is_noticed():
         cached_gradients(Counting(), ring, normal(7, 6), 3)
 
 
-def test_other_integers_and_shapes_are_noticed():
+def test_other_integers_and_shapes_in_the_second_pass_are_refused():
     model, calls = tower(), []
     for change in (lambda k: torch.full((k,), len(calls)), lambda k: torch.zeros(k, len(calls) // 4 + 1)):
         calls.clear()
@@ -318,7 +318,7 @@ def test_a_graph_that_only_later_micro_batches_have():
     )
 
 
-def test_kernels_that_round_otherwise_without_a_graph_are_no_other_embeddings():
+def test_kernels_that_round_differently_without_a_graph_are_accepted():
     """Multi-head attention in evaluation mode has a fast path for a forward without a graph."""
     torch.manual_seed(2)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
@@ -330,11 +330,11 @@ def test_kernels_that_round_otherwise_without_a_graph_are_no_other_embeddings():
     assert_same_gradients(gradients(reference), gradients(model), 1e-4)
 
 
-# -- what is restored ----------------------------------------------------------------------------------------
+# -- restored state ------------------------------------------------------------------------------------------
 
 
 class Counted(Pair):
-    """A pair with a buffer that its forward changes, and random numbers of every generator."""
+    """A pair of towers that counts its calls in a buffer and draws from every generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,7 +348,7 @@ class Counted(Pair):
 
 @pytest.mark.parametrize("where", ["first pass", "loss", "scale", "second pass", "backward"])
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
-def test_after_an_error_everything_is_as_before(where: str, error: type[BaseException]):
+def test_an_error_restores_everything(where: str, error: type[BaseException]):
     model = Counted()
     for number, parameter in enumerate(model.parameters()):
         parameter.grad = torch.full_like(parameter, 0.5) if number % 2 else None
@@ -389,7 +389,7 @@ def test_after_an_error_everything_is_as_before(where: str, error: type[BaseExce
         cached_gradients(encode, loss, pairs(7), 3, scale=scale, models=model)
     assert_unchanged(before, fingerprint(model))
     assert all(a is b.grad for a, b in zip(identities, model.parameters(), strict=True))
-    calls.extend([1] * 100)  # and the next call is not disturbed by the failed one
+    calls.extend([1] * 100)  # the failed call does not affect the next one
     reference = copy.deepcopy(model)
     for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
         other.grad = None if parameter.grad is None else parameter.grad.clone()
@@ -399,13 +399,13 @@ def test_after_an_error_everything_is_as_before(where: str, error: type[BaseExce
     torch.set_rng_state(state[0])
     random.setstate(state[1])
     np.random.set_state(state[2])
-    pieces = [reference.encode({k: v[a:b] for k, v in pairs(7).items()}) for a, b in ((0, 3), (3, 5), (5, 7))]
-    reference.loss({k: torch.cat([piece[k] for piece in pieces]) for k in ("image", "text")}).backward()
+    found = [reference.encode({k: v[a:b] for k, v in pairs(7).items()}) for a, b in ((0, 3), (3, 5), (5, 7))]
+    reference.loss({k: torch.cat([z[k] for z in found]) for k in ("image", "text")}).backward()
     assert_same_gradients(gradients(reference), gradients(model))
     assert model.calls == 1
 
 
-# -- adversaries ---------------------------------------------------------------------------------------------
+# -- unusual encoders and losses -----------------------------------------------------------------------------
 
 
 def test_outputs_that_are_the_same_tensor_or_views_of_each_other():
@@ -426,7 +426,7 @@ def test_an_encoder_that_returns_its_input(size: int):
     before = x.clone()
 
     def loss(_: Any, z: Any) -> Tensor:
-        z[1].mul_(2)  # must not reach the caller's batch
+        z[1].mul_(2)  # must not change the caller's batch
         return info_nce(z[0], z[1][:, :4])
 
     model = tower()
@@ -449,8 +449,8 @@ def test_a_loss_that_changes_embeddings_in_place():
         check([tower()], lambda m, b: {"a": m[0](b), "b": m[0](b * 2)}, loss, normal(7, 6), size)
 
 
-def test_an_encoder_that_empties_its_micro_batch():
-    """`labels = batch.pop("labels")`: they are there again in the second pass, and in the caller's batch."""
+def test_an_encoder_that_pops_entries_of_its_micro_batch():
+    """The second pass and the caller's batch still have entries that the first pass removed."""
 
     def encode(m: Any, b: Any) -> Any:
         label = b["rest"].pop("label")
@@ -471,7 +471,7 @@ def test_an_encoder_that_empties_its_micro_batch():
     assert all(gradient is not None and gradient.any() for gradient in gradients(model).values())
 
 
-def test_an_encoder_that_writes_to_its_micro_batch_is_noticed():
+def test_an_encoder_that_writes_to_its_micro_batch_is_refused():
     model = tower()
     refused(
         InputError,
@@ -484,7 +484,7 @@ def test_an_encoder_that_writes_to_its_micro_batch_is_noticed():
 
 
 def test_a_buffer_that_the_loss_writes_and_the_encoder_reads():
-    """As the large batch's forward, the second pass must see it as it was before the loss."""
+    """The second pass must read the buffer as it was before the loss."""
 
     class Centred(nn.Module):
         centre: Tensor
@@ -510,8 +510,8 @@ def test_batches_that_are_not_contiguous():
     check([tower()], lambda m, b: [m[0](x + b[2]) for x in b[:2]], lambda _, z: info_nce(*z), batch, 3)
 
 
-def test_an_encoder_that_writes_to_one_buffer_of_its_own():
-    """As compiled models with CUDA graphs do: the next output takes the memory of the last."""
+def test_an_encoder_that_reuses_the_memory_of_its_output():
+    """Compiled models with CUDA graphs overwrite the last output with the next one."""
     model, memory = tower(), torch.empty(3, 4, dtype=F64)
 
     class Into(torch.autograd.Function):
@@ -530,7 +530,7 @@ def test_an_encoder_that_writes_to_one_buffer_of_its_own():
 
 
 def test_parameters_as_outputs():
-    """Learnt prompts: rows of a parameter, one for each sample."""
+    """Learnt prompts: one row of a parameter for each sample."""
 
     class Prompts(nn.Module):
         def __init__(self) -> None:
@@ -554,7 +554,7 @@ def test_a_gradient_penalty_on_embeddings():
 
 
 def test_a_loss_that_keeps_its_graph():
-    """`retain_graph` in the loss: what it has added to gradients of its own stays with it."""
+    """A loss may call backward with `retain_graph` for its own parameters; these gradients stay."""
     head = nn.Linear(4, 4).to(F64)
     model = tower()
 
@@ -567,10 +567,10 @@ def test_a_loss_that_keeps_its_graph():
     with pytest.raises(RuntimeError, match="does not require grad"):
         cached_gradients(
             model, ring, normal(7, 6), 3
-        ).backward()  # the gradient is there; nothing is left to do
+        ).backward()  # the loss is detached: its gradient was already added
 
 
-def test_a_loss_that_goes_back_itself_is_undone():
+def test_a_loss_that_frees_its_graph_raises_and_restores_everything():
     model = tower()
 
     def loss(z: Tensor) -> Tensor:

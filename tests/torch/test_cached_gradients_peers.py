@@ -1,8 +1,8 @@
-"""The cases of sentence-transformers' suite for cached losses, in our words.
+"""The cases that sentence-transformers tests for cached losses.
 
-They are those of tests/sentence_transformer/losses/test_gradcache.py and its neighbours. What must be refused
-there - a guide model, parameters of the loss, several outputs of one model, a column that the loss ignores -
-is exact here.
+Docstrings name tests of tests/sentence_transformer/losses/test_gradcache.py and related files. Four cases
+that sentence-transformers refuses are exact here: a guide model, parameters of the loss, several outputs of
+one model, and a column that the loss ignores.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def cosent(z: list[Tensor], labels: Tensor) -> Tensor:
 
 
 def batch_all_triplet(z: list[Tensor], labels: Tensor) -> Tensor:
-    """All triplets (anchor, positive, negative) that the labels allow; a mean over those that still hurt."""
+    """Mean of the positive losses of all triplets (anchor, positive, negative) that the labels allow."""
     distance = torch.cdist(z[0], z[0]).square()
     same = labels.unsqueeze(0) == labels.unsqueeze(1)
     others = ~torch.eye(len(labels), dtype=torch.bool)
     valid = (same & others).unsqueeze(2) & ~same.unsqueeze(1)
-    hurt = (distance.unsqueeze(2) - distance.unsqueeze(1) + 5.0)[valid].relu()
-    return hurt.sum() / (hurt > 0).sum()
+    violations = (distance.unsqueeze(2) - distance.unsqueeze(1) + 5.0)[valid].relu()
+    return violations.sum() / (violations > 0).sum()
 
 
 def contrastive(z: list[Tensor], labels: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def test_every_loss_is_that_of_the_large_batch_for_any_size(name: str, size: int
     loss, count, labels = LOSSES[name]
     check(
         [tower()],
-        lambda m, b: ([torch.tanh(m[0](x)) for x in b[0]], b[1]),  # or distances leave the last bias free
+        lambda m, b: ([torch.tanh(m[0](x)) for x in b[0]], b[1]),  # or the last bias has no gradient
         lambda _, z: loss(*z),
         (columns(count), labels),
         size,
@@ -90,7 +90,7 @@ def test_every_loss_is_that_of_the_large_batch_for_any_size(name: str, size: int
     "loss",
     [
         lambda z: info_nce(z[0], z[1], 50.0) + info_nce(z[1], z[0], 50.0),
-        # Hard negatives count more, by weights without a gradient.
+        # Hard negatives get larger weights, which have no gradient.
         lambda z: (
             -F.log_softmax(z[0] @ z[1].T, 1).diagonal() * (z[0] @ z[1].T).detach().softmax(1).sum(0)
         ).sum(),
@@ -98,22 +98,22 @@ def test_every_loss_is_that_of_the_large_batch_for_any_size(name: str, size: int
         lambda z: torch.cat([z[0] @ z[1].T, z[0] @ z[0].T, z[1] @ z[1].T]).logsumexp((0, 1)),
         # Matryoshka: the same loss on the first dimensions.
         lambda z: sum(info_nce(z[0][:, :d], z[1][:, :d], 20.0) for d in (4, 3, 2)),
-        # Global orthogonal regularisation: several losses of which the sum is trained.
+        # Global orthogonal regularisation: the sum of several losses.
         lambda z: info_nce(*z) + (z[0] @ z[1].T).square().mean() + z[0].mean(0).square().sum(),
     ],
 )
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_configuration(loss: Any, size: int):
+def test_other_losses_of_two_columns(loss: Any, size: int):
     """test_gradcache_matches_cached_mnrl, ..._matryoshka, ..._dict_valued_loss (the sum)."""
     check([tower()], lambda m, b: [m[0](x) for x in b], lambda _, z: loss(z), columns(2), size)
 
 
-def parts(z: list[Tensor]) -> dict[str, Tensor]:
+def loss_terms(z: list[Tensor]) -> dict[str, Tensor]:
     return {"ranking": info_nce(z[0], z[1], 20.0), "orthogonal": (z[0] @ z[1].T).square().mean()}
 
 
-def test_a_dict_of_losses_is_refused_with_what_to_return():
-    """test_gradcache_dict_valued_loss: there they are summed; a total beside its parts would count twice."""
+def test_a_dict_of_losses_is_refused_with_advice():
+    """test_gradcache_dict_valued_loss, which sums them: a total among its terms would count twice."""
     model = tower()
 
     def cached(loss: Any) -> Tensor:
@@ -122,17 +122,17 @@ def test_a_dict_of_losses_is_refused_with_what_to_return():
     with pytest.raises(
         InputError, match=r"loss of type dict.*one tensor.*Return one tensor: sum\(losses\.values"
     ):
-        cached(parts)
+        cached(loss_terms)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("size", [2, 3, 50])
 def test_the_sum_of_a_dict_of_losses(size: int):
-    """test_gradcache_dict_valued_loss: what is advised there is exact."""
+    """test_gradcache_dict_valued_loss: the sum, which the error above advises, is exact."""
     check(
         [tower()],
         lambda m, b: [m[0](x) for x in b],
-        lambda _, z: torch.stack([*parts(z).values()]).sum(),
+        lambda _, z: torch.stack([*loss_terms(z).values()]).sum(),
         columns(2),
         size,
     )
@@ -154,7 +154,7 @@ def test_two_calls_before_one_update_add_up():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_under_no_grad_there_is_the_loss_alone(training: bool):
+def test_no_grad_gives_the_loss_without_gradients(training: bool):
     """test_gradcache_under_no_grad."""
     model = tower().train(training)
     calls: list[bool] = []
@@ -180,7 +180,7 @@ def test_a_guide_model_and_a_head_of_the_loss():
 
     def loss(m: Any, z: Any) -> Tensor:
         (a, b), (guide_a, guide_b) = z
-        # False negatives; by a margin, or rounding would decide whether a pair is one of its own.
+        # False negatives. Without the margin, rounding would decide about the diagonal.
         sure = guide_a @ guide_b.T > (guide_a * guide_b).sum(1, keepdim=True) + 1e-6
         assert sure.any() and not sure.all()
         logits = (a @ b.T).masked_fill(sure, -1e9)
@@ -210,7 +210,7 @@ def test_one_loss_per_layer():
 
 
 def test_a_bag_of_embeddings_with_offsets():
-    """test_gradcache_rejects_static_embedding: ids end to end, as a list of samples."""
+    """test_gradcache_rejects_static_embedding: a list of samples, whose ids the encoder concatenates."""
     torch.manual_seed(1)
     bag = nn.EmbeddingBag(11, 4).to(F64)
     ids = [torch.tensor(sample) for sample in ([1, 2, 3], [4], [5, 6], [7, 8, 9, 10], [0, 1])]
@@ -223,7 +223,7 @@ def test_a_bag_of_embeddings_with_offsets():
 
 
 def test_a_budget_of_tokens():
-    """Token budgets: `mini_batch_num_tokens`; each micro-batch is at most so many tokens."""
+    """`mini_batch_num_tokens`: no micro-batch has more tokens than the budget."""
     lengths = torch.tensor([5, 1, 1, 2, 4, 3, 1])
     seen: list[int] = []
 

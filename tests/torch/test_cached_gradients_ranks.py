@@ -1,4 +1,4 @@
-"""`cached_gradients` on two real gloo ranks with unequal numbers of samples, against the one large batch."""
+"""`cached_gradients` on two gloo ranks with unequal numbers of samples, against the large batch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.torch.test_ddp import start_ranks
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What each rank found, per case."""
+    """Results of both ranks for each case."""
     folder: Path = tmp_path_factory.mktemp("ranks")
     ended = start_ranks(folder, list(cached_ranks.CASES))
     said = [(folder / f"output{rank}").read_text()[-2000:] for rank in range(2)]
-    assert ended, f"the ranks broke:\n{said}"
+    assert ended, f"the ranks failed:\n{said}"
     return {
         name: [torch.load(folder / f"{name}.{rank}.pt", weights_only=False) for rank in range(2)]
         for name in cached_ranks.CASES
@@ -40,7 +40,7 @@ def large_pair() -> tuple[Any, Any]:
     return loss.detach(), gradients(model)
 
 
-def test_a_model_in_ddp_is_reduced_once_and_only_by_us(results: Any):
+def test_gradients_of_a_model_in_ddp_are_reduced_once(results: Any):
     loss, expected = large_pair()
     for result in both(results, "wrapped"):
         torch.testing.assert_close(result["loss"], loss, rtol=1e-12, atol=0)
@@ -49,7 +49,7 @@ def test_a_model_in_ddp_is_reduced_once_and_only_by_us(results: Any):
 
 
 def test_a_group_and_two_encoders_without_ddp(results: Any):
-    """What was in `.grad` is not summed over the ranks again, nor a head or temperature counted twice."""
+    """Existing `.grad` is not summed over the ranks again, and a head and a temperature count once."""
     query, document, head = tower(6), tower(5, seed=4), cached_ranks.head()
     ranks = both(results, "in_group")
     temperature = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
@@ -68,7 +68,7 @@ def test_a_group_and_two_encoders_without_ddp(results: Any):
         assert result["forms"] == [form]
 
 
-def test_a_temperature_counted_on_every_rank_is_noticed(results: Any):
+def test_mutant_with_a_temperature_counted_on_every_rank_is_wrong(results: Any):
     _, expected = large_pair()
     for result in both(results, "counted_on_every_rank"):
         with pytest.raises(AssertionError, match=r"logit_scale: relative error 1\.00e\+00"):
@@ -76,7 +76,7 @@ def test_a_temperature_counted_on_every_rank_is_noticed(results: Any):
 
 
 @pytest.mark.parametrize("where", ["first_pass", "loss", "second_pass", "empty"])
-def test_where_one_rank_fails_both_do_and_are_as_before(results: Any, where: str):
+def test_a_failure_on_one_rank_raises_on_both_and_restores_everything(results: Any, where: str):
     first, second = both(results, f"fails_{where}")
     assert first["error"].startswith("WindowError: Another rank that shares the batch has failed")
     assert second["error"].startswith("SplitError" if where == "empty" else "KeyError: 'user code'")
@@ -85,7 +85,7 @@ def test_where_one_rank_fails_both_do_and_are_as_before(results: Any, where: str
         assert result["seconds"] < 5
 
 
-def test_embeddings_of_different_forms_are_refused_on_both(results: Any):
+def test_embeddings_of_different_structure_are_refused_on_both_ranks(results: Any):
     for result in both(results, "fails_form"):
         assert "InputError" in result["error"] and "different structures on the ranks" in result["error"]
         assert_unchanged(result["before"], result["after"])

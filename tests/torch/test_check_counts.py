@@ -1,4 +1,4 @@
-"""Numbers that a loss divides by are seen when they become unequal: lengths, class weights, padding ids."""
+"""The check finds denominators that become unequal in later windows: lengths, class weights, padding ids."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PER_CLASS = torch.tensor([1.0, 1.0, 6.0], dtype=torch.float64)
 
 
 class Case(NamedTuple):
-    """A loss and its data: equal counts, or unequal ones; and the weight that is right."""
+    """A loss, its data with equal or unequal counts, and the right weight."""
 
     make: Callable[[bool, int], Any]
     loss: Callable[[nn.Module, Any], Tensor]
@@ -110,23 +110,23 @@ def test_the_right_weight_passes(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_without_these_counts_the_wrong_weight_is_not_seen(
+def test_mutant_without_these_counts_misses_the_wrong_weight(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = check_schedule.counts_in
 
-    def before(*arguments: Any, hints: Hints, **paths: Any) -> list[Count]:
+    def ignored_only(*arguments: Any, hints: Hints, **paths: Any) -> list[Count]:
         found = real(*arguments, **paths)
         return [count for count in found if not count.unpadded and (count.ignored is not None)]
 
-    monkeypatch.setattr(check_schedule, "counts_in", before)
+    monkeypatch.setattr(check_schedule, "counts_in", ignored_only)
     accumulate, batches = train(CASES[case])
     for batch in batches:
         accumulate(batch)
     assert accumulate.updates == 4
 
 
-def test_ends_of_rows_are_padding_only_where_they_are_long_and_labels_of_their_own() -> None:
+def test_repeated_row_ends_are_padding_if_long_and_of_a_label_found_nowhere_else() -> None:
     padded, others = [[5, 6, 79, 79, 79, 79], [4, 4, 4, 4, 6, 5]], [[5, 7, 6, 6, 6, 6], [6, 7, 8, 5, 79, 79]]
     labels = torch.tensor([*padded, *others])
     counts = Count("", None, unpadded=True).of([labels])
@@ -134,7 +134,7 @@ def test_ends_of_rows_are_padding_only_where_they_are_long_and_labels_of_their_o
     assert (6 * counts).tolist() == pytest.approx([2, 2, 6, 6])
 
 
-def test_a_loss_that_does_not_repeat_is_told_once() -> None:
+def test_a_loss_with_unseeded_randomness_warns_once() -> None:
     draw = random.SystemRandom()
     torch.manual_seed(0)
     model = nn.Linear(3, LABELS, dtype=torch.float64)
@@ -143,17 +143,17 @@ def test_a_loss_that_does_not_repeat_is_told_once() -> None:
         return (1 + draw.random()) * without_padding(model, microbatch)
 
     accumulate = Accumulator(model, sgd(model.parameters()), loss_fn, microbatch_size=1)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for seed in range(4):
             accumulate(padded(uneven=True, seed=seed))
-    (one,) = (str(each.message) for each in told)
+    (one,) = (str(each.message) for each in caught)
     assert "could not check the declared loss on the first window, reduction='mean'" in one
     assert "weight=None: loss_fn returns another loss for the same samples" in one
     assert "check a loss_fn without random numbers with superbatch.torch.verify(model, loss_fn, batch)" in one
 
 
-def test_what_the_warning_advises_checks_the_loss() -> None:
+def test_verify_checks_the_loss_as_the_warning_advises() -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, LABELS, dtype=torch.float64)
     batch = padded(uneven=True, seed=0)
@@ -163,7 +163,7 @@ def test_what_the_warning_advises_checks_the_loss() -> None:
 
 
 def zeros(rows: list[int], seed: int, *, at_ends: bool) -> Any:
-    """Samples with labels of which some are 0: padding, or a class like the others."""
+    """Samples with some labels 0: padding at the ends, or a class in the middle."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(len(rows), LENGTH, 3, dtype=torch.float64, generator=generator)
     y = torch.arange(1, 1 + LENGTH).repeat(len(rows), 1)
@@ -178,7 +178,7 @@ def over_all(model: nn.Module, batch: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("windows", [64, 200])
-def test_labels_that_are_hardly_left_out_are_counted_in_few_windows(
+def test_labels_that_are_probably_not_ignored_are_counted_in_few_windows(
     windows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted: list[Count] = []
@@ -211,8 +211,8 @@ def test_padding_by_0_in_one_micro_batch_of_a_loader_is_found_at_once() -> None:
 
     accumulate = Accumulator(model, sgd(model.parameters()), loss_fn)
     for update in range(3):
-        accumulate(Window([zeros([0, 0], 2 * update + part, at_ends=True) for part in range(2)]))
-    assert not check_schedule.in_full(3), "premise"
+        accumulate(Window([zeros([0, 0], 2 * update + number, at_ends=True) for number in range(2)]))
+    assert not check_schedule.in_full(3), "premise: window 3 is not checked in full"
     with pytest.raises(LossSpecError, match="Update 3, which shows the error, was not made"):
         accumulate(Window([zeros(rows, 9, at_ends=True) for rows in ([0, 0], [0, 4])]))
 
@@ -220,7 +220,7 @@ def test_padding_by_0_in_one_micro_batch_of_a_loader_is_found_at_once() -> None:
 @pytest.mark.parametrize(
     "values", [[3.0, 1.0, 0.0, 2.0, 9.0], [0.0, 2.0, 2.0], [4.0, 4.0], [0.0, 0.0], [-3.0, 5.0]]
 )
-def test_the_spread_of_counts_is_the_contrast_of_the_samples_picked(values: list[float]) -> None:
+def test_the_spread_of_counts_is_the_contrast_of_the_picked_samples(values: list[float]) -> None:
     counts = torch.tensor(values)
     picked = counts[sample_counts.extremes(counts, 2)]
     assert sample_counts.spread(counts) == pytest.approx(sample_counts.contrast(picked))

@@ -1,4 +1,4 @@
-"""Micro-batches of unequal lengths: a mean over all entries is told from one over samples."""
+"""Micro-batches of unequal lengths: a mean over all entries is distinguished from one over samples."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def squares(model: nn.Module, batch: Any) -> Tensor:
     return functional.mse_loss(model(batch["x"])[..., :3], batch["x"])
 
 
-# Means over all entries, and what counts them.
+# Means over all entries, by the way in which the entries are counted.
 OVER_ENTRIES: dict[str, Loss] = {
     "cross entropy": of_classes,
     "flat": flat,
@@ -115,7 +115,7 @@ def test_a_mean_over_entries_is_found_in_the_first_window_that_shows_it(case: st
     assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
 
 
-def test_the_first_window_may_be_the_one_and_the_remedy_is_the_large_batch() -> None:
+def test_a_mean_over_entries_is_found_in_the_first_window_and_the_remedy_is_exact() -> None:
     accumulate, _ = accumulator(of_classes)
     with pytest.raises(LossSpecError, match=r"weight=count_tokens\(.labels.\)"):
         accumulate(window(6, 3))
@@ -138,7 +138,7 @@ def test_a_mean_over_samples_passes(case: str, samples: int) -> None:
 
 
 @pytest.mark.parametrize("case", OVER_ENTRIES)
-def test_a_weight_of_ones_own_is_a_declaration(case: str) -> None:
+def test_a_declared_weight_is_accepted(case: str) -> None:
     for weight in (lambda mb: len(mb["x"]), count_tokens("labels", shift=OVER_ENTRIES[case] is shifted)):
         accumulate, _ = accumulator(OVER_ENTRIES[case], weight=weight)
         for seed in range(3):
@@ -155,7 +155,7 @@ WRONG_WEIGHTS: dict[str, Callable[[Any], float]] = {
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("weight", WRONG_WEIGHTS)
 @pytest.mark.parametrize("case", ["cross entropy", "mean", "a sum over a mask"])
-def test_a_wrong_weight_of_ones_own_shows_in_ragged_windows(case: str, weight: str, samples: int) -> None:
+def test_a_wrong_declared_weight_is_found_in_ragged_windows(case: str, weight: str, samples: int) -> None:
     accumulate, model = accumulator(OVER_ENTRIES[case], weight=WRONG_WEIGHTS[weight])
     assert accumulate(window(6, 6, samples=samples)).made
     before = start_of(model)
@@ -167,7 +167,7 @@ def test_a_wrong_weight_of_ones_own_shows_in_ragged_windows(case: str, weight: s
 
 
 @pytest.mark.filterwarnings("ignore:superbatch could not check")
-def test_a_right_weight_that_leaves_labels_out_passes() -> None:
+def test_a_right_weight_that_ignores_labels_passes() -> None:
     batch = window(6, 3, 4)
     for number, microbatch in enumerate(batch):
         microbatch["labels"][0, : number + 1] = -100
@@ -178,7 +178,7 @@ def test_a_right_weight_that_leaves_labels_out_passes() -> None:
         accumulate(batch)
 
 
-def test_without_the_look_at_declared_weights_the_update_would_be_wrong(
+def test_mutant_without_the_check_of_declared_weights_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(lengths, "_check_weights", lambda *_: None)
@@ -190,7 +190,7 @@ def test_without_the_look_at_declared_weights_the_update_would_be_wrong(
         assert_same_parameters(other, model, 1e-2, start=start)
 
 
-def test_terms_are_looked_at_by_themselves() -> None:
+def test_each_loss_term_is_checked_by_itself() -> None:
     def losses(model: nn.Module, batch: Any) -> Any:
         return {"words": of_classes(model, batch), "samples": every(model, batch).sum(1).mean()}
 
@@ -201,8 +201,8 @@ def test_terms_are_looked_at_by_themselves() -> None:
         accumulate(window(6, 3))
 
 
-def test_without_the_look_at_lengths_the_update_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant, and the premise: the update is not that of the padded batch."""
+def test_mutant_without_the_check_of_lengths_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the check, the update is not that of the padded batch."""
     monkeypatch.setattr(check_schedule, "ragged", lambda *_: None)
     accumulate, model = accumulator(of_classes)
     right, other = accumulator(of_classes, weight=count_tokens("labels"))
@@ -218,8 +218,8 @@ def with_patches(model: nn.Module, batch: Any) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:superbatch could not check")
-def test_microbatches_that_cannot_be_cut_are_not_refused() -> None:
-    """The patches of all samples are rows of one tensor, as vision-language models take them."""
+def test_microbatches_that_cannot_be_split_are_accepted() -> None:
+    """The patches of all samples are rows of one tensor, as in vision-language models."""
     counts = [torch.tensor([3, 1]), torch.tensor([2, 2]), torch.tensor([1, 4])]
     batch = [
         {**mb, "patches": torch.randn(int(each.sum()), 3, dtype=torch.float64), "counts": each}

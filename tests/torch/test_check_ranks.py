@@ -1,4 +1,4 @@
-"""A window that shows something new on one rank is checked by all of them: two real gloo processes."""
+"""If a window needs a check on one of two gloo ranks, both ranks check it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.torch.two_ranks import found_by_both
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found."""
+    """Results of each rank."""
     return found_by_both("tests.torch.check_ranks", tmp_path_factory.mktemp("ranks"))
 
 
-def test_all_ranks_stop_before_the_update_that_one_of_them_refuses(found: list[dict[str, Any]]) -> None:
+def test_all_ranks_stop_before_an_update_that_one_rank_refuses(found: list[dict[str, Any]]) -> None:
     one, other = (of_rank["wrong"] for of_rank in found)
     assert one["updates"] == other["updates"] == 3
     assert "on another rank" in one["error"] and 'count_tokens("labels")' in other["error"]
@@ -34,7 +34,7 @@ def test_a_right_declaration_is_checked_once_more_on_all_ranks(found: list[dict[
 
 
 @pytest.mark.parametrize("case", ["labels", "lengths"])
-def test_ranks_that_differ_from_each_other_alone_are_found(found: list[dict[str, Any]], case: str) -> None:
+def test_counts_that_differ_only_between_ranks_are_found(found: list[dict[str, Any]], case: str) -> None:
     one, other = (of_rank[case] for of_rank in found)
     assert one["updates"] == other["updates"] == 2 and one["sums"] == other["sums"]
     assert all(
@@ -44,8 +44,7 @@ def test_ranks_that_differ_from_each_other_alone_are_found(found: list[dict[str,
 
 
 @pytest.mark.parametrize("case", ["labels", "lengths"])
-def test_unchecked_their_update_would_be_wrong(found: list[dict[str, Any]], case: str) -> None:
-    """The mutant, and the premise."""
+def test_mutant_without_the_check_is_wrong(found: list[dict[str, Any]], case: str) -> None:
     wrong, right = (found[0][f"{case}, {how}"] for how in ("unchecked", "declared"))
     assert wrong["updates"] == right["updates"] == 5
     assert wrong["sums"] != pytest.approx(right["sums"], rel=1e-3)
@@ -54,7 +53,7 @@ def test_unchecked_their_update_would_be_wrong(found: list[dict[str, Any]], case
 @pytest.mark.parametrize(
     "case", ["labels of samples", "lengths of samples", "labels, declared", "lengths, declared"]
 )
-def test_right_declarations_on_ranks_that_differ_are_checked_once(
+def test_right_declarations_are_checked_once_if_counts_differ_between_ranks(
     found: list[dict[str, Any]], case: str
 ) -> None:
     one, other = (of_rank[case] for of_rank in found)

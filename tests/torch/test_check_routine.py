@@ -1,4 +1,4 @@
-"""Denominators that training moves are found by rare checks without news: no data shows them."""
+"""Rare routine checks find denominators that depend on the model, which the data cannot show."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def each(model: nn.Module, batch: Any) -> Tensor:
 
 
 def hard_ones(model: nn.Module, batch: Any) -> Tensor:
-    """Online hard example mining: as long as nothing is learned, every sample is hard."""
+    """Online hard example mining: before training, every sample is hard."""
     losses = each(model, batch)
     weights = torch.where(losses.detach() > 0.6, 1.0, 0.05).double()
     return (losses * weights).sum() / weights.sum()
 
 
 def classes_in_microbatch(model: nn.Module, batch: Any) -> Tensor:
-    """Weights of predicted classes; all of class 0 before training."""
+    """Weights by predicted class: before training, all predictions are class 0."""
     predicted = model(batch[0]).detach().argmax(1)
     weights = 1.0 + predicted.double()
     return (each(model, batch) * weights).sum() / weights.sum()
 
 
 def by_confident_ones(model: nn.Module, batch: Any) -> Tensor:
-    """A sum over the number of confident predictions, as focal losses have it, after nobody was confident."""
+    """A denominator that counts confident predictions: before training, there are none."""
     confident = (model(batch[0]).detach().softmax(1).amax(1) > 0.6).double()
     losses = each(model, batch)
     return losses.sum() / (len(losses) + confident.sum())
@@ -71,15 +71,15 @@ def trained(loss: Loss, updates: int, **options: Any) -> tuple[Accumulator, list
         return loss(model, microbatch)
 
     accumulate = Accumulator(model, sgd(model.parameters()), loss_fn, **{"microbatch_size": 2, **options})
-    of_updates = []
+    calls_after = []
     for update in range(updates):
         assert accumulate(batch_of(update)).made
-        of_updates.append(len(calls))
-    return accumulate, of_updates, model
+        calls_after.append(len(calls))
+    return accumulate, calls_after, model
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_denominator_that_training_moves_is_found(case: str) -> None:
+def test_a_denominator_that_training_changes_is_found(case: str) -> None:
     with pytest.raises((LossSpecError, CoupledSamplesError), match="was not made") as raised:
         trained(WRONG[case], 250)
     found = re.search(r"Update (\d+), which .* from (\d+) on \(counted", str(raised.value))
@@ -87,22 +87,21 @@ def test_a_denominator_that_training_moves_is_found(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_without_rare_checks_it_is_never_found(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant."""
+def test_mutant_without_routine_checks_finds_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_schedule, "ROUTINE", 10**9)
     assert trained(WRONG[case], 250)[0].updates == 250
 
 
 @pytest.mark.parametrize("microbatch_size", [1, 2, 8])
-def test_a_right_declaration_is_checked_at_less_than_one_percent(microbatch_size: int) -> None:
+def test_routine_checks_cost_at_most_one_percent_of_the_calls(microbatch_size: int) -> None:
     loss: Loss = lambda model, batch: each(model, batch).mean()  # noqa: E731
     accumulate, calls, _ = trained(loss, 600, microbatch_size=microbatch_size)
     per_window = 2 * MICROBATCHES // microbatch_size
-    more = [b - a - per_window for a, b in itertools.pairwise(calls)]
-    looks = [window for window, number in enumerate(more) if number]
-    assert looks, "premise: there is budget for some"
-    assert all(sum(more[:end]) <= 0.01 * calls[end] for end in range(1, 600)), "at any time"
-    assert all(b >= 2 * a for a, b in itertools.pairwise(looks))
+    extra = [b - a - per_window for a, b in itertools.pairwise(calls)]
+    checked = [window for window, number in enumerate(extra) if number]
+    assert checked, "premise: the budget allows some checks"
+    assert all(sum(extra[:end]) <= 0.01 * calls[end] for end in range(1, 600)), "after every update"
+    assert all(b >= 2 * a for a, b in itertools.pairwise(checked))
     assert accumulate.updates == 600
 
 

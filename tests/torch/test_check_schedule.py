@@ -1,4 +1,4 @@
-"""Later windows are checked when they show what the first one could not: before the update, and cheaply."""
+"""A later window is checked before its update if its data can show an error that earlier data could not."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.torch.helpers import (
 )
 
 FULL, UNEVEN = [7] * 8, [7, 1, 7, 2, 3, 7, 7, 7]
-Data = Callable[[int, int], Any]  # uneven?, seed -> a batch of 8 samples
+Data = Callable[[int, int], Any]  # (uneven, seed) -> a batch of 8 samples
 
 
 def labels(uneven: int, seed: int) -> Any:
@@ -41,7 +41,7 @@ def labels(uneven: int, seed: int) -> Any:
 
 
 def in_pairs(uneven: int, seed: int) -> Any:
-    """Micro-batches as a loader yields them; each alone counts alike."""
+    """Micro-batches of a loader; within each of them, samples have equal counts."""
     return Window([tokens([n] * 2, seed=seed + n) for n in ([7, 1, 4] if uneven else [7, 7, 7])])
 
 
@@ -83,7 +83,7 @@ def with_boxes(uneven: int, seed: int) -> Any:
 
 
 def box_mean(model: nn.Module, batch: Any) -> Tensor:
-    """The mean over all boxes of a micro-batch, as detectors have it."""
+    """The mean over all boxes of a micro-batch, as in detectors."""
     out = model(batch["x"])
     each = [(out[i] - boxes).square().sum() for i, boxes in enumerate(batch["boxes"])]
     return torch.stack(each).sum() / sum(len(boxes) for boxes in batch["boxes"])
@@ -95,15 +95,15 @@ def with_threshold(uneven: int, seed: int) -> Any:
 
 
 def hard_mean(model: nn.Module, batch: Any) -> Tensor:
-    """The mean over hard samples; 0 as long as none is hard."""
+    """The mean over hard samples, or 0 if no sample is hard."""
     each = ((model(batch[0]) - batch[1]).square().sum(1) - batch[2]).clamp(min=0)
     return each.sum() / (each > 0).sum().clamp(min=1)
 
 
 def far_away(uneven: int, seed: int) -> Any:
-    """Half of the samples are large, which a weight function reads."""
+    """Half of the uneven samples are large, which a weight function reads."""
     far = 100 * uneven * (torch.arange(8, dtype=torch.float64)[:, None] >= 4)
-    return tuple(part + far for part in rows(8, 1, seed=seed)[0])
+    return tuple(tensor + far for tensor in rows(8, 1, seed=seed)[0])
 
 
 def sample_mean(model: nn.Module, batch: Any) -> Tensor:
@@ -113,20 +113,20 @@ def sample_mean(model: nn.Module, batch: Any) -> Tensor:
     return (each.sum(1) / (batch["labels"] != -100).sum(1)).mean()
 
 
-# The model, its loss, the data, and options under which that loss is declared wrongly.
+# The model, its loss, its data, and options that declare this loss wrongly.
 WRONG: dict[str, tuple[Callable[[], nn.Module], Any, Data, dict[str, Any]]] = {
-    "labels that count alike at first": (tiny_lm, token_mean, labels, {}),
-    "micro-batches of a loader that count alike": (tiny_lm, token_mean, in_pairs, {}),
+    "equal label counts at first": (tiny_lm, token_mean, labels, {}),
+    "equal label counts within micro-batches of a loader": (tiny_lm, token_mean, in_pairs, {}),
     "sample weights of 1 at first": (mlp, weighted, with_weights, {}),
     "sample weights in NumPy": (mlp, weighted, in_numpy, {}),
     "a mask of ones at first": (tiny_lm, mask_mean, masked, {}),
-    "as many boxes in each image at first": (
+    "equal box counts at first": (
         mlp, box_mean, with_boxes, {"split": Split(per_sample=("boxes",))},
     ),
-    "declared weights that are equal at first": (
+    "equal declared weights at first": (
         tiny_lm, sample_mean, labels, {"weight": count_tokens("labels")},
     ),
-    "a weight function that is equal at first": (
+    "equal weights of a function at first": (
         mlp, mse, far_away,
         {"weight": lambda mb: float((mb[0].abs() < 50).all(1).sum() + 0.1 * len(mb[0]))},
     ),
@@ -166,9 +166,9 @@ def test_a_wrong_declaration_is_found_in_the_first_window_that_shows_it(
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_declaration_is_found_between_the_windows_that_look_at_everything(case: str) -> None:
+def test_a_wrong_declaration_is_found_between_full_inspections(case: str) -> None:
     data = WRONG[case][2]
-    assert not check_schedule.in_full(3), "premise"
+    assert not check_schedule.in_full(3), "premise: window 3 is not checked in full"
     _, _, accumulate = accumulator(case)
     for update in range(3):
         assert accumulate(data(0, update)).made
@@ -179,8 +179,8 @@ def test_a_wrong_declaration_is_found_between_the_windows_that_look_at_everythin
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_without_the_check_the_update_would_be_wrong(case: str) -> None:
-    """The premise of the test above, and the mutant: a check that believes the first window."""
+def test_mutant_without_the_check_is_wrong(case: str) -> None:
+    """The premise of the tests above: without a check, the update is not that of the large batch."""
     _, loss, data, _ = WRONG[case]
     model, _, accumulate = accumulator(case, check=False)
     reference = copy.deepcopy(model)
@@ -197,7 +197,7 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], Any, Data, dict[str, Any]]] = {
     "tokens": (tiny_lm, token_mean, labels, {"weight": count_tokens("labels")}),
     "tokens from a loader": (tiny_lm, token_mean, in_pairs, {"weight": count_tokens("labels")}),
     "means over samples": (tiny_lm, sample_mean, labels, {}),
-    "a weight that plays no part": (mlp, lambda m, b: mse(m, b[:2]), with_weights, {}),
+    "an unused weight": (mlp, lambda m, b: mse(m, b[:2]), with_weights, {}),
     "a sum over hard samples": (
         mlp,
         lambda m, b: ((m(b[0]) - b[1]).square().sum(1) - b[2]).clamp(min=0).sum(),
@@ -207,10 +207,10 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], Any, Data, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize("observed", [False, True])
 @pytest.mark.parametrize("case", RIGHT)
 @pytest.mark.sampled(3)
-def test_a_right_declaration_is_checked_once_more_at_little_cost(case: str, measured: bool) -> None:
+def test_a_right_declaration_is_checked_once_more_at_little_cost(case: str, observed: bool) -> None:
     make, loss, data, declared = RIGHT[case]
 
     def train(*, check: bool) -> tuple[nn.Module, list[int], Tensor]:
@@ -227,27 +227,27 @@ def test_a_right_declaration_is_checked_once_more_at_little_cost(case: str, meas
             loss_fn,
             microbatch_size=1,
             check=check,
-            observers=[NoiseMeter()] if measured else [],
+            observers=[NoiseMeter()] if observed else [],
             **declared,
         )
-        of_updates = []
+        calls_after = []
         for update in range(100):
             assert accumulate(data(update >= 30, update)).made
-            of_updates.append(len(calls))
-        return model, [b - a for a, b in pairwise(of_updates)], torch.get_rng_state()
+            calls_after.append(len(calls))
+        return model, [b - a for a, b in pairwise(calls_after)], torch.get_rng_state()
 
     checked, unchecked = train(check=True), train(check=False)
-    more = [a - b for a, b in zip(checked[1], unchecked[1], strict=True)]
-    assert sum(more) > 0, "premise: one later window was checked"
-    assert sum(more) <= CALLS and sum(map(bool, more)) == 1
-    assert sum(more) <= 0.0102 * sum(unchecked[1]), "3 calls in 297, where a window has 3 micro-batches"
+    extra = [a - b for a, b in zip(checked[1], unchecked[1], strict=True)]
+    assert sum(extra) > 0, "premise: one later window was checked"
+    assert sum(extra) <= CALLS and sum(map(bool, extra)) == 1
+    assert sum(extra) <= 0.0102 * sum(unchecked[1]), "3 calls in 297 with 3 micro-batches per window"
     assert all(
         torch.equal(a, b) for a, b in zip(checked[0].parameters(), unchecked[0].parameters(), strict=True)
     )
     assert torch.equal(checked[2], unchecked[2])
 
 
-def test_nothing_more_is_called_where_the_first_window_was_informative() -> None:
+def test_no_further_check_runs_after_an_informative_first_window() -> None:
     model, calls = tiny_lm(), []
 
     def loss_fn(microbatch: Any) -> Tensor:
@@ -264,15 +264,15 @@ def test_nothing_more_is_called_where_the_first_window_was_informative() -> None
     assert len(calls) - first == 20 * 4 and first > 4
 
 
-def test_a_resumed_run_goes_on_looking() -> None:
-    case = "labels that count alike at first"
+def test_a_resumed_run_continues_to_check() -> None:
+    case = "equal label counts at first"
     _, _, accumulate = accumulator(case)
     for update in range(3):
         accumulate(labels(0, update))
     state = accumulate.state_dict()
     _, _, resumed = accumulator(case)
     resumed.load_state_dict(state)
-    resumed.load_state_dict({name: value for name, value in state.items() if name != "check"})  # of old
+    resumed.load_state_dict({name: value for name, value in state.items() if name != "check"})  # older
     resumed.load_state_dict(state)
     assert resumed.state_dict()["check"] == state["check"] and not state["check"]["seen"].get("labels")
     resumed(labels(0, 5))
@@ -282,8 +282,8 @@ def test_a_resumed_run_goes_on_looking() -> None:
         resumed.load_state_dict({**state, "check": {"seen": {}}})
 
 
-def test_what_a_window_has_shown_counts_if_its_update_was_made() -> None:
-    """A window that fails after its check leaves the state as before it, and the next one is checked."""
+def test_a_skipped_update_does_not_count_as_checked() -> None:
+    """A window that is skipped after its check restores the state of the check."""
     model, broken = tiny_lm(), [False]
 
     def loss_fn(batch: Any) -> Tensor:
@@ -306,13 +306,13 @@ def test_what_a_window_has_shown_counts_if_its_update_was_made() -> None:
     assert accumulate(labels(1, 2)).made and accumulate.state_dict()["check"] != state
 
 
-def test_check_false_never_looks() -> None:
-    _, _, accumulate = accumulator("labels that count alike at first", check=False)
+def test_check_false_runs_no_check() -> None:
+    _, _, accumulate = accumulator("equal label counts at first", check=False)
     assert accumulate(labels(0, 0)).made and accumulate(labels(1, 1)).made
 
 
-def test_a_micro_batch_that_its_loss_has_changed_is_not_checked() -> None:
-    """It is no longer what was given: the check would judge something else."""
+def test_a_micro_batch_that_loss_fn_has_changed_is_not_checked() -> None:
+    """The check would run on other data than the update."""
     model = tiny_lm()
 
     def loss_fn(batch: Any) -> Tensor:
@@ -325,29 +325,29 @@ def test_a_micro_batch_that_its_loss_has_changed_is_not_checked() -> None:
     assert accumulate.state_dict()["check"]["unverified"] is not None
 
 
-# -- loops that own their forward and backward --------------------------------------------------------------
+# -- loops with their own forward and backward --------------------------------------------------------------
 
 
-def own(accumulator: Accumulator, model: nn.Module, batch: Any, loss: Any = token_mean) -> None:
+def run_loop(accumulator: Accumulator, model: nn.Module, batch: Any, loss: Any = token_mean) -> None:
     with accumulator.window(batch) as window:
         for microbatch in window:
             window.backward(loss(model, microbatch))
     assert window.update is not None and window.update.made
 
 
-def test_a_loop_of_ones_own_is_told_once_that_nothing_was_checked() -> None:
+def test_a_loop_without_loss_fn_warns_once_that_its_loss_is_not_checked() -> None:
     model = tiny_lm()
     accumulate = Accumulator(model, sgd(model.parameters()), microbatch_size=2)
-    with pytest.warns(UserWarning, match=r"did not check the loss of this loop.*verify.*check=False") as said:
-        own(accumulate, model, tokens(UNEVEN))
-    assert [Path(one.filename).name for one in said] == [Path(__file__).name], "it points at the user's line"
+    with pytest.warns(UserWarning, match=r"did not check the loss of this loop.*verify.*check=False") as seen:
+        run_loop(accumulate, model, tokens(UNEVEN))
+    assert [Path(one.filename).name for one in seen] == [Path(__file__).name], "it points to the user's line"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        own(accumulate, model, tokens(UNEVEN))
+        run_loop(accumulate, model, tokens(UNEVEN))
 
 
 @pytest.mark.parametrize("given", ["check=False", "loss_fn", "one micro-batch"])
-def test_a_loop_of_ones_own_is_told_nothing_where_there_is_nothing_to_say(given: str) -> None:
+def test_a_loop_does_not_warn_without_need(given: str) -> None:
     model = tiny_lm()
     options: dict[str, Any] = {"microbatch_size": None if given == "one micro-batch" else 2}
     if given == "check=False":
@@ -356,20 +356,20 @@ def test_a_loop_of_ones_own_is_told_nothing_where_there_is_nothing_to_say(given:
     accumulate = Accumulator(model, sgd(model.parameters()), loss_fn, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        own(accumulate, model, tokens(UNEVEN), sample_mean)
+        run_loop(accumulate, model, tokens(UNEVEN), sample_mean)
 
 
-def test_a_loss_given_beside_the_loop_is_checked_before_the_first_update() -> None:
+def test_loss_fn_of_a_loop_is_checked_before_the_first_update() -> None:
     model = tiny_lm()
     start = copy.deepcopy(model.state_dict())
     optimizer = sgd(model.parameters())
     accumulate = Accumulator(model, optimizer, lambda mb: token_mean(model, mb), microbatch_size=2)
     with pytest.raises(LossSpecError, match="count_tokens"):
-        own(accumulate, model, tokens(UNEVEN))
+        run_loop(accumulate, model, tokens(UNEVEN))
     assert all(torch.equal(start[name], value) for name, value in model.state_dict().items())
     for seed in range(2):
-        own(accumulate, model, tokens(FULL, seed=seed))
+        run_loop(accumulate, model, tokens(FULL, seed=seed))
     start = copy.deepcopy(model.state_dict())
     with pytest.raises(LossSpecError, match=r"Update 2, which .* from 0 on \(counted"):
-        own(accumulate, model, tokens(UNEVEN))
+        run_loop(accumulate, model, tokens(UNEVEN))
     assert all(torch.equal(start[name], value) for name, value in model.state_dict().items())

@@ -1,4 +1,4 @@
-"""What a check of the statement reports: whether a wrong statement could have shown."""
+"""The result of a check tells whether it could have found a wrong declaration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LENGTHS = [5, 1, 2, 7, 3, 6]
 
 
 def hinge(model: nn.Module, batch: Any) -> Tensor:
-    """A loss over hard samples only, before anything is hard."""
+    """A loss over hard samples, of which there are none."""
     return (model(batch[0]).square().sum(1) - 1e6).clamp(min=0).mean()
 
 
@@ -42,7 +42,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, Any, Any, str]] = {
 
 @pytest.mark.filterwarnings("ignore:superbatch could not check")
 @pytest.mark.parametrize("case", CASES)
-def test_a_check_says_whether_a_wrong_statement_could_have_shown(case: str) -> None:
+def test_a_check_reports_whether_it_was_informative(case: str) -> None:
     make, loss, batch, weight, reason = CASES[case]
     model = make()
     checked = check_declaration(Problem(model, lambda mb: loss(model, mb), weight=weight), [batch])
@@ -57,7 +57,7 @@ def test_one_informative_micro_batch_is_enough() -> None:
     assert check_declaration(problem, [alike, unequal]).informative
 
 
-def test_zero_everywhere_is_tensors_of_zero() -> None:
+def test_the_loss_without_hard_samples_has_a_zero_gradient() -> None:
     """The premise of "no hard sample": its loss and gradient are exactly 0."""
     model = mlp()
     loss = hinge(model, rows(6, 1)[0])

@@ -1,4 +1,4 @@
-"""Wrong arguments of `save_checkpoint` and `load_checkpoint`: an InputError, and no file."""
+"""Wrong arguments of `save_checkpoint` and `load_checkpoint` raise InputError and write no file."""
 
 from __future__ import annotations
 

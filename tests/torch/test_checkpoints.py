@@ -1,4 +1,4 @@
-"""Checkpoints on the disk: a training resumes bit for bit; what is damaged or foreign changes nothing."""
+"""Checkpoints resume a training bit for bit. A damaged or foreign checkpoint raises and changes nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytest.importorskip("safetensors", reason="safetensors is not installed (extra: 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("position", [None, 0, 2, MICROBATCHES])
 def test_resumes_bit_for_bit(name: str, position: int | None, tmp_path: Path) -> None:
-    """Between two windows (None) or in flight, from random generators in another state."""
+    """Resume between two windows (None) or inside one, with random generators in another state."""
     straight = Task(name)
     batches = straight.batches()
     expected = [straight.run(batch) for batch in batches]
@@ -54,8 +54,7 @@ def test_resumes_bit_for_bit(name: str, position: int | None, tmp_path: Path) ->
     assert_unchanged(final, second.fingerprint())
 
 
-def test_what_the_random_state_is_for(tmp_path: Path) -> None:
-    """A mutant: the same without the states of the generators ends elsewhere."""
+def test_mutant_without_generator_states_ends_elsewhere(tmp_path: Path) -> None:
     straight, second = Task("dropout"), Task("dropout")
     for batch in BATCHES[:2]:
         straight.run(batch)
@@ -68,7 +67,7 @@ def test_what_the_random_state_is_for(tmp_path: Path) -> None:
     assert not torch.equal(ours["0.weight"], theirs["0.weight"])
 
 
-def test_generators_of_the_program_and_its_own_state(tmp_path: Path) -> None:
+def test_generators_and_extra_state_of_the_program(tmp_path: Path) -> None:
     task, generator = Task("dropout"), torch.Generator().manual_seed(5)
     task.run(BATCHES[0])
     extra = {"best": float("inf"), 3: ("epoch", [1, None]), "table": torch.arange(3), "name": "run é"}
@@ -130,8 +129,8 @@ class Tied(nn.Module):
         return self.head(self.embedding(ids)) + self.column.mean() + self.phase.real.mean()
 
 
-def test_models_of_every_form_and_their_wrappers(tmp_path: Path) -> None:
-    """Tied weights are one tensor in the file; names have no prefix of a wrapper."""
+def test_tied_weights_unusual_buffers_and_wrappers(tmp_path: Path) -> None:
+    """Tied weights are one tensor in the file, and names have no prefix of a wrapper."""
     model, ids = Tied(), torch.arange(5)
     compiled: Any = torch.compile(model, backend="eager")
     wrapped = nn.DataParallel(compiled)
@@ -149,7 +148,7 @@ def test_models_of_every_form_and_their_wrappers(tmp_path: Path) -> None:
     assert other.head.weight is other.embedding.weight
     weights = 5 * 3 * 4
     assert (path / "state.safetensors").stat().st_size < 3000 + 3 * weights, (
-        "model and two moments, each once"
+        "the model and two moments, once each"
     )
 
 
@@ -174,12 +173,12 @@ def test_whole_batches(tmp_path: Path) -> None:
         assert torch.equal(second[0].state_dict()[name], value)
 
 
-# What is damaged, foreign or of another program.
+# Damaged checkpoints, foreign files, and checkpoints of another program.
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint in flight, so that all files hold something."""
+    """A checkpoint inside a window, so that no file is empty."""
     task, folder = Task("dropout"), tmp_path_factory.mktemp("saved")
     task.save = lambda file: save_checkpoint(folder, task.accumulate)  # type: ignore[method-assign,assignment]
     task.run(BATCHES[0])
@@ -189,7 +188,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refused(path: Path, text: str, *, task: Task | None = None) -> None:
-    """Check that a checkpoint is not loaded, and that nothing changes."""
+    """Check that loading a checkpoint raises and changes nothing."""
     task = task or Task("dropout")
     before = task.fingerprint()
     with pytest.raises(CheckpointError, match=text):
@@ -201,7 +200,7 @@ FILES = ("checkpoint.json", "state.json", "state.safetensors", "rank-0.json", "r
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_one_flipped_bit_or_a_lost_end(name: str, saved: Path, tmp_path: Path) -> None:
+def test_a_flipped_bit_a_truncated_and_a_missing_file(name: str, saved: Path, tmp_path: Path) -> None:
     content = (saved / name).read_bytes()
     assert len(content) > 100, "premise"
     generator = random.Random(0)
@@ -223,7 +222,7 @@ def test_one_flipped_bit_or_a_lost_end(name: str, saved: Path, tmp_path: Path) -
     refused(path, "is missing|no checkpoint" if name != "checkpoint.json" else "no checkpoint")
 
 
-def test_foreign_and_newer_ones(saved: Path, tmp_path: Path) -> None:
+def test_foreign_and_newer_checkpoints(saved: Path, tmp_path: Path) -> None:
     head = json.loads((saved / "checkpoint.json").read_text())
     for number, (change, text) in enumerate(
         [
@@ -258,7 +257,7 @@ def test_foreign_and_newer_ones(saved: Path, tmp_path: Path) -> None:
         (lambda task: task.model.append(nn.Linear(3, 3)), "Only this program has '"),
     ],
 )
-def test_another_program(change: Callable[[Any], object], text: str, saved: Path) -> None:
+def test_a_checkpoint_of_another_program(change: Callable[[Any], object], text: str, saved: Path) -> None:
     task = Task("dropout")
     change(task)
     if not isinstance(task.optimizer, torch.optim.SGD):
@@ -274,24 +273,24 @@ def test_another_program(change: Callable[[Any], object], text: str, saved: Path
 
 
 def test_other_parameters_in_the_groups_of_the_optimizer(tmp_path: Path) -> None:
-    """Torch would load the moments of one weight into another of the same shape."""
+    """PyTorch would load the moments of one weight into another of the same shape."""
 
-    def make(*, turned: bool) -> Accumulator:
+    def make(*, swapped: bool) -> Accumulator:
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         parameters = list(model.parameters())
-        step = torch.optim.Adam(parameters[2:] + parameters[:2] if turned else parameters)
+        step = torch.optim.Adam(parameters[2:] + parameters[:2] if swapped else parameters)
         return Accumulator(model, step, lambda batch: model(batch).mean())
 
-    first = make(turned=False)
+    first = make(swapped=False)
     first(torch.randn(4, 3))
     save_checkpoint(tmp_path, first)
     with pytest.raises(
         CheckpointError, match=r"An optimizer has '0.0.weight' in the checkpoint, but '0.1.weight'"
     ):
-        load_checkpoint(tmp_path, make(turned=True))
+        load_checkpoint(tmp_path, make(swapped=True))
 
 
-def test_a_folder_without_checkpoints_is_a_first_start(tmp_path: Path) -> None:
+def test_load_returns_none_without_checkpoints(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path, Task("dropout").accumulate) is None
     assert load_checkpoint(tmp_path / "new", Task("dropout").accumulate) is None
 
@@ -299,8 +298,8 @@ def test_a_folder_without_checkpoints_is_a_first_start(tmp_path: Path) -> None:
 # Folders.
 
 
-def test_the_last_few_are_kept_in_the_order_of_writing(tmp_path: Path) -> None:
-    """One that was loaded, and from which another training goes on, does not hide the newer ones."""
+def test_the_last_checkpoints_are_kept_in_order_of_writing(tmp_path: Path) -> None:
+    """After loading an older checkpoint, the next one is still the newest."""
     task = Task("dropout")
     for _ in range(3):
         task.run(BATCHES[0])
@@ -317,7 +316,7 @@ def test_the_last_few_are_kept_in_the_order_of_writing(tmp_path: Path) -> None:
     assert newest.path == path
 
 
-def test_what_a_kill_left_is_no_checkpoint_and_is_deleted(tmp_path: Path) -> None:
+def test_folders_left_by_a_kill_are_ignored_and_then_deleted(tmp_path: Path) -> None:
     task = Task("dropout")
     for name in (".000009-update-9.writing", ".000001-update-1.deleting"):
         (tmp_path / name / "shards").mkdir(parents=True)
@@ -341,7 +340,7 @@ def test_what_a_kill_left_is_no_checkpoint_and_is_deleted(tmp_path: Path) -> Non
         ),
     ],
 )
-def test_what_needs_pickle_is_named(extra: dict[str, Any], text: str, tmp_path: Path) -> None:
+def test_values_that_need_pickle_are_named(extra: dict[str, Any], text: str, tmp_path: Path) -> None:
     save_checkpoint(tmp_path, Task("dropout").accumulate)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(CheckpointError, match=text):
@@ -349,12 +348,12 @@ def test_what_needs_pickle_is_named(extra: dict[str, Any], text: str, tmp_path: 
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_full_disk_costs_no_checkpoint(tmp_path: Path) -> None:
+def test_a_full_disk_deletes_no_checkpoint(tmp_path: Path) -> None:
     task = Task("dropout")
     path = save_checkpoint(tmp_path, task.accumulate)
     before, limits = sorted(tmp_path.rglob("*")), resource.getrlimit(resource.RLIMIT_FSIZE)
     largest = max(each.stat().st_size for each in path.iterdir())
-    for limit in (0, 100, largest - 1):  # bytes of a file, at most
+    for limit in (0, 100, largest - 1):  # maximum size of a file in bytes
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
         try:
             with pytest.raises(OSError, match="File too large"):
@@ -378,7 +377,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_between_forward_and_backward(tmp_path: Path) -> None:
+def test_saving_between_forward_and_backward_raises(tmp_path: Path) -> None:
     accumulate = Task("dropout").accumulate
     with accumulate.window(BATCHES[0]) as window:
         for _ in window:
@@ -398,7 +397,7 @@ plain = st.recursive(
         | st.dictionaries(
             st.integers() | st.text() | st.tuples(st.integers()) | st.booleans(), inner, max_size=3
         )
-        | st.sets(st.integers(), max_size=1)  # of one order
+        | st.sets(st.integers(), max_size=1)  # repr of a larger set depends on its order
     ),
     max_leaves=10,
 )
@@ -406,13 +405,13 @@ plain = st.recursive(
 
 @given(plain)
 @settings(max_examples=200, deadline=None)
-def test_plain_containers_come_back_as_they_were(value: Any) -> None:
+def test_plain_containers_round_trip(value: Any) -> None:
     written = json.dumps(Encoder().encode(value, "value"), allow_nan=False)
     back = decode(json.loads(written), {})
     assert repr(back) == repr(value)  # NaN, -0.0, 1 and True too
 
 
-def test_arrays_dtypes_devices_and_sizes_come_back() -> None:
+def test_arrays_dtypes_devices_and_sizes_round_trip() -> None:
     value = {
         "array": np.arange(6, dtype=np.uint32).reshape(2, 3)[:, 1],
         "scalar": np.float64(0.1),

@@ -1,4 +1,4 @@
-"""Checkpoints of several real ranks: resumed by another number of them, wrapped otherwise, to rounding."""
+"""Checkpoints of several ranks resume on another number of ranks and with another wrapper, to rounding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.torch.two_ranks import found_by_both
 pytest.importorskip("safetensors", reason="safetensors is not installed (extra: checkpoint)")
 
 Found = list[dict[str, Any]]
-# Of torch's own exchanges and files.
+# PyTorch's own collectives and file functions warn.
 WARNINGS = "default"
 
 
@@ -29,7 +29,7 @@ def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Tensor]:
-    """What one process ends with that is never stopped, after each update of the large batch."""
+    """Final parameters of one process that trains with the large batch without interruption."""
     training = ranks.Training("alone")
     start = training.parameters()
     training.run(0, ranks.UPDATES)
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def saved(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """Two ranks that save; and one process."""
+    """Results of two ranks that save. One process saves, too."""
     training = ranks.Training("alone")
     training.run(0, ranks.SAVED)
     save_checkpoint(folder / "alone", training.accumulate, samples=13 * ranks.SAVED)
@@ -55,14 +55,14 @@ def saved(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 @pytest.mark.parametrize("how", ranks.HOW)
-def test_the_premise(how: str, saved: Found, alone: dict[str, Tensor]) -> None:
+def test_uninterrupted_ranks_train_as_one_process(how: str, saved: Found, alone: dict[str, Tensor]) -> None:
     for each in saved:
         close(each[how], alone)
 
 
 @pytest.mark.parametrize("how", ranks.HOW)
-def test_a_window_in_flight_goes_on(how: str, saved: Found) -> None:
-    """On each rank with the random numbers that it would have drawn; shards are summed in another order."""
+def test_a_window_in_flight_resumes(how: str, saved: Found) -> None:
+    """Each rank draws the same random numbers. FSDP2 may sum its shards in another order."""
     for each in saved:
         found = each[f"{how}, in flight"]
         assert "ranks=2, in_flight=True" in found["loaded"]
@@ -72,8 +72,8 @@ def test_a_window_in_flight_goes_on(how: str, saved: Found) -> None:
 
 
 @pytest.mark.parametrize("how", ranks.HOW)
-def test_one_process_goes_on(how: str, saved: Found, folder: Path, alone: dict[str, Tensor]) -> None:
-    """From shards too: they are read without a process group."""
+def test_one_process_resumes(how: str, saved: Found, folder: Path, alone: dict[str, Tensor]) -> None:
+    """Shards are read without a process group."""
     training = ranks.Training("alone")
     loaded = load_checkpoint(folder / how, training.accumulate)
     assert loaded is not None
@@ -87,7 +87,7 @@ def test_one_process_goes_on(how: str, saved: Found, folder: Path, alone: dict[s
     )
 
 
-def test_three_ranks_go_on(saved: Found, folder: Path, alone: dict[str, Tensor], tmp_path: Path) -> None:
+def test_three_ranks_resume(saved: Found, folder: Path, alone: dict[str, Tensor], tmp_path: Path) -> None:
     """From DDP, FSDP2 and one process to DDP and FSDP2."""
     arguments = ("3", "load", str(folder))
     found = found_by_both("tests.torch.checkpoint_ranks", tmp_path, *arguments, count=3, warnings=WARNINGS)

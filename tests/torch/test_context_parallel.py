@@ -1,4 +1,4 @@
-"""Context parallel: ranks that share sequences are ranks of the batch, each weighted by its own tokens."""
+"""Context parallel: ranks with slices of the same sequences are weighted by their own tokens."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.torch.two_ranks import found_by_both
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found."""
+    """Results of each rank."""
     return found_by_both(
         "tests.torch.context_ranks", tmp_path_factory.mktemp("r"), warnings="default", count=4
     )
 
 
 @pytest.mark.parametrize("way", ["once", "each"])
-def test_two_data_ranks_by_two_parts_of_sequences(way: str, found: list[dict[str, Any]]) -> None:
+def test_two_data_ranks_by_two_sequence_slices(way: str, found: list[dict[str, Any]]) -> None:
     reference, seen = tasks.reference(TASK, 2)
     start = TASK.make()
     for each in found:

@@ -1,4 +1,4 @@
-"""`WholeBatch`: the update of the real large batch where samples are coupled, trained beside it."""
+"""`WholeBatch` makes the update of the real large batch for models and losses with coupled samples."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-# -- tasks: what is trained, and its loss over a batch -------------------------------------------------------
+# -- tasks: a model and its loss over a batch ----------------------------------------------------------------
 
 
 def conv_net() -> nn.Module:
@@ -63,7 +63,7 @@ def classify(model: nn.Module, batch: Batch) -> Tensor:
 
 
 class Towers(nn.Module):
-    """Two towers and a learnt temperature; with BatchNorm, with dropout."""
+    """Two towers and a learnt temperature, optionally with BatchNorm and dropout."""
 
     def __init__(self, *, norm: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def model_of(task: str) -> nn.Module:
 
 
 class Twins:
-    """A reference, trained by the real large batch in plain PyTorch, and a model under test beside it."""
+    """A reference, trained with the real large batch in plain PyTorch, and a model under test."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class Twins:
         )
 
     def plain(self, **options: Any) -> Accumulator:
-        """An accumulator of the model under test that takes samples as separate."""
+        """Return an accumulator of the model under test, for which samples are not coupled."""
         return Accumulator(
             self.model,
             self.ours,
@@ -154,7 +154,7 @@ class Twins:
         )
 
     def large(self, batch: Batch) -> tuple[float, float]:
-        """One update of the reference; its loss and the norm of its gradient."""
+        """Make one update of the reference; return its loss and gradient norm."""
         loss = self.loss(self.reference, batch)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.reference.parameters(), self.clip or float("inf"))
@@ -165,7 +165,7 @@ class Twins:
         return loss.item(), norm.item()
 
     def check(self, tolerance: float = EXACT) -> None:
-        """Parameters and buffers are those of the reference, and the parameters of it have moved."""
+        """Check that parameters and buffers equal those of the reference, which has been trained."""
         assert_same_parameters(self.reference, self.model, tolerance, start=self.start)
         ours = dict(self.model.named_buffers())
         for name, expected in self.reference.named_buffers():
@@ -198,7 +198,7 @@ def test_three_updates_are_those_of_the_large_batch(task: str, size: int | None)
 
 
 def test_plain_accumulation_is_not_that_update() -> None:
-    """The premise of the tests above: the samples of each task do are coupled."""
+    """The premise of the test above: the samples of these tasks are coupled."""
     for task in ("BatchNorm", "InfoNCE"):
         twins = Twins(task)
         accumulate = twins.plain(participants=[GhostBatchNorm()], check=False)
@@ -209,8 +209,8 @@ def test_plain_accumulation_is_not_that_update() -> None:
             twins.check(1e-2)
 
 
-def test_dropout_by_micro_batches_is_another_draw_of_the_same_law() -> None:
-    """By default no mask is kept, so numbers are not those of the large batch; seeded, they are repeated."""
+def test_dropout_is_drawn_by_micro_batch_by_default() -> None:
+    """The masks are not those of the large batch, but the same seed repeats them."""
     twins, again = Twins("dropout"), Twins("dropout")
     for one in (twins, again):
         torch.manual_seed(4)
@@ -222,9 +222,7 @@ def test_dropout_by_micro_batches_is_another_draw_of_the_same_law() -> None:
         twins.check()
 
 
-def test_a_sum_that_is_returned_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is weighted or divided."""
-
+def test_a_summed_loss_is_not_weighted_or_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     def summed(model: nn.Module, batch: Batch) -> Tensor:
         return nn.functional.cross_entropy(model(batch["image"]), batch["label"], reduction="sum") / 7
 
@@ -236,7 +234,7 @@ def test_a_sum_that_is_returned_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatc
     twins.check()
 
 
-def test_clipping_and_a_scheduler_see_the_gradient_of_the_batch() -> None:
+def test_clipping_and_a_scheduler_with_the_gradient_of_the_batch() -> None:
     twins = Twins("BatchNorm and InfoNCE", clip=0.05, decay=0.5)
     rates = []
     for batch in batches():
@@ -250,7 +248,7 @@ def test_clipping_and_a_scheduler_see_the_gradient_of_the_batch() -> None:
 
 
 def test_a_clipped_gradient_that_two_parameters_share_is_clipped_once() -> None:
-    """Autograd hands one tensor to both terms of a sum."""
+    """Autograd gives one gradient tensor to both terms of a sum."""
 
     class Sum(nn.Module):
         def __init__(self) -> None:
@@ -271,29 +269,29 @@ def test_a_clipped_gradient_that_two_parameters_share_is_clipped_once() -> None:
             twins.large(batch)
             twins.accumulate(batch)
         assert twins.clip is not None
-        still = [
+        unchanged = [
             name for name, value in twins.model.named_parameters() if torch.equal(value, twins.start[name])
         ]
-        assert not still
+        assert not unchanged
         twins.check()
     finally:
         del TASKS["shared"]
 
 
 def test_several_models_and_optimizers_and_a_parameter_outside_of_them() -> None:
-    """A temperature that is a plain tensor, and a parameter of somebody else, which is left alone."""
+    """A temperature outside of the models is trained; a parameter of no optimizer keeps its gradient."""
 
     def train(*, whole: bool) -> dict[str, Tensor]:
         model = model_of("BatchNorm and InfoNCE")
         assert isinstance(model, Towers)
         outside = torch.full((), 0.5, dtype=torch.float64, requires_grad=True)
-        alien = nn.Parameter(torch.ones(5, dtype=torch.float64))
-        model.register_parameter("alien", alien)
-        alien.grad = torch.full_like(alien, 7.0)
+        other = nn.Parameter(torch.ones(5, dtype=torch.float64))
+        model.register_parameter("other", other)
+        other.grad = torch.full_like(other, 7.0)
 
         def loss_fn(batch: Batch) -> Tensor:
             return (
-                info_nce(model, batch) * outside.exp() + (model.first(batch["image"]) * alien).square().mean()
+                info_nce(model, batch) * outside.exp() + (model.first(batch["image"]) * other).square().mean()
             )
 
         first = sgd([*model.first.parameters(), outside])
@@ -309,20 +307,20 @@ def test_several_models_and_optimizers_and_a_parameter_outside_of_them() -> None
                 second.step()
                 first.zero_grad()
                 second.zero_grad()
-                alien.grad = torch.full_like(alien, 7.0)
-        assert alien.grad is not None and bool((alien.grad == 7).all())
-        named = {name: value.detach() for name, value in model.named_parameters() if name != "alien"}
+                other.grad = torch.full_like(other, 7.0)
+        assert other.grad is not None and bool((other.grad == 7).all())
+        named = {name: value.detach() for name, value in model.named_parameters() if name != "other"}
         return {**named, "outside": outside.detach()}
 
     ours, theirs = train(whole=True), train(whole=False)
     start = {**start_of(model_of("BatchNorm and InfoNCE")), "outside": torch.tensor(0.5)}
     for name, expected in theirs.items():
         change = (expected - start[name]).norm()
-        assert change > 0, f"premise: {name} has moved"
+        assert change > 0, f"premise: {name} was updated"
         assert (ours[name] - expected).norm() <= 1e-11 * change, name
 
 
-def test_frozen_batchnorm_beside_a_coupled_loss() -> None:
+def test_frozen_batchnorm_with_a_coupled_loss() -> None:
     twins = Twins("BatchNorm and InfoNCE", participants=[FrozenBatchNorm()])
     twins.reference.eval()
     for batch in batches():
@@ -332,7 +330,7 @@ def test_frozen_batchnorm_beside_a_coupled_loss() -> None:
     twins.check()
     report = twins.accumulate.coupling
     assert report is not None
-    assert not any(point.module.endswith(".2") for point in report.points), "no statistic of the batch"
+    assert not any(point.module.endswith(".2") for point in report.points), "BatchNorm is no coupling point"
 
 
 def test_a_scaler() -> None:
@@ -341,12 +339,12 @@ def test_a_scaler() -> None:
     for batch in batches():
         _, norm = twins.large(batch)
         assert twins.accumulate(batch).grad_norm == pytest.approx(norm, rel=1e-10)
-    assert scaler.get_scale() == 2.0**11, "it has grown: it was updated once per update"
+    assert scaler.get_scale() == 2.0**11, "it grows, so it was updated once per update"
     twins.check()
 
 
 def test_masters_of_low_precision_parameters() -> None:
-    """The engine sums in its own way: what is measured is the distance from the large batch in float64."""
+    """The engine sums in another order, so the error is measured against the large batch in float64."""
     reference = model_of("InfoNCE")
     model = copy.deepcopy(reference).bfloat16()
     masters = fp32_masters(model)
@@ -377,15 +375,15 @@ def test_masters_of_low_precision_parameters() -> None:
 # -- windows and batches -------------------------------------------------------------------------------------
 
 
-def test_windows_of_a_loader_are_joined_to_one_batch() -> None:
+def test_windows_of_a_loader_are_joined_into_one_batch() -> None:
     twins = Twins("BatchNorm and InfoNCE", microbatch_size=None)
-    parts = [
+    microbatches = [
         {name: value[start:stop] for name, value in batch.items()}
         for batch in batches()
         for start, stop in ((0, 9), (9, 13), (13, SAMPLES))
     ]
-    assert len({len(part["label"]) for part in parts}) > 1, "premise: micro-batches of different sizes"
-    for window, batch in zip(windows(parts, 3), batches(), strict=True):
+    assert len({len(mb["label"]) for mb in microbatches}) > 1, "premise: micro-batches of different sizes"
+    for window, batch in zip(windows(microbatches, 3), batches(), strict=True):
         twins.large(batch)
         update = twins.accumulate(window)
         assert (update.samples, update.microbatches) == (SAMPLES, 3)
@@ -404,7 +402,7 @@ def test_a_tail_is_a_batch_of_its_own_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "text"),
+    ("microbatches", "text"),
     [
         (
             [torch.ones(2, 3), torch.ones(2, 4)],
@@ -415,18 +413,18 @@ def test_a_tail_is_a_batch_of_its_own_size() -> None:
         ([(torch.ones(2),), [torch.ones(2)]], "different types"),
     ],
 )
-def test_micro_batches_that_cannot_be_joined(parts: list[Any], text: str) -> None:
+def test_micro_batches_that_cannot_be_joined(microbatches: list[Any], text: str) -> None:
     twins = Twins()
     before = fingerprint(twins.model, twins.ours, twins.accumulate)
     with pytest.raises(SplitError, match=text):
-        twins.accumulate(Window(parts))
+        twins.accumulate(Window(microbatches))
     assert_unchanged(before, fingerprint(twins.model, twins.ours, twins.accumulate))
 
 
 def test_structures_arrays_and_names_are_joined() -> None:
     from superbatch.torch.window.joining import joined
 
-    def part(start: int, stop: int) -> Any:
+    def samples(start: int, stop: int) -> Any:
         x = torch.arange(start, stop)
         return {
             "x": (x, [x * 2.0]),
@@ -435,14 +433,14 @@ def test_structures_arrays_and_names_are_joined() -> None:
             "lr": 0.1,
         }
 
-    whole, expected = joined([part(0, 3), part(3, 4)]), part(0, 4)
+    whole, expected = joined([samples(0, 3), samples(3, 4)]), samples(0, 4)
     assert torch.equal(whole["x"][0], expected["x"][0])
     assert torch.equal(whole["x"][1][0], expected["x"][1][0])
     assert whole["array"].tolist() == expected["array"].tolist()
     assert (whole["names"], whole["lr"]) == (expected["names"], 0.1)
 
 
-def test_the_report_says_where_samples_met() -> None:
+def test_the_report_names_the_coupling_points() -> None:
     assert Twins().accumulate.coupling is None
     accumulate = Twins("BatchNorm and InfoNCE").accumulate
     accumulate(batches()[0])
@@ -453,10 +451,10 @@ def test_the_report_says_where_samples_met() -> None:
     assert not hasattr(Twins("BatchNorm").plain(participants=[FrozenBatchNorm()]), "coupling")
 
 
-# -- what is refused -----------------------------------------------------------------------------------------
+# -- errors --------------------------------------------------------------------------------------------------
 
 
-def test_by_default_coupled_samples_are_refused_with_the_choices() -> None:
+def test_the_accumulator_refuses_coupled_samples_and_names_the_choices() -> None:
     with pytest.raises(
         CoupledSamplesError, match=r"Use superbatch\.torch\.WholeBatch.*FrozenBatchNorm.*GhostBatchNorm"
     ):
@@ -476,12 +474,12 @@ def test_by_default_coupled_samples_are_refused_with_the_choices() -> None:
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_options_of_separate_samples_are_not_there(options: dict[str, Any]) -> None:
+def test_options_for_separate_samples_do_not_exist(options: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{next(iter(options))}'"):
         Twins("BatchNorm", **options)
 
 
-def test_options_of_other_libraries_are_answered_with_those_that_are_there() -> None:
+def test_options_of_other_libraries_raise_with_the_right_name() -> None:
     with pytest.raises(InputError, match=r"WholeBatch has no option lr_scheduler=.*pass scheduler="):
         Twins("BatchNorm", lr_scheduler=None)
     with pytest.raises(InputError, match=r"WholeBatch has no option weights=.*pass weight="):
@@ -515,12 +513,12 @@ def test_options_of_other_libraries_are_answered_with_those_that_are_there() -> 
         ({"rng": None}, "rng=None.*Pass one of 'microbatch', 'batch'"),
     ],
 )
-def test_options_that_have_no_meaning_beside_it(options: dict[str, Any], text: str) -> None:
+def test_wrong_option_values(options: dict[str, Any], text: str) -> None:
     with pytest.raises(InputError, match=text):
         Twins("BatchNorm", **options)
 
 
-def test_there_is_no_loop_to_be_owned() -> None:
+def test_loss_fn_is_required_and_there_is_no_window() -> None:
     model = model_of("BatchNorm")
     loss_fn: Any = None
     with pytest.raises(InputError, match=r"loss_fn=None.*called once, with the whole batch"):
@@ -528,12 +526,12 @@ def test_there_is_no_loop_to_be_owned() -> None:
     assert not hasattr(Twins().accumulate, "window")
 
 
-def test_a_weight_that_is_no_function_is_refused() -> None:
+def test_a_weight_that_is_not_a_function_is_refused() -> None:
     with pytest.raises(InputError, match=r"weight='returned' is not a function.*count_tokens"):
         Twins("BatchNorm", weight="returned")
 
 
-def test_a_batch_whose_tensors_are_not_one_row_per_sample() -> None:
+def test_a_packed_batch_is_refused() -> None:
     twins = Twins()
     packed = {"x": torch.ones(6, 2), "cu_seqlens": torch.tensor([0, 2, 6], dtype=torch.int32)}
     with pytest.raises(
@@ -560,8 +558,8 @@ def test_a_batch_whose_tensors_are_not_one_row_per_sample() -> None:
         (["a", "b"], "2 coupled samples contains no tensor.*Make tensors of them before the call"),
     ],
 )
-def test_a_batch_that_cannot_be_a_virtual_one(batch: Any, text: str) -> None:
-    """What is advised is not what is refused."""
+def test_a_batch_that_cannot_be_virtual(batch: Any, text: str) -> None:
+    """The error does not advise options that WholeBatch refuses."""
     twins = Twins()
     before = fingerprint(twins.model, twins.ours, twins.accumulate)
     for given in (batch, Window([batch])):
@@ -572,8 +570,8 @@ def test_a_batch_that_cannot_be_a_virtual_one(batch: Any, text: str) -> None:
 
 
 @pytest.mark.parametrize("size", [SPLIT, "auto"])
-def test_a_loss_of_other_tensors_than_the_batch_it_is_given(size: Any) -> None:
-    """The update is that of what it computed; that it took the memory of the whole batch is said."""
+def test_a_loss_that_ignores_its_argument_warns(size: Any) -> None:
+    """The update is right, but it takes the memory of the whole batch."""
     twins = Twins(microbatch_size=size)
     (batch,) = batches(1)
     twins.loss = lambda model, given: classify(model, batch)
@@ -590,7 +588,7 @@ def test_a_loss_of_other_tensors_than_the_batch_it_is_given(size: Any) -> None:
         warnings.simplefilter("error")
         assert twins.accumulate(batch).microbatches == (6 if size == SPLIT else 1)
         twins.loss = lambda model, given: classify(model, {**batch, "label": given["label"]})
-        assert twins.accumulate(batch).microbatches == (6 if size == SPLIT else 1), "the labels are given"
+        assert twins.accumulate(batch).microbatches == (6 if size == SPLIT else 1), "labels of the argument"
 
 
 @pytest.mark.parametrize(
@@ -603,7 +601,7 @@ def test_a_loss_of_other_tensors_than_the_batch_it_is_given(size: Any) -> None:
         (lambda loss: loss * torch.ones(2), r"a loss of shape \(2,\).*Return its mean over the batch"),
     ],
 )
-def test_what_is_no_loss(returned: Callable[[Tensor], Any], text: str) -> None:
+def test_a_wrong_result_of_loss_fn(returned: Callable[[Tensor], Any], text: str) -> None:
     twins = Twins("dropout")
     loss, twins.loss = twins.loss, lambda model, batch: returned(loss(model, batch))
     before = fingerprint(twins.model, twins.ours, twins.accumulate)
@@ -614,11 +612,11 @@ def test_what_is_no_loss(returned: Callable[[Tensor], Any], text: str) -> None:
     assert_unchanged(before, fingerprint(twins.model, twins.ours, twins.accumulate))
 
 
-# -- what goes wrong -----------------------------------------------------------------------------------------
+# -- failures ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("before_backward", [True, False])
-def test_an_exception_leaves_everything_as_before(before_backward: bool) -> None:
+def test_an_exception_restores_everything(before_backward: bool) -> None:
     twins = Twins("dropout", decay=0.5)
     first, second, third = batches()
     twins.accumulate(first)
@@ -631,7 +629,7 @@ def test_an_exception_leaves_everything_as_before(before_backward: bool) -> None
     def failing(model: nn.Module, batch: Batch) -> Tensor:
         value = loss(model, batch)
         random.random()
-        value.item()  # so that everything up to here has been worked out
+        value.item()  # materializes the loss
         if before_backward:
             raise KeyboardInterrupt
         value.register_hook(stop)
@@ -645,7 +643,7 @@ def test_an_exception_leaves_everything_as_before(before_backward: bool) -> None
     assert twins.accumulate(third).made
 
 
-class Spoil(torch.autograd.Function):
+class InfiniteGradient(torch.autograd.Function):
     """The identity, with an infinite gradient."""
 
     @staticmethod
@@ -658,17 +656,17 @@ class Spoil(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
-def test_what_is_not_finite(where: str) -> None:
-    def spoilt(model: nn.Module, batch: Batch) -> Tensor:
+def test_a_nonfinite_loss_or_gradient(where: str) -> None:
+    def nonfinite_loss(model: nn.Module, batch: Batch) -> Tensor:
         value = classify(model, batch)
-        return value * float("nan") if where == "loss" else Spoil.apply(value)  # pyright: ignore[reportReturnType]  (apply is untyped)
+        return value * float("nan") if where == "loss" else InfiniteGradient.apply(value)  # pyright: ignore[reportReturnType]  (apply is untyped)
 
     twins = Twins(decay=0.5)
     skipping = Twins(decay=0.5, nonfinite="skip_update")
     first, second, third = batches()
     for one in (twins, skipping):
         one.accumulate(first)
-        one.loss = spoilt
+        one.loss = nonfinite_loss
     before = fingerprint(twins.model, twins.ours, twins.accumulate)
     with pytest.raises(
         NonFiniteError, match=f"a batch with loss .* the {where} is not finite.*Check that batch, or pass"
@@ -695,7 +693,7 @@ def test_an_overflow_lowers_the_scale_and_changes_nothing_else() -> None:
     first, second, third = batches()
     twins.accumulate(first)
     before = fingerprint(twins.model, twins.ours)
-    twins.loss = lambda model, batch: Spoil.apply(classify(model, batch))  # pyright: ignore[reportAttributeAccessIssue]  (apply is untyped)
+    twins.loss = lambda model, batch: InfiniteGradient.apply(classify(model, batch))  # pyright: ignore[reportAttributeAccessIssue]  (apply is untyped)
     update = twins.accumulate(second)
     assert update.skipped is not None and "overflow" in update.skipped
     assert scaler.get_scale() == 2.0**9
@@ -709,8 +707,8 @@ def test_an_overflow_lowers_the_scale_and_changes_nothing_else() -> None:
 # -- memory --------------------------------------------------------------------------------------------------
 
 
-def test_memory_may_run_out_at_any_operation() -> None:
-    """It is computed again with half as many samples at a time, to the same update."""
+def test_memory_runs_out_at_any_operation() -> None:
+    """The batch is computed again in micro-batches of half the size, to the same update."""
 
     def train(at: int | None) -> tuple[Twins, FailAt, list[Any], str | None]:
         twins, fail, updates, error = Twins("dropout", rng="batch"), FailAt(), [], None
@@ -726,45 +724,44 @@ def test_memory_may_run_out_at_any_operation() -> None:
                         updates.append(twins.accumulate(batch))
                     except (OutOfMemoryError, RuntimeError) as raised:
                         error = str(raised)
-                        # With half of an update made there is no other before a state is loaded.
+                        # After a torn update, no other is made until a state is loaded.
                         updates += [] if "Load a checkpoint" in error else [twins.accumulate(batch)]
         return twins, fail, updates, error
 
     reference, whole, updates, _ = train(None)
     assert [update.microbatches for update in updates] == [6, 6, 6]
-    recovered = at_the_update = another_way = 0
+    recovered = at_the_update = absorbed = 0
     for at in range(0, whole.count, 97):
         twins, fail, updates, error = train(at)
-        assert len(fail.failed) == 1, "premise: it failed once"
+        assert len(fail.failed) == 1, "premise: memory ran out once"
         if error is not None and "Load a checkpoint" in error:
             continue
         assert_same_parameters(reference.model, twins.model, EXACT, start=reference.start)
         for name, buffer in reference.model.named_buffers():
             assert torch.allclose(dict(twins.model.named_buffers())[name], buffer, rtol=EXACT), name
         if error is None and not updates[1].failures:
-            another_way += 1
+            absorbed += 1
         elif error is None:
             assert (updates[1].failures, updates[1].microbatches) == (1, 11), fail.failed
-            assert updates[2].microbatches == 11, "for a while no larger ones are tried"
+            assert updates[2].microbatches == 11, "larger micro-batches are not tried at once"
             recovered += 1
         else:
             at_the_update += 1
     assert recovered > 5 * at_the_update, "premise: most failures are in the sweeps"
-    # Shapes that an operator does not tell are found by running it, on tensors that allocate nothing.
-    assert another_way < recovered / 10
+    # A failure while shapes are inferred is handled there: the operator runs on tensors without memory.
+    assert absorbed < recovered / 10
 
 
-def test_as_many_samples_at_a_time_as_there_is_memory_for() -> None:
+def test_auto_runs_the_whole_batch_if_it_fits() -> None:
     twins = Twins("BatchNorm and InfoNCE", microbatch_size="auto")
     for batch in batches():
         twins.large(batch)
         assert twins.accumulate(batch).microbatches == 1, "there is plenty of memory"
-        assert twins.accumulate.engine.memory is None, "its report is of micro-batches that are cut"
+        assert twins.accumulate.engine.memory is None, "this report is for separate samples"
     twins.check()
 
 
-def test_memory_that_runs_out_although_it_was_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sweeps fail, so what failed is known by its size: half of it is tried next."""
+def test_a_sweep_without_memory_is_repeated_at_half_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
     sweeps = []
     original = recording.run
 
@@ -801,11 +798,11 @@ def test_a_sample_that_does_not_fit_is_a_typed_error_and_changes_nothing() -> No
         ),
     ):
         twins.accumulate(batches()[0])
-    assert tried == [SAMPLES] * 3, "4, 2 and 1 at a time"
+    assert tried == [SAMPLES] * 3, "micro-batches of 4, 2 and 1"
     assert_unchanged(before, fingerprint(twins.model, twins.ours))
 
 
-def test_the_warning_says_how_it_goes_on() -> None:
+def test_the_warning_of_a_failure_names_the_next_size() -> None:
     twins, loss = Twins(), classify
     failing = [True]
 
@@ -822,7 +819,7 @@ def test_the_warning_says_how_it_goes_on() -> None:
 # -- saving --------------------------------------------------------------------------------------------------
 
 
-def test_going_on_from_a_saved_state_is_bit_for_bit() -> None:
+def test_resuming_is_bit_for_bit() -> None:
     made = batches()
 
     def state(twins: Twins) -> Any:
@@ -836,11 +833,11 @@ def test_going_on_from_a_saved_state_is_bit_for_bit() -> None:
         )
 
     torch.manual_seed(1)
-    through = Twins("dropout")
-    through.accumulate(made[0])
-    saved = state(through)
+    straight = Twins("dropout")
+    straight.accumulate(made[0])
+    saved = state(straight)
     for batch in made[1:]:
-        through.accumulate(batch)
+        straight.accumulate(batch)
     resumed = Twins("dropout")
     resumed.model.load_state_dict(saved[0])
     resumed.ours.load_state_dict(saved[1])
@@ -850,11 +847,11 @@ def test_going_on_from_a_saved_state_is_bit_for_bit() -> None:
     for batch in made[1:]:
         resumed.accumulate(batch)
     assert resumed.accumulate.updates == UPDATES
-    for name, value in through.model.state_dict().items():
+    for name, value in straight.model.state_dict().items():
         assert torch.equal(resumed.model.state_dict()[name], value), name
 
 
-def test_a_window_in_flight_of_another_accumulator_is_not_gone_on_with() -> None:
+def test_a_window_in_flight_of_an_accumulator_is_not_resumed() -> None:
     other, state = Twins("InfoNCE"), {}
     plain = other.plain(check=False)
     with plain.window(batches()[0]) as window:
@@ -870,8 +867,8 @@ def test_a_window_in_flight_of_another_accumulator_is_not_gone_on_with() -> None
     assert twins.accumulate(batches()[0]).made
 
 
-def test_nothing_is_left_over_thirty_updates() -> None:
-    """No tensor of an earlier update is alive, nor a hook."""
+def test_thirty_updates_leave_no_tensors() -> None:
+    """No tensor of an earlier update stays alive."""
     import gc
 
     twins = Twins("BatchNorm and InfoNCE")
@@ -879,7 +876,7 @@ def test_nothing_is_left_over_thirty_updates() -> None:
     def alive() -> int:
         gc.collect()
         tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
-        # Not random states: the accumulator notes one more where a window was slow.
+        # Random states (uint8) are not counted: the accumulator keeps one more after a slow window.
         return sum(tensor.dtype is not torch.uint8 for tensor in tensors)
 
     (batch,) = batches(1)

@@ -1,4 +1,4 @@
-"""`WholeBatch` of models sharded by FSDP2, two gloo ranks and four, beside the large batch in one process."""
+"""`WholeBatch` with FSDP2 on two and four gloo ranks trains as the large batch in one process."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ FAILING = ("memory in the loss", "memory in a sweep", "error in the loss", "erro
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each of two ranks found."""
+    """Results of each of two ranks."""
     return found_by_both("tests.torch.coupled_fsdp_ranks", tmp_path_factory.mktemp("ranks"), "2")
 
 
 def assert_as_large_batch(found: Found, cell: str, counts: Any = None) -> None:
     trained, losses, norms = reference(cell, counts)
-    assert max(norms) > CLIP, "premise: it is clipped"
+    assert max(norms) > CLIP, "premise: some gradients are clipped"
     for each in found:
         assert worst(each[cell], trained) <= EXACT
         assert each[cell]["losses"] == pytest.approx(losses, rel=EXACT)
@@ -70,7 +70,7 @@ def test_gradients_add_up_without_a_step(found: Found) -> None:
 @pytest.mark.parametrize("cell", ["block", "block after an error"])
 def test_a_virtual_batch_adds_the_gradient_of_the_batch_to_the_shards(cell: str, found: Found) -> None:
     model = net()
-    for number, batch in enumerate(large_batches("contrastive")):  # as many samples on each rank
+    for number, batch in enumerate(large_batches("contrastive")):  # equal numbers of samples on both ranks
         error_of(model, batch).backward()
         for each in found:
             for name, parameter in model.named_parameters():
@@ -86,16 +86,16 @@ def test_low_precision_rounds_as_one_backward_of_each_rank(found: Found) -> None
     library, by_hand, exact = (found[0][name] for name in ("bfloat16", "bfloat16, by hand", "float32"))
     start = plain().float().state_dict()
 
-    def off(one: dict[str, Any], name: str) -> float:
-        moved = (exact["state"][name] - start[name]).norm()
-        return float((one["state"][name] - exact["state"][name]).norm() / moved)
+    def error(one: dict[str, Any], name: str) -> float:
+        change = (exact["state"][name] - start[name]).norm()
+        return float((one["state"][name] - exact["state"][name]).norm() / change)
 
     for name in start:
-        assert off(by_hand, name) > 1e-5, "premise: it rounds"
-        assert off(library, name) < 0.02
+        assert error(by_hand, name) > 1e-5, "premise: bfloat16 has an error"
+        assert error(library, name) < 0.02
 
 
-def test_parameters_that_are_not_gathered_are_told(found: Found) -> None:
+def test_mutant_without_all_gather_raises(found: Found) -> None:
     for each in found:
         assert "its data is not allocated" in each["mutant: not gathered"]["error"]
 
@@ -116,7 +116,7 @@ def test_a_failure_on_one_rank(where: str, found: Found) -> None:
     assert healthy == [("RankError", text, True)]
 
 
-def test_what_cannot_be_gathered_is_refused(found: Found) -> None:
+def test_unsupported_options_are_refused(found: Found) -> None:
     for each in found:
         assert each["tensor parallel"]["error"] == (
             "InputError",

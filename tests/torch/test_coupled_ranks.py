@@ -1,4 +1,4 @@
-"""`WholeBatch` and `WholeGradient` on two gloo ranks, beside the large batch of both in one process."""
+"""`WholeBatch` and `WholeGradient` on two gloo ranks, against the large batch of both in one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXACT = 1e-12
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each rank found."""
+    """Results of each rank."""
     return found_by_both("tests.torch.coupled_ranks", tmp_path_factory.mktemp("ranks"))
 
 
@@ -34,7 +34,7 @@ LOSSES: dict[str, Any] = {
 
 
 def large_batches(cell: str, counts: Any = None) -> list[dict[str, Tensor]]:
-    """The samples of all ranks together."""
+    """Return the samples of all ranks for each update."""
     if counts is None:
         counts = ranks.EVEN if cell in ("contrastive", "memory in a gather") else ranks.COUNTS
     every = zip(*(ranks.data(rank, counts) for rank in range(len(counts[0]))), strict=True)
@@ -42,7 +42,7 @@ def large_batches(cell: str, counts: Any = None) -> list[dict[str, Tensor]]:
 
 
 def reference(cell: str, counts: Any = None) -> tuple[nn.Module, list[float], list[float]]:
-    """The model that the large batches have trained, its losses and norms."""
+    """Return a model trained with the large batches, its losses and gradient norms."""
     model = ranks.plain() if cell in WITHOUT else ranks.net()
     optimizer, losses, norms = ranks.adamw(model), [], []
     for batch in large_batches(cell, counts):
@@ -56,13 +56,13 @@ def reference(cell: str, counts: Any = None) -> tuple[nn.Module, list[float], li
 
 
 def worst(one: dict[str, Any], trained: nn.Module) -> float:
-    """The largest error of a parameter or buffer, relative to how far it has moved."""
+    """Return the largest error of a parameter or buffer, relative to its change in training."""
     start = (ranks.net() if len(trained.state_dict()) > 6 else ranks.plain()).state_dict()
     errors = []
     for name, value in trained.state_dict().items():
-        moved = (value - start[name]).double().norm()
-        assert moved, "premise"
-        errors.append(float((one["state"][name] - value).double().norm() / moved))
+        change = (value - start[name]).double().norm()
+        assert change, "premise"
+        errors.append(float((one["state"][name] - value).double().norm() / change))
     return max(errors)
 
 
@@ -77,7 +77,7 @@ def worst(one: dict[str, Any], trained: nn.Module) -> float:
 )
 def test_ranks_train_as_the_large_batch(cell: str, found: Found) -> None:
     trained, losses, norms = reference(cell)
-    assert max(norms) > ranks.CLIP, "premise: it is clipped"
+    assert max(norms) > ranks.CLIP, "premise: some gradients are clipped"
     for each in found:
         assert worst(each[cell], trained) <= EXACT
         assert each[cell]["losses"] == pytest.approx(losses, rel=EXACT)
@@ -89,7 +89,7 @@ def test_ranks_train_as_the_large_batch(cell: str, found: Found) -> None:
 
 
 @pytest.mark.parametrize("name", ["ranks count the same", "BatchNorm within a rank"])
-def test_a_mutant_is_told_from_the_large_batch(name: str, found: Found) -> None:
+def test_mutant_differs_from_the_large_batch(name: str, found: Found) -> None:
     trained, _, _ = reference("DDP")
     assert worst(found[0][f"mutant: {name}"], trained) > 1e-3
 
@@ -109,7 +109,7 @@ def test_gradients_add_up_without_a_step(found: Found) -> None:
 
 
 @pytest.mark.parametrize("where", ["the loss", "a sweep", "a gather"])
-def test_memory_that_runs_out_on_one_rank_begins_the_batch_again_on_both(where: str, found: Found) -> None:
+def test_out_of_memory_on_one_rank_repeats_the_batch_on_both(where: str, found: Found) -> None:
     healthy, bad = (each[f"memory in {where}"] for each in found)
     assert bad["fired"], "premise"
     assert bad["failures"][0] == 1
@@ -118,7 +118,7 @@ def test_memory_that_runs_out_on_one_rank_begins_the_batch_again_on_both(where: 
 
 
 @pytest.mark.parametrize("where", ["the loss", "a sweep"])
-def test_an_error_on_one_rank_leaves_both_as_before(where: str, found: Found) -> None:
+def test_an_error_on_one_rank_restores_both(where: str, found: Found) -> None:
     healthy, bad = (each[f"error in {where}"]["outcome"] for each in found)
     assert bad == [("BrokenError", "no such label", True)]
     text = (
@@ -129,7 +129,7 @@ def test_an_error_on_one_rank_leaves_both_as_before(where: str, found: Found) ->
     assert healthy == [("RankError", text, True)]
 
 
-def test_what_is_not_the_loss_of_the_batch_is_refused(found: Found) -> None:
+def test_losses_that_are_not_that_of_the_batch_are_refused(found: Found) -> None:
     for each in found:
         kind, text, unchanged = each["own negatives"]["error"]
         assert (kind, unchanged) == ("CoupledSamplesError", True)
@@ -149,7 +149,7 @@ def test_what_is_not_the_loss_of_the_batch_is_refused(found: Found) -> None:
         assert (kind, text[:24]) == ("InputError", "2 ranks are initialised,")
 
 
-def test_both_ranks_refuse_what_is_not_finite_on_one(found: Found) -> None:
+def test_a_nonfinite_value_on_one_rank_raises_on_both(found: Found) -> None:
     for each in found:
         kind, _, unchanged = each["infinite"]["error"]
         assert (kind, unchanged) == ("NonFiniteError", True)

@@ -1,4 +1,4 @@
-"""Samples that influence each other are found, and the first place where they do is named."""
+"""Coupled samples are found, and the first module that couples them is named."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Residual(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Time first: the samples are the second dimension; as many time steps as there are probed samples."""
+    """Time is the first dimension, and there are as many time steps as probed samples (7)."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ def test_token_losses(loss: Any, options: dict[str, Any], expected: list[tuple[s
         assert found[0].remedy == 'pass weight=count_tokens("labels")'
 
 
-def test_class_weights_are_told_from_coupling() -> None:
+def test_class_weights_are_distinguished_from_coupling() -> None:
     problem = class_weighted()
     (finding,) = find_coupling(problem.model, problem.loss_fn, problem.batch)
     assert finding.remedy == 'pass weight=class_weights(weight, "1")'
@@ -212,10 +212,10 @@ def test_each_probe_finds_what_the_others_miss() -> None:
         (finding,) = find_coupling(model, classify(model), flat())
         return finding.found_by
 
-    # The value of BatchRenorm is that of the running statistics: no replaced sample shows. A NaN does.
+    # BatchRenorm has the value of the running statistics, so a replaced sample has no effect. A NaN has.
     assert "gradient probe" in tests_of(mlp(BatchRenorm(8)))
     assert "perturbed samples" not in tests_of(mlp(BatchRenorm(8)))
-    # A position decides, which has no gradient.
+    # The position decides which samples are dropped, and it has no gradient.
     assert tests_of(Capacity(2)).startswith("perturbed samples")
     assert "gradient probe" not in tests_of(Capacity(2))
     # No gradient flows through a comparison.
@@ -231,7 +231,7 @@ def test_integer_inputs_have_no_nan_to_spread() -> None:
     assert [finding.found_by for finding in found] == ["perturbed samples, gradient probe"]
 
 
-def test_dropout_is_no_coupling() -> None:
+def test_dropout_is_not_coupling() -> None:
     model = mlp(nn.Dropout(0.5))
     findings, notes = probe_coupling(Problem(model, classify(model)), flat())
     assert (findings, notes) == ((), ())
@@ -243,7 +243,7 @@ def test_mixing_before_the_model() -> None:
     assert spots(found) == [("coupled", "loss_fn")]
 
 
-def test_fewer_samples_and_the_reason() -> None:
+def test_few_samples_limit_the_search_and_the_notes_say_why() -> None:
     def notes_of(samples: int) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
         model = mlp(nn.BatchNorm1d(8))
         x, y = flat()
@@ -257,7 +257,7 @@ def test_fewer_samples_and_the_reason() -> None:
     assert notes_of(1) == (found, ("coupling was searched for by module type only: only 1 sample",))
 
 
-def test_equal_samples_show_nothing_and_that_is_said() -> None:
+def test_equal_samples_are_reported_as_uninformative() -> None:
     model = nn.Embedding(3, 2)
     findings, notes = probe_coupling(
         Problem(model, lambda b: model(b).std(0).sum()), torch.ones(8, dtype=torch.long)
@@ -281,7 +281,7 @@ def test_a_model_that_needs_an_even_batch() -> None:
     )
 
 
-def test_a_model_that_refuses_nan_is_probed_otherwise() -> None:
+def test_a_model_that_refuses_nan_gets_the_other_probes() -> None:
     model = mlp(nn.BatchNorm1d(8))
 
     def loss_fn(b: Any) -> Tensor:
@@ -301,7 +301,7 @@ def test_a_model_without_float64() -> None:
     assert found[0].found_by == "perturbed samples, NaN probe, gradient probe"
 
 
-def test_no_hook_is_left_and_nothing_is_changed_after_an_exception() -> None:
+def test_an_exception_removes_hooks_and_restores_everything() -> None:
     model = mlp(nn.BatchNorm1d(8))
     batch, calls = flat(), []
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -321,7 +321,7 @@ def test_no_hook_is_left_and_nothing_is_changed_after_an_exception() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_by_type_alone() -> None:
+def test_coupled_modules_by_type() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm2d(2).eval(), nn.BatchNorm3d(2), nn.SyncBatchNorm(2))
     assert coupled_modules(model) == ["0", "2", "3"]
     assert coupled_modules(nn.BatchNorm2d(2).eval()) == []

@@ -1,4 +1,4 @@
-"""`verify` names the points where samples meet, as the engine for the real batch sees them."""
+"""`verify` names the coupling points that the engine for coupled samples finds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from superbatch.torch import verify
 
 
 class Centred(nn.Module):
-    """BatchNorm written by hand: no type gives it away."""
+    """Hand-written BatchNorm, which cannot be recognized by its type."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean(0)
@@ -53,9 +53,9 @@ def contrast(model: nn.Module) -> Callable[[Any], Tensor]:
         (Centred(), classify, ("1", "aten.sum.dim_IntList", "statistic")),
         (nn.ReLU(), contrast, ("", "aten.mm.default", "gathered")),
     ],
-    ids=["BatchNorm", "by hand", "contrastive loss"],
+    ids=["BatchNorm", "hand-written", "contrastive loss"],
 )
-def test_the_points_are_named(middle: nn.Module, loss: Any, expected: tuple[str, str, str]) -> None:
+def test_coupling_points_are_named(middle: nn.Module, loss: Any, expected: tuple[str, str, str]) -> None:
     model = encoder(middle)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     report = verify(model, loss(model), rows(), microbatch_size=6)
@@ -67,14 +67,14 @@ def test_the_points_are_named(middle: nn.Module, loss: Any, expected: tuple[str,
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_samples_that_do_not_meet_have_no_points() -> None:
+def test_separate_samples_have_no_coupling_points() -> None:
     model = encoder(nn.LayerNorm(8))
     report = verify(model, classify(model), rows(), microbatch_size=6)
     assert report.exact and report.coupling_points == ()
     assert "meet" not in str(report)
 
 
-def test_a_wrong_weight_is_no_meeting() -> None:
+def test_a_wrong_weight_is_no_coupling_point() -> None:
     model = encoder(nn.ReLU())
     report = verify(model, classify(model), rows(), microbatch_size=6, reduction="sum")
     assert not report.exact and report.coupling_points == ()

@@ -1,4 +1,4 @@
-"""A rank without data takes part by None: the update is that of the samples that the others have."""
+"""A rank without data passes None, and the update is that of the samples of the other ranks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ OTHER = "RankError: Rank {} failed {} (FaultError: behind the model), so no rank
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each of two ranks found."""
+    """Results of each of two ranks."""
     return found_by_both("tests.torch.dataless_ranks", tmp_path_factory.mktemp("ranks"), "2")
 
 
 @pytest.fixture(scope="module")
 def found_by_three(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each of three ranks found."""
+    """Results of each of three ranks."""
     return found_by_both("tests.torch.dataless_ranks", tmp_path_factory.mktemp("ranks"), "3", count=3)
 
 
@@ -46,18 +46,18 @@ def reference(case: str, count: int, none: set[tuple[int, int]]) -> dict[str, Te
 
 
 def is_apart(state: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    """Tell whether parameters differ by more than rounding."""
+    """Return whether parameters differ by more than rounding."""
     return any((state[name] - value).norm() > 1e-12 * value.norm() for name, value in expected.items())
 
 
 def check(each: dict[str, Any], case: str, rank: int, count: int) -> None:
-    """Check the training of a rank, in some windows of which it had no data."""
+    """Check the training of a rank that had no data in some windows."""
     none = ranks.NONE[count]
     expected = partial(reference, case, count)
     assert not is_apart(each["state"], expected(none))
-    assert is_apart(each["state"], expected(set())), "a mutant: all of the data"
-    without_sample = {(r, w) for r, w in none if w != 0}
-    assert is_apart(each["state"], expected(without_sample)), "a mutant: the first window had data everywhere"
+    assert is_apart(each["state"], expected(set())), "mutant: all data"
+    first_window_full = {(r, w) for r, w in none if w != 0}
+    assert is_apart(each["state"], expected(first_window_full)), "mutant: window 0 has data on all ranks"
     assert each["made"] == [any((r, w) not in none for r in range(count)) for w in range(ranks.WINDOWS)]
     assert [samples == 0 for samples in each["samples"]] == [(rank, w) in none for w in range(ranks.WINDOWS)]
 
@@ -75,19 +75,19 @@ def test_one_rank_of_three_has_data(case: str, found_by_three: Found) -> None:
         check(each[f"{case}, True"], case, rank, 3)
 
 
-def test_an_error_of_the_rank_with_data_reaches_the_one_without(found: Found) -> None:
+def test_an_error_on_a_rank_with_data_reaches_the_rank_without(found: Found) -> None:
     one, other = (each["with data"]["outcomes"] for each in found)
     assert other == ["made", "FaultError: behind the model", "made"]
     assert one[0] == one[2] == "made" and one[1].startswith(OTHER.format(1, "in micro-batch 0"))
 
 
-def test_an_error_on_the_sample_that_stands_in_for_data_reaches_the_others(found: Found) -> None:
+def test_an_error_on_a_placeholder_sample_reaches_the_other_rank(found: Found) -> None:
     one, other = (each["without data"]["outcomes"] for each in found)
     assert one == ["made", "FaultError: behind the model", "made"]
     assert other[0] == other[2] == "made" and other[1].startswith(OTHER.format(0, "in micro-batch 0"))
 
 
-def test_a_batch_that_cannot_be_sent_names_the_way_without(found: Found) -> None:
+def test_a_batch_that_cannot_be_sent_raises_with_advice(found: Found) -> None:
     one, other = (each["no pickle"]["outcomes"] for each in found)
     text = "InputError: This rank has no batch, but a forward of sharded models needs all ranks, and the "
     assert one[0] == one[2] == "made" and one[1].startswith(text) and "weight= is 0" in one[1]

@@ -1,4 +1,4 @@
-"""Two real gloo ranks against the single-process large batch over the data of both.
+"""Two gloo ranks against the single-process large batch over the data of both.
 
 One pair of processes runs all cases of `ddp_worker`; the tests here build the large batch and compare.
 """
@@ -25,11 +25,11 @@ from tests.forked import ROOT, Forked
 from tests.torch import ddp_worker as ranks
 from tests.torch.helpers import large_batch, mlp, sgd, tiny_lm
 
-PATIENCE = 55.0  # seconds without any case done by which a pair of ranks is given up
+PATIENCE = 55.0  # seconds without a finished case, after which a pair of ranks is stopped
 
 
 def start_ranks(folder: Path, names: list[str]) -> bool:
-    """Run cases on two ranks; whether both came to their end."""
+    """Run cases on two ranks; return whether both finished."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     (folder / "store").unlink(missing_ok=True)
     processes = [
@@ -60,7 +60,7 @@ def start_ranks(folder: Path, names: list[str]) -> bool:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What each rank found, per case; where a case broke the processes, the others are run in new ones."""
+    """Results of both ranks for each case. After a case that ends the processes, new ones run the others."""
     folder = tmp_path_factory.mktemp("ranks")
     left = [*ranks.EXACT, *ranks.OTHER, *ranks.SPECIAL]
     found: dict[str, list[dict[str, Any]]] = {}
@@ -72,7 +72,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
                 if not ended:
                     outputs = [(folder / f"output{rank}").read_text()[-2000:] for rank in range(2)]
                     found[name] = [
-                        {"traceback": f"the ranks broke in this case:\n{text}"} for text in outputs
+                        {"traceback": f"the ranks failed in this case:\n{text}"} for text in outputs
                     ]
                     left.remove(name)
                 break
@@ -87,11 +87,11 @@ def both(results: dict[str, list[dict[str, Any]]], name: str) -> list[dict[str, 
     return results[name]
 
 
-def joined(parts: Sequence[Any]) -> Any:
-    """One batch of many micro-batches."""
-    if isinstance(parts[0], dict):
-        return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
-    return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
+def joined(microbatches: Sequence[Any]) -> Any:
+    """Return the batch of all micro-batches."""
+    if isinstance(microbatches[0], dict):
+        return {key: torch.cat([mb[key] for mb in microbatches]) for key in microbatches[0]}
+    return tuple(torch.cat(columns) for columns in zip(*microbatches, strict=True))
 
 
 def large(case: ranks.Case) -> list[Any]:
@@ -101,13 +101,13 @@ def large(case: ranks.Case) -> list[Any]:
 def differences(
     ours: dict[str, Tensor], reference: nn.Module, start: dict[str, Tensor], tolerance: float = 1e-12
 ) -> list[str]:
-    """What differs from the reference, relative to how far the reference has moved."""
+    """Return the names that differ from the reference, with errors relative to its change in training."""
     failures = []
     for name, expected in reference.state_dict().items():
         change = float((expected - start[name]).double().norm())
         if not change:
             if not torch.equal(ours[name], start[name]):
-                failures.append(f"{name} moved")
+                failures.append(f"{name} changed")
             continue
         error = float((ours[name] - expected).double().norm()) / change
         if not error <= tolerance:
@@ -129,10 +129,10 @@ def test_equal_to_the_large_batch_over_both_ranks(name: str, results: dict[str, 
         max_grad_norm=case.options.get("max_grad_norm"),
     )
     moved = [key for key, value in reference.state_dict().items() if not torch.equal(value, start[key])]
-    assert len(moved) >= 4, "premise: training moves the parameters"
+    assert len(moved) >= 4, "premise: training changes the parameters"
     found = differences(one["parameters"], reference, start)
     if case.mutant:
-        assert len(found) >= 4, "the checker must tell a wrong loop from the large batch"
+        assert len(found) >= 4, "the mutant must differ from the large batch"
         return
     assert not found
     assert all(torch.equal(one["parameters"][key], other["parameters"][key]) for key in start)
@@ -146,7 +146,7 @@ def test_equal_to_the_large_batch_over_both_ranks(name: str, results: dict[str, 
         assert abs(update.loss - loss) <= 1e-12 * max(1.0, abs(loss))
         assert update.grad_norm == pytest.approx(norm, rel=1e-11)
     if case.options.get("max_grad_norm"):
-        assert all(norm > 2 * case.options["max_grad_norm"] for norm in seen.norms), "premise: clipping bites"
+        assert all(norm > 2 * case.options["max_grad_norm"] for norm in seen.norms), "premise: all clipped"
 
 
 def test_weight_of_an_update_is_that_of_both_ranks(results: dict[str, Any]):
@@ -158,7 +158,7 @@ def test_weight_of_an_update_is_that_of_both_ranks(results: dict[str, Any]):
 
 
 def test_premises_of_the_data():
-    """Ranks differ in tokens and in micro-batches, one has none, and one micro-batch is empty."""
+    """Ranks differ in tokens and micro-batches, and some micro-batches and windows have no tokens."""
 
     def counts(data: Any) -> list[list[int]]:
         return [[int((mb["labels"] != -100).sum()) for mb in window] for window in data]
@@ -170,7 +170,7 @@ def test_premises_of_the_data():
 
 
 def single_process(case: ranks.Case) -> tuple[nn.Module, dict[Tensor, Tensor] | None]:
-    """All micro-batches of both ranks in windows of one process: the same roundings if the dtype is low."""
+    """Train on the micro-batches of both ranks in one process, with the same rounding in low precision."""
     model = case.make()
     masters = fp32_masters(model) if case.masters else None
     optimizer = case.optimizer([*(masters.values() if masters else model.parameters())])
@@ -197,8 +197,8 @@ def test_bfloat16_parameters_with_float32_buffers_and_masters(results: dict[str,
     assert all(not torch.equal(value, start[key]) for key, value in model.state_dict().items())
 
 
-def test_the_dtype_of_the_sums_does_not_depend_on_a_ranks_own_number_of_microbatches(results: dict[str, Any]):
-    """20 micro-batches on one rank ask for float32 buffers, 4 on the other do not: they must agree."""
+def test_ranks_with_unequal_numbers_of_microbatches_sum_in_one_dtype(results: dict[str, Any]):
+    """20 micro-batches on one rank need float32 buffers, and 4 on the other do not."""
     one, other = both(results, "auto_buffers")
     model, _ = single_process(ranks.OTHER["auto_buffers"])
     for key, expected in model.state_dict().items():
@@ -208,7 +208,7 @@ def test_the_dtype_of_the_sums_does_not_depend_on_a_ranks_own_number_of_microbat
 
 @pytest.mark.parametrize("name", ["batchnorm", "batchnorm_rank_without_weight"])
 def test_running_statistics_are_those_of_the_large_batch(name: str, results: dict[str, Any]):
-    """The first layer sees the data itself, so its statistics can be compared with the large batch's."""
+    """Only the first layer has the inputs of the large batch, so only its statistics are compared."""
     case = ranks.OTHER[name]
     one, other = both(results, name)
     reference = case.make()
@@ -222,9 +222,7 @@ def test_running_statistics_are_those_of_the_large_batch(name: str, results: dic
         for rank in (one, other):
             torch.testing.assert_close(rank["parameters"][key], expected, rtol=1e-12, atol=1e-12)
     assert all(torch.equal(one["parameters"][key], other["parameters"][key]) for key in start)
-    model, _ = single_process(
-        case
-    )  # normalised per micro-batch: another function, the same on any number of ranks
+    model, _ = single_process(case)  # each micro-batch is normalised by itself, on any number of ranks
     assert not differences(one["parameters"], model, start, 1e-11)
 
 
@@ -249,9 +247,9 @@ def trained(batches: list[Any]) -> tuple[nn.Module, dict[str, Tensor]]:
     return reference, start
 
 
-def rows_of(update: int, *, leave_out: bool = False) -> Any:
+def rows_of(update: int, *, without_last: bool = False) -> Any:
     one, other = (data[update] for data in ranks.ROWS_CUT)
-    return joined([*one, *(other[:1] if leave_out else other)])
+    return joined([*one, *(other[:1] if without_last else other)])
 
 
 def test_nan_on_one_rank_raises_on_both(results: dict[str, Any]):
@@ -268,16 +266,16 @@ def test_nan_on_one_rank_raises_on_both(results: dict[str, Any]):
         assert not differences(rank["parameters"], reference, start)
 
 
-def test_nan_on_one_rank_leaves_out_its_microbatch(results: dict[str, Any]):
+def test_nan_on_one_rank_drops_its_microbatch(results: dict[str, Any]):
     one, other = both(results, "nan_skip_microbatch")
-    reference, start = trained([rows_of(0), rows_of(1, leave_out=True), rows_of(2)])
+    reference, start = trained([rows_of(0), rows_of(1, without_last=True), rows_of(2)])
     for rank, dropped in ((one, ()), (other, (1,))):
         assert [update.dropped for update in rank["updates"]] == [(), dropped, ()]
         assert [update.weight for update in rank["updates"]] == [11, 10, 11]
         assert not differences(rank["parameters"], reference, start)
 
 
-def test_nan_on_one_rank_gives_up_the_update_on_both(results: dict[str, Any]):
+def test_nan_on_one_rank_skips_the_update_on_both(results: dict[str, Any]):
     reference, start = trained([rows_of(0), rows_of(2)])
     for rank in both(results, "nan_skip_update"):
         assert [update.made for update in rank["updates"]] == [True, False, True]
@@ -285,8 +283,8 @@ def test_nan_on_one_rank_gives_up_the_update_on_both(results: dict[str, Any]):
         assert not differences(rank["parameters"], reference, start)
 
 
-def test_all_microbatches_of_one_rank_are_left_out(results: dict[str, Any]):
-    """The weight that remains is no whole number: each rank must divide by the same."""
+def test_all_microbatches_of_one_rank_are_dropped(results: dict[str, Any]):
+    """The remaining weight is not an integer, and both ranks must divide by it."""
     one, other = both(results, "whole_rank_dropped")
     reference = mlp()
     start = {key: value.clone() for key, value in reference.state_dict().items()}
@@ -300,7 +298,7 @@ def test_all_microbatches_of_one_rank_are_left_out(results: dict[str, Any]):
     assert other["updates"][0].dropped == (0, 1)
 
 
-def test_all_statistics_of_one_rank_are_left_out(results: dict[str, Any]):
+def test_all_statistics_of_one_rank_are_dropped(results: dict[str, Any]):
     one, other = both(results, "batchnorm_dropped")
     reference = ranks.normalised()
     reference(joined(ranks.BATCHNORM[0][0])[0])
@@ -311,7 +309,7 @@ def test_all_statistics_of_one_rank_are_left_out(results: dict[str, Any]):
             )
 
 
-def test_no_rank_has_weight(results: dict[str, Any]):
+def test_a_window_without_weight_on_both_ranks(results: dict[str, Any]):
     case = ranks.EXACT["tokens"]
     reference = tiny_lm()
     start = {key: value.clone() for key, value in reference.state_dict().items()}
@@ -324,7 +322,7 @@ def test_no_rank_has_weight(results: dict[str, Any]):
         assert not differences(rank["parameters"], reference, start)
 
 
-# -- what is sent, and when --------------------------------------------------------------------------------
+# -- collectives -------------------------------------------------------------------------------------------
 
 
 def test_one_reduction_of_weights_before_and_one_of_gradients_after(results: dict[str, Any]):
@@ -333,15 +331,15 @@ def test_one_reduction_of_weights_before_and_one_of_gradients_after(results: dic
         assert "DDP reduction" not in events
         first, second = events[: events.index("end")], events[events.index("end") + 1 : -1]
         assert first == second
-        turns = first.index("forward"), len(first) - first[::-1].index("backward")
+        loop = first.index("forward"), len(first) - first[::-1].index("backward")
         numbers = f"numbers {HEADER + 3 + NUMBERS + result['announced']}"
-        assert first[: turns[0]] == [numbers], "one collective, of numbers, before the first forward"
-        assert first[turns[0] : turns[1]] == ["forward", "backward"] * len(ranks.ROWS_CUT[rank][0])
-        after = first[turns[1] :]
+        assert first[: loop[0]] == [numbers], "one collective, of numbers, before the first forward"
+        assert first[loop[0] : loop[1]] == ["forward", "backward"] * len(ranks.ROWS_CUT[rank][0])
+        after = first[loop[1] :]
         assert all(event.startswith(("all_reduce ", "numbers ")) for event in after)
         assert after.count(f"all_reduce {result['parameters']}") == 1, "the gradients, once, in one bucket"
-        assert after[0] == numbers, "of one size, so that a rank which fails can answer any of them"
-        assert len(after) == 3, "before them losses, with the gradients that exist; behind them the vote"
+        assert after[0] == numbers, "all of one size, so that a failing rank can join any of them"
+        assert len(after) == 3, "losses and existing gradients, the sum, and the vote"
 
 
 @pytest.mark.parametrize(
@@ -358,7 +356,7 @@ def test_gradients_are_reduced_in_the_buckets_of_ddp(name: str, results: dict[st
         assert result["left"] == []
 
 
-def test_means_in_the_buckets_are_found_out(results: dict[str, Any]):
+def test_mutant_with_means_in_the_buckets_is_wrong(results: dict[str, Any]):
     reference, start = trained_on_rows()
     for result in both(results, "in_buckets_mutant"):
         assert result["in buckets"] == [4] * 3
@@ -366,7 +364,7 @@ def test_means_in_the_buckets_are_found_out(results: dict[str, Any]):
 
 
 def trained_on_rows(frozen: Sequence[str] = ()) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A model trained on large batches, with its first state; some parameters are frozen."""
+    """Return a model trained on large batches with some frozen parameters, and its initial state."""
     reference = mlp()
     for name, parameter in reference.named_parameters():
         parameter.requires_grad_(name not in frozen)
@@ -378,7 +376,7 @@ def trained_on_rows(frozen: Sequence[str] = ()) -> tuple[nn.Module, dict[str, Te
 
 
 def test_overflow_on_one_rank(results: dict[str, Any]):
-    """Both ranks skip the update, the schedule with it, and halve the scale once."""
+    """Both ranks skip the update and the scheduler step, and halve the scale once."""
     reference = mlp()
     start = {key: value.clone() for key, value in reference.state_dict().items()}
     optimizer = sgd(reference.parameters())
@@ -404,7 +402,7 @@ def test_scaler_on_a_rank_without_weight(results: dict[str, Any]):
         assert not differences(rank["parameters"], reference, start)
 
 
-def test_a_rank_without_weight_need_not_take_part_in_buffer_broadcasts(results: dict[str, Any]):
+def test_a_rank_without_weight_skips_buffer_broadcasts(results: dict[str, Any]):
     reference = ranks.normalised().eval()
     start = {key: value.clone() for key, value in reference.state_dict().items()}
     batches = [joined(window) for window in ranks.WEIGHTED[0]]
@@ -413,7 +411,7 @@ def test_a_rank_without_weight_need_not_take_part_in_buffer_broadcasts(results: 
         assert not differences(rank["parameters"], reference, start)
 
 
-def test_a_wrong_statement_on_one_rank_stops_both(results: dict[str, Any]):
+def test_a_wrong_declaration_on_one_rank_stops_both(results: dict[str, Any]):
     one, other = both(results, "wrong_statement")
     assert one["as_before"] and other["as_before"]
     assert len(one["errors"]) == len(other["errors"]) == 2
@@ -422,7 +420,7 @@ def test_a_wrong_statement_on_one_rank_stops_both(results: dict[str, Any]):
 
 
 def test_streams_per_sample_do_not_depend_on_the_ranks(results: dict[str, Any]):
-    """The same run in one process, over the samples of rank 0 and then rank 1."""
+    """The reference is one process with the samples of rank 0 and then of rank 1."""
     model = mlp(dropout=0.4)
     start = {key: value.clone() for key, value in model.state_dict().items()}
     accumulate = Accumulator(

@@ -1,4 +1,4 @@
-"""Devices by index, generators of all devices, caches of all devices: with stand-ins for accelerators."""
+"""Device indices, and generators and caches of all devices, with stand-ins for accelerators."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from superbatch.torch.window import options
 
 
 class FakeModule:
-    """A module of torch for a kind of device, with one generator of the CPU for each of its devices."""
+    """Stand-in for a device module such as `torch.cuda`, with one CPU generator per device."""
 
     def __init__(self, count: int = 2) -> None:
         self.default_generators = tuple(torch.Generator().manual_seed(i) for i in range(count))
@@ -42,14 +42,14 @@ class FakeModule:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
-    """Tensors on `meta` belong to a kind of device with generators and a cache."""
+    """Replace the device module of every device type, including `meta`, by a stand-in."""
     module = FakeModule()
     monkeypatch.setattr(torch, "get_device_module", lambda device=None: module)
     return module
 
 
 class TwoDevices(nn.Module):
-    """The first parameter on the CPU, another on an accelerator (one that computes nothing here)."""
+    """One layer on the CPU, and an unused one on a stand-in for an accelerator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,8 +73,8 @@ def _fail_in_second(model: nn.Module, fake: FakeModule) -> Any:
     return loss_fn
 
 
-def _left_after_failure(fake: FakeModule) -> bool:
-    """Whether a failed window has moved the accelerator's generator."""
+def _changes_generator_in_failure(fake: FakeModule) -> bool:
+    """Return whether a failed window changes the accelerator's generator."""
     model = TwoDevices()
     optimizer = torch.optim.SGD(model.first.parameters(), lr=0.1)
     loss_fn = _fail_in_second(model, fake)
@@ -86,14 +86,14 @@ def _left_after_failure(fake: FakeModule) -> bool:
 
 
 def test_a_failed_window_restores_the_generators_of_all_devices(fake: FakeModule) -> None:
-    assert not _left_after_failure(fake)
+    assert not _changes_generator_in_failure(fake)
 
 
-def test_mutant_restores_only_where_microbatches_are_moved(
+def test_mutant_that_restores_only_the_device_of_microbatches(
     fake: FakeModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("superbatch.torch.window.build.accelerators", lambda *_: [])
-    assert _left_after_failure(fake)
+    assert _changes_generator_in_failure(fake)
 
 
 def test_caches_of_each_kind_of_device_are_emptied_once(fake: FakeModule) -> None:
@@ -123,14 +123,14 @@ def test_out_of_memory_empties_the_caches_of_all_parameters(fake: FakeModule) ->
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
-def test_a_generator_is_that_of_the_index(kind: str, fake: FakeModule) -> None:
+def test_each_device_index_has_its_own_generator(kind: str, fake: FakeModule) -> None:
     first, second = fake.default_generators
     assert devices.generator_of(torch.device(kind, 0)) is first
     assert devices.generator_of(torch.device(kind, 1)) is second
     assert devices.generator_of(torch.device(kind)) is second, "the current device, not device 0"
 
 
-def test_a_device_with_functions_alone_is_seeded_by_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_generator_objects_is_seeded_by_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator()
     module = SimpleNamespace(
         get_rng_state=lambda device: generator.get_state(),
@@ -146,7 +146,7 @@ def test_a_device_with_functions_alone_is_seeded_by_them(monkeypatch: pytest.Mon
     assert torch.equal(before, generator.get_state())
 
 
-def test_a_device_without_a_generator_is_an_error() -> None:
+def test_a_device_without_a_generator_raises() -> None:
     with pytest.raises(NotImplementedError, match="no random generator"):
         devices.generator_of(torch.device("meta"))
 
@@ -169,7 +169,7 @@ def test_sweeps_seed_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatch) 
     assert set(seen) == {torch.device("cpu")}
 
 
-def _indexed(monkeypatch: pytest.MonkeyPatch) -> None:
+def _make_cuda_3_current(monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch.empty
 
     def empty(*size: Any, device: Any = None, **options: Any) -> Any:
@@ -181,7 +181,7 @@ def _indexed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cuda_is_resolved_once_to_the_current_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    _indexed(monkeypatch)
+    _make_cuda_3_current(monkeypatch)
     assert virtual_options.checked_device("cuda", []) == torch.device("cuda", 3)
     assert options.as_device("cuda", []) == torch.device("cuda", 3)
     assert options.as_device("cuda:1", []) == torch.device("cuda", 1)
@@ -189,6 +189,6 @@ def test_cuda_is_resolved_once_to_the_current_index(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_a_device_that_is_not_there_is_refused_at_once() -> None:
+def test_a_missing_device_is_refused_at_once() -> None:
     with pytest.raises(InputError, match="not a device of torch on this machine"):
         options.as_device("cuda", [])

@@ -1,4 +1,4 @@
-"""Names that are bound anew for the first time in a window that is discarded: restored, or named."""
+"""Attributes first reassigned in a discarded window are restored, or a warning names them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from superbatch.torch.window.participants.bindings_at_begin import BindingsAtBeg
 
 F64 = torch.float64
 BATCH = torch.randn(6, 3, dtype=F64, generator=torch.Generator().manual_seed(0))
-BIG = 1 << 18  # more than is copied
+BIG = 1 << 18  # more elements than are copied
 
 
 class Stats:
-    """A plain object of the user's."""
+    """A plain object of the user."""
 
     def __init__(self) -> None:
         self.mean: Any = torch.zeros(3, dtype=F64)
@@ -30,7 +30,7 @@ class Stats:
 
 
 class Slots:
-    """One without a `__dict__`."""
+    """An object without a `__dict__`."""
 
     __slots__ = ("mean",)
 
@@ -39,7 +39,7 @@ class Slots:
 
 
 class Model(nn.Module):
-    """A model beside whose parameters much can be bound."""
+    """A model with many kinds of attributes beside its parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,10 +51,10 @@ class Model(nn.Module):
         self.means = {"a": torch.zeros(3, dtype=F64)}
         self.queue = [torch.zeros(3, dtype=F64)]
         self.bank = torch.zeros(BIG)
-        self.move: Callable[[Any, Any], None] = nothing
+        self.change: Callable[[Any, Any], None] = nothing
 
     def forward(self, x: Tensor) -> Tensor:
-        self.move(self, x)
+        self.change(self, x)
         return self.linear(x)
 
 
@@ -62,12 +62,12 @@ def nothing(*_: Any) -> None:
     pass
 
 
-def moving(where: Callable[[Any], Any], name: str) -> Callable[[Any, Any], None]:
-    def move(model: Any, x: Tensor) -> None:
+def averaging(where: Callable[[Any], Any], name: str) -> Callable[[Any, Any], None]:
+    def change(model: Any, x: Tensor) -> None:
         holder = where(model)
         setattr(holder, name, getattr(holder, name, 0) * 0.5 + x.detach().mean(0))
 
-    return move
+    return change
 
 
 def count(model: Any, x: Tensor) -> None:
@@ -89,15 +89,15 @@ def add_module(model: Any, _: Tensor) -> None:
         model.teacher = nn.Linear(1, 1).requires_grad_(requires_grad=False)
 
 
-MOVES: dict[str, Callable[[Any, Any], None]] = {
-    "attribute": moving(lambda model: model, "mean"),
-    "new attribute": moving(lambda model: model, "fresh"),
+CHANGES: dict[str, Callable[[Any, Any], None]] = {
+    "attribute": averaging(lambda model: model, "mean"),
+    "new attribute": averaging(lambda model: model, "fresh"),
     "number": temper,
-    "object": moving(lambda model: model.stats, "mean"),
-    "new name of an object": moving(lambda model: model.stats, "fresh"),
+    "object": averaging(lambda model: model.stats, "mean"),
+    "new name of an object": averaging(lambda model: model.stats, "fresh"),
     "count of an object": count,
-    "slot": moving(lambda model: model.slots, "mean"),
-    "object in a dictionary": moving(lambda model: model.nested["inner"], "mean"),
+    "slot": averaging(lambda model: model.slots, "mean"),
+    "object in a dictionary": averaging(lambda model: model.nested["inner"], "mean"),
     "dictionary": lambda model, x: model.means.update(a=x.detach().mean(0)),
     "new key": lambda model, x: model.means.update(b=x.detach().mean(0)),
     "list": lambda model, x: model.queue.append(x.detach().mean(0)),
@@ -112,7 +112,7 @@ def content(value: Any) -> Any:
     if isinstance(value, Slots):
         return content(value.mean)
     if isinstance(value, nn.Module | Stats):
-        return {name: content(one) for name, one in vars(value).items() if name != "move"}
+        return {name: content(one) for name, one in vars(value).items() if name != "change"}
     if isinstance(value, dict):
         return {name: content(one) for name, one in value.items()}
     return [content(one) for one in value] if isinstance(value, list) else str(value)
@@ -123,7 +123,7 @@ class Stop(Exception):
 
 
 class Run:
-    """A training whose windows fail, and whose state moves, when they are told to."""
+    """A training whose windows fail and whose state changes on request."""
 
     def __init__(self, **options: Any) -> None:
         torch.manual_seed(0)
@@ -137,61 +137,61 @@ class Run:
             raise Stop
         return loss
 
-    def discard(self, move: Callable[[Any, Any], None], *, after: int = 2) -> None:
+    def discard(self, change: Callable[[Any, Any], None], *, after: int = 2) -> None:
         """Discard a window in its third micro-batch."""
         with pytest.raises(Stop), self.accumulate.window(BATCH) as window:  # noqa: PT012
-            self.model.move = move
+            self.model.change = change
             for index, microbatch in enumerate(window):
                 window.backward(self.loss(microbatch))
                 if index == after:
-                    self.model.move = nothing
+                    self.model.change = nothing
                     raise Stop
 
 
 @pytest.mark.parametrize("updates", [0, 1, 2, 4])
-@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.sampled(3)
-def test_what_is_bound_anew_for_the_first_time_is_restored(name: str, updates: int) -> None:
+def test_a_first_reassignment_is_restored(name: str, updates: int) -> None:
     run = Run()
     for _ in range(updates):
         run.accumulate(BATCH)
     before = content(run.model)
-    moved: list[bool] = []
+    changed: list[bool] = []
 
-    def move(model: Any, x: Tensor) -> None:
-        MOVES[name](model, x)
-        moved.append(content(model) != before)
+    def change(model: Any, x: Tensor) -> None:
+        CHANGES[name](model, x)
+        changed.append(content(model) != before)
 
-    run.discard(move)
-    assert moved[-1], "premise: the state has moved"
+    run.discard(change)
+    assert changed[-1], "premise: the state has changed"
     assert content(run.model) == before
-    run.discard(move)
+    run.discard(change)
     assert content(run.model) == before
     assert run.accumulate(BATCH).made
 
 
-def test_without_the_look_at_the_beginning_it_would_stay_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutant_without_bindings_at_begin_only_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BindingsAtBegin, "begin", lambda _: [])
     run = Run()
     run.accumulate(BATCH)
     before = content(run.model)
     with pytest.warns(UserWarning, match="'mean' was not restored: .* for the first time"):
-        run.discard(MOVES["attribute"])
+        run.discard(CHANGES["attribute"])
     assert content(run.model) != before
 
 
 @pytest.mark.parametrize("updates", [1, 2])
-def test_what_loss_fn_reaches_is_restored(updates: int) -> None:
+def test_objects_that_loss_fn_reaches_are_restored(updates: int) -> None:
     run = Run()
     for _ in range(updates):
         run.accumulate(BATCH)
     before = content(run.outside)
 
-    def move(_: Any, x: Tensor) -> None:
+    def change(_: Any, x: Tensor) -> None:
         run.outside.mean = run.outside.mean + x.detach().mean(0)
         run.outside.steps += 1
 
-    run.discard(move)
+    run.discard(change)
     assert content(run.outside) == before
 
 
@@ -203,19 +203,19 @@ def replace_object(model: Any, _: Tensor) -> None:
     model.stats = Stats()
 
 
-@pytest.mark.parametrize(("move", "name"), [(grow, "bank"), (replace_object, "stats")])
-def test_what_cannot_be_restored_is_named_once(move: Any, name: str) -> None:
+@pytest.mark.parametrize(("change", "name"), [(grow, "bank"), (replace_object, "stats")])
+def test_values_that_cannot_be_restored_are_named_once(change: Any, name: str) -> None:
     run = Run()
     run.accumulate(BATCH)
-    with pytest.warns(UserWarning, match=f"'{name}'.* was not restored: .* for the first time") as said:
-        run.discard(move)
-    assert [one.filename for one in said] == [__file__]
+    with pytest.warns(UserWarning, match=f"'{name}'.* was not restored: .* for the first time") as caught:
+        run.discard(change)
+    assert [one.filename for one in caught] == [__file__]
     before = getattr(run.model, name)
-    run.discard(move)  # from now on it is restored, and nothing is said
+    run.discard(change)  # from now on it is restored, without a warning
     assert getattr(run.model, name) is before
 
 
-def test_what_the_loop_changes_stays_and_is_not_named() -> None:
+def test_changes_by_the_training_loop_stay_without_a_warning() -> None:
     run = Run()
     for number in range(3):
         run.accumulate(BATCH)
@@ -227,11 +227,11 @@ def test_what_the_loop_changes_stays_and_is_not_named() -> None:
     before = content(run.model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        run.discard(MOVES["attribute"])
+        run.discard(CHANGES["attribute"])
     assert content(run.model) == before
 
 
-def test_what_is_held_at_the_beginning_keeps_nothing_alive() -> None:
+def test_bindings_at_begin_keep_nothing_alive() -> None:
     run, held = Run(), Stats()
     run.outside.held = held
     held.mean = torch.zeros(BIG)
@@ -244,13 +244,13 @@ def test_what_is_held_at_the_beginning_keeps_nothing_alive() -> None:
 
 
 class AnyName:
-    """An object that answers to any name, as loggers and proxies do."""
+    """An object with every attribute, like some loggers and proxies."""
 
     def __getattr__(self, name: str) -> Any:
         return AnyName()
 
 
-def test_an_object_that_answers_to_any_name_is_no_function() -> None:
+def test_an_object_with_every_attribute_is_not_taken_for_a_function() -> None:
     run = Run()
     run.outside.held = AnyName()
     assert run.accumulate(BATCH).made

@@ -1,4 +1,4 @@
-"""A saved window that is loaded and discarded leaves the training as before that window."""
+"""Discarding a loaded window restores the training before that window."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from superbatch.torch import Accumulator
 from tests.torch.helpers import rows
 
 
-class Moving(nn.Module):
-    """A layer with a buffer that each forward moves."""
+class WithRunningMean(nn.Module):
+    """A layer with a buffer that each forward changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,8 +30,8 @@ class Moving(nn.Module):
         return self.layer(x)
 
 
-def training(into: Any) -> tuple[Moving, torch.optim.SGD, Accumulator]:
-    model = Moving()
+def training(into: Any) -> tuple[WithRunningMean, torch.optim.SGD, Accumulator]:
+    model = WithRunningMean()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     accumulate = Accumulator(
         model, optimizer, lambda b: loss(model, b), microbatch_size=2, gradient_sum=into, check=False
@@ -44,7 +44,7 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def saved_in_flight(into: Any, updates: int) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
-    """States from the middle of the window after some updates, and the model's of before that window."""
+    """Return states saved inside a window, the state of the model before the window, and the batches."""
     model, optimizer, accumulate = training(into)
     batches = rows(8, updates=4)
     for batch in batches[:updates]:
@@ -72,7 +72,7 @@ def test_the_next_update_is_that_of_a_training_without_the_window(into: Any, upd
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     accumulate.load_state_dict(saved["accumulate"])
-    assert not torch.equal(model.mean, before["mean"]), "premise: the window had moved a buffer"
+    assert not torch.equal(model.mean, before["mean"]), "premise: the window changed the buffer"
     accumulate.discard()
     assert torch.equal(model.mean, before["mean"])
     accumulate(batches[3])
@@ -93,7 +93,7 @@ def test_a_window_of_other_parameters_is_refused_and_nothing_changes() -> None:
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-def test_without_the_restoring_the_next_update_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutant_without_restoring_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("superbatch.torch.window.engine.discard_saved", lambda state, plan: None)
     with pytest.raises(AssertionError):
         test_the_next_update_is_that_of_a_training_without_the_window("momentum", 2)

@@ -1,4 +1,4 @@
-"""Ranks with unequal numbers of batches end together; each update is that of the batches that there are."""
+"""Ranks with unequal numbers of batches end together, and each update is that of the remaining batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.torch.two_ranks import found_by_both
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found."""
+    """Results of each rank."""
     return found_by_both("tests.torch.ending_ranks", tmp_path_factory.mktemp("ranks"))
 
 
@@ -39,10 +39,10 @@ def test_every_batch_counts_once(found: list[dict[str, Any]]) -> None:
             index < ranks.COUNTS[rank] for index in range(max(ranks.COUNTS))
         ]
         assert not is_apart(trained["state"], reference(ranks.COUNTS))
-        assert is_apart(trained["state"], reference((2, 2))), "a mutant: all end with the first"
+        assert is_apart(trained["state"], reference((2, 2))), "mutant: all ranks end with the first"
 
 
-def test_an_error_while_loading_reaches_all(found: list[dict[str, Any]]) -> None:
+def test_an_error_while_loading_reaches_all_ranks(found: list[dict[str, Any]]) -> None:
     assert found[1]["failing"] == "1: OSError: no such file"
     assert found[0]["failing"].startswith("1: RankError: Another rank failed while it loaded its next batch")
 

@@ -1,8 +1,8 @@
-"""An error at any line of the library: all is as before the window or as after it, and the next one is right.
+"""An error at any line of the library leaves the state before or after the window, and the next one is right.
 
-It is raised in windows that go well, in those that an error of the user's loss ends, and in those that run
-out of memory. The one exception is a line that calls the user's own optimizer, scheduler or hook: an error
-there cannot be told from one inside, which is announced.
+The error is raised in windows that succeed, that fail in the user's loss, and that run out of memory. The one
+exception is a line that calls the user's optimizer, scheduler or hook. An error at such a line cannot be
+distinguished from one inside the user's code, so the library reports it.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from superbatch.torch.window.update_rule import Once
 from tests.torch.interrupted_windows import MODES, AtLine, Run
 from tests.torch.states import assert_unchanged
 
-POINTS = 20  # lines of a window, in the default suite
-MOST = 2500  # lines of a window that are all tried; of more, such as those of the check, every n-th
+POINTS = 20  # lines of a window that the default suite tries
+MOST = 2500  # all lines are tried if a window has no more, otherwise every n-th
 ERRORS: dict[str, type[Exception]] = {"error": ValueError, "no memory": MemoryError}
 WINDOWS = {
-    "goes well": None,
-    "ends in an error": ZeroDivisionError,
+    "succeeds": None,
+    "fails in the loss": ZeroDivisionError,
     "runs out of memory": torch.OutOfMemoryError,
 }
-CALLS = ("update_rule.py", "_note")  # lines that call the user's code, and the one that it calls
-# Depend on the split, which is finer once memory has run out.
+CALLS = ("update_rule.py", "_note")  # places that call the user's code, and the hook that it calls
+# State that depends on the split, which is finer after memory has run out.
 OF_SPLIT = (".sizing.", ".noise.", ".check.")
 ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 0.02}
 
 
 def breaks(window: str) -> BaseException | None:
-    """Return what the second loss of a window raises."""
+    """Return the error that the second loss of a window raises."""
     kind = WINDOWS[window]
     return None if kind is None else kind("CUDA out of memory.")
 
 
 def same(one: Any, other: Any, rounding: float) -> bool:
-    """Compare within rounding."""
+    """Return whether two values are equal up to rounding."""
     if not isinstance(one, Tensor) or not one.is_floating_point():
         return bool(torch.equal(one, other) if isinstance(one, Tensor) else one == other)
     a, b = one.double(), other.double()
@@ -51,7 +51,7 @@ def same(one: Any, other: Any, rounding: float) -> bool:
 
 
 def assert_same(before: Mapping[str, Any], after: Mapping[str, Any], rounding: float) -> None:
-    """Compare what does not depend on the split."""
+    """Compare the state that does not depend on the split."""
     names = [name for name in before if not any(part in name for part in OF_SPLIT)]
     assert set(names) <= after.keys()
     changed = [name for name in names if not same(before[name], after[name], rounding)]
@@ -62,15 +62,15 @@ class Cell:
     """Windows of one mode in which one kind of error is raised.
 
     Args:
-        mode: of `MODES`.
-        error: of `ERRORS`.
-        window: of `WINDOWS`.
-        windows: that are over when the one begins.
+        mode: key of `MODES`.
+        error: key of `ERRORS`.
+        window: key of `WINDOWS`.
+        windows: number of windows before the tested one.
     """
 
     def __init__(self, mode: str, error: str, window: str, windows: int) -> None:
         self.mode, self.error, self.window, self.windows = mode, ERRORS[error], window, windows
-        # Numbers that are drawn depend on the split.
+        # Random numbers depend on the split.
         self.draws = error != "no memory" and window != "runs out of memory"
         self.rounding = ROUNDING[MODES[mode].dtype]
         self.undisturbed = lru_cache(self._undisturbed)
@@ -85,7 +85,7 @@ class Cell:
         return run
 
     def _undisturbed(self, windows: int) -> tuple[Any, Any]:
-        """Return the state after some windows, and that after one more, with the numbers drawn anew."""
+        """Return the state after some windows, and the state after one more window with a new seed."""
         run = self.trained(windows)
         state = run.state()
         run.reseed()
@@ -93,12 +93,12 @@ class Cell:
         return state, run.state()
 
     def kept(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state without what a lack of memory teaches for good."""
+        """Return the state without the sizes learned from running out of memory."""
         return {name: each for name, each in state.items() if self.draws or ".sizing." not in name}
 
     def lines(self) -> int:
         """Return how many lines the window runs."""
-        self.trained(self.windows + 1)  # what is cached once per process is cached
+        self.trained(self.windows + 1)  # fills the caches of the process
         run = self.trained(self.windows)
         run.breaks = breaks(self.window)
         with AtLine(0) as counted:
@@ -106,7 +106,7 @@ class Cell:
         return counted.lines
 
     def at(self, number: int) -> None:
-        """Raise the error at a line, and compare."""
+        """Raise the error at a line and compare the states."""
         run = self.trained(self.windows)
         before = run.state()
         run.breaks = breaks(self.window)
@@ -116,25 +116,25 @@ class Cell:
 
         with AtLine(number, raises) as planted:
             raised = outcome(run, self.windows)
-        if not planted.place:  # a line fewer than when they were counted
+        if not planted.place:  # fewer lines ran than were counted
             return
         run.breaks = None
         if run.owned and "(__exit__)" in planted.place:
-            run.accumulate.discard()  # the end of the block had not begun; the next window says to call this
+            run.accumulate.discard()  # __exit__ had not started, and the next window would ask for discard()
         made, after = run.accumulate.updates - self.windows, run.state()
         run.reseed()
         try:
             again = outcome(run, 2)
             if isinstance(again, OptimizerError) and "torn" in str(again) and raised is not None:
-                assert any(part in planted.place for part in CALLS), "torn, and no optimizer was at work"
-                self.found["announced"] += 1
+                assert any(part in planted.place for part in CALLS), "torn, but not inside user code"
+                self.found["reported"] += 1
                 return
             assert again is None, again
             expected, following = self.undisturbed(self.windows + made)
             if not made:
                 assert_unchanged(self.kept(before), self.kept(after))
             elif raised is not None and "(take)" in planted.place:  # as if a scheduler had failed
-                self.found["announced"] += 1
+                self.found["reported"] += 1
                 return
             else:
                 assert_same(expected, after, self.rounding)
@@ -144,20 +144,20 @@ class Cell:
             self.wrong.append(f"line {number}, {planted.place}, {type(raised).__name__}: {str(error)[:300]}")
 
     def sweep(self, most: int) -> None:
-        """Raise it at each line, or at every n-th."""
+        """Raise the error at each line, or at every n-th line."""
         lines = self.lines()
         assert lines > 300, "premise: lines of the library ran"
         stride = max(1, lines // most)
         for number in range(1 + stride // 2, lines + 1, stride):
             self.at(number)
         assert not self.wrong, f"{len(self.wrong)} of {lines // stride}:\n" + "\n".join(self.wrong[:30])
-        assert self.found["as before"], "premise"
+        assert self.found["as before"], "premise: some windows were rolled back"
 
 
 def outcome(run: Run, number: int) -> Exception | None:
     """Make an update; return its error."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that memory ran out
+        warnings.simplefilter("ignore")  # memory ran out
         try:
             run.update(number)
         except Exception as error:  # noqa: BLE001  (it is returned)
@@ -169,7 +169,7 @@ def outcome(run: Run, number: int) -> Exception | None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.sampled(2)
 def test_an_error_at_some_lines(mode: str, error: str) -> None:
-    Cell(mode, error, "goes well", 1).sweep(POINTS)
+    Cell(mode, error, "succeeds", 1).sweep(POINTS)
 
 
 @pytest.mark.slow
@@ -183,26 +183,26 @@ def test_an_error_at_every_line(mode: str, error: str, window: str, windows: int
     print(f"{mode}, {error}, a window that {window}: {dict(cell.found)}")  # shown by -s
 
 
-def test_a_call_that_has_not_begun_is_made_again() -> None:
-    """Arguments that do not fit raise without a frame of the function, as a call without memory does."""
+def test_a_call_that_did_not_start_is_repeated() -> None:
+    """Like a call without memory, a call with wrong arguments raises before the function has a frame."""
     numbers = iter([0, 1])
     call = Once(lambda: 1 / next(numbers))
     with pytest.raises(ZeroDivisionError):
         call.take()
-    assert call.broken is not None, "premise: a function of Python had begun"
+    assert call.broken is not None, "premise: the Python function had started"
     with pytest.raises(ZeroDivisionError):
         call.take()
     assert not call.returned
     needs_one: Any = lambda one: one  # noqa: E731 - a function, not a method
-    not_begun = Once(needs_one)
+    not_started = Once(needs_one)
     for _ in range(2):
         with pytest.raises(TypeError):
-            not_begun.take()
-    assert not_begun.broken is None and not not_begun.returned
+            not_started.take()
+    assert not_started.broken is None and not not_started.returned
 
 
-def test_a_call_in_c_that_failed_is_not_made_again() -> None:
-    """It leaves no frame, whether it had begun or not."""
+def test_a_failed_call_in_c_is_not_repeated() -> None:
+    """A C function has no frame that shows whether it started."""
     left = iter([])
     for call in (Once(left.__next__), Once(partial(next, left))):
         with pytest.raises(StopIteration):
@@ -210,8 +210,8 @@ def test_a_call_in_c_that_failed_is_not_made_again() -> None:
         assert call.broken is not None
 
 
-def test_a_scheduler_that_runs_out_of_memory_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its step is not made again, and not left out in silence."""
+def test_a_scheduler_that_runs_out_of_memory_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its step is neither repeated nor silently skipped."""
     run = Run("two optimizers")
     first, second = run.schedulers
     steps = first.step

@@ -1,4 +1,4 @@
-"""Every way of giving a batch to an Accumulator, against the real large batch, per named parameter."""
+"""Every form of batch gives the update of the real large batch, compared per parameter."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ DTYPES = [torch.float64, torch.float32]
 
 
 def whole(microbatches: Any) -> tuple[Tensor, Tensor]:
-    """The batch that a window's micro-batches make together."""
+    """Return the batch of all micro-batches of a window."""
     return torch.cat([x for x, _ in microbatches]), torch.cat([y for _, y in microbatches])
 
 
-# -- a whole batch in, split by the accumulator -----------------------------------------------------------
+# -- batches that the accumulator splits ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -57,7 +57,7 @@ def test_every_split_of_a_batch(microbatch_size: int | None, dtype: torch.dtype)
     assert {update.samples for update in both.updates} == {update.weight for update in both.updates} == {11}
 
 
-def test_a_split_that_changes_during_a_run_changes_nothing() -> None:
+def test_changing_the_split_during_a_run_does_not_change_updates() -> None:
     reference, model = mlp(), mlp()
     start, batches = start_of(reference), rows(12, 5)
     optimizer, ours = sgd(reference.parameters()), sgd(model.parameters())
@@ -99,7 +99,7 @@ def test_windows_of_unequal_microbatches_with_every_tail(steps: int, tail: int, 
         assert both.updates[-1].samples == sum(sizes[-tail:])
 
 
-def test_dropping_the_tail_leaves_it_out() -> None:
+def test_the_tail_can_be_dropped() -> None:
     loader = [rows(2, 1, seed=number)[0] for number in range(7)]
     grouped = list(windows(loader, 3, tail="drop"))
     assert len(loader) == 7 and [len(window) for window in grouped] == [3, 3]
@@ -120,10 +120,10 @@ def test_a_window_is_not_split() -> None:
     assert both.updates[0].microbatches == 1
 
 
-# -- the owned loop, several accumulators -----------------------------------------------------------------
+# -- loops over windows, several accumulators -------------------------------------------------------------
 
 
-def test_the_owned_loop_is_the_call() -> None:
+def test_a_loop_over_a_window_equals_the_call() -> None:
     reference, model = mlp(), mlp()
     start, batches = start_of(reference), rows(10, 3)
     large_batch(sgd(reference.parameters()), lambda batch: mse(reference, batch), batches)
@@ -202,7 +202,7 @@ def gan_batches(samples: int, updates: int) -> list[dict[str, Tensor]]:
 
 
 def train_gan_by_large_batch(gan: Gan, batches: list[dict[str, Tensor]]) -> None:
-    """Both losses on the same networks, then both updates."""
+    """Compute both losses with the same networks, then make both updates."""
     critic, generator = sgd(gan.critic.parameters()), sgd(gan.generator.parameters())
     for batch in batches:
         on_critic = torch.autograd.grad(gan.critic_loss(batch), list(gan.critic.parameters()))
@@ -268,8 +268,8 @@ def test_two_optimizers_in_one_accumulator() -> None:
     assert [update.learning_rates for update in updates] == seen.rates == [(0.1, 0.01)] * 4
 
 
-def test_leaving_after_the_last_backward_makes_the_update() -> None:
-    """A loop such as ``zip(range(3), window)`` never asks for more: everything is there."""
+def test_a_loop_that_ends_after_the_last_backward_makes_the_update() -> None:
+    """A loop such as ``zip(range(3), window)`` does not exhaust the iterator."""
     reference, model = mlp(), mlp()
     start, batches = start_of(reference), rows(10, 1)
     large_batch(sgd(reference.parameters()), lambda batch: mse(reference, batch), batches)
@@ -317,7 +317,7 @@ def test_leaving_a_window_discards_it_and_the_next_is_exact(leave_at: int, by: s
 
 
 def assert_identical(one: Any, other: Any, path: str = "") -> None:
-    """Bit for bit, through containers."""
+    """Compare bit for bit, through containers."""
     assert type(one) is type(other), path
     if isinstance(one, Tensor):
         assert torch.equal(one, other), path
@@ -352,7 +352,7 @@ def test_a_sum_loss_gives_the_mean_per_sample(microbatch_size: int, dtype: torch
     both.check()
 
 
-LENGTHS = [7, 1, 2, 6, 0, 0, 0, 3, 5, 1]  # with micro-batches of 3 and less, one has no token at all
+LENGTHS = [7, 1, 2, 6, 0, 0, 0, 3, 5, 1]  # split in sizes 1, 2 or 4, one micro-batch has no token
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -416,7 +416,7 @@ def test_a_window_without_any_weight_changes_nothing(into: Any) -> None:
         scheduler=scheduler,
         gradient_sum=into,
     )
-    accumulate(tokens(LENGTHS))  # so that there is a momentum to be changed
+    accumulate(tokens(LENGTHS))  # so that a momentum buffer exists
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), scheduler.state_dict()))
     random = torch.get_rng_state()
     update = accumulate(tokens([0, 0, 0, 0, 0]))
@@ -480,7 +480,7 @@ def test_weight_returned_after_the_forward(microbatch_size: int, dtype: torch.dt
     start = start_of(reference)
 
     def loss_fn(microbatch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        # The count of tokens comes as a tensor, and cross entropy over none of them is NaN.
+        # The token count is a tensor, and cross entropy over no tokens is NaN.
         return token_mean(model, microbatch), (microbatch["labels"] != -100).sum()
 
     seen = large_batch(
@@ -539,7 +539,7 @@ def test_nested_batches(shape: str) -> None:
     assert_same_parameters(reference, model, 1e-12, start=start)
 
 
-def test_leaves_that_are_kept_whole() -> None:
+def test_unsplit_leaves() -> None:
     anchors = torch.randn(5, 3, dtype=torch.float64)
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -558,11 +558,11 @@ def packed(lengths: list[int], seed: int) -> dict[str, Tensor]:
 
 
 def test_packed_sequences() -> None:
-    """Tokens see their own sequence only, by its offsets; sequences are the samples."""
+    """The samples are sequences, and each token depends only on its own sequence."""
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         lengths = batch["cu_seqlens"].diff().tolist()
-        sums = torch.cat([part.cumsum(0) for part in batch["x"][0].split(lengths)])
+        sums = torch.cat([sequence.cumsum(0) for sequence in batch["x"][0].split(lengths)])
         return nn.functional.mse_loss(model(sums), batch["y"][0])
 
     lengths = [3, 1, 6, 2, 5, 4, 1]
@@ -578,7 +578,7 @@ def test_packed_sequences() -> None:
 
 
 def masked_mean(model: nn.Module, batch: Any) -> Tensor:
-    """As many write it: 0/0 where no sample counts, in the loss and in its gradient."""
+    """A common masked mean: its loss and gradient are 0/0 if no sample counts."""
     x, y, keep = batch
     return ((model(x) - y).square().mean(1) * keep).sum() / keep.sum()
 
@@ -608,7 +608,7 @@ def test_a_nan_of_weight_zero_adds_nothing(returned: bool) -> None:
     assert_same_parameters(reference, model, 1e-12, start=start)
 
 
-def test_a_window_that_was_never_entered_blocks_nothing() -> None:
+def test_a_window_that_was_never_entered_does_not_block_an_update() -> None:
     model = mlp()
     accumulate = Accumulator(model, sgd(model.parameters()), lambda mb: mse(model, mb), microbatch_size=4)
     accumulate.window(rows(10, 1)[0])

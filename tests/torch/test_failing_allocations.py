@@ -1,4 +1,4 @@
-"""No allocation that fails, once or from then on, leads to a wrong update that is called right."""
+"""A failed allocation, once or permanently, never gives a wrong update that is reported as right."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ FEW = {
 
 
 @pytest.mark.parametrize("mode", FEW)
-@pytest.mark.parametrize("on", [False, True], ids=["once", "from then on"])
+@pytest.mark.parametrize("on", [False, True], ids=["once", "permanently"])
 @pytest.mark.sampled(2)
 def test_some_allocations_fail(mode: str, on: bool) -> None:
-    """Every eleventh or seventeenth; `test_any_allocation_fails`, which is slow, takes them all."""
+    """Fail every 11th or 17th allocation. The slow `test_any_allocation_fails` fails each of them."""
     found = sweep(cell(FEW[mode], mode), on=on, stride=17 if on or mode == "auto" else 11)
     assert not found.wrong
     assert found.as_before + found.torn if on else found.same or mode == "owned"
@@ -40,11 +40,11 @@ def test_some_allocations_fail(mode: str, on: bool) -> None:
 def test_any_allocation_fails(model: str, mode: str) -> None:
     once, on = (sweep(cell(model, mode), on=on) for on in (False, True))
     assert not once.wrong and not on.wrong
-    assert once.allocations > 30, "premise: there is something to fail"
-    print(f"{model}, {mode}: once {once}; from then on {on}")  # shown by -s
+    assert once.allocations > 30, "premise: there are allocations to fail"
+    print(f"{model}, {mode}: once {once}; permanently {on}")  # shown by -s
 
 
-# -- between the arrival of a gradient and the knowledge of it -----------------------------------------------
+# -- failures between the arrival of a gradient and its record -----------------------------------------------
 
 
 @pytest.mark.parametrize("mode", [".grad", "adam", "noise", "returned", "whole batch"])
@@ -54,29 +54,29 @@ def test_the_copy_of_a_gradient_that_two_parameters_share_fails(mode: str) -> No
     assert found.same > 40 and not found.wrong
 
 
-def test_a_failure_beside_sparse_gradients_is_told_with_their_bytes() -> None:
+def test_failures_with_sparse_gradients_are_rolled_back() -> None:
     found = sweep(cell("tied", ".grad"), on=True, stride=9)
     assert found.as_before and not found.wrong
 
 
-def _as_noted(marks: GradientVersions) -> bool:
-    """Roll back to what was noted last, as if a backward that failed had never been noted."""
-    if _versions(marks._gradients) != marks._versions:
+def _last_record(versions: GradientVersions) -> bool:
+    """Roll back to the gradients recorded last, not to the savepoint."""
+    if _versions(versions._gradients) != versions._versions:
         return False
-    for parameter, gradient in zip(marks.parameters, marks._gradients, strict=True):
+    for parameter, gradient in zip(versions.parameters, versions._gradients, strict=True):
         parameter.grad = gradient
     return True
 
 
 MUTANTS: dict[str, tuple[object, str, Callable[..., Any], str]] = {
-    "what was noted last is taken for the savepoint": (GradientVersions, "rollback", _as_noted, ".grad"),
-    "nothing is taken to have reached the buffers": (
+    "the last record is taken for the savepoint": (GradientVersions, "rollback", _last_record, ".grad"),
+    "no gradient is assumed to be in the buffers": (
         BufferGradientSum,
         "rollback",
         lambda self: True,
         "buffers",
     ),
-    "nothing is taken to have reached the momentum": (
+    "no gradient is assumed to be in the momentum": (
         MomentumGradientSum,
         "rollback",
         lambda self: True,
@@ -94,7 +94,7 @@ def test_mutants_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("called right" in each for each in found.wrong)
 
 
-def test_everything_is_restored_although_one_step_fails() -> None:
+def test_every_restoring_step_runs_although_one_fails() -> None:
     done: list[str] = []
 
     def scarce() -> None:
@@ -178,9 +178,9 @@ print(refused, went_on)
 """
 
 
-# glibc's heap keeps what was freed, more of it or less from one run to the next: which allocation fails in a
-# given room is chance. Blocks that are mapped each for itself are gone once freed, and room is room: from 4
-# to 11 MB the copies of the shared gradient are what does not fit, with the gradient already there.
+# glibc's heap keeps freed memory, and how much differs between runs, so the failing allocation is random.
+# Blocks with a mapping of their own are returned to the system when freed. With 4 to 11 MB free, the copies
+# of the shared gradient fail after the gradient has arrived.
 _HEAP = ({}, range(0, 40, 2))
 _MAPPED = ({"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}, range(16))
 _on_linux = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS")
@@ -191,18 +191,18 @@ _on_linux = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS")
 def test_a_real_allocator_fails(allocator: tuple[dict[str, str], range]) -> None:
     done = _run_child("", *allocator)
     assert done.returncode == 0, done.stderr[-2000:]
-    _, went_on = map(int, done.stdout.split())
-    assert went_on, "premise: memory ran out, and windows went on"
+    _, continued = map(int, done.stdout.split())
+    assert continued, "premise: memory ran out, and windows continued"
 
 
 @_on_linux
 def test_a_real_allocator_finds_the_mutant() -> None:
-    mutant = inspect.getsource(_as_noted)
+    mutant = inspect.getsource(_last_record)
     before = f"""
 from __future__ import annotations
 from superbatch.torch.window.participants.parameter_gradients import GradientVersions, _versions
 {mutant}
-GradientVersions.rollback = _as_noted
+GradientVersions.rollback = _last_record
 """
     done = _run_child(before, *_MAPPED)
     assert done.returncode and "the update is" in done.stderr and "off" in done.stderr

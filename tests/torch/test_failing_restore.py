@@ -1,4 +1,4 @@
-"""A second failure, while a window is restored: everything else is restored all the same."""
+"""If restoring one participant fails, all other state is restored nevertheless."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NO_MEMORY = "CUDA out of memory."
 
 
 class Failing:
-    """A method of a class that raises, before or after its work, at some of its calls."""
+    """Replaces a method by one that raises in its first calls, before or after its work."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Failing:
 def test_a_participant_that_cannot_be_restored(
     which: str, how: str, windows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error comes after its work, and lack of memory once, before its work."""
+    """A ValueError is raised after the work of restore(), and an out-of-memory error once before it."""
     run = Run("scaler")
     for number in range(windows):
         run.update(number)
@@ -86,7 +86,7 @@ def test_a_participant_that_cannot_be_restored(
         with pytest.raises(ZeroDivisionError if memory else ValueError):
             run.update(windows)
     vars(run.model).pop("forward", None)
-    assert failing.calls >= 1, "the premise: it was restored"
+    assert failing.calls >= 1, "premise: restore() was called"
     assert_unchanged(before, run.state())
     run.update(windows)
     assert run.accumulate.updates == windows + 1
@@ -95,7 +95,7 @@ def test_a_participant_that_cannot_be_restored(
 def trained(
     *, coupled: bool = False, **options: Any
 ) -> tuple[Model, Any, Accumulator | WholeBatch, list[int]]:
-    """A model after one update; memory runs out at the call of the loss that is put into the list."""
+    """Return a training after one update; memory runs out in the call of the loss given by `calls[1]`."""
     torch.manual_seed(0)
     model = Model(norm=coupled, draws=not coupled, counts=coupled).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1, foreach=False)
@@ -118,7 +118,7 @@ def trained(
 
 @pytest.mark.parametrize("method", ["rollback", "restart"])
 @pytest.mark.parametrize("which", ["random", "state", "scale", "sums", "position"])
-def test_a_rollback_that_fails(which: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_rollback(which: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scaled: Any = {"scaler": torch.amp.GradScaler("cpu", init_scale=4.0)} if which == "scale" else {}
     model, optimizer, accumulate, calls = trained(microbatch_size="auto", **scaled)
     calls[:] = [0, 1]
@@ -131,20 +131,20 @@ def test_a_rollback_that_fails(which: str, method: str, monkeypatch: pytest.Monk
             patch.setattr(Progress, "rollback", lambda self: False)
         with pytest.raises(ValueError, match="cannot"):
             accumulate(BATCHES[1])
-    assert failing.calls == 1, "the premise: it was called"
+    assert failing.calls == 1, "premise: it was called"
     assert_unchanged(before, fingerprint(model, optimizer))
     assert accumulate(BATCHES[1]).made
 
 
-def test_coupled_samples_and_a_state_that_cannot_be_restored_at_once(
+def test_a_failing_restore_with_coupled_samples_restores_everything(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`num_batches_tracked` was one too high."""
+    """`num_batches_tracked` must not count the failed window."""
     model, optimizer, accumulate, _ = trained(coupled=True, microbatch_size=4)
     before = fingerprint(model, optimizer)
     before = {key: value.clone() if isinstance(value, Tensor) else value for key, value in before.items()}
     with monkeypatch.context() as patch:
-        took = Failing(
+        recorded = Failing(
             patch,
             parameter_gradients.ParameterGradientSum,
             "record",
@@ -162,7 +162,7 @@ def test_coupled_samples_and_a_state_that_cannot_be_restored_at_once(
         )
         with pytest.raises(ValueError, match="cannot"):
             accumulate(BATCHES[1])
-    assert took.calls == 1 and failing.calls == 2, "the premise: in the recovery, and when the window is left"
+    assert recorded.calls == 1 and failing.calls == 2, "premise: in recovery and at the end of the window"
     assert model.norm.num_batches_tracked == 1
     assert_unchanged(before, fingerprint(model, optimizer))
     assert accumulate(BATCHES[1]).made

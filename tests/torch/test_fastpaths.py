@@ -1,4 +1,4 @@
-"""Each fast path does what its plain version does, and nothing else in torch/ reads what only they may."""
+"""Each fast path equals its plain version, and only fast paths use private API of PyTorch for speed."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ def test_every_path_has_a_plain_version_beside_it() -> None:
         assert signatures[0] == signatures[1], name
 
 
-# -- private parts, by file: each for correctness, with the reason beside it ---------------------------------
+# -- files that use private API for correctness, with the reason ---------------------------------------------
 
 PRIVATE = re.compile(r"torch\._C\b|torch\._foreach_|_execution_engine|from_address|string_at|attrgetter\(\"_")
 FOR_CORRECTNESS = {
-    "checks/precision.py",  # whether a conversion is autograd's own
-    "checks/wide_parameters.py",  # hooks of functorch on saved tensors
-    "sizes/fake.py",  # whether a tensor lives inside vmap
-    "modes.py",  # modes that an interrupt left in force have no public names
+    "checks/precision.py",  # recognizes autograd's own conversions
+    "checks/wide_parameters.py",  # hooks of functorch for saved tensors
+    "sizes/fake.py",  # recognizes tensors inside vmap
+    "modes.py",  # modes left active by an interrupt have no public names
     "memory/out_of_memory.py",  # frees pinned memory before a retry
-    "window/participants/gradient_sum.py",  # whether another tensor uses a gradient's memory
+    "window/participants/gradient_sum.py",  # finds other users of a gradient's memory
     "window/progress.py",  # versions of inputs
     "window/before_step.py",  # versions of parameters
 }
 
 
-def _private(folder: Path) -> set[str]:
+def _files_with_private_api(folder: Path) -> set[str]:
     files = [file for file in folder.rglob("*.py") if file.name != "fastpaths.py"]
     return {
         file.relative_to(folder).as_posix()
@@ -61,17 +61,17 @@ def _private(folder: Path) -> set[str]:
     }
 
 
-def test_nothing_else_reads_private_parts_for_speed(tmp_path: Path) -> None:
-    assert _private(FOLDER) <= FOR_CORRECTNESS
+def test_only_fast_paths_use_private_api_for_speed(tmp_path: Path) -> None:
+    assert _files_with_private_api(FOLDER) <= FOR_CORRECTNESS
     (tmp_path / "planted.py").write_text("import torch\ntorch._foreach_mul_([], 2)\n")
-    assert _private(tmp_path) == {"planted.py"}, "the test can fail"
+    assert _files_with_private_api(tmp_path) == {"planted.py"}, "the search finds a planted use"
 
 
 # -- autograd ------------------------------------------------------------------------------------------------
 
 
 class Wrapped(Tensor):
-    """A subclass: the engine is not called for it."""
+    """A subclass, for which the fast path calls the public backward."""
 
 
 def _losses() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
@@ -86,7 +86,7 @@ def _losses() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
 @pytest.mark.parametrize("name", _losses())
 @pytest.mark.parametrize("only", [None, "x"])
 @pytest.mark.parametrize("own_gradient", [True, False])
-def test_the_engine_makes_the_gradients_of_the_public_backward(
+def test_the_engine_gives_the_gradients_of_the_public_backward(
     name: str, only: str | None, own_gradient: bool
 ) -> None:
     found = []
@@ -100,10 +100,10 @@ def test_the_engine_makes_the_gradients_of_the_public_backward(
         backward(loss, gradient, [x] if only else None, retain_graph=False)
         found.append([None if leaf.grad is None else float(leaf.grad) for leaf in (x, y)])
     assert found[0] == found[1]
-    assert found[0][0], "the premise: there is a gradient"
+    assert found[0][0], "premise: there is a gradient"
 
 
-def test_both_free_the_graph_alike() -> None:
+def test_both_backwards_free_the_graph() -> None:
     for backward in (fastpaths.backward, fastpaths.plain_backward):
         x = torch.ones(2, requires_grad=True)
         loss = x.square().sum()
@@ -113,7 +113,7 @@ def test_both_free_the_graph_alike() -> None:
 
 
 def test_inside_a_transform_the_public_backward_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inside torch.func the engine knows nothing of the wrapped tensors; the public function refuses."""
+    """The engine does not know the wrapped tensors of torch.func; the public backward raises for them."""
     called: list[bool] = []
     monkeypatch.setattr(fastpaths, "plain_backward", lambda *args, **options: called.append(True))
 
@@ -146,18 +146,18 @@ DRAWS: tuple[Callable[[int], Any], ...] = (
 
 @pytest.mark.usefixtures("numpy_state")
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 700)), max_size=6))
-def test_both_read_the_same_bytes_whatever_is_drawn(draws: list[tuple[int, int]]) -> None:
+def test_both_read_the_same_numpy_state_after_any_draws(draws: list[tuple[int, int]]) -> None:
     np.random.seed(0)
     for which, count in draws:
         DRAWS[which](count)
         assert fastpaths.numpy_memory(np.random) == fastpaths.plain_numpy_memory(np.random)
     before = fastpaths.numpy_memory(np.random)
-    assert before is not None, "the premise: the layout is known"
+    assert before is not None, "premise: the layout is known"
     np.random.rand()
     assert fastpaths.numpy_memory(np.random) != before
 
 
-def test_of_another_generator_none_of_them_says_anything() -> None:
+def test_another_numpy_generator_is_not_read() -> None:
     before = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(0))
     try:
@@ -179,7 +179,7 @@ def python_state() -> Iterator[None]:
 
 PYTHON_DRAWS: tuple[Callable[[int], Any], ...] = (
     lambda n: [random.random() for _ in range(n)],
-    lambda n: [random.gauss(0, 1) for _ in range(n)],  # which holds a number back
+    lambda n: [random.gauss(0, 1) for _ in range(n)],  # caches the second number of a pair
     random.seed,
     lambda n: random.shuffle(list(range(n))),
 )
@@ -187,19 +187,19 @@ PYTHON_DRAWS: tuple[Callable[[int], Any], ...] = (
 
 @pytest.mark.usefixtures("python_state")
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 700)), max_size=6))
-def test_both_read_the_same_of_python_whatever_is_drawn(draws: list[tuple[int, int]]) -> None:
+def test_both_read_the_same_python_state_after_any_draws(draws: list[tuple[int, int]]) -> None:
     random.seed(0)
     for which, count in draws:
         PYTHON_DRAWS[which](count)
         assert fastpaths.python_memory() == fastpaths.plain_python_memory()
     for draw in (random.random, lambda: random.gauss(0, 1), lambda: random.gauss(0, 1)):
         before = fastpaths.python_memory()
-        assert before is not None, "the premise: the layout is known"
+        assert before is not None, "premise: the layout is known"
         draw()
         assert fastpaths.python_memory() != before
 
 
-def test_of_another_python_generator_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_python_generator_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     class Own(random.Random):
         pass
 
@@ -231,7 +231,7 @@ def test_a_factor_is_not_rounded_to_the_dtype_of_the_tensor(dtype: torch.dtype) 
         getattr(fastpaths, name)([one], 0.3)
         assert torch.equal(one, expected)
     rounded = values * torch.tensor(0.3, dtype=dtype)
-    assert not torch.equal(rounded, expected), "the premise: it would be seen"
+    assert not torch.equal(rounded, expected), "premise: a rounded factor changes the result"
 
 
 def _require_close(one: list[Tensor], other: list[Tensor]) -> None:
@@ -240,7 +240,7 @@ def _require_close(one: list[Tensor], other: list[Tensor]) -> None:
 
 
 @given(SHAPES, DTYPES, st.floats(-3, 3).filter(lambda factor: abs(factor) > 1e-3))
-def test_one_call_for_many_tensors_does_what_one_for_each_does(
+def test_one_call_for_many_tensors_equals_one_call_per_tensor(
     shapes: list[tuple[int, ...]], dtype: torch.dtype, factor: float
 ) -> None:
     for name in ("divide", "multiply"):
@@ -268,7 +268,7 @@ def test_norms_agree(shapes: list[tuple[int, ...]], dtype: torch.dtype, order: f
     torch.testing.assert_close(one, other)
 
 
-# -- a whole training ----------------------------------------------------------------------------------------
+# -- training ------------------------------------------------------------------------------------------------
 
 
 def _train() -> dict[str, Tensor]:
@@ -292,13 +292,13 @@ def _train() -> dict[str, Tensor]:
     for _ in range(3):
         accumulate(torch.randn(5, 3, dtype=torch.float64))
     after = {name: p.detach().clone() for name, p in model.named_parameters()}
-    assert not any(torch.equal(after[name], before[name]) for name in after), "the premise: it trains"
+    assert not any(torch.equal(after[name], before[name]) for name in after), "premise: it trains"
     return after
 
 
 @pytest.mark.usefixtures("numpy_state")
 @pytest.mark.parametrize("name", fastpaths.PLAIN)
-def test_a_training_without_a_path_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_without_one_fast_path_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = _train()
     calls: list[str] = []
     plain = fastpaths.PLAIN[name]
@@ -309,6 +309,6 @@ def test_a_training_without_a_path_is_the_same(name: str, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(fastpaths, name, counted)
     found = _train()
-    assert calls or name in ("copy", "add"), "the premise: the path is used"
+    assert calls or name in ("copy", "add"), "premise: the path is used"
     for parameter, value in expected.items():
         torch.testing.assert_close(found[parameter], value, rtol=1e-12, atol=1e-12)

@@ -1,4 +1,4 @@
-"""An error of one of two ranks, in each phase: all ranks raise it, and they do not drift apart."""
+"""An error on one of two ranks, in each phase of a window, raises on both and keeps them in step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FAILED = (
 TORN = "OptimizerError: The last update failed inside the optimizer's step"
 SPLIT = "SplitError: Parts of the batch differ in length"
 ROWS = "SplitError: "
-# What the bad rank raises, and what the other one tells of it.
+# The error of the failing rank, and its description in the error of the other rank.
 OUTCOMES = {
     "split": (SPLIT, f"failed before its first micro-batch ({SPLIT}"),
     "rows": (ROWS, f"failed before its first micro-batch ({ROWS}"),
@@ -39,18 +39,18 @@ OUTCOMES = {
 
 @pytest.fixture(scope="module", params=[0, 1])
 def bad(request: pytest.FixtureRequest) -> int:
-    """The rank that fails."""
+    """Number of the rank that fails."""
     return request.param
 
 
 @pytest.fixture(scope="module")
 def found(bad: int, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each rank found."""
+    """Results of each rank."""
     return found_by_both("tests.torch.fault_ranks", tmp_path_factory.mktemp("ranks"), str(bad))
 
 
 def updated(skipped: int | None) -> list[dict[str, Tensor]]:
-    """The parameters after each large batch, one of which is left out."""
+    """Return the parameters after each large batch, one of which is skipped."""
     model, states = ranks.net(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for batch in range(ranks.BATCHES):
@@ -63,7 +63,7 @@ def updated(skipped: int | None) -> list[dict[str, Tensor]]:
 
 
 def differs(states: list[dict[str, Tensor]], skipped: int | None) -> bool:
-    """Tell whether the parameters are not those of the large batches."""
+    """Return whether the parameters differ from those of the large batches."""
     return any(
         bool((state[name] - value).norm() > 1e-12 * value.norm())
         for state, expected in zip(states, updated(skipped), strict=True)
@@ -73,13 +73,13 @@ def differs(states: list[dict[str, Tensor]], skipped: int | None) -> bool:
 
 @pytest.mark.parametrize("how", ranks.HOW)
 @pytest.mark.parametrize("phase", OUTCOMES)
-def test_before_the_step_no_rank_makes_the_update(phase: str, how: str, bad: int, found: Found) -> None:
+def test_an_error_before_the_step_skips_the_update(phase: str, how: str, bad: int, found: Found) -> None:
     healthy, failed = found[1 - bad][f"{how}, {phase}"], found[bad][f"{how}, {phase}"]
     assert failed["fired"], "premise"
-    own, told = OUTCOMES[phase]
-    expected = FAILED.format(bad, told)
-    if phase in ("split", "rows", "memory", "break"):  # whose text goes on
-        expected = f"RankError: Rank {bad} {told}"
+    own, forwarded = OUTCOMES[phase]
+    expected = FAILED.format(bad, forwarded)
+    if phase in ("split", "rows", "memory", "break"):  # their text continues
+        expected = f"RankError: Rank {bad} {forwarded}"
     for each, text in ((failed, own), (healthy, expected)):
         found_texts = [outcome[: len(text)] for outcome in each["outcomes"]]
         assert found_texts == ["made", text, "made", "made"]
@@ -89,30 +89,30 @@ def test_before_the_step_no_rank_makes_the_update(phase: str, how: str, bad: int
 
 
 @pytest.mark.parametrize("how", ranks.REPLICATED)
-def test_no_memory_in_the_reduction_of_one_rank_reaches_the_others(how: str, bad: int, found: Found) -> None:
-    """Its own gradients are freed, and it takes part with zeros until the vote."""
+def test_out_of_memory_in_the_reduction_of_one_rank_raises_on_both(how: str, bad: int, found: Found) -> None:
+    """The failing rank frees its gradients and contributes zeros until the vote."""
     healthy, failed = found[1 - bad][f"{how}, reduction"], found[bad][f"{how}, reduction"]
     assert failed["fired"], "premise"
-    told = f"RankError: Rank {bad} failed at the end of its window (OutOfMemoryError: "
-    for each, text in ((failed, "OutOfMemoryError: "), (healthy, told)):
+    forwarded = f"RankError: Rank {bad} failed at the end of its window (OutOfMemoryError: "
+    for each, text in ((failed, "OutOfMemoryError: "), (healthy, forwarded)):
         assert [outcome[: len(text)] for outcome in each["outcomes"]] == ["made", text, "made", "made"]
         assert not differs(each["states"], ranks.FAILS_AT)
         assert each["gradients"] == 0
 
 
 @pytest.mark.parametrize("how", ranks.HOW)
-def test_a_torn_rank_stops_the_others(how: str, bad: int, found: Found) -> None:
+def test_a_torn_update_on_one_rank_stops_both(how: str, bad: int, found: Found) -> None:
     healthy, failed = found[1 - bad][f"{how}, step"], found[bad][f"{how}, step"]
-    told = f"RankError: Rank {bad} failed before its first micro-batch ({TORN}"
-    assert [text[: len(told)] for text in healthy["outcomes"]] == ["made", "made", told, told]
+    forwarded = f"RankError: Rank {bad} failed before its first micro-batch ({TORN}"
+    assert [text[: len(forwarded)] for text in healthy["outcomes"]] == ["made", "made", forwarded, forwarded]
     assert [text[: len(TORN)] for text in failed["outcomes"]] == ["made", TORN, TORN, TORN]
 
 
 @pytest.mark.parametrize("how", ranks.HOW)
-def test_behind_the_step_every_rank_has_made_the_update(how: str, bad: int, found: Found) -> None:
+def test_an_error_after_the_step_keeps_the_update(how: str, bad: int, found: Found) -> None:
     healthy, failed = found[1 - bad][f"{how}, scheduler"], found[bad][f"{how}, scheduler"]
     assert healthy["outcomes"] == ["made"] * ranks.BATCHES
     assert failed["outcomes"] == ["made", "FaultError: no scheduler", "made", "made"]
     for each in (healthy, failed):
         assert not differs(each["states"], None)
-        assert differs(each["states"], ranks.FAILS_AT), "a mutant: the update is taken back"
+        assert differs(each["states"], ranks.FAILS_AT), "mutant: the update is rolled back"

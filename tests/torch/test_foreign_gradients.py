@@ -1,4 +1,4 @@
-"""A gradient that somebody else has changed inside a window is an error that names its parameter."""
+"""A gradient that other code changes inside a window raises an error that names its parameter."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ CHANGES = {
 @pytest.mark.parametrize("name", ["0.weight", "2.bias"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("after", [0, 2])
-def test_a_gradient_changed_by_others_is_named_and_nothing_is_updated(change, name, after):
+def test_a_changed_gradient_is_named_and_nothing_is_updated(change, name, after):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1))
     accumulate = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), microbatch_size=2)
@@ -28,7 +28,7 @@ def test_a_gradient_changed_by_others_is_named_and_nothing_is_updated(change, na
         with accumulate.window(torch.randn(6, 3)) as window:
             for index, microbatch in enumerate(window):
                 window.backward(model(microbatch).square().mean())
-                if index == after:  # found before the next backward, and at the window's end
+                if index == after:  # found before the next backward, or at the end of the window
                     change(model.get_parameter(name))
 
     with pytest.raises(WindowError, match=f"The gradient of '{name}' was changed inside a window"):
@@ -39,13 +39,13 @@ def test_a_gradient_changed_by_others_is_named_and_nothing_is_updated(change, na
 
 
 @pytest.mark.parametrize("names", [["0.weight"], ["0.weight", "0.bias", "2.weight", "2.bias"]])
-def test_a_gradient_taken_away_for_one_backward_is_named(names):
-    """Put back afterwards, it is the same tensor with the same values; that micro-batch is missing in it."""
+def test_a_gradient_removed_during_one_backward_is_named(names):
+    """The restored gradient is the same tensor, but the gradient of that micro-batch is missing."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1))
     accumulate = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), microbatch_size=2)
     taken = {}
-    with accumulate.window(torch.randn(6, 3)) as first:  # from the second window on, gradients have settled
+    with accumulate.window(torch.randn(6, 3)) as first:  # a complete window before the tested one
         for microbatch in first:
             first.backward(model(microbatch).square().mean())
 
@@ -66,7 +66,7 @@ def test_a_gradient_taken_away_for_one_backward_is_named(names):
     assert accumulate.updates == 1
 
 
-def test_a_gradient_put_where_there_was_none_is_named():
+def test_a_gradient_assigned_to_an_unused_parameter_is_named():
     model = nn.Sequential(nn.Linear(3, 1), nn.Linear(3, 1))
     accumulate = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), microbatch_size=2)
     unused = model.get_parameter("1.weight")

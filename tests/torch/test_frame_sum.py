@@ -1,4 +1,4 @@
-"""The sum of a frame over ranks: the same bits on each of them, and a rank that waits can be seen."""
+"""The sum of a frame has the same bits on all ranks, and shows whether it still waits for a rank."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def test_sums_are_the_same_on_each_rank(ranks: int, tmp_path: Path) -> None:
         ended = list(pool.map(lambda rank: run(["-c", PROGRAM, tmp_path, rank, ranks]), range(ranks)))
     assert [each.returncode for each in ended] == [0] * ranks, [each.stderr for each in ended]
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
-    assert all(each["found"] == results[0]["found"] for each in results), "bit by bit"
+    assert all(each["found"] == results[0]["found"] for each in results), "bit for bit"
     assert results[0]["found"] == pytest.approx(results[0]["reduced"], rel=1e-14)
-    assert ranks == 1 or results[0]["waits"], "the premise: rank 0 comes first"
+    assert ranks == 1 or results[0]["waits"], "premise: rank 0 starts first"

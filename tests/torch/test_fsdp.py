@@ -1,4 +1,4 @@
-"""Models sharded by `fully_shard` on two gloo ranks, beside the large batch over the data of both."""
+"""Models sharded by `fully_shard` on two gloo ranks, against the large batch over the data of both."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ EXACT = 1e-12
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each rank found."""
+    """Results of each rank."""
     return found_by_both("tests.torch.fsdp_ranks", tmp_path_factory.mktemp("ranks"), warnings="default")
 
 
 def worst(one: dict[str, Any], task: str) -> float:
-    """The largest error of a parameter."""
+    """Return the largest error of a parameter."""
     reference, _ = tasks.reference(TASKS[task], 2)
     return max(tasks.errors(one["parameters"], reference, TASKS[task].make()).values())
 
@@ -83,7 +83,7 @@ def test_a_loss_in_bfloat16_does_not_round_the_weights(way: str, found: Found) -
 
 
 @pytest.mark.parametrize("reduced", ["window", "microbatch"])
-def test_a_policy_computes_as_the_large_batch_under_the_same_policy(reduced: str, found: Found) -> None:
+def test_a_mixed_precision_policy_rounds_as_in_the_large_batch(reduced: str, found: Found) -> None:
     assert worst(found[0][f"float32 policy, {reduced}/in float32"], "in float32") <= 2e-6
     for policy in ("bfloat16", "bfloat16 loss"):
         ours = worst(found[0][f"{policy} policy, {reduced}/in float32"], "in float32")
@@ -92,9 +92,7 @@ def test_a_policy_computes_as_the_large_batch_under_the_same_policy(reduced: str
 
 
 @pytest.mark.parametrize("how", ["", "DDP/", "all_reduce/"])
-def test_autocast_is_as_near_to_the_large_batch_as_the_large_batch_under_autocast(
-    how: str, found: Found
-) -> None:
+def test_autocast_rounds_as_in_the_large_batch(how: str, found: Found) -> None:
     task = TASKS["autocast"]
     trained, _ = tasks.reference(task, 2)
     theirs = max(tasks.errors(tasks.rounded(task, 2), trained, task.make().double()).values())
@@ -103,31 +101,31 @@ def test_autocast_is_as_near_to_the_large_batch_as_the_large_batch_under_autocas
 
 
 @pytest.mark.parametrize(("name", "task"), [(name, task) for name, (task, _) in MUTANTS.items()])
-def test_a_mutant_is_told_from_the_large_batch(name: str, task: str, found: Found) -> None:
+def test_mutant_differs_from_the_large_batch(name: str, task: str, found: Found) -> None:
     assert worst(found[0][f"mutant: {name}/{task}"], task) > 1e-3
 
 
-def test_ranks_take_as_many_turns_whatever_they_have(found: Found) -> None:
+def test_ranks_with_unequal_micro_batches_make_equal_numbers_of_exchanges(found: Found) -> None:
     one, other = (each["windows"] for each in found)
     assert one["microbatches"] == [4, 3, 4]
     assert other["microbatches"] == [2, 3, 1], "premise: this rank has fewer in two windows"
     assert one["exchanges"] == other["exchanges"]
 
 
-def test_turns_without_weight_do_not_count_for_a_participant(found: Found) -> None:
+def test_a_participant_does_not_see_placeholder_micro_batches(found: Found) -> None:
     each = [one["counted by a participant/windows"] for one in found]
     assert [one["counted"] for one in each] == [sum(one["microbatches"]) for one in each] == [11, 6]
 
 
-def test_a_batch_is_cut_into_as_many_micro_batches_where_it_can_be(found: Found) -> None:
+def test_ranks_split_batches_into_equally_many_micro_batches_if_possible(found: Found) -> None:
     one, other = (each["samples"]["microbatches"] for each in found)
     assert (one, other) == ([4, 3, 4], [4, 3, 1])
 
 
 def test_gradients_are_reduced_once_in_a_window(found: Found) -> None:
-    # The root and two blocks: all-gathers in a forward, of the blocks in a backward too; at the end one
-    # reduction each. Six times numbers: turns, weights, failures, losses, norm, the vote before the step.
-    assert found[0]["samples"]["exchanges"] == [turns * 5 + 3 + 6 for turns in (4, 3, 4)]
+    # The root and two blocks: 3 all-gathers per forward, 2 per backward, and 3 reductions at the end. Numbers
+    # are sent 6 times: counts of micro-batches, weights, failures, losses, norm, vote before the step.
+    assert found[0]["samples"]["exchanges"] == [count * 5 + 3 + 6 for count in (4, 3, 4)]
 
 
 def test_gradients_add_up_without_a_step(found: Found) -> None:
@@ -145,7 +143,7 @@ def test_gradients_add_up_without_a_step(found: Found) -> None:
         assert each["gradient"]["losses"] == pytest.approx(losses, rel=EXACT)
 
 
-def test_a_window_leaves_fsdp2_as_it_was_set(found: Found) -> None:
+def test_a_window_restores_the_settings_of_fsdp2(found: Found) -> None:
     for each in found:
         assert each["as set"]["before"] == each["as set"]["after"]
     model = tasks.net()
@@ -156,7 +154,7 @@ def test_a_window_leaves_fsdp2_as_it_was_set(found: Found) -> None:
         torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-12, atol=1e-12)
 
 
-def test_the_choice_is_told_with_its_bytes(found: Found) -> None:
+def test_the_report_names_the_way_of_reduction_and_its_bytes(found: Found) -> None:
     one, other = (found[0][way]["report"] for way in ("clipped", "each micro-batch/clipped"))
     assert one.startswith(
         "FSDP2 over 2 ranks: gradients are reduced once in a window (less than a tenth of a rank"
@@ -166,7 +164,7 @@ def test_the_choice_is_told_with_its_bytes(found: Found) -> None:
     assert found[0]["all_reduce/clipped"]["report"] == "all_reduce over 2 ranks"
 
 
-def test_ranks_whose_model_nothing_wraps_must_be_stated(found: Found) -> None:
+def test_several_ranks_with_an_unwrapped_model_need_sync(found: Found) -> None:
     for each in found:
         assert each["not stated"]["text"].startswith(
             "2 ranks are initialised, but the model is not wrapped and not sharded, so each rank would train "
@@ -183,7 +181,7 @@ def test_replicas_that_differ_are_refused(found: Found) -> None:
 
 
 @pytest.mark.parametrize("where", ["loss", "forward", "backward"])
-def test_memory_that_runs_out_on_one_rank_begins_the_window_again_on_both(where: str, found: Found) -> None:
+def test_out_of_memory_on_one_rank_repeats_the_window_on_both(where: str, found: Found) -> None:
     bad = len(where) % 2
     failures = [each[f"memory in the {where}/samples"]["failures"] for each in found]
     assert sum(failures[bad]) == 1, "smaller sizes are remembered"
@@ -191,7 +189,7 @@ def test_memory_that_runs_out_on_one_rank_begins_the_window_again_on_both(where:
 
 
 @pytest.mark.parametrize("where", ["loss", "forward", "backward"])
-def test_an_error_on_one_rank_leaves_both_as_before(where: str, found: Found) -> None:
+def test_an_error_on_one_rank_restores_both(where: str, found: Found) -> None:
     bad = len(where) % 2
     ((kind, text, unchanged, gradients),) = found[bad][f"error in the {where}/samples"]["outcome"]
     assert (kind, text, unchanged, gradients) == ("BrokenError", "no such label", True, 0)
@@ -201,7 +199,7 @@ def test_an_error_on_one_rank_leaves_both_as_before(where: str, found: Found) ->
 
 
 @pytest.mark.parametrize("how", ["DDP", "all_reduce"])
-def test_an_error_on_one_rank_of_replicas_leaves_both_as_before(how: str, found: Found) -> None:
+def test_an_error_on_one_replica_restores_both(how: str, found: Found) -> None:
     healthy, bad = (each[f"{how}, error in the forward/samples"]["outcome"] for each in found)
     assert bad == [("BrokenError", "no such label", True, 0)]
     ((kind, text, unchanged, gradients),) = healthy
@@ -219,7 +217,7 @@ def test_an_error_in_the_check_of_one_rank_stops_both(where: str, found: Found) 
     assert text.startswith("Rank 1 failed before its first micro-batch (BrokenError: no such label)")
 
 
-def test_both_ranks_refuse_what_is_not_finite_on_one(found: Found) -> None:
+def test_a_nonfinite_value_on_one_rank_raises_on_both(found: Found) -> None:
     for case in ("nan", "bad gradient"):
         for each in found:
             kind, _, unchanged = each[case]["outcome"]
@@ -236,8 +234,8 @@ def test_the_first_window_finds_a_wrong_reduction(found: Found) -> None:
         assert 'Instead pass reduction="mean"' in text
 
 
-def test_an_error_in_every_backward_of_one_rank_is_the_one_that_is_told(tmp_path: Path) -> None:
-    """This rank cannot let the others come to the end of the window: they hear by their timeout."""
+def test_a_rank_whose_every_backward_fails_raises_its_own_error(tmp_path: Path) -> None:
+    """The failing rank cannot finish the collectives of the window, so the other one may time out."""
     healthy, broken = found_by_both("tests.torch.broken_ranks", tmp_path, warnings="default")
     assert broken == ["BrokenError", "no backward here"]
     assert healthy[0] in ("RuntimeError", "RankError")

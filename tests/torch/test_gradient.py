@@ -1,4 +1,4 @@
-"""The gradient without a step: that of the real large batch, added to ``.grad`` as ``backward()`` does."""
+"""`Gradient` and `WholeGradient` add the gradient of the real large batch to ``.grad``, without a step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def large(model: nn.Module, loss: Loss, batch: Any) -> dict[str, Tensor]:
-    """Gradient of the real large batch; `model` is left as it was."""
+    """Return the gradient of the real large batch, without changing `model`."""
     twin = copy.deepcopy(model)
     twin.zero_grad()
     loss(twin, batch).backward()
@@ -73,10 +73,10 @@ SIZES = [None, 1, 3, 4, 7]
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_it_is_the_gradient_of_the_large_batch(size: int | None) -> None:
+def test_gradient_is_that_of_the_large_batch(size: int | None) -> None:
     model, batch = small_mlp(), one(10)
     expected, start = large(model, mse, batch), start_of(model)
-    record = Gradient(model, lambda part: mse(model, part), microbatch_size=size)(batch)
+    record = Gradient(model, lambda mb: mse(model, mb), microbatch_size=size)(batch)
     assert_alike(gradients(model), expected)
     assert all(torch.equal(p, start[name]) for name, p in model.named_parameters()), "no step is made"
     assert record.loss == pytest.approx(float(mse(model, batch).detach()), rel=1e-12)
@@ -90,21 +90,21 @@ def test_a_token_mean_and_a_window_with_a_tail() -> None:
     model = tiny_lm().double()
     batch = tokens([5, 2, 7, 1, 4])
     expected = large(model, token_mean, batch)
-    parts = [{name: value[i : i + 2] for name, value in batch.items()} for i in (0, 2, 4)]
-    assert len(parts[-1]["labels"]) == 1, "premise: the tail is short"
-    gradient_of = Gradient(model, lambda part: token_mean(model, part), weight=count_tokens("labels"))
-    gradient_of(Window(parts))
+    microbatches = [{name: value[i : i + 2] for name, value in batch.items()} for i in (0, 2, 4)]
+    assert len(microbatches[-1]["labels"]) == 1, "premise: the tail is short"
+    gradient_of = Gradient(model, lambda mb: token_mean(model, mb), weight=count_tokens("labels"))
+    gradient_of(Window(microbatches))
     assert_alike(gradients(model), expected)
 
 
-def test_it_is_added_to_earlier_gradients_which_stay_the_same_tensors() -> None:
+def test_gradient_is_added_in_place_to_earlier_gradients() -> None:
     model, first, second = small_mlp(), one(6), one(9, seed=5)
     expected = large(model, mse, first)
     for name, each in large(model, mse, second).items():
         expected[name] += each
     mse(model, first).backward()
     tensors = {name: p.grad for name, p in model.named_parameters()}
-    Gradient(model, lambda part: mse(model, part), microbatch_size=4)(second)
+    Gradient(model, lambda mb: mse(model, mb), microbatch_size=4)(second)
     assert_alike(gradients(model), expected)
     assert all(p.grad is tensors[name] for name, p in model.named_parameters())
 
@@ -140,12 +140,12 @@ def test_sparse_gradients_are_added(*, earlier_is_sparse: bool, sparse: bool) ->
     )
 
 
-def test_a_step_after_it_is_the_update_of_an_accumulator() -> None:
+def test_gradient_and_a_step_equal_an_update_of_the_accumulator() -> None:
     model = small_mlp()
     other = copy.deepcopy(model)
     optimizer = sgd(model.parameters())
-    gradient_of = Gradient(model, lambda part: mse(model, part), microbatch_size=4)
-    accumulate = Accumulator(other, sgd(other.parameters()), lambda part: mse(other, part), microbatch_size=4)
+    gradient_of = Gradient(model, lambda mb: mse(model, mb), microbatch_size=4)
+    accumulate = Accumulator(other, sgd(other.parameters()), lambda mb: mse(other, mb), microbatch_size=4)
     for seed in range(3):
         batch = one(10, seed=seed)
         gradient_of(batch)
@@ -156,30 +156,30 @@ def test_a_step_after_it_is_the_update_of_an_accumulator() -> None:
         assert torch.equal(mine, theirs), name
 
 
-def test_one_call_makes_the_same() -> None:
+def test_the_function_equals_the_class() -> None:
     model, batch = small_mlp(), one(10)
     expected = large(model, mse, batch)
-    assert gradient(model, lambda part: mse(model, part), batch, microbatch_size=3).microbatches == 4
+    assert gradient(model, lambda mb: mse(model, mb), batch, microbatch_size=3).microbatches == 4
     assert_alike(gradients(model), expected)
 
 
 @pytest.mark.parametrize("how", ["raises", "nan", "wrong weight"])
-def test_a_failure_leaves_everything_as_before(how: str) -> None:
+def test_a_failure_restores_everything(how: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
     batch, earlier = one(8), one(8, seed=9)
     mse(model, earlier).backward()
     calls = 0
 
-    def loss_fn(part: Any) -> Tensor:
+    def loss_fn(mb: Any) -> Tensor:
         nonlocal calls
         calls += 1
         random.random()
-        loss = mse(model, part)
+        loss = mse(model, mb)
         if calls > 1 and how == "raises":
             raise ZeroDivisionError
         if how == "wrong weight":
-            return loss * len(part[0])
+            return loss * len(mb[0])
         return loss * math.nan if calls > 1 and how == "nan" else loss
 
     before = copy.deepcopy((gradients(model), model.state_dict(), random.getstate(), torch.get_rng_state()))
@@ -194,7 +194,7 @@ def test_a_failure_leaves_everything_as_before(how: str) -> None:
     with pytest.raises(error):
         gradient_of(batch)
     after = (gradients(model), model.state_dict(), random.getstate(), torch.get_rng_state())
-    assert calls > 1, "premise: it fails in the middle"
+    assert calls > 1, "premise: it fails inside the window"
     for mine, theirs in zip(before[:2], after[:2], strict=True):
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
@@ -206,18 +206,16 @@ def test_a_batch_without_weight_adds_nothing() -> None:
     model, batch = small_mlp(), one(4)
     mse(model, batch).backward()
     before = gradients(model)
-    record = Gradient(model, lambda part: mse(model, part), microbatch_size=2, weight=lambda part: 0)(batch)
+    record = Gradient(model, lambda mb: mse(model, mb), microbatch_size=2, weight=lambda mb: 0)(batch)
     assert record.skipped is not None
     assert all(torch.equal(before[name], each) for name, each in gradients(model).items())
 
 
-def test_a_scaler_leaves_it_scaled() -> None:
+def test_a_scaler_keeps_the_gradient_scaled() -> None:
     model, batch = small_mlp().float(), one(8, dtype=torch.float32)
     scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=1024.0), sgd(model.parameters())
     expected = large(model, mse, batch)
-    record = Gradient(model, lambda part: mse(model, part), microbatch_size=3, scaler=scaler, check=False)(
-        batch
-    )
+    record = Gradient(model, lambda mb: mse(model, mb), microbatch_size=3, scaler=scaler, check=False)(batch)
     for name, each in gradients(model).items():
         torch.testing.assert_close(each, 1024 * expected[name], rtol=1e-5, atol=1e-3)
     norm = math.sqrt(sum(float(each.square().sum()) for each in expected.values()))
@@ -231,9 +229,7 @@ def test_a_scaler_leaves_it_scaled() -> None:
 def test_an_overflow_of_scaled_losses_is_left_for_the_scaler() -> None:
     model, (x, y) = small_mlp().float(), one(8, dtype=torch.float32)
     scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=2.0**80), sgd(model.parameters())
-    gradient_of = Gradient(
-        model, lambda part: mse(model, part), microbatch_size=3, scaler=scaler, check=False
-    )
+    gradient_of = Gradient(model, lambda mb: mse(model, mb), microbatch_size=3, scaler=scaler, check=False)
     start = start_of(model)
     record = gradient_of((x, y * 1e18))
     assert math.isfinite(record.loss), "premise: the loss is finite"
@@ -245,7 +241,7 @@ def test_an_overflow_of_scaled_losses_is_left_for_the_scaler() -> None:
 
 
 class Host:
-    """A host that has a backward of its own, as Accelerate has."""
+    """A host with its own backward, like Accelerate."""
 
     def __init__(self, scaler: Any = None) -> None:
         self.losses: list[float] = []
@@ -263,25 +259,25 @@ def test_a_host_runs_the_backward(scaled: bool) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
     host = Host(scaler)
     record = Gradient(
-        model, lambda part: mse(model, part), microbatch_size=4, backward=host.backward, scaler=scaler
+        model, lambda mb: mse(model, mb), microbatch_size=4, backward=host.backward, scaler=scaler
     )(batch)
     assert len(host.losses) == record.microbatches == 3
-    assert sum(host.losses) == pytest.approx(record.loss, rel=1e-12), "each loss has its share of the batch"
+    assert sum(host.losses) == pytest.approx(record.loss, rel=1e-12), "the losses add up to that of the batch"
     found = {name: each / (8 if scaled else 1) for name, each in gradients(model).items()}
     assert_alike(found, expected)
 
 
-def test_terms_with_weights_of_their_own() -> None:
+def test_loss_terms_with_different_weights() -> None:
     model = tiny_lm().double()
     batch = tokens([5, 2, 7, 1, 4, 3])
 
-    def terms(part: Any) -> dict[str, Tensor]:
-        scores = model(part["ids"])  # one graph for both: the host must retain it
-        tokens = nn.functional.cross_entropy(scores.flatten(0, 1), part["labels"].flatten())
+    def terms(mb: Any) -> dict[str, Tensor]:
+        scores = model(mb["ids"])  # one graph for both: the host must retain it
+        tokens = nn.functional.cross_entropy(scores.flatten(0, 1), mb["labels"].flatten())
         return {"tokens": tokens, "samples": scores.square().mean()}
 
-    def whole(net: nn.Module, part: Any) -> Tensor:
-        return token_mean(net, part) + net(part["ids"]).square().mean()
+    def whole(net: nn.Module, mb: Any) -> Tensor:
+        return token_mean(net, mb) + net(mb["ids"]).square().mean()
 
     expected, host = large(model, whole, batch), Host()
     weight = {"tokens": at_least(1, count_tokens("labels")), "samples": None}
@@ -290,7 +286,7 @@ def test_terms_with_weights_of_their_own() -> None:
     assert record.losses.keys() == {"tokens", "samples"}
 
 
-def test_memory_that_runs_out_changes_nothing_in_the_sum() -> None:
+def test_out_of_memory_does_not_change_the_sum() -> None:
     model, batch, earlier = small_mlp(), one(8), one(8, seed=4)
     expected = large(model, mse, batch)
     for name, each in large(model, mse, earlier).items():
@@ -300,7 +296,7 @@ def test_memory_that_runs_out_changes_nothing_in_the_sum() -> None:
         model.zero_grad()
         mse(model, earlier).backward()
         before = gradients(model)
-        gradient_of = Gradient(model, lambda part: mse(model, part), microbatch_size=4, check=False)
+        gradient_of = Gradient(model, lambda mb: mse(model, mb), microbatch_size=4, check=False)
         with FailAt() as failing, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # each recovery warns
             failing.arm(at)
@@ -320,7 +316,7 @@ def test_an_open_window_is_resumed_bit_for_bit() -> None:
     model, batch = small_mlp(), one(9)
 
     def of(net: nn.Module) -> Gradient:
-        return Gradient(net, lambda part: mse(net, part), microbatch_size=3, check=False)
+        return Gradient(net, lambda mb: mse(net, mb), microbatch_size=3, check=False)
 
     of(model)(batch)
     expected = gradients(model)
@@ -328,8 +324,8 @@ def test_an_open_window_is_resumed_bit_for_bit() -> None:
     first = of(model)
     state: dict[str, Any] = {}
     with first.window(batch) as window:
-        for number, part in enumerate(window):
-            window.backward(mse(model, part))
+        for number, mb in enumerate(window):
+            window.backward(mse(model, mb))
             if number == 1:
                 state = copy.deepcopy(first.state_dict())
                 break
@@ -338,8 +334,8 @@ def test_an_open_window_is_resumed_bit_for_bit() -> None:
     second.load_state_dict(state)
     with second.window(batch) as window:
         left = 0
-        for part in window:
-            window.backward(mse(model, part))
+        for mb in window:
+            window.backward(mse(model, mb))
             left += 1
     assert left == 1
     assert all(torch.equal(expected[name], each) for name, each in gradients(model).items())
@@ -352,7 +348,7 @@ def test_bfloat16_is_summed_in_float32() -> None:
 
     def error(gradient_sum: Any) -> float:
         low.zero_grad()
-        Gradient(low, lambda part: mse(low, part), microbatch_size=1, gradient_sum=gradient_sum, check=False)(
+        Gradient(low, lambda mb: mse(low, mb), microbatch_size=1, gradient_sum=gradient_sum, check=False)(
             low_batch
         )
         return max(
@@ -363,9 +359,9 @@ def test_bfloat16_is_summed_in_float32() -> None:
     assert error(torch.float32) < error(None)
 
 
-def test_parameters_that_are_frozen_and_added_later() -> None:
+def test_a_parameter_that_is_frozen_later_gets_no_gradient() -> None:
     model, batch = small_mlp(), one(6)
-    gradient_of = Gradient(model, lambda part: mse(model, part), microbatch_size=2)
+    gradient_of = Gradient(model, lambda mb: mse(model, mb), microbatch_size=2)
     gradient_of(batch)
     model.zero_grad()
     next(model.parameters()).requires_grad = False
@@ -374,7 +370,7 @@ def test_parameters_that_are_frozen_and_added_later() -> None:
     assert_alike(gradients(model), expected)
 
 
-def test_noise_is_measured_and_samples_have_streams() -> None:
+def test_streams_per_sample_make_dropout_independent_of_the_split() -> None:
     torch.manual_seed(0)
     model, batch = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double(), one(8)
     found = []
@@ -384,7 +380,7 @@ def test_noise_is_measured_and_samples_have_streams() -> None:
         meter = NoiseMeter(every=1)
         gradient_of = Gradient(
             model,
-            lambda part: mse(model, part),
+            lambda mb: mse(model, mb),
             microbatch_size=size,
             participants=[PerSampleRandom()],
             observers=[meter],
@@ -401,24 +397,24 @@ def test_coupled_samples(size: int) -> None:
     twin = copy.deepcopy(model)
     mse(twin, batch).backward()
     once = gradients(twin)
-    WholeGradient(model, lambda part: mse(model, part), microbatch_size=size)(batch)
+    WholeGradient(model, lambda mb: mse(model, mb), microbatch_size=size)(batch)
     assert_alike(gradients(model), once)
     assert all(
         torch.allclose(mine, theirs) for mine, theirs in zip(model.buffers(), twin.buffers(), strict=True)
     )
-    WholeGradient(model, lambda part: mse(model, part), microbatch_size=size)(batch)
+    WholeGradient(model, lambda mb: mse(model, mb), microbatch_size=size)(batch)
     mse(twin, batch).backward()
     assert_alike(gradients(model), gradients(twin))
 
 
-def test_whole_gradient_runs_the_host_and_leaves_everything_after_a_failure() -> None:
+def test_whole_gradient_calls_the_host_and_restores_everything_after_a_failure() -> None:
     model, batch = batchnorm_net(), one(10)
     mse(model, batch).backward()
     before, buffers = gradients(model), copy.deepcopy(model.state_dict())
     host = Host()
 
-    def loss_fn(part: Any) -> Tensor:
-        loss = mse(model, part)
+    def loss_fn(mb: Any) -> Tensor:
+        loss = mse(model, mb)
         return loss * math.nan if host.losses else loss
 
     gradient_of = WholeGradient(model, loss_fn, microbatch_size=3, backward=host.backward)
@@ -434,13 +430,13 @@ def test_whole_gradient_runs_the_host_and_leaves_everything_after_a_failure() ->
     assert all(torch.equal(buffers[name], each) for name, each in model.state_dict().items())
 
 
-def test_whole_batch_steps_as_whole_gradient_and_a_step() -> None:
+def test_whole_batch_equals_whole_gradient_and_a_step() -> None:
     model, batch = batchnorm_net(), one(10)
     other = copy.deepcopy(model)
     optimizer = sgd(model.parameters())
-    WholeGradient(model, lambda part: mse(model, part), microbatch_size=3)(batch)
+    WholeGradient(model, lambda mb: mse(model, mb), microbatch_size=3)(batch)
     optimizer.step()
-    WholeBatch(other, sgd(other.parameters()), lambda part: mse(other, part), microbatch_size=3)(batch)
+    WholeBatch(other, sgd(other.parameters()), lambda mb: mse(other, mb), microbatch_size=3)(batch)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
@@ -454,25 +450,25 @@ def test_whole_batch_steps_as_whole_gradient_and_a_step() -> None:
         ({"accumulation_steps": 4}, "has no option"),
     ],
 )
-def test_what_is_refused(options: dict[str, Any], text: str) -> None:
+def test_wrong_options(options: dict[str, Any], text: str) -> None:
     model = small_mlp()
     with pytest.raises(InputError, match=text):
-        Gradient(model, lambda part: mse(model, part), **options)
+        Gradient(model, lambda mb: mse(model, mb), **options)
 
 
 def test_a_model_without_trainable_parameters_is_refused() -> None:
     model = small_mlp().requires_grad_(requires_grad=False)
     with pytest.raises(InputError, match="No parameter of the models needs a gradient"):
-        Gradient(model, lambda part: mse(model, part))
+        Gradient(model, lambda mb: mse(model, mb))
 
 
-def test_the_update_of_an_open_window_is_not_there_yet() -> None:
+def test_an_open_window_has_no_update() -> None:
     model, batch = small_mlp(), one(4)
     with Gradient(model, microbatch_size=2).window(batch) as window:
         with pytest.raises(WindowError, match="has no update"):
             _ = window.update
-        for part in window:
-            window.backward(mse(model, part))
+        for mb in window:
+            window.backward(mse(model, mb))
     assert window.update.made
 
 
@@ -480,17 +476,17 @@ MUTANTS: dict[str, tuple[str, Callable[..., Any], Callable[[], None]]] = {
     "earlier gradients are dropped": (
         "commit",
         lambda self: None,
-        test_it_is_added_to_earlier_gradients_which_stay_the_same_tensors,
+        test_gradient_is_added_in_place_to_earlier_gradients,
     ),
     "earlier gradients stay in the sum": (
         "begin",
         lambda self: None,
-        test_it_is_added_to_earlier_gradients_which_stay_the_same_tensors,
+        test_gradient_is_added_in_place_to_earlier_gradients,
     ),
     "earlier gradients are not restored": (
         "restore",
         lambda self: None,
-        lambda: test_a_failure_leaves_everything_as_before("raises"),
+        lambda: test_a_failure_restores_everything("raises"),
     ),
 }
 
@@ -512,7 +508,7 @@ def test_an_earlier_gradient_that_cannot_be_written_is_replaced_by_the_sum(kind:
             number = torch.ones((), dtype=each.dtype)
             each.grad = number.expand(each.shape) if kind == "expanded" else number.repeat(each.shape)
             expected[name] = expected[name] + 1
-    Gradient(model, lambda part: mse(model, part), microbatch_size=4)(batch)
+    Gradient(model, lambda mb: mse(model, mb), microbatch_size=4)(batch)
     assert_alike(gradients(model), expected)
 
 
@@ -520,20 +516,20 @@ def test_earlier_gradients_are_not_kept_alive_by_a_window_that_failed() -> None:
     model, batch = small_mlp(), one(6)
     mse(model, batch).backward()
     kept = [weakref.ref(each.grad) for each in model.parameters()]
-    gradient_of = Gradient(model, lambda part: mse(model, part) * math.nan, microbatch_size=4, check=False)
+    gradient_of = Gradient(model, lambda mb: mse(model, mb) * math.nan, microbatch_size=4, check=False)
     with pytest.raises(NonFiniteError):
         gradient_of(batch)
-    assert all(each() is not None for each in kept), "the premise: they are in .grad again"
+    assert all(each() is not None for each in kept), "premise: they are in .grad again"
     model.zero_grad()
     assert not any(each() is not None for each in kept)
 
 
-def test_an_earlier_gradient_beside_sums_of_their_own_is_added() -> None:
-    """Gradients in bfloat16 are summed in buffers, and come to ``.grad`` at the end alone."""
+def test_a_sum_in_buffers_is_added_to_an_earlier_gradient() -> None:
+    """bfloat16 gradients are summed in buffers and reach ``.grad`` only at the end of the window."""
     torch.manual_seed(0)
     model, batch = mlp(torch.bfloat16), tuple(each.bfloat16() for each in one(6))
     gradient_of = Gradient(
-        model, lambda part: mse(model, part), microbatch_size=2, gradient_sum=torch.float32, check=False
+        model, lambda mb: mse(model, mb), microbatch_size=2, gradient_sum=torch.float32, check=False
     )
     gradient_of(batch)
     expected = gradients(model)

@@ -1,4 +1,4 @@
-"""Two real gloo ranks: the gradient without a step is that of the large batch over the data of both."""
+"""On two gloo ranks, `Gradient` gives the gradient of the large batch over the data of both."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def assert_alike(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 def test_a_token_mean_over_ranks_of_unequal_weight(found: list[dict[str, Any]]) -> None:
     assert sum(LENGTHS[0]) != sum(LENGTHS[1]), "premise"
     model = tiny_lm()
-    parts = [sentences(rank) for rank in range(2)]
-    loss = token_mean(model, {name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+    batches = [sentences(rank) for rank in range(2)]
+    loss = token_mean(model, {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]})
     loss.backward()
     for of_rank in found:
         assert_alike(of_rank["tokens"]["gradients"], gradients(model))
         assert of_rank["tokens"]["loss"] == pytest.approx(float(loss.detach()), rel=1e-12)
-        assert of_rank["tokens"]["weight"] == int((torch.cat([p["labels"] for p in parts]) != -100).sum())
+        assert of_rank["tokens"]["weight"] == int((torch.cat([b["labels"] for b in batches]) != -100).sum())
 
 
-def test_it_is_added_to_a_gradient_that_ddp_has_reduced(found: list[dict[str, Any]]) -> None:
+def test_gradient_is_added_to_one_that_ddp_has_reduced(found: list[dict[str, Any]]) -> None:
     model = mlp()
     for seed in range(2):
         x, y = (
@@ -49,7 +49,7 @@ def test_it_is_added_to_a_gradient_that_ddp_has_reduced(found: list[dict[str, An
         assert_alike(of_rank["earlier"]["gradients"], gradients(model))
 
 
-def test_a_failure_of_one_rank_leaves_every_rank_as_before(found: list[dict[str, Any]]) -> None:
+def test_a_failure_on_one_rank_restores_both(found: list[dict[str, Any]]) -> None:
     for of_rank in found:
         assert "finite" in of_rank["failure"]["error"]
         assert of_rank["failure"]["as before"]

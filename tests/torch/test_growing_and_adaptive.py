@@ -54,7 +54,7 @@ def test_windows_grow_and_the_rate_follows() -> None:
             asked = 0.1 * halving(seen) / 12
             assert update.samples is not None
             assert update.learning_rates[0] / update.samples == pytest.approx(asked, rel=1e-9), (
-                "the temperature"
+                "the temperature, rate / batch"
             )
             seen += update.samples
     assert seen == 3 * 410
@@ -62,7 +62,7 @@ def test_windows_grow_and_the_rate_follows() -> None:
     assert schedule.batch_of(accumulate.updates - 1) < 40, "premise: and ended with a tail"
 
 
-def test_a_run_goes_on_after_a_restart() -> None:
+def test_a_restarted_run_continues_bit_for_bit() -> None:
     def start() -> tuple[Any, ...]:
         model, loss_fn = linear_model()
         optimizer = AdamW(model.parameters(), lr=0.01)
@@ -70,8 +70,8 @@ def test_a_run_goes_on_after_a_restart() -> None:
         grow = GrowBatch(optimizer, schedule)
         return model, optimizer, grow, Accumulator(model, optimizer, loss_fn, scheduler=grow)
 
-    def train(parts: tuple[Any, ...], rows: torch.Tensor) -> None:
-        *_, grow, accumulate = parts
+    def train(training: tuple[Any, ...], rows: torch.Tensor) -> None:
+        *_, grow, accumulate = training
         for window in windows(rows.split(5), grow, first_update=accumulate.updates):
             accumulate(window)
 
@@ -80,17 +80,17 @@ def test_a_run_goes_on_after_a_restart() -> None:
     train(whole, rows)
     first = start()
     train(first, rows[: first[2]._schedule.samples(13)])
-    saved = copy.deepcopy([part.state_dict() for part in first])
+    saved = copy.deepcopy([each.state_dict() for each in first])
     second = start()
-    for part, state in zip(second, saved, strict=True):
-        part.load_state_dict(state)
+    for each, state in zip(second, saved, strict=True):
+        each.load_state_dict(state)
     train(second, rows[first[2]._schedule.samples(13) :])
     assert whole[1].param_groups[0]["betas"] == second[1].param_groups[0]["betas"] != (0.9, 0.999)
     for one, other in zip(whole[0].parameters(), second[0].parameters(), strict=True):
         assert torch.equal(one, other)
 
 
-def test_adams_beta2_follows_the_batch_and_its_temperature_is_asked_for() -> None:
+def test_adams_beta2_follows_the_batch_and_another_temperature_is_refused() -> None:
     weight = nn.Parameter(torch.zeros(2))
     optimizer = Adam([weight], lr=0.01, betas=(0.9, 0.99))
     with pytest.raises(InputError, match='temperature="adam"'):
@@ -106,7 +106,7 @@ def test_adams_beta2_follows_the_batch_and_its_temperature_is_asked_for() -> Non
 
 
 def spread_of_adam(schedule: Any, samples: int) -> float:
-    """Standard deviation over particles on x^2 / 2 in much noise, after Adam with a growing batch."""
+    """Return the standard deviation of noisy particles on x^2 / 2 after Adam with a growing batch."""
     generator = torch.Generator().manual_seed(0)
     x = nn.Parameter(torch.randn(4000, dtype=torch.float64, generator=generator))
     optimizer = Adam([x], lr=0.05, betas=(0.0, 0.999), eps=1e-12)
@@ -119,7 +119,7 @@ def spread_of_adam(schedule: Any, samples: int) -> float:
     return float(x.detach().std())
 
 
-def test_adam_cools_alike_by_its_rate_and_by_a_batch_that_grows_with_its_square() -> None:
+def test_a_smaller_rate_and_a_squared_growth_of_the_batch_cool_adam_equally() -> None:
     def quarters(seen: float) -> float:
         return 1.0 if seen < 2400 else 0.25
 
@@ -129,14 +129,14 @@ def test_adam_cools_alike_by_its_rate_and_by_a_batch_that_grows_with_its_square(
     decayed, grown = adam(largest=4), adam()
     assert (decayed(700), decayed.rate(700)) == (1, 0.25)
     assert (grown(700), grown.rate(700)) == (16, 1.0)
-    # Each standard deviation of 4000 particles is known to 1 / 89; the noise is 2.5 to 10 times the signal.
-    apart = 4 * math.sqrt(2) / 89 + 0.04
+    # A standard deviation over 4000 particles has the error 1 / 89. The noise is 2.5 to 10 times the signal.
+    bound = 4 * math.sqrt(2) / 89 + 0.04
     theirs, ours = spread_of_adam(decayed, 9600), spread_of_adam(grown, 9600)
-    assert abs(ours / theirs - 1) < apart
+    assert abs(ours / theirs - 1) < bound
     warm = spread_of_adam(grow_batch(lambda seen: 1.0, batch=4, microbatch=4, temperature="adam"), 9600)
     assert warm > 1.3 * theirs, "premise: it cools"
 
-    class LikeSgd(type(grown)):  # a mutant: B / f, at the full rate
+    class LikeSgd(type(grown)):  # mutant: the batch B / f at the full rate
         def batch_of(self, update: int) -> int:
             return 4 if self.samples(update) < 2400 else 16
 
@@ -145,10 +145,10 @@ def test_adam_cools_alike_by_its_rate_and_by_a_batch_that_grows_with_its_square(
 
     mutant = adam(largest=16)
     mutant.__class__ = LikeSgd
-    assert spread_of_adam(mutant, 9600) / theirs - 1 > 2 * apart
+    assert spread_of_adam(mutant, 9600) / theirs - 1 > 2 * bound
 
 
-def test_momentum_is_set_where_there_is_one() -> None:
+def test_momentum_is_set_if_the_optimizer_has_one() -> None:
     weight = nn.Parameter(torch.zeros(2))
     schedule = grow_batch(halving, batch=10, microbatch=5, momentum=(0.9, 0.95))
     optimizer = SGD([weight], lr=0.1, momentum=0.9)
@@ -190,10 +190,10 @@ MAKERS: dict[str, Any] = {
 }
 
 
-# Until torch 2.10 SequentialLR gives its schedulers an argument that they warn of (pytorch/pytorch#149392).
+# Until torch 2.10, SequentialLR passes its schedulers a deprecated argument (pytorch/pytorch#149392).
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_scheduler_is_read_without_being_touched(name: str) -> None:
+def test_reading_a_scheduler_does_not_change_it(name: str) -> None:
     weight = nn.Parameter(torch.zeros(3))
     optimizer = SGD([{"params": [weight]}], lr=0.5, momentum=0.9)
     scheduler = MAKERS[name](optimizer)
@@ -206,13 +206,13 @@ def test_a_scheduler_is_read_without_being_touched(name: str) -> None:
     for _ in range(12):
         real.append(optimizer.param_groups[0]["lr"] / optimizer.param_groups[0]["initial_lr"])
         optimizer.step()
-        with contextlib.suppress(ValueError):  # how OneCycleLR says that it is over
+        with contextlib.suppress(ValueError):  # raised by OneCycleLR at its end
             scheduler.step()
-    assert len(set(real)) > 5, "premise: it does something"
+    assert len(set(real)) > 5, "premise: the rate changes"
     assert read == pytest.approx(real, rel=1e-12)
 
 
-def test_what_cannot_be_read_is_said() -> None:
+def test_schedulers_that_cannot_be_read_are_refused() -> None:
     optimizer = SGD([nn.Parameter(torch.zeros(3))], lr=0.5)
     with pytest.raises(InputError, match="depends on future losses"):
         rate_of(lr_scheduler.ReduceLROnPlateau(optimizer), samples_per_step=1)
@@ -232,14 +232,14 @@ def test_what_cannot_be_read_is_said() -> None:
 
 
 def noisy(scale: float, samples: int, *, d: int = 40) -> torch.Tensor:
-    """Samples whose gradient under `sum(w x)` has |G|^2 = 1 and a noise scale of so many samples."""
+    """Return samples x; the gradient of `sum(w x)` has |G|^2 = 1 and the noise scale `scale`."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(samples, d, dtype=torch.float64, generator=generator) * math.sqrt(scale / d)
     x[:, 0] += 1.0
     return x
 
 
-def test_the_controller_steers_an_accumulator() -> None:
+def test_the_controller_sets_the_windows_of_an_accumulator() -> None:
     weight = nn.Linear(40, 1, bias=False).double()
     optimizer = SGD(weight.parameters(), lr=1e-3)
     accumulate = Accumulator(
@@ -249,12 +249,12 @@ def test_the_controller_steers_an_accumulator() -> None:
     lengths = [
         len(window) for window in windows(noisy(64.0, 24_000).split(4), steps) if accumulate(window).made
     ]
-    assert lengths[:9] == [2] * 8 + [lengths[8]], "held until the noise is known"
+    assert lengths[:9] == [2] * 8 + [lengths[8]], "constant until the noise is known"
     settled = sorted(lengths[60:-1])
     assert 14 <= settled[len(settled) // 2] <= 20, "64 samples are 16 micro-batches"
 
 
-def test_settings_follow_the_controller() -> None:
+def test_the_learning_rate_follows_the_controller() -> None:
     weight = nn.Parameter(torch.zeros(2))
     optimizer = SGD([weight], lr=0.1)
     lengths = {0: 4, 1: 8, 2: 2}
@@ -295,18 +295,18 @@ def test_adascale_sets_the_rate_of_an_accumulator() -> None:
 
 
 def test_stopping_inside_a_window_is_unbiased_as_a_sum() -> None:
-    """Real updates of `update_until`: the weight moves by -lr x sum / planned. Wald's identity, z < 4."""
+    """`update_until` changes the weight by -lr * sum / planned. By Wald's identity, the sum is unbiased."""
     d = 5
     model = nn.Linear(d, 1, bias=False).double()
     optimizer = SGD(model.parameters(), lr=1.0)
     rows = iter(noisy(40.0, 8 * 16_000, d=d).split(8))
-    moved, counts, means = [], [], []
+    differences, counts, means = [], [], []
     for _ in range(1500):
         before = model.weight.detach().clone()
         done = update_until(model, optimizer, lambda x: model(x).sum(), rows, planned=40.0, least=2, most=64)
         along = float((before - model.weight.detach())[0, 0]) * 40.0 / 8  # sum of micro-batch means, along G
         assert done.weight == 8 * done.microbatches == 40.0 * done.factor
-        moved.append(along - done.microbatches)
+        differences.append(along - done.microbatches)
         counts.append(done.microbatches)
         means.append(along / done.microbatches - 1)
     assert len(set(counts)) > 3, "premise: the length is random"
@@ -315,11 +315,11 @@ def test_stopping_inside_a_window_is_unbiased_as_a_sum() -> None:
         found = torch.tensor(values)
         return float(found.mean() / (found.std() / math.sqrt(len(values))))
 
-    assert abs(z(moved)) < 4
+    assert abs(z(differences)) < 4
     assert z(means) > 6, "the mean over such a window is biased upwards"
 
 
-def test_what_cannot_stop_inside_a_window_is_refused() -> None:
+def test_wrong_arguments_of_update_until() -> None:
     model = nn.Linear(3, 1)
     sgd = SGD(model.parameters(), lr=0.1)
 
@@ -345,7 +345,7 @@ def test_what_cannot_stop_inside_a_window_is_refused() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_the_data_may_end_first() -> None:
+def test_update_until_ends_with_the_data() -> None:
     model = nn.Linear(3, 1)
     done = update_until(
         model,
@@ -358,30 +358,30 @@ def test_the_data_may_end_first() -> None:
     assert (done.stopped, done.microbatches, done.factor) == (False, 3, 1.0)
 
 
-def test_a_controller_says_what_it_was_told_to() -> None:
+def test_a_controller_without_noise_keeps_its_start() -> None:
     steps = controller(nn.Linear(2, 1), lambda: None, microbatch=8, start=4)
     assert isinstance(steps, Controller)
     assert [steps(update) for update in range(3)] == [4, 4, 4]
 
 
-def test_gradients_that_share_memory_are_summed_apart() -> None:
-    """Autograd gives both parts of ``a + b`` one tensor, and ``a.sum()`` one element for all."""
+def test_gradients_that_share_memory_are_summed_separately() -> None:
+    """Autograd gives both terms of ``a + b`` one tensor, and ``c.sum()`` an expanded element."""
     rows = torch.randn(4, 8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    parts = {name: nn.Parameter(torch.zeros(3, dtype=torch.float64)) for name in ("a", "b", "c")}
+    terms = {name: nn.Parameter(torch.zeros(3, dtype=torch.float64)) for name in ("a", "b", "c")}
 
     def loss(x: torch.Tensor) -> torch.Tensor:
-        return (x @ (parts["a"] + parts["b"]) - 1).square().sum() + len(x) * parts["c"].sum()
+        return (x @ (terms["a"] + terms["b"]) - 1).square().sum() + len(x) * terms["c"].sum()
 
-    expected = torch.autograd.grad(torch.stack([loss(x) for x in rows]).sum(), list(parts.values()))
-    optimizer = SGD(parts.values(), lr=1.0)
-    done = update_until(nn.ParameterDict(parts), optimizer, loss, iter(rows), planned=32, least=4)
+    expected = torch.autograd.grad(torch.stack([loss(x) for x in rows]).sum(), list(terms.values()))
+    optimizer = SGD(terms.values(), lr=1.0)
+    done = update_until(nn.ParameterDict(terms), optimizer, loss, iter(rows), planned=32, least=4)
     assert done.microbatches == 4
-    for parameter, gradient in zip(parts.values(), expected, strict=True):
+    for parameter, gradient in zip(terms.values(), expected, strict=True):
         assert gradient.abs().min() > 0, "premise"
         torch.testing.assert_close(parameter.detach(), -gradient / 32)
 
 
-def test_a_micro_batch_without_weight_ends_no_window() -> None:
+def test_a_micro_batch_without_weight_does_not_end_a_window() -> None:
     model = nn.Linear(3, 1)
     weights = iter([8.0, 0.0, 8.0])
     done = update_until(

@@ -1,4 +1,4 @@
-"""Cases that were wrong once: each was found by trying to break the accumulator."""
+"""Hard cases: shared, overlapping and replaced gradients, mixed dtypes, overflows and changing state."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.torch.helpers import assert_same_parameters, large_batch, mlp, mse, r
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_token_trap_shows_in_an_untrained_language_model(dtype: torch.dtype) -> None:
-    """With a head of zeros all tokens have the same loss: only gradients tell the weights apart."""
+def test_a_wrong_token_mean_is_found_in_an_untrained_language_model(dtype: torch.dtype) -> None:
+    """With a head of zeros, all tokens have the same loss, so only gradients show the error."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50)).to(dtype)
     head: Any = model[1]
@@ -33,8 +33,8 @@ def test_the_token_trap_shows_in_an_untrained_language_model(dtype: torch.dtype)
         logits = model(microbatch["tokens"]).flatten(0, 1)
         return F.cross_entropy(logits.float(), microbatch["labels"].flatten())
 
-    whole, part = (float(loss_fn({k: v[:n] for k, v in batch.items()}).detach()) for n in (8, 1))
-    assert whole == pytest.approx(part, rel=1e-6)  # the losses say nothing
+    large, single = (float(loss_fn({k: v[:n] for k, v in batch.items()}).detach()) for n in (8, 1))
+    assert large == pytest.approx(single, rel=1e-6)  # premise: losses do not show it
     before = start_of(model)
     accumulate = Accumulator(model, sgd(model.parameters()), loss_fn, microbatch_size=4)
     with pytest.raises(LossSpecError, match=r'pass weight=count_tokens\("labels"\)'):
@@ -42,8 +42,8 @@ def test_the_token_trap_shows_in_an_untrained_language_model(dtype: torch.dtype)
     assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
 
 
-def test_one_gradient_for_two_parameters_is_not_summed_twice() -> None:
-    """Autograd hands the same tensor to both of `a.view(3, 4) + b.view(3, 4)`."""
+def test_a_gradient_of_two_parameters_is_not_summed_twice() -> None:
+    """Autograd gives the same tensor to both terms of `a.view(3, 4) + b.view(3, 4)`."""
 
     def made() -> nn.ParameterList:
         torch.manual_seed(0)
@@ -70,8 +70,8 @@ def test_one_gradient_for_two_parameters_is_not_summed_twice() -> None:
         assert_same_parameters(reference, model, 1e-12, start=start)
 
 
-def test_one_gradient_for_two_parameters_that_comes_in_a_later_microbatch_is_not_summed_twice() -> None:
-    """The first micro-batch goes another way, so that both still have no gradient after it."""
+def test_a_later_gradient_of_two_parameters_is_not_summed_twice() -> None:
+    """The first micro-batch uses a third parameter, so the two have no gradient after it."""
 
     def made() -> nn.ParameterList:
         torch.manual_seed(0)
@@ -97,7 +97,7 @@ def test_one_gradient_for_two_parameters_that_comes_in_a_later_microbatch_is_not
 @pytest.mark.parametrize("shape", [(1,), ()])
 @pytest.mark.parametrize("term", ["squeeze", "view", "sum"])
 def test_a_parameter_that_is_a_term_of_the_loss(shape: tuple[int, ...], term: str) -> None:
-    """Its gradient is the one that the backward starts from, the same tensor perhaps."""
+    """Its gradient may be the very tensor with which the backward starts."""
     terms = {"squeeze": Tensor.squeeze, "view": lambda p: p.view(()), "sum": Tensor.sum}
 
     def made() -> nn.ParameterDict:
@@ -115,8 +115,8 @@ def test_a_parameter_that_is_a_term_of_the_loss(shape: tuple[int, ...], term: st
 
 
 @pytest.mark.parametrize("when", ["before", "in the second window"])
-@pytest.mark.parametrize("how", ["on the parameter", "on the node that adds"])
-def test_a_hook_may_put_another_tensor_in_the_place_of_a_gradient(how: str, when: str) -> None:
+@pytest.mark.parametrize("how", ["on the parameter", "on the AccumulateGrad node"])
+def test_a_hook_may_replace_a_gradient(how: str, when: str) -> None:
     reference, model, batches = mlp(), mlp(), rows(13, 3)
     start, nodes = start_of(reference), []
 
@@ -164,7 +164,7 @@ def test_a_parameter_without_elements_does_not_hide_a_nan() -> None:
         accumulate(torch.ones(4, 2))
 
 
-def test_a_model_of_bfloat16_and_float64_has_a_norm() -> None:
+def test_the_norm_of_a_model_in_bfloat16_and_float64() -> None:
     model = nn.Sequential(nn.Linear(4, 300).double(), nn.Linear(300, 1).bfloat16())
 
     def loss_fn(x: Tensor) -> Tensor:
@@ -194,7 +194,7 @@ def test_the_norm_is_that_of_large_and_small_tensors(widths: tuple[int, int, int
 
 
 class Overlapping(torch.autograd.Function):
-    """The first and the last three of four numbers, added; both gradients are views of one tensor."""
+    """Adds two shifted vectors of three numbers; both gradients are overlapping views of one tensor."""
 
     @staticmethod
     def forward(ctx: Any, first: Tensor, last: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -205,7 +205,7 @@ class Overlapping(torch.autograd.Function):
         return gradient[:3], gradient[1:]
 
 
-def test_gradients_that_overlap_are_summed_apart() -> None:
+def test_overlapping_gradients_are_summed_separately() -> None:
     def made() -> nn.ParameterList:
         return nn.ParameterList([torch.ones(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)])
 
@@ -219,7 +219,7 @@ def test_gradients_that_overlap_are_summed_apart() -> None:
     assert_same_parameters(reference, model, 1e-12, start=start)
 
 
-def test_a_sparse_gradient_that_meets_a_dense_one_in_a_later_window() -> None:
+def test_a_sparse_and_a_dense_gradient_in_a_later_window() -> None:
     def made() -> nn.Embedding:
         torch.manual_seed(0)
         return nn.Embedding(5, 3, sparse=True).double()
@@ -243,7 +243,7 @@ def test_a_sparse_gradient_that_meets_a_dense_one_in_a_later_window() -> None:
     assert_same_parameters(reference, model, 1e-12, start=start)
 
 
-def test_a_hook_put_on_between_windows_of_two_microbatches() -> None:
+def test_a_hook_registered_between_windows_of_two_microbatches() -> None:
     reference, model, batches = mlp(), mlp(), rows(4, 3)
     start = start_of(reference)
     large_batch(sgd(reference.parameters()), lambda batch: mse(reference, batch), batches)
@@ -256,7 +256,7 @@ def test_a_hook_put_on_between_windows_of_two_microbatches() -> None:
     assert_same_parameters(reference, model, 1e-12, start=start)
 
 
-def test_an_overflow_in_one_of_two_optimizers_moves_neither() -> None:
+def test_an_overflow_in_one_of_two_optimizers_skips_both() -> None:
     models = [mlp().float(), mlp().float()]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     optimizers = [sgd(model.parameters()) for model in models]
@@ -265,7 +265,7 @@ def test_an_overflow_in_one_of_two_optimizers_moves_neither() -> None:
         x, y = microbatch
         return F.mse_loss(models[0](x), y) + models[1](x).square().mean()
 
-    x, y = (part.float() for part in rows(6, 1)[0])
+    x, y = (tensor.float() for tensor in rows(6, 1)[0])
     accumulate = Accumulator(models, optimizers, loss_fn, microbatch_size=2, scaler=scaler)
     assert accumulate((x, y)).made
     before = [start_of(model) for model in models]
@@ -279,16 +279,16 @@ def test_an_overflow_in_one_of_two_optimizers_moves_neither() -> None:
         assert all(torch.equal(old[name], value) for name, value in model.named_parameters())
 
 
-def test_a_window_does_not_go_on_under_another_scale() -> None:
+def test_a_window_does_not_resume_with_another_scale() -> None:
     model = mlp().float()
-    x, y = (part.float() for part in rows(6, 1)[0])
+    x, y = (tensor.float() for tensor in rows(6, 1)[0])
 
     def made(scale: float) -> Accumulator:
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         return Accumulator(model, sgd(model.parameters()), microbatch_size=2, scaler=scaler)
 
     first, state = made(8.0), {}
-    with pytest.raises(KeyboardInterrupt), first.window((x, y)) as window:  # noqa: PT012  (the loop is the subject)
+    with pytest.raises(KeyboardInterrupt), first.window((x, y)) as window:  # noqa: PT012  (the loop is under test)
         for microbatch in window:
             window.backward(mse(model, microbatch))
             state = first.state_dict()
@@ -299,7 +299,7 @@ def test_a_window_does_not_go_on_under_another_scale() -> None:
         pass
 
 
-def test_masters_that_are_not_used_are_refused_and_written_parameters_taken_over() -> None:
+def test_unused_masters_are_refused_and_masters_follow_written_parameters() -> None:
     model = mlp().bfloat16()
     masters = fp32_masters(model)
     with pytest.raises(OptimizerError, match=r"Make the optimizer with masters\.values"):
@@ -307,21 +307,21 @@ def test_masters_that_are_not_used_are_refused_and_written_parameters_taken_over
     accumulate = Accumulator(
         model, MasterWeights(torch.optim.SGD(masters.values(), lr=1e-4), masters), lambda mb: mse(model, mb)
     )
-    batch = tuple(part.bfloat16() for part in rows(6, 1)[0])
+    batch = tuple(tensor.bfloat16() for tensor in rows(6, 1)[0])
     accumulate(batch)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(1.0)  # a checkpoint is loaded, say
+            parameter.add_(1.0)  # as if a checkpoint were loaded
     loaded = start_of(model)
     accumulate(batch)
     for name, parameter in model.named_parameters():
         assert (parameter - loaded[name]).abs().max() < 0.1
 
 
-def test_autocast_around_the_training_loop_sees_every_update() -> None:
+def test_autocast_around_the_training_loop_uses_updated_weights() -> None:
     def train(outside: bool) -> dict[str, Tensor]:
         model = mlp().float()
-        x, y = (part.float() for part in rows(12, 1)[0])
+        x, y = (tensor.float() for tensor in rows(12, 1)[0])
         accumulate = Accumulator(
             model, torch.optim.SGD(model.parameters(), lr=0.5), lambda mb: mse(model, mb), microbatch_size=4
         )
@@ -343,23 +343,23 @@ def test_autocast_around_the_training_loop_sees_every_update() -> None:
     ],
     ids=["spectral_norm", "InstanceNorm"],
 )
-def test_a_state_that_moves_in_the_forward_is_said(layer: nn.Module, state: str) -> None:
+def test_a_forward_that_changes_its_state_warns_once(layer: nn.Module, state: str) -> None:
     model = nn.Sequential(layer, nn.Flatten(), nn.LazyLinear(1)).double()
     x = torch.randn(8, 4, 4, dtype=torch.float64)
     model.eval()(x)
     accumulate = Accumulator(
         model.train(), sgd(model.parameters()), lambda mb: model(mb).square().mean(), microbatch_size=4
     )
-    with pytest.warns(UserWarning, match=r"forward\(\) updates the state") as said:
+    with pytest.warns(UserWarning, match=r"forward\(\) updates the state") as caught:
         accumulate(x)
-    assert any(state in str(one.message) for one in said)
+    assert any(state in str(one.message) for one in caught)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         accumulate(x)
 
 
-def test_a_parameter_that_is_replaced_is_the_one_that_is_summed_from_then_on() -> None:
-    """As a head that is made anew between two windows."""
+def test_a_replaced_parameter_is_summed_from_the_next_window_on() -> None:
+    """Users replace a head between two windows."""
     head = nn.Linear(4, 1, bias=False)
     model = nn.Sequential(nn.Linear(3, 4, bias=False), head).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

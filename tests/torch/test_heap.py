@@ -1,4 +1,4 @@
-"""What a micro-batch frees stays in the process for the next one, on the CPU."""
+"""On the CPU, memory that a micro-batch frees stays in the process for the next one."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from superbatch.torch import fastpaths
 from superbatch.torch.fastpaths import keep_freed_memory
 
-# Blocks of 1 MiB are taken, written and freed again, as activations are: before there is an accumulator or
-# a virtual batch, when there is, or was, one of the largest size, and one of a size that is given.
+# Count page faults while blocks of 1 MiB are allocated, written and freed, as activations are: first without
+# an accumulator or virtual batch, then with one of the largest size, and then with one of a given size.
 BLOCKS = 24
 PROGRAM = """
 import resource, sys, torch
@@ -55,7 +55,7 @@ with virtual_batch(model, {size}) as batch:
 
 
 def faults_of(training: str, *sizes: str) -> list[int]:
-    """The page faults of a new process by itself, and after a training of each size."""
+    """Return the page faults of a new process alone, and after a training of each size."""
     trainings = [training.format(size=size) for size in sizes]
     command = [sys.executable, "-c", PROGRAM, str(BLOCKS), *trainings]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -64,24 +64,24 @@ def faults_of(training: str, *sizes: str) -> list[int]:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has other rules")
 @pytest.mark.parametrize(
-    ("training", "to_the_limit"),
+    ("training", "largest_size"),
     [(ACCUMULATOR, "'largest'"), (VIRTUAL, "'auto'")],
     ids=["accumulator", "virtual batch"],
 )
-def test_memory_that_was_freed_is_not_fetched_again(training: str, to_the_limit: str):
+def test_freed_memory_stays_in_the_process(training: str, largest_size: str):
     pages = BLOCKS * 2**20 // resource.getpagesize()
-    # Some processes are lucky: something that stays lies behind what is freed.
+    # In some processes, a live block above the freed ones keeps glibc from returning them.
     before = largest = 0
     for _ in range(8):
-        before, largest, after = faults_of(training, to_the_limit, "8")
-        assert after < pages / 10, "at times a block or two"
+        before, largest, after = faults_of(training, largest_size, "8")
+        assert after < pages / 10, "a block or two may be returned"
         if min(before, largest) > pages / 2:
             break
-    assert before > pages / 2, "the premise: by itself glibc gives it back"
-    assert largest > pages / 2, "the largest needs all there is"
+    assert before > pages / 2, "premise: glibc alone returns freed memory"
+    assert largest > pages / 2, "the largest size needs all memory, so freed memory is returned"
 
 
-class Seen(TorchDispatchMode):
+class OperatorRecord(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
@@ -91,21 +91,21 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_those_who_count_tensors_see_nothing_of_it(monkeypatch: pytest.MonkeyPatch):
+def test_keeping_memory_calls_no_operator(monkeypatch: pytest.MonkeyPatch):
     taken, storage = [], torch.UntypedStorage
     monkeypatch.setattr(
         torch, "UntypedStorage", lambda *args, **more: taken.append(args) or storage(*args, **more)
     )
     fastpaths._allocate_and_free.cache_clear()
-    with Seen() as seen:
+    with OperatorRecord() as seen:
         for _ in range(3):
             keep_freed_memory([torch.device("cpu")])
         assert seen.names == [] and len(taken) == 1
         torch.empty(1)
-        assert seen.names, "the premise: it sees what a tensor is made by"
+        assert seen.names, "premise: the creation of a tensor is recorded"
 
 
-def test_where_there_are_no_addresses_left_nothing_is_kept(monkeypatch: pytest.MonkeyPatch):
+def test_keeping_memory_ignores_a_failed_allocation(monkeypatch: pytest.MonkeyPatch):
     asked = []
 
     def fail(*args: object, **options: object) -> None:
@@ -117,4 +117,4 @@ def test_where_there_are_no_addresses_left_nothing_is_kept(monkeypatch: pytest.M
     keep_freed_memory([torch.device("cpu")])
     assert len(asked) == 1
     keep_freed_memory([torch.device("meta")])
-    assert len(asked) == 1, "nothing is asked for where the CPU does not work"
+    assert len(asked) == 1, "no allocation for other devices"

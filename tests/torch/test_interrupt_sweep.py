@@ -1,4 +1,4 @@
-"""Ctrl-C at any line of a window: all is as before it or as after it, and the next window is right."""
+"""Ctrl-C at any line leaves the state before or after the window, and the next window is right."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from superbatch.errors import SuperbatchError
 from tests.torch.interrupted_windows import MODES, AtLine, Run
 from tests.torch.states import assert_unchanged
 
-POINTS = 6  # lines of a window, in the default suite
-MOST = 3000  # lines of a window that are all tried; of more, such as those of the check, every n-th
+POINTS = 6  # lines of a window that the default suite tries
+MOST = 3000  # all lines are tried if a window has no more, otherwise every n-th
 
 
 def wrong_at(mode: str, windows: int, number: int) -> str | None:
-    """Return what is wrong after an interrupt at a line; None: nothing is."""
+    """Return the error after an interrupt at a line, or None."""
     run = trained(mode, windows)
     before = run.state()
     lost = False
@@ -26,19 +26,19 @@ def wrong_at(mode: str, windows: int, number: int) -> str | None:
         lost = bool(interrupt.place)
     if lost:
         return f"line {number}: the interrupt was lost at {interrupt.place}"
-    if not interrupt.place:  # a line fewer than when they were counted
+    if not interrupt.place:  # fewer lines ran than were counted
         return None
     if run.owned and interrupt.place.endswith("(__exit__)"):
-        run.accumulate.discard()  # Python had not begun to run the end of the block
+        run.accumulate.discard()  # __exit__ had not started
     made = run.accumulate.updates - windows
     try:
         after = run.state()
         run.reseed()
         run.update(2)
         following = run.state()
-        as_it_should_be, next_one = undisturbed(mode, windows + made)
-        assert_unchanged(as_it_should_be if made else before, after)
-        assert_unchanged(next_one, following)
+        expected, expected_next = undisturbed(mode, windows + made)
+        assert_unchanged(expected if made else before, after)
+        assert_unchanged(expected_next, following)
     except (AssertionError, SuperbatchError) as error:
         return f"line {number}, {interrupt.place}: {error}"
     return None
@@ -51,9 +51,9 @@ def trained(mode: str, windows: int) -> Run:
     return run
 
 
-@lru_cache(maxsize=2)  # the state after a window that was made, and after one that was not
+@lru_cache(maxsize=2)  # with and without the update of the interrupted window
 def undisturbed(mode: str, windows: int) -> tuple[Any, Any]:
-    """Return the state after so many windows, and that after one more, with the numbers drawn anew."""
+    """Return the state after some windows, and the state after one more window with a new seed."""
     plain = trained(mode, windows)
     state = plain.state()
     plain.reseed()
@@ -62,11 +62,11 @@ def undisturbed(mode: str, windows: int) -> tuple[Any, Any]:
 
 
 def sweep(mode: str, windows: int, points: int | None) -> None:
-    trained(mode, windows + 1)  # what is cached once per process is cached
+    trained(mode, windows + 1)  # fills the caches of the process
     counted = trained(mode, windows)
     with AtLine(0) as interrupt:
         counted.update(windows)
-    assert interrupt.lines > 300, "the premise: lines of the library ran"
+    assert interrupt.lines > 300, "premise: lines of the library ran"
     stride = max(1, interrupt.lines // (points or MOST))
     numbers = range(1 + stride // 2, interrupt.lines + 1, stride)
     wrong = [found for number in numbers if (found := wrong_at(mode, windows, number))]

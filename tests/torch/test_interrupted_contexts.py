@@ -1,4 +1,4 @@
-"""Ctrl-C while a context is entered or left: its end does not run late, when the error is forgotten."""
+"""Ctrl-C while a context is entered or left does not delay its exit until the error is freed."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from tests.torch.interrupted_windows import MODES, interrupt
 from tests.torch.states import assert_unchanged
 from tests.torch.test_interrupt_sweep import trained, undisturbed
 
-POINTS = 8  # places of a window, in the default suite
+POINTS = 8  # places of a window that the default suite tries
 
 
 class AtEdge:
-    """Ctrl-C after the n-th function of C that is called by an `__enter__` or `__exit__`.
+    """Interrupts after the n-th C function that an `__enter__` or `__exit__` calls.
 
-    That of `contextlib.contextmanager` has then entered, and Python has not taken note of it.
+    A context of `contextlib.contextmanager` is then entered, but Python will not call its `__exit__`.
 
     Attributes:
-        calls: of such functions.
-        place: where it happened.
+        calls: number of such C functions.
+        place: file, line and method of the interrupt.
     """
 
     def __init__(self, number: int) -> None:
-        """Count the calls, and interrupt one of them; 0: none."""
+        """Count the calls and interrupt the n-th one, or none if `number` is 0."""
         self.number, self.calls, self.place = number, 0, ""
 
     def __enter__(self) -> AtEdge:
@@ -52,13 +52,13 @@ class AtEdge:
             interrupt()
 
 
-def modes_in_force() -> list[Any]:
+def active_modes() -> list[Any]:
     now = Modes()
     return [*now.functions, *now.dispatch, now.grad]
 
 
 def wrong_at(mode: str, number: int) -> str | None:
-    """Return what is wrong after an interrupt at a place, or when its error is freed; None: nothing is."""
+    """Return the error after an interrupt at a place, or after the interrupt is freed, or None."""
     run = trained(mode, 1)
     before, held = run.state(), None
     with AtEdge(number) as edge:
@@ -68,23 +68,23 @@ def wrong_at(mode: str, number: int) -> str | None:
             held = error
     made = run.accumulate.updates - 1
     try:
-        assert edge.place, "the premise: the place was reached"
+        assert edge.place, "premise: the place was reached"
         assert held is not None, "the interrupt was lost"
         if run.owned and not made:
-            run.accumulate.discard()  # in case Python had not begun to run the end of the block
+            run.accumulate.discard()  # in case __exit__ had not started
         after = run.state()
         with torch.device("cpu"), torch.no_grad():
-            in_force = modes_in_force()
+            active = active_modes()
             held = None
             gc.collect()
-            assert modes_in_force() == in_force, "modes changed when the error was forgotten"
+            assert active_modes() == active, "modes changed when the error was freed"
         assert torch.is_grad_enabled()
         assert not torch._C._is_view_replay_enabled()
         assert_unchanged(after, run.state())
         run.reseed()
         run.update(2)
-        as_it_should_be, following = undisturbed(mode, 1 + made)
-        assert_unchanged(as_it_should_be if made else before, after)
+        expected, following = undisturbed(mode, 1 + made)
+        assert_unchanged(expected if made else before, after)
         assert_unchanged(following, run.state())
     except (AssertionError, SuperbatchError) as error:
         return f"call {number}, {edge.place}: {error}"
@@ -92,11 +92,11 @@ def wrong_at(mode: str, number: int) -> str | None:
 
 
 def sweep(mode: str, points: int | None) -> None:
-    trained(mode, 2)  # what is cached once per process is cached
+    trained(mode, 2)  # fills the caches of the process
     counted = trained(mode, 1)
     with AtEdge(0) as edge:
         counted.update(1)
-    assert edge.calls > 0, "the premise: contexts were entered"
+    assert edge.calls > 0, "premise: contexts were entered"
     numbers = range(1, edge.calls + 1, 1 if points is None else -(-edge.calls // points))
     wrong = [found for number in numbers if (found := wrong_at(mode, number))]
     assert not wrong, f"{len(wrong)} of {len(numbers)}:\n" + "\n".join(wrong[:10])

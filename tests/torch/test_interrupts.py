@@ -1,4 +1,4 @@
-"""SIGINT inside an update waits until the update is complete; other threads and handlers are left alone."""
+"""SIGINT inside an update is deferred until its end; other threads and handlers are not affected."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def same_handler() -> Iterator[None]:
 
 
 def interrupt(times: int = 1) -> None:
-    """Send SIGINT as a terminal does, and let it arrive."""
+    """Send SIGINT as a terminal does, and wait for it."""
     for _ in range(times):
         os.kill(os.getpid(), signal.SIGINT)
         for _ in range(100):
@@ -50,7 +50,7 @@ def expected(mode: str, updates: int) -> dict[str, Any]:
 
 
 def interrupt_in_step(run: Run, where: str, patch: pytest.MonkeyPatch) -> list[str]:
-    """Send SIGINT at a place of the first optimizer's next step; return where it was sent."""
+    """Send SIGINT in the next step of the first optimizer; return the places of the signals sent."""
     sent: list[str] = []
 
     def send(*_: Any) -> None:
@@ -77,7 +77,7 @@ def interrupt_in_step(run: Run, where: str, patch: pytest.MonkeyPatch) -> list[s
 
 @pytest.mark.parametrize("where", ["before the step", "after a group", "after the step"])
 @pytest.mark.parametrize("mode", ["adamw, two groups", "two optimizers", "momentum", "masters", "scaler"])
-def test_an_interrupt_in_the_step_comes_after_the_update(
+def test_an_interrupt_in_the_step_is_raised_after_the_update(
     mode: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     want = expected(mode, 2)
@@ -87,7 +87,7 @@ def test_an_interrupt_in_the_step_comes_after_the_update(
         sent = interrupt_in_step(run, where, patch)
         with pytest.raises(KeyboardInterrupt):
             run.update(1)
-    assert sent, "the premise: it was sent"
+    assert sent, "premise: it was sent"
     assert run.accumulate.updates == 2
     assert_unchanged(want, run.state())
     run.update(2)
@@ -95,8 +95,8 @@ def test_an_interrupt_in_the_step_comes_after_the_update(
 
 
 @pytest.mark.parametrize("mode", ["adamw, two groups", "two optimizers"])
-def test_without_deferring_it_tears_the_update(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant that the tests above reject; the accumulator says that the update is torn."""
+def test_mutant_without_deferral_tears_the_update(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next update raises, because this one is torn."""
     want = expected(mode, 2)
     run = Run(mode)
     run.update(0)
@@ -114,7 +114,7 @@ def test_without_deferring_it_tears_the_update(mode: str, monkeypatch: pytest.Mo
 
 
 def test_an_interrupt_by_a_timer() -> None:
-    """At the window's end for longer than the timer takes: the update stands."""
+    """The signal arrives while the step waits, and the update is kept."""
     run = Run("adamw, two groups")
     waited = threading.Event()
 
@@ -195,21 +195,21 @@ def test_an_error_in_the_block_is_the_context_of_the_interrupt() -> None:
     assert isinstance(caught.value.__context__, ZeroDivisionError)
 
 
-def test_one_context_in_another() -> None:
+def test_nested_contexts() -> None:
     done = []
 
     def nested() -> None:
         with DeferredInterrupts():
             with DeferredInterrupts():
                 interrupt()
-            done.append("the outer block goes on")
+            done.append("the outer block continues")
 
     with pytest.raises(KeyboardInterrupt):
         nested()
     assert done
 
 
-def test_other_threads_change_nothing() -> None:
+def test_an_update_in_another_thread_keeps_the_handler() -> None:
     before, seen = signal.getsignal(signal.SIGINT), []
     run = Run("adamw, two groups")
     run.optimizers[0].register_step_pre_hook(lambda *_: seen.append(signal.getsignal(signal.SIGINT)))
@@ -239,8 +239,8 @@ def test_the_loop_over_micro_batches_stays_interruptible() -> None:
     assert_unchanged(before, run.state())
 
 
-def test_a_window_that_never_reached_its_end_is_discarded() -> None:
-    """An interrupt between a block of the user's and `__exit__`, where no code of the library can see it."""
+def test_a_window_without_exit_can_be_discarded() -> None:
+    """An interrupt between the user's block and `__exit__` runs no code of the library."""
     run = Run("owned")
     run.update(0)
     before = run.state()
@@ -260,11 +260,11 @@ def test_a_window_that_never_reached_its_end_is_discarded() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_checkpoint_on_a_signal_of_the_cluster_is_that_of_the_whole_update(number: signal.Signals) -> None:
-    """It comes in the middle of the optimizer's step; its handler runs when the window is over."""
+def test_a_checkpoint_on_a_cluster_signal_has_the_complete_update(number: signal.Signals) -> None:
+    """The signal arrives inside the optimizer's step, and its handler runs after the window."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accumulate = Accumulator(model, optimizer, lambda part: mse(model, part), microbatch_size=2, check=False)
+    accumulate = Accumulator(model, optimizer, lambda mb: mse(model, mb), microbatch_size=2, check=False)
     saved: list[tuple[dict[str, Any], float]] = []
 
     def save(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""State of each kind that moves in the first window, or from the second on, where memory runs out in it."""
+"""State of each kind that changes in the first or a later window, in which memory runs out."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def _bind(make: Callable[[float], Any]) -> Callable[[Program, float], None]:
 
 @dataclass
 class Kind:
-    """A kind of state: how it is made, read and moved."""
+    """Functions that make, read and change a kind of state."""
 
     make: Callable[[float], Any]
     read: Callable[[Any], float]
-    move: Callable[[Program, float], None]
+    change: Callable[[Program, float], None]
 
 
 def _tensor(value: float) -> Tensor:
@@ -97,13 +97,13 @@ KINDS = {
 
 @dataclass
 class Program:
-    """A model whose first sample reads what its last forward wrote: no other sample reads or writes it.
+    """A model with state that only the first sample reads and then writes.
 
-    So any split makes the update of the real batch, as long as the first sample is not run twice.
+    Any split therefore makes the update of the real batch, unless the first sample runs twice.
     """
 
     kind: Kind
-    moves: bool = True
+    changes: bool = True
     fails: list[str] = field(default_factory=list)  # a log, which is never restored
     state: Any = None
     model: Any = field(init=False)
@@ -119,9 +119,9 @@ class Program:
         x, rows = batch
         out = self.model(x).squeeze(1)
         loss = (out - self.kind.read(self.state) * (rows == 0)).square().mean()
-        if self.moves and bool((rows == 0).any()):
+        if self.changes and bool((rows == 0).any()):
             value = 2 + round(float(out[rows == 0].detach()), 3)
-            self.kind.move(self, round(value * 2**24) if self.state_is_unsigned() else value)
+            self.kind.change(self, round(value * 2**24) if self.state_is_unsigned() else value)
         if self.fails and self.fails.pop():
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return loss
@@ -149,73 +149,73 @@ def batch() -> tuple[Tensor, Tensor]:
 
 def error_of(mine: Program, real: Program, start: dict[str, Tensor]) -> float:
     wanted, found = real.parameters(), mine.parameters()
-    assert all((wanted[name] - start[name]).norm() > 1e-4 for name in start), "premise: all parameters move"
+    assert all((wanted[name] - start[name]).norm() > 1e-4 for name in start), "premise: all parameters change"
     return max(
         float((found[name] - wanted[name]).norm() / (wanted[name] - start[name]).norm()) for name in start
     )
 
 
 def twin_of(program: Program) -> Program:
-    """Return a program of its own in the same state."""
-    other = Program(program.kind, moves=program.moves)
+    """Return a separate program in the same state."""
+    other = Program(program.kind, changes=program.changes)
     other.model.load_state_dict(program.model.state_dict())
     other.state = copy.deepcopy(program.state)
     return other
 
 
 def update(program: Program, accumulate: Accumulator) -> tuple[str, float]:
-    """Make an update in which memory runs out; return what was said, and its distance to the real one."""
+    """Make an update in which memory runs out; return the warnings and the error of the update."""
     real, start = twin_of(program), program.parameters()
     program.fails.append("now")
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         assert accumulate(batch()).failures == 1
     real.large()
-    return " ".join(str(each.message) for each in said), error_of(program, real, start)
+    return " ".join(str(each.message) for each in warned), error_of(program, real, start)
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_state_that_moves_in_the_first_window_is_restored_in_it(name: str) -> None:
+def test_state_that_changes_in_the_first_window_is_restored(name: str) -> None:
     program = Program(KINDS[name])
     accumulate = program.accumulator()
     for _ in range(2):
-        said, error = update(program, accumulate)
+        warned, error = update(program, accumulate)
         assert error < 1e-12
-        assert "The update is the same" in said
-        assert "unless" not in said
+        assert "The update is the same" in warned
+        assert "unless" not in warned
 
 
 WRITTEN = {"module", "tensor, .data", "array, in place", "unsigned array, in place"}
-"""Kinds of which no small copy is held at the beginning of a window."""
+"""Kinds of state that are not copied at the beginning of a window."""
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_state_that_begins_to_move_in_a_later_window_is_restored_or_named(name: str) -> None:
-    program = Program(KINDS[name], moves=False)
+def test_state_that_first_changes_in_a_later_window_is_restored_or_named(name: str) -> None:
+    program = Program(KINDS[name], changes=False)
     accumulate = program.accumulator()
     accumulate(batch())
-    program.moves = True
-    said, error = update(program, accumulate)
+    program.changes = True
+    warned, error = update(program, accumulate)
     if name in WRITTEN:
-        assert error > 1e-2, "premise: it was not noted, and the update is another"
-        assert re.search(r"same, .*unless loss_fn has changed 'Program\.state", said)
+        assert error > 1e-2, "premise: it was not copied, and the update is wrong"
+        assert re.search(r"same, .*unless loss_fn has changed 'Program\.state", warned)
     else:
         assert error < 1e-12
-        assert "unless" not in said
-    said, error = update(program, accumulate)
+        assert "unless" not in warned
+    warned, error = update(program, accumulate)
     assert error < 1e-12
-    assert "unless" not in said
+    assert "unless" not in warned
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_state_that_does_not_move_is_no_reason_for_doubt(name: str) -> None:
-    program = Program(KINDS[name], moves=False)
+def test_constant_state_is_not_named(name: str) -> None:
+    program = Program(KINDS[name], changes=False)
     accumulate = program.accumulator()
     accumulate(batch())
-    said, error = update(program, accumulate)
+    warned, error = update(program, accumulate)
     assert error < 1e-12
-    assert "The update is the same" in said
-    assert "unless" not in said
+    assert "The update is the same" in warned
+    assert "unless" not in warned
 
 
 @pytest.mark.parametrize(
@@ -231,22 +231,22 @@ def test_state_that_does_not_move_is_no_reason_for_doubt(name: str) -> None:
             False,
         ),
     ],
-    ids=["nothing is compared with the last look", "arrays are not copied", "slots are not entered"],
+    ids=["no comparison with the last inspection", "arrays are not copied", "slots are not inspected"],
 )
-def test_mutants_call_another_update_the_same(
+def test_mutants_call_a_wrong_update_the_same(
     place: Any, method: str, mutant: Any, kind: str, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (place, kept_tensors, reached) if place is not kept_tensors else _importers():
         if hasattr(module, method):
             monkeypatch.setattr(module, method, mutant)
-    program = Program(KINDS[kind], moves=not late)
+    program = Program(KINDS[kind], changes=not late)
     accumulate = program.accumulator()
     if late:
         accumulate(batch())
-        program.moves = True
-    said, error = update(program, accumulate)
+        program.changes = True
+    warned, error = update(program, accumulate)
     assert error > 1e-2
-    assert "unless" not in said
+    assert "unless" not in warned
 
 
 def _importers() -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""``"auto"`` on two gloo ranks, one of which has little memory by a real limit."""
+"""``"auto"`` on two gloo ranks, one of which has a real memory limit."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def test_the_rank_with_less_memory_decides(tmp_path: Path) -> None:
     for update in range(2):
         optimizer.zero_grad()
         loss = torch.zeros(())
-        for part in torch.cat([ranks.rows(0, update), ranks.rows(1, update)]).split(16):
-            share = ranks.error_of(model, part) * 16 / (2 * ranks.SAMPLES)
+        for microbatch in torch.cat([ranks.rows(0, update), ranks.rows(1, update)]).split(16):
+            share = ranks.error_of(model, microbatch) * 16 / (2 * ranks.SAMPLES)
             share.backward()
             loss = loss + share.detach()
         optimizer.step()
@@ -32,9 +32,9 @@ def test_the_rank_with_less_memory_decides(tmp_path: Path) -> None:
         for each in found:
             assert each[how]["losses"] == pytest.approx(losses, rel=1e-12)
             for name, value in model.named_parameters():
-                moved = (value - start[name]).norm()
-                assert moved, "premise"
-                assert (each[how]["parameters"][name] - value).norm() <= 1e-12 * moved
+                change = (value - start[name]).norm()
+                assert change, "premise"
+                assert (each[how]["parameters"][name] - value).norm() <= 1e-12 * change
         much, little = (each[how]["microbatches"] for each in found)
         assert min(little) > 4, "premise: rank 1 has too little memory for the whole batch"
         if how == "FSDP2":

@@ -11,7 +11,7 @@ from tests.forked import run
 from tests.torch.long_runs import MODES
 
 LONG, SHORT = 20_000, 500
-GROWTH = {"bytes": 3 << 20, "objects": 200, "descriptors": 0, "threads": 0}  # after the first part
+GROWTH = {"bytes": 3 << 20, "objects": 200, "descriptors": 0, "threads": 0}  # after the first measurement
 
 
 def check(mode: str, windows: int, folder: Path) -> None:
@@ -23,7 +23,7 @@ def check(mode: str, windows: int, folder: Path) -> None:
         first, *_, last = found[name][1:]
         assert last - first <= most, (name, found[name])
     first, *_, last = found["seconds"][1:]
-    assert windows < LONG or last <= 1.25 * first, found["seconds"]  # of CPU, medians of 4,000
+    assert windows < LONG or last <= 1.25 * first, found["seconds"]  # CPU time, medians of 4,000 windows
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -37,8 +37,8 @@ def test_twenty_thousand_windows(mode: str, tmp_path: Path) -> None:
     check(mode, LONG, tmp_path)
 
 
-def test_the_measure_sees_a_leak(tmp_path: Path) -> None:
-    """A mutant: one that keeps a tensor and a file of every window."""
+def test_a_leak_is_found(tmp_path: Path) -> None:
+    """The mutant keeps tensors and an open file of every window."""
     program = f"""
 import json, sys
 from pathlib import Path

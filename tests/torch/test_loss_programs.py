@@ -1,4 +1,4 @@
-"""Losses as programs have them: each wrong declaration is found, and no right one is refused."""
+"""Common losses: every wrong declaration is found, and no right one is refused."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def tokens_in(batch: Any) -> int:
     return int(batch["mask"].sum())
 
 
-# A loss, a wrong declaration of it, and the right one; None: no declaration fits.
+# A loss, a wrong declaration, and the right declaration, or None if there is none.
 PROGRAMS: dict[str, tuple[Loss, dict[str, Any], dict[str, Any] | None]] = {
     "token mean": (words, {}, {"weight": tokens_in}),
     "label smoothing": (lambda m, b: words(m, b, label_smoothing=0.1), {}, {"weight": tokens_in}),
@@ -177,10 +177,10 @@ def test_a_right_declaration_passes(case: str, microbatch_size: int) -> None:
 
 
 @pytest.mark.parametrize("microbatch_size", [1, 2])
-def test_pairs_alone_do_not_show_class_frequencies(
+def test_mutant_that_checks_only_pairs_misses_class_frequencies(
     monkeypatch: pytest.MonkeyPatch, microbatch_size: int
 ) -> None:
-    """The mutant: two samples count alike under them, whatever their classes."""
+    """Two samples always have equal weights by class frequency."""
     monkeypatch.setattr(check_samples, "_several_samples", lambda *_: None)
     assert train(by_frequency, microbatch_size=microbatch_size).updates == 4
 
@@ -196,14 +196,14 @@ def window_of(kinds: list[int], sizes: list[int]) -> Window:
     )
 
 
-# The samples spread over the window are of unlike classes, or all of one, beside others.
+# The samples that are spread over the window have different classes, or all the same class.
 KINDS = {"unlike": [0, 1, 1, 2, 3, 1, 2, 4], "alike": [1, 2, 1, 1, 3, 1, 1, 1]}
 
 
 @pytest.mark.parametrize("sizes", [[1] * 8, [1, 2, 1, 2, 2], [2, 1, 1, 1, 3]], ids=str)
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("case", ["class frequencies", "first sample"])
-def test_windows_of_few_samples_each_are_checked_with_several(
+def test_windows_of_small_micro_batches_are_checked_with_several_samples(
     case: str, kinds: str, sizes: list[int]
 ) -> None:
     model = nn.Linear(4, CLASSES, dtype=torch.float64)
@@ -238,7 +238,7 @@ def with_kinds(kinds: list[int], seed: int) -> Any:
 
 
 def updates_until_found(loss: Loss, first: list[int], size: int) -> int | None:
-    """Return how many updates were made before an error, in windows with equally frequent labels first."""
+    """Return the number of updates before an error, or None; `first` are the labels of the first window."""
     torch.manual_seed(0)
     model = nn.Linear(4, CLASSES, dtype=torch.float64)
     train_on = Accumulator(model, sgd(model.parameters()), lambda mb: loss(model, mb), microbatch_size=size)
@@ -255,19 +255,19 @@ def updates_until_found(loss: Loss, first: list[int], size: int) -> int | None:
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("kinds", EQUALLY_FREQUENT)
 @pytest.mark.parametrize("case", BY_CLASS)
-def test_equally_frequent_labels_show_class_frequencies(case: str, kinds: str, size: int) -> None:
+def test_a_loss_by_class_is_found_with_equally_frequent_labels(case: str, kinds: str, size: int) -> None:
     assert updates_until_found(BY_CLASS[case], EQUALLY_FREQUENT[kinds], size) == 0
 
 
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("case", BY_CLASS)
 def test_a_window_of_one_label_is_followed_by_a_check(case: str, size: int) -> None:
-    """The first window of another label is checked with three samples, two of one label."""
+    """The first window with other labels is checked with three samples, two of one label."""
     assert updates_until_found(BY_CLASS[case], [1] * 16, size) == 1
 
 
-def test_halves_of_equally_frequent_labels_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant: a cut in two halves, and into single samples."""
+def test_mutant_that_checks_only_halves_misses_a_mean_of_class_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant compares only two halves and single samples."""
 
     def halves(samples: int, turn: int) -> list[tuple[tuple[int, ...], ...]]:
         every = tuple(range(samples))
@@ -278,10 +278,10 @@ def test_halves_of_equally_frequent_labels_agree(monkeypatch: pytest.MonkeyPatch
     assert updates_until_found(mean_of_class_means, [0, 1] * 2, 2) != 0
 
 
-def test_samples_spread_over_the_window_alone_do_not_show_class_frequencies(
+def test_mutant_that_checks_only_spread_samples_misses_class_frequencies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The mutant: four samples of four classes count alike."""
+    """Four samples of four classes have equal weights."""
     monkeypatch.setattr(check_samples, "_with_unlike_labels", lambda picked, _: picked)
     model = nn.Linear(4, CLASSES, dtype=torch.float64)
     train_on = Accumulator(model, sgd(model.parameters()), lambda mb: by_frequency(model, mb))

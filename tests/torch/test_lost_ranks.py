@@ -1,4 +1,4 @@
-"""A rank that is killed, or hangs, is an error on the others within the timeout of the process group."""
+"""If a rank is killed or hangs, the other raises within the timeout of the process group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.forked import ROOT, Forked
 from tests.torch.lost_ranks import TIMEOUT
 
-# Where the rank hangs, or that it is killed in its loss.
+# The wrapper, and the place where the rank hangs, or "killed" in its loss.
 CASES = [
     *(("DDP", fault) for fault in ("killed", "hangs", "handler", "forward hook", "step hook", "iterator")),
     ("DDP", "until all end"),
@@ -21,7 +21,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("how", "fault"), CASES)
-def test_a_rank_that_is_lost_is_told_within_the_timeout(how: str, fault: str, tmp_path: Path) -> None:
+def test_a_lost_rank_raises_on_the_other_within_the_timeout(how: str, fault: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     with ExitStack() as stack:
         programs = [
@@ -44,4 +44,4 @@ def test_a_rank_that_is_lost_is_told_within_the_timeout(how: str, fault: str, tm
         assert text.startswith(
             "Another rank has ended, or has not answered within the process group's timeout ("
         )
-    assert len(found["errors"]) == 2, "no later window is begun"
+    assert len(found["errors"]) == 2, "no later window starts"

@@ -1,4 +1,4 @@
-"""State that moves in the first window without a check, and cannot be restored when memory runs out in it."""
+"""State that loss_fn changes and that cannot be restored when memory runs out raises or warns."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from superbatch.torch.window.participants.forward_state_keeper import ForwardSta
 from superbatch.torch.window.participants.kept_tensors import KeptTensor
 
 F64 = torch.float64
-SAMPLES, ROWS = 8, 200_000  # the bank is above the size up to which all is copied
-FIRST = 100_000  # behind the values that are looked at
+SAMPLES, ROWS = 8, 200_000  # the bank is larger than tensors that are copied
+FIRST = 100_000  # after the values that are compared
 
 
 def _in_place(bank: Tensor, rows: Tensor, values: Tensor) -> None:
@@ -44,9 +44,9 @@ WRITES: dict[str, Write] = {
 
 @dataclass
 class Program:
-    """A model pulled to its last outputs, which are kept in a bank: each sample reads and writes its own row.
+    """A model trained towards its last outputs, in a bank in which each sample has its own row.
 
-    So micro-batches in whatever split make the update of the real batch, as long as none is run twice.
+    Any split therefore makes the update of the real batch, unless a micro-batch runs twice.
     """
 
     write: Write
@@ -93,10 +93,10 @@ def large(write: Write) -> Program:
 
 
 def error_of(mine: Program, real: Program) -> float:
-    """Return the largest difference of an update to that of the real batch, relative to that update."""
+    """Return the largest error of a parameter, relative to the update of the real batch."""
     start = Program(_in_place).parameters()
     wanted, found = real.parameters(), mine.parameters()
-    assert all((wanted[name] - start[name]).norm() > 1e-3 for name in start), "premise: all parameters move"
+    assert all((wanted[name] - start[name]).norm() > 1e-3 for name in start), "premise: all parameters change"
     return max(
         float((found[name] - wanted[name]).norm() / (wanted[name] - start[name]).norm()) for name in start
     )
@@ -107,7 +107,7 @@ NOT_RESTORED = "ignore:A window was discarded, but the state 'Program.bank'"
 
 @pytest.mark.filterwarnings(NOT_RESTORED)
 @pytest.mark.parametrize("name", WRITES)
-def test_a_window_does_not_begin_again_on_state_that_cannot_be_restored(name: str) -> None:
+def test_a_window_is_not_repeated_if_state_cannot_be_restored(name: str) -> None:
     program = Program(WRITES[name], ["now", "later"])  # the second micro-batch
     accumulate = program.accumulator(microbatch_size=4)
     before, bank, random = program.parameters(), program.bank.clone(), torch.get_rng_state()
@@ -115,13 +115,13 @@ def test_a_window_does_not_begin_again_on_state_that_cannot_be_restored(name: st
         OutOfMemoryError, match=r"changed the state 'Program\.bank' .* everything else is as before"
     ):
         accumulate(batch())
-    assert not torch.equal(bank, program.bank), "premise: the bank has moved"
+    assert not torch.equal(bank, program.bank), "premise: the bank has changed"
     after = program.parameters()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert all(p.grad is None for p in program.model.parameters())
     assert torch.equal(random, torch.get_rng_state())
 
-    # What the text says to do: it is known by now, and copied, so that the next window can begin again.
+    # The advice of the error: the bank is copied from now on, so the next window can be repeated.
     program.bank.copy_(bank)
     program.fails += ["now", "later"]
     with pytest.warns(UserWarning, match=r"begins again .* The update is the same"):
@@ -133,7 +133,7 @@ def test_a_window_does_not_begin_again_on_state_that_cannot_be_restored(name: st
 
 
 def _late(bytes_: int) -> tuple[Program, Accumulator]:
-    """Return a program whose state is written from the second window on, which nothing copies."""
+    """Return a program that starts to write its state in the second window, without a copy of it."""
     program = Program(lambda *_: None)
     program.bank = program.bank[: bytes_ // 8]
     accumulate = program.accumulator(microbatch_size=4)
@@ -146,7 +146,7 @@ def _late(bytes_: int) -> tuple[Program, Accumulator]:
 
 @pytest.mark.parametrize("bytes_", [800, 8 * ROWS])
 @pytest.mark.filterwarnings(NOT_RESTORED)
-def test_state_that_begins_to_move_in_a_later_window_is_told(bytes_: int) -> None:
+def test_state_that_first_changes_in_a_later_window_raises(bytes_: int) -> None:
     program, accumulate = _late(bytes_)
     before = program.parameters()
     x, _ = batch()
@@ -170,20 +170,20 @@ def test_state_that_begins_to_move_in_a_later_window_is_told(bytes_: int) -> Non
 
 
 @pytest.mark.filterwarnings(NOT_RESTORED)
-def test_the_coupled_path_does_not_begin_again_either() -> None:
-    # Rows and values are virtual there: what is written is real.
+def test_a_whole_batch_is_not_repeated_if_state_cannot_be_restored() -> None:
+    # Rows and values are virtual there, so the program writes a real value.
     program = Program(lambda bank, *_: bank[FIRST:].fill_(1.0), ["now"])
     accumulate = program.whole_batch(microbatch_size=4)
     before, bank = program.parameters(), program.bank.clone()
     with pytest.raises(OutOfMemoryError, match="changed the state"):
         accumulate(batch())
-    assert not torch.equal(bank, program.bank), "premise: the bank has moved"
+    assert not torch.equal(bank, program.bank), "premise: the bank has changed"
     after = program.parameters()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 class Counting(nn.Module):
-    """A layer whose buffer, once it `counts`, is written by each forward."""
+    """A layer whose forward writes its buffer if `counts` is true."""
 
     seen: Tensor
 
@@ -199,8 +199,8 @@ class Counting(nn.Module):
         return self.layer(x)
 
 
-def _watching(size: int, *functions: Any) -> tuple[Any, ForwardStateKeeper]:
-    """Return a layer and a keeper in its second window: nothing has moved in the first."""
+def _in_third_window(size: int, *functions: Any) -> tuple[Any, ForwardStateKeeper]:
+    """Return a layer and a keeper inside its third window; nothing changed in the first two."""
     model = Counting(size)
     keeper = ForwardStateKeeper([model], functions)
     for _ in range(2):
@@ -220,7 +220,7 @@ def test_a_view_of_a_buffer_is_restored_with_it() -> None:
         if window:
             model.counts = True
             model(torch.ones(1, 2, dtype=F64))
-            assert seen.any(), "premise: it has moved"
+            assert seen.any(), "premise: it has changed"
             assert keeper.unrestorable() == []
             keeper.restore()  # without a warning
             assert not seen.any()
@@ -228,9 +228,9 @@ def test_a_view_of_a_buffer_is_restored_with_it() -> None:
             keeper.commit()
 
 
-def test_what_a_check_writes_and_restores_is_no_move_of_the_window() -> None:
+def test_changes_that_a_check_restores_do_not_count_for_the_window() -> None:
     bank = torch.zeros(3, dtype=F64)
-    model, keeper = _watching(1 << 18, lambda: bank)
+    model, keeper = _in_third_window(1 << 18, lambda: bank)
     check = keeper.new_keeper()
     check.begin(check=True)
     before = bank._version, model.seen._version
@@ -240,7 +240,7 @@ def test_what_a_check_writes_and_restores_is_no_move_of_the_window() -> None:
     check.end_check()
     assert not bank.any()
     assert not model.seen.any()
-    assert (bank._version, model.seen._version) > before, "premise: only the content is as before"
+    assert (bank._version, model.seen._version) > before, "premise: only the values are restored"
     assert keeper.unrestorable() == []
     assert not keeper.changed()
     keeper.restore()  # without a warning
@@ -249,8 +249,8 @@ def test_what_a_check_writes_and_restores_is_no_move_of_the_window() -> None:
 
 
 @pytest.mark.parametrize("size", [3, 1 << 18], ids=["small", "large"])
-def test_a_buffer_that_begins_to_move_is_restored_or_told(size: int) -> None:
-    model, keeper = _watching(size)
+def test_a_buffer_that_first_changes_in_a_later_window_is_restored_or_named(size: int) -> None:
+    model, keeper = _in_third_window(size)
     model.counts = True
     model(torch.ones(1, 2, dtype=F64))
     if size == 3:
@@ -267,20 +267,20 @@ def test_a_buffer_that_begins_to_move_is_restored_or_told(size: int) -> None:
     assert bool((model.seen == 1).all())
 
 
-def test_what_is_too_large_to_be_looked_at_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_too_large_to_compare_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward_state_keeper, "MOST_SUMMED", 0)
     program = Program(_data, ["now", "later"])
     with pytest.warns(UserWarning, match=r"same, .*unless loss_fn writes to '.*bank' through"):
         program.accumulator(microbatch_size=4)(batch())
-    assert error_of(program, large(_data)) > 1e-2, "premise: it does write to it, and the update is another"
+    assert error_of(program, large(_data)) > 1e-2, "premise: it writes to the bank, and the update is wrong"
 
 
-def test_a_constant_beside_the_model_is_no_reason_to_stop() -> None:
+def test_a_constant_tensor_does_not_stop_a_repeated_window() -> None:
     program = Program(lambda *_: None, ["now", "later"])
-    with pytest.warns(UserWarning, match="The update is the same") as said:
+    with pytest.warns(UserWarning, match="The update is the same") as caught:
         update = program.accumulator(microbatch_size=4)(batch())
     assert update.failures == 1
-    assert not re.search("unless", str(said[0].message))
+    assert not re.search("unless", str(caught[0].message))
     assert error_of(program, large(lambda *_: None)) < 1e-12
 
 
@@ -290,10 +290,10 @@ def test_a_constant_beside_the_model_is_no_reason_to_stop() -> None:
         (ForwardStateKeeper, "unrestorable", lambda self: [], "in place"),
         (KeptTensor, "record_sums", lambda self: None, "through .data"),
     ],
-    ids=["what is lost is not asked for", "only versions and the first values are compared"],
+    ids=["lost state is not reported", "only versions and the first values are compared"],
 )
 @pytest.mark.filterwarnings("ignore:memory ran out", NOT_RESTORED)
-def test_mutants_make_another_update(
+def test_mutants_make_a_wrong_update(
     place: Any, method: str, mutant: Any, write: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(place, method, mutant)

@@ -1,4 +1,4 @@
-"""A loss in bfloat16 or float16: its factor w / W is not rounded to that dtype."""
+"""The factor w / W of a loss in bfloat16 or float16 is not rounded to that dtype."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def model_of(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def loss_in(dtype: torch.dtype) -> Any:
-    """A loss whose gradient has no rounding of its own: w enters it linearly, times powers of two."""
+    """Return a loss that is linear in the weights, so that its own gradient is not rounded."""
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         x, kept = batch
@@ -60,7 +60,7 @@ def gradient_of(model: nn.Module, dtype: torch.dtype, window: Any, weight: Any =
     return seen, update, accumulate
 
 
-def parts(batch: Batch, *sizes: int) -> list[Batch]:
+def cut(batch: Batch, *sizes: int) -> list[Batch]:
     return list(zip(batch[0].split(list(sizes)), batch[1].split(list(sizes)), strict=True))
 
 
@@ -74,15 +74,15 @@ def error(found: list[Tensor], batch: Batch) -> float:
 @pytest.mark.parametrize("sizes", [(4, 4, 4), (1, 2, 4), (4, 2, 1), (1, 1, 1, 1, 1)])
 def test_the_factor_is_that_of_float32(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
     batch = batch_of(sum(sizes))
-    found, *_ = gradient_of(model_of(), dtype, Window(parts(batch, *sizes)))
-    # Only the factor is rounded: each micro-batch's own mean is over a power of two of samples.
+    found, *_ = gradient_of(model_of(), dtype, Window(cut(batch, *sizes)))
+    # Micro-batches have 1, 2 or 4 samples, so their own means are exact, and only the factor is rounded.
     assert error(found, batch) < 3e-7
 
 
 def test_three_thirds_in_bfloat16_are_one() -> None:
-    """As the loss's own gradient, 1/3 is 0.3340 in bfloat16, and three of them 1.00195."""
+    """In bfloat16, 1/3 is 0.3340, and three of them add up to 1.00195."""
     assert 3 * float(torch.tensor(1 / 3, dtype=torch.bfloat16)) == 1.001953125
-    found, *_ = gradient_of(model_of(), torch.bfloat16, Window(parts(batch_of(12), 4, 4, 4)))
+    found, *_ = gradient_of(model_of(), torch.bfloat16, Window(cut(batch_of(12), 4, 4, 4)))
     assert float(found[1]) == pytest.approx(1.0, abs=2e-7)
 
 
@@ -101,16 +101,16 @@ def test_losses_of_several_dtypes_in_one_window() -> None:
     optimizer.register_step_pre_hook(
         lambda *_: found.extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
     )
-    with accumulator.window(Window(parts(batch, 1, 2, 2, 2))) as window:
+    with accumulator.window(Window(cut(batch, 1, 2, 2, 2))) as window:
         for microbatch in window:
             window.backward(loss_in(next(kinds))(model, microbatch))
     assert error(found, batch) < 3e-7
 
 
-def test_with_a_scaler() -> None:
+def test_the_factor_with_a_scaler() -> None:
     batch = batch_of(12)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    found, update, _ = gradient_of(model_of(), torch.float16, Window(parts(batch, 4, 4, 4)), scaler=scaler)
+    found, update, _ = gradient_of(model_of(), torch.float16, Window(cut(batch, 4, 4, 4)), scaler=scaler)
     assert error(found, batch) < 3e-7
     assert update.grad_norm is not None
 
@@ -123,7 +123,7 @@ def test_a_window_in_flight_is_resumed_bit_for_bit() -> None:
         model = model_of()
         accumulator = Accumulator(model, sgd(model.parameters()))
         left = pytest.raises(ZeroDivisionError) if saved else contextlib.nullcontext()
-        with left, accumulator.window(Window(parts(batch, 1, 2, 4))) as window:
+        with left, accumulator.window(Window(cut(batch, 1, 2, 4))) as window:
             for number, microbatch in enumerate(window):
                 window.backward(loss(model, microbatch))
                 if saved and number == 1:
@@ -132,7 +132,7 @@ def test_a_window_in_flight_is_resumed_bit_for_bit() -> None:
         if saved:
             accumulator = Accumulator(model, sgd(model.parameters()))
             accumulator.load_state_dict(state)
-            with accumulator.window(Window(parts(batch, 1, 2, 4))) as window:
+            with accumulator.window(Window(cut(batch, 1, 2, 4))) as window:
                 for microbatch in window:
                     window.backward(loss(model, microbatch))
         assert window.update is not None
@@ -146,7 +146,7 @@ def test_the_noise_is_that_of_a_loss_in_float32() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         meter = NoiseMeter(every=1)
         _, _, accumulate = gradient_of(
-            model_of(), dtype, Window(parts(batch_of(7), 1, 2, 4)), observers=[meter]
+            model_of(), dtype, Window(cut(batch_of(7), 1, 2, 4)), observers=[meter]
         )
         found.append(accumulate.noise)
     assert found[0].windows == found[1].windows == 1

@@ -1,4 +1,4 @@
-"""`lr_survey`: what it measures, and that training does not notice it: every item, every way to end it."""
+"""`lr_survey`: its measurements, its options, its ends, and that it does not change the training."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from superbatch.tuning.survey import Sweep
 from tests.torch.helpers import mlp, mse, rows, tiny_lm, token_mean, tokens
 from tests.torch.states import assert_unchanged, fingerprint
 
-module = sys.modules["superbatch.torch.tuning.lr_survey"]  # by its name it is the function
+module = sys.modules["superbatch.torch.tuning.lr_survey"]  # the attribute of this name is the function
 POINTS = 14
 
-# ------------------------------------------------------------------------------------------ what it measures
+# ---------------------------------------------------------------------------------------------- measurements
 
 
 def simple(
@@ -38,7 +38,7 @@ def simple(
 
 
 def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any, sweep: Sweep) -> list[float]:
-    """The survey written out: whole batches, plain PyTorch."""
+    """Run the survey in plain PyTorch with unsplit batches."""
     losses = []
     for value, batch in zip(sweep.values, itertools.cycle(batches), strict=False):
         optimizer.param_groups[0]["lr"] = value
@@ -55,7 +55,7 @@ def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any, sw
 @pytest.mark.parametrize("size", [None, 1, 4, 7])
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
 def test_a_survey_is_training_with_a_growing_rate(size: int | None, make: Any) -> None:
-    """Of the whole batch, whatever the micro-batches: losses, suggestion and end are the plain loop's."""
+    """Losses, suggestions and the end are those of a plain loop, for any size of micro-batches."""
     batches = rows(40, 4)
     _, accumulate = simple(make, microbatch_size=size)
     report = lr_survey(accumulate, batches, updates=60, low=1e-5, high=100.0)
@@ -67,13 +67,13 @@ def test_a_survey_is_training_with_a_growing_rate(size: int | None, make: Any) -
     lowest = 1 + expected.losses.index(min(expected.losses))
     assert report.losses[:lowest] == pytest.approx(expected.losses[:lowest], rel=1e-10)
     assert report.suggestions == expected.suggestions
-    assert report.suggestions.reason is None, "the premise: a rule suggests something"
+    assert report.suggestions.reason is None, "premise: a rule suggests something"
     assert report.values == expected.values
     assert report.epochs == math.ceil(len(report.losses) / 4)
 
 
 def test_the_loss_of_the_last_micro_batch_is_another_curve() -> None:
-    """What Lightning's range test records. The premise: micro-batches differ, as they do."""
+    """Lightning's range test records the loss of the last micro-batch."""
     batches, last = rows(10, 4), []
     model = mlp()
 
@@ -88,8 +88,8 @@ def test_the_loss_of_the_last_micro_batch_is_another_curve() -> None:
     assert len(last) == 80
     means = [(a + b) / 2 for a, b in zip(last[::2], last[1::2], strict=True)]
     assert report.losses == pytest.approx(means, rel=1e-12)
-    off = [abs(one - loss) / loss for one, loss in zip(last[1::2], report.losses, strict=True)]
-    assert min(off) > 0.05
+    errors = [abs(one - loss) / loss for one, loss in zip(last[1::2], report.losses, strict=True)]
+    assert min(errors) > 0.05
 
 
 def test_the_loss_is_weighted_by_tokens() -> None:
@@ -101,12 +101,12 @@ def test_the_loss_is_weighted_by_tokens() -> None:
     )
     report = lr_survey(accumulate, [batch], updates=POINTS)
     assert report.losses[0] == pytest.approx(token_mean(model, batch).item(), rel=1e-12)
-    parts = [token_mean(model, {k: v[i : i + 2] for k, v in batch.items()}).item() for i in (0, 2, 4)]
-    assert abs(sum(parts) / 3 - report.losses[0]) > 1e-3, "the premise: a mean of means is another number"
+    means = [token_mean(model, {k: v[i : i + 2] for k, v in batch.items()}).item() for i in (0, 2, 4)]
+    assert abs(sum(means) / 3 - report.losses[0]) > 1e-3, "premise: a mean of means is another number"
 
 
-def test_the_stop_looks_at_the_smoothed_loss_of_the_window() -> None:
-    """One micro-batch of one window explodes: its mean is beyond 4 times the best, the survey goes on."""
+def test_the_stop_uses_the_smoothed_loss_of_the_window() -> None:
+    """The survey continues although the loss of one window exceeds 4 times the best."""
     model = nn.Linear(1, 1, bias=False).double()
     with torch.no_grad():
         model.weight.zero_()
@@ -117,25 +117,25 @@ def test_the_stop_looks_at_the_smoothed_loss_of_the_window() -> None:
     batches = [ordinary] * 20 + [loud] + [ordinary] * 79
     report = lr_survey(accumulate, batches, updates=100, low=1e-9, high=1e-8)
     assert report.losses[20] == pytest.approx(39 / 4, rel=1e-6)
-    assert report.losses[20] > 4 * min(report.smooth), "the premise: a rule on the raw loss would stop"
+    assert report.losses[20] > 4 * min(report.smooth), "premise: a rule on the raw loss would stop"
     assert (len(report.losses), report.stopped) == (100, None)
 
 
 def test_windows_of_a_loader() -> None:
-    """Three ways to say the same; a tail is a shorter window, and the batches begin again behind it."""
+    """Three forms give the same survey. The tail is a shorter window, and then the batches restart."""
     microbatches = [rows(3, 1, seed=number)[0] for number in range(7)]
     model, accumulate = simple()
     grouped = lr_survey(accumulate, microbatches, accumulation_steps=3, updates=POINTS)
     called = lr_survey(accumulate, lambda: windows(microbatches, 3), updates=POINTS)
     listed = lr_survey(accumulate, list(windows(microbatches, 3)), updates=POINTS)
     assert grouped.losses == called.losses == listed.losses
-    assert grouped.epochs == called.epochs == listed.epochs == 5, "14 points, 3 windows each time"
+    assert grouped.epochs == called.epochs == listed.epochs == 5, "14 points, 3 windows per epoch"
     tail = mse(model, microbatches[6]).item()
     assert grouped.losses[2] == pytest.approx(tail, rel=1e-3), "the rate is 1e-5 there"
 
 
-def test_a_schedule_of_windows_goes_on_where_the_loader_begins_again() -> None:
-    """Windows of 1, 2, 3, ... micro-batches, 6 of them in an epoch; an epoch ends inside of the fourth."""
+def test_a_schedule_of_windows_continues_when_the_loader_restarts() -> None:
+    """Windows of 1, 2, 3, ... micro-batches, with 6 per epoch: the second epoch ends inside the fifth one."""
     microbatches = [rows(3, 1, seed=number)[0] for number in range(6)]
     _, accumulate = simple()
     asked = []
@@ -146,10 +146,10 @@ def test_a_schedule_of_windows_goes_on_where_the_loader_begins_again() -> None:
 
     found = lr_survey(accumulate, microbatches, accumulation_steps=grows, updates=12)
     assert asked == list(range(12))
-    assert found.epochs == 9, "1 + 2 + 3; 4 + a tail of 2; then as many as an epoch has, 7 times"
+    assert found.epochs == 9, "1 + 2 + 3; 4 + a tail of 2; then one window per epoch, 7 times"
     _, accumulate = simple()
-    parts = [slice(0, 1), slice(1, 3), slice(3, 6), slice(0, 4), slice(4, 6), *[slice(0, 6)] * 7]
-    listed = lr_survey(accumulate, [Window(microbatches[part]) for part in parts], updates=12)
+    slices = [slice(0, 1), slice(1, 3), slice(3, 6), slice(0, 4), slice(4, 6), *[slice(0, 6)] * 7]
+    listed = lr_survey(accumulate, [Window(microbatches[each]) for each in slices], updates=12)
     assert found.losses == listed.losses
 
 
@@ -164,11 +164,11 @@ def test_a_function_makes_new_batches_for_each_epoch() -> None:
     report = lr_survey(accumulate, fresh, updates=POINTS)
     assert begun == [0, 1, 2]
     assert report.epochs == 3
-    assert report.losses[0] != pytest.approx(report.losses[5], rel=1e-3), "the premise: new data"
+    assert report.losses[0] != pytest.approx(report.losses[5], rel=1e-3), "premise: new data"
 
 
 class Stateful(list[Any]):
-    """A loader that knows where it is, as torchdata's."""
+    """A loader that saves its position, like those of torchdata."""
 
     position = 0
 
@@ -185,7 +185,7 @@ class Stateful(list[Any]):
         self.position = state["position"]
 
 
-def test_a_loader_with_a_state_goes_back_to_its_place() -> None:
+def test_a_stateful_loader_returns_to_its_position() -> None:
     loader = Stateful(rows(6, 5))
     loader.position = 2
     _, accumulate = simple()
@@ -193,7 +193,7 @@ def test_a_loader_with_a_state_goes_back_to_its_place() -> None:
     assert loader.position == 2
 
 
-def test_the_order_of_a_seeded_loader_is_that_without_a_survey() -> None:
+def test_a_survey_does_not_change_the_order_of_a_seeded_loader() -> None:
     x, y = rows(30, 1)[0]
 
     def loader() -> DataLoader[Any]:
@@ -209,10 +209,10 @@ def test_the_order_of_a_seeded_loader_is_that_without_a_survey() -> None:
 
 @pytest.mark.parametrize("split", [1, 2, 3, 5])
 def test_suggestions_do_not_depend_on_the_split(split: int) -> None:
-    batches = rows(48, 1)  # one batch: no noise that leaves a suggestion open
+    batches = rows(48, 1)  # one batch, so that noise does not prevent a suggestion
     _, whole = simple()
-    _, parts = simple(microbatch_size=split)
-    one, other = (lr_survey(each, batches, updates=50) for each in (whole, parts))
+    _, divided = simple(microbatch_size=split)
+    one, other = (lr_survey(each, batches, updates=50) for each in (whole, divided))
     assert one.suggestions == other.suggestions
     assert one.suggestion is not None
 
@@ -262,11 +262,11 @@ def test_groups_keep_their_ratios() -> None:
     assert [group["lr"] for group in sgd.param_groups] == [0.02, 0.2]
 
 
-def test_a_scheduler_neither_moves_nor_sets_the_surveyed_rate() -> None:
+def test_a_scheduler_is_not_stepped_and_does_not_set_the_surveyed_rate() -> None:
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     warm_up = torch.optim.lr_scheduler.LambdaLR(sgd, lambda update: update / 10)
-    assert sgd.param_groups[0]["lr"] == 0.0, "the premise: the warm-up begins at zero"
+    assert sgd.param_groups[0]["lr"] == 0.0, "premise: the warm-up begins at zero"
     accumulate = Accumulator(model, sgd, lambda b: mse(model, b), scheduler=warm_up)
     plain = simple()[1]
     with_scheduler = lr_survey(accumulate, rows(6, 2), updates=POINTS)
@@ -287,7 +287,7 @@ def test_a_rate_that_is_a_tensor_stays_that_tensor() -> None:
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop])
-def test_a_momentum_is_surveyed(make: Any) -> None:
+def test_momentum_is_surveyed(make: Any) -> None:
     model = mlp()
     optimizer = make(model.parameters(), lr=0.01)
     seen = []
@@ -306,7 +306,7 @@ def test_a_momentum_is_surveyed(make: Any) -> None:
     assert group.get("betas", (0.9, 0.999)) == (0.9, 0.999)
 
 
-def test_a_momentum_is_surveyed_where_gradients_are_summed_into_it() -> None:
+def test_momentum_is_surveyed_with_gradients_summed_into_its_buffer() -> None:
     curves = []
     for into in ("grad", "momentum"):
         model = mlp()
@@ -322,7 +322,7 @@ def test_a_momentum_is_surveyed_where_gradients_are_summed_into_it() -> None:
     assert curves[0] == pytest.approx(curves[1], rel=1e-12)
 
 
-def test_weight_decay_is_surveyed_in_the_groups_that_have_it() -> None:
+def test_weight_decay_is_surveyed_in_the_groups_with_weight_decay() -> None:
     model = mlp()
     groups = [{"params": model[0].parameters(), "weight_decay": 0.0}, {"params": model[2].parameters()}]
     optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.5)
@@ -346,7 +346,7 @@ def test_an_optimizer_without_the_option_is_refused() -> None:
     assert accumulate.updates == 0
 
 
-def test_several_optimizers_grow_together() -> None:
+def test_rates_of_several_optimizers_grow_together() -> None:
     model = mlp()
     one = torch.optim.SGD(model[0].parameters(), lr=0.1)
     other = torch.optim.Adam(model[2].parameters(), lr=0.001)
@@ -357,7 +357,7 @@ def test_several_optimizers_grow_together() -> None:
     assert (one.state, other.state) == ({}, {})
 
 
-def test_parts_instead_of_an_accumulator() -> None:
+def test_a_survey_of_a_model_an_optimizer_and_a_loss() -> None:
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     report = lr_survey((model, sgd, lambda b: mse(model, b)), rows(6, 2), updates=POINTS)
@@ -373,14 +373,12 @@ def test_an_overflow_of_the_scaler_is_a_point_without_an_update() -> None:
     assert 1 <= len(report.skipped) < POINTS
     assert report.skipped[0] == 0
     assert len(report.losses) == POINTS
-    assert report.losses[0] == report.losses[1], "nothing has moved"
+    assert report.losses[0] == report.losses[1], "the skipped update changed nothing"
     assert scaler.state_dict()["scale"] == 2.0**127
-    assert scaler._scale is None, (
-        "the premise of the next window: it makes its scale as if for the first time"
-    )
+    assert scaler._scale is None, "the next window initializes the scale again"
 
 
-def test_the_accumulators_own_search_for_a_size_is_left_alone() -> None:
+def test_a_survey_does_not_change_the_search_for_a_size() -> None:
     _, accumulate = simple(microbatch_size="largest")
     batches = rows(64, 2)
     before = accumulate.state_dict()
@@ -393,11 +391,11 @@ def test_the_accumulators_own_search_for_a_size_is_left_alone() -> None:
     assert accumulate.state_dict()["sizing"] == found
 
 
-# ------------------------------------------------------------------------------------------------ how it ends
+# ------------------------------------------------------------------------------------------- ends and errors
 
 
 @pytest.mark.parametrize("nonfinite", ["raise", "skip_update", "skip_microbatch"])
-def test_what_is_not_finite_ends_a_survey_and_is_no_error(nonfinite: Any) -> None:
+def test_a_nonfinite_loss_ends_a_survey_without_an_error(nonfinite: Any) -> None:
     model = nn.Linear(2, 1).double()
     calls = itertools.count()
 
@@ -414,7 +412,7 @@ def test_what_is_not_finite_ends_a_survey_and_is_no_error(nonfinite: Any) -> Non
     assert "not finite" in report.stopped or "no weight" in report.stopped or "left out" in report.stopped
 
 
-def test_a_wrong_statement_is_refused_and_nothing_has_moved() -> None:
+def test_a_wrong_declaration_is_refused_and_nothing_changes() -> None:
     model = tiny_lm()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     accumulate = Accumulator(model, sgd, lambda b: token_mean(model, b), microbatch_size=2)
@@ -435,14 +433,14 @@ def test_a_wrong_statement_is_refused_and_nothing_has_moved() -> None:
         (lambda: iter([]), "batches are empty, but"),
     ],
 )
-def test_batches_that_cannot_be_begun_again(batches: Any, message: str) -> None:
+def test_batches_that_cannot_be_restarted(batches: Any, message: str) -> None:
     _, accumulate = simple()
     with pytest.raises(InputError, match=message):
         lr_survey(accumulate, batches)
     assert accumulate.updates == 0
 
 
-def test_batches_that_come_only_once_are_found_out() -> None:
+def test_batches_that_are_empty_the_second_time_raise() -> None:
     once = iter(rows(6, 3))
     _, accumulate = simple()
     with pytest.raises(InputError, match="are empty the second time"):
@@ -468,25 +466,25 @@ def test_a_survey_in_a_window_is_refused() -> None:
         ({"low": 1.0, "high": 0.1}, "not increasing positive numbers"),
     ],
 )
-def test_options_that_make_no_survey(options: dict[str, Any], message: str) -> None:
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
     _, accumulate = simple()
     with pytest.raises(InputError, match=message):
         lr_survey(accumulate, rows(4, 1), **options)
 
 
-def test_what_is_no_accumulator_is_refused() -> None:
+def test_a_model_in_place_of_an_accumulator_is_refused() -> None:
     with pytest.raises(InputError, match="cannot use a Linear"):
         lr_survey(nn.Linear(1, 1), [])  # pyright: ignore[reportArgumentType]
 
 
-def test_an_owned_loop_has_no_loss_to_survey() -> None:
+def test_an_accumulator_without_loss_fn_is_refused() -> None:
     model = mlp()
     accumulate = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(InputError, match="An Accumulator without loss_fn cannot make an update from a batch"):
         lr_survey(accumulate, rows(4, 1))
 
 
-def test_nothing_of_a_survey_stays_in_memory() -> None:
+def test_a_survey_leaves_nothing_in_memory() -> None:
     import gc
     import weakref
 
@@ -505,7 +503,7 @@ def test_nothing_of_a_survey_stays_in_memory() -> None:
     assert accumulate.engine.config.until_next == []
 
 
-def test_ranges_are_those_of_the_optimizer() -> None:
+def test_the_default_range_depends_on_the_optimizer() -> None:
     parameters = [torch.zeros(1, requires_grad=True)]
     assert survey_dial.range_of([torch.optim.SGD(parameters, lr=1.0)], "lr") == (1e-6, 10.0)
     assert survey_dial.range_of([torch.optim.RMSprop(parameters)], "lr") == (1e-7, 1.0)
@@ -520,7 +518,7 @@ def test_the_copy_shares_the_model_and_no_counter() -> None:
     assert (copied.updates, accumulate.updates, accumulate.engine.checked) == (1, 0, False)
 
 
-def test_sums_in_the_momentum_buffer_survey_alike_and_leave_the_buffer_alone() -> None:
+def test_sums_in_the_momentum_buffer_give_the_same_survey_and_keep_the_buffer() -> None:
     curves = []
     for into in ("grad", "momentum"):
         model = mlp()
