@@ -385,7 +385,7 @@ def test_a_smaller_size_is_kept_after_a_resume() -> None:
 def test_memory_for_every_update_is_reserved_if_micro_batches_fill_the_machine(
     size: Any, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a fixed size, only for the first update, which makes the optimizer's state."""
+    """With a fixed size only the first update needs a reserve: it makes the optimizer's state."""
     model = nn.Sequential(nn.Linear(300, 1000), nn.Linear(1000, 300))
     optimizer = torch.optim.AdamW(model.parameters())
     accumulate = Accumulator(

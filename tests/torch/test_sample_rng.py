@@ -444,14 +444,14 @@ def test_the_sample_dimension_by_convention(shape: Callable[[int], tuple[int, ..
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (7, 3)])
 def test_one_draw_for_the_whole_batch(shape: tuple[int, ...]):
     unsplit = window(lambda n: torch.rand(shape), [12])[0]
-    for mb in window(lambda n: torch.rand(shape), [4, 8]):
-        assert torch.equal(mb, unsplit)
+    for one in window(lambda n: torch.rand(shape), [4, 8]):
+        assert torch.equal(one, unsplit)
 
 
 def test_two_numbers_of_samples_determine_the_sample_dimension():
     """By convention (8, 3) is 2 rows for each of 4 samples; a batch of 12 shows it is one draw for all."""
     draws = window(lambda n: torch.rand(8, 3), [12, 4, 4, 1, 1, 2])
-    assert all(torch.equal(draws[0], mb) for mb in draws[1:])
+    assert all(torch.equal(draws[0], one) for one in draws[1:])
 
 
 def test_another_number_of_samples_resolves_an_ambiguous_shape():
@@ -495,8 +495,8 @@ def test_samples_of_different_padding_draw_the_same():
     long = window(lambda n: torch.rand(n, 2, 9, 3), [12])[0]
     lengths = iter([4, 9, 1])
     short = window(lambda n: torch.rand(n, 2, next(lengths), 3), [4, 4, 4])
-    for i, mb in enumerate(short[:2]):
-        assert torch.equal(mb, long[4 * i : 4 * i + 4, :, : mb.shape[2]])
+    for i, one in enumerate(short[:2]):
+        assert torch.equal(one, long[4 * i : 4 * i + 4, :, : one.shape[2]])
 
 
 # ---- refusals --------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def test_a_norm_of_one_rank_alone_differs_from_the_large_batch(found: Found) -> 
 def test_all_ranks_take_equally_many_micro_batches(found: Found) -> None:
     one, other = ([u.microbatches for u in each["clipped"]["updates"]] for each in found)
     alone = [[-(-count // 2) for count in samples] for samples in ranks.SAMPLES]
-    assert all(mine != theirs for mine, theirs in alone[::2]), "premise: the numbers differ without the rule"
+    assert all(mine != theirs for mine, theirs in alone[::2]), "premise: alone, the ranks would differ"
     assert one == other == [max(counts) for counts in alone]
 
 
